@@ -26,6 +26,7 @@ from sie.catalog.spec import ModelSpec, RepositoryModel
 from sie.catalog.text_ends import with_text_ends
 from sie.catalog.tokenizer import convert_tokenizer
 from sie.catalog.weights import with_num_weights
+from sie.runtime import confined
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, SieError, WireError, to_wire
 
@@ -152,4 +153,5 @@ def _send(lines: BinaryIO, message: Message) -> None:
 
 
 if __name__ == "__main__":
+    confined.give_up_privileges()
     sys.exit(main(sys.argv[1:]))

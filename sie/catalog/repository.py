@@ -48,6 +48,14 @@ def open_model(source: TensorSource, model_id: str) -> Checkpoint:
     return Checkpoint(model_id, model.root, model.root.resolve())
 
 
+def reason_without_version(source: TensorSource) -> str:
+    """Return why a model that had no version to serve cannot be loaded under the id that stands for it."""
+    found = find_models((source.repository,), source.name)
+    if not found:
+        return f"Model '{source.name}' cannot be loaded: it is not in the model repository any more"
+    return found[0].reason or f"Model '{source.name}' cannot be loaded under this id: load '{source.name}' again"
+
+
 def find_file(model: Checkpoint, version: str, config: Any) -> tuple[Checkpoint, str, str]:
     """Return a version's directory, the name of its model file, and its platform. Raises ModelLoadFailed."""
     folder = model.folder(version)

@@ -17,9 +17,10 @@ from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.model_config import CONFIG_FILE, read_model_config, to_json
 from sie.catalog.onnx_file import OnnxError, OnnxValue, read_onnx
 from sie.catalog.queue_rule import read_queue_rule
-from sie.catalog.repository import find_file, open_model
+from sie.catalog.repository import find_file, open_model, reason_without_version
 from sie.catalog.spec import ModelSpec, TensorSource
 from sie.values.card import ModelCard
+from sie.values.errors import ModelLoadFailed
 from sie.values.tensor import MAX_RANK, TensorRule, TensorSpec
 
 _MAX_LABEL_BYTES = 16 << 20
@@ -46,6 +47,8 @@ def read_tensor_card(spec: ModelSpec) -> ModelCard:
     """Return the card of one version of a repository's model. Raises ModelLoadFailed."""
     source = spec.tensor
     assert source is not None
+    if not source.version:
+        raise ModelLoadFailed(reason_without_version(source), extras={"error_class": "CONFIG"})
     model = open_model(source, spec.id)
     config = read_model_config(model, source.name)
     folder, file, platform = find_file(model, source.version, config)

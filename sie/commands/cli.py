@@ -68,7 +68,7 @@ def serve(config_file: str | None, **flags: Any) -> int:
     def load() -> Loaded:
         return with_bundled_model(_load(config_file, flags))
 
-    loaded = load()
+    loaded = _warned(load())
     check_adapters(loaded)
     from sie import supervisor
     from sie.supervisor.host_resources import StartError
@@ -84,7 +84,7 @@ def models(config_file: str | None, as_json: bool, **flags: Any) -> None:
     """List the models that `serve` would serve."""
     from sie.catalog.listing import list_models, render_table
 
-    rows = list_models(with_bundled_model(_load(config_file, flags)))
+    rows = list_models(with_bundled_model(_warned(_load(config_file, flags))))
     click.echo(msgspec.json.format(msgspec.json.encode(rows)).decode() if as_json else render_table(rows))
 
 
@@ -98,7 +98,7 @@ def models(config_file: str | None, as_json: bool, **flags: Any) -> None:
 )
 def config(config_file: str | None, output_format: str, **flags: Any) -> None:
     """Print every setting, its value, and where the value came from."""
-    click.echo(RENDERERS[output_format](_load(config_file, flags)), nl=False)
+    click.echo(RENDERERS[output_format](_warned(_load(config_file, flags))), nl=False)
 
 
 cli.add_command(bench)
@@ -154,3 +154,10 @@ def completion(shell: str) -> None:
 def _load(config_file: str | None, flags: dict[str, Any]) -> Loaded:
     given = {name: value for name, value in flags.items() if value is not None and value != ()}
     return load_settings(config_file, os.environ, given)
+
+
+def _warned(loaded: Loaded) -> Loaded:
+    """Return the settings, after their warnings were written on stderr."""
+    for text in loaded.warnings:
+        click.echo(f"sie: warning: {text}", err=True)
+    return loaded

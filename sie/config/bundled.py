@@ -36,7 +36,8 @@ def with_bundled_model(loaded: Loaded) -> Loaded:
         )
     models = msgspec.structs.replace(models, preload=(spec,))
     sources = {**loaded.sources, "model": Source("default", "(bundled)")}
-    return Loaded(msgspec.structs.replace(loaded.settings, models=models), sources)
+    settings = msgspec.structs.replace(loaded.settings, models=models)
+    return msgspec.structs.replace(loaded, settings=settings, sources=sources)
 
 
 def _with_spec(loaded: Loaded, spec: str) -> Loaded:
@@ -44,7 +45,7 @@ def _with_spec(loaded: Loaded, spec: str) -> Loaded:
     preload = tuple(spec if text == BUNDLED_MODEL else text for text in models.preload)
     lazy = tuple(spec if text == BUNDLED_MODEL else text for text in models.lazy)
     models = msgspec.structs.replace(models, preload=preload, lazy=lazy)
-    return Loaded(msgspec.structs.replace(loaded.settings, models=models), loaded.sources)
+    return msgspec.structs.replace(loaded, settings=msgspec.structs.replace(loaded.settings, models=models))
 
 
 def _find_bundled() -> str | None:

@@ -13,12 +13,23 @@ from sie.config.limits import MIB
 class Grpc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of one connection to the gRPC listener; `max_grpc_message_bytes` is in `limits`."""
 
+    max_grpc_connections: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 20,
+            description="Most connections at a time, within the limit of open files; others are closed at once.",
+        ),
+    ] = 8192
     max_grpc_streams: Annotated[
         int, Meta(ge=1, le=65536, description="Most calls of one connection at a time; clients queue the rest.")
     ] = 1024
     max_grpc_metadata_bytes: Annotated[
         int, Meta(ge=1024, le=MIB, description="Largest metadata of a call, 32 bytes for each entry included.")
     ] = 64 * 1024
+    max_grpc_metadata_entries: Annotated[
+        int, Meta(ge=16, le=65536, description="Most entries of a call's metadata; twice that ends the connection.")
+    ] = 256
     grpc_window_bytes: Annotated[
         int,
         Meta(
@@ -32,8 +43,8 @@ class Grpc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=MIB,
             le=1 << 40,
-            description="Most bytes of incomplete or unread messages of all connections; over it the connection with most "
-            "bytes is cut.",
+            description="Most bytes of messages that are incomplete, being served or unread by their clients, of all "
+            "connections; an open stream counts for 32 KiB. Over it the connection with most bytes is cut.",
         ),
     ] = 1024 * MIB
     grpc_unread_timeout_s: Annotated[
@@ -45,7 +56,16 @@ class Grpc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=10,
             le=1 << 20,
-            description="Frames without a message (pings, resets, settings, empty data), on average over ten "
-            "seconds; over it the connection is closed.",
+            description="Work without a message, in frames (pings, resets, settings, small parts; large header blocks "
+            "and settings of many calls count as several), on average over ten seconds; over it the connection is closed.",
         ),
     ] = 1000
+    grpc_turn_ms: Annotated[
+        float,
+        Meta(
+            ge=0.5,
+            le=1000,
+            description="Time for the frames of all connections before other work goes on; the rest waits, and the "
+            "connection that was served least comes first.",
+        ),
+    ] = 2.0

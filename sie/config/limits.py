@@ -123,3 +123,20 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             description="Lowest average speed of a request body that takes over `body_idle_timeout_s`; below it is 408.",
         ),
     ] = 1024
+    unread_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0.1,
+            le=600,
+            description="Longest time in which an HTTP client reads nothing of an answer; then it is cut.",
+        ),
+    ] = 30.0
+    max_held_bytes: Annotated[
+        int,
+        Meta(
+            ge=MIB,
+            le=1 << 40,
+            description="Most bytes of HTTP request bodies and unread answers that a frontend holds; over it the connection "
+            "that holds most is cut.",
+        ),
+    ] = 512 * MIB

@@ -16,7 +16,7 @@ LIVE: Final = frozenset(
         "max_body_bytes", "max_items", "max_candidates", "max_item_text_bytes", "max_depth", "max_queued_tokens",
         "max_labels", "max_label_pairs", "max_label_chars", "max_prompt_tokens", "max_text_windows",
         "max_schema_depth", "max_schema_values", "max_tensor_strings", "request_timeout_s", "body_idle_timeout_s",
-        "min_body_bytes_per_s",
+        "min_body_bytes_per_s", "unread_timeout_s", "max_held_bytes",
         "start_timeout_s", "watchdog_s", "tick_timeout_s", "restart_budget", "restart_window_s", "restart_backoff_s",
         "device_retry_s",
     }

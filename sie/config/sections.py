@@ -13,6 +13,7 @@ from msgspec import Meta, field
 from sie.config.limits import MIB
 
 _ORIGIN = r"^(\*|https?://[A-Za-z0-9.\-]+(:[0-9]{1,5})?|https?://\[[0-9a-fA-F:.]+\](:[0-9]{1,5})?)\Z"
+_HOST = r"^(\*|[A-Za-z0-9._\-]{1,253}|\[?[0-9A-Fa-f:.]{2,45}\]?)\Z"
 _DEVICES = r"^(auto|cpu(:[1-9][0-9]{0,2})?|cuda(:[0-9]+(,cuda:[0-9]+)*)?)\Z"
 
 
@@ -97,6 +98,14 @@ class Access(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             extra={"form": "https://app.example or *"},
         ),
     ] = field(default=(), name="cors_origin")
+    allowed_hosts: Annotated[
+        tuple[Annotated[str, Meta(pattern=_HOST)], ...],
+        Meta(
+            description="Host name that a server without `api_keys` on a loopback address answers to besides its own, as "
+            "behind a proxy, and whose pages may use it; repeatable; `*` takes any.",
+            extra={"form": "sie.example, without a port, or *"},
+        ),
+    ] = field(default=(), name="allowed_host")
 
 
 class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,7 +129,8 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, Meta(description="TOML file of models to serve and their profiles (docs/models.md); empty for none.")
     ] = ""
     default_model: Annotated[
-        str, Meta(description="Model for OpenAI requests without a model; empty uses the only suitable one.")
+        str,
+        Meta(description="Model for OpenAI requests without a model; if empty or unsuitable, the only suitable one."),
     ] = ""
     repositories: Annotated[
         tuple[str, ...],

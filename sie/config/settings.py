@@ -2,10 +2,11 @@
 
 A key `max_body_bytes` of the section `limits` is the flag `--max-body-bytes`, the variable `SIE_MAX_BODY_BYTES`, the
 TOML key `max_body_bytes` under `[limits]` and a row of docs/settings.md. Names are unique in the whole tree. Order:
-default < file < environment < flag. An unknown or bad key stops the start. No other module reads the environment, and
-only a reload changes settings after the start (`sie.config.reloadable`). Never imports slow modules, because every
-`sie` command waits for it. `sie.config.sections`, `sie.config.generation`, `sie.config.grpc_limits` and
-`sie.config.limits` define the keys, each in one place; `sie.config.sources` reads the values.
+default < file < environment < flag. An unknown or bad key stops the start; an unknown variable only warns. No other
+module reads the environment, and only a reload changes settings after the start (`sie.config.reloadable`). Never imports
+slow modules, because every `sie` command waits for it. `sie.config.sections`, `sie.config.generation`,
+`sie.config.grpc_limits` and `sie.config.limits` define the keys, each in one place; `sie.config.sources` reads the
+values.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from sie.config.sources import (
     read_environment,
     read_file,
     read_flags,
+    unknown_variables,
 )
 
 
@@ -69,6 +71,8 @@ class Loaded(msgspec.Struct, frozen=True):
 
     settings: Settings
     sources: dict[str, Source]
+    warnings: tuple[str, ...] = ()
+    """What a start goes on with, but its operator should know."""
 
     def value(self, key: Key) -> Any:
         """Return the value of `key`."""
@@ -106,7 +110,7 @@ def load_settings(config_file: str | None, environ: Mapping[str, str], flags: Ma
     sections = {section.name: section.type(**values[section.name]) for section in msgspec.structs.fields(Settings)}
     settings = Settings(**sections)
     _check_together(settings, sources)
-    return Loaded(settings, sources)
+    return Loaded(settings, sources, tuple(unknown_variables(keys, environ)))
 
 
 def _system_directories(keys: tuple[Key, ...], environ: Mapping[str, str]) -> Iterator[tuple[Key, str, Source]]:

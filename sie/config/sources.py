@@ -1,7 +1,8 @@
 """Reads the values of settings from a TOML file, from environment variables and from flags.
 
 Contains no setting's name: `sie.config.settings` passes the keys. An unknown or wrong value raises SettingsError, whose
-message has the place, the value and the expected value.
+message has the place, the value and the expected value. An unknown variable only warns, because it may belong to a
+client on the same host.
 """
 
 from __future__ import annotations
@@ -139,16 +140,19 @@ def read_environment(keys: Keys, environ: Mapping[str, str]) -> Found:
                 value = _convert(key, environ[key.known_as], key.known_as, from_text=True)
                 yield key, value, Source("environment", key.known_as)
     known = {key.variable: key for key in keys}
-    for variable in sorted(environ):
-        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
-            continue
-        key = known.get(variable)
-        if key is None:
-            hint = did_you_mean(variable, [*known, CONFIG_VARIABLE])
-            raise SettingsError(f"environment: {variable}: unknown variable{hint}")
-        text = environ[variable]
+    for variable in sorted(environ.keys() & known.keys()):
+        key, text = known[variable], environ[variable]
         raw = text.split() if key.is_list else text
         yield key, _convert(key, raw, f"environment: {variable}", from_text=True), Source("environment", variable)
+
+
+def unknown_variables(keys: Keys, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield a warning for each `SIE_*` variable that is not a setting. Clients have some, such as `SIE_API_KEY`."""
+    known = [*(key.variable for key in keys), CONFIG_VARIABLE]
+    for variable in sorted(environ.keys() - known):
+        if variable.startswith(ENV_PREFIX):
+            hint = did_you_mean(variable, known, prefix=ENV_PREFIX)
+            yield f"environment: {variable}: unknown variable{hint}"
 
 
 def read_flags(keys: Keys, flags: Mapping[str, Any]) -> Found:
@@ -182,7 +186,11 @@ def _convert(key: Key, raw: Any, where: str, *, from_text: bool) -> Any:
         raise SettingsError(f"{where}: {shown!r} is not {key.expects}") from None
 
 
-def did_you_mean(wrong: str, known: Sequence[str]) -> str:
-    """Return `; did you mean X?` for the nearest name in `known`, or empty without a near name."""
-    near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+def did_you_mean(wrong: str, known: Sequence[str], *, prefix: str = "") -> str:
+    """Return `; did you mean X?` for the nearest name in `known`, or empty without a near name.
+
+    prefix is shared by all names and is ignored in the comparison.
+    """
+    names = [name.removeprefix(prefix) for name in known]
+    near = difflib.get_close_matches(wrong.removeprefix(prefix), names, n=1, cutoff=0.6)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""

@@ -26,6 +26,8 @@ def check_settings(loaded: Loaded) -> Iterator[Finding]:
     changed = sum(source.kind != "default" for source in loaded.sources.values())
     origin = f", from {files[0]}" if files else ""
     yield Finding(area="settings", level="ok", message=f"valid; {changed} differ from the defaults{origin}")
+    for text in loaded.warnings:
+        yield Finding(area="settings", level="warn", message=text, fix="correct it, or leave it if it is a client's")
     try:
         rows = list_models(loaded)
     except SettingsError as error:

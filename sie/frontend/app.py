@@ -20,9 +20,11 @@ from sie.frontend.fastpath.encode import EncodeFastPath
 from sie.frontend.fastpath.infer import InferFastPath
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.intake import Intake, Scheduler
+from sie.frontend.http.near_routes import hint_for
 from sie.frontend.http.response import Response
 from sie.frontend.http.routes import Route, Row
 from sie.frontend.http.stream import STREAM_HEADERS, Streamed, send_stream
+from sie.frontend.http.unread import MIN_BYTES
 from sie.frontend.models.admin import check_admin
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes import error_envelopes
@@ -93,9 +95,12 @@ class App:
             if matched is not None:
                 exchange.route, exchange.model, exchange.version = matched
         access = self._process.access
-        await self.guard(
-            exchange, self._dispatch(exchange) if access is None else self._dispatch_for_holder(exchange, access)
-        )
+        try:
+            await self.guard(
+                exchange, self._dispatch(exchange) if access is None else self._dispatch_for_holder(exchange, access)
+            )
+        finally:
+            exchange.release_body(self._process.bodies)
 
     async def guard(self, exchange: Exchange, work: Awaitable[None]) -> None:
         """Do what answers a request; whatever it raises becomes the answer."""
@@ -127,18 +132,21 @@ class App:
                 )
 
     async def _serve_websocket(self, scope: Any, protocol: Any) -> None:
+        process = self._process
         need = WEBSOCKETS.get(scope.path)
         may_go_on = None
-        if (access := self._process.access) is not None:
-            try:
-                may_go_on = access.admit_watcher(scope.headers, scope.query_string, need or "any")
-            except SieError as error:
-                protocol.close(error.http_status)
-                return
+        try:
+            if process.host_check is not None:
+                process.host_check.check(scope.headers)
+            if process.access is not None:
+                may_go_on = process.access.admit_watcher(scope.headers, scope.query_string, need or "any")
+        except SieError as error:
+            protocol.close(error.http_status)
+            return
         if need is None:
             protocol.close(404)
             return
-        await self._process.status.serve(protocol, may_go_on)
+        await process.status.serve(protocol, may_go_on)
 
     async def _dispatch_for_holder(self, exchange: Exchange, access: Access) -> None:
         """Dispatch what the key in a request allows. What is no route, or not its method, needs a key as well."""
@@ -163,6 +171,8 @@ class App:
         return True
 
     async def _dispatch(self, exchange: Exchange) -> None:
+        if self._process.host_check is not None:
+            self._process.host_check.check(exchange.headers)
         route = exchange.route
         method = exchange.scope.method
         if route is None or (method != route.method and method != route.also):  # noqa: PLR1714  # a tuple for each request
@@ -204,11 +214,18 @@ class App:
         def begin() -> Any:
             return exchange.protocol.response_stream(200, headers)
 
-        error = await send_stream(answer, begin, exchange.scope.client, process.settings.generation)
+        settings = process.settings.generation
+        unread = process.unread.open_stream(exchange.scope.client, settings.stream_backlog_bytes)
+        try:
+            error = await send_stream(answer, begin, unread, settings.keep_alive_interval_ms / 1e3)
+        except BaseException:
+            unread.end()
+            raise
         exchange.timing = answer.run.timing(exchange.began_ns)
         for record in process.recorders:
             record(exchange, 200, [], error)
         count_exchange(process.metrics, exchange, 200, error)
+        process.unread.keep(exchange, unread)
 
     def _answer_mismatch(self, exchange: Exchange, route: Route | None) -> None:
         """Answer a request with an unknown path, or with a method that its route does not have."""
@@ -219,7 +236,7 @@ class App:
         if target is not None:
             self._answer(exchange, 307, [("location", target)], b"")
         elif route is None or is_unknown_action(route, exchange.model, self._process.tensors.table):
-            self._answer(exchange, *error_envelopes.unknown_path(scope.path))
+            self._answer(exchange, *error_envelopes.unknown_path(scope.path, hint_for(scope.path, TABLE)))
         else:
             self._answer(exchange, *error_envelopes.wrong_method(route, TABLE.methods_of(route)))
 
@@ -286,3 +303,5 @@ class App:
             headers = record(exchange, status, headers, error)
         exchange.protocol.response_bytes(status, headers, body)
         count_exchange(process.metrics, exchange, status, error)
+        if len(body) >= MIN_BYTES:
+            process.unread.add(exchange, len(body))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import resource
 import socket
 import sys
 from collections.abc import Callable
@@ -27,8 +26,6 @@ from sie.runtime.logs import LOG_CONFIG, configure
 _HEADER_TIMEOUT_MS = 30_000
 _MIN_BACKPRESSURE = 65_536
 """Granian's own bound counts connections, idle ones too; admission is ours, so it must not be the first to act."""
-_OWN_FILES = 1024
-"""Descriptors that are kept for shared memory, workers and files."""
 
 
 class _Server(MPServer):
@@ -77,17 +74,6 @@ def load_app(launch: Launch) -> Callable[..., Any]:
     return cast("Callable[..., Any]", app)
 
 
-def max_connections(backlog: int) -> int:
-    """Return how many connections may be open at once, having raised the limit of open files as far as it goes.
-
-    Over it they wait in the kernel. Without a descriptor for the next one Granian would try again without pause.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    wanted = max(_MIN_BACKPRESSURE, backlog)
-    return wanted if hard == resource.RLIM_INFINITY else max(1, min(wanted, hard - min(_OWN_FILES, hard // 2)))
-
-
 def main() -> int:
     """Run one frontend slot; the launch record is the only argument."""
     launch = msgspec.json.decode(sys.argv[1], type=Launch)
@@ -103,7 +89,8 @@ def main() -> int:
         http=HTTPModes.http1,
         websockets=True,
         backlog=launch.backlog,
-        backpressure=max_connections(launch.backlog),
+        # Over it they wait in the kernel. Without a descriptor for the next one Granian would try again without pause.
+        backpressure=child_setup.max_connections(max(_MIN_BACKPRESSURE, launch.backlog)),
         http1_settings=HTTP1Settings(header_read_timeout=_HEADER_TIMEOUT_MS),
         log_level=LogLevels.warning,
         log_dictconfig=LOG_CONFIG,

@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sie.config.settings import Settings
 from sie.frontend.access.gate import open_access
+from sie.frontend.access.host_check import open_host_check
 from sie.frontend.engine.attaching import Attaching
 from sie.frontend.engine.disconnects import ClientWatch
 from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.http.backlog import limit_unread_time
 from sie.frontend.http.body import BodyReader, body_limits
 from sie.frontend.http.cors import Cors
+from sie.frontend.http.held_bytes import HeldBytes
+from sie.frontend.http.unread import UnreadAnswers
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.models.adapters import AdapterTable
 from sie.frontend.models.admin import ModelAdmin
@@ -103,11 +107,16 @@ class FrontendProcess:
         texts = TextTensors(self.encoder, self.scorer, lambda: self.generator, limits=lambda: self.settings.limits)
         tensor_images = TensorImages(self._images, limits=lambda: self.settings.limits)
         self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, texts=texts, images=tensor_images)
-        self.bodies = BodyReader(*body_limits(settings.limits))
-        self.text_bodies = self.bodies.with_limit(settings.generation, "max_generation_body_bytes")
         self.metrics = FrontendMetrics(pages[0], self.models)
+        self.held = HeldBytes(settings.limits.max_held_bytes, self.metrics.record_held_cut)
+        self.count_held: Callable[[], int] = lambda: self.held.num_bytes
+        """Returns the bytes held for clients; a process that serves no HTTP replaces it."""
+        self.bodies = BodyReader(*body_limits(settings.limits), held=self.held)
+        self.text_bodies = self.bodies.with_limit(settings.generation, "max_generation_body_bytes")
+        self.unread = UnreadAnswers(self.held, loop)
         self.generation_metrics = GenerationMetrics(pages[0], self.models)
-        self.access = open_access(settings.access, pages, self.metrics.record_auth_failure)
+        self.access = open_access(settings.access, pages, self.metrics.record_auth_failure, self.unread.settle)
+        self.host_check = open_host_check(settings, launch)
         self.cors = Cors(settings.access.cors_origins) if settings.access.cors_origins else None
         self.status = StatusHub(
             self._frame,
@@ -131,7 +140,7 @@ class FrontendProcess:
 
     @functools.cached_property
     def generator(self) -> Generator:
-        """What starts requests to generate; it imports a template engine, which others need not wait for."""
+        """What starts requests to generate; imported when the first one comes."""
         from sie.frontend.generation.start import Generator
 
         return Generator(self.engine, self.models, self.settings.generation, self.generation_metrics)
@@ -165,6 +174,8 @@ class FrontendProcess:
         for part in (self.engine, self.encoder, self.scorer, self.extractor):
             part.reconfigure(settings.limits)
         self.bodies.reconfigure(*body_limits(settings.limits))
+        self.held.max_bytes = settings.limits.max_held_bytes
+        self._limit_unread_time()
         set_level(settings.server.log_level)
 
     # --- what handlers ask ----------------------------------------------------------------------------------------
@@ -211,6 +222,8 @@ class FrontendProcess:
         self._channel.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._images.close()
+        if "generator" in vars(self):
+            self.generator.close()
 
     def _spawn(self, work: Any) -> None:
         task = self._loop.create_task(work)
@@ -255,12 +268,14 @@ class FrontendProcess:
                 self._attaching.end(generation)
                 self.engine.bury(slot, generation, suspects)
                 self.engine.place_held()
+            case messages.WorkerLate(slot, generation, is_late, running):
+                self.engine.set_late(slot, generation, running, is_late=is_late)
             case messages.Quarantine(digest):
                 self.engine.quarantine(digest)
             case messages.Configure(settings):
                 self._reconfigure(settings)
-            case messages.Managed(number, error):
-                self.admin.on_begun(number, error)
+            case messages.Managed():
+                self.admin.on_begun(message)
             case messages.Keys() if self.access is not None:
                 self.access.replace(message)
             case messages.Ping(number):
@@ -293,7 +308,12 @@ class FrontendProcess:
                 continue
             writer.close()
             break
+        self._limit_unread_time()
         self._send(messages.Ready())
+
+    def _limit_unread_time(self) -> None:
+        if self._launch.protocol == "http":  # the gRPC transport has a limit of its own
+            limit_unread_time(self.settings.limits.unread_timeout_s)
 
     # --- the clock ------------------------------------------------------------------------------------------------
 
@@ -308,6 +328,9 @@ class FrontendProcess:
             self.metrics.set_extents_in_use(self.engine.num_extents)
             self.engine.expire(now_ns)
             self.bodies.end_stalled(now_ns)
+            self.unread.tick(now_ns)
+            self.held.tick()
+            self.metrics.set_held_bytes(self.count_held())
             self._clients.tick(now_ns)
             self._leaving.tick(now_ns / 1e9)
             if now_ns / 1e9 - touched_s >= self._touch_s:

@@ -3,29 +3,28 @@
 Granian ends when its connections have. Two kinds of them never do before the time limit of their headers: one that is
 accepted in the very moment of the signal, and any that wait while no accept succeeds, since its loop looks at its
 listener first and at the signal second (granian 2.8, `acceptor_impl_loop`). So a process that was told to finish leaves
-by itself once nothing is in flight and no client has yet to read anything.
+by itself once nothing is in flight and no client reads any more.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import signal
-import termios
 import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Final
 
+from sie.frontend.http.backlog import TcpState, measure, open_files
 from sie.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 _LOOK_S: Final = 0.5
-_MAX_FILES: Final = 1 << 16
-_NONE: Final = bytes(4)
 _NUM_QUIET_LOOKS: Final = 2
 """Looks in a row that must find nothing: between two of them a request may be with neither Granian nor us."""
+
+_NUM_STUCK_LOOKS: Final = 10
+"""Looks in a row in which no client reads anything. What it has not read by then is lost to it."""
 
 
 class Leaving:
@@ -51,6 +50,7 @@ class Leaving:
         self._looked_s = time.monotonic()
         self._until_s: float | None = None
         self._num_quiet = 0
+        self._unread: dict[int, TcpState] = {}
 
     def begin(self) -> None:
         """Leave as soon as nothing is in flight, at the latest at the end of `drain_timeout_s`; Granian was told, too."""
@@ -65,8 +65,11 @@ class Leaving:
         if self._until_s is None:
             self._check_files()
             return
-        self._num_quiet = self._num_quiet + 1 if self._is_idle() and not _has_unread() else 0
-        if self._num_quiet >= _NUM_QUIET_LOOKS or now_s >= self._until_s:
+        unread = _unread()
+        self._num_quiet = self._num_quiet + 1 if self._is_idle() and unread == self._unread else 0
+        self._unread = unread
+        num_looks = _NUM_STUCK_LOOKS if unread else _NUM_QUIET_LOOKS
+        if self._num_quiet >= num_looks or now_s >= self._until_s:
             os._exit(0)  # Granian's threads would have the last word on any other way out
 
     def _check_files(self) -> None:
@@ -92,21 +95,7 @@ class Leaving:
         os.kill(os.getppid() if self._in_granian else os.getpid(), signal.SIGTERM)
 
 
-def _has_unread() -> bool:
-    """Whether a peer has yet to take what was sent to it: then there may also be more that does not fit yet."""
-    for fd in _descriptors():
-        try:
-            num_unread = fcntl.ioctl(fd, termios.TIOCOUTQ, _NONE)
-        except OSError:  # no socket, or closed meanwhile
-            continue
-        if num_unread != _NONE:
-            return True
-    return False
-
-
-def _descriptors() -> Iterable[int]:
-    """Return what is open; where none is left to look with, all that Granian may have."""
-    try:
-        return [int(path.name) for path in Path("/proc/self/fd").iterdir()]
-    except OSError:
-        return range(_MAX_FILES)
+def _unread() -> dict[int, TcpState]:
+    """Return the connections whose peers have yet to take what was sent to them: then there may be more to send."""
+    states = {fd: state for fd in open_files() if (state := measure(fd)) is not None}
+    return {fd: state for fd, state in states.items() if state.queued}

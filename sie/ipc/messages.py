@@ -167,10 +167,16 @@ class Manage(msgspec.Struct, tag=True, frozen=True):
 
 
 class Managed(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to frontend: the action has begun (the new state is in the `Models` just before), or it failed."""
+    """Supervisor to frontend: the action has begun (the new state is in the `Models` just before), or it failed.
+
+    models: the ids of the versions that a load or reload of a repository is to have loaded in the end. has_changed: the
+    action found something to load, to load again or to remove.
+    """
 
     number: int
     error: WireError | None = None
+    models: tuple[str, ...] = ()
+    has_changed: bool = False
 
 
 class ManageRepository(msgspec.Struct, tag=True, frozen=True):
@@ -297,6 +303,18 @@ class WorkerDown(msgspec.Struct, tag=True, frozen=True):
     suspects: tuple[int, ...]
 
 
+class WorkerLate(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend: a worker's step is over its allowance by more than a second, or it no longer is.
+
+    running are this frontend's request ids in that step.
+    """
+
+    slot: int
+    generation: int
+    is_late: bool
+    running: tuple[int, ...] = ()
+
+
 class Spilled(msgspec.Struct, tag=True, frozen=True):
     """Either direction: the message is too long for the socket and is in the last descriptor, a memfd."""
 
@@ -357,5 +375,5 @@ Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
     | PeerFault | Spilled | Touch | Ping | Pong | Silence | Retire | Drain | Finish | Manage | Managed | MemoryReport | MemoryShort
     | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys | Certificates
-    | Stage | Unstage | Staged
+    | Stage | Unstage | Staged | WorkerLate
 )  # fmt: skip

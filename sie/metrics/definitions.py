@@ -259,6 +259,18 @@ EXTENTS_IN_USE = Family(
     help="Shared-memory extents under a lease, by segment kind (request, reply).",
     labels=("segment",),
 )
+HELD_BYTES = Family(
+    name="sie_held_bytes",
+    kind="gauge",
+    help="Bytes of request bodies and unread answers that the frontends hold.",
+    labels=(),
+)
+HELD_CUTS = Family(
+    name="sie_held_bytes_cuts_total",
+    kind="counter",
+    help="Connections that were cut because a frontend held too much (max_held_bytes, max_grpc_held_bytes).",
+    labels=(),
+)
 LOOP_LAG = Family(
     name="sie_event_loop_lag_seconds",
     kind="histogram",
@@ -275,6 +287,23 @@ STATUS_WATCHERS = Family(
     name="sie_status_watchers",
     kind="gauge",
     help="Open /ws/status connections.",
+)
+GRPC_CONNECTIONS = Family(
+    name="sie_grpc_connections",
+    kind="gauge",
+    help="Open connections of gRPC clients.",
+)
+GRPC_ENDED = Family(
+    name="sie_grpc_connections_ended_total",
+    kind="counter",
+    help="Connections of gRPC clients that the server ended, by reason (work: too much of it that brings no message; "
+    "protocol, slow, unread; memory: max_grpc_held_bytes; connections: max_grpc_connections).",
+    labels=("reason",),
+)
+GRPC_WAITS = Family(
+    name="sie_grpc_waits_total",
+    kind="counter",
+    help="Times that what a gRPC client sent had to wait, because others had used the time for it (grpc_turn_ms).",
 )
 HTTP_REQUESTS = Family(
     name="http_requests_total",
@@ -351,7 +380,7 @@ FAMILIES: tuple[Family, ...] = (
     PREEMPTIONS, KV_BLOCKS, KV_BLOCKS_USED, PREFIX_LOOKUPS, PREFIX_HITS, PREFIX_EVICTIONS, PROMPT_TOKENS,
     GENERATED_TOKENS, GENERATION_STEP, FIRST_TOKEN, TOKEN_GAP, LAST_INFERENCE, TRUNCATED, REFUSALS, AUTH_FAILURES,
     KEY_REQUESTS, KEY_RUNNING, API_KEYS, API_KEYS_REFUSED, WORKER_RESTARTS, WORKER_UP, DEVICE_LOST, CONFIG_RELOADS, CONFIG_REFUSED,
-    STEP_DURATION, MODEL_BUSY, STEP_TOKENS, EXTENTS_IN_USE, LOOP_LAG, LOOP_LAG_LATEST, STATUS_WATCHERS, HTTP_REQUESTS,
-    HTTP_IN_FLIGHT, HTTP_DURATION, HTTP_BODY, DROPPED, GPU_UTILIZATION, GPU_MEMORY_USED, GPU_MEMORY_TOTAL,
+    STEP_DURATION, MODEL_BUSY, STEP_TOKENS, EXTENTS_IN_USE, HELD_BYTES, HELD_CUTS, LOOP_LAG, LOOP_LAG_LATEST, STATUS_WATCHERS, GRPC_CONNECTIONS,
+    GRPC_ENDED, GRPC_WAITS, HTTP_REQUESTS, HTTP_IN_FLIGHT, HTTP_DURATION, HTTP_BODY, DROPPED, GPU_UTILIZATION, GPU_MEMORY_USED, GPU_MEMORY_TOTAL,
     GPU_TEMPERATURE, GPU_UP, GPU_SAMPLED,
 )  # fmt: skip

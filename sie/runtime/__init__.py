@@ -1,1 +1,1 @@
-"""Provides process basics for all processes: logs, progress, failpoints and child set-up."""
+"""Provides process basics for all processes: logs, progress, failpoints, child set-up and confined processes."""

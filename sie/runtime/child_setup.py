@@ -6,10 +6,13 @@ import ctypes
 import faulthandler
 import gc
 import os
+import resource
 import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_OWN_FILES = 1024
+"""Descriptors that are kept for shared memory, workers and files."""
 
 
 def die_with_parent(expected_parent_pid: int | None = None) -> None:
@@ -28,6 +31,13 @@ def pin_to(cores: tuple[int, ...]) -> None:
     """Pin this process, and every thread it starts, to these cores; an empty tuple changes nothing."""
     if cores:
         os.sched_setaffinity(0, cores)
+
+
+def max_connections(wanted: int) -> int:
+    """Return how many connections may be open at once, having raised the limit of open files as far as it goes."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return wanted if hard == resource.RLIM_INFINITY else max(1, min(wanted, hard - min(_OWN_FILES, hard // 2)))
 
 
 def calm_collector() -> None:

@@ -40,6 +40,12 @@ class AdapterLoads:
         self._children = children
         self._broadcast = broadcast
 
+    def reconfigure(self, settings: Settings) -> None:
+        """Apply reloaded settings. Running cool-downs stay as they are."""
+        self._timeout_s = settings.models.load_timeout_s
+        self._registry.set_retry(settings.models.load_retry_s)
+        self._preparer.reconfigure(settings)
+
     def entries(self, models: tuple[ModelEntry, ...]) -> tuple[ModelEntry, ...]:
         """Return the model entries with their adapters, for frontends."""
         adapters = [self._registry.entries(entry.card.id) for entry in models]

@@ -12,6 +12,7 @@ from collections.abc import Container
 import msgspec
 
 from sie.ipc.messages import AdapterEntry, AdapterReport
+from sie.supervisor.lifecycle import Event, Place, Stage, next_place, next_stage
 from sie.values.card import AdapterSpec, ModelState
 from sie.values.errors import Internal, WireError, to_wire
 
@@ -20,15 +21,17 @@ _MAX_RETRY_S = 1800.0
 
 
 class AdapterRecord(msgspec.Struct):
-    """One adapter. directory is empty until a hub adapter is fetched; wanted means that workers should have it."""
+    """One adapter. directory is empty until a hub adapter is fetched. preparing: a helper fetches it.
+
+    `sie.supervisor.lifecycle` explains stage and places. A model that is loaded again brings its adapters back, so an
+    adapter is never reloaded.
+    """
 
     spec: AdapterSpec
     directory: str = ""
-    wanted: bool = False
-    was_loaded: bool = False
-    """Whether a worker has had it since it became wanted."""
+    stage: Stage = Stage.IDLE
+    places: dict[int, Place] = {}
     preparing: bool = False
-    reports: dict[int, AdapterReport] = {}
     error: WireError | None = None
     num_attempts: int = 0
     retry_at_s: float = 0.0
@@ -43,7 +46,16 @@ class AdapterRecord(msgspec.Struct):
     @property
     def workers(self) -> tuple[int, ...]:
         """The slots of the workers that have it, ascending."""
-        return tuple(sorted(slot for slot, report in self.reports.items() if report.state == "loaded"))
+        return tuple(sorted(slot for slot, place in self.places.items() if place is Place.LOADED))
+
+    @property
+    def wanted(self) -> bool:
+        """Whether workers should have it."""
+        return self.stage.is_wanted
+
+    def apply(self, event: Event) -> None:
+        """Change the stage as the table says."""
+        self.stage = next_stage(self.stage, event)
 
 
 class AdapterRegistry:
@@ -57,6 +69,10 @@ class AdapterRegistry:
         for spec in specs:
             self._by_model.setdefault(spec.model, {})[spec.id] = AdapterRecord(spec, spec.directory or "")
 
+    def set_retry(self, retry_s: float) -> None:
+        """Change the wait after a failed load. Running cool-downs stay as they are."""
+        self._retry_s = retry_s
+
     def wanted_of(self, model: str) -> list[AdapterRecord]:
         """Return the adapters that a worker with this model should have."""
         return [record for record in self._records(model) if record.wanted]
@@ -69,7 +85,8 @@ class AdapterRegistry:
         record.last_used = next(self._uses)
         if record.wanted or now_s < record.retry_at_s:
             return None
-        record.wanted, record.was_loaded, record.error, record.wanted_since_s = True, False, None, now_s
+        record.apply(Event.WANT)
+        record.error, record.wanted_since_s = None, now_s
         return record
 
     def touch(self, used: tuple[tuple[str, str], ...]) -> None:
@@ -87,13 +104,13 @@ class AdapterRegistry:
         record = self._by_model.get(report.model, {}).get(report.adapter)
         if record is None:
             return []
-        if report.state == "available":
-            record.reports.pop(slot, None)
-        else:
-            record.reports[slot] = report
+        record.places[slot] = next_place(record.places.get(slot, Place.ABSENT), report.state)
         if report.state == "loaded":
-            record.num_attempts, record.was_loaded = 0, True
-            return self._make_room(report.model) if record.wanted else [record]
+            record.num_attempts = 0
+            if not record.wanted:
+                return [record]
+            record.apply(Event.LOADED)
+            return self._make_room(report.model)
         if report.state == "failed" and report.error is not None and not _is_somewhere(record):
             self.fail(record, report.error, now_s)
         return []
@@ -105,7 +122,7 @@ class AdapterRegistry:
         )
         over = loaded[: max(0, len(loaded) - self._max_loras)]
         for record in over:
-            record.wanted = False
+            record.apply(Event.RELEASE)
         return over
 
     def fail(self, record: AdapterRecord, error: WireError, now_s: float) -> None:
@@ -113,7 +130,7 @@ class AdapterRegistry:
         record.num_attempts += 1
         record.retry_at_s = now_s + min(self._retry_s * 2 ** (record.num_attempts - 1), _MAX_RETRY_S)
         record.error = error
-        record.wanted = record.preparing = False
+        record.apply(Event.FAIL)
 
     def overdue(self, timeout_s: float, now_s: float, hosted: Container[str]) -> list[AdapterRecord]:
         """Fail the adapters that no worker has loaded within timeout_s, and return them.
@@ -139,8 +156,9 @@ class AdapterRegistry:
         """
         for name in self._by_model if model is None else [model]:
             for record in self._records(name):
-                record.reports.pop(slot, None)
-                record.wanted = record.wanted and is_kept
+                record.places.pop(slot, None)
+                if record.wanted and not is_kept:
+                    record.apply(Event.RELEASE)
                 record.wanted_since_s = now_s  # its time restarts with the model's
 
     def entries(self, model: str) -> dict[str, AdapterEntry]:
@@ -150,7 +168,7 @@ class AdapterRegistry:
                 state=_state(record),
                 workers=record.workers if record.wanted else (),
                 error=record.error,
-                recovering=record.wanted and record.was_loaded and not record.workers,
+                recovering=record.stage is Stage.SERVING and not record.workers,
             )
             for record in self._records(model)
         }
@@ -160,7 +178,7 @@ class AdapterRegistry:
 
 
 def _is_somewhere(record: AdapterRecord) -> bool:
-    return any(report.state in ("loading", "loaded") for report in record.reports.values())
+    return any(place in (Place.LOADING, Place.LOADED) for place in record.places.values())
 
 
 def _state(record: AdapterRecord) -> ModelState:

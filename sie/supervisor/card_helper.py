@@ -69,6 +69,7 @@ class Preparer:
         helper = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "sie.catalog.prepare", msgspec.json.encode(request).decode(),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, limit=_MAX_LINE_BYTES,
+            process_group=0,  # Ctrl-C at a terminal is for the supervisor alone
         )  # fmt: skip
         try:
             async with asyncio.timeout(self._timeout_s):

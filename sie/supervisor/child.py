@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -19,6 +20,7 @@ from sie.supervisor.restart import StartHistory
 
 ChildState = Literal["waiting", "starting", "ready", "lost", "gone"]
 _MODULES = {"frontend": "sie.frontend.main", "worker": "sie.workers.main"}
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _GRPC_MODULE = "sie.frontend.grpc.main"
 
 
@@ -51,6 +53,8 @@ class Child:
         self.started_s = 0.0
         self.pong_s = 0.0
         self.is_faulty = False
+        self.is_late = False
+        """Whether the frontends were told that a worker is late."""
         self.is_retired = False
         """Whether the process was told to exit; its death then triggers no restart."""
 
@@ -66,7 +70,7 @@ class Child:
         """
         self.incarnation = launch.incarnation
         self.started_s = now_s
-        self.is_faulty = self.is_retired = False
+        self.is_faulty = self.is_retired = self.is_late = False
         module = _GRPC_MODULE if self.protocol == "grpc" else _MODULES[self.role]
         command = [sys.executable, "-m", module, msgspec.json.encode(launch).decode()]
         inherited = (launch.listen_fd,) if module == _MODULES["frontend"] and launch.listen_fd >= 0 else ()
@@ -87,6 +91,16 @@ class Child:
         """Send a signal to the process if it still runs."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
+
+    def run_state(self) -> tuple[str, float]:
+        """Return the letter of the process's state and its processor time in seconds. Source: proc_pid_stat(5)."""
+        assert self.process is not None
+        try:
+            text = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:  # it has just ended
+            return "X", 0.0
+        words = text.rpartition(")")[2].split()
+        return words[0], (int(words[11]) + int(words[12])) / _TICKS_PER_S
 
     def finish(self) -> None:
         """Tell a frontend to finish accepted requests. A starting one has none and ignores SIGTERM, so it is killed."""

@@ -369,6 +369,18 @@ class Children:
                 ids = tuple(request_id for slot, request_id in suspects if slot == frontend.slot)
                 self.send(frontend, messages.WorkerDown(worker.slot, generation, ids))
 
+    def set_late(self, worker: Child, *, is_late: bool) -> None:
+        """Tell the frontends that a worker is late, with their requests in its step, or that it no longer is."""
+        if worker.is_late == is_late:
+            return
+        worker.is_late = is_late
+        entries = self.running(worker).entries if is_late else []
+        for frontend in self.frontends:
+            generation = self._pairs.get((frontend.slot, worker.slot))
+            if generation is not None:
+                ids = tuple(entry.request_id for entry in entries if entry.frontend == frontend.slot)
+                self.send(frontend, messages.WorkerLate(worker.slot, generation, is_late, ids))
+
     def _plan_restart(self, child: Child, was_ready: bool, was_killed: bool) -> None:
         s = self._settings.supervisor
         policy = RestartPolicy(budget=s.restart_budget, window_s=s.restart_window_s, backoff_s=s.restart_backoff_s)

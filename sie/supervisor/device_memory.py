@@ -55,7 +55,7 @@ class DeviceMemories:
         victims: list[str] = []
         must_wait = False
         for device in sorted(set(self._devices)):
-            num_missing = sum(not record.is_on(slot) for slot in self._slots(device))
+            num_missing = sum(not record.place(slot).is_there for slot in self._slots(device))
             needed = needed_bytes(record.card, device, self._dtype) * num_missing
             if not needed or (device not in self._memory and not self._policy.max_model_bytes):
                 continue
@@ -93,8 +93,7 @@ class DeviceMemories:
     def _tenants(self, device: str, records: Collection[Record]) -> list[Tenant]:
         tenants: list[Tenant] = []
         for record in records:
-            reports = [record.reports[slot] for slot in self._slots(device) if slot in record.reports]
-            loaded = [report.memory_bytes for report in reports if report.state == "loaded"]
+            loaded = [record.reports[slot].memory_bytes for slot in self._slots(device) if slot in record.reports]
             if loaded:
                 tenants.append(
                     Tenant(

@@ -83,7 +83,12 @@ def _gpu_slots(indices: list[int]) -> list[WorkerSlot]:
 def _count_gpus(timeout_s: float) -> int:
     try:
         done = subprocess.run(  # noqa: S603  # our own interpreter and text
-            [sys.executable, "-c", _PROBE], capture_output=True, timeout=timeout_s, check=True, text=True
+            [sys.executable, "-c", _PROBE],
+            capture_output=True,
+            timeout=timeout_s,
+            check=True,
+            text=True,
+            process_group=0,  # Ctrl-C at a terminal is for the supervisor alone
         )
         return int(json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired as error:

@@ -18,6 +18,7 @@ from sie.supervisor.child import Child, ChildState
 from sie.supervisor.children import Children
 from sie.supervisor.device_memory import DeviceMemories
 from sie.supervisor.evictions import Memory
+from sie.supervisor.lifecycle import Event
 from sie.supervisor.models import ModelRegistry, Record
 from sie.supervisor.staged_reloads import StagedReloads
 from sie.values.card import ModelCard
@@ -68,7 +69,7 @@ class Loads:
         self._children = children
         self._device_memories = DeviceMemories(self._settings, [worker.place.device for worker in children.workers])
         self._staged_reloads = StagedReloads(
-            children, self._preparer, self._spawn, on_complete=self._reload, on_failed=self._keep
+            children, self._preparer, self._spawn, on_complete=self._reload, on_failed=self.keep
         )
         self._not_ready_reason = not_ready_reason
         self._on_first_ready = on_first_ready
@@ -139,7 +140,7 @@ class Loads:
             return
         now_s = time.monotonic()
         for record in self._registry.records.values():
-            if record.card is None or not record.wanted or record.waits_for_memory or record.preparing:
+            if record.card is None or not record.wanted or record.stage.waits_for_memory or record.preparing:
                 continue
             if record.is_stale:  # its files have changed since it was loaded
                 self._renew(record)
@@ -195,8 +196,9 @@ class Loads:
             self._reload_due()
         self.broadcast()
 
-    def _keep(self, record: Record, error: WireError) -> None:
-        """Record the error and keep serving the model as it was loaded."""
+    def keep(self, record: Record, error: WireError) -> None:
+        """Record the reason why a model cannot be loaded anew, and keep serving it as it was loaded."""
+        self.cancel_staged(record.spec.id)
         self._refuse(record, error)
         if record.loaded_on:
             _log.warning("%s goes on as it was loaded before", record.spec.id)
@@ -246,7 +248,7 @@ class Loads:
         self._device_memories.report(worker.slot, memory)
         records = self._registry.records.values()
         for record in records:
-            if record.waits_for_memory and record.wanted:
+            if record.stage.waits_for_memory:
                 self._load(record)
         now_s = time.monotonic()
         if now_s - self._relieved_s > _PRESSURE_GAP_S:
@@ -330,8 +332,9 @@ class Loads:
 
     def reason(self) -> str:
         """Return why the server is not ready, or an empty text if it is."""
-        missing = self._registry.missing()
-        return self._not_ready_reason() or (f"not loaded: {', '.join(missing)}" if missing else "")
+        missing = self._registry.missing_reasons()
+        reasons = (self._not_ready_reason(), f"not loaded: {missing}" if missing else "")
+        return "; ".join(filter(None, reasons))
 
     def _broadcast_now(self) -> None:
         self._is_broadcast_due = False
@@ -343,15 +346,16 @@ class Loads:
 
     def _load(self, record: Record) -> None:
         """Send a model to the workers once it is prepared and fits in memory."""
+        if record.preparing:  # which loads it afterwards
+            return
         if record.is_stale and (card := self._staged_reloads.take(record.spec.id)) is not None:
             record.card, record.is_stale = card, False
         if record.card is None or record.is_stale:
-            if not record.preparing:
-                record.preparing = True
-                self._spawn(self._prepare(record))
+            record.preparing = True
+            self._spawn(self._prepare(record))
             return
         plan = self._device_memories.plan_load(record, self._registry.records.values())
-        record.waits_for_memory = plan.must_wait
+        record.apply(Event.SHORT if plan.must_wait else Event.FITS)
         if plan.refusal:
             self._refuse(record, failed(record.spec, plan.refusal, "PLACEMENT"))
         elif not plan.must_wait:
@@ -361,20 +365,22 @@ class Loads:
 
     def _send_load(self, record: Record, card: ModelCard, workers: list[Child]) -> None:
         """Tell workers to load a model. It counts as loading from here on, since free memory is now unknown."""
-        record.asked.update(
-            worker.slot for worker in workers if worker.channel is not None and not record.is_on(worker.slot)
-        )
+        for worker in workers:
+            if worker.channel is not None:
+                record.apply_at(worker.slot, "ask")
         self._children.send_all(workers, messages.Load(card))
 
     async def _prepare(self, record: Record) -> None:
+        record.is_stale = False  # what changes from here on is for another read
         prepared = await self._preparer.prepare(record.spec)
         record.preparing = False
         if self._registry.records.get(record.spec.id) is not record:  # it was removed meanwhile
             return
         if isinstance(prepared, WireError):
+            record.is_stale = True
             self._refuse(record, prepared)
         else:
-            record.card, record.is_stale = prepared, False
+            record.card = prepared
             if record.wanted:  # else it was unloaded during its preparation
                 self._load(record)
         self.broadcast()

@@ -12,10 +12,13 @@ import msgspec
 from sie.catalog.profiles import known_profiles
 from sie.catalog.spec import ModelSpec
 from sie.ipc.messages import ModelEntry, ModelReport
+from sie.supervisor.lifecycle import Event, Place, PlaceEvent, Stage, can, next_place, next_stage
 from sie.values.card import ModelCard, ModelState
-from sie.values.errors import Internal, WireError, to_wire
+from sie.values.errors import Internal, WireError, to_wire, without_paths
 from sie.values.tensor import TensorRule
 
+_MAX_REASON = 300
+"""Characters of a reason in the line that says why the server is not ready."""
 _MAX_RETRY_S = 1800.0
 _PERMANENT_ATTEMPTS = 8
 _PERMANENT_CLASSES = frozenset({"GATED", "NOT_FOUND", "DEPENDENCY", "CONFIG"})
@@ -25,14 +28,11 @@ _COOL_DOWNS = {"OOM": 2, "STORAGE": 2, "UNKNOWN": 20}
 
 
 class Record(msgspec.Struct):
-    """One model. card is None until a hub model is fetched; wanted means that workers should have it loaded.
+    """One model. card is None until a hub model is fetched. `sie.supervisor.lifecycle` explains stage and places.
 
-    is_pinned: only an explicit unload removes it. dismissed: an explicit unload removed it, and readiness does not wait
-    for it until the next load. reloads: it will load again once it is unloaded everywhere. is_stale: the next load
-    reads its files again. waits_for_memory: its load waits for memory and has not been sent to workers. asked: slots of
-    workers that were sent the load and have not answered. is_released: it was unloaded and not wanted since, so a late
-    report does not bring it back. reloading: it was loaded when a reload began that has not ended. may_fail: readiness
-    stops waiting for it after a failed load.
+    is_pinned: only an explicit unload removes it. is_stale: the next load reads its files again. preparing: a helper reads
+    its files. may_fail: readiness stops waiting for it after a failed load. is_excused: an administrator unloaded it, so
+    readiness does not wait for it until it is loaded again. reports: of the workers that have it loaded.
     """
 
     spec: ModelSpec
@@ -40,17 +40,12 @@ class Record(msgspec.Struct):
     card: ModelCard | None = None
     is_pinned: bool = False
     may_fail: bool = False
-    wanted: bool = False
-    dismissed: bool = False
-    reloads: bool = False
-    reloading: bool = False
-    is_stale: bool = False
-    waits_for_memory: bool = False
-    asked: set[int] = set()
-    is_released: bool = False
-    preparing: bool = False
-    was_loaded: bool = False
+    is_excused: bool = False
+    stage: Stage = Stage.IDLE
+    places: dict[int, Place] = {}
     reports: dict[int, ModelReport] = {}
+    is_stale: bool = False
+    preparing: bool = False
     error: WireError | None = None
     num_attempts: int = 0
     retry_at_s: float = 0.0
@@ -58,22 +53,31 @@ class Record(msgspec.Struct):
     loading_since_s: dict[int, float] = {}
 
     @property
+    def wanted(self) -> bool:
+        """Whether workers should have it."""
+        return self.stage.is_wanted
+
+    @property
     def loaded_on(self) -> tuple[int, ...]:
         """The slots of the workers that have it, ascending."""
-        return tuple(sorted(slot for slot, report in self.reports.items() if report.state == "loaded"))
+        return tuple(sorted(slot for slot, place in self.places.items() if place is Place.LOADED))
 
-    def is_on(self, slot: int) -> bool:
-        """Return whether a worker has it or will soon have it."""
-        report = self.reports.get(slot)
-        return slot in self.asked or (report is not None and report.state != "failed")
+    def apply(self, event: Event) -> None:
+        """Change the stage as the table says."""
+        self.stage = next_stage(self.stage, event)
+
+    def apply_at(self, slot: int, event: PlaceEvent) -> None:
+        """Change the state on one worker as the table says."""
+        self.places[slot] = next_place(self.place(slot), event)
+
+    def place(self, slot: int) -> Place:
+        """Return the state on one worker."""
+        return self.places.get(slot, Place.ABSENT)
 
     def is_moving(self, slot: int) -> bool:
         """Return whether a worker is loading or unloading it."""
-        report = self.reports.get(slot)
-        return slot in self.asked or (
-            report is not None
-            and (report.state in ("loading", "unloading") or (report.state == "loaded" and not self.wanted))
-        )
+        place = self.place(slot)
+        return place in (Place.ASKED, Place.LOADING, Place.UNLOADING) or (place is Place.LOADED and not self.wanted)
 
 
 class ModelRegistry:
@@ -85,7 +89,9 @@ class ModelRegistry:
 
     def add(self, spec: ModelSpec, preload: bool, card: ModelCard | None, *, is_pinned: bool = False) -> Record:
         """Add a model. A model that loads before readiness is pinned, too."""
-        record = self.records[spec.id] = Record(spec, preload, card, is_pinned or preload, wanted=preload)
+        record = self.records[spec.id] = Record(spec, preload, card, is_pinned or preload)
+        if preload:
+            _start(record)
         return record
 
     def remove(self, model: str) -> None:
@@ -102,42 +108,41 @@ class ModelRegistry:
         if record is None:
             return None
         record.last_used_s = now_s
-        if record.wanted or record.reloads or now_s < record.retry_at_s or record.spec.tensor is not None:
+        if _is_asked_for(record) or now_s < record.retry_at_s or record.spec.tensor is not None:
             return None  # only administrators load models of a repository
-        self._start_to_want(record)
+        _start(record)
         record.error = None
         return record
 
     def demand(self, record: Record, now_s: float) -> bool:
         """Record an administrator's load, for which earlier failures do not count. Return whether it starts now."""
         record.last_used_s = now_s
-        if record.wanted or record.reloads:
+        if _is_asked_for(record):
             return False
-        self._start_to_want(record)
+        _start(record)
         self._forgive(record)
         return True
 
     def dismiss(self, record: Record) -> None:
         """Record an administrator's unload."""
-        self.release(record)
+        record.apply(Event.DISMISS)
         self._forgive(record)
-        record.reloads, record.reloading, record.dismissed = False, False, True
+        record.is_excused = True
 
     def reload(self, record: Record, now_s: float) -> bool:
         """Record an administrator's reload. Return whether the model must be unloaded first."""
         record.is_stale = record.spec.directory is not None
         record.last_used_s = now_s
         self._forgive(record)
-        record.reloading = record.reloading or bool(record.loaded_on)
-        self.release(record)
-        record.reloads = True
+        record.apply(Event.RELOAD)
         return _is_moving(record)
 
     def renew(self, record: Record, now_s: float) -> bool:
         """Record a reload beside the serving model. Return False if no loaded copy could serve meanwhile."""
-        if not (record.wanted and record.loaded_on):
+        if not (record.loaded_on and can(record.stage, Event.RENEW)):
             return False
-        record.is_stale = record.reloading = True
+        record.apply(Event.RENEW)
+        record.is_stale = True
         record.last_used_s = now_s
         self._forgive(record)
         return True
@@ -147,15 +152,11 @@ class ModelRegistry:
         due = [
             record
             for record in self.records.values()
-            if record.reloads and not record.preparing and not _is_moving(record)
+            if record.stage.loads_again and not record.preparing and not _is_moving(record)
         ]
         for record in due:
-            record.reloads = False
-            self._start_to_want(record)
+            record.apply(Event.GONE)
         return due
-
-    def _start_to_want(self, record: Record) -> None:
-        record.wanted, record.is_released = True, False
 
     def _forgive(self, record: Record) -> None:
         record.error, record.num_attempts, record.retry_at_s = None, 0, 0.0
@@ -169,12 +170,12 @@ class ModelRegistry:
             record
             for record in self.records.values()
             if record.preload
-            and not (record.wanted or record.dismissed)
+            and not (_is_asked_for(record) or record.is_excused)
             and record.error is not None
             and now_s >= record.retry_at_s
         ]
         for record in due:
-            self._start_to_want(record)
+            _start(record)
             record.error = None
         return due
 
@@ -198,23 +199,25 @@ class ModelRegistry:
         record = self.records.get(report.model)
         if record is None:
             return
-        if report.state not in ("unloading", "available"):  # those may answer a message sent before the load
-            record.asked.discard(slot)
+        record.apply_at(slot, report.state)
         if report.state != "loading":
             record.loading_since_s.pop(slot, None)
         elif report.progress is not None:  # a worker loads one model at a time; a model without progress still waits
             record.loading_since_s.setdefault(slot, now_s)
-        if report.state == "available":
-            record.reports.pop(slot, None)
-        else:
+        record.reports.pop(slot, None)
+        if report.state == "loaded":
             record.reports[slot] = report
-        if report.state == "loaded" and not record.reloads and not record.is_released:
-            record.wanted = record.was_loaded = True
-            record.dismissed = record.reloading = False
-            record.error, record.num_attempts = None, 0
-            record.last_used_s = max(record.last_used_s, now_s)
+            record.apply(Event.LOADED)
+            if record.wanted:
+                self._note_success(record, now_s)
         elif report.state == "failed" and report.error is not None and not _is_loading(record):
             self.fail(record, report.error, now_s)  # one attempt for all workers together
+
+    def _note_success(self, record: Record, now_s: float) -> None:
+        record.is_excused = False
+        record.last_used_s = max(record.last_used_s, now_s)
+        if not record.is_stale:  # else the error is about newer files than it was loaded from
+            record.error, record.num_attempts = None, 0
 
     def fail(self, record: Record, error: WireError, now_s: float) -> None:
         """Record a failed load and the time of its next try. Workers that have the model keep serving it."""
@@ -228,9 +231,7 @@ class ModelRegistry:
         base_s = self._retry_s * _COOL_DOWNS.get(error_class, 1)
         cooldown_s = min(base_s * 2 ** (record.num_attempts - 1), _MAX_RETRY_S)
         record.retry_at_s = float("inf") if permanent else now_s + cooldown_s
-        record.preparing = record.waits_for_memory = record.reloading = False
-        if not record.loaded_on:
-            record.wanted = record.was_loaded = False
+        record.apply(Event.KEEP if record.loaded_on else Event.FAIL)
 
     def forget_worker(self, slot: int, now_s: float, *, blame: bool) -> None:
         """Forget the models of a dead worker; with blame, its running load counts as failed.
@@ -244,9 +245,8 @@ class ModelRegistry:
             reason = f"Model '{record.spec.id}': the worker died while it loaded"
             self.fail(record, to_wire(Internal(reason, extras={"error_class": "ENGINE"})), now_s)
         for record in self.records.values():
-            record.reports.pop(slot, None)
-            record.loading_since_s.pop(slot, None)
-            record.asked.discard(slot)
+            for by_slot in (record.places, record.reports, record.loading_since_s):
+                by_slot.pop(slot, None)
 
     def idle(self, idle_s: float, now_s: float) -> list[Record]:
         """Return the loaded, unpinned models that load nowhere else and were not used for idle_s."""
@@ -262,8 +262,7 @@ class ModelRegistry:
 
     def release(self, record: Record) -> None:
         """Stop wanting a model that is about to be unloaded."""
-        record.wanted = record.was_loaded = record.waits_for_memory = False
-        record.is_released = True
+        record.apply(Event.RELEASE)
 
     def is_ready(self) -> bool:
         """Return whether every model to load before readiness is loaded on a live worker."""
@@ -275,37 +274,59 @@ class ModelRegistry:
             name
             for name, record in self.records.items()
             if record.preload
-            and not (record.dismissed or record.loaded_on or (record.may_fail and record.num_attempts))
+            and not (record.is_excused or record.loaded_on or (record.may_fail and record.num_attempts))
         ]
+
+    def missing_reasons(self) -> str:
+        """Return the models that readiness still waits for, each with the reason, or an empty text."""
+        return ", ".join(f"{name} ({_why_missing(self.records[name])})" for name in self.missing())
 
     def entries(self) -> tuple[ModelEntry, ...]:
         """Return all models for frontends."""
         return tuple(_entry(record) for record in self.records.values())
 
 
+def _why_missing(record: Record) -> str:
+    """Return why a model is not loaded, as anybody may read it: in one line, and without the server's paths."""
+    if record.error is not None:
+        return f"failed: {' '.join(without_paths(record.error).message.split())}"[:_MAX_REASON]
+    return "waits for memory" if record.stage.waits_for_memory else _state(record, is_loaded=False)
+
+
+def _start(record: Record) -> None:
+    """Start to want a model. Where a worker has not begun to unload it yet, it serves on."""
+    record.apply(Event.WANT)
+    if record.loaded_on:
+        record.apply(Event.LOADED)
+
+
+def _is_asked_for(record: Record) -> bool:
+    """Return whether it is loaded, or will be without another event."""
+    return record.wanted or record.stage.loads_again
+
+
 def _is_moving(record: Record) -> bool:
-    return any(record.is_moving(slot) for slot in (*record.reports, *record.asked))
+    return any(map(record.is_moving, record.places))
 
 
 def _is_loading(record: Record) -> bool:
-    return any(report.state == "loading" for report in record.reports.values())
+    return Place.LOADING in record.places.values()
 
 
 def _entry(record: Record) -> ModelEntry:
-    workers = record.loaded_on
-    reports = list(record.reports.values())
+    workers, stage = record.loaded_on, record.stage
     return ModelEntry(
         card=record.card or _unread_card(record.spec),
         state=_state(record, bool(workers)),
         is_read=record.card is not None,
-        recovering=record.wanted and record.was_loaded and not workers,
-        reloading=record.reloading,
-        is_outdated=bool(workers) and record.wanted and record.is_stale and record.error is not None,
-        dismissed=record.dismissed,
+        recovering=stage in (Stage.SERVING, Stage.RENEWING) and not workers,
+        reloading=stage.is_reloading,
+        is_outdated=bool(workers) and stage.is_wanted and record.is_stale and record.error is not None,
+        dismissed=stage is Stage.DISMISSED,
         preload=record.preload,
         workers=workers,
-        device=next((report.device for report in reports if report.state == "loaded"), ""),
-        memory_bytes=sum(report.memory_bytes for report in reports if report.state == "loaded"),
+        device=next((report.device for report in record.reports.values()), ""),
+        memory_bytes=sum(report.memory_bytes for report in record.reports.values()),
         error=record.error,
     )
 
@@ -320,13 +341,13 @@ def _unread_card(spec: ModelSpec) -> ModelCard:
 
 
 def _state(record: Record, is_loaded: bool) -> ModelState:
-    states = {report.state for report in record.reports.values()}
+    places = record.places.values()
     if is_loaded and record.wanted:
         return "loaded"
-    if "unloading" in states or (is_loaded and not record.wanted):
+    if Place.UNLOADING in places or is_loaded:
         return "unloading"
-    if record.dismissed and not record.wanted and "loading" in states:  # it is unloaded as soon as its load has ended
+    if record.stage is Stage.DISMISSED and Place.LOADING in places:  # it is unloaded as soon as its load has ended
         return "unloading"
-    if record.wanted or record.reloads or "loading" in states:
+    if _is_asked_for(record) or Place.LOADING in places:
         return "loading"
     return "failed" if record.error is not None else "available"

@@ -5,10 +5,13 @@ A helper process reads the repositories. After the start, only this module adds 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from sie.catalog.spec import ModelSpec, RepositoryModel, TensorSource, repository_specs
 from sie.config.settings import Settings
@@ -19,11 +22,18 @@ from sie.supervisor.child import Child
 from sie.supervisor.children import Children
 from sie.supervisor.loads import Loads
 from sie.supervisor.models import ModelRegistry, Record
-from sie.values.errors import BadRequest, Unavailable, WireError, to_wire
+from sie.values.errors import BadRequest, SieError, Unavailable, WireError, from_wire, to_wire
 
 _log = get_logger(__name__)
 _MOVING = frozenset(("loading", "unloading"))
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
+
+
+class _Begun(msgspec.Struct):
+    """What an action has begun: fields as in `Managed`."""
+
+    models: list[str] = []
+    has_changed: bool = False
 
 
 class Repositories:
@@ -43,6 +53,8 @@ class Repositories:
         self._spawn = spawn
         self._leaving: dict[str, set[str]] = {}
         """By model, the ids of versions to unload as soon as their successors are loaded."""
+        self._turn = asyncio.Lock()
+        """Held while a request reads the repositories and is applied, so that a late answer never undoes a newer one."""
         self.is_reading = bool(self._directories)
         """Whether the first read of the repositories is in progress; readiness waits for it."""
 
@@ -57,54 +69,65 @@ class Repositories:
             self._spawn(self._read_all())
 
     def manage(self, child: Child, message: messages.ManageRepository) -> None:
-        """Apply an administrator's request from a frontend, and answer it."""
+        """Apply an administrator's request from a frontend, and answer it. Requests take effect in their order."""
+        self._spawn(self._manage(child, message))
+
+    async def _manage(self, child: Child, message: messages.ManageRepository) -> None:
+        async with self._turn:
+            try:
+                begun = await self._begin(message)
+            except SieError as error:
+                answer = messages.Managed(message.number, to_wire(error))
+            else:
+                answer = messages.Managed(message.number, None, tuple(begun.models), begun.has_changed)
+            self._children.send(child, self._loads.message())
+            self._children.send(child, answer)
+
+    async def _begin(self, message: messages.ManageRepository) -> _Begun:
+        """Begin an action. Raises SieError if it cannot begin."""
         if message.action == "reload":
-            self._spawn(self._reload(child, message))
-        elif not self._is_explicit:
-            self._answer(child, message, to_wire(_not_allowed()))
-        elif message.action == "unload":
+            return self._reload(await self._find())
+        if not self._is_explicit:
+            raise _not_allowed()
+        if message.action == "unload":
             self._leaving.pop(message.name, None)
             for record in self._records(message.name):
                 self._loads.manage("unload", record.spec.id)
-            self._answer(child, message)
-        else:
-            self._spawn(self._load(child, message))
+            return _Begun()
+        found = await self._find(message.name) if message.name else []  # an empty name would mean all models
+        if not found:
+            text = f"failed to load '{message.name}', failed to poll from model repository"
+            raise BadRequest(text, code="MODEL_NOT_FOUND")
+        return self._load(found[0])
+
+    async def _find(self, only: str = "") -> list[RepositoryModel]:
+        """Return the models of the repositories. Raises SieError."""
+        found = await self._preparer.find_models(self._directories, only) if self._directories else []
+        if isinstance(found, WireError):
+            raise from_wire(found)
+        return found
 
     async def _read_all(self) -> None:
-        found = await self._preparer.find_models(self._directories)
-        self.is_reading = False
-        if isinstance(found, WireError):
-            _log.error("%s", found.message)
-        else:
+        async with self._turn:
+            try:
+                found = await self._find()
+            except SieError as error:
+                _log.error("%s", error.message)
+                found = []
+            self.is_reading = False
             for model in found:
                 for record in self._take(model):
                     if not self._is_explicit:
                         self._loads.load(record)
         self._loads.broadcast()
 
-    async def _load(self, child: Child, message: messages.ManageRepository) -> None:
-        is_asked_for = self._directories and message.name  # an empty name would mean all models
-        found = await self._preparer.find_models(self._directories, message.name) if is_asked_for else []
-        if isinstance(found, WireError):
-            self._answer(child, message, found)
-        elif not found:
-            text = f"failed to load '{message.name}', failed to poll from model repository"
-            self._answer(child, message, to_wire(BadRequest(text, code="MODEL_NOT_FOUND")))
-        else:
-            self._load_found(found[0])
-            self._answer(child, message)
-
-    async def _reload(self, child: Child, message: messages.ManageRepository) -> None:
-        """Read all repositories again, then remove, reload and add models accordingly. New models start as at the
-        start.
-        """
-        found = await self._preparer.find_models(self._directories) if self._directories else []
-        if isinstance(found, WireError):
-            self._answer(child, message, found)
-            return
+    def _reload(self, found: list[RepositoryModel]) -> _Begun:
+        """Remove, reload and add models as the repositories have them now. New models start as at the start."""
+        begun = _Begun()
         names = {model.name for model in found}
         for record in self._records():
             if record.spec.tensor is not None and record.spec.tensor.name not in names:
+                begun.has_changed = True
                 self._registry.release(record)  # the prepare helper may still be working on it
                 self._leaving.pop(record.spec.tensor.name, None)
                 self._loads.cancel_staged(record.spec.id)
@@ -114,22 +137,29 @@ class Repositories:
             if self._is_explicit and not any(record.wanted for record in self._records(model.name)):
                 self._take(model)
             else:
-                self._load_found(model)
-        self._answer(child, message)
+                one = self._load(model)
+                begun.models += one.models
+                begun.has_changed |= one.has_changed
+        return begun
 
-    def _load_found(self, model: RepositoryModel) -> None:
+    def _load(self, model: RepositoryModel) -> _Begun:
         """Load the versions that the policy selects, and reload those with changed files. Other versions are unloaded
-        later.
+        later. A model without a version to load stays as it is.
         """
         before = {record.spec.id: record.spec for record in self._records(model.name)}
         records = self._take(model)
-        kept = {record.spec.id for record in records}
-        self._leaving[model.name] = before.keys() - kept
+        if not records:
+            return _Begun([_unversioned(model).hosted_id])
+        self._leaving[model.name] = before.keys() - {record.spec.id for record in records}
+        begun = _Begun([record.spec.id for record in records])
         for record in records:
             has_changed = before.get(record.spec.id, record.spec) != record.spec
             has_failed = record.is_stale and record.error is not None  # the loaded copy is from the old files
-            self._loads.manage("reload" if (has_changed or has_failed) and record.wanted else "load", record.spec.id)
+            is_reload = (has_changed or has_failed) and record.wanted
+            begun.has_changed |= is_reload or not record.wanted
+            self._loads.manage("reload" if is_reload else "load", record.spec.id)
         self._retire()
+        return begun
 
     def _retire(self) -> None:
         """Unload the versions whose successors are loaded. If all successors failed, keep the old versions."""
@@ -146,35 +176,44 @@ class Repositories:
                     self._loads.manage("unload", model_id)
 
     def _take(self, model: RepositoryModel) -> list[Record]:
-        """Add a model's versions and return their records. A model without versions only has its reason logged."""
-        if not model.versions:
-            source = TensorSource(repository=model.repository, name=model.name, version="")
-            record = self._add(ModelSpec(id=source.hosted_id, tensor=source))
-            error = to_wire(BadRequest(model.reason, extras={"error_class": "CONFIG"}))
-            if record is not None:
-                self._registry.fail(record, error, time.monotonic())
-            _log.error("%s", model.reason)
-            return []
-        self._forget_reason(model)
+        """Add a model's versions and return their records. A model without versions only has its reason recorded."""
         specs = repository_specs(model, self._default_max_batch_size, probes_batching=self._probes_batching)
-        return [record for record in map(self._add, specs) if record is not None]
+        foreign = next((spec.id for spec in specs if self._is_foreign(spec.id)), None)
+        if foreign is not None:
+            reason = f"Model '{model.name}' cannot be loaded: {foreign} is the id of another model"
+            model, specs = msgspec.structs.replace(model, reason=reason), []
+        if not specs:
+            self._refuse(model)
+            return []
+        self._registry.records.pop(_unversioned(model).hosted_id, None)  # the reason of an earlier time
+        return [self._add(spec) for spec in specs]
 
-    def _add(self, spec: ModelSpec) -> Record | None:
-        """Return the model's record with the new spec, or None if a model of the settings has this id."""
+    def _is_foreign(self, model_id: str) -> bool:
+        """Return whether this is the id of a model that is not a repository's."""
+        record = self._registry.records.get(model_id)
+        return record is not None and record.spec.tensor is None
+
+    def _refuse(self, model: RepositoryModel) -> None:
+        """Record why a model has no version to serve. Versions that serve go on, and tell the reason, too."""
+        source = _unversioned(model)
+        error = to_wire(BadRequest(model.reason, extras={"error_class": "CONFIG"}))
+        _log.error("%s", model.reason)
+        if not self._is_foreign(source.hosted_id):
+            self._registry.fail(self._add(ModelSpec(id=source.hosted_id, tensor=source)), error, time.monotonic())
+        for serving in self._records(model.name):
+            if serving.wanted and serving.loaded_on:
+                serving.is_stale = True
+                self._loads.keep(serving, error)
+
+    def _add(self, spec: ModelSpec) -> Record:
+        """Return the model's record with the new spec."""
         record = self._registry.records.get(spec.id)
         if record is None:
             record = self._registry.add(spec, preload=False, card=None, is_pinned=True)
             record.preload, record.may_fail = not self._is_explicit and bool(spec.directory), True
-        elif record.spec.tensor is None:
-            _log.error("model repository: %s is the id of another model", spec.id)
-            return None
         elif record.spec != spec:
             record.spec, record.is_stale = spec, True
         return record
-
-    def _forget_reason(self, model: RepositoryModel) -> None:
-        """Remove the error record of a model that has versions now."""
-        self._registry.records.pop(TensorSource(repository="", name=model.name, version="").hosted_id, None)
 
     def _records(self, name: str | None = None) -> list[Record]:
         """Return the records of one model's versions, or of all models (None). An empty name matches no model."""
@@ -184,9 +223,10 @@ class Repositories:
             if record.spec.tensor is not None and name in (None, record.spec.tensor.name)
         ]
 
-    def _answer(self, child: Child, message: messages.ManageRepository, error: WireError | None = None) -> None:
-        self._children.send(child, self._loads.message())
-        self._children.send(child, messages.Managed(message.number, error))
+
+def _unversioned(model: RepositoryModel) -> TensorSource:
+    """Return the source that stands for a model without a version to serve."""
+    return TensorSource(repository=model.repository, name=model.name, version="")
 
 
 def _not_allowed() -> Unavailable:

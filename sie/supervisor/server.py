@@ -130,6 +130,7 @@ class Supervisor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._progress.close()
             shutil.rmtree(self._runtime_dir, ignore_errors=True)
+            _log.info("stopped")
         return self._exit_status
 
     def _launch(self, num_children: int) -> messages.Launch:
@@ -293,6 +294,7 @@ class Supervisor:
         self._watch.watchdog_s = plan.settings.supervisor.watchdog_s
         self._children.reconfigure(plan.settings)
         self._loads.reconfigure(plan.settings)
+        self._adapters.reconfigure(plan.settings)
         return self._loads.replace(models)
 
     def _on_reloaded(self) -> None:
@@ -340,11 +342,20 @@ class Supervisor:
                 self._children.set_keys(key_file.message)
 
     def _watch_workers(self, now_s: float, late_s: float) -> None:
+        if self._children.is_stopping:  # they were told to end, and soon are killed
+            return
         for worker in self._children.workers:
             if worker.state == "starting":
                 self._check_start(worker, now_s)
             elif worker.state == "ready":
                 verdict = self._watch.judge_worker(worker.slot, self._children.running(worker), now_s, late_s)
+                is_late = self._watch.is_late(worker.slot)
+                if is_late:
+                    self._watch.note_run_state(worker.slot, *worker.run_state(), now_s)
+                if is_late != worker.is_late:
+                    text = "%s is late: its requests go to others, too" if is_late else "%s is not late any more"
+                    _log.warning(text, worker.name)
+                self._children.set_late(worker, is_late=is_late)
                 if verdict == "abort":
                     _log.error("%s hangs: over its allowance by watchdog_s; aborting it", worker.name)
                     worker.signal(signal.SIGABRT)

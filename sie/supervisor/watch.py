@@ -9,13 +9,17 @@ kills no process.
 from __future__ import annotations
 
 import signal
-from typing import Literal
+from typing import Final, Literal
 
 from sie.shm.inflight import InflightStatus
 
 _LATE_TICK_S = 0.5
 _DUMP_S = 0.5
 """Time between SIGABRT, on which the worker prints its stacks, and SIGKILL."""
+
+LATE_S: Final = 1.0
+"""A worker over its allowance by more than this is late: its requests go to other workers, too."""
+_STARVED_SHARE: Final = 0.1
 
 Verdict = Literal["fine", "abort", "kill"]
 
@@ -32,6 +36,9 @@ class Watch:
         self._aborted_s: dict[int, float] = {}
         self._over_s: dict[int, float] = {}  # by slot: seconds over its allowance, as last judged
         self._excused_s: dict[int, float] = {}  # by slot: end of the stall that it announced
+        self._late_since: dict[int, tuple[float, float]] = {}  # by slot: first look while late, processor time then
+        self._stopped: set[int] = set()
+        self._starved: set[int] = set()
 
     def excuse(self, slot: int, until_s: float) -> None:
         """Record until when a worker may stall. The latest notice counts."""
@@ -49,6 +56,7 @@ class Watch:
             return "kill" if now_s - self._aborted_s[slot] > _DUMP_S else "fine"
         if not status.started_ns:  # its loop has not run yet, or it writes faster than its page can be read
             self._over_s.pop(slot, None)
+            self._forget_lateness(slot)
             return "fine"
         started_ns, forgiven_s = self._forgiven_s.get(slot, (0, 0.0))
         forgiven_s = late_s + (forgiven_s if started_ns == status.started_ns else 0.0)
@@ -58,6 +66,8 @@ class Watch:
             excused_s = self._excused_s[slot] = excused_s + late_s
         over_s = now_s - max((status.started_ns + status.allowed_ns) / 1e9 + forgiven_s, excused_s)
         self._over_s[slot] = over_s
+        if over_s <= LATE_S:
+            self._forget_lateness(slot)
         if over_s <= self.watchdog_s:
             return "fine"
         self._aborted_s[slot] = now_s
@@ -69,13 +79,34 @@ class Watch:
             return True
         return self._over_s.get(slot, 0.0) > self.watchdog_s - min(grace_s, self.watchdog_s / 2)
 
+    def is_late(self, slot: int) -> bool:
+        """Return whether a worker is over its allowance by more than LATE_S, as last judged."""
+        return self._over_s.get(slot, 0.0) > LATE_S
+
+    def note_run_state(self, slot: int, state: str, cpu_s: float, now_s: float) -> None:
+        """Record the process state (its letter in proc(5)) and processor time of a late worker.
+
+        A worker that is stopped, or is runnable and gets next to no processor time, was kept from running its step. One
+        that sleeps was not: its input may have locked it up.
+        """
+        since_s, first_cpu_s = self._late_since.setdefault(slot, (now_s, cpu_s))
+        if state in "Tt":
+            self._stopped.add(slot)
+        if state == "R" and cpu_s - first_cpu_s < _STARVED_SHARE * (now_s - since_s):
+            self._starved.add(slot)
+        else:
+            self._starved.discard(slot)
+
     def blames_input(self, status: int, slot: int, *, was_oom_killed: bool) -> bool:
         """Return whether the running input may have caused a death.
 
         was_oom_killed: the kernel killed the worker for lack of memory. Any other SIGKILL that was not ours came from
-        outside and says nothing about the input. Neither does the SIGTERM on which a worker exits with 0.
+        outside and says nothing about the input. Neither does the SIGTERM on which a worker exits with 0, nor our own kill
+        of a worker that was kept from running (`note_run_state`).
         """
         if status == 0:
+            return False
+        if slot in self._aborted_s and slot in self._stopped | self._starved and not was_oom_killed:
             return False
         return status != -signal.SIGKILL or slot in self._aborted_s or was_oom_killed
 
@@ -85,3 +116,9 @@ class Watch:
         self._over_s.pop(slot, None)
         self._forgiven_s.pop(slot, None)
         self._excused_s.pop(slot, None)
+        self._forget_lateness(slot)
+
+    def _forget_lateness(self, slot: int) -> None:
+        self._late_since.pop(slot, None)
+        self._stopped.discard(slot)
+        self._starved.discard(slot)

@@ -105,7 +105,7 @@ def _gpu_telemetry_starter(launch: Launch, counters: CounterPage) -> Callable[[M
 
 
 def _exit(_signal: int, _frame: FrameType | None) -> None:
-    sys.exit(0)
+    os._exit(0)  # a load's thread may be in a library, which cleans up at exit: destructors abort, torch logs
 
 
 def _budget(launch: Launch, settings: Settings) -> Budget:
@@ -187,4 +187,4 @@ def _load_library_model(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # as in `_exit`

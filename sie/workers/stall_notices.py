@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from sie.native.preempt import preempted
 from sie.runtime import failpoints
 from sie.runtime.gil_stalls import seconds_to_read
 
@@ -35,9 +36,12 @@ def importing() -> Iterator[None]:
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Announce a stall while the block reads a tokenizer file, if the file is large."""
-    with _stalling(seconds_to_read(path)):
+def reading(path: str, library: str = "tokenizers") -> Iterator[None]:
+    """Announce a stall while the block reads a tokenizer file, if the file is large, and keep it short.
+
+    Other threads run meanwhile where the compiled library is there (`sie.native.preempt`).
+    """
+    with _stalling(seconds_to_read(path)), preempted(library):
         failpoints.reach("load.tokenizer")
         yield
 

@@ -186,7 +186,7 @@ class Client:
         texts = [f"{config['seed']} {index} {item} ".ljust(config["num_chars"], "x") for item in range(num_items)]
         body = msgpack.packb({"items": [{"text": text} for text in texts]})
         head = (
-            f"POST /v1/encode/{config['model']} HTTP/1.1\r\nhost: chaos\r\ncontent-type: application/msgpack\r\n"
+            f"POST /v1/encode/{config['model']} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/msgpack\r\n"
             f"x-sie-timeout-ms: {int(config['timeout_s'] * 1000)}\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         return Ask(index, due_s, head.encode() + body, [_row(text, config["dense"]) for text in texts])
@@ -230,7 +230,7 @@ class Client:
 
     async def _probe(self, path: str) -> None:
         """Ask a route of the control plane at fixed times, each time on a connection of its own."""
-        request = f"GET {path} HTTP/1.1\r\nhost: chaos\r\nconnection: close\r\n\r\n".encode()
+        request = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode()
         due_s = time.monotonic()
         while True:
             due_s += _PROBE_S

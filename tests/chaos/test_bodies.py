@@ -77,7 +77,7 @@ def load_for(server: Server, seconds: float) -> History:
 def test_f22_slow_headers_delay_nobody(row: Row, server: Server):
     quiet = load_for(server, pick(1.5, 5.0))
     began_s = time.monotonic()
-    sockets = open_sockets(server, pick(200, 2000), b"POST /v1/encode/stub/a HTTP/1.1\r\nhost: x\r\n")
+    sockets = open_sockets(server, pick(200, 2000), b"POST /v1/encode/stub/a HTTP/1.1\r\nhost: localhost\r\n")
     busy = load_for(server, pick(1.5, 5.0))
     if pick(False, True):
         for sock in sockets:
@@ -139,6 +139,33 @@ def drip(sockets: list[socket.socket], timeout_s: float) -> Counter[int]:
             left.remove(sock)
         time.sleep(0.25)
     return statuses
+
+
+@pytest.mark.row("F24", "clients that read nothing of their answers, and send no end of their bodies")
+@pytest.mark.timeout(120)
+@pytest.mark.timing
+def test_f24_what_nobody_reads_or_ends_is_bounded(row: Row):
+    count, max_bytes = pick(24, 100), 128 * MIB
+    asked = msgpack.packb({"items": [{"text": f"text {number}"} for number in range(700)]})  # for 11 MiB
+    whole = raw_request("/v1/encode/stub/wide", asked, {**PACKED, "accept": PACKED["content-type"]})
+    begun = raw_request(ENCODE, b"", {**PACKED, "content-length": str(32 * MIB)}, length=False) + bytes(8 * MIB)
+    flags = ("--model", "stub/wide=stub:dense=4096", "--max-held-bytes", str(max_bytes), "--unread-timeout-s", "5")
+    with cluster(*flags, frontends=1, workers=1, is_stopped=True) as server, contextlib.ExitStack() as stack:
+        memory, cpu_before_s = PeakMemory(server, "frontend"), cpu_s(server)
+        with open_loop(server, 20, seed=SEED) as load:
+            for data in [whole, begun] * count:
+                sock = stack.enter_context(connect(server.port))
+                with contextlib.suppress(ConnectionError):  # refused meanwhile
+                    sock.sendall(data)
+            time.sleep(pick(1.0, 10.0))
+        row.at_most("memory of a frontend", memory.growth_bytes() / max_bytes, 2.5, "times max_held_bytes", slack=1.2)
+        row.equals("failed requests of others", len(load.history.failed()), 0)
+        row.at_most("p99 of others", quantile(load.history.latencies_s(), pick(0.5, 0.99)) * 1e3, 100, "ms")
+        row.tell("processor time", cpu_s(server) - cpu_before_s, "s")
+        began_s = time.monotonic()
+        stack.close()
+        server.stop()
+        row.at_most("stop", time.monotonic() - began_s, 10.0, "s")
 
 
 @pytest.mark.row("F27", "a body of 10 GiB, announced or without an end")

@@ -7,16 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.chaos.cluster import MODEL, Leaks, cluster, kill, logged
 from tests.chaos.history import open_loop
 from tests.chaos.ledger import SEED, Row, pick
-from tests.process.harness import Server, eventually, running
-from tests.process.wire import dense_rows, encode, total
+from tests.process.harness import Server, eventually, paused, running
+from tests.process.wire import dense_rows, encode, extents_in_use, total
 
 WATCHDOG_S = 1.0
+LATE_S = 1.0
+"""Over its step's allowance by so much, a worker is late (`sie.supervisor.watch`)."""
 FOUND_S = WATCHDOG_S + 0.5
 
 
@@ -48,6 +51,43 @@ def test_f5_a_hung_worker_is_found_within_its_watchdog(row: Row):
     row.at_most("slowest finding", max(found_s), FOUND_S, "s")
     row.equals("failed requests", len(load.history.failed()), 0)
     row.at_most("slowest answer", max(load.history.latencies_s()), FOUND_S + 2.0, "s")
+
+
+@pytest.mark.row("F5", "a worker is stopped and goes on later: another answers its requests, long before its watchdog")
+@pytest.mark.timing
+def test_f5_requests_of_a_stopped_worker_are_answered_by_another(row: Row):
+    with cluster("--watchdog-s", "60") as server:
+        leaks = Leaks(server)
+        with open_loop(server, 50, seed=SEED) as load:
+            for victim in server.pids("worker")[: pick(1, 2)]:
+                num_lines = len(server.output.lines)
+                with paused(victim):
+                    eventually(lambda: logged(server, "is late", num_lines), "word of a late worker")  # noqa: B023
+                    time.sleep(LATE_S)
+                eventually(lambda: logged(server, "is not late any more", num_lines), "word of its return")  # noqa: B023
+        leaks.check()
+        restarts = num_restarts(server)
+    row.equals("failed requests", len(load.history.failed()), 0)
+    row.at_most("slowest answer", max(load.history.latencies_s()), LATE_S + 1.0, "s")
+    row.equals("workers killed", restarts, 0)
+
+
+@pytest.mark.row("F5", "a worker is stopped in a step, and its successor again: the input is not to blame")
+@pytest.mark.timing
+def test_f5_an_input_whose_workers_were_stopped_is_answered(row: Row):
+    with cluster(
+        "--watchdog-s", f"{WATCHDOG_S:g}", stub="latency_ms=700", frontends=1, workers=1, is_warm=False
+    ) as server:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(encode, server.port, MODEL, ["innocent"])
+            for _ in range(2):
+                eventually(lambda: extents_in_use(server.port), "the request on its way")
+                time.sleep(0.2)  # well within its step
+                hang_and_find(server, server.worker())
+            status = answer.result(60.0).status
+        restarts = num_restarts(server)
+    row.equals("status of the innocent input", status, 200)
+    row.equals("workers killed", restarts, 2)
 
 
 @pytest.mark.row("F5", "a step never ends: its worker dumps its stacks, and the input is refused the second time")

@@ -265,6 +265,25 @@ def test_requests_are_counted_by_entry_endpoint_and_outcome(server: Server) -> N
         assert total(server.port, "sie_requests_total", **labels) == before + 1, labels
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "path", "body", "model"),
+    [
+        ("embeddings", "/v1/embeddings", {"model": "stub/only:toned", "input": 3}, "stub/only:toned"),
+        ("embeddings", "/v1/embeddings", {"model": "stub/all:default", "input": []}, "stub/all"),
+        ("embeddings", "/v1/embeddings", {"model": "made up", "input": 3}, "unknown"),
+        ("score", "/v1/rerank", {"model": "stub/all", "query": 3}, "stub/all"),
+        ("score", "/v1/rerank", {"query": 3}, "stub/all"),
+    ],
+)  # fmt: skip
+def test_a_bad_field_is_counted_for_the_model_of_its_body(
+    server: Server, endpoint: str, path: str, body: dict[str, Any], model: str
+) -> None:
+    labels = {"model": model, "endpoint": endpoint, "status": "error"}
+    before = total(server.port, "sie_requests_total", **labels)
+    assert post_json(server.port, path, body).status in {400, 422}
+    eventually(lambda: total(server.port, "sie_requests_total", **labels) == before + 1, "the error is counted")
+
+
 @pytest.mark.parametrize("operation", ["encode", "score", "extract"])
 def test_a_body_that_cannot_be_read_is_counted_for_the_model_of_its_path(server: Server, operation: str) -> None:
     labels = {"model": "stub/all", "endpoint": operation, "status": "error"}

@@ -59,11 +59,15 @@ def test_unknown_model_and_wrong_method(server):
 
 
 def test_other_sites_pages_are_refused(server):
-    for headers in ({"origin": "http://evil.example"}, {"host": "evil.example"}, {"content-type": "text/plain"}):
+    for headers, setting in (
+        ({"origin": "http://evil.example"}, "cors_origin"),
+        ({"host": "evil.example"}, "allowed_host"),
+        ({"content-type": "text/plain"}, "admin_from"),
+    ):
         fields = {"host": f"127.0.0.1:{server.port}", "content-type": "application/json", **headers}
         response = send_raw(server.port, raw_request("/v1/models/unload", b'{"model_id": "stub/a"}', fields))
         assert (response.status, response.code()) == (403, "FORBIDDEN")
-        assert "admin_from" in response.json()["detail"]["message"]
+        assert setting in response.json()["detail"]["message"]
     assert get(server.port, "/v1/admin", {"host": "evil.example"}).status == 403
     assert get(server.port, "/v1/admin").json() == {"allowed": True}
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import select
 import socket
 import time
 from collections.abc import Iterator
 
+import anthropic
 import msgpack
 import numpy as np
+import openai
+import psutil
 import pytest
+from sie_sdk import SIEClient
+from sie_sdk.client.errors import RequestError
 
 from tests.process.harness import Server, start_server
 from tests.process.mutants import EMBED, ENCODE, GOOD, JSON, PACKED, mutate, seeds
@@ -42,10 +48,59 @@ def server(stub_server: Server) -> Iterator[Server]:
 # --- paths and methods ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/encod/stub/a", "/v1/embeddings/x", "/healthz/", "//"])
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/pools", "/v1/estimate", "//"])
 def test_unknown_path_is_404(server, path):
     response = send_raw(server.port, raw_request(path, method="GET"))
     assert (response.status, response.json()) == (404, {"detail": "Not Found"})
+
+
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/v1/encod/stub/a", "POST /v1/encode/{model}"),
+        ("/v1/v1/encode/stub/a", "POST /v1/encode/{model}"),
+        ("/encode/stub/a", "POST /v1/encode/{model}"),
+        ("/chat/completions", "POST /v1/chat/completions"),
+        ("/openai/v1/chat/completions", "POST /v1/chat/completions"),
+        ("/healthz/", "GET /healthz"),
+    ],
+)
+def test_unknown_path_is_told_the_nearest_route(server, path, route):
+    response = send_raw(server.port, raw_request(path))
+    assert (response.status, response.json()) == (404, {"detail": f"Not Found. Did you mean {route}?"})
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/files", ""),
+        ("/v1/audio/speech", ""),
+        ("/v1/chat/completion", " Did you mean POST /v1/chat/completions?"),
+        ("/v1/embeddings/x", " Did you mean POST /v1/embeddings?"),
+        ("/v1/fine_tuning/jobs?limit=3", ""),
+    ],
+)
+def test_unknown_path_of_openais_tree_has_openais_envelope(server, path, hint):
+    response = send_raw(server.port, raw_request(path))
+    text = f"There is no route {path.partition('?')[0]}.{hint}"
+    assert response.status == 404
+    error = {"message": text, "type": "invalid_request_error", "param": None, "code": "not_found"}
+    assert response.json()["error"] == error
+
+
+def test_clients_read_an_unknown_route(server):
+    options = {"api_key": "unused", "max_retries": 0}
+    with openai.OpenAI(base_url=f"{server.url}/v1", **options) as client:
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.moderations.create(input="x")
+        assert (caught.value.code, caught.value.type) == ("not_found", "invalid_request_error")
+    with (
+        anthropic.Anthropic(base_url=server.url, **options) as client,
+        pytest.raises(anthropic.NotFoundError, match="Not Found"),
+    ):
+        client.messages.batches.list()
+    with SIEClient(f"{server.url}/v1") as client, pytest.raises(RequestError, match="POST /v1/encode"):
+        client.encode("stub/a", {"text": "x"})
 
 
 @pytest.mark.parametrize(
@@ -92,6 +147,39 @@ def test_malformed_body_is_judged_before_the_model(server):
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
+
+RERANK, CHAT, MESSAGES = "/v1/rerank", "/v1/chat/completions", "/v1/messages"
+AS_JSON, AS_PACKED = b'{"items":3,"model":"x"}', msgpack.packb(GOOD)
+MISREAD = [
+    (path, body, headers, hint)
+    for paths, body, headers, hint in (
+        ((ENCODE, "/v1/score/stub/a", "/v1/extract/stub/a"), AS_PACKED, {},
+         "It looks like msgpack: send it with Content-Type: application/msgpack"),
+        ((ENCODE,), AS_PACKED * 4000, JSON, "It looks like msgpack: send it with Content-Type: application/msgpack"),
+        ((ENCODE,), AS_JSON, PACKED, "It looks like JSON: send it with Content-Type: application/json"),
+        ((EMBED, RERANK, CHAT, MESSAGES, "/v1/generate/stub__a"), AS_PACKED, {}, "It looks like msgpack: this route takes JSON"),
+        ((EMBED,), AS_JSON, {"content-type": "application/x-www-form-urlencoded"},
+         "It looks like JSON: send it with Content-Type: application/json"),
+        ((ENCODE, EMBED, RERANK, CHAT, MESSAGES), gzip.compress(AS_JSON), {"content-encoding": "gzip"},
+         "Content-Encoding is not served here: send the body as it is"),
+        ((ENCODE, CHAT), gzip.compress(AS_JSON), {}, "Content-Encoding is not served here: send the body as it is"),
+    )
+    for path in paths
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "headers", "hint"), MISREAD)
+def test_a_misread_body_is_refused_with_what_to_send(server, path, body, headers, hint):
+    response = send_raw(server.port, raw_request(path, body, headers))
+    assert response.status in {400, 422}
+    assert hint in response.body.decode()
+
+
+@pytest.mark.parametrize("headers", [JSON, {**JSON, "content-encoding": "identity"}])
+def test_a_body_that_was_read_has_no_hint(server, headers):
+    assert "It looks" not in (read := send_raw(server.port, raw_request(ENCODE, AS_JSON, headers)).body.decode())
+    assert "Content-Encoding" not in read
+
 
 BAD_JSON = {
     "empty": b"",
@@ -247,6 +335,46 @@ def test_chunked_body_is_served(server):
     chunks = b"".join(b"%x\r\n%s\r\n" % (1, body[i : i + 1]) for i in range(len(body))) + b"0\r\n\r\n"
     head = raw_request(ENCODE, b"", {**PACKED, "transfer-encoding": "chunked"}, length=False)
     assert np.array_equal(dense_rows(send_raw(server.port, head + chunks)), stub_rows(["x"], 16))
+
+
+@pytest.mark.parametrize("end", [b"zz\r\n", b"5", b"", b"5\r\nab", b"0\r\nsum: 1\r\n\r\n"])
+def test_chunks_that_are_cut_or_malformed_are_400_on_every_route(server, end):
+    """What came before them is a whole request, but its client may have had more to say. Trailers look the same."""
+    bodies = {
+        ENCODE: (PACKED, msgpack.packb(GOOD)),
+        "/v1/embeddings": ({"content-type": "application/json"}, b'{"model":"stub/a","input":"x"}'),
+        "/v2/models/m/infer": ({"content-type": "application/octet-stream"}, b"\0" * 16),
+    }
+    for path, (headers, body) in bodies.items():
+        head = raw_request(path, b"", {**headers, "transfer-encoding": "chunked"}, length=False)
+        with connect(server.port) as sock:
+            sock.sendall(head + b"%x\r\n%s\r\n" % (len(body), body) + end)
+            if not end.endswith(b"\r\n"):
+                sock.shutdown(socket.SHUT_WR)
+            response = read_response(sock)
+        assert response.status in ((400, 404) if "/v2/" in path else (400,)), path
+    wait_no_extents(server.port)
+
+
+@pytest.mark.timing
+def test_tiny_chunks_are_refused_before_they_cost_much(server):
+    head = raw_request(ENCODE, b"", {**PACKED, "transfer-encoding": "chunked"}, length=False)
+    before_s = cpu_s(server)
+    with connect(server.port) as sock, contextlib.suppress(ConnectionError):
+        sock.sendall(head)
+        for _ in range(1000):
+            sock.sendall(b"1\r\nx\r\n" * 1000)
+    assert send_raw(server.port, raw_request("/healthz", method="GET")).status == 200
+    assert cpu_s(server) - before_s < 2.0
+    with connect(server.port) as sock:
+        sock.sendall(head + b"1\r\nx\r\n" * 4200)
+        response = read_response(sock)
+    assert (response.status, response.code()) == (400, "INVALID_INPUT")
+    assert b"larger chunks" in response.body
+
+
+def cpu_s(server) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in server.frontends())
 
 
 def test_slow_bodies_are_408():

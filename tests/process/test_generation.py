@@ -246,6 +246,20 @@ def test_grammar_binds_the_answer(client: openai.OpenAI) -> None:
     assert client.completions.create(model="m", prompt="x", extra_body=extra).choices[0].text == "a+"
 
 
+@pytest.mark.parametrize("result", [{"tool_call_id": "c"}, {}])
+def test_a_result_behind_its_call_is_read(client: openai.OpenAI, result: dict[str, Any]) -> None:
+    conversation: Any = [*HELLO, CALLED, {"role": "tool", "content": "42", **result}]
+    reply = client.chat.completions.create(model="m", messages=conversation, max_tokens=60)
+    assert "tool: 42" in (reply.choices[0].message.content or "")
+
+
+def test_a_json_object_follows_its_schema(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"], "additionalProperties": False}
+    form: Any = {"type": "json_object", "schema": schema}
+    reply = client.chat.completions.create(model="m", messages=HELLO, response_format=form)  # type: ignore[arg-type]
+    assert json.loads(reply.choices[0].message.content or "") == schema, "the stub writes what binds it"
+
+
 def test_tools_are_shown_to_the_model(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     for choice, is_shown in (("auto", True), ("none", False)):
@@ -277,10 +291,21 @@ def test_models_are_listed_for_both_readers(client: openai.OpenAI) -> None:
     assert (cards["m"].model_extra["status"], cards["m"].model_extra["tools_available"]) == ("loaded", True)
     assert cards["m"].owned_by == "local"
     assert client.models.retrieve("m").id == "m"
+    assert cards["vectors"].model_extra is not None
+    assert cards["vectors"].model_extra["status"] == "loaded"
     assert client.models.retrieve("default").model_dump() == cards["default"].model_dump()
 
 
+def test_default_is_the_model_that_serves(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("default").model_extra["name"] == "m"  # type: ignore[index]
+    assert client.completions.create(model="default", prompt="a", max_tokens=1).model == "m"
+    given = [client.embeddings.create(model=name, input="x").data[0].embedding for name in ("default", "vectors")]
+    assert given[0] == given[1], "the default model gives no vectors"
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
+
+CALLED = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f"}}]}
 
 REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {}, 422, "messages"),
@@ -293,6 +318,12 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
      "messages[0].content[0].type"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, 400, "messages[0].content[0].type"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages[0].content[0].text"),
+    (CHAT, {"messages": [*HELLO, {"role": "tool", "tool_call_id": "c", "content": "42"}]}, 400, "messages[1].tool_call_id"),
+    (CHAT, {"messages": [*HELLO, {"role": "tool", "content": "42"}]}, 400, "messages[1].tool_call_id"),
+    (CHAT, {"messages": [{"role": "tool", "tool_call_id": "c", "content": "42"}, CALLED]}, 400,
+     "messages[0].tool_call_id"),
+    (CHAT, {"messages": [CALLED, {"role": "tool", "tool_call_id": "d", "content": "42"}]}, 400,
+     "messages[1].tool_call_id"),
     (CHAT, {"messages": HELLO, "max_tokens": 0}, 400, "max_tokens"),
     (CHAT, {"messages": HELLO, "n": 0}, 400, "n"),
     (CHAT, {"messages": HELLO, "n": 17}, 400, "n"),
@@ -461,7 +492,7 @@ def test_client_that_reads_nothing_is_cut_off(server: Server) -> None:
         "model": "m", "messages": HELLO, "stream": True, "max_tokens": 4000, "ignore_eos": True, "n": 8,
         "logprobs": True, "top_logprobs": 20,
     }).encode()  # fmt: skip
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     before = total(server.port, "http_requests_total", path=CHAT)
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -501,16 +532,30 @@ def test_metrics_count_a_stream_when_it_ends(server: Server) -> None:
 def test_metrics_leave_housekeeping_out_and_name_no_model_none(server: Server) -> None:
     assert httpx.get(f"{server.url}/no/such/path").status_code == 404
     assert httpx.post(server.url + CHAT, content=b"{").status_code == 400
-    for path in ("/", "/health", "/metrics", "/docs", "/v1/models"):
+    probes = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/api/health/live", "/api/health/ready")
+    for path in ("/", "/health", "/metrics", "/docs", "/v1/models", *probes):
         assert httpx.get(server.url + path).status_code == 200
     httpx.options(server.url + CHAT)
     shown = [dict(labels) for name, labels in samples(server.port) if name == "http_requests_total"]
     paths = {one["path"]: one["model"] for one in shown}
-    assert not {"/", "/health", "/metrics", "/docs"} & paths.keys()
+    assert not {"/", "/health", "/metrics", "/docs", *probes} & paths.keys()
     assert (paths["<unmatched>"], paths["/v1/models"]) == ("none", "none")
     assert {one["model"] for one in shown if one["path"] == CHAT and one["status"] == "400"} >= {"unknown"}
     assert {one["method"] for one in shown if one["path"] == "<unmatched>"} == {"GET"}
     assert not [one for one in shown if one["method"] == "OPTIONS"]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXTS, "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"])
+@pytest.mark.parametrize(("model", "label"), [("slow", "slow"), (None, "m"), ("default", "m"), ("made-up", "unknown")])
+def test_metrics_of_a_bad_field_name_its_model(server: Server, path: str, model: str | None, label: str) -> None:
+    def count() -> float:
+        return total(server.port, "http_requests_total", path=path, model=label)
+
+    before = count()
+    body = {"model": model, "messages": HELLO, "temperature": "hot"}
+    assert httpx.post(server.url + path, json=body).status_code in {400, 422}
+    assert count() == before + 1
+    assert total(server.port, "http_requests_in_flight", path=path, model=label) == 0
 
 
 @pytest.mark.parametrize(

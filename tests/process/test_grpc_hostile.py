@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Self
 
 import grpc
@@ -18,10 +19,11 @@ import tritonclient.grpc as triton
 
 from sie.frontend.grpc.transport import frames
 from sie.frontend.grpc.transport.frames import Code
-from sie.proto import message_class
-from tests.process.harness import Server, eventually, free_port, start_server
+from tests.process.grpc_floods import a_request, flood
+from tests.process.harness import Server, eventually, free_port, paused, start_server
+from tests.process.keys import INFER, write_keys
 from tests.process.test_listen import needs_openssl, pki  # noqa: F401  # a fixture
-from tests.process.wire import extents_in_use, wait_no_extents
+from tests.process.wire import extents_in_use, total, wait_no_extents
 from tests.unit.frontend.grpc.transport.breaches import CONNECTION_FAULTS, STREAM_FAULTS, window
 from tests.unit.frontend.grpc.transport.peer import OPENING, block, data, ended_with, headers, prefixed, reset_with
 
@@ -52,18 +54,11 @@ def good(server: Server) -> Iterator[triton.InferenceServerClient]:
         check_good(client)
 
 
-def check_good(client: triton.InferenceServerClient, model: str = "id") -> None:
+def check_good(client: triton.InferenceServerClient, model: str = "id", key: str = "") -> None:
     an_input = triton.InferInput("INPUT0", [3, 2], "FP32").set_data_from_numpy(ROWS)
-    found = client.infer(model, [an_input], client_timeout=LIMIT_S).as_numpy("OUTPUT0")
+    words = {"authorization": f"Bearer {key}"} if key else None
+    found = client.infer(model, [an_input], headers=words, client_timeout=LIMIT_S).as_numpy("OUTPUT0")
     np.testing.assert_array_equal(found, ROWS)
-
-
-def a_request(model: str, num_values: int) -> bytes:
-    request = message_class("kserve", "inference.ModelInferRequest")(model_name=model)
-    request.inputs.add(name="INPUT0", datatype="FP32", shape=[num_values])
-    request.raw_input_contents.append(bytes(4 * num_values))
-    encoded: bytes = request.SerializeToString()
-    return encoded
 
 
 class Raw:
@@ -246,6 +241,22 @@ def test_messages_that_never_end_cut_who_holds_most(server: Server, good: triton
         assert b"grpc-status\x014" in ended[3]  # it was too slow, and no more
 
 
+def test_messages_that_are_served_cut_who_holds_most(server: Server, good: triton.InferenceServerClient):
+    call = block(path=f"{KSERVE}/ModelInfer")
+    whole = prefixed(a_request("slow", 3 << 20))
+    num_cut = total(server.port, "sie_held_bytes_cuts_total")
+    with Raw(server) as raw, paused(server.worker()):
+        raw.send(OPENING)
+        for stream in range(1, 11, 2):  # 5 messages of 12 MiB
+            raw.send(headers(stream, call))
+            for at in range(0, len(whole), 1 << 20):
+                is_end = at + (1 << 20) >= len(whole)
+                raw.send(data(stream, whole[at : at + (1 << 20)], frames.END_STREAM if is_end else 0))
+        assert not any(kind == frames.DATA for kind, *_ in raw.frames())
+    assert total(server.port, "sie_held_bytes_cuts_total") == num_cut + 1
+    eventually(lambda: total(server.port, "sie_held_bytes") == 0, "nothing held")
+
+
 def test_many_idle_connections_cost_the_others_nothing(server: Server, good: triton.InferenceServerClient):
     with contextlib.ExitStack() as stack:
         for _ in range(300):
@@ -253,6 +264,78 @@ def test_many_idle_connections_cost_the_others_nothing(server: Server, good: tri
         for _ in range(20):
             check_good(good)
     eventually(lambda: num_connections(server) == 1, "the end of those that left")
+
+
+# --- floods -----------------------------------------------------------------------------------------------------------
+
+BEFORE_A_KEY_IS_READ = ["HEADERS of one-byte indexes", "SETTINGS of open streams", "DATA of one byte"]
+FLOODS_OF_WORK = [
+    *BEFORE_A_KEY_IS_READ, "HEADERS of table sizes", "HEADERS of additions", "HEADERS of unknown methods", "CONTINUATION",
+    "SETTINGS of answers", "SETTINGS of many values", "DATA of padding", "empty messages", "empty messages of a frame each",
+    "WINDOW_UPDATE of answers", "resets", "calls", "leavers",
+]  # fmt: skip
+MOST_S = 0.1
+
+
+def time_of(pid: int) -> tuple[int, int]:
+    """Return how long the main thread of a process has run, and has waited for a core, in nanoseconds."""
+    run_ns, waited_ns, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    return int(run_ns), int(waited_ns)
+
+
+def check_good_beside(server: Server, client: triton.InferenceServerClient, name: str, key: str = "") -> None:
+    """Assert that nearly all of a good client's calls are answered soon while a flood goes on, in one second of three.
+
+    A flood that stalls the server does so in each. A server that waits for a core has that time on top: other programs run
+    on this machine, too.
+    """
+    (pid,) = server.pids("grpc")
+    slowest: list[str] = []
+    with flood(name, server.grpc_port):
+        for _ in range(3):
+            took_s: list[float] = []
+            run_ns, waited_ns = time_of(pid)
+            end_s = time.monotonic() + 1
+            while time.monotonic() < end_s:
+                began_s = time.monotonic()
+                check_good(client, key=key)
+                took_s.append(time.monotonic() - began_s)
+                time.sleep(0.005)  # as a client that has other things to do; the flood never pauses
+            assert server.pids("grpc") == [pid], "killed by the supervisor"
+            has_run_ns, has_waited_ns = time_of(pid)
+            most_s = MOST_S * (1 + (has_waited_ns - waited_ns) / max(1, has_run_ns - run_ns))
+            if np.quantile(took_s, 0.99) < most_s:
+                return
+            slowest.append(f"{sorted(took_s)[-3:]} of {len(took_s)}, over {most_s:.3f} s")
+    pytest.fail("; ".join(slowest))
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("name", FLOODS_OF_WORK)
+def test_a_flood_of_work_delays_nobody_else(server: Server, good: triton.InferenceServerClient, name: str):
+    check_good_beside(server, good, name)
+
+
+@pytest.mark.timing
+def test_a_flood_of_work_without_a_key_delays_nobody_with_one(tmp_path: Path):
+    write_keys(tmp_path / "keys.toml")
+    with start_server(
+        "--model", "id=stub:tensor", "--grpc-port", str(free_port()), "--api-keys", str(tmp_path / "keys.toml")
+    ) as server, triton.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client:  # fmt: skip
+        for name in BEFORE_A_KEY_IS_READ:
+            check_good_beside(server, client, name, INFER)
+
+
+def test_floods_show_in_the_metrics(server: Server, good: triton.InferenceServerClient):
+    before = total(server.port, "sie_grpc_connections_ended_total", reason="work")
+    with Raw(server) as raw:
+        raw.send(OPENING + frames.frame(frames.PING, 0, 0, b"12345678") * 12_000)
+        raw.frames()
+    eventually(
+        lambda: total(server.port, "sie_grpc_connections_ended_total", reason="work") == before + 1, "its end counted"
+    )
+    eventually(lambda: total(server.port, "sie_grpc_connections") == 1, "the good client's connection alone")
+    assert total(server.port, "sie_grpc_waits_total") > 0
 
 
 # --- those who leave --------------------------------------------------------------------------------------------------
@@ -340,5 +423,7 @@ def test_a_client_that_is_no_client_of_tls_is_closed_and_others_are_served(pki):
         credentials = grpc.ssl_channel_credentials((pki / "ca.pem").read_bytes())
         with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
             large = a_request("id", 900_000)
-            found = channel.unary_unary(f"{KSERVE}/ModelInfer")(large, timeout=20)
-            assert found.endswith(bytes(3_600_000))
+            method = channel.unary_unary(f"{KSERVE}/ModelInfer")
+            assert method(large, timeout=20).endswith(bytes(3_600_000))
+            calls = [method.future(a_request("id", 16), timeout=60) for _ in range(1000)]  # more than a turn takes
+            assert all(call.result().endswith(bytes(64)) for call in calls)

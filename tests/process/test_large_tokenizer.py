@@ -1,15 +1,20 @@
-"""A load that stops all of a worker's threads, as reading a large tokenizer does, is told apart from a hang."""
+"""Large tokenizers: others are served while one is read, and a load that stops all threads is told apart from a hang."""
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from tests.process.harness import eventually, start_server
+from sie import native
+from tests import generation_models
+from tests.large_tokenizer import save_large
+from tests.process.harness import Server, eventually, start_server
 from tests.process.test_comparisons import save_m3
-from tests.process.wire import dense_rows, encode, stub_rows, total
+from tests.process.wire import dense_rows, encode, post_json, stub_rows, total
 
 WATCHDOG_S = 2
 HELD_S = 5
@@ -31,3 +36,50 @@ def test_a_load_that_holds_the_interpreter_lock_kills_no_worker(tmp_path: Path):
         assert server.worker() == worker
         assert total(server.port, "sie_worker_restarts_total") == 0
         assert not any("hangs" in line for line in server.output.lines)
+
+
+P99_S = 0.1
+
+
+def embed_until(server: Server, is_over: threading.Event) -> list[float]:
+    """Embed a text every 20 ms and return each one's latency, from the time at which it was due."""
+    latencies_s: list[float] = []
+    due_s = time.monotonic()
+    while not is_over.is_set():
+        due_s += 0.02
+        time.sleep(max(0.0, due_s - time.monotonic()))
+        assert encode(server.port, "stub/a", ["x"]).status == 200
+        latencies_s.append(time.monotonic() - due_s)
+    return latencies_s
+
+
+def complete(server: Server, model: str) -> None:
+    body = {"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0}
+    eventually(lambda: post_json(server.port, "/v1/completions", body).status == 200, f"an answer of {model}", 100.0)
+
+
+@pytest.mark.timing
+@pytest.mark.skipif(native.load() is None, reason="the compiled library is not built")
+def test_others_are_served_while_a_tokenizer_and_a_grammars_vocabulary_of_262144_tokens_are_read(tmp_path: Path):
+    small, large = (generation_models.save(tmp_path / name, "llama") for name in ("small", "large"))
+    save_large(small / "tokenizer.json", num_chars=4)
+    save_large(large / "tokenizer.json")
+    with start_server(
+        "--model", "stub/a=stub:dense=16", "--model", f"small={small}", "--lazy-model", f"large={large}",
+        "--frontends", "1", "--devices", "cpu:1", "--dtype", "float32",
+    ) as server:  # fmt: skip
+        # What is imported for the first of its kind is not what this test is about.
+        complete(server, "small")
+        is_over = threading.Event()
+
+        def load() -> None:
+            try:
+                complete(server, "large")
+            finally:
+                is_over.set()
+
+        loader = threading.Thread(target=load)
+        loader.start()
+        latencies_s = sorted(embed_until(server, is_over))
+        loader.join()
+        assert latencies_s[int(len(latencies_s) * 0.99)] < P99_S, latencies_s[-20:]

@@ -114,6 +114,9 @@ def test_refusals_are_the_clients_own_exceptions(client: anthropic.Anthropic) ->
         client.messages.create(model="vectors", max_tokens=5, messages=HELLO)
     with pytest.raises(anthropic.BadRequestError, match="'truncate_sequence'"):
         client.messages.create(model="m", max_tokens=5, messages=LONG)
+    result: Any = {"type": "tool_result", "tool_use_id": "t1", "content": "42"}
+    with pytest.raises(anthropic.BadRequestError, match="result of call 't1'"):
+        client.messages.create(model="m", max_tokens=5, messages=[{"role": "user", "content": [result]}])
     with pytest.raises(anthropic.BadRequestError, match="'stop_sequences' is over"):
         client.messages.create(model="m", max_tokens=5, messages=HELLO, stop_sequences=[str(n) for n in range(99)])
 

@@ -7,7 +7,10 @@ import shutil
 import time
 from pathlib import Path
 
+import anthropic
+import httpx2
 import numpy as np
+import openai
 import pytest
 
 from tests.process.harness import EX_CONFIG, Server, eventually, paused, run_to_end, start_server
@@ -108,6 +111,7 @@ def test_a_failed_load_on_the_openai_route_is_502(broken_server):
     response = post_json(broken_server.port, "/v1/embeddings", {"model": "broken", "input": "x"})
     assert response.status == 502
     assert response.json()["error"]["code"] == "MODEL_LOAD_FAILED"
+    assert "x-should-retry" not in response.headers, "it is tried again after load_retry_s"
 
 
 def test_a_failed_load_shows_in_the_model_list(broken_server):
@@ -148,6 +152,36 @@ def test_a_quantised_checkpoint_of_a_hub_is_refused_for_good_and_clients_hear_it
             assert response.status == 502
             assert REFUSED in response.json()["error"]["message"]
             assert get(server.port, "/readyz").status == 200
+            check_that_clients_ask_once(server, "org/model")
+
+
+def check_that_clients_ask_once(server, model):
+    """Ask for a model whose load has failed for good with clients that would ask three times."""
+    asked = []
+    options = {
+        "api_key": "unused",
+        "http_client": httpx2.Client(event_hooks={"request": [lambda request: asked.append(request.url.path)]}),
+    }
+    hello = [{"role": "user", "content": "hello"}]
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", **options) as one,
+        anthropic.Anthropic(base_url=server.url, **options) as other,
+    ):
+        calls = [
+            lambda: one.chat.completions.create(model=model, messages=hello),
+            lambda: one.chat.completions.create(model=model, messages=hello, stream=True),
+            lambda: one.completions.create(model=model, prompt="x"),
+            lambda: one.responses.create(model=model, input="x"),
+            lambda: one.embeddings.create(model=model, input="x"),
+            lambda: other.messages.create(model=model, max_tokens=5, messages=hello),
+            lambda: other.messages.count_tokens(model=model, messages=hello),
+        ]
+        for call in calls:
+            asked.clear()
+            with pytest.raises((openai.InternalServerError, anthropic.InternalServerError)) as caught:
+                call()
+            assert (caught.value.status_code, caught.value.response.headers.get("x-should-retry")) == (502, "false")
+            assert len(asked) == 1, asked
 
 
 def test_a_quantised_checkpoint_in_a_directory_stops_the_start_with_its_method(tmp_path):
@@ -191,7 +225,9 @@ def test_readiness_waits_for_the_models_to_load_first(minilm_directory):
         server.kill_worker()
         with paused(server.worker()):  # which loads
             eventually(lambda: get(server.port, "/readyz").status == 503, "not ready without its only worker")
-            assert get(server.port, "/readyz").body == b"not ready"
+            missing = b"not loaded: mini (loading)"
+            eventually(lambda: missing in get(server.port, "/readyz").body, "it says which model is missing, and why")
+            assert get(server.port, "/readyz").body.startswith(b"not ready: ")
             assert get(server.port, "/healthz").status == 200
         # A model that was loaded when its worker died is waited for, not refused.
         assert dense_rows(encode(server.port, "mini", ["x"])).shape == (1, 384)

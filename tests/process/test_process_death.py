@@ -57,7 +57,7 @@ def test_a_frontend_killed_with_work_in_the_queue_leaves_no_extent_behind():
         sockets = [connect(server.port) for _ in range(12)]
         try:
             for sock in sockets:
-                sock.sendall(b"POST /v1/encode/stub/a HTTP/1.1\r\nhost: t\r\ncontent-length: 24\r\n\r\n"
+                sock.sendall(b"POST /v1/encode/stub/a HTTP/1.1\r\nhost: localhost\r\ncontent-length: 24\r\n\r\n"
                              b'{"items":[{"text":"xx"}]}'[:24])  # fmt: skip
             killed = server.frontends()[0]
             os.kill(killed, signal.SIGKILL)

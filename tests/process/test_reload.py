@@ -107,3 +107,18 @@ def test_models_come_and_go_and_no_answer_of_the_others_is_lost(tmp_path):
         write(file, models=("c=/nowhere/at/all",))
         reload(server, "the settings in force stay: model: ")
         assert encode(server.port, "stub/a", ["x"]).status == 200
+
+
+def test_a_shorter_load_timeout_counts_for_an_adapter_that_loads(tmp_path):
+    file = tmp_path / "sie.toml"
+    models = f"[models]\nmodel = ['{MODEL_A}']\nlora = ['stub/a=slow=stub:load_ms=30000']\n"
+    file.write_text(models)
+    with start_server("--config", str(file)) as server:
+
+        def message() -> str:
+            return encode(server.port, "stub/a", ["x"], options={"lora_id": "slow"}).body.decode(errors="replace")
+
+        assert "is loading" in message()
+        file.write_text(f"{models}load_timeout_s = 1\n")
+        reload(server, "settings reloaded: load_timeout_s")
+        eventually(lambda: "not there within load_timeout_s (1 s)" in message(), "the end of the load")

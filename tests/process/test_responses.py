@@ -102,6 +102,10 @@ def test_conversation_goes_on_without_its_instructions(client: openai.OpenAI) ->
     assert (
         third.output_text == f"user: hello\nassistant: {said}\nassistant: {second.output_text}\ntool: 42\nassistant: "
     )
+    for made in (client.responses.create, client.responses.input_tokens.count):
+        with pytest.raises(openai.BadRequestError, match="result of call 'c'") as refused:
+            made(model="m", input=[output], previous_response_id=first.id)
+        assert refused.value.param == "input"
     with pytest.raises(openai.NotFoundError) as caught:
         client.responses.create(model="m", input="x", previous_response_id="resp_none")
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")

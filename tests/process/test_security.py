@@ -8,14 +8,17 @@ import socket
 import statistics
 import time
 
+import grpc
 import psutil
 import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect as connect_websocket
 
-from tests.process.harness import WAIT_S, eventually, start_server
+from sie.frontend.grpc.methods import METHODS
+from sie.frontend.routes.table import TABLE
+from tests.process.harness import WAIT_S, eventually, free_port, start_server
 from tests.process.keys import INFER, bearer, write_keys
-from tests.process.wire import Client, connect, encode, get, raw_request, read_response, total
+from tests.process.wire import Client, connect, encode, get, raw_request, read_response, send_raw, total
 
 STUB = ("--model", "stub/a=stub:dense=16")
 UPGRADE = {
@@ -191,3 +194,79 @@ def test_unread_body_of_a_stranger_takes_no_memory(server):
     finally:
         for sock in socks:
             sock.close()
+
+
+# --- pages of other sites ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def keyless():
+    with start_server(
+        *STUB, "--grpc-port", str(free_port()), "--allowed-host", "sie.example", "--cors-origin", "https://app.example"
+    ) as running:
+        yield running
+
+
+REBOUND = {"host": "evil.example:8080", "origin": "http://evil.example:8080"}
+FOREIGN = {"origin": "http://evil.example"}
+ENCODE = b'{"items":[{"text":"x"}]}'
+
+
+@pytest.mark.parametrize(
+    ("headers", "setting"),
+    [
+        (REBOUND, "allowed_host"), (FOREIGN, "cors_origin"), ({"host": "127.0.0.1:x@evil.com"}, "allowed_host"),
+        ({"origin": "null"}, "cors_origin"), ({"origin": "http://localhost:3000"}, "cors_origin"),
+    ],
+)  # fmt: skip
+def test_s39_page_of_another_site_may_use_no_route_of_a_server_without_keys(keyless, headers, setting):
+    with Client(keyless.port) as client:
+        for path in (*(route.template for route in TABLE), "/no/route"):
+            for method in ("GET", "POST", "OPTIONS", "DELETE"):
+                asked = {"access-control-request-method": "POST"} if method == "OPTIONS" else {}
+                body = ENCODE if method == "POST" else None
+                answer = client.request(method, path.replace("{model}", "stub/a"), body, {**headers, **asked})
+                said = answer.body.decode() + answer.headers.get("nv-status", "")
+                assert (answer.status, setting in said) == (403, True), (method, path, answer.status, said)
+
+
+@pytest.mark.parametrize("headers", [REBOUND, FOREIGN])
+def test_s39_page_of_another_site_may_not_watch(keyless, headers):
+    request = raw_request("/ws/status", method="GET", headers={**UPGRADE, **headers}, length=False)
+    assert send_raw(keyless.port, request).status == 403
+
+
+@pytest.mark.parametrize("option", ["evil.example", "127.0.0.1:x@evil.com"])
+def test_s39_call_for_another_host_is_refused(keyless, option):
+    with grpc.insecure_channel(
+        f"127.0.0.1:{keyless.grpc_port}", options=[("grpc.default_authority", option)]
+    ) as channel:
+        for method in METHODS:
+            call = channel.stream_stream(method.route.template)(iter([b""]), timeout=WAIT_S)
+            assert call.code() == grpc.StatusCode.PERMISSION_DENIED, method
+            assert "allowed_host" in call.details()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "LOCALHOST.:1"}, {"host": "[::1]:8080"}, {"host": "localhost:9", "origin": "http://localhost:9"},
+        {"host": "sie.example", "origin": "https://sie.example"}, {"origin": "https://sie.example"},
+        {"origin": "https://app.example"}, {"host": ""},
+    ],
+)  # fmt: skip
+def test_s39_own_pages_and_those_that_a_setting_names_may(keyless, headers):
+    json_body = {"content-type": "application/json"}
+    assert send_raw(keyless.port, raw_request("/v1/encode/stub/a", ENCODE, {**json_body, **headers})).status == 200
+    assert send_raw(keyless.port, raw_request("/", method="GET", headers=headers)).status == 200
+    request = raw_request("/ws/status", method="GET", headers={**UPGRADE, **headers}, length=False)
+    with connect(keyless.port) as sock:
+        sock.sendall(request)
+        assert sock.recv(64).split()[1] == b"101"
+
+
+def test_s39_client_without_host_may(keyless):
+    assert send_raw(keyless.port, b"GET /v1/models HTTP/1.0\r\n\r\n").status == 200
+    for name in ("localhost", "127.0.0.1"):
+        with grpc.insecure_channel(f"{name}:{keyless.grpc_port}") as channel:
+            channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=WAIT_S)

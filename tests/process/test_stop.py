@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import http.client
+import json
+import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from tests.process.harness import WAIT_S, eventually, paused, start_server
+from tests.process.harness import WAIT_S, Server, eventually, launch, paused, start_server
 from tests.process.wire import Client, connect, dense_rows, encode, raw_request, stub_rows, total
 
 SLOW = "stub/a=stub:dense=16,latency_ms=100"
@@ -139,3 +143,28 @@ def test_a_stop_while_a_worker_is_down_still_answers_what_was_accepted():
             server.kill_worker()
         server.stop()
         assert np.array_equal(dense_rows(accepted.result(WAIT_S)), stub_rows(["x"], 16))
+
+
+# --- Ctrl-C ------------------------------------------------------------------------------------------------------------
+
+
+def _has_torch(server: Server) -> bool:
+    """Return whether the worker is in the middle of a load: torch is mapped, the model is not there."""
+    return any("libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text() for pid in server.pids("worker"))
+
+
+def test_ctrl_c_during_a_load_is_clean_and_ends_with_one_line(minilm_directory):
+    """Libraries that clean up at exit beside a load's thread log from it, or end in std::terminate."""
+    with tempfile.TemporaryDirectory(prefix="sie-test-") as runtime_dir:
+        server = launch("--model", f"m={minilm_directory}", runtime_dir=runtime_dir)
+        try:
+            eventually(lambda: _has_torch(server), "the moment of the load")
+            os.killpg(server.process.pid, signal.SIGINT)
+            assert server.process.wait(WAIT_S) == 0
+            server.wait_gone(WAIT_S)
+        finally:
+            server.discard()
+        lines = [json.loads(line) for line in server.output.text().splitlines()]
+    stopping = next(n for n, line in enumerate(lines) if line["message"].startswith("SIGINT: finishing"))
+    after = [line for line in lines[stopping + 1 :] if not line["message"].startswith("loading: ")]
+    assert [(line["process"], line["message"]) for line in after] == [("supervisor", "stopped")]

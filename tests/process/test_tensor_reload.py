@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from google.protobuf import text_format
+from tritonclient.utils import InferenceServerException
 
+from sie.proto import message_class
 from tests import onnx_models
 from tests.process.harness import WAIT_S, Server, eventually, free_port, start_server
-from tests.process.wire import get, total
+from tests.process.wire import get, post_json, raw_request, send_raw, total
 
 ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
 
@@ -176,3 +181,186 @@ def test_a_file_that_changes_what_a_model_takes_fails_no_request_of_the_old_kind
             admin.close()
     assert set(traffic.counts) == {"1:1"}
     assert [fault for fault in traffic.faults if "unexpected shape" not in fault] == []
+
+
+# --- management calls -------------------------------------------------------------------------------------------------
+
+BROKEN = {
+    "unsupported scheduling": ("sequence_batching { }", "config.pbtxt: sequence_batching is not supported"),
+    "unparsable": ("max_batch_size: 8\nfoo: 1", 'has no field named "foo"'),
+    "no version": ("", "it has no version to serve"),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("repository")
+
+
+@pytest.fixture(scope="module")
+def managed(home: Path) -> Iterator[Server]:
+    onnx_models.write(home, "steady", shift(1))
+    with start_server(
+        "--model-repository", str(home), "--repository-control", "explicit", "--grpc-port", str(free_port())
+    ) as running:
+        yield running
+
+
+class Callers:
+    """Every way to load or unload a model. Each answers an empty text, or the reason of its failure."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.http = triton_http.InferenceServerClient(f"127.0.0.1:{server.port}", network_timeout=60)
+        self.grpc = triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
+        self.grpc.close()
+        self.channel.close()
+
+    def ask(self, action: str, name: str) -> dict[str, str]:
+        """Ask over each API in turn."""
+        return {api: getattr(self, api)(action, name) for api in ("over_http", "over_grpc", "over_v1", "over_v1_grpc")}
+
+    def over_http(self, action: str, name: str) -> str:
+        return self._reason(getattr(self.http, f"{action}_model"), name, "400")
+
+    def over_grpc(self, action: str, name: str) -> str:
+        return self._reason(getattr(self.grpc, f"{action}_model"), name, "StatusCode.INTERNAL")
+
+    def _reason(self, call: Callable[[str], Any], name: str, status: str) -> str:
+        try:
+            call(name)
+        except InferenceServerException as error:
+            return error.message() if error.status() == status else f"status {error.status()}"
+        return ""
+
+    def over_v1(self, action: str, name: str) -> str:
+        path = f"/api/modelcontrol/{action}/{name}"
+        response = send_raw(self.server.port, raw_request(path, b"", {"host": "127.0.0.1"}))
+        message = message_class("trtis", "nvidia.inferenceserver.RequestStatus")()
+        status = text_format.Parse(response.headers["nv-status"], message)
+        assert (response.status, status.code) in ((200, 1), (400, 6))
+        return status.msg
+
+    def over_v1_grpc(self, action: str, name: str) -> str:
+        asked = message_class("trtis", "nvidia.inferenceserver.ModelControlRequest")(
+            model_name=name, type=int(action == "load")
+        )
+        call = self.channel.unary_unary("/nvidia.inferenceserver.GRPCService/ModelControl")
+        reply = message_class("trtis", "nvidia.inferenceserver.ModelControlResponse")
+        status = reply.FromString(call(asked.SerializeToString(), timeout=WAIT_S)).request_status
+        assert status.code in (1, 6)
+        return status.msg
+
+    def reload(self) -> tuple[int, dict[str, Any]]:
+        response = send_raw(self.server.port, raw_request("/v1/config/reload", b"", {"host": "127.0.0.1"}))
+        return response.status, response.json()
+
+    def shown(self, name: str) -> list[tuple[str, str, str]]:
+        """Return version, state and reason of each version in the index, which is the same over both protocols."""
+        found = [one for one in self.http.get_model_repository_index() if one["name"] == name]
+        typed = [one for one in self.grpc.get_model_repository_index().models if one.name == name]
+        rows = [(one.get("version", ""), one.get("state", ""), one.get("reason", "")) for one in found]
+        assert rows == [(one.version, one.state, one.reason) for one in typed]
+        return rows
+
+    def answer(self, name: str) -> float:
+        """Return by how much the model that serves shifts its input."""
+        given = triton_http.InferInput("x", [3, 2], "FP32").set_data_from_numpy(ROWS)
+        return float((self.http.infer(name, [given]).as_numpy("y") - ROWS)[0, 0])
+
+
+def unbreak(folder: Path) -> None:
+    (folder / "config.pbtxt").unlink(missing_ok=True)
+    onnx_models.write(folder.parent, folder.name, shift(1))
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_load_of_what_cannot_be_loaded_says_why_each_time_over_every_api(managed: Server, home: Path, fault: str):
+    name, (config, reason) = fault.replace(" ", "-"), BROKEN[fault]
+    (home / name).mkdir()
+    if config:
+        onnx_models.write(home, name, shift(1), config=config)
+    with Callers(managed) as callers:
+        for _ in range(2):
+            for api, said in callers.ask("load", name).items():
+                assert reason in said, api
+        ((version, state, shown),) = callers.shown(name)
+        assert (version, state) == ("", "UNAVAILABLE")
+        assert reason in shown
+        assert callers.reload()[0] == 200  # it was never loaded, and so it is not for a reload to load
+        assert reason in callers.shown(name)[0][2]
+        model_id = {"model_id": f"{name}/versions"}
+        for verb in ("load", "reload"):
+            answer = post_json(managed.port, f"/v1/models/{verb}", model_id)
+            assert (answer.status, reason in answer.json()["error"]) == (502, True), verb
+        assert set(callers.ask("unload", name).values()) == {""}
+        assert [found[1:] for found in callers.shown(name)] == [("UNAVAILABLE", "unloaded")]
+        unbreak(home / name)
+        assert set(callers.ask("load", name).values()) == {""}
+        assert callers.shown(name) == [("1", "READY", "")]
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_fault_in_the_repository_leaves_a_model_that_serves(managed: Server, home: Path, fault: str):
+    name, (config, reason) = f"serving-{fault.replace(' ', '-')}", BROKEN[fault]
+    onnx_models.write(home, name, shift(1))
+    with Callers(managed) as callers:
+        assert callers.over_http("load", name) == ""
+        if config:
+            (home / name / "config.pbtxt").write_text(config)
+        else:
+            (home / name / "1").rename(home / name / "one")
+        for _ in range(2):
+            for api, said in callers.ask("load", name).items():
+                assert reason in said, api
+            status, answer = callers.reload()
+            assert (status, reason in answer["error"]) == (400, True)
+            assert callers.answer(name) == 1
+            ((version, state, shown),) = callers.shown(name)
+            assert (version, state, reason in shown) == ("1", "READY", True)
+            assert reason in get(managed.port, f"/v1/models/{name}/versions/1").json()["last_error"]["message"]
+            assert callers.http.get_model_metadata(name)["versions"] == ["1"]
+        unbreak(home / name)
+        assert callers.reload()[0] == 201
+        assert callers.shown(name) == [("1", "READY", "")]
+        assert f"{name}/versions" not in [card["id"] for card in get(managed.port, "/v1/models").json()["models"]]
+
+
+def test_a_reload_says_why_a_version_did_not_load(managed: Server, home: Path):
+    onnx_models.write(home, "halting", shift(1))
+    with Callers(managed) as callers:
+        assert callers.over_http("load", "halting") == ""
+        onnx_models.write(home, "halting", b"no model", "2")
+        for _ in range(2):
+            status, answer = callers.reload()
+            assert status == 400
+            assert "load failed for model 'halting': version 2 is at UNAVAILABLE state" in answer["error"]
+            assert "not an ONNX model" in answer["error"]
+            assert [row[:2] for row in callers.shown("halting")] == [("1", "READY"), ("2", "UNAVAILABLE")]
+            assert "not an ONNX model" in callers.shown("halting")[1][2]
+        assert callers.answer("halting") == 1
+        onnx_models.write(home, "halting", shift(2), "2")
+        assert callers.reload()[0] == 201
+        assert callers.answer("halting") == 2
+
+
+def test_metadata_and_status_are_of_what_serves_and_not_of_retired_versions(managed: Server, home: Path):
+    onnx_models.write(home, "aging", shift(1, width=3))
+    with Callers(managed) as callers:
+        assert callers.over_http("load", "aging") == ""
+        onnx_models.write(home, "aging", shift(2), "2")
+        assert callers.over_http("load", "aging") == ""
+        eventually(lambda: ("1", "UNAVAILABLE", "unloaded") in callers.shown("aging"), "the old version's end")
+        assert callers.http.get_model_metadata("aging")["versions"] == ["2"]
+        assert list(callers.grpc.get_model_metadata("aging").versions) == ["2"]
+        status = message_class("trtis", "nvidia.inferenceserver.ServerStatus").FromString(
+            get(managed.port, "/api/status/aging?format=binary").body
+        )
+        assert list(status.model_status["aging"].config.output[0].dims) == [2]

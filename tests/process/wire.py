@@ -87,7 +87,7 @@ def raw_request(
     path: str, body: bytes = b"", headers: Mapping[str, str] | None = None, *, method: str = "POST", length: bool = True
 ) -> bytes:
     """Return the bytes of one HTTP/1.1 request."""
-    fields = {"host": "test", **({"content-length": str(len(body))} if length else {}), **(headers or {})}
+    fields = {"host": "127.0.0.1", **({"content-length": str(len(body))} if length else {}), **(headers or {})}
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 

@@ -43,7 +43,10 @@ PARSERS: dict[str, Callable[[], OutputParser]] = {
 
 def parse(parser: OutputParser, pieces: list[str]) -> list[Piece]:
     """Return the pieces with neighbours of one kind joined."""
-    found = [piece for text in pieces for piece in parser.push(text)] + parser.flush()
+    return join([piece for text in pieces for piece in parser.push(text)] + parser.flush())
+
+
+def join(found: list[Piece]) -> list[Piece]:
     joined: list[Piece] = []
     for piece in found:
         if joined and type(piece) is type(joined[-1]) and not isinstance(piece, ToolCall):
@@ -117,6 +120,47 @@ UTC = ("time", '{"zone": "UTC"}')
 )  # fmt: skip
 def test_each_format_is_read_as_its_models_write_it(kind: str, text: str, expected: list[Any]) -> None:
     assert read(kind, text) == expected
+
+
+def cut(kind: str, text: str) -> list[Piece]:
+    parser = PARSERS[kind]()
+    return [*parser.push(text), *parser.flush(is_cut=True)]
+
+
+BEGUN = {
+    "tagged": ("<tool", f"<tool_call>\n{CALL}"), "first": ("<tool", f"<tool_call>{CALL}"),
+    "reasoning": ("<tool", f"<tool_call>{TAGGED}"), "open": ("</think>{", f"</think>{CALL}"), "bare": ("{", CALL),
+    "bare python": ("<|python_tag|>", f"<|python_tag|>{LLAMA}"), "bare fence": ("```tool_code", f"```tool_code\n[{CALL}"),
+    "bare array": ("[", f"[{CALL}"), "bare typed": ("{", '{"type": "function", "name": "time"}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BEGUN)
+def test_a_call_that_is_cut_anywhere_is_no_text(case: str) -> None:
+    least, whole = BEGUN[case]
+    for length in range(len(least), len(whole)):
+        assert cut(case.partition(" ")[0], whole[:length]) == [], whole[:length]
+    if case not in {"bare array", "bare fence"}:
+        assert [type(piece) for piece in cut(case.partition(" ")[0], whole)] == [ToolCall]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("tagged", "a <"), ("tagged", "<tool_call>hello"), ("tagged", '<tool_call>{"name": "rain'), ("bare", "a {"),
+        ("bare", '{"temperature": 3'), ("bare", '{"name": "Oslo'), ("bare", '```json\n{"name": "Oslo'), ("bare", "```json"),
+        ("open", '</think>{"n": "'),
+    ],
+)  # fmt: skip
+def test_text_that_is_cut_stays(kind: str, text: str) -> None:
+    (piece,) = join(cut(kind, text))
+    assert piece == Text(text.removeprefix("</think>"))
+
+
+def test_calls_before_the_one_that_is_cut_stay() -> None:
+    pieces = cut("tagged", f'<tool_call>{CALL}</tool_call>\n<tool_call>{{"name": "time", "argu')
+    assert [piece.name for piece in pieces if isinstance(piece, ToolCall)] == ["weather"]
+    assert len(pieces) == 1
 
 
 def request(**fields: Any) -> GenerateRequest:

@@ -1,4 +1,4 @@
-"""Every order of a request's reply, cancel, deadline and worker's death: no extent stays in use on either side."""
+"""Every order of a request's replies, cancel, deadline and workers' death: no extent stays in use on either side."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from sie.workers.generation.stub import StubGenerator
 from sie.workers.runners.stub import StubRunner
 from tests.unit.engine_rig import DEADLINE_S, FAR_NS, Rig, Worker
 
-EVENTS: Final = ("answer", "hear", "cancel", "leave", "expire", "die", "restart")
+EVENTS: Final = ("answer", "hear", "cancel", "leave", "expire", "die", "restart", "be_late", "answer_second")
 """Methods of `Desk`."""
 NO_TURN: Final = (False,) * len(EVENTS)
 MODELS: Final = {
@@ -74,7 +74,8 @@ class Desk:
             if name == "score":
                 card = msgspec.structs.replace(card, outputs=("score",), dims={})  # to tensors it scores, then
             rig.entries[name] = ModelEntry(card=card, state="loaded", workers=(0,))
-        self.worker = self._start_worker()
+        self.second: Worker | None = None
+        self.worker = self._start_worker(0)
         limits = Limits()
         images = ImageReader(limits, 1)
         engine = rig.engine
@@ -86,7 +87,7 @@ class Desk:
                           texts=texts, images=TensorImages(images, lambda: limits))  # fmt: skip
         self.process: Any = SimpleNamespace(
             settings=rig.settings, models=models, engine=engine, tensors=tensors, encoder=encoder, scorer=scorer,
-            extractor=Extractor(engine, models, limits, pool, images), adapters=None, access=None, tracing=None,
+            extractor=Extractor(engine, models, limits, pool, images), adapters=None, access=None, host_check=None, tracing=None,
             bodies=None, requests=set(), is_draining=False, timeout_ns=lambda _wanted: FAR_NS // 2,
             check_accepting=lambda: None, watch_client=lambda *_: None,
             metrics=SimpleNamespace(record_last_inference=lambda _model: None),
@@ -97,14 +98,14 @@ class Desk:
         self.trtis_grpc = TrtisGrpc(self.process, Trtis(self.process, self.kserve, pool), pool)
         self.fast_path = FastPath(self, self.process, {ENCODE: EncodeFastPath(self.process, self.inference)})
 
-    def _start_worker(self) -> Worker:
+    def _start_worker(self, slot: int) -> Worker:
         """Start a worker that has every model."""
-        worker = self.rig.start_worker(slot=0, attach=False)
+        worker = self.rig.start_worker(slot=slot, attach=False)
         worker.build = build
         self.rig.attach(worker)
         for name, entry in self.rig.entries.items():
             worker.load(name, entry.card)
-        self._tell(workers=(0,), recovering=False)
+        self._tell(workers=tuple(sorted({one.slot for one in self.rig.workers if not one.is_dead})), recovering=False)
         return worker
 
     def _tell(self, **facts: Any) -> None:
@@ -160,14 +161,28 @@ class Desk:
     def die(self, _task: asyncio.Task[Any]) -> None:
         """Be told that the worker is dead; its models come back, which the request waits for."""
         self.worker.is_dead = True
-        self._tell(workers=(), recovering=True)
+        left = (1,) if self.second is not None else ()
+        self._tell(workers=left, recovering=not left)
         self.rig.engine.bury(0, self.worker.generation, ())
 
     def restart(self, _task: asyncio.Task[Any]) -> None:
         """Have another worker in place of one that died, which gets what waited for it."""
         if self.worker.is_dead:
-            self.worker = self._start_worker()
+            self.worker = self._start_worker(0)
             self.rig.engine.place_held()
+
+    def be_late(self, _task: asyncio.Task[Any]) -> None:
+        """Have a second worker, and be told that the first is late; a tick gives its request to the second, too."""
+        self.second = self._start_worker(1)
+        self.rig.engine.set_late(0, self.worker.generation, (), is_late=True)
+        self.rig.engine.expire(time.monotonic_ns())
+        if any(pending.rival is not None for pending in self.rig.engine._all_pending()):
+            _note("hedged")
+
+    def answer_second(self, _task: asyncio.Task[Any]) -> None:
+        """Let the second worker do all that it has."""
+        if self.second is not None:
+            self.second.turn(12)
 
     async def run(self, ask: Ask, order: Sequence[str], turns: Sequence[bool]) -> None:
         """Ask once and have these events in this order, with a turn of the event loop behind those that turns names."""
@@ -185,6 +200,7 @@ class Desk:
             if has_turn:
                 await asyncio.sleep(0)
         self.answer(task)
+        self.answer_second(task)
         await self.rig.settle()
         self.expire(task)  # it may wait for a worker
         await self.rig.settle()
@@ -294,12 +310,17 @@ def test_no_order_of_reply_cancel_deadline_and_death_leaves_an_extent_in_use(ask
     @settings(max_examples=40, deadline=None)
     @given(order=st.lists(st.sampled_from(EVENTS), unique=True), turns=st.tuples(*[st.booleans()] * len(EVENTS)))
     @example(order=["answer", "hear", "cancel"], turns=NO_TURN)
+    @example(order=["answer", "hear", "cancel"], turns=(False, True, *NO_TURN[2:]))  # the fast path takes a turn more
     @example(order=["answer", "hear", "leave", "cancel"], turns=NO_TURN)
     @example(order=["answer", "cancel", "hear"], turns=NO_TURN)
     @example(order=["answer", "die", "cancel"], turns=NO_TURN)
     @example(order=["die", "cancel"], turns=NO_TURN)
     @example(order=["die", "restart", "answer", "hear", "cancel"], turns=NO_TURN)
     @example(order=["answer", "expire"], turns=NO_TURN)
+    @example(order=["be_late", "answer_second", "hear", "cancel"], turns=NO_TURN)
+    @example(order=["be_late", "answer_second", "answer", "hear", "cancel"], turns=NO_TURN)
+    @example(order=["be_late", "die", "answer_second", "cancel"], turns=NO_TURN)
+    @example(order=["be_late", "cancel", "answer_second", "hear", "die"], turns=NO_TURN)
     def run(order: list[str], turns: tuple[bool, ...]) -> None:
         async def main() -> None:
             desk = Desk()
@@ -311,4 +332,5 @@ def test_no_order_of_reply_cancel_deadline_and_death_leaves_an_extent_in_use(ask
         asyncio.run(main())
 
     run()
+    assert "hedged" in _seen or ask is grpc_generate
     assert {"cancelled", "answered", "failed", "cancelled in the turn of its answer"} <= _seen.keys(), _seen

@@ -43,19 +43,21 @@ class Access:
     """Checks the requests of one frontend process.
 
     pages are the counter pages, our own first; through them the frontends share the limits. count_failure is called with
-    the reason of each refusal.
+    the reason of each refusal. settle ends the requests of a key whose answers were read since the last look.
     """
 
     def __init__(
         self,
         pages: Sequence[CounterPage],
         count_failure: Callable[[str], None],
+        settle: Callable[[KeyHolder], None] = lambda _holder: None,
         *,
         are_metrics_open: bool = False,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._pages = pages
         self._count_failure = count_failure
+        self._settle = settle
         self._are_metrics_open = are_metrics_open
         self._now_ns = now_ns
         self._by_digest: dict[bytes, KeyHolder] = {}
@@ -113,13 +115,20 @@ class Access:
 
     def _check_limits(self, holder: KeyHolder) -> None:
         now_ns, key = self._now_ns(), holder.key
-        if key.max_concurrent is not None and holder.count_running(now_ns) >= key.max_concurrent:
+        if key.max_concurrent is not None and self._count_running(holder, now_ns) >= key.max_concurrent:
             text = f"API key '{key.name}' has as many requests running as its max_concurrent ({key.max_concurrent})"
             raise self._refused("concurrency", RateLimited(text, retry_after_s=1))
         if holder.bucket is not None and not holder.try_take(now_ns):
             text = f"API key '{key.name}' is over its requests_per_minute ({key.requests_per_minute})"
             wait_s = max(1, math.ceil(holder.bucket.wait_s(now_ns)))
             raise self._refused("rate", RateLimited(text, retry_after_s=wait_s))
+
+    def _count_running(self, holder: KeyHolder, now_ns: int) -> int:
+        num_running = holder.count_running(now_ns)
+        if holder.key.max_concurrent is None or num_running < holder.key.max_concurrent:
+            return num_running
+        self._settle(holder)
+        return holder.count_running(now_ns)
 
     # --- websockets -----------------------------------------------------------------------------------------------
 
@@ -184,10 +193,11 @@ class Access:
 
 
 def open_access(
-    access: settings.Access, pages: Sequence[CounterPage], count_failure: Callable[[str], None]
-) -> Access | None:
+    access: settings.Access, pages: Sequence[CounterPage], count_failure: Callable[[str], None],
+    settle: Callable[[KeyHolder], None],
+) -> Access | None:  # fmt: skip
     """Return the access control, or None on a server without API keys."""
-    return Access(pages, count_failure, are_metrics_open=access.open_metrics) if access.api_keys else None
+    return Access(pages, count_failure, settle, are_metrics_open=access.open_metrics) if access.api_keys else None
 
 
 def _key_in(headers: Headers) -> str | None:

@@ -1,8 +1,9 @@
-"""Carries every request between operations and workers: submit, reply, resubmit after a death, give up in time.
+"""Carries every request between operations and workers: submit, reply, resubmit after a death, hedge, give up in time.
 
 Dialects know only `submit` and the `Reply` that its future brings. A request's bytes lie in this frontend's own
 segment, so that a worker's death costs time and not the answer: what it had not answered goes, from the same bytes,
-to a live worker, or waits in `held` for the restart, until its deadline.
+to a live worker, or waits in `held` for the restart, until its deadline. What a late worker has not answered goes to
+another worker, too, from a copy.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from sie.config.limits import Limits
 from sie.config.settings import Settings
 from sie.frontend.engine import admission
+from sie.frontend.engine.hedging import make_copy, may_run_twice, pair, part
 from sie.frontend.engine.placement import choose_worker
 from sie.frontend.engine.quarantine import QuarantinedInputs, poison
 from sie.frontend.engine.reply_drain import Answers, end, overdue
@@ -39,6 +41,8 @@ from sie.values.errors import ClientGone, Overloaded, SieError, Unavailable, Wor
 
 _log = get_logger(__name__)
 _MAX_STRIKES = 2
+_MAX_HEDGED_BYTES = 8 << 20
+"""Of a late worker's requests so much is copied in one tick, or one request: about two milliseconds."""
 _PIECE_BYTES = 1 << 20
 """Of a large payload so much is copied between two turns of the event loop: about a millisecond."""
 
@@ -268,8 +272,10 @@ class ShmEngine:
             is_due = pending.link is None if pending.future.done() else pending.deadline_ns <= now_ns
             if is_due:
                 self.abandon(pending, overdue(pending))
-        for link in self._links.values():
+        for link in list(self._links.values()):
             link.give_back()
+            if link.is_late:
+                self._hedge(link)
         self._answers.measure(now_ns, is_busy=self.queued_tokens > 0)
 
     def _all_links(self) -> list[WorkerLink]:
@@ -308,6 +314,29 @@ class ShmEngine:
                 self.abandon(pending, WorkerLost(f"Model '{pending.model}' was lost with its worker"))
             elif not is_coming(entry, pending.adapter):
                 self.abandon(pending, loading(pending.model, pending.adapter))
+
+    def set_late(self, slot: int, generation: int, running: tuple[int, ...], *, is_late: bool) -> None:
+        """Note that a worker is late, or no longer. running are the requests of its late step."""
+        link = self._links.get(slot)
+        if link is not None and link.generation == generation:
+            link.is_late, link.late_step = is_late, frozenset(running)
+
+    def _hedge(self, link: WorkerLink) -> None:
+        """Give requests of a late worker to others, too, as far as there is memory and room. The rest waits for a tick."""
+        left_bytes, max_tokens = _MAX_HEDGED_BYTES, self._limits.max_queued_tokens
+        for pending in [pending for pending in link.pending.values() if may_run_twice(pending)]:
+            other = choose_worker(filter(self._has_room, self._candidates(pending)))
+            if other is None or other.is_late or other.outstanding_tokens + pending.num_tokens > max_tokens:
+                continue
+            lease = self._space.lease(pending.length) if left_bytes > 0 else None
+            if lease is None:
+                return
+            left_bytes -= pending.length
+            with lease, contextlib.suppress(Overloaded):  # as in `place_held`
+                copy = make_copy(pending, next(self._ids), lease, is_suspect=pending.request_id in link.late_step)
+                if self._try_submit(other, copy):
+                    lease.hand_over(copy.request_id)
+                    pair(pending, copy)
 
     def _on_socket(self, link: WorkerLink) -> None:
         """Read announcements; at the end of file give it no more work, and wait for word of its death."""
@@ -363,6 +392,12 @@ class ShmEngine:
     def _rehome(self, pending: Pending, is_suspect: bool) -> None:
         if pending.future.done():
             pending.lease.end()
+            return
+        rival = part(pending)
+        if rival is not None:  # another worker has it already
+            pending.lease.end()
+            if is_suspect:
+                self._strike(rival)
             return
         if not pending.may_run_again():
             end(pending, WorkerLost("worker_lost: the worker died while it generated; what it had sent stands"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from sie.frontend.engine.hedging import part
 from sie.frontend.engine.token_stream import read_frame
 from sie.frontend.engine.worker_link import Pending, Reply, WorkerLink, read_error
 from sie.ipc.messages import ModelEntry
@@ -82,7 +83,14 @@ class Answers:
             pending.stream.feed(record, now_ns)
 
     def _on_error(self, pending: Pending, error: SieError) -> None:
-        """Pass a worker's error on; where its model is being restored, an unload or a restart only crossed our way."""
+        """Pass a worker's error on; where its model is being restored, an unload or a restart only crossed our way.
+
+        A retryable error of one worker is no answer while another worker has the same request.
+        """
+        if pending.rival is not None and error.retryable and not pending.future.done():
+            part(pending)
+            pending.lease.end()
+            return
         entry = self._find_model(pending.model)
         is_coming_back = error.code == "MODEL_NOT_LOADED" and entry is not None and entry.recovering
         if is_coming_back and not pending.future.done() and pending.may_run_again():

@@ -30,7 +30,8 @@ class Pending(msgspec.Struct, eq=False):  # a Struct is made in a third of the t
 
     The lease outlives the client: a time-out or a disconnect ends the future, but only a terminal descriptor, or the
     worker's proven death, ends the lease. num_strikes counts workers that died in a step with this request in it. A
-    request to generate has a stream, which takes its tokens, and its reply as soon as that is there.
+    request to generate has a stream, which takes its tokens, and its reply as soon as that is there. rival is the same
+    request at another worker (`sie.frontend.engine.hedging`).
     """
 
     request_id: int
@@ -44,6 +45,7 @@ class Pending(msgspec.Struct, eq=False):  # a Struct is made in a third of the t
     adapter: str = ""
     stream: TokenStream | None = None
     link: WorkerLink | None = None
+    rival: Pending | None = None
     num_strikes: int = 0
     flags: int = 0
 
@@ -112,6 +114,10 @@ class WorkerLink:
         self.pending: dict[int, Pending] = {}
         self.outstanding_tokens = 0
         self.is_alive = True
+        self.is_late = False
+        """Whether its step is over its allowance by more than a second, as the supervisor says."""
+        self.late_step: frozenset[int] = frozenset()
+        """The requests of that step."""
         self._releases: list[int] = []
         self._num_staged = 0
         self._flush_due = False

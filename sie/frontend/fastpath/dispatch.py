@@ -79,6 +79,8 @@ class FastPath:
         try:
             if self._process.access is not None:
                 self._process.access.admit(exchange, matched.route.need)
+            elif self._process.host_check is not None:
+                self._process.host_check.check(exchange.headers)
         except Exception as error:
             self._boundary.fail(exchange, error)
             return

@@ -11,10 +11,11 @@ from sie.frontend.http.response import Response
 from sie.frontend.models.adapters import requested_adapter
 from sie.frontend.operations.resolve import resolve_encode
 from sie.frontend.process import FrontendProcess
+from sie.frontend.routes.decode_body import add_hint
 from sie.frontend.routes.embed import Inference, read
 from sie.ipc.messages import ModelEntry
 from sie.values.encode import EncodeRequest
-from sie.values.errors import Unavailable
+from sie.values.errors import BadRequest, Unavailable
 
 
 class EncodeWork:
@@ -59,7 +60,11 @@ class EncodeFastPath:
         inference.check_headers(exchange)
         body = exchange.take_body(process.bodies)
         is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
-        request = encode.decode_encode(body, is_msgpack, exchange.model, limits)
+        try:
+            request = encode.decode_encode(body, is_msgpack, exchange.model, limits)
+        except BadRequest as error:
+            add_hint(error, exchange, body)
+            raise
         entry = inference.find(exchange, exchange.model)
         if not (entry.is_read and entry.workers and entry.state == "loaded"):
             return None

@@ -39,8 +39,8 @@ class OutputParser(Protocol):
         """Return what is certain now and was not before."""
         ...
 
-    def flush(self) -> list[Piece]:
-        """Return what is left when no text follows."""
+    def flush(self, *, is_cut: bool = False) -> list[Piece]:
+        """Return what is left when no text follows. is_cut: the model did not end there, so a call may lack its end."""
         ...
 
 
@@ -53,7 +53,7 @@ class PlainText:
         """See `OutputParser`."""
         return [Text(text)] if text else []
 
-    def flush(self) -> list[Piece]:
+    def flush(self, *, is_cut: bool = False) -> list[Piece]:
         """See `OutputParser`."""
         return []
 

@@ -84,7 +84,8 @@ class ChoiceReader:
         return events + self._end("stop" if is_stop else cast("FinishReason", reason))
 
     def _end(self, reason: FinishReason) -> list[GenerateEvent]:
-        events = self._pass_on(self._parser.flush(), 0)
+        is_cut = reason == "length" or self._stops.found is not None
+        events = self._pass_on(self._parser.flush(is_cut=is_cut), 0)
         if self._stops.found is None:
             self._num_passed = self._num_decoded + 1
         if left := self._take_logprobs():

@@ -38,7 +38,7 @@ class ReasoningParser:
             pieces += self._read_gap()
         return pieces
 
-    def flush(self) -> list[Piece]:
+    def flush(self, *, is_cut: bool = False) -> list[Piece]:
         """See `OutputParser`."""
         held, self._held = self._held, ""
         if self._state == "inside":
@@ -46,7 +46,7 @@ class ReasoningParser:
             rest = held.rstrip()
             return [Reasoning(rest)] if rest else []
         pieces = self._inner.push(held) if self._state == "before" and held else []
-        return [*pieces, *self._inner.flush()]
+        return [*pieces, *self._inner.flush(is_cut=is_cut)]
 
     def _read_before(self) -> list[Piece]:
         start = self._held.lstrip()

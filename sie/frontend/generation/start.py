@@ -12,21 +12,23 @@ from typing import Final, TypeVar
 import msgspec
 import numpy as np
 
+from sie.catalog.profiles import model_of
 from sie.config.generation import Generation
 from sie.frontend.engine.interface import Engine
 from sie.frontend.engine.token_stream import StreamTimes, TokenStream
 from sie.frontend.generation.choose_parser import choose_parser
 from sie.frontend.generation.constraints import constrain, schema_bytes
 from sie.frontend.generation.fill_in import GapMarks, gap_ids, require_marks
-from sie.frontend.generation.prompt import chat_ids, check_ids, fit, render_chat
+from sie.frontend.generation.prompt import chat_ids, check_ids, draft_chat, finish_chat, fit
 from sie.frontend.generation.prompt_reader import PromptReader
 from sie.frontend.generation.reader import Reader
 from sie.frontend.generation.run import Part, Run, TokenMeter
-from sie.frontend.generation.templates import run_limited
+from sie.frontend.generation.templates import Templates
 from sie.frontend.generation.vocabulary import FileVocabulary, StubVocabulary, Vocabulary
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.frontend.models.table import ModelTable
 from sie.ipc.messages import ModelEntry
+from sie.native.preempt import free
 from sie.shm.extent_headers import WorkHeader
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
@@ -54,6 +56,7 @@ class Generator:
         self._grammars = ThreadPoolExecutor(2, "grammar")
         """A schema may take seconds to be checked, for which nobody else's prompt waits."""
         self._times = StreamTimes(int(settings.stream_idle_timeout_s * 1e9), int(settings.generation_timeout_s * 1e9))
+        self._templates = Templates(settings.template_timeout_s)
         self._vocabularies: dict[str, tuple[Tokenizer | None, Vocabulary]] = {}
 
     async def start(
@@ -68,7 +71,7 @@ class Generator:
         check_request(request, self._settings)
         vocabulary = await self.vocabulary(entry)
         marks = require_marks(vocabulary, entry.card.id) if request.suffix else None
-        prompts, prompt_end = await self._prompts(request, rule, vocabulary, marks)
+        prompts, prompt_end = await self._prompts(model_of(entry.card.id), request, rule, vocabulary, marks)
         fitted = [self._fit(ids, request, rule) for ids in prompts]
         grammar = None
         if request.grammar is not None or request.tools:
@@ -96,6 +99,10 @@ class Generator:
         texts = _echoes(request, vocabulary, prompts, [ids for ids, _ in fitted]) if echoes else ()
         return Run(self._engine, entry.card.id, parts, news, meter=self._meter, prompts=texts)
 
+    def close(self) -> None:
+        """End the processes that render templates."""
+        self._templates.close()
+
     async def prompt_ids(self, entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
         """Return the tokens of a request's prompts, for who only counts them. Raises as `start` does.
 
@@ -103,7 +110,7 @@ class Generator:
         """
         rule = generate_rule(entry.card)
         check_request(request, self._settings)
-        prompts, _ = await self._prompts(request, rule, await self.vocabulary(entry))
+        prompts, _ = await self._prompts(model_of(entry.card.id), request, rule, await self.vocabulary(entry))
         return [self._fit(ids, request, rule)[0] for ids in prompts] if request.truncate_prompt else prompts
 
     def _fit(self, ids: list[int], request: GenerateRequest, rule: GenerateRule) -> tuple[list[int], int]:
@@ -121,13 +128,18 @@ class Generator:
             vocabulary: Vocabulary = StubVocabulary(card)
         else:
             vocabulary = await self._on_thread(FileVocabulary, card, tokenizer.backend)
-        self._vocabularies = {
-            name: other for name, other in self._vocabularies.items() if name in self._models
-        } | {card.id: (tokenizer, vocabulary)}  # fmt: skip
+        gone = [name for name in self._vocabularies if name not in self._models or name == card.id]
+        self._pool.submit(free, [self._vocabularies.pop(name) for name in gone])
+        self._vocabularies[card.id] = (tokenizer, vocabulary)
         return vocabulary
 
     async def _prompts(
-        self, request: GenerateRequest, rule: GenerateRule, vocabulary: Vocabulary, marks: GapMarks | None = None
+        self,
+        model: str,
+        request: GenerateRequest,
+        rule: GenerateRule,
+        vocabulary: Vocabulary,
+        marks: GapMarks | None = None,
     ) -> tuple[list[list[int]], str]:
         """Return the tokens of each prompt, and the text that a chat's ends with."""
         if request.token_lists is not None:
@@ -138,11 +150,10 @@ class Generator:
             encode = functools.partial(_encode_texts, vocabulary, request.texts, request.suffix, marks)
             is_large = is_long([*request.texts, request.suffix], LONG_TEXT_BYTES)
             return (await self._on_thread(encode) if is_large else encode()), ""
-        rendered = await run_limited(
-            self._pool, self._settings.template_timeout_s, functools.partial(render_chat, request, rule)
-        )
+        draft = await self._on_thread(draft_chat, request, rule)
+        rendered = finish_chat(draft, await self._templates.render(model, draft.packed), rule)
         tokenise = functools.partial(chat_ids, rendered, vocabulary)
-        ids = await self._on_thread(tokenise) if is_long([rendered.text], LONG_TEXT_BYTES) else tokenise()
+        ids = await self._on_thread(tokenise) if rendered.is_long else tokenise()
         return [ids], rendered.text[-_PROMPT_END_CHARS:]
 
     async def _on_thread(self, work: Callable[..., _T], *args: object) -> _T:

@@ -5,13 +5,14 @@
     gemma    nothing but calls, as llama's or in an array, perhaps in a fence ```json or ```tool_code
     json     as gemma
 
-What only looks like a call (no JSON, no name, or not one of the request's tools) is text, as it was written. White space
-around calls is nobody's.
+What only looks like a call (no JSON, no name, or not one of the request's tools) is text, as it was written. A call that
+`max_tokens` or a stop string cut is dropped: it is neither a call nor text. White space around calls is nobody's.
 Source: chat templates of Hermes 2 Pro, Qwen 2.5 and 3, Llama 3.1 and 3.2, and the prompt guide of Gemma 3.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Collection
 from typing import Any, Final
@@ -24,6 +25,13 @@ from sie.values.generate import ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _OPENERS: Final = ("<|python_tag|>", "```json", "```tool_call", "```tool_code", "```")
+_CALL_OPENERS: Final = ("<|python_tag|>", "```tool_call", "```tool_code")
+"""Those that only calls follow."""
+_TYPED: Final = '{"type":"function"'
+_LEAST_TAG: Final = len("<tool")
+"""So much of an opening tag is more than a sign that text may have, too."""
+_MAX_NAME: Final = 256
+_SPACE: Final = re.compile(r"\s+")
 _SEPARATORS: Final = " \t\r\n;,"
 NewId = Callable[[], str]
 
@@ -58,6 +66,13 @@ def read_calls(text: str, names: Collection[str], new_id: NewId) -> list[ToolCal
             return None
         calls.append(ToolCall(id=new_id(), name=call.name, arguments=arguments))
     return calls or None
+
+
+def is_begun_call(json_text: str, names: Collection[str]) -> bool:
+    """Tell whether JSON whose end is missing may be a call, as far as it was written."""
+    head = _SPACE.sub("", json_text[: 2 * _MAX_NAME]).lstrip("[")
+    starts = (_TYPED, *(f'{{"name":"{name}"' for name in names))
+    return any(start.startswith(head) or head.startswith(start) for start in starts)
 
 
 def _arguments(call: _Written) -> str | None:
@@ -96,14 +111,18 @@ class TaggedCalls:
             pieces += read
         return pieces
 
-    def flush(self) -> list[Piece]:
+    def flush(self, *, is_cut: bool = False) -> list[Piece]:
         """See `OutputParser`."""
         if self._is_inside:  # the end of the answer ends a call as well
             calls = read_calls(self._held, self._names, self._new_id)
+            if calls is None and is_cut and is_begun_call(self._held, self._names):
+                return []
             if calls is None and self._num_passed:  # the string that seemed to go on behind a closing tag has no end
-                return [*self._end_call(self._held.index(_CLOSE)), *self.push(""), *self.flush()]
+                return [*self._end_call(self._held.index(_CLOSE)), *self.push(""), *self.flush(is_cut=is_cut)]
             return [*calls] if calls is not None else [Text(self._gap + _OPEN + self._held)]
         held, self._held = self._held, ""
+        if is_cut and (length := common_end(held, _OPEN)) >= _LEAST_TAG:
+            held = held[:-length].rstrip()
         if self._is_behind_call:
             held = held.lstrip()
         return [Text(held)] if held else []
@@ -168,13 +187,20 @@ class BareCalls:
         self._prefix += text
         return self._look()
 
-    def flush(self) -> list[Piece]:
+    def flush(self, *, is_cut: bool = False) -> list[Piece]:
         """See `OutputParser`."""
+        if is_cut and not self._is_text and self._is_begun_call():
+            return []
         held = self._prefix + "".join(self._json)
         self._prefix, self._json = "", []
         if self._is_behind_call and self._scanner is None:
             held = held.strip(_SEPARATORS + "`")
         return [Text(held)] if held else []
+
+    def _is_begun_call(self) -> bool:
+        if self._prefix.lstrip(_SEPARATORS).startswith(_CALL_OPENERS):
+            return True
+        return self._scanner is not None and is_begun_call("".join(self._json), self._names)
 
     def _look(self) -> list[Piece]:
         """Look for the beginning of JSON; all that begins otherwise is text."""
@@ -220,9 +246,9 @@ class FirstCall:
         """See `OutputParser`."""
         return self._take(self._inner.push(text))
 
-    def flush(self) -> list[Piece]:
+    def flush(self, *, is_cut: bool = False) -> list[Piece]:
         """See `OutputParser`."""
-        return self._take(self._inner.flush())
+        return self._take(self._inner.flush(is_cut=is_cut))
 
     def _take(self, pieces: list[Piece]) -> list[Piece]:
         taken: list[Piece] = []

@@ -134,7 +134,10 @@ class FileVocabulary:
         self._special = frozenset(self._special_ids.values())
         self._bytes_of = _byte_tokens(tokenizer) if "ByteFallback" in steps else {}
         self._anchors = [(text, self._ids(text, whole=False)) for text in _ANCHORS]
-        self.token_bytes = functools.lru_cache(maxsize=65536)(self._token_bytes)
+        spell = functools.partial(
+            _token_bytes, tokenizer, self._is_byte_level
+        )  # not a method: a cycle waits for the collector
+        self.token_bytes = functools.lru_cache(maxsize=65536)(spell)
 
     def encode(self, text: str, *, whole: bool) -> list[int]:
         """See `Vocabulary`."""
@@ -185,18 +188,19 @@ class FileVocabulary:
         except TypeError as error:
             raise unicode_error([text], error) from None
 
-    def _token_bytes(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self._is_byte_level:
-            alphabet = _byte_alphabet()
-            values = [alphabet.get(char, -1) for char in token]
-            return token.encode() if -1 in values else bytes(values)
-        if (found := _BYTE_TOKEN.fullmatch(token)) is not None:
-            return bytes((int(found[1], 16),))
-        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return (" " + text if token.startswith(_SPACE) and not text.startswith(" ") else text).encode()
+
+def _token_bytes(tokenizer: tokenizers.Tokenizer, is_byte_level: bool, token_id: int) -> bytes:
+    token = tokenizer.id_to_token(token_id)
+    if token is None:
+        return b""
+    if is_byte_level:
+        alphabet = _byte_alphabet()
+        values = [alphabet.get(char, -1) for char in token]
+        return token.encode() if -1 in values else bytes(values)
+    if (found := _BYTE_TOKEN.fullmatch(token)) is not None:
+        return bytes((int(found[1], 16),))
+    text = tokenizer.decode([token_id], skip_special_tokens=False)
+    return (" " + text if token.startswith(_SPACE) and not text.startswith(" ") else text).encode()
 
 
 def _decoder_steps(decoder: decoders.Decoder | None) -> list[str]:

@@ -21,7 +21,7 @@ from sie.frontend.grpc.transport.message_framing import Message
 from sie.frontend.grpc.transport.status_codes import details, status_code
 from sie.frontend.http.compression import decompress
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.threads import offload
+from sie.frontend.http.threads import LARGE_BYTES, offload
 from sie.frontend.models.admin import check_admin
 from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.counting import count_exchange
@@ -124,7 +124,9 @@ class Service:
         exchange.route = method.route
         exchange.body_bytes = len(message)
         failure: SieError | None = None
+        num_held = len(message) if len(message) >= LARGE_BYTES else 0
         try:
+            call.hold(num_held)
             self._enter(exchange)
             try:
                 exchange.deadline_ns = self._deadline_ns(exchange)
@@ -150,11 +152,14 @@ class Service:
             failure = Internal("internal error")
             raise failure from None
         finally:
+            call.hold(-num_held)
             self._end(exchange, failure, is_stream=method.is_stream)
 
     def _enter(self, exchange: Exchange) -> None:
-        """Check the API key and `admin_from`. Raises Unauthorized, Forbidden or RateLimited."""
+        """Check the host, the API key and `admin_from`. Raises Unauthorized, Forbidden or RateLimited."""
         process, route = self._process, exchange.route
+        if process.host_check is not None:
+            process.host_check.check(exchange.headers)
         assert route is not None
         process_access = process.access
         if process_access is not None:

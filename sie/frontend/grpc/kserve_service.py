@@ -88,7 +88,7 @@ class KServeGrpc:
         """Answer `ModelMetadata`."""
         entry = self._known(exchange, message)
         rule = rule_of(entry)
-        versions = [rule.version] if message.version else list(self._tensors.table.versions(message.name))
+        versions = [rule.version] if message.version else self._tensors.table.shown_versions(entry)
         return _encoded("ModelMetadataResponse", **model_metadata(rule, versions))
 
     async def model_config(self, exchange: Exchange, message: Any) -> bytes:

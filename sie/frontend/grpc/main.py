@@ -47,6 +47,8 @@ async def serve(launch: Launch) -> None:
     frontend = connect(launch)(loop)
     service = make_service(frontend)
     listener = Listener(service, frontend.settings)
+    listener.on_ended, listener.on_checked = frontend.metrics.record_grpc_ended, frontend.metrics.record_grpc_turns
+    frontend.count_held = lambda: listener.held_bytes
     await listener.open(launch.host, launch.port, launch.backlog, tls_context(launch, lambda: frontend.certificates))
     child_setup.calm_collector()
     await stopping.wait()

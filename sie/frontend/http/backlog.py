@@ -14,13 +14,19 @@ import socket
 import stat
 import struct
 import termios
-from collections.abc import Callable
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Final, NamedTuple, TypeVar, cast
 
 _TCP_INFO_BYTES: Final = 128
 _BYTES_ACKED: Final = struct.Struct("=120xQ")
 """`tcpi_bytes_acked`. Source: Linux, include/uapi/linux/tcp.h, struct tcp_info."""
+_EMPTY_NS: Final = 50_000_000
+"""Granian writes within this time what the kernel has room for."""
+_NEARLY_BYTES: Final = 64 * 1024
+"""A client may delay an acknowledgement for 40 ms, and ask again meanwhile."""
+_MAX_FILES: Final = 1 << 16
 _Address = tuple[str, int]
 _T = TypeVar("_T")
 
@@ -33,13 +39,19 @@ class Backlog:
     somewhere between half of the limit and the whole limit.
     """
 
-    def __init__(self, client: str, limit_bytes: int) -> None:
-        """Measure the connection of a client. client is Granian's form of its address, `host:port`."""
+    def __init__(self, client: str, limit_bytes: int, sockets: Sockets | None = None) -> None:
+        """Measure the connection of a client. client is Granian's form of its address, `host:port`.
+
+        sockets finds the connection; without it, each backlog looks for its own.
+        """
         self._client = _parse(client)
+        self._sockets = sockets if sockets is not None else Sockets()
         self._limit_bytes = limit_bytes
         self._query_at = limit_bytes // 2
         self._unacked = 0
         self._acked_before: int | None = None
+        self._empty_ns = 0
+        self._queued = 0
         self._fd = -1
 
     def add(self, nbytes: int) -> bool:
@@ -47,41 +59,120 @@ class Backlog:
         self._unacked += nbytes
         if self._unacked < self._query_at or self._client is None:
             return False
+        return self.measure() > self._limit_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The backlog at the last query, and what was added since; 0 for a connection that cannot be measured."""
+        return self._unacked if self._client is not None else 0
+
+    def measure(self) -> int:
+        """Query the kernel, and return the backlog."""
+        if self._client is None:
+            return 0
         taken = self._query()
         if taken is None:
             self._client = None
-            return False
-        if not taken.queued:
-            self._unacked = 0
-        elif self._acked_before is not None:
+            return 0
+        if not self._check_empty(taken) and self._acked_before is not None:
             self._unacked -= min(self._unacked, taken.acked - self._acked_before)
         self._acked_before = taken.acked
         self._query_at = max(self._limit_bytes // 2, (self._unacked + self._limit_bytes) // 2)
-        return self._unacked > self._limit_bytes
+        return self._unacked
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the kernel's queue was empty at the last query: the client has read all that there was."""
+        return self._empty_ns > 0
+
+    @property
+    def is_nearly_read(self) -> bool:
+        """Whether so little is queued that the client may have read it, and its acknowledgement be under way."""
+        return self._queued < _NEARLY_BYTES
+
+    def _check_empty(self, taken: TcpState) -> bool:
+        """Return whether all was read: the queue is empty, and Granian, which may have more, adds nothing."""
+        self._queued = taken.queued
+        if taken.queued:
+            self._empty_ns = 0
+            return False
+        now_ns = time.monotonic_ns()
+        self._empty_ns = self._empty_ns or now_ns
+        if now_ns - self._empty_ns >= _EMPTY_NS:
+            self._unacked = 0
+        return self._unacked == 0
 
     def cut(self) -> None:
         """Shut the connection down at once, and drop the bytes that are still queued."""
         if self._client is not None:
-            _use(self._fd, self._client, lambda sock: sock.shutdown(socket.SHUT_RDWR))
+            fd = self._fd if self._fd >= 0 else self._sockets.find(self._client)
+            _use(fd, self._client, lambda sock: sock.shutdown(socket.SHUT_RDWR))
 
-    def _query(self) -> _TcpState | None:
+    def _query(self) -> TcpState | None:
         assert self._client is not None
         if self._fd < 0:
-            self._fd = _find(self._client)
+            self._fd = self._sockets.find(self._client)
         return _use(self._fd, self._client, _measure)
 
 
-class _TcpState(NamedTuple):
+class Sockets:
+    """The TCP connections of this process by their clients. One look at all descriptors finds them all.
+
+    To ask each socket for its peer takes long, where there are thousands. So a descriptor is asked once for each inode.
+    """
+
+    def __init__(self) -> None:
+        self._fds: dict[_Address, int] = {}
+        self._peers: dict[int, tuple[int, _Address | None]] = {}
+        self._is_fresh = False
+
+    def expire(self) -> None:
+        """Look at the descriptors again for the next client that is not known."""
+        self._is_fresh = False
+
+    def find(self, client: _Address) -> int:
+        """Return this process's descriptor of the connection to a client, or -1."""
+        fd = _use(self._fds.get(client, -1), client, socket.SocketType.fileno)
+        if fd is None and not self._is_fresh:
+            self._is_fresh = True
+            self._look()
+            fd = self._fds.get(client)
+        return fd if fd is not None else -1
+
+    def _look(self) -> None:
+        """Read which descriptors are connections, and to whom."""
+        before, self._peers = self._peers, {}
+        for fd in open_files():
+            try:
+                inode = os.fstat(fd).st_ino
+            except OSError:  # closed meanwhile
+                continue
+            known = before.get(fd)
+            self._peers[fd] = known if known is not None and known[0] == inode else (inode, _peer(fd))
+        self._fds = {peer: fd for fd, (_, peer) in self._peers.items() if peer is not None}
+
+
+class TcpState(NamedTuple):
+    """What the peer of a connection has read."""
+
     acked: int
     """Bytes acknowledged since the connection was opened."""
     queued: int
     """Unacknowledged bytes that the kernel holds."""
 
 
-def _measure(sock: socket.socket) -> _TcpState:
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+def measure(fd: int) -> TcpState | None:
+    """Return the state of a connection by its descriptor, also of one over a Unix socket; None of what is no connection."""
+    return _with_socket(fd, _measure)
+
+
+def _measure(sock: socket.SocketType) -> TcpState:
     queued: int = struct.unpack("=i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0]
-    return _TcpState(_BYTES_ACKED.unpack(info)[0], queued)
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except OSError:
+        return TcpState(0, queued)
+    return TcpState(_BYTES_ACKED.unpack(info)[0], queued)
 
 
 def _parse(client: str) -> _Address | None:
@@ -93,6 +184,7 @@ def _parse(client: str) -> _Address | None:
         return None
 
 
+@lru_cache(1024)
 def _plain(host: str) -> str:
     """Return an IP address in its shortest form. An IPv4-mapped IPv6 address becomes IPv4."""
     address = ipaddress.ip_address(host)
@@ -100,27 +192,61 @@ def _plain(host: str) -> str:
     return str(mapped or address)
 
 
-def _find(client: _Address) -> int:
-    """Return this process's descriptor of the connection to a client, or -1."""
-    fds = (int(entry.name) for entry in Path("/proc/self/fd").iterdir())
-    return next((fd for fd in fds if _use(fd, client, lambda _sock: True)), -1)
+def open_files() -> Iterable[int]:
+    """Return the open descriptors, or all possible ones where none is left to look with."""
+    try:
+        return map(int, os.listdir("/proc/self/fd"))  # noqa: PTH208  # there may be thousands
+    except OSError:
+        return range(_MAX_FILES)
 
 
-def _use(fd: int, client: _Address, work: Callable[[socket.socket], _T]) -> _T | None:
+def limit_unread_time(timeout_s: float) -> None:
+    """Have the kernel reset the connections whose clients read nothing, or acknowledge nothing, for this time.
+
+    A connection has the limit of its listener, which is one of this process's descriptors. Source: tcp(7), TCP_USER_TIMEOUT.
+    """
+    for fd in open_files():
+        try:
+            sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd)
+        except OSError:
+            continue
+        try:
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1e3))
+        except OSError:  # not a TCP socket
+            continue
+        finally:
+            sock.detach()
+
+
+def _peer(fd: int) -> _Address | None:
+    """Return the address of the client at the other end of a descriptor, or None without one."""
+    return _with_socket(fd, _address)
+
+
+def _address(sock: socket.SocketType) -> _Address | None:
+    peer = cast("tuple[str, int] | str | bytes", sock.getpeername())
+    return (_plain(peer[0]), peer[1]) if isinstance(peer, tuple) else None
+
+
+def _use(fd: int, client: _Address, work: Callable[[socket.SocketType], _T]) -> _T | None:
     """Run work on the socket behind fd, or return None if fd is not, or is no longer, the client's connection.
 
     The descriptor stays with its owner. It is never copied: a copy would keep a connection open after its owner closes it.
     """
+    return _with_socket(fd, lambda sock: work(sock) if _address(sock) == client else None)
+
+
+def _with_socket(fd: int, work: Callable[[socket.SocketType], _T | None]) -> _T | None:
+    """Run work on the socket behind fd, or return None if fd is not a socket, or work failed."""
     try:
         if fd < 0 or not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return None
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd)
+        sock = socket.SocketType(socket.AF_INET, socket.SOCK_STREAM, 0, fd)  # without Python around it
     except OSError:
         return None
     try:
-        peer = cast("tuple[str, int] | str | bytes", sock.getpeername())
-        is_clients = isinstance(peer, tuple) and peer[1] == client[1] and _plain(peer[0]) == client[0]
-        return work(sock) if is_clients else None
+        return work(sock)
     except (OSError, ValueError, struct.error):
         return None
     finally:

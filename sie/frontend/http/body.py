@@ -1,7 +1,7 @@
 """Reads request bodies, with limits on size, stalls and rate. Handlers must read bodies only through `BodyReader`.
 
-Granian limits neither size nor time. A body that the client cut short looks complete when Granian iterates it, so the
-length is compared with Content-Length.
+Granian limits neither size nor time, nor the number of chunks. It hides why a body ended: where the body was cut or
+malformed, it hands over an empty chunk, and one more at the end. Trailers, which nothing here reads, look the same.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ import time
 from typing import Any, Protocol
 
 from sie.config.limits import Limits
-from sie.values.errors import BadRequest, ClientGone, InputTooLong, SieError
+from sie.frontend.http.held_bytes import HeldBytes
+from sie.values.errors import BadRequest, ClientGone, InputTooLong, Overloaded, SieError
 
 _WHOLE_BYTES = 256 * 1024
 """A body of known length up to this size is read in one call, a larger one in chunks."""
+_FREE_CHUNKS = 4096
+_MIN_CHUNK_BYTES = 1024
+"""Each chunk wakes the event loop. A body may have _FREE_CHUNKS, and one more for each _MIN_CHUNK_BYTES that it has."""
+_NO_LIMIT = 1 << 62
 
 
 class Headers(Protocol):
@@ -43,30 +48,65 @@ def body_limits(limits: Limits) -> tuple[int, float, int]:
     return limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s
 
 
+class HeldBody:
+    """A body that a request holds, from its first bytes until the request is answered. See `HeldBytes`."""
+
+    __slots__ = ("is_cut", "num_held", "reading")
+
+    def __init__(self) -> None:
+        self.num_held = 0
+        self.is_cut = False
+        self.reading: Reading | None = None
+        """The read that is under way, or None when the body is whole."""
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether the body is incomplete."""
+        return self.reading is not None
+
+    def measure(self) -> int:
+        """Return the bytes received."""
+        return self.num_held
+
+    def cut(self) -> None:
+        """Refuse the request."""
+        if self.reading is not None:
+            text = "The server holds as many bytes as it may (max_held_bytes), and this body was the largest"
+            self.reading.end(Overloaded(text, retry_after_s=1))
+
+
 class Reading:
     """One body that is being read: the waiting task, the time of its last chunk, and the bytes received.
 
     A body that is read in one call shows no progress, so it must be complete within the longest stall.
     """
 
-    __slots__ = ("began_ns", "deadline_ns", "last_ns", "num_bytes", "task", "timed_out")
+    __slots__ = ("began_ns", "deadline_ns", "error", "last_ns", "num_bytes", "task")
 
     def __init__(self, task: asyncio.Task[Any], now_ns: int, deadline_ns: int) -> None:
         self.task = task
         self.began_ns = self.last_ns = now_ns
         self.num_bytes = 0
         self.deadline_ns = deadline_ns
-        self.timed_out = False
+        self.error: SieError | None = None
+
+    def end(self, error: SieError) -> None:
+        """Have the read raise an error. Must not be called by the reading task."""
+        if self.error is None:
+            self.error = error
+            self.task.cancel()
 
 
 class BodyReader:
     """Reads bodies for one process, and cancels reads that stall."""
 
     def __init__(
-        self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int = 0, setting: str = "max_body_bytes"
-    ) -> None:
+        self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int = 0, setting: str = "max_body_bytes",
+        held: HeldBytes | None = None,
+    ) -> None:  # fmt: skip
         """Take the limits. setting is the name of the setting behind max_body_bytes; error texts quote it."""
         self._setting = setting
+        self._held = held if held is not None else HeldBytes(_NO_LIMIT)
         self._readings: set[Reading] = set()
         self._others: list[BodyReader] = []
         self.reconfigure(max_body_bytes, idle_timeout_s, min_bytes_per_s)
@@ -82,7 +122,7 @@ class BodyReader:
 
     def with_limit(self, section: object, setting: str) -> BodyReader:
         """Return a reader with its own size limit, from a setting of section. `end_stalled` covers its reads, too."""
-        other = BodyReader(getattr(section, setting), self._idle_s, self._min_bytes_per_s, setting)
+        other = BodyReader(getattr(section, setting), self._idle_s, self._min_bytes_per_s, setting, self._held)
         other._readings = self._readings
         self._others.append(other)
         return other
@@ -97,12 +137,21 @@ class BodyReader:
             raise self._too_long()
         return data
 
-    async def read(self, headers: Headers, protocol: HttpProtocol, deadline_ns: int, body: Body | None = None) -> bytes:
+    def release(self, held: HeldBody) -> None:
+        """Stop counting the bytes of a body; its request is answered."""
+        self._held.put(held, 0)
+
+    async def read(
+        self, headers: Headers, protocol: HttpProtocol, deadline_ns: int, body: Body | None = None,
+        held: HeldBody | None = None,
+    ) -> bytes:  # fmt: skip
         """Return the whole body. body is Granian's future of a small body that was requested before.
 
-        Raises InputTooLong (413) over max_body_bytes and BadRequest for malformed length headers. Raises SieError 408
-        when the body stalls for body_idle_timeout_s, is slower than min_body_bytes_per_s, or misses the request's
-        deadline. Raises ClientGone when the client left or cut the body short.
+        held counts the bytes of the body; the caller must `release` it. Without it they count until the end of the read. Raises InputTooLong (413) over max_body_bytes.
+        Raises BadRequest for malformed length headers, and for chunks that are cut, malformed or too many. Raises SieError
+        408 when the body stalls for body_idle_timeout_s, is slower than min_body_bytes_per_s, or misses the request's
+        deadline. Raises Overloaded when all bodies and answers together are too large, and this is the largest. Raises
+        ClientGone when the client left or cut the body short.
         """
         if body is not None and body.done():
             return self.take(body)
@@ -111,33 +160,35 @@ class BodyReader:
         assert task is not None
         reading = Reading(task, time.monotonic_ns(), deadline_ns)
         self._readings.add(reading)
+        kept = held if held is not None else HeldBody()
+        kept.reading = reading
         try:
-            if body is not None:
-                return await body
-            if length is not None and length <= _WHOLE_BYTES:
-                return await protocol()
-            return await self._read_chunks(reading, protocol, length)
+            if body is None and (length is None or length > _WHOLE_BYTES):
+                return await self._read_chunks(reading, protocol, length, kept)
+            self._held.put(kept, length or 0)
+            return await (protocol() if body is None else body)
         except asyncio.CancelledError:
-            if not reading.timed_out:
+            if reading.error is None:
                 raise
             task.uncancel()
-            raise SieError(
-                f"the request body made no progress for {self._idle_s:g} s (body_idle_timeout_s), was slower than "
-                f"{self._min_bytes_per_s} bytes/s (min_body_bytes_per_s), or missed the deadline",
-                code="REQUEST_TIMEOUT",
-                http_status=408,
-            ) from None
+            raise reading.error from None
         except RuntimeError as error:  # Granian's ProtocolClosed: the client closed its connection
             raise _client_gone() from error
         finally:
+            kept.reading = None
             self._readings.discard(reading)
+            if held is None:
+                self.release(kept)
 
     def end_stalled(self, now_ns: int) -> None:
         """Cancel reads that stalled, are too slow, or passed their deadline. The process's tick calls this."""
         for reading in self._readings:
-            if not reading.timed_out and self._is_overdue(reading, now_ns):
-                reading.timed_out = True
-                reading.task.cancel()
+            if self._is_overdue(reading, now_ns):
+                text = (
+                    f"the request body made no progress for {self._idle_s:g} s (body_idle_timeout_s), was slower than "
+                    f"{self._min_bytes_per_s} bytes/s (min_body_bytes_per_s), or missed the deadline"
+                )
+                reading.end(SieError(text, code="REQUEST_TIMEOUT", http_status=408))
 
     def _is_overdue(self, reading: Reading, now_ns: int) -> bool:
         if now_ns - reading.last_ns > self._idle_ns or now_ns > reading.deadline_ns:
@@ -161,17 +212,26 @@ class BodyReader:
             raise self._too_long()
         return length
 
-    async def _read_chunks(self, reading: Reading, protocol: HttpProtocol, length: int | None) -> bytes:
+    async def _read_chunks(self, reading: Reading, protocol: HttpProtocol, length: int | None, held: HeldBody) -> bytes:
         body = bytearray()
+        num_chunks = num_empty = 0
         async for chunk in protocol:
-            if chunk:
-                reading.last_ns = time.monotonic_ns()
-                body += chunk
-                reading.num_bytes = len(body)
-                if len(body) > self._max_bytes:
-                    raise self._too_long()
+            if not chunk:
+                num_empty += 1
+                continue
+            reading.last_ns = time.monotonic_ns()
+            body += chunk
+            reading.num_bytes = len(body)
+            num_chunks += 1
+            if len(body) > self._max_bytes:
+                raise self._too_long()
+            if num_chunks > _FREE_CHUNKS + len(body) // _MIN_CHUNK_BYTES:
+                raise BadRequest(f"The request body has {num_chunks} chunks for {len(body)} bytes: send larger chunks")
+            self._held.put(held, len(body))
         if length is not None and len(body) != length:
             raise _client_gone()
+        if num_empty > 1:
+            raise BadRequest("The request body is cut, its chunks are malformed, or trailers follow it")
         return bytes(body)
 
     def _too_long(self) -> InputTooLong:

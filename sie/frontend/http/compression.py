@@ -6,7 +6,7 @@ Only the routes of the tensor dialects accept compressed bodies. Source: KServe 
 from __future__ import annotations
 
 import zlib
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from sie.values.errors import BadRequest, InputTooLong, SieError
 
@@ -18,6 +18,18 @@ _PIECE_BYTES: Final = 1 << 18
 _LEVEL: Final = 1
 MIN_BYTES: Final = 1024
 """A smaller reply is sent without compression."""
+CODING_NOT_SERVED: Final = "Content-Encoding is not served here: send the body as it is"
+
+
+def has_coding(headers: Any) -> bool:
+    """Tell whether a request's headers announce a body that must be decompressed. One that is not ASCII reads as None."""
+    return "content-encoding" in headers and (headers.get("content-encoding") or "").strip().lower() != "identity"
+
+
+def refuse_coding(headers: Any) -> None:
+    """Raise BadRequest for a compressed body, on a route that takes none."""
+    if has_coding(headers):
+        raise BadRequest(CODING_NOT_SERVED)
 
 
 def decompress(body: bytes, coding: str, max_bytes: int, max_ratio: int) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from sie.frontend.access.key_use import KeyHolder
-from sie.frontend.http.body import Body, BodyReader
+from sie.frontend.http.body import Body, BodyReader, HeldBody
 from sie.frontend.http.routes import Route
 
 _MOST_NAMED: Final = 1000
@@ -16,8 +16,9 @@ _MOST_NAMED: Final = 1000
 class Exchange:
     """One HTTP request while it is served, with the state that the error boundary needs to answer and count it."""
 
-    __slots__ = ("began_ns", "body", "body_bytes", "cuts", "deadline_ns", "decoded_ns", "headers", "holder", "known_model",
-                 "leave", "model", "num_items", "protocol", "request_id", "route", "scope", "timing", "version", "waits")  # fmt: skip
+    __slots__ = ("began_ns", "body", "body_bytes", "cuts", "deadline_ns", "decoded_ns", "headers", "held_body", "holder",
+                 "known_model", "leave", "model", "num_items", "protocol", "request_id", "route", "scope", "timing",
+                 "version", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
         self.scope = scope
@@ -26,6 +27,8 @@ class Exchange:
         self.began_ns = began_ns
         self.body: Body | None = None
         """The future of a body that `sie.frontend.http.intake` requested before the handler started."""
+        self.held_body: HeldBody | None = None
+        """The bytes of a body that was waited for; they count until the request is answered."""
         self.deadline_ns = 0
         self.decoded_ns = 0
         self.route: Route | None = None
@@ -59,9 +62,15 @@ class Exchange:
 
     async def read_body(self, bodies: BodyReader) -> bytes:
         """Read the whole body, and record its size. Raises as `BodyReader.read` does."""
-        body = await bodies.read(self.headers, self.protocol, self.deadline_ns, self.body)
+        self.held_body = HeldBody()
+        body = await bodies.read(self.headers, self.protocol, self.deadline_ns, self.body, self.held_body)
         self.body_bytes = len(body)
         return body
+
+    def release_body(self, bodies: BodyReader) -> None:
+        """Stop counting the bytes of the body."""
+        if self.held_body is not None:
+            bodies.release(self.held_body)
 
     def take_body(self, bodies: BodyReader) -> bytes:
         """Return a body that has arrived, and record its size. Raises as `BodyReader.take` does."""

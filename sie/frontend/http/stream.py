@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from sie.config.generation import Generation
-from sie.frontend.http.backlog import Backlog
+from sie.frontend.http.unread import Unread
 from sie.values.encode import Timing
 from sie.values.errors import ClientGone, SieError
 from sie.values.generate import GenerateEvent
@@ -65,21 +64,20 @@ class Streamed(NamedTuple):
 
 
 async def send_stream(
-    answer: Streamed, open_response: Callable[[], Any], client: str, settings: Generation
+    answer: Streamed, open_response: Callable[[], Any], unread: Unread, keep_alive_s: float
 ) -> SieError | None:
     """Send a whole stream. Return the error that ended it early, or None.
 
     open_response sends the status and headers and returns Granian's transport. Errors before that are raised, so that
-    they get a status. The run is given up if the client leaves or its backlog passes stream_backlog_bytes.
+    they get a status. unread counts the bytes. The run is given up if the client leaves or too much of it is unread.
     """
     run, writer = answer.run, answer.writer
-    backlog = Backlog(client, settings.stream_backlog_bytes)
     transport: Any = None
     try:
         while not run.is_over:
             error = None
             try:
-                events = await run.wait(settings.keep_alive_interval_ms / 1e3)
+                events = await run.wait(keep_alive_s)
                 data = writer.write(events) if events else writer.keep_alive
             except SieError as raised:
                 if transport is None:
@@ -93,8 +91,8 @@ async def send_stream(
                 return error.with_traceback(
                     None
                 )  # a traceback would keep these frames alive, and with them the response
-            if backlog.add(len(data)):
-                backlog.cut()
+            if unread.add(len(data)):
+                unread.cut()
                 return ClientGone("the client let more than stream_backlog_bytes pile up")
         return None
     finally:

@@ -18,6 +18,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
+from sie.native.preempt import preempted
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong, Internal, SieError
 
@@ -215,7 +216,8 @@ class Tokenizer:
 def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer:
     """Return a file's tokenizer without padding, and truncated only at limit."""
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(path)
+        with preempted("tokenizers"):
+            tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as exc:  # the library raises bare Exception for a missing and for a malformed file
         raise Internal(f"Model '{card.id}' has no readable tokenizer") from exc
     tokenizer.no_padding()

@@ -7,7 +7,6 @@ Source of the bodies: generation API reference, section 10. Statuses are `loaded
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import itertools
 import time
 from collections.abc import Callable, Mapping
@@ -16,9 +15,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from sie.catalog.profiles import model_of
+from sie.frontend.access.host_check import is_loopback
 from sie.frontend.models.table import ModelTable
-from sie.ipc.messages import Manage, ManageAction, ManageRepository, ModelEntry
-from sie.values.errors import BadRequest, Forbidden, SieError, WireError, from_wire
+from sie.ipc.messages import Manage, ManageAction, Managed, ManageRepository, ModelEntry
+from sie.values.errors import BadRequest, Forbidden, SieError, from_wire
 
 _STATUS: Final = {"available": "unloaded"}
 _MOVING: Final = frozenset(("loading", "unloading"))
@@ -54,33 +54,15 @@ def check_admin(admin_from: str, client: str, headers: Mapping[str, str] | Any, 
     origin = headers.get("origin")
     media_type = (headers.get("content-type") or "").partition(";")[0].strip().lower()
     faults = (
-        (not _is_loopback(_host_of(client)), "the client is not on this host"),
+        (not is_loopback(client), "the client is not on this host"),
         (any(headers.get(name) is not None for name in _PROXY_HEADERS), "the request came through a proxy"),
-        (not _is_loopback(_host_of(host)), f"Host is {host!r} and not a loopback address"),
+        (not is_loopback(host), f"Host is {host!r} and not a loopback address"),
         (origin is not None and origin.partition("://")[2] != host, "the request comes from another site's page"),
         (has_body and media_type != "application/json", "Content-Type is not application/json"),
     )
     for is_fault, reason in faults:
         if is_fault:
             raise Forbidden(f"Models are managed from this host only (admin_from is 'loopback'): {reason}")
-
-
-def _host_of(authority: str) -> str:
-    """Return the host of `host`, `host:port` or `[v6]:port`."""
-    if authority.startswith("["):
-        return authority[1:].partition("]")[0]
-    return authority.rpartition(":")[0] if authority.count(":") == 1 else authority
-
-
-def _is_loopback(host: str) -> bool:
-    if host.lower() == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
 
 
 class ModelAdmin:
@@ -90,7 +72,7 @@ class ModelAdmin:
         self._models = models
         self._send = send
         self._numbers = itertools.count(1)
-        self._begun: dict[int, asyncio.Future[None]] = {}
+        self._begun: dict[int, asyncio.Future[Managed]] = {}
 
     async def serve(self, verb: str, body: bytes, deadline_ns: int) -> ModelStatus:
         """Run verb, the last part of the route. Return the state when it is done, or at the deadline."""
@@ -105,18 +87,18 @@ class ModelAdmin:
         entry = self._models.hosted(model)
         return _not_found(asked) if entry is None else _status(asked, entry, action)
 
-    def on_begun(self, number: int, error: WireError | None = None) -> None:
+    def on_begun(self, message: Managed) -> None:
         """Receive the supervisor's answer that it started an action, or the error."""
-        future = self._begun.pop(number, None)
+        future = self._begun.pop(message.number, None)
         if future is None or future.done():
             return
-        if error is None:
-            future.set_result(None)
+        if message.error is None:
+            future.set_result(message)
         else:
-            future.set_exception(from_wire(error))
+            future.set_exception(from_wire(message.error))
 
-    async def ask(self, message: Callable[[int], Manage | ManageRepository], deadline_ns: int) -> None:
-        """Send a request to the supervisor, and return when the supervisor has started it.
+    async def ask(self, message: Callable[[int], Manage | ManageRepository], deadline_ns: int) -> Managed:
+        """Send a request to the supervisor, and return its answer when it has started.
 
         message builds the request from its number. Raises the supervisor's error, or SieError at the deadline.
         """
@@ -125,7 +107,7 @@ class ModelAdmin:
         self._send(message(number))
         try:
             async with asyncio.timeout(_left_s(deadline_ns)):
-                await future
+                return await future
         except TimeoutError:
             raise SieError("The supervisor did not answer in time", code="DEADLINE_EXCEEDED", http_status=504) from None
         finally:

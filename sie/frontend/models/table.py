@@ -19,6 +19,7 @@ from sie.catalog.profiles import entry_cards, fold_default, model_of
 from sie.frontend.inputs.profile_options import gives, is_own_entry
 from sie.frontend.inputs.tokenize import Tokenizer
 from sie.ipc.messages import ModelEntry, Models, WorkerEntry
+from sie.native.preempt import free
 from sie.runtime.gil_stalls import seconds_to_read
 from sie.runtime.logs import get_logger
 from sie.values.encode import DEFAULT_MODEL
@@ -78,12 +79,16 @@ class ModelTable:
         for entry in self.entries.values():
             if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)
-            elif entry.state in ("unloading", "available"):  # the file may have changed at the next load
-                for known_as in (entry.card.id, model_of(entry.card.id)):
-                    self._tokenizers.pop(known_as, None)
-        for gone in self._tokenizers.keys() - self.entries.keys() - self._hosted.keys():
-            del self._tokenizers[gone]
+        self._drop_tokenizers()
         self.announce()
+
+    def _drop_tokenizers(self) -> None:
+        """Let go of the tokenizers of models that are gone, or whose file may have changed at the next load."""
+        idle = {name for name, entry in self.entries.items() if entry.state in ("unloading", "available")}
+        gone = self._tokenizers.keys() - (self.entries.keys() | self._hosted.keys())
+        gone |= self._tokenizers.keys() & (idle | {model_of(name) for name in idle})
+        if gone:
+            self._pool.submit(free, [self._tokenizers.pop(name) for name in gone])
 
     def announce(self) -> None:
         """Wake all waiters, after a change of models or when the server stops."""
@@ -119,10 +124,18 @@ class ModelTable:
         made_for_it = [card for card in able if output == "generate" or card.kind != "generator"]
         return [card.id for card in made_for_it or able]
 
-    def default_of(self, output: str) -> str | None:
-        """Return the model for requests without one: the setting's, or the only capable one, or None."""
-        if self.default:
-            return fold_default(self.default)
+    def default_of(self, output: str = "") -> str | None:
+        """Return the model for requests without one: the setting's if it is capable, or the only capable one, or None.
+
+        Without an output, it is the model that text generation would take, or embeddings, or where neither is served
+        rerank: the entry `default` of `/v1/models` is from the API for text generation.
+        """
+        chosen = self.find(self.default) if self.default else None
+        if chosen is not None and (not output or not chosen.is_read or gives(chosen.card, output)):
+            return chosen.card.id
+        if not output:
+            outputs = [served for served in ("generate", "dense") if self.able(served)] or ["score"]
+            return next(filter(None, map(self.default_of, outputs)), None)
         able = self.able(output)
         return able[0] if len(able) == 1 else None
 
@@ -133,7 +146,8 @@ class ModelTable:
         default = self.default_of(output)
         if default is None:
             able = ", ".join(self.able(output))
-            raise SieError(f"No default model; name one of: {able}", code="MODEL_NOT_FOUND", http_status=404)
+            hint = f"; name one of: {able}" if able else f": no model gives {output!r}"
+            raise SieError(f"No default model{hint}", code="MODEL_NOT_FOUND", http_status=404)
         return default
 
     def check_serving(self, entry: ModelEntry) -> None:
@@ -158,6 +172,16 @@ class ModelTable:
             raise ModelLoadFailed(f"Model '{model}' failed to load: {reason}", extras=error.extras)
         wait_s = self.loading_retry_after_s
         raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
+
+    async def serving(self, entry: ModelEntry, deadline_ns: int, *, waits: bool) -> ModelEntry:
+        """Return the entry of a model that can be served. waits decides whether to wait for a loading model.
+
+        A reload is always waited for, because the request must be tokenised for the new model.
+        """
+        if waits or entry.reloading:
+            return await self.wait_serving(entry, deadline_ns)
+        self.check_serving(entry)
+        return entry
 
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
         """Return a model's entry once it can be served. Waits while the model is loading, unloading or reloading.
@@ -216,7 +240,7 @@ class ModelTable:
         return known[1]
 
     def _announce_stall(self, path: str) -> None:
-        """Announce a stall of the event loop, because reading a large tokenizer holds the GIL."""
+        """Announce a stall of the event loop: reading a large tokenizer holds the GIL where it cannot be preempted."""
         if seconds := seconds_to_read(path):
             self.on_stall(seconds)
 

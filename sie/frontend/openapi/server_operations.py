@@ -111,7 +111,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         "/readyz",
         "Whether requests can be served",
         Answer(200, "`ok`: every model named at the start is loaded.", (TEXT,)),
-        Answer(503, "`not ready`: it starts or stops.", (TEXT,)),
+        Answer(503, "`not ready: ` and why: which models are not loaded, or that it starts or stops.", (TEXT,)),
     ),
     _text(
         "/health",

@@ -8,7 +8,6 @@ from sie.frontend.dialects.openai import models as dialect
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Response
 from sie.frontend.models.not_found import model_not_found
-from sie.frontend.models.table import ModelTable
 from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.access_log import id_headers
 from sie.frontend.telemetry.metrics import UNKNOWN_MODEL
@@ -30,7 +29,7 @@ class Cards:
         """Answer `GET /v1/models` with all models, including the default."""
         models = self._process.models
         infos = [model_info(entry, models.created_s) for entry in models.entries.values()]
-        return Response(200, [JSON, *id_headers(exchange)], dialect.models_body(infos, _default_of(models)))
+        return Response(200, [JSON, *id_headers(exchange)], dialect.models_body(infos, models.default_of()))
 
     async def show_model(self, exchange: Exchange) -> Response:
         """Answer `GET /v1/models/{model}`. The list's `default` also counts as a model."""
@@ -39,7 +38,7 @@ class Cards:
         if entry is not None:
             info = model_info(entry, models.created_s)
         else:
-            entry = models.find(_default_of(models) or "") if model == DEFAULT_MODEL else None
+            entry = models.find(models.default_of() or "") if model == DEFAULT_MODEL else None
             if entry is None:
                 body = dialect.model_not_found_body(model_not_found(model, models.entries))
                 return Response(404, [JSON, (ERROR_CODE, NotFound.code), *id_headers(exchange)], body)
@@ -60,10 +59,6 @@ class Cards:
     async def show_admin(self, exchange: Exchange) -> Response:
         """Answer `GET /v1/admin`: whether a page's buttons would work. The app has checked the permission."""
         return Response(200, [JSON, *id_headers(exchange)], b'{"allowed":true}')
-
-
-def _default_of(models: ModelTable) -> str | None:
-    return models.default_of("dense") or models.default_of("generate")
 
 
 def model_info(entry: ModelEntry, created_s: int) -> dict[str, Any]:

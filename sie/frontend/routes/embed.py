@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from sie.config.limits import Limits
 from sie.frontend.dialects.cohere import rerank
@@ -23,17 +23,21 @@ from sie.frontend.http.threads import LARGE_BYTES
 from sie.frontend.models.adapters import requested_adapter
 from sie.frontend.models.not_found import model_not_found
 from sie.frontend.operations.extraction.extract import read_extractions
+from sie.frontend.operations.operation import Operation, Submission
 from sie.frontend.operations.reply_reader import read_reply
 from sie.frontend.operations.resolve import resolve_embeddings, resolve_encode, resolve_rerank, resolve_score
 from sie.frontend.operations.resolve_extract import resolve_extract
 from sie.frontend.operations.score import read_scores
 from sie.frontend.process import FrontendProcess
+from sie.frontend.routes.decode_body import decode_body
 from sie.frontend.telemetry.access_log import id_headers
 from sie.ipc.messages import ModelEntry
 from sie.values.encode import EncodeReply, EncodeRequest, ExtractReply, ExtractRequest, ScoreReply, ScoreRequest, Timing
 from sie.values.errors import BadRequest, Unavailable
 
 _NO_BYTES: Final = memoryview(b"")
+RequestT = TypeVar("RequestT")
+SubmissionT = TypeVar("SubmissionT", bound=Submission)
 _LEAST_SHOWN_MS: Final = 0.005
 """A smaller value would be shown as 0.00 in a header."""
 
@@ -56,13 +60,12 @@ class Inference:
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
         is_msgpack = negotiate.is_msgpack(headers.get("content-type"))
-        if len(body) < LARGE_BYTES:  # as `_decode`, but without the cost of its coroutine: most requests are small
-            request = sie.decode_encode(body, is_msgpack, exchange.model, self._limits)
-        else:
-            request = await self._decode(sie.decode_encode, body, is_msgpack, exchange.model, self._limits)
+        request = await decode_body(
+            exchange, self.pool, self.models, sie.decode_encode, body, is_msgpack, exchange.model, self._limits
+        )
         entry = self.find(exchange, exchange.model)
         if not entry.is_read:
-            entry = await self._wait_serving(exchange, entry)
+            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
         request = resolve_encode(request, entry.card)
         return await self.run_encode(exchange, entry, request)
 
@@ -100,10 +103,12 @@ class Inference:
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
         is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
-        request = await self._decode(score.decode_score, body, is_msgpack, exchange.model, self._limits)
+        request = await decode_body(
+            exchange, self.pool, self.models, score.decode_score, body, is_msgpack, exchange.model, self._limits
+        )
         entry = self.find(exchange, exchange.model)
         if not entry.is_read:
-            entry = await self._wait_serving(exchange, entry)
+            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
         request = resolve_score(request, entry.card)
         reply = await self._run_score(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
@@ -116,10 +121,12 @@ class Inference:
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
         is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
-        request = await self._decode(extract.decode_extract, body, is_msgpack, exchange.model, self._limits)
+        request = await decode_body(
+            exchange, self.pool, self.models, extract.decode_extract, body, is_msgpack, exchange.model, self._limits
+        )
         entry = self.find(exchange, exchange.model)
         if not entry.is_read:
-            entry = await self._wait_serving(exchange, entry)
+            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
         request = resolve_extract(request, entry.card)
         reply, is_large = await self._run_extract(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
@@ -134,12 +141,12 @@ class Inference:
         """Answer `/v1/rerank`."""
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
-        call = await self._decode(rerank.decode_rerank, body, self._limits)
+        call = await decode_body(exchange, self.pool, self.models, rerank.decode_rerank, body, self._limits)
         request = call.request
         request.model = self._process.models.resolve_default(request.model, "score")
         entry = self.find(exchange, request.model)
         if not entry.is_read:
-            entry = await self._wait_serving(exchange, entry)
+            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
         request = resolve_rerank(request, entry.card)
         reply = await self._run_score(exchange, entry, request)
         answer = rerank.encode_ranking(call, reply)
@@ -149,12 +156,15 @@ class Inference:
         """Answer `/v1/embeddings`."""
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
-        call = await self._decode(openai.decode_embeddings, body, exchange.headers.get("content-type"), self._limits)
+        content_type = exchange.headers.get("content-type")
+        call = await decode_body(
+            exchange, self.pool, self.models, openai.decode_embeddings, body, content_type, self._limits
+        )
         request = call.request
         request.model = self._process.models.resolve_default(request.model, "dense")
         entry = self.find(exchange, request.model)
         if not entry.is_read:
-            entry = await self._wait_serving(exchange, entry)
+            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
         request = resolve_embeddings(request, entry.card)
         reply, raw = await self._run(exchange, entry, request)
         try:
@@ -191,67 +201,28 @@ class Inference:
             exchange.decoded_ns = time.monotonic_ns()
         return entry
 
-    async def _wait_serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
-        """Return the entry of a model that can be served. exchange.waits decides whether to wait for a loading model.
-
-        A reload is always waited for, because the request must be tokenised for the new model.
-        """
-        models = self._process.models
-        if exchange.waits or entry.reloading:
-            return await models.wait_serving(entry, exchange.deadline_ns)
-        models.check_serving(entry)
-        return entry
-
     async def _run(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> tuple[EncodeReply, Reply]:
         """Return the rows of a request and the reply that holds them. The caller must release the reply."""
-        process = self._process
         adapter = requested_adapter(request)
         if adapter is not None:
-            process.adapters.check_declared(entry, adapter)
-        if entry.state == "loaded" and entry.workers:  # as `_wait_serving`, but without the cost of its coroutine
-            process.models.check_serving(entry)
-        else:
-            entry = await self._wait_serving(exchange, entry)
-        if adapter is not None:
-            entry = await process.adapters.serving(entry, adapter, exchange.deadline_ns if exchange.waits else 0)
-        try:
-            pending, tokenization_ns = await process.encoder.start(entry, request, exchange.deadline_ns)
-            process.watch_client(pending, exchange.protocol)
-            raw = await pending.reply()
-        except Unavailable as error:
-            return await self._run(exchange, process.models.reloaded(entry, error), request)
-        return read(exchange, entry, request, tokenization_ns, raw), raw
+            self._process.adapters.check_declared(entry, adapter)
+        entry, started, raw = await self._drive(self._process.encoder, exchange, entry, request, adapter)
+        return read(exchange, entry, request, started.tokenization_ns, raw), raw
 
     async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
-        process = self._process
-        entry = await self._wait_serving(exchange, entry)
+        _, started, raw = await self._drive(self._process.scorer, exchange, entry, request)
         try:
-            pending, tokenization_ns = await process.scorer.start(entry, request, exchange.deadline_ns)
-            process.watch_client(pending, exchange.protocol)
-            raw = await pending.reply()
-        except Unavailable as error:
-            return await self._run_score(exchange, process.models.reloaded(entry, error), request)
-        try:
-            reply = read_scores(raw, request, exchange.began_ns, tokenization_ns)
+            reply = read_scores(raw, request, exchange.began_ns, started.tokenization_ns)
         finally:
             raw.release()
-        exchange.timing = reply.timing
-        exchange.num_items = len(request.documents)
-        exchange.cuts = request.cuts
+        _record(exchange, reply.timing, len(request.documents), request.cuts)
         return reply
 
     async def _run_extract(
         self, exchange: Exchange, entry: ModelEntry, request: ExtractRequest
     ) -> tuple[ExtractReply, bool]:
         """Return the extractions, and whether they are large enough to be encoded in a thread."""
-        process = self._process
-        entry = await self._wait_serving(exchange, entry)
-        try:
-            submitted = await process.extractor.start(entry, request, exchange.deadline_ns)
-            process.watch_client(submitted.pending, exchange.protocol)
-            raw = await submitted.pending.reply()
-        except Unavailable as error:
-            return await self._run_extract(exchange, process.models.reloaded(entry, error), request)
+        _, submitted, raw = await self._drive(self._process.extractor, exchange, entry, request)
         arguments = (raw, submitted, request, exchange.began_ns)
         is_large = len(raw.view) >= LARGE_BYTES
         try:
@@ -261,20 +232,35 @@ class Inference:
                 reply = read_extractions(*arguments)
         finally:
             raw.release()
-        exchange.timing = reply.timing
-        exchange.num_items = len(request.texts)
-        exchange.cuts = request.cuts
+        _record(exchange, reply.timing, len(request.texts), request.cuts)
         return reply, is_large
+
+    async def _drive(
+        self, operation: Operation[RequestT, SubmissionT], exchange: Exchange, entry: ModelEntry, request: RequestT,
+        adapter: str | None = None,
+    ) -> tuple[ModelEntry, SubmissionT, Reply]:  # fmt: skip
+        """Run an operation until its reply is there, and again if its model was unloaded meanwhile.
+
+        Returns the entry that served, the submission, and the reply, which the caller must release.
+        """
+        process, models = self._process, self.models
+        while True:
+            if entry.state == "loaded" and entry.workers:  # as `serving`, but without the cost of its coroutine
+                models.check_serving(entry)
+            else:
+                entry = await models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
+            if adapter is not None:
+                entry = await process.adapters.serving(entry, adapter, exchange.deadline_ns if exchange.waits else 0)
+            try:
+                submission = await operation.start(entry, request, exchange.deadline_ns)
+                process.watch_client(submission.pending, exchange.protocol)
+                return entry, submission, await submission.pending.reply()
+            except Unavailable as error:
+                entry = models.reloaded(entry, error)
 
     @property
     def _limits(self) -> Limits:
         return self._process.settings.limits
-
-    async def _decode(self, decode: Callable[..., Any], body: bytes, *args: Any) -> Any:
-        """Decode a body, in a thread if it is large."""
-        if len(body) < LARGE_BYTES:
-            return decode(body, *args)
-        return await self._on_thread(decode, body, *args)
 
     async def _on_thread(self, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.pool, work, *args)
@@ -289,10 +275,13 @@ def read(
     except BaseException:
         raw.release()
         raise
-    exchange.timing = reply.timing
-    exchange.num_items = reply.num_items
-    exchange.cuts = reply.cuts
+    _record(exchange, reply.timing, reply.num_items, reply.cuts)
     return reply
+
+
+def _record(exchange: Exchange, timing: Timing, num_items: int, cuts: Collection[int]) -> None:
+    """Record the facts of an answer that headers, metrics and traces show."""
+    exchange.timing, exchange.num_items, exchange.cuts = timing, num_items, cuts
 
 
 def _release(reply: EncodeReply, raw: Reply) -> None:

@@ -19,13 +19,28 @@ from sie.frontend.http.response import JSON, Response
 from sie.frontend.http.routes import Route
 from sie.values.errors import BadRequest, NotFound, SieError
 
+_ASKED_AGAIN: Final = frozenset({"openai", "models", "text", "anthropic"})
+"""The envelopes of routes whose clients repeat every request that ended in a 5xx, unless a header tells them not to."""
+_MAX_SHOWN: Final = 200
+_ASK_NO_MORE: Final = ("x-should-retry", "false")
+_OPENAI_TREE: Final = frozenset(
+    [
+        "assistants", "audio", "batches", "chat", "completions", "containers", "conversations", "embeddings", "evals",
+        "files", "fine_tuning", "images", "moderations", "organization", "realtime", "responses", "skills", "threads",
+        "uploads", "vector_stores", "videos",
+    ]
+)  # fmt: skip
+"""What follows `/v1/` in the paths of OpenAI's API. Source: openai 3.52, `resources`."""
 _CODINGS: Final = ("accept-encoding", "gzip, deflate")
 """The header that answers an unsupported Content-Encoding, as in Triton. Source: RFC 9110, section 15.5.16."""
 
 
 def failure(envelope: str, error: SieError) -> Response:
     """Return the response for a failed request on a route with this envelope."""
-    return _FAILURES[envelope](error)
+    response = _FAILURES[envelope](error)
+    if envelope in _ASKED_AGAIN and error.extras.get("permanent"):
+        return response._replace(headers=[*response.headers, _ASK_NO_MORE])
+    return response
 
 
 def _openai(error: SieError) -> Response:
@@ -60,15 +75,23 @@ _FAILURES: Final[dict[str, Callable[[SieError], Response]]] = {
 }
 
 
-def unknown_path(path: str) -> Response:
-    """Return the response for an unknown path, in the dialect that the start of the path belongs to."""
-    if path.startswith("/v2/") or path == "/v2":
-        return Response(404, [JSON], infer.error_body("Not Found"))
-    if path.startswith("/v1/messages/"):
-        return failure("anthropic", NotFound("Not Found"))
+def unknown_path(path: str, hint: str) -> Response:
+    """Return the response for an unknown path, in the dialect that the start of the path belongs to.
+
+    hint is a sentence that names the nearest route, after a space, or empty.
+    """
     if path.startswith("/api/") or path == "/api":
         return Response(400, [], b"")  # the v1 API has no 404
-    return Response(404, [JSON], encode.not_found_body())
+    text = f"Not Found.{hint}" if hint else "Not Found"
+    if path.startswith("/v2/") or path == "/v2":
+        return Response(404, [JSON], infer.error_body(text))
+    if path.startswith("/v1/messages/"):
+        return failure("anthropic", NotFound(text))
+    if path.startswith("/v1/") and path.split("/")[2] in _OPENAI_TREE:
+        return failure(
+            "text", SieError(f"There is no route {path[:_MAX_SHOWN]}.{hint}", code="NOT_FOUND", http_status=404)
+        )
+    return Response(404, [JSON], encode.not_found_body(text))
 
 
 def wrong_method(route: Route, methods: str) -> Response:

@@ -19,11 +19,12 @@ from sie.frontend.dialects.openai import chat, completions
 from sie.frontend.dialects.openai.text_fields import renamed
 from sie.frontend.dialects.responses import request as responses
 from sie.frontend.generation.start import generate_rule
+from sie.frontend.http.compression import refuse_coding
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Answer, Headers, Response
 from sie.frontend.http.stream import EventWriter, Streamed
-from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
+from sie.frontend.routes.decode_body import decode_body
 from sie.frontend.routes.kserve_members import answer_members
 from sie.frontend.routes.responses import Responses
 from sie.frontend.routes.text_service import TextService
@@ -118,12 +119,13 @@ class TextRoutes:
     async def generate(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `/v1/generate/{model}`."""
         process, settings = self._process, self._process.settings
-        model = native_generate.named_model(exchange.model, process.models)
+        model = exchange.model = native_generate.named_model(exchange.model, process.models)
         if exchange.headers.get("x-sie-remote") not in (None, "forbid"):
             raise BadRequest("Header 'X-SIE-Remote' must be 'forbid'")
         body = await self.read_body(exchange, waits=settings.models.wait_for_load)
-        limits = settings.limits
-        request = await offload(self._pool, len(body), native_generate.decode_generate, body, model, limits)
+        request = await decode_body(
+            exchange, self._pool, self._process.models, native_generate.decode_generate, body, model, settings.limits
+        )
         return await self.answer_from(
             exchange,
             self.service.find_exactly(exchange, model),
@@ -146,13 +148,11 @@ class TextRoutes:
         if entry.card.generate is None:
             return await answer_members(process, self._pool, exchange, is_stream=is_stream)
         self.service.begin(exchange, entry)
-        coding = exchange.headers.get("content-encoding") or ""
-        if "content-encoding" in exchange.headers and coding.strip().lower() != "identity":
-            raise BadRequest("Content-Encoding is not served here: send the body as it is")
+        refuse_coding(exchange.headers)
         body = await self.read_body(exchange, waits=False)
         decode = functools.partial(kserve_generate.decode_text_input, is_stream=is_stream)
         limits = process.settings.limits
-        request, shown = await offload(self._pool, len(body), decode, body, rule_of(entry), limits)
+        request, shown = await decode_body(exchange, self._pool, process.models, decode, body, rule_of(entry), limits)
         return await self.answer_from(
             exchange,
             entry,
@@ -202,7 +202,9 @@ class TextRoutes:
         """Return the whole answer of a model, or a stream if the request asks for one."""
         process = self._process
         while True:
-            entry = await self._wait_serving(exchange, entry)
+            if entry.is_read:
+                generate_rule(entry.card)
+            entry = await process.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
             run = await self.service.start(exchange, entry, request, echoes=echoes)
             if request.stream:
                 return Streamed(run, make_writer(run.model, run.prompts))
@@ -218,17 +220,11 @@ class TextRoutes:
     async def _read(self, exchange: Exchange, decode: Callable[..., _T]) -> _T:
         body = await self.read_body(exchange)
         content_type = exchange.headers.get("content-type")
-        return await offload(self._pool, len(body), decode, body, content_type, self._process.settings.limits)
-
-    async def _wait_serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
-        """Return the entry of a model that can be served. exchange.waits decides whether to wait for a loading model."""
-        models = self._process.models
-        if exchange.waits or entry.reloading:
-            return await models.wait_serving(entry, exchange.deadline_ns)
-        if entry.is_read:
-            generate_rule(entry.card)
-        models.check_serving(entry)
-        return entry
+        decoded = await decode_body(
+            exchange, self._pool, self._process.models, decode, body, content_type, self._process.settings.limits
+        )
+        exchange.release_body(self._process.bodies)  # generating may take long
+        return decoded
 
     async def read_body(self, exchange: Exchange, *, waits: bool = True) -> bytes:
         """Check the headers and return the body. Raises SieError if the request cannot be served now.

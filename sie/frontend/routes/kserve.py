@@ -70,9 +70,9 @@ class KServe:
 
     async def model_metadata(self, exchange: Exchange) -> Response:
         """Answer `GET /v2/models/{model}`."""
-        rule = rule_of(self._known(exchange))
-        name, version = exchange.model, exchange.version
-        versions = [rule.version] if version else [rule_of(one).version for one in self._versions(name)]
+        entry = self._known(exchange)
+        rule = rule_of(entry)
+        versions = [rule.version] if exchange.version else self.tensors.table.shown_versions(entry)
         return Response(200, [JSON], models.model_metadata_body(rule, versions))
 
     async def model_ready(self, exchange: Exchange) -> Response:
@@ -248,12 +248,13 @@ class KServe:
         return Response(200, [JSON], models.config_statuses_body(self.states()))
 
     async def reload_config(self, exchange: Exchange) -> Response:
-        """Answer `POST /v1/config/reload`: read the repositories again. The status is 201 if any state changed."""
+        """Answer `POST /v1/config/reload`: read the repositories again. The status is 201 if anything was reloaded.
+
+        A failure to load is a 400 with its reason; what could be loaded is loaded all the same.
+        """
         exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
-        before = self.states()
-        await self.tensors.repository.reload(exchange.deadline_ns)
-        after = self.states()
-        return Response(200 if before == after else 201, [JSON], models.config_statuses_body(after))
+        has_changed = await self.tensors.repository.reload(exchange.deadline_ns)
+        return Response(201 if has_changed else 200, [JSON], models.config_statuses_body(self.states()))
 
     async def shared_memory_status(self, _exchange: Exchange) -> Response:
         """Answer with an empty list: this server registers no shared memory."""
@@ -308,13 +309,11 @@ class KServe:
     def states(self) -> list[VersionState]:
         """Return the state of every version of every model, in the server's order."""
         table = self.tensors.table
-        states: list[VersionState] = []
-        for name in table.names:
-            entries = self._versions(name)
-            states += [VersionState(name, rule_of(entry).version, entry.state, reason_of(entry)) for entry in entries]
-            if not entries:
-                states.append(VersionState(name, "", "failed", table.reason(name)))
-        return states
+        return [
+            VersionState(name, rule_of(entry).version, entry.state, reason_of(entry))
+            for name in table.names
+            for entry in table.listed(name)
+        ]
 
     async def _read_small(self, exchange: Exchange) -> bytes:
         exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from sie.frontend.dialects.kserve.members import decode_members, encode_members
+from sie.frontend.http.compression import refuse_coding
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Answer
 from sie.frontend.http.stream import STREAM_HEADERS
@@ -13,7 +14,6 @@ from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.tensors.states import rule_of
 from sie.ipc.messages import ModelEntry
-from sie.values.errors import BadRequest
 
 
 async def answer_members(
@@ -23,9 +23,7 @@ async def answer_members(
 
     Raises BadRequest, and as `Tensors.serve` and `Tensors.infer` do.
     """
-    coding = exchange.headers.get("content-encoding") or ""
-    if "content-encoding" in exchange.headers and coding.strip().lower() != "identity":
-        raise BadRequest("Content-Encoding is not served here: send the body as it is")
+    refuse_coding(exchange.headers)
     exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
     process.check_accepting()
     process.tensors.try_serving(exchange.model, exchange.version)  # refused before the body is read

@@ -37,9 +37,12 @@ class Pages:
         return _answer(exchange, [_TEXT], b"ok")
 
     async def readyz(self, exchange: Exchange) -> Response:
-        """Answer `GET /readyz`: the required models are loaded."""
-        is_ready = self._process.is_ready
-        return _answer(exchange, [_TEXT], b"ok" if is_ready else b"not ready", 200 if is_ready else 503)
+        """Answer `GET /readyz`: the required models are loaded, or why not."""
+        process = self._process
+        if process.is_ready:
+            return _answer(exchange, [_TEXT], b"ok", 200)
+        reason = "stopping" if process.is_draining else process.models.reason
+        return _answer(exchange, [_TEXT], f"not ready: {reason}".encode(), 503)
 
     async def health(self, exchange: Exchange) -> Response:
         """Answer `GET /health`. sie-sdk asks for JSON, to tell a cluster's gateway from a server."""

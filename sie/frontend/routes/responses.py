@@ -64,9 +64,9 @@ class Responses:
         """Create a response: at once, as a stream or in the background."""
         if call.is_background:
             self._check_background(exchange)
+        entry = self._texts.find(exchange, call.request)
         history, before = await self._read_history(call, exchange.owner)
         call.begin(before)
-        entry = self._texts.find(exchange, call.request)
         record = ResponseRecord(
             f"resp_{secrets.token_hex(16)}", int(time.time()), call, entry.card.id,
             max_kept_bytes=self._max_stream_bytes if self._store.is_on else 0,
@@ -87,8 +87,9 @@ class Responses:
 
     async def count(self, exchange: Exchange, call: ResponsesCall) -> Answer:
         """Return the number of tokens in a request's prompt, including the previous conversation."""
+        entry = self._texts.find(exchange, call.request)
         call.begin((await self._read_history(call, exchange.owner))[1])
-        entry = await self._process.models.wait_serving(self._texts.find(exchange, call.request), exchange.deadline_ns)
+        entry = await self._process.models.wait_serving(entry, exchange.deadline_ns)
         with renamed(_NAMES):
             (ids,) = await self._texts.generator.prompt_ids(entry, call.request)
         return [JSON], encode_count(len(ids))

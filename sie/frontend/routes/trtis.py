@@ -22,6 +22,7 @@ from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.kserve import KServe
 from sie.frontend.tensors.classification import rank_classes, spec_of
 from sie.frontend.tensors.figures import read_figures
+from sie.frontend.tensors.lookup import is_servable
 from sie.frontend.tensors.paths import split_version
 from sie.frontend.tensors.states import reason_of, rule_of
 from sie.ipc.messages import ModelEntry
@@ -85,7 +86,10 @@ class Trtis:
         table = self._tensors.table
         if model and model not in table:
             raise BadRequest(f"no status available for unknown model '{model}'")
-        entries = [entry for name in ([model] if model else table.names) for entry in table.versions(name).values()]
+        newest = [
+            entry for name in ([model] if model else table.names) for entry in [*table.versions(name).values()][::-1]
+        ]
+        entries = sorted(newest, key=is_servable, reverse=True)  # a model's configuration is its first entry's
         figures = read_figures(self._process.pages, entries)
         described = [
             Described(rule, entry.state, reason_of(entry), figures[rule.name, rule.version])

@@ -6,14 +6,15 @@ import time
 from typing import Final
 
 from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.routes import Route
 from sie.frontend.telemetry.metrics import UNKNOWN_MODEL, FrontendMetrics
 from sie.values.errors import ClientGone, Overloaded, SieError
 
 _NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
 """Requests with these statuses never reached a model, so `sie_requests_total` does not count them."""
 
-_HOUSEKEEPING: Final = frozenset({"/", "/health", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json"})
-"""Routes that are not counted; OPTIONS requests are not counted either. Source: generation API reference, section 11."""
+_BODY_NAMES_MODEL: Final = frozenset({"/v1/messages/count_tokens", "/v1/responses/input_tokens"})
+"""Routes without a label whose requests name their model in the body, which may be unreadable."""
 _UNMATCHED: Final = "<unmatched>"
 
 
@@ -30,10 +31,10 @@ def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, er
         )  # fmt: skip
         return
     if not model:
-        if exchange.scope.method == "OPTIONS" or (route is not None and route.template in _HOUSEKEEPING):
+        if exchange.scope.method == "OPTIONS" or _is_housekeeping(route):
             return
         # An unreadable body is refused before its model is looked up, but the path may name the model.
-        is_counted = route is not None and route.label
+        is_counted = route is not None and (route.label or route.template in _BODY_NAMES_MODEL)
         model = exchange.model or UNKNOWN_MODEL if is_counted else ""
     metrics.record_http(
         exchange.scope.method, route.template if route is not None else _UNMATCHED, model, status,
@@ -52,6 +53,11 @@ def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, er
             model, route.label, outcome, total_s, queue_s=timing.queue_ms / 1e3,
             tokenize_s=timing.tokenization_ms / 1e3, inference_s=timing.inference_ms / 1e3,
         )  # fmt: skip
+
+
+def _is_housekeeping(route: Route | None) -> bool:
+    """Tell whether a route is not counted, such as those of health. Source: generation API reference, section 11."""
+    return route is not None and (route.need == "open" or route.template == "/metrics")
 
 
 def _outcome_of(error: SieError) -> str:

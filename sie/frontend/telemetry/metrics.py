@@ -55,6 +55,9 @@ class FrontendMetrics:
         self._lag = page.histogram(definitions.LOOP_LAG.name, (), definitions.LOOP_LAG.bounds)
         self._lag_latest = page.gauge(definitions.LOOP_LAG_LATEST.name, ())
         self._watchers = page.gauge(definitions.STATUS_WATCHERS.name, ())
+        self._held = page.gauge(definitions.HELD_BYTES.name, ())
+        self.record_held_cut = page.counter(definitions.HELD_CUTS.name, ()).add
+        """Count a connection that was cut because this process held too much."""
         self._extents = page.gauge(definitions.EXTENTS_IN_USE.name, definitions.EXTENTS_IN_USE.label_pairs("request"))
 
     def record_served(  # noqa: PLR0917  # for every request that is served: keywords cost
@@ -154,9 +157,24 @@ class FrontendMetrics:
         self._lag.observe(lag_s)
         self._lag_latest.set(lag_s)
 
+    def set_held_bytes(self, num_bytes: int) -> None:
+        """Publish the bytes of bodies and unread answers that this process holds."""
+        self._held.set(num_bytes)
+
     def set_extents_in_use(self, num_extents: int) -> None:
         """Publish the number of leased request extents."""
         self._extents.set(num_extents)
+
+    def record_grpc_ended(self, reason: str) -> None:
+        """Count one connection of gRPC that this side ended. reason is one of the family's documented values."""
+        self._page.counter(definitions.GRPC_ENDED.name, definitions.GRPC_ENDED.label_pairs(reason)).add()
+        if reason == "memory":
+            self.record_held_cut()
+
+    def record_grpc_turns(self, num_connections: int, num_waits: int) -> None:
+        """Publish the open connections of gRPC, and count waits for a later turn of the event loop."""
+        self._page.gauge(definitions.GRPC_CONNECTIONS.name, ()).set(num_connections)
+        self._page.counter(definitions.GRPC_WAITS.name, ()).add(num_waits)
 
     def set_watchers(self, num_watchers: int) -> None:
         """Publish the number of this process's status connections."""

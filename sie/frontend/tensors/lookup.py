@@ -19,7 +19,7 @@ class TensorTable:
         self._seen: object = None
         self._found: dict[str, dict[str, ModelEntry]] = {}
         self._entries: dict[str, ModelEntry] = {}
-        self._reasons: dict[str, str] = {}
+        self._unversioned: dict[str, ModelEntry] = {}
 
     def _current(self) -> dict[str, dict[str, ModelEntry]]:
         """Return the versions of each model as the models are now: `entries` is another object after every change."""
@@ -29,7 +29,7 @@ class TensorTable:
         return self._found
 
     def _read(self) -> None:
-        self._found, self._entries, self._reasons = {}, {}, {}
+        self._found, self._entries, self._unversioned = {}, {}, {}
         taken = {entry.card.tensor.name for entry in self._models.hosted_entries if entry.card.tensor is not None}
         for hosted in self._models.hosted_entries:
             entry = with_rule(hosted)
@@ -41,8 +41,8 @@ class TensorTable:
             versions = self._found.setdefault(rule.name, {})
             if rule.version:
                 versions[rule.version] = entry
-            elif entry.error is not None:
-                self._reasons[rule.name] = entry.error.message
+            else:
+                self._unversioned[rule.name] = entry
 
     def __contains__(self, name: object) -> bool:
         return name in self._current()
@@ -62,10 +62,21 @@ class TensorTable:
         found = self._current().get(name, {})
         return {version: found[version] for version in sorted(found, key=int)}
 
-    def reason(self, name: str) -> str:
-        """Return why a model has no version at all; empty when it has."""
-        self._current()
-        return self._reasons.get(name, "")
+    def listed(self, name: str) -> list[ModelEntry]:
+        """Return what an index lists of a model: its versions, and while none serves, why it has none to serve."""
+        versions = list(self.versions(name).values())
+        unversioned = self._unversioned.get(name)
+        is_needed = not versions or (_has_failed(unversioned) if unversioned is not None else False)
+        if unversioned is None or not is_needed or any(map(_is_or_will_be_servable, versions)):
+            return versions
+        return [unversioned, *versions]
+
+    def shown_versions(self, entry: ModelEntry) -> list[str]:
+        """Return the versions that metadata without a version lists: those that serve, or else that of the entry."""
+        rule = entry.card.tensor
+        assert rule is not None
+        versions = self.versions(rule.name)
+        return [version for version in versions if _is_or_will_be_servable(versions[version])] or [rule.version]
 
     def resolve(self, name: str, version: str = "") -> ModelEntry:
         """Return the entry of a version, which need not be loaded; without one, of the newest that can be served.

@@ -10,6 +10,7 @@ from typing import Final
 from sie.frontend.models.admin import ModelAdmin
 from sie.frontend.models.table import ModelTable
 from sie.frontend.tensors.lookup import TensorTable
+from sie.frontend.tensors.states import reason_of
 from sie.ipc.messages import ManageRepository, ModelEntry
 from sie.values.errors import DeadlineExceeded, ModelLoadFailed
 
@@ -33,17 +34,10 @@ class RepositoryAdmin:
         repository_control is explicit, BadRequest for a name that is not in the repository, ModelLoadFailed (400) for
         a version that did not load, or not anew so that it is what it was, and DeadlineExceeded.
         """
-        await self._admin.ask(lambda number: ManageRepository(number, "load", name), deadline_ns)
+        begun = await self._admin.ask(lambda number: ManageRepository(number, "load", name), deadline_ns)
         await self._settled(name, deadline_ns)
-        reason = self._tensors.reason(name)
-        if reason:
-            raise ModelLoadFailed(f"failed to load '{name}', {reason}", http_status=400)
-        for version, entry in self._tensors.versions(name).items():
-            if (entry.state == "failed" or entry.is_outdated) and entry.error is not None:
-                raise ModelLoadFailed(
-                    f"load failed for model '{name}': version {version} is at UNAVAILABLE state: {entry.error.message}",
-                    http_status=400,
-                )
+        if faults := self._faults(begun.models):
+            raise ModelLoadFailed("; ".join(faults), http_status=400)
 
     async def unload(self, name: str, deadline_ns: int) -> None:
         """Unload all versions of a model, and return when they are gone, or after a second while requests still run.
@@ -56,14 +50,24 @@ class RepositoryAdmin:
         with contextlib.suppress(DeadlineExceeded):
             await self._settled(name, min(deadline_ns, time.monotonic_ns() + _UNLOADING_NS))
 
-    async def reload(self, deadline_ns: int) -> None:
+    async def reload(self, deadline_ns: int) -> bool:
         """Read all repositories anew, whatever repository_control says, and return when all of it has settled.
 
         What is gone is unloaded, what has changed is loaded again; what is new is loaded unless control is explicit.
+        Returns whether there was anything to do.
+        Raises ModelLoadFailed (400) that names each version that did not load; the others are as they should be.
         """
-        await self._admin.ask(lambda number: ManageRepository(number, "reload"), deadline_ns)
+        begun = await self._admin.ask(lambda number: ManageRepository(number, "reload"), deadline_ns)
         for name in self._tensors.names:
             await self._settled(name, deadline_ns)
+        if faults := self._faults(begun.models):
+            raise ModelLoadFailed(f"Reloading models versions failed. {'; '.join(faults)}", http_status=400)
+        return begun.has_changed
+
+    def _faults(self, models: tuple[str, ...]) -> list[str]:
+        """Return the reason of each of these versions that is not loaded from the files that were asked for."""
+        faults = [_fault(model, self._tensors.hosted(model)) for model in models]
+        return [fault for fault in faults if fault]
 
     async def _settled(self, name: str, deadline_ns: int) -> None:
         """Wait until no version of a model of a repository is on its way."""
@@ -80,3 +84,16 @@ class RepositoryAdmin:
 
 def _is_moving(entry: ModelEntry) -> bool:
     return entry.card.kind == "tensor" and (entry.state in _MOVING or entry.reloading)
+
+
+def _fault(model: str, entry: ModelEntry | None) -> str:
+    """Return why a version that was to be loaded is not, or an empty text."""
+    rule = entry.card.tensor if entry is not None else None
+    if entry is None or rule is None:
+        return f"failed to load '{model}', it was removed from the model repository meanwhile"
+    if entry.state == "loaded" and not entry.is_outdated:
+        return ""
+    reason = reason_of(entry) or "not loaded"
+    if not rule.version:
+        return f"failed to load '{rule.name}', {reason}"
+    return f"load failed for model '{rule.name}': version {rule.version} is at UNAVAILABLE state: {reason}"

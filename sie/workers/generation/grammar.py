@@ -153,7 +153,7 @@ def _read_tokenizer(card: ModelCard, vocab_size: int) -> LLTokenizer:
     rule = card.generate
     assert rule is not None
     ends = list(rule.eos_token_ids) or None
-    with reading(card.tokenizer_file):
+    with reading(card.tokenizer_file, "llguidance"):
         try:
             return LLTokenizer(card.tokenizer_file, n_vocab=vocab_size, eos_token=ends)
         except ValueError:  # it may have tokens that the model has not

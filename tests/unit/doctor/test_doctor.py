@@ -81,6 +81,13 @@ def test_a_model_that_cannot_be_served_is_an_error(capsys):
     assert broken["message"].startswith("model gone: ")
 
 
+def test_an_unknown_variable_is_a_warning(capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SIE_URL", "http://127.0.0.1:8080")
+    status, findings = run(capsys, "--only", "settings", *STUB)
+    (warning,) = (finding for finding in findings if finding["level"] == "warn")
+    assert (status, warning["message"]) == (0, "environment: SIE_URL: unknown variable")
+
+
 def test_text_shows_each_finding_with_its_fix_and_counts_them():
     lines = render_text([OK, WARN, ERROR]).splitlines()
     assert "disk" in lines[0]

@@ -33,7 +33,9 @@ class Desk:
         defaults = Settings()
         models = msgspec.structs.replace(defaults.models, max_loras=1, load_timeout_s=100.0)
         self.fetched: str | WireError = "/cache/r"
-        monkeypatch.setattr(module, "Preparer", lambda *_args: SimpleNamespace(fetch_adapter=self._fetch))
+        self.reconfigured: list[Settings] = []
+        preparer = SimpleNamespace(fetch_adapter=self._fetch, reconfigure=self.reconfigured.append)
+        monkeypatch.setattr(module, "Preparer", lambda *_args: preparer)
         self.workers = [Child("worker", slot, WorkerSlot("cpu")) for slot in range(2)]
         self.heard: list[tuple[int, Any]] = []
         self.num_broadcasts = 0
@@ -175,6 +177,22 @@ async def test_load_that_takes_too_long_is_given_up(desk: Desk) -> None:
     assert desk.states()["a"] == "loading"
     desk.loads.tick(asyncio.get_running_loop().time() + 101.0)
     assert desk.states()["a"] == "failed"
+
+
+@at_desk
+async def test_reloaded_settings_count_for_the_next_loads(desk: Desk) -> None:
+    models = msgspec.structs.replace(Settings().models, load_timeout_s=10.0, load_retry_s=1.0)
+    settings = msgspec.structs.replace(Settings(), models=models)
+    desk.loads.reconfigure(settings)
+    assert desk.reconfigured == [settings]
+    desk.model("loaded", 0)
+    desk.loads.want("m", "a")
+    now_s = asyncio.get_running_loop().time()
+    desk.loads.tick(now_s + 11.0)
+    assert desk.states()["a"] == "failed"
+    desk.loads.want("m", "b")
+    desk.adapter("b", "failed", 0, error=to_wire(Internal("it broke")))
+    assert desk.loads._registry.want("m", "b", now_s + 1.5) is not None
 
 
 @at_desk

@@ -167,7 +167,7 @@ async def test_progress_of_a_load_is_no_news_for_frontends(office: Office) -> No
 async def test_server_is_ready_when_preloaded_models_are_and_says_so_once(office: Office) -> None:
     office.loads.broadcast()
     (models,) = await office.broadcasts()
-    assert (models.ready, models.reason) == (False, "not loaded: p")
+    assert (models.ready, models.reason) == (False, "not loaded: p (loading)")
     office.not_ready = "frontends are starting"
     office.report("p", "loaded")
     (models,) = await office.broadcasts()
@@ -357,7 +357,7 @@ async def test_unload_on_request_takes_a_preloaded_model_out_of_readiness_until_
     loaded_everywhere(office, "p")
     for slot in range(2):
         office.loads.forget_worker(slot, blame=False)
-    assert office.loads.reason() == "not loaded: p"
+    assert office.loads.reason() == "not loaded: p (loading)"
 
 
 @in_office()

@@ -4,6 +4,7 @@ import pytest
 
 from sie.catalog.spec import ModelSpec
 from sie.ipc.messages import ModelEntry, ModelReport
+from sie.supervisor.lifecycle import Event, Stage
 from sie.supervisor.models import ModelRegistry
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, WireError, to_wire
@@ -82,6 +83,26 @@ def test_readiness_waits_for_preloaded_models_only():
     assert preloaded.registry.is_ready()
 
 
+def test_what_readiness_waits_for_is_said_with_its_reason():
+    book = Book(preload=True)
+    assert book.registry.missing_reasons() == "m (loading)"
+    book.registry.records["m"].apply(Event.SHORT)
+    assert book.registry.missing_reasons() == "m (waits for memory)"
+    error = to_wire(Internal("Model 'm' cannot be loaded: no such file:\n/srv/models/m/weights.bin"))
+    book.registry.fail(book.registry.records["m"], error, 0.0)
+    reason = book.registry.missing_reasons()
+    assert reason == "m (failed: Model 'm' cannot be loaded: no such file: .../weights.bin)"
+    assert len(missing_of("x" * 10_000)) < 400
+    book.report("loaded")
+    assert book.registry.missing_reasons() == ""
+
+
+def missing_of(text: str) -> str:
+    book = Book(preload=True)
+    book.registry.fail(book.registry.records["m"], to_wire(Internal(text)), 0.0)
+    return book.registry.missing_reasons()
+
+
 # --- failures ------------------------------------------------------------------------------------------------------------
 
 
@@ -111,7 +132,7 @@ def test_eighth_failure_is_permanent(lazy):
         assert not (lazy.entry.error and lazy.entry.error.extras["permanent"])
         lazy.report("failed", now_s=1e9)
         lazy.registry.want("m", 1e9 + 1e6)
-        lazy.record.wanted = True
+        lazy.record.stage = Stage.LOADING
     assert lazy.record.error.extras == {
         "error_class": "ENGINE", "detail": "kept", "attempts": 8, "permanent": True,
     }  # fmt: skip

@@ -135,3 +135,66 @@ def test_a_worker_that_moves_on_is_not_silent(judge):
     assert judge.is_hung(0, 3.0)
     judge.judge_worker(0, step(110, seq=2), 110.1, 0.0)
     assert not judge.is_hung(0, 3.0)
+
+
+# --- late workers ------------------------------------------------------------------------------------------------------
+
+
+def late(judge: Watch, *looks: tuple[str, float, float]) -> None:
+    """Judge a worker whose step began at 100 and may take 1 s; looks are (state, processor time, now)."""
+    for state, cpu_s, now_s in looks:
+        judge.judge_worker(0, step(100), now_s, 0.0)
+        judge.note_run_state(0, state, cpu_s, now_s)
+
+
+def test_worker_is_late_a_second_after_its_step_may_have_ended(judge):
+    for now_s, is_late in ((101.9, False), (102.1, True), (111.1, True)):
+        judge.judge_worker(0, step(100), now_s, 0.0)
+        assert judge.is_late(0) is is_late, now_s
+    judge.judge_worker(0, step(111, seq=2), 111.2, 0.0)
+    assert judge.is_late(0), "one that was aborted does not come back"
+    judge.forget(0)
+    assert not judge.is_late(0)
+    judge.judge_worker(0, step(111, seq=2), 113.5, 0.0)
+    assert judge.is_late(0)
+    judge.judge_worker(0, step(113.4, seq=3), 113.6, 0.0)
+    assert not judge.is_late(0)
+
+
+def test_worker_that_announced_a_silence_is_late_a_second_after_its_end(judge):
+    judge.excuse(0, 130.0)
+    judge.judge_worker(0, step(100), 130.9, 0.0)
+    assert not judge.is_late(0)
+    judge.judge_worker(0, step(100), 131.1, 0.0)
+    assert judge.is_late(0)
+
+
+@pytest.mark.parametrize(
+    ("looks", "is_blamed"),
+    [
+        ([("T", 5.0, 103.0), ("T", 5.0, 111.1)], False),
+        ([("T", 5.0, 103.0), ("S", 5.0, 111.1)], False),  # it was let go on just before
+        ([("R", 5.0, 103.0), ("R", 5.1, 111.1)], False),  # others have the processors
+        ([("R", 5.0, 103.0), ("R", 13.0, 111.1)], True),  # it spins
+        ([("S", 5.0, 103.0), ("S", 5.0, 111.1)], True),  # it is locked up
+        ([("D", 5.0, 103.0), ("D", 5.0, 111.1)], True),
+    ],
+)
+@pytest.mark.parametrize("status", [-signal.SIGKILL, -signal.SIGABRT])
+def test_input_of_a_worker_that_was_kept_from_running_is_not_to_blame(judge, looks, status, is_blamed):
+    late(judge, *looks)
+    assert judge.blames_input(status, 0, was_oom_killed=False) is is_blamed
+    assert judge.blames_input(status, 0, was_oom_killed=True)
+
+
+def test_fault_of_its_own_is_the_step_s_although_it_was_stopped_before(judge):
+    late(judge, ("T", 5.0, 103.0))
+    assert judge.blames_input(-signal.SIGSEGV, 0, was_oom_killed=False)
+
+
+def test_having_been_stopped_in_an_earlier_step_excuses_nothing(judge):
+    late(judge, ("T", 5.0, 103.0))
+    judge.judge_worker(0, step(104, seq=2), 104.1, 0.0)
+    judge.judge_worker(0, step(104, seq=2), 115.1, 0.0)
+    judge.note_run_state(0, "S", 5.0, 115.1)
+    assert judge.blames_input(-signal.SIGKILL, 0, was_oom_killed=False)

@@ -76,7 +76,7 @@ def read_conversation(messages: Sequence[InputMessage]) -> list[ChatMessage]:
             read.extend(_read_user(message.content, path))
         else:
             read.append(_read_assistant(message.content, path))
-    return name_results(_one_turn_each(read))
+    return name_results(_one_turn_each(read), "messages")
 
 
 def ends_begun(messages: Sequence[ChatMessage]) -> bool:

@@ -185,9 +185,9 @@ def error_body(error: SieError) -> bytes:
     return _to_json({"detail": {"code": error.code, "message": error.message, **error.extras}})
 
 
-def not_found_body() -> bytes:
+def not_found_body(text: str = "Not Found") -> bytes:
     """Return the body of a 404 for an unknown path."""
-    return b'{"detail":"Not Found"}'
+    return _to_json({"detail": text})
 
 
 def method_not_allowed_body() -> bytes:

@@ -42,6 +42,8 @@ from sie.values.generate import (
 _MAX_LIST: Final = 65_536
 _NO_EFFORTS: Final = frozenset({"off", "none"})
 _EFFORTS: Final = _NO_EFFORTS | {"low", "medium", "high", "xhigh"}
+ANY_OBJECT: Final = {"type": "object"}
+"""What `json_object` binds an answer to without a schema."""
 _to_json: Final = msgspec.json.Encoder().encode
 
 
@@ -58,6 +60,7 @@ class ResponseFormat(msgspec.Struct):
     """What form the answer has."""
 
     type: Literal["text", "json_object", "json_schema"]
+    schema: dict[str, Any] | None = None
     json_schema: JsonSchema | None = None
 
 
@@ -130,11 +133,12 @@ def read_format(form: ResponseFormat | None) -> Grammar | None:
     """Return what a format binds the answer to. Raises BadRequest for one without its schema."""
     if form is None or form.type == "text":
         return None
+    schema = form.json_schema.schema if form.json_schema is not None else None
     if form.type == "json_object":
-        return Grammar(kind="json_schema", value='{"type":"object"}')
-    if form.json_schema is None or form.json_schema.schema is None:
+        schema = schema or form.schema or ANY_OBJECT
+    if schema is None:
         raise wrong("response_format.json_schema", "must hold a 'schema'")
-    return Grammar(kind="json_schema", value=_to_json(form.json_schema.schema).decode())
+    return Grammar(kind="json_schema", value=_to_json(schema).decode())
 
 
 class ThinkingFields(Protocol):

@@ -64,15 +64,40 @@ def read_messages(messages: str | list[MessageField]) -> list[ChatMessage]:
         return [ChatMessage(role="user", content=messages)]
     if not messages:
         raise wrong("messages", "must hold at least one message")
-    return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    read = [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    find_calls(read, "messages[{}].tool_call_id")
+    return read
 
 
-def name_results(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return a conversation whose results of calls have the names of what was called, which some templates write."""
-    names = {call.id: call.name for message in messages for call in message.tool_calls}
+def find_calls(messages: Sequence[ChatMessage], field: str) -> dict[int, str]:
+    """Return the name of the called tool for each message that is the result of a call and names it.
+
+    field is where errors lie; `{}` in it stands for the index of the message. Raises BadRequest for a result without its
+    call: a template would show the model an answer to nothing.
+    """
+    called: dict[str, str] = {}
+    found: dict[int, str] = {}
+    for index, message in enumerate(messages):
+        called |= {call.id: call.name for call in message.tool_calls}
+        result = message.tool_call_id
+        if result is None and message.role == "tool" and not called:
+            raise wrong(field.format(index), "is required: no call of a tool is before this result")
+        if result is not None and result not in called:
+            raise wrong(field.format(index), f"has a result of call {result[:80]!r}, which is not before it")
+        if result is not None:
+            found[index] = called[result]
+    return found
+
+
+def name_results(messages: Sequence[ChatMessage], field: str) -> list[ChatMessage]:
+    """Return a conversation whose results of calls have the names of what was called, which some templates write.
+
+    Raises as `find_calls` does.
+    """
+    names = find_calls(messages, field)
     return [
-        msgspec.structs.replace(message, name=names.get(message.tool_call_id)) if message.tool_call_id else message
-        for message in messages
+        msgspec.structs.replace(message, name=names[index]) if index in names else message
+        for index, message in enumerate(messages)
     ]
 
 

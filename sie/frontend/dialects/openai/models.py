@@ -55,24 +55,21 @@ def model_info(
         "revision": card.revision,
         "capabilities": None,
         "routing": {"policy": None, "upstream_kind": None},
-        **(
-            _generator_facts(card, "loading" if is_reloading and state not in ("loaded", "failed") else state)
-            if card.generate is not None
-            else {}
-        ),
+        **_generation_facts(card, "loading" if is_reloading and state not in ("loaded", "failed") else state),
         **({"encoder_weights": card.encoder_weights} if card.encoder_weights != "auto" else {}),
         **({"accept_token_ids": True} if card.accept_token_ids else {}),
         **({"loras": [{"id": name, "state": lora_state} for name, lora_state in loras.items()]} if loras else {}),
     }
 
 
-def _generator_facts(card: ModelCard, state: ModelState) -> dict[str, Any]:
+def _generation_facts(card: ModelCard, state: ModelState) -> dict[str, Any]:
     """Return what readers of the generation API look for. Source: generation API reference, section 1.4."""
-    rule = card.generate
-    assert rule is not None
     status = {"loaded": "loaded", "loading": "reloading"}.get(state, "unloaded")
-    has_tools = bool(rule.tool_chat_template) or "tools" in rule.chat_template
-    return {"status": status, "root": card.id, "tools_available": has_tools}
+    facts: dict[str, Any] = {"status": status, "root": card.id}
+    rule = card.generate
+    if rule is not None:
+        facts["tools_available"] = bool(rule.tool_chat_template) or "tools" in rule.chat_template
+    return facts
 
 
 def _profile(card: ModelCard, name: str) -> dict[str, Any]:

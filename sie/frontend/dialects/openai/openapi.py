@@ -105,8 +105,8 @@ class ModelInfo(Reply):
     revision: str | None
     capabilities: dict[str, Any] | None
     routing: Routing
-    status: Literal["loaded", "unloaded", "reloading"] | UnsetType = UNSET
-    root: str | UnsetType = UNSET
+    status: Literal["loaded", "unloaded", "reloading"]
+    root: str
     tools_available: bool | UnsetType = UNSET
     encoder_weights: Literal["int8"] | UnsetType = UNSET
     accept_token_ids: Literal[True] | UnsetType = UNSET

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai.agent_fields import forget_agent_fields
-from sie.frontend.dialects.openai.chat import ResponseFormat, read_effort, read_format
+from sie.frontend.dialects.openai.chat import ANY_OBJECT, ResponseFormat, read_effort, read_format
 from sie.frontend.dialects.openai.chat_messages import name_results
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
 from sie.frontend.dialects.openai.text_fields import TextFields, decode_body, read_text_fields
@@ -109,9 +109,9 @@ class ResponsesCall(msgspec.Struct, frozen=True, kw_only=True):
     is_background: bool
 
     def begin(self, before: Sequence[ChatMessage]) -> None:
-        """Put instructions and the conversation so far before the input."""
+        """Put instructions and the conversation so far before the input. Raises BadRequest for a result without its call."""
         said = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
-        self.request.messages = name_results([*said, *before, *(self.request.messages or ())])
+        self.request.messages = name_results([*said, *before, *(self.request.messages or ())], "input")
 
 
 _DECODER: Final = msgspec.json.Decoder(ResponsesBody)
@@ -192,7 +192,7 @@ def _read_grammar(call: ResponsesBody, own: Grammar | None) -> Grammar | None:
     if form is None or form.type == "text":
         return own or read_format(chosen)
     if form.type == "json_object":
-        return Grammar(kind="json_schema", value='{"type":"object"}', field="text.format")
+        return Grammar(kind="json_schema", value=_to_json(form.schema or ANY_OBJECT).decode(), field="text.format")
     if form.schema is None:
         raise wrong("text.format.schema", "is required")
     return Grammar(kind="json_schema", value=_to_json(form.schema).decode(), field="text.format")
@@ -247,6 +247,8 @@ def _echo_format(call: ResponsesBody) -> dict[str, Any]:
     form: TextFormat | ResponseFormat | None = call.text.format if call.text is not None else call.response_format
     if form is None:
         return {"type": "text"}
+    if form.type == "json_object" and form.schema:
+        return {"type": form.type, "schema": form.schema}
     schema = form.json_schema if isinstance(form, ResponseFormat) else form
     if form.type != "json_schema" or schema is None:
         return {"type": form.type}

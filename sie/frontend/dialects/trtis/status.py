@@ -89,7 +89,10 @@ class Described(msgspec.Struct, frozen=True):
 
 
 def server_status(models: Iterable[Described], *, state: str, uptime_ns: int) -> Any:
-    """Return the ServerStatus message; state is a name of ServerReadyState."""
+    """Return the ServerStatus message; state is a name of ServerReadyState.
+
+    Of a model's versions, the first one's configuration is shown.
+    """
     message = message_class("trtis", f"{_PACKAGE}.ServerStatus")(
         id=SERVER_ID, version=__version__, uptime_ns=uptime_ns, ready_state=state
     )

@@ -24,6 +24,14 @@ class CallConnection(Protocol):
         """Address and port of the client."""
         ...
 
+    def turn(self) -> asyncio.Future[None] | None:
+        """Return what to await before more work begins, or None if this turn of the event loop has time for it."""
+        ...
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes that the connection holds; negative if released."""
+        ...
+
     def on_taken(self, call: Call) -> None:
         """Record that a queued message of the call was taken."""
         ...
@@ -176,6 +184,9 @@ class Call:
         assert incoming is not None
         while True:
             while incoming.messages:
+                turn = self._connection.turn()
+                if turn is not None:
+                    await turn
                 message = incoming.take()
                 if not self.is_over:
                     self._connection.on_taken(self)
@@ -190,6 +201,10 @@ class Call:
         waiter = self.incoming.waiter if self.incoming is not None else None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes of a message while it is served; negative when it is answered."""
+        self._connection.hold(num_bytes)
 
     # --- the answer -----------------------------------------------------------------------------------------------
 

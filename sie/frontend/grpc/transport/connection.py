@@ -7,13 +7,14 @@ Other frames are short, so they are handled when complete. Source: RFC 9113, sec
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, Protocol, cast
 
 from sie.frontend.grpc.transport import frames
 from sie.frontend.grpc.transport.calls import Call
-from sie.frontend.grpc.transport.floods import Allowance
+from sie.frontend.grpc.transport.floods import Allowance, work_of_settings
 from sie.frontend.grpc.transport.frames import (
     DATA,
     HEAD,
@@ -29,6 +30,7 @@ from sie.frontend.grpc.transport.headers import OK, status_block
 from sie.frontend.grpc.transport.inbox import Inbox, InboxListener
 from sie.frontend.grpc.transport.outbox import Outbox
 from sie.frontend.grpc.transport.status_codes import Status
+from sie.frontend.grpc.transport.turns import CALL_NS, Share
 from sie.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -38,6 +40,12 @@ _SHORT_BYTES: Final = 16_384
 """Largest frame that is neither DATA nor headers."""
 _WRITE_AHEAD_BYTES: Final = 1 << 20
 """Write buffer of the socket; above this size writing pauses."""
+_READ_AHEAD_BYTES: Final = 1 << 16
+"""Bytes of a waiting connection; above this size reading pauses."""
+_FREE_FRAMES: Final = 2
+"""Frames that are read before the clock is: a call, and nearly always all there is."""
+_ESTABLISHED: Final = b"\x01"
+"""The state of a TCP connection that neither side has closed."""
 _TEXT: Final = b"This port speaks gRPC, which is HTTP/2, and nothing else.\n"
 _NOT_HTTP2: Final = (
     b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
@@ -49,6 +57,8 @@ class ConnectionListener(InboxListener, Protocol):
     """The methods of `sie.frontend.grpc.transport.listener.Listener` that a connection uses."""
 
     connections: set[Connection]
+    on_ended: Callable[[str], None]
+    max_connections: int
     linger_ns: int
     idle_ns: int
     unread_ns: int
@@ -76,11 +86,16 @@ class Connection(asyncio.Protocol):
     def __init__(self, listener: ConnectionListener) -> None:
         self._listener = listener
         self._rest = b""
+        self._turns = listener.turns
+        self._share = Share()
+        self._is_waiting = self._is_reading_paused = False
+        self._num_kept = 0
         self._has_greeted = self._is_settled = self._is_over = self._is_draining = False
         self._allowance = Allowance(listener.limits.max_grpc_idle_frames_per_s)
         self.opened_ns = time.monotonic_ns()
         self.held_bytes = 0
-        """Bytes of incomplete, queued and unsent messages."""
+        """Bytes of messages that are incomplete, queued, being served or unsent."""
+        self._num_written = 0
         self.closing_ns = 0
         """Time when closing started, or 0."""
         self.paused_ns = 0
@@ -95,11 +110,17 @@ class Connection(asyncio.Protocol):
         self._outbox = Outbox(self._transport, self._allowance, self._listener.flush_later, self.hold, self._on_sent)
         self._inbox = Inbox(self, self._listener, self._outbox, self._allowance)
         self._listener.connections.add(self)
+        if len(self._listener.connections) > self._listener.max_connections:
+            self._listener.on_ended("connections")
+            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the work of every call, and unregister."""
         self._is_over = True
+        self._rest = b""
+        self._set_reading()
         self._drop_calls()
+        self._hold_written(0)
         self._outbox.disconnect()
         self._listener.on_lost(self)
         del self._inbox  # breaks a reference cycle; the garbage collector runs rarely
@@ -108,14 +129,34 @@ class Connection(asyncio.Protocol):
         """Hold back answers, and stop reading, because the socket's buffer is full."""
         self._outbox.is_paused = True
         self.paused_ns = time.monotonic_ns()
-        self._transport.pause_reading()
+        self._hold_written(self._transport.get_write_buffer_size())
+        self._set_reading()
 
     def resume_writing(self) -> None:
         """Continue to send and read."""
         self._outbox.is_paused = False
         self.paused_ns = 0
-        self._transport.resume_reading()
+        self._hold_written(0)
+        self._set_reading()
         self._outbox.pump()
+
+    def _hold_written(self, num_bytes: int) -> None:
+        """Count what the full buffer of the socket holds. It may be a whole answer, of any size."""
+        self.hold(num_bytes - self._num_written)
+        self._num_written = num_bytes
+
+    def _set_reading(self) -> None:
+        """Read if answers can be written, and while few bytes wait for their turn. Count those that wait."""
+        num_kept = len(self._rest) if self._is_waiting else 0
+        if num_kept != self._num_kept:
+            self.hold(num_kept - self._num_kept)
+            self._num_kept = num_kept
+        self._pause_reading(bool(self.paused_ns) or num_kept > _READ_AHEAD_BYTES)
+
+    def _pause_reading(self, is_paused: bool) -> None:
+        if is_paused != self._is_reading_paused and not self._transport.is_closing():
+            self._is_reading_paused = is_paused
+            (self._transport.pause_reading if is_paused else self._transport.resume_reading)()
 
     @property
     def client(self) -> str:
@@ -136,28 +177,74 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Handle received bytes."""
         if self._is_over:
+            self._pause_reading(True)  # `check` reads a little at a time, for a peer that closes
             return
-        self._inbox.now_ns = time.monotonic_ns()
+        now_ns = time.monotonic_ns()
+        if self._is_waiting:
+            self._rest += data
+            self._set_reading()
+        elif now_ns > self._turns.end_ns and not self._turns.begin(now_ns):
+            self._rest += data
+            self._wait(now_ns)
+        else:
+            if self._rest:
+                data, self._rest = self._rest + data, b""
+            if not self._handle(data, now_ns):
+                self._wait(now_ns)
+
+    def _wait(self, now_ns: int) -> None:
+        """Have the rest of the received bytes handled in a later turn. now_ns: since when this turn is used."""
+        self._is_waiting = True
+        self._set_reading()
+        self._turns.wait(self._share, self._go_on, used_ns=time.monotonic_ns() - now_ns)
+
+    def _go_on(self) -> bool:
+        """Handle bytes that have waited for their turn. Return whether there are more."""
+        if not self._is_over and self._has_left():
+            self.abort()
+        if not self._is_over:
+            data, self._rest = self._rest, b""
+            if not self._handle(data, time.monotonic_ns()):
+                self._set_reading()
+                return True
+        self._is_waiting = False
+        if not self._is_over:
+            self._set_reading()
+        return False
+
+    def _has_left(self) -> bool:
+        """Return whether the client has closed the connection, which nothing else tells while reading is paused."""
+        sock: Any = self._transport.get_extra_info("socket")
+        return sock is not None and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) != _ESTABLISHED
+
+    def _handle(self, data: bytes, now_ns: int) -> bool:
+        """Handle received bytes. Return False if the rest must wait for a later turn. Raises nothing."""
+        self._inbox.now_ns = now_ns
         try:
-            self._read(data)
+            return self._read(data)
         except ConnectionFault as fault:
             self.end(fault)
         except Exception:
             _log.exception("a connection failed")
             self.end(ConnectionFault(Code.INTERNAL_ERROR, "internal error"))
+        return True
 
-    def _read(self, data: bytes) -> None:
-        if self._rest:
-            data, self._rest = self._rest + data, b""
-        at, size = 0, len(data)
+    def _read(self, data: bytes) -> bool:
+        at, size, num_frames = 0, len(data), 0
         if not self._has_greeted:
             if not self._greet(data):
-                return
+                return True
             at = len(PREFACE)
-        inbox = self._inbox
+        inbox, turns, is_in_time = self._inbox, self._turns, True
         while True:
+            if num_frames >= _FREE_FRAMES and at < size and time.monotonic_ns() > turns.end_ns:
+                is_in_time = False
+                break
+            num_frames += 1
             if inbox.is_within:
                 at = inbox.read_piece(data, at, size)
+                if inbox.is_within and at < size:
+                    continue
             if size - at < HEAD_BYTES or self._is_over:
                 break
             high, low, kind, flags, stream = HEAD.unpack_from(data, at)
@@ -181,6 +268,7 @@ class Connection(asyncio.Protocol):
             at = end
         if at < size and not self._is_over:
             self._rest = data[at:]
+        return is_in_time or self._is_over
 
     def _greet(self, data: bytes) -> bool:
         """Answer the connection preface. Return False if it is incomplete or not a preface."""
@@ -237,13 +325,16 @@ class Connection(asyncio.Protocol):
     def _on_settings(self, flags: int, stream: int, payload: bytes) -> None:
         if stream:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "SETTINGS of a stream")
-        self._allowance.spend()
         if flags & frames.ACK:
+            self._allowance.spend()
             if payload:
                 raise ConnectionFault(Code.FRAME_SIZE_ERROR, "an acknowledgement with settings")
             return
         self._is_settled = True
         settings = frames.read_settings(payload)
+        window = settings.get(frames.INITIAL_WINDOW_SIZE, self._outbox.initial_window)
+        num_windows = len(self._inbox.calls) if window != self._outbox.initial_window else 0
+        self._allowance.spend(work_of_settings(len(payload), num_windows))
         self._outbox.write(frames.frame(frames.SETTINGS, frames.ACK, 0))
         self._outbox.settle(settings, self.calls)
 
@@ -309,6 +400,14 @@ class Connection(asyncio.Protocol):
         """Send the status of a call, after its queued messages."""
         self._outbox.end(call, trailers)
 
+    def turn(self) -> asyncio.Future[None] | None:
+        """Return what to await before more work begins, or None if this turn has time for it."""
+        if self._turns.begin_call():
+            return None
+        turn = asyncio.get_running_loop().create_future()
+        self._turns.wait(self._share, lambda: None if turn.done() else turn.set_result(None), cost_ns=CALL_NS)
+        return turn
+
     def on_taken(self, call: Call) -> None:
         """Record that a message of a call was taken."""
         self._inbox.on_taken(call)
@@ -336,11 +435,13 @@ class Connection(asyncio.Protocol):
         if self.closing_ns:
             if now_ns - self.closing_ns > listener.linger_ns:
                 self.abort()
+            self._pause_reading(False)
             return
         is_late = not self._is_settled and now_ns - self.opened_ns > listener.idle_ns
         if is_late or (inbox.block_stream and now_ns - inbox.block_ns > listener.idle_ns):
-            self.end(ConnectionFault(Code.ENHANCE_YOUR_CALM, "too slow"))
+            self.end(ConnectionFault(Code.ENHANCE_YOUR_CALM, "too slow"), "slow")
         elif self.paused_ns and now_ns - self.paused_ns > listener.unread_ns:
+            listener.on_ended("unread")
             self.abort()
         else:
             for call in self.calls:
@@ -355,6 +456,7 @@ class Connection(asyncio.Protocol):
         if call.unsent is None:
             call.finish(*fault)
         elif self._outbox.is_stuck and fault[0] is Status.CANCELLED:
+            self._listener.on_ended("unread")
             self.abort()
         else:
             try:
@@ -364,8 +466,9 @@ class Connection(asyncio.Protocol):
         if task is not None:
             task.cancel()
 
-    def end(self, fault: ConnectionFault) -> None:
+    def end(self, fault: ConnectionFault, reason: str = "") -> None:
         """Send GOAWAY with the fault, and close."""
+        self._listener.on_ended(reason or ("work" if fault.code is Code.ENHANCE_YOUR_CALM else "protocol"))
         last = self._inbox.last_stream
         self._refuse(frames.goaway_frame(last, fault.code, fault.text) if self._has_greeted else b"")
 
@@ -413,5 +516,7 @@ class Connection(asyncio.Protocol):
         self.on_left()
 
     def _drop_calls(self) -> None:
+        """Remove all calls at once, and cancel their work as the turns have time for it."""
         for call in self.calls:
-            self._inbox.forget(call)
+            self._inbox.remove(call)
+            self._turns.leave(call.leave)

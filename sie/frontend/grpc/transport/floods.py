@@ -1,4 +1,4 @@
-"""Limits frames without a message, which cost the server more than the client. Must not slow honest clients down."""
+"""Limits work that brings no message and costs the server more than the client. Must not slow honest clients down."""
 
 from __future__ import annotations
 
@@ -9,26 +9,44 @@ from sie.frontend.grpc.transport.frames import Code, ConnectionFault
 
 _BURST_S: Final = 10
 _PER_SENT: Final = 8
-"""Frames allowed for each sent answer or part of one: window updates, and the pings by which some clients measure delay."""
+"""Units allowed for each sent answer or part of one: window updates, and the pings by which some clients measure delay."""
+SMALL_PART_BYTES: Final = 64
+"""A smaller part of a message or answer is work for its frame alone."""
+TINY_MESSAGE_BYTES: Final = 16
+"""A smaller message of a stream asks for nothing."""
+_ENTRIES: Final = 32
+_BLOCK_BYTES: Final = 2048
+_SETTINGS_BYTES: Final = 64
+_WINDOWS: Final = 8
+
+
+def work_of_block(num_bytes: int, num_entries: int) -> int:
+    """Return the units of work for a header block that was decoded. Repeated blocks are not decoded."""
+    return num_bytes // _BLOCK_BYTES + num_entries // _ENTRIES
+
+
+def work_of_settings(num_bytes: int, num_windows: int) -> int:
+    """Return the units of work for SETTINGS that change the windows of so many calls."""
+    return 1 + num_bytes // _SETTINGS_BYTES + num_windows // _WINDOWS
 
 
 class Allowance:
-    """The remaining frames of one connection. Source: RFC 9113, section 10.5."""
+    """The remaining work of one connection. A unit is what a small frame costs. Source: RFC 9113, section 10.5."""
 
     __slots__ = ("_left", "_num_paid", "_rate", "_since_ns", "num_sent")
 
     def __init__(self, rate: int) -> None:
-        """Allow rate frames a second on average. The frames of ten seconds may come at once."""
+        """Allow rate units a second on average. The units of ten seconds may come at once."""
         self._rate = rate
         self._left: float = _BURST_S * rate
         self._since_ns = time.monotonic_ns()
         self._num_paid = 0
         self.num_sent = 0
-        """Answers, and parts of answers, that were sent to the client."""
+        """Answers, and parts of answers that are not small, that were sent to the client."""
 
-    def spend(self) -> None:
-        """Count one frame. Raises ConnectionFault if the client sends too many."""
-        self._left -= 1
+    def spend(self, num_units: int = 1) -> None:
+        """Count work. Raises ConnectionFault if the client causes too much."""
+        self._left -= num_units
         if self._left >= 0:
             return
         now_ns = time.monotonic_ns()
@@ -36,4 +54,6 @@ class Allowance:
         self._left = min(_BURST_S * self._rate, self._left + earned)
         self._since_ns, self._num_paid = now_ns, self.num_sent
         if self._left < 0:
-            raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "too many frames that bring no message")
+            raise ConnectionFault(
+                Code.ENHANCE_YOUR_CALM, "too much work that brings no message (max_grpc_idle_frames_per_s)"
+            )

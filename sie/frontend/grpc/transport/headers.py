@@ -11,17 +11,16 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
-from hpack import Decoder, HPACKError, OversizedHeaderListError
+from hpack import HPACKError, OversizedHeaderListError
 from hpack.table import HeaderTable
 
+from sie.frontend.grpc.transport.floods import work_of_block
 from sie.frontend.grpc.transport.frames import Code, ConnectionFault, StreamFault
+from sie.frontend.grpc.transport.hpack_blocks import ENTRY_BYTES, decode_block
 
 CODINGS: Final = frozenset({"identity", "gzip", "deflate"})
 _MAX_KEPT: Final = 64
 _MAX_KEPT_BYTES: Final = 1024
-_MAX_ENTRIES: Final = 256
-_ENTRY_BYTES: Final = 32
-"""Overhead of each entry in the size of a list. Source: RFC 9113, section 10.5.1."""
 _MAX_TIMEOUT_NS: Final = 1 << 60
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _VALUE: Final = re.compile(rb"[^\x00\r\n]*")
@@ -47,7 +46,7 @@ class Method(Protocol):
 class CallHead:
     """The headers of a call. Many calls share one head, so it must never be changed.
 
-    headers has the first value of each name, without binary ones. timeout_ns is 0 and content_length is -1 if absent.
+    headers has the first value of each name, without binary ones, and the authority as `host`. timeout_ns is 0 and content_length is -1 if absent.
     method is None for an unknown path. refusal is the HTTP status for a request that is not gRPC, or 0. problem describes
     any other fault.
     """
@@ -99,13 +98,22 @@ class _CountingTable(HeaderTable):
 class HeaderReader:
     """Decodes the header blocks of one connection. Each block must be read once, in order."""
 
-    def __init__(self, max_bytes: int, find: Callable[[str], Method | None]) -> None:
-        """max_bytes: the largest list that is served; twice that ends the connection. find returns the method of a path."""
+    def __init__(
+        self,
+        max_bytes: int,
+        max_entries: int,
+        find: Callable[[str], Method | None],
+        spend: Callable[[int], None],
+    ) -> None:
+        """max_bytes, max_entries: the largest list that is served; twice that ends the connection.
+
+        find returns the method of a path. spend gets the work of each decoded block, and may raise ConnectionFault.
+        """
         self._find = find
         self._max_bytes = max_bytes
-        self._decoder = Decoder(2 * max_bytes)
+        self._max_entries = max_entries
+        self._spend = spend
         self._table = _CountingTable()
-        self._decoder.header_table = self._table
         self._known: dict[bytes, CallHead] = {}
 
     def read(self, block: bytes) -> CallHead:
@@ -125,24 +133,29 @@ class HeaderReader:
         """Return the entries of a block. Raises ConnectionFault."""
         num_added = self._table.num_added
         try:
-            fields = list(self._decoder.decode(block, raw=True))
+            fields = decode_block(block, self._table, 2 * self._max_bytes, 2 * self._max_entries)
         except OversizedHeaderListError as error:
             raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "far too many headers") from error
         except HPACKError as error:
             raise ConnectionFault(Code.COMPRESSION_ERROR, "a header block that is no HPACK") from error
         if num_added != self._table.num_added or _resizes(block):
             self._known.clear()
-        return fields  # type: ignore[return-value]  # raw: bytes
+        work = work_of_block(len(block), len(fields))
+        if work:
+            self._spend(work)
+        return fields
 
     def _head(self, fields: list[tuple[bytes, bytes]]) -> CallHead:
         pseudo, headers, num_bytes = _sorted_out(fields)
         if not pseudo.keys() >= _NEEDED:
             raise StreamFault(Code.PROTOCOL_ERROR)
         path = pseudo[b":path"].decode("latin-1")
+        if (authority := pseudo.get(b":authority")) is not None:
+            headers["host"] = authority.decode("latin-1")
         head = CallHead(path, self._find(path), headers, refusal=_refusal(pseudo[b":method"], headers))
         head.is_too_large = num_bytes > self._max_bytes
-        if len(fields) > _MAX_ENTRIES:
-            head.problem = f"the call has more than {_MAX_ENTRIES} entries of metadata"
+        if len(fields) > self._max_entries:
+            head.problem = f"the call has more than {self._max_entries} entries of metadata (max_grpc_metadata_entries)"
         head.is_plain = not (head.is_too_large or head.problem or head.method is None or head.coding not in CODINGS)
         return head
 
@@ -158,7 +171,7 @@ def _sorted_out(fields: Iterable[tuple[bytes, bytes]]) -> tuple[dict[bytes, byte
     headers: dict[str, str] = {}
     num_bytes, are_pseudo_over = 0, False
     for name, value in fields:
-        num_bytes += len(name) + len(value) + _ENTRY_BYTES
+        num_bytes += len(name) + len(value) + ENTRY_BYTES
         if name[:1] == b":":
             if are_pseudo_over or name in pseudo or name not in _PSEUDO or not _VALUE.fullmatch(value):
                 raise StreamFault(Code.PROTOCOL_ERROR)

@@ -12,17 +12,22 @@ from typing import Final, Protocol
 from sie.config.grpc_limits import Grpc
 from sie.frontend.grpc.transport import frames
 from sie.frontend.grpc.transport.calls import Call, CallConnection, Incoming, Service
-from sie.frontend.grpc.transport.floods import Allowance
+from sie.frontend.grpc.transport.floods import SMALL_PART_BYTES, TINY_MESSAGE_BYTES, Allowance
 from sie.frontend.grpc.transport.frames import END_HEADERS, END_STREAM, PADDED, Code, ConnectionFault, StreamFault
 from sie.frontend.grpc.transport.headers import CODINGS, HeaderReader, refusal_block
 from sie.frontend.grpc.transport.message_framing import PREFIX, PREFIX_BYTES, BadPrefix, Message, TooLarge
 from sie.frontend.grpc.transport.outbox import Outbox
 from sie.frontend.grpc.transport.status_codes import Status
+from sie.frontend.grpc.transport.turns import CALL_NS, Turns
 
 _WINDOWS: Final = 4
 """The window of a connection, as a multiple of a stream's window."""
 _MAX_CONTINUATIONS: Final = 64
 _MAX_GONE: Final = 256
+_PIECE_BYTES: Final = 4096
+"""Largest piece that may hold many messages."""
+_STREAM_BYTES: Final = 32_768
+"""Memory that a stream counts for, apart from its messages: its tasks, and what a request of it needs."""
 
 
 class InboxConnection(CallConnection, Protocol):
@@ -49,6 +54,9 @@ class InboxListener(Protocol):
     @property
     def max_message_bytes(self) -> int: ...
 
+    @property
+    def turns(self) -> Turns: ...
+
 
 class Inbox:
     """The input of one connection, and its open calls."""
@@ -67,7 +75,11 @@ class Inbox:
         self._outbox = outbox
         self._write = outbox.write
         self._allowance = allowance
-        self._headers = HeaderReader(self._limits.max_grpc_metadata_bytes, self._service.find)
+        self._turns = listener.turns
+        limits = self._limits
+        self._headers = HeaderReader(
+            limits.max_grpc_metadata_bytes, limits.max_grpc_metadata_entries, self._service.find, allowance.spend
+        )
         self._room = self.window = _WINDOWS * self._limits.grpc_window_bytes
         self._gone: dict[int, None] = {}
         self._block: list[bytes] = []
@@ -75,7 +87,7 @@ class Inbox:
         self._left = 0
         self._padding = 0
         self._call: Call | None = None
-        self._is_end = False
+        self._is_end = self._is_small = False
         self.calls: dict[int, Call] = {}
         self.last_stream = 0
         self.final_stream = frames.MAX_WINDOW
@@ -111,6 +123,7 @@ class Inbox:
             ):  # fmt: skip
                 call.is_ended = True
                 call.moved_ns = 0
+                self._turns.end_ns -= CALL_NS
                 self._service.begin(call, Message(packed == 1, data[at + PREFIX_BYTES : end]))
                 return end
         return self._begin_payload(call, data, at, length, flags)
@@ -136,10 +149,9 @@ class Inbox:
             return at
         self._call, self._is_end = call, bool(flags & END_STREAM)
         self._left, self._padding = length - padding, max(0, padding - 1)
+        self._is_small = length - padding < SMALL_PART_BYTES and not self._is_end
         self._incoming(call).num_owed += padding
         if not self._left:
-            if not self._is_end:
-                self._allowance.spend()
             self._on_piece(call, b"", is_last=True)
         return at
 
@@ -161,11 +173,15 @@ class Inbox:
         return at
 
     def read_piece(self, data: bytes, at: int, size: int) -> int:
-        """Read the available part of a payload, and skip its padding. Return the end of the consumed bytes."""
+        """Read a part of the available payload, and skip its padding. Return the end of the consumed bytes.
+
+        A part ends soon after the message that it continues, because the rest may be very many messages.
+        """
         if self._left:
-            end = min(size, at + self._left)
-            self._left -= end - at
             call = self._call
+            missing = call.incoming.reader.num_missing if call is not None and call.incoming is not None else 0
+            end = min(size, at + self._left, at + max(missing, _PIECE_BYTES))
+            self._left -= end - at
             if call is not None and end > at:
                 self._on_piece(call, memoryview(data)[at:end], is_last=not self._left)
             at = end
@@ -197,6 +213,8 @@ class Inbox:
             return
         incoming.num_bytes += len(piece)
         incoming.num_owed += len(piece)
+        if is_last and self._is_small and not found:
+            self._allowance.spend()
         self._on_messages(call, incoming, found)
         if call.is_over:
             return
@@ -207,8 +225,12 @@ class Inbox:
 
     def _on_messages(self, call: Call, incoming: Incoming, found: list[Message]) -> None:
         """Queue complete messages, and record the progress of an incomplete one."""
+        num_tiny = 0
         for message in found:
             incoming.put(message)
+            num_tiny += len(message.data) < TINY_MESSAGE_BYTES
+        if num_tiny and call.is_stream:
+            self._allowance.spend(num_tiny)
         is_waiting = call.is_stream and incoming.reader.is_between
         if found or not call.moved_ns:
             incoming.began_ns = self.now_ns
@@ -233,6 +255,7 @@ class Inbox:
         elif incoming.messages:
             message = incoming.take()
             self.account(incoming)
+            self._turns.end_ns -= CALL_NS
             self._service.begin(call, message)
         else:
             call.finish(Status.UNIMPLEMENTED, "the method takes one message, and there is none")
@@ -279,6 +302,7 @@ class Inbox:
         """Handle CONTINUATION. Raises ConnectionFault."""
         if not self.block_stream:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "CONTINUATION of nothing")
+        self._allowance.spend()
         self._block.append(payload)
         num_bytes = sum(map(len, self._block))
         if len(self._block) > _MAX_CONTINUATIONS or num_bytes > 2 * self._limits.max_grpc_metadata_bytes:
@@ -327,7 +351,10 @@ class Inbox:
             self._refuse_call(call)
         elif call.is_stream:
             call.moved_ns = 0
-            self._incoming(call)
+            incoming = self._incoming(call)
+            incoming.num_queued = _STREAM_BYTES
+            self.account(incoming)
+            self._turns.end_ns -= CALL_NS
             self._service.begin_stream(call)
         if is_end and not call.is_over:
             self._on_ended(call)
@@ -387,11 +414,17 @@ class Inbox:
         if len(self._gone) > _MAX_GONE:
             del self._gone[next(iter(self._gone))]
 
-    def forget(self, call: Call) -> None:
-        """Remove and cancel a call."""
+    def remove(self, call: Call) -> None:
+        """Remove a call, whose work its caller cancels."""
+        call.is_over = True
         del self.calls[call.stream]
         self._outbox.drop(call)
         if call.incoming is not None:
             self.account(call.incoming, is_over=True)
+
+    def forget(self, call: Call) -> None:
+        """Remove and cancel a call."""
+        self.remove(call)
+        self._turns.end_ns -= CALL_NS
         call.leave()
         self._connection.on_left()

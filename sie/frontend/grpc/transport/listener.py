@@ -9,6 +9,7 @@ import asyncio
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from typing import Final
 
 from sie.config.grpc_limits import Grpc
@@ -17,6 +18,8 @@ from sie.frontend.grpc.transport.calls import Call, Service
 from sie.frontend.grpc.transport.connection import Connection
 from sie.frontend.grpc.transport.outbox import Outbox
 from sie.frontend.grpc.transport.status_codes import Status
+from sie.frontend.grpc.transport.turns import Turns
+from sie.runtime import child_setup
 from sie.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -36,9 +39,15 @@ class Listener:
     def __init__(self, service: Service, settings: Settings) -> None:
         self.service = service
         self.connections: set[Connection] = set()
+        self.turns = Turns()
         self.linger_ns = _LINGER_NS
+        self.on_ended: Callable[[str], None] = lambda _: None
+        """Called with the reason for each connection that this side ends early."""
+        self.on_checked: Callable[[int, int], None] = lambda _connections, _waits: None
+        """Called several times a second with the open connections, and the waits since the last time."""
         self._unflushed: list[Outbox] = []
-        self._held_bytes = 0
+        self.held_bytes = 0
+        """The bytes that all connections hold."""
         self._is_cutting = False
         self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -52,7 +61,9 @@ class Listener:
         self.max_message_bytes = settings.limits.max_grpc_message_bytes
         self.idle_ns = int(settings.limits.body_idle_timeout_s * 1e9)
         self.unread_ns = int(settings.grpc.grpc_unread_timeout_s * 1e9)
+        self.max_connections = child_setup.max_connections(settings.grpc.max_grpc_connections)
         self._min_bytes_per_s = settings.limits.min_body_bytes_per_s
+        self.turns.turn_ns = int(settings.grpc.grpc_turn_ms * 1e6)
 
     async def open(self, host: str, port: int, backlog: int, tls: ssl.SSLContext | None) -> None:
         """Listen. Raises OSError if the address is in use."""
@@ -76,9 +87,16 @@ class Listener:
         settings = self.service.settings
         if settings is not self._settings:
             self.reconfigure(settings)
+        self.on_checked(len(self.connections), self.turns.take_num_waits())
+        self._check_some(list(self.connections))
+
+    def _check_some(self, connections: list[Connection]) -> None:
+        """Check connections for as long as a turn may take, and the rest in the next."""
         now_ns = time.monotonic_ns()
-        for connection in list(self.connections):
-            connection.check(now_ns)
+        while connections and time.monotonic_ns() - now_ns <= self.turns.turn_ns:
+            connections.pop().check(now_ns)
+        if connections:
+            asyncio.get_running_loop().call_soon(self._check_some, connections)
 
     def fault_of(self, call: Call, now_ns: int) -> tuple[Status, str] | None:
         """Return the status for a call that has stalled or is past its deadline, or None."""
@@ -112,17 +130,18 @@ class Listener:
 
     def hold(self, num_bytes: int) -> None:
         """Count held bytes of a connection; negative if released. Over the limit, the largest holder is cut."""
-        self._held_bytes += num_bytes
-        if self._held_bytes > self.limits.max_grpc_held_bytes and not self._is_cutting:
+        self.held_bytes += num_bytes
+        if self.held_bytes > self.limits.max_grpc_held_bytes and not self._is_cutting:
             self._is_cutting = True
             asyncio.get_running_loop().call_soon(self._cut)
 
     def _cut(self) -> None:
         self._is_cutting = False
-        if self._held_bytes > self.limits.max_grpc_held_bytes and self.connections:
+        if self.held_bytes > self.limits.max_grpc_held_bytes and self.connections:
             greediest = max(self.connections, key=lambda connection: connection.held_bytes)
             _log.warning("max_grpc_held_bytes: cutting a connection that holds %d bytes", greediest.held_bytes)
             greediest.abort()
+            self.on_ended("memory")
 
     # --- the end --------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,11 @@ class MessageReader:
         """Bytes of the incomplete message."""
 
     @property
+    def num_missing(self) -> int:
+        """Bytes that the incomplete message still needs, as far as its length is known; or negative."""
+        return self._missing
+
+    @property
     def is_between(self) -> bool:
         """Whether no message is incomplete."""
         return self._missing < 0 and not self._prefix

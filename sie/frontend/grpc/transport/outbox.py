@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from sie.frontend.grpc.transport.calls import Call, Unsent
-from sie.frontend.grpc.transport.floods import Allowance
+from sie.frontend.grpc.transport.floods import SMALL_PART_BYTES, Allowance
 from sie.frontend.grpc.transport.frames import (
     DATA,
     DEFAULT_FRAME_BYTES,
@@ -199,10 +199,10 @@ class Outbox:
         self._max_frame = settings.get(MAX_FRAME_SIZE, self._max_frame)
         if settings.get(HEADER_TABLE_SIZE, DEFAULT_TABLE_BYTES) < DEFAULT_TABLE_BYTES:
             self.prefix = NO_TABLE
-        window = settings.get(INITIAL_WINDOW_SIZE)
-        if window is None:
-            return
+        window = settings.get(INITIAL_WINDOW_SIZE, self.initial_window)
         grown = window - self.initial_window
+        if not grown:
+            return
         self.initial_window = window
         for call in calls:
             call.window += grown
@@ -249,7 +249,7 @@ class Outbox:
 
     def _send_some(self, call: Call, unsent: Unsent) -> None:
         """Send up to _TURN_FRAMES frames of a call."""
-        num_sent, parts = 0, unsent.parts
+        num_sent, num_small, parts = 0, 0, unsent.parts
         pieces: list[bytes | memoryview] = []
         for _ in range(_TURN_FRAMES):
             room = min(self._max_frame, self._window, call.window)
@@ -259,6 +259,7 @@ class Outbox:
             if len(part) > room:
                 parts.appendleft(part[room:])
                 part = part[:room]
+                num_small += room < SMALL_PART_BYTES
             size = len(part)
             self._window -= size
             call.window -= size
@@ -268,7 +269,7 @@ class Outbox:
             return
         self.flush()
         self._write_all(pieces)
-        self._allowance.num_sent += len(pieces) >> 1
+        self._allowance.num_sent += (len(pieces) >> 1) - num_small
         call.moved_ns = time.monotonic_ns()
         unsent.num_bytes -= num_sent
         self._on_held(-num_sent)

@@ -49,7 +49,7 @@ class Desk:
     def __init__(self, try_submit: TrySubmit | None = None, access: Access | None = None) -> None:
         self.access = access
         self.answers: asyncio.Queue[Response | Exception | str] = asyncio.Queue()
-        process = cast("Any", SimpleNamespace(access=access, requests=set()))
+        process = cast("Any", SimpleNamespace(access=access, host_check=None, requests=set()))
         self.fast_path = FastPath(self, process, {ENCODE: try_submit} if try_submit is not None else {})
 
     async def serve(self, exchange: Exchange) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import pytest
 
-from sie.frontend.generation.prompt import Marks, chat_ids, chat_variables, check_ids, fit, render_chat
-from sie.frontend.generation.templates import compile_template, render, run_limited
+from sie.frontend.generation import template_sandbox
+from sie.frontend.generation.prompt import (
+    Marks,
+    Rendered,
+    chat_ids,
+    chat_variables,
+    check_ids,
+    draft_chat,
+    finish_chat,
+    fit,
+)
+from sie.frontend.generation.templates import pack, read_reply
 from sie.frontend.generation.vocabulary import FileVocabulary, StubVocabulary, Vocabulary
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong
@@ -47,6 +53,15 @@ RULE = GenerateRule(
 def chat(*messages: tuple[str, str], **fields: Any) -> GenerateRequest:
     shown = [ChatMessage(role=role, content=content) for role, content in messages]
     return GenerateRequest(model="m", messages=shown, **fields)
+
+
+def render(source: str, variables: dict[str, Any]) -> str:
+    return read_reply(template_sandbox.answer(pack(source, variables)))
+
+
+def render_chat(request: GenerateRequest, rule: GenerateRule) -> Rendered:
+    draft = draft_chat(request, rule)
+    return finish_chat(draft, read_reply(template_sandbox.answer(draft.packed)), rule)
 
 
 def vocabulary(tokenizer: Any) -> Vocabulary:
@@ -189,24 +204,24 @@ def test_what_the_template_refuses_is_the_clients_mistake() -> None:
 )
 def test_template_stays_in_its_sandbox(source: str) -> None:
     with pytest.raises(BadRequest):
-        render(compile_template(source), {"messages": [], "x": {}})
+        render(source, {"messages": [], "x": {}})
 
 
-def test_template_that_takes_too_long_is_ended_and_its_thread_lives_on() -> None:
-    source = "{% set xs = range(90000) %}{% for a in xs %}{% for b in xs %}{% endfor %}{% endfor %}"
-    template = compile_template(source)
+@pytest.mark.parametrize("source", ["{% if %}", "{{", "{{ " + "(" * 500 + " }}"])
+def test_template_that_is_none_is_the_models_fault(source: str) -> None:
+    with pytest.raises(BadRequest, match="template is broken") as caught:
+        render(source, {})
+    assert caught.value.code == "CHAT_TEMPLATE_BROKEN"
 
-    async def main() -> None:
-        with ThreadPoolExecutor(1) as pool:
-            began_s = time.monotonic()
-            with pytest.raises(BadRequest, match="template_timeout_s"):
-                await run_limited(pool, 0.1, lambda: render(template, {}))
-            assert time.monotonic() - began_s < 5
-            assert await run_limited(pool, 5, lambda: render(compile_template("{{ 1 + 1 }}"), {})) == "2"
-            names = [thread.name for thread in threading.enumerate()]
-            assert len([name for name in names if name.startswith("ThreadPool")]) == 1
 
-    asyncio.run(main())
+def test_lone_surrogates_reach_the_tokenizer_which_refuses_them() -> None:
+    assert render("{{ x }}", {"x": "a\ud800b"}) == "a\ud800b"
+
+
+def test_many_marks_are_long_however_short_the_text() -> None:
+    rule = msgspec.structs.replace(RULE, chat_template="{{ messages[0].content }}")
+    assert not render_chat(chat(("user", "<s>" * 9)), rule).is_long
+    assert render_chat(chat(("user", "<s>" * 99)), rule).is_long
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,13 @@ class Bench:
 def on_bench(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     async def main() -> None:
         rig = Rig()
+        bench = Bench(rig)
         try:
             async with asyncio.timeout(DEADLINE_S):
-                await test(Bench(rig))
+                await test(bench)
                 await rig.settle()
         finally:
+            bench.generator.close()
             rig.close()
 
     def run() -> None:

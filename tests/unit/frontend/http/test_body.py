@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from sie.frontend.http.body import _WHOLE_BYTES, BodyReader
-from sie.values.errors import BadRequest, ClientGone, InputTooLong, SieError
+from sie.frontend.http.body import _WHOLE_BYTES, BodyReader, HeldBody
+from sie.frontend.http.held_bytes import HeldBytes
+from sie.values.errors import BadRequest, ClientGone, InputTooLong, Overloaded, SieError
 
 MAX_BYTES = 1 << 20
 IDLE_S = 10.0
@@ -100,6 +101,56 @@ def test_large_body_that_was_cut_short_is_a_client_that_left(num_sent):
         read(length(_WHOLE_BYTES + 1), Body(b"x" * num_sent, b""))
 
 
+def test_chunks_that_end_with_more_than_one_empty_one_are_cut_or_malformed():
+    with pytest.raises(BadRequest, match="malformed"):
+        read(CHUNKED, Body(b"abc", b"", b""))
+
+
+def test_a_body_of_very_many_small_chunks_is_refused_and_one_of_larger_ones_is_not():
+    assert len(read(CHUNKED, Body(*[b"x"] * 4000))) == 4000
+    assert len(read(CHUNKED, Body(*[b"x" * 2048] * 500))) == 500 * 2048
+    body = Body(*[b"x"] * 10_000)
+    with pytest.raises(BadRequest, match="larger chunks"):
+        read(CHUNKED, body)
+    assert body.num_read < 4200
+
+
+def test_the_largest_of_too_many_bytes_is_refused_while_it_is_read():
+    async def run() -> None:
+        held = HeldBytes(100_000)
+        reader = BodyReader(MAX_BYTES, IDLE_S, held=held)
+        kept = [HeldBody() for _ in range(3)]
+        tasks = [
+            asyncio.ensure_future(reader.read(CHUNKED, Body(b"x" * nbytes, stalls=True), NEVER_NS, held=mine))
+            for nbytes, mine in zip((30_000, 50_000, 40_000), kept, strict=True)
+        ]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert held.num_bytes == 120_000
+        held.tick()
+        with pytest.raises(Overloaded, match="max_held_bytes"):
+            await tasks[1]
+        assert held.num_bytes == 70_000
+        assert not tasks[0].done()
+        assert not tasks[2].done()
+        for task, mine in zip(tasks, kept, strict=True):
+            task.cancel()
+            reader.release(mine)
+        assert held.num_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_whole_bodies_count_until_their_requests_are_answered_and_are_not_cut():
+    held, mine = HeldBytes(100), HeldBody()
+    reader = BodyReader(MAX_BYTES, IDLE_S, held=held)
+    asyncio.run(reader.read(length(3000), Body(b"x" * 3000), NEVER_NS, held=mine))
+    held.tick()
+    assert held.num_bytes == 3000
+    reader.release(mine)
+    assert held.num_bytes == 0
+
+
 @pytest.mark.parametrize("headers", [length(5), length(_WHOLE_BYTES + 1), CHUNKED])
 def test_closed_connection_is_a_client_that_left(headers):
     with pytest.raises(ClientGone):
@@ -144,10 +195,10 @@ def test_body_that_is_slower_than_the_least_rate_is_a_408(num_bytes, is_late):
             await asyncio.sleep(0)
         (reading,) = reader._readings
         reader.end_stalled(reading.began_ns + int(1e9 * (IDLE_S - 1)))
-        assert not reading.timed_out
+        assert reading.error is None
         reading.last_ns = reading.began_ns + int(1e9 * (IDLE_S + 1))
         reader.end_stalled(reading.last_ns)
-        assert reading.timed_out is is_late
+        assert (reading.error is not None) is is_late
         task.cancel()
         with pytest.raises(SieError if is_late else asyncio.CancelledError):
             await task

@@ -10,7 +10,7 @@ import pytest
 
 from sie.frontend.models.admin import ModelAdmin, check_admin
 from sie.frontend.models.table import ModelTable
-from sie.ipc.messages import Manage, ModelEntry, Models
+from sie.ipc.messages import Manage, Managed, ModelEntry, Models
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Forbidden, ModelLoadFailed, SieError, to_wire
 
@@ -88,7 +88,7 @@ class Office:
     def _answer(self, number: int) -> None:
         first, *rest = self.states
         self._tell(first)
-        self.admin.on_begun(number)
+        self.admin.on_begun(Managed(number))
         for state in rest:
             asyncio.get_running_loop().call_soon(self._tell, state)
 

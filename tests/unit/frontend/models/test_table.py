@@ -11,7 +11,7 @@ import tokenizers
 from sie.frontend.models.table import ModelTable
 from sie.ipc.messages import ModelEntry, Models, WorkerEntry
 from sie.values.card import ModelCard
-from sie.values.errors import Internal, ModelLoadFailed, Unavailable, to_wire
+from sie.values.errors import Internal, ModelLoadFailed, SieError, Unavailable, to_wire
 
 FAILURE = to_wire(Internal("no such weights", extras={"error_class": "STORAGE", "attempts": 2, "permanent": False}))
 
@@ -229,6 +229,33 @@ def test_every_model_that_generates_is_named_and_generators_come_last_for_vector
     assert table.able("dense") == ["llm"]
     table.update(message(*table.entries.values(), entry("small", workers=(0,))))
     assert table.able("dense") == ["small"]
+
+
+def outputs(name: str, *outputs: str, state: str = "loaded", is_read: bool = True) -> ModelEntry:
+    made = entry(name, state, workers=(0,), is_read=is_read)
+    return msgspec.structs.replace(made, card=msgspec.structs.replace(made.card, outputs=outputs))
+
+
+def test_a_default_model_serves_what_it_can_and_else_the_only_able_one_does(table):
+    table.update(message(outputs("e", "dense"), outputs("f", "dense"), outputs("g", "generate")))
+    table.default = "e"
+    assert (table.default_of("dense"), table.default_of("generate"), table.default_of("score")) == ("e", "g", None)
+    assert table.default_of() == "e"
+    table.update(message(outputs("e", is_read=False), outputs("g", "generate")))
+    assert table.default_of("generate") == "e", "what it gives is not known yet"
+    table.update(message(outputs("e", "dense")))
+    with pytest.raises(SieError, match=r"^No default model: no model gives 'score'$"):
+        table.resolve_default("default", "score")
+
+
+@pytest.mark.parametrize(
+    ("models", "default"),
+    [({"r": "score"}, "r"), ({"e": "dense", "r": "score"}, "e"), ({"e": "dense", "g": "generate"}, "g"),
+     ({"e": "dense", "f": "dense"}, None)],
+)  # fmt: skip
+def test_the_default_of_no_route_in_particular_is_one_that_some_route_serves(table, models, default):
+    table.update(message(*(outputs(name, output) for name, output in models.items())))
+    assert table.default_of() == default
 
 
 def test_entries_of_a_model_share_one_tokenizer(table, tmp_path):

@@ -15,9 +15,9 @@ from sie.frontend.models.admin import ModelAdmin
 from sie.frontend.models.table import ModelTable
 from sie.frontend.tensors.lookup import TensorTable
 from sie.frontend.tensors.repository import RepositoryAdmin
-from sie.ipc.messages import ManageRepository, ModelEntry, Models
+from sie.ipc.messages import Managed, ManageRepository, ModelEntry, Models
 from sie.values.card import ModelCard
-from sie.values.errors import DeadlineExceeded, Internal, ModelLoadFailed, SieError, Unavailable, to_wire
+from sie.values.errors import DeadlineExceeded, Internal, ModelLoadFailed, SieError, Unavailable, WireError, to_wire
 from sie.values.tensor import TensorRule
 
 
@@ -32,6 +32,10 @@ class Office:
         """Hear of the versions of model `m`, as v1='loaded', and of its reason for having none."""
         entries = [entry(name.removeprefix("v"), state) for name, state in states.items()]
         self.models.update(Models(tuple(entries), ready=True))
+
+    def begun(self, number: int = 1, *models: str, error: WireError | None = None, has_changed: bool = False) -> None:
+        """Have the supervisor answer a request; models are the hosted ids that it loads."""
+        self.admin.on_begun(Managed(number, error, models or ("m/versions/1",), has_changed))
 
     async def begin(self, work: Any) -> asyncio.Task[Any]:
         """Start a call and return when the supervisor has heard of it."""
@@ -67,7 +71,7 @@ async def test_a_load_ends_when_every_version_has_settled(office: Office):
     task = await office.begin(office.repository.load("m", soon()))
     assert office.heard == [ManageRepository(1, "load", "m")]
     office.know(v1="loading", v2="loaded")
-    office.admin.on_begun(1)
+    office.begun()
     await asyncio.sleep(0.01)
     assert not task.done()
     office.know(v1="loaded", v2="loaded")
@@ -78,7 +82,7 @@ async def test_a_load_ends_when_every_version_has_settled(office: Office):
 async def test_a_version_that_did_not_load_is_told(office: Office):
     task = await office.begin(office.repository.load("m", soon()))
     office.know(v1="loaded", v2="failed")
-    office.admin.on_begun(1)
+    office.begun(1, "m/versions/1", "m/versions/2")
     with pytest.raises(ModelLoadFailed) as error:
         await task
     assert error.value.http_status == 400
@@ -90,7 +94,7 @@ async def test_a_version_that_serves_from_before_its_files_changed_is_told_once_
     task = await office.begin(office.repository.load("m", soon()))
     renewed = msgspec.structs.replace(entry("1", "loaded"), reloading=True)
     office.models.update(Models((renewed,), ready=True))
-    office.admin.on_begun(1)
+    office.begun()
     await asyncio.sleep(0.01)
     assert not task.done()
     error = to_wire(Internal("version 1 is broken"))
@@ -105,7 +109,7 @@ async def test_a_version_that_serves_from_before_its_files_changed_is_told_once_
 async def test_a_model_without_a_version_says_why(office: Office):
     task = await office.begin(office.repository.load("m", soon()))
     office.know(none="failed")
-    office.admin.on_begun(1)
+    office.begun(1, "m/versions/none")
     with pytest.raises(ModelLoadFailed, match="failed to load 'm', version none is broken"):
         await task
 
@@ -115,7 +119,7 @@ async def test_what_the_supervisor_refuses_is_passed_on(office: Office):
     for call in (office.repository.load, office.repository.unload):
         office.heard.clear()
         task = await office.begin(call("m", soon()))
-        office.admin.on_begun(office.heard[0].number, to_wire(Unavailable("not allowed", code="NOT_ALLOWED")))
+        office.begun(office.heard[0].number, error=to_wire(Unavailable("not allowed", code="NOT_ALLOWED")))
         with pytest.raises(Unavailable, match="not allowed"):
             await task
 
@@ -128,7 +132,7 @@ async def test_nothing_waits_for_ever(office: Office):
     office.heard.clear()
     task = await office.begin(office.repository.load("m", soon(0.02)))
     office.know(v1="loading")
-    office.admin.on_begun(2)
+    office.begun(2)
     with pytest.raises(DeadlineExceeded, match="it goes on loading"):
         await task
 
@@ -137,7 +141,7 @@ async def test_nothing_waits_for_ever(office: Office):
 async def test_an_unload_ends_when_the_versions_are_gone(office: Office):
     task = await office.begin(office.repository.unload("m", soon()))
     office.know(v1="unloading")
-    office.admin.on_begun(1)
+    office.begun()
     await asyncio.sleep(0.01)
     assert not task.done()
     office.know(v1="available")
@@ -148,17 +152,50 @@ async def test_an_unload_ends_when_the_versions_are_gone(office: Office):
 async def test_an_unload_does_not_wait_long_for_requests_that_run(office: Office):
     task = await office.begin(office.repository.unload("m", soon(0.02)))
     office.know(v1="unloading")
-    office.admin.on_begun(1)
+    office.begun()
     await task
+
+
+@in_office
+async def test_a_load_that_an_unload_overtakes_is_no_success(office: Office):
+    task = await office.begin(office.repository.load("m", soon()))
+    office.know(v1="loading")
+    office.begun()
+    await asyncio.sleep(0.01)
+    gone = msgspec.structs.replace(entry("1", "available"), dismissed=True)
+    office.models.update(Models((gone,), ready=True))
+    with pytest.raises(ModelLoadFailed, match="version 1 is at UNAVAILABLE state: unloaded"):
+        await task
+
+
+@in_office
+async def test_a_load_of_a_model_that_is_removed_meanwhile_is_no_success(office: Office):
+    task = await office.begin(office.repository.load("m", soon()))
+    office.know()
+    office.begun()
+    with pytest.raises(ModelLoadFailed, match="removed from the model repository"):
+        await task
 
 
 @in_office
 async def test_a_reload_waits_for_all_models(office: Office):
     task = await office.begin(office.repository.reload(soon()))
     assert office.heard == [ManageRepository(1, "reload")]
-    office.know(v1="unloading")
-    office.admin.on_begun(1)
+    office.know(v1="unloading", v2="loading")
+    office.begun(1, "m/versions/2", has_changed=True)
     await asyncio.sleep(0.01)
     assert not task.done()
-    office.know()
-    await task
+    office.know(v2="loaded")
+    assert await task is True
+
+
+@in_office
+async def test_a_reload_tells_what_of_the_things_it_loaded_failed(office: Office):
+    office.know(v1="failed", v2="failed", v3="loaded")
+    task = await office.begin(office.repository.reload(soon()))
+    office.begun(1, "m/versions/2", "m/versions/3")
+    with pytest.raises(ModelLoadFailed) as error:
+        await task
+    assert error.value.http_status == 400
+    assert "version 2 is broken" in error.value.message
+    assert "version 1" not in error.value.message

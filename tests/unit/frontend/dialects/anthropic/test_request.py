@@ -55,6 +55,7 @@ def test_blocks_become_the_messages_that_templates_know() -> None:
             "content": [
                 {"type": "thinking", "thinking": "why", "signature": ""}, {"type": "redacted_thinking", "data": "x"},
                 {"type": "text", "text": "c"}, {"type": "tool_use", "id": "t1", "name": "weather", "input": {"x": 1}},
+                {"type": "tool_use", "id": "t2", "name": "clock"},
             ],
         },
         {
@@ -71,10 +72,11 @@ def test_blocks_become_the_messages_that_templates_know() -> None:
         ChatMessage(role="user", content="a\nb"),
         ChatMessage(
             role="assistant", content="c", reasoning="why",
-            tool_calls=(ToolCall(id="t1", name="weather", arguments='{"x":1}'),),
+            tool_calls=(ToolCall(id="t1", name="weather", arguments='{"x":1}'),
+                        ToolCall(id="t2", name="clock", arguments="{}")),
         ),
         ChatMessage(role="tool", content="rain", tool_call_id="t1", name="weather"),
-        ChatMessage(role="tool", content="", tool_call_id="t2"),
+        ChatMessage(role="tool", content="", tool_call_id="t2", name="clock"),
         ChatMessage(role="user", content="and now?"),
     ]  # fmt: skip
 

@@ -146,6 +146,14 @@ def test_thinking(fields: dict[str, Any], expected: tuple[bool | None, str | Non
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, Grammar(kind="json_schema", value='{"type":"object"}')),
         (
+            {"response_format": {"type": "json_object", "schema": {"a": 1}}},
+            Grammar(kind="json_schema", value='{"a":1}'),
+        ),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": {"a": 1}}}},
+            Grammar(kind="json_schema", value='{"a":1}'),
+        ),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": 1}}}},
             Grammar(kind="json_schema", value='{"a":1}'),
         ),

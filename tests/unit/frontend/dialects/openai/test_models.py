@@ -22,7 +22,7 @@ def test_a_card_serves_sie_openai_and_anthropic_readers():
         "id": "org/m", "object": "model", "created": 17, "owned_by": "local", "type": "model", "display_name": "org/m",
         "name": "org/m", "inputs": ["text"], "outputs": ["dense"], "dims": {"dense": 384}, "loaded": True,
         "max_sequence_length": 256, "profiles": {}, "state": "loaded", "last_error": None, "revision": "abc",
-        "capabilities": None, "routing": {"policy": None, "upstream_kind": None},
+        "capabilities": None, "routing": {"policy": None, "upstream_kind": None}, "status": "loaded", "root": "org/m",
     }  # fmt: skip
 
 
@@ -94,11 +94,12 @@ def test_not_found_speaks_to_both_readers():
         ("available", True, "reloading"), ("loaded", True, "loaded"), ("failed", True, "unloaded"),
     ],
 )  # fmt: skip
-def test_a_generators_card_has_what_readers_of_that_api_look_for(state, is_reloading, status):
+def test_a_card_has_what_readers_of_the_generation_api_look_for(state, is_reloading, status):
     rule = GenerateRule(context_length=8, chat_template="{{ tools }}")
     info = model_info(ModelCard(id="g", kind="stub", generate=rule), state, is_reloading=is_reloading)
     assert (info["status"], info["root"], info["tools_available"]) == (status, "g", True)
-    assert "status" not in model_info(CARD, state)
+    info = model_info(CARD, state, is_reloading=is_reloading)
+    assert (info["status"], info["root"], "tools_available" in info) == (status, "org/m", False)
 
 
 def test_the_openai_librarys_type_accepts_a_card():

@@ -64,6 +64,7 @@ def test_names_of_the_cap(fields: dict[str, Any], max_tokens: int | None) -> Non
     [
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "null"}}}}, '{"type":"null"}'),
         ({"text": {"format": {"type": "json_object"}}}, '{"type":"object"}'),
+        ({"text": {"format": {"type": "json_object", "schema": {"type": "null"}}}}, '{"type":"null"}'),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}}}, '{"type":"null"}'),
         ({"text": {"format": {"type": "text"}}, "response_format": {"type": "json_object"}}, None),
         ({"grammar": {"type": "json_schema", "value": {"type": "null"}}}, '{"type":"null"}'),
@@ -199,6 +200,10 @@ _FLAT = {"type": "json_schema", "name": "n", "schema": _SCHEMA, "strict": True}
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA, "strict": True}}},
          "text", {"format": _FLAT}),
         ({"response_format": {"type": "json_object"}}, "text", {"format": {"type": "json_object"}}),
+        (
+            {"text": {"format": {"type": "json_object", "schema": {"type": "null"}}}},
+            "text", {"format": {"type": "json_object", "schema": {"type": "null"}}},
+        ),
         ({"text": {}, "response_format": {"type": "json_object"}}, "text", {"format": {"type": "text"}}),
         ({"tools": [{"type": "namespace", "name": "f", "tools": [FUNCTION]}]}, "tool_choice", "auto"),
     ],

@@ -17,6 +17,10 @@ def window(stream: int, num_bytes: int) -> bytes:
 
 
 WHOLE = block()
+STREAMED = block(path="/inference.GRPCInferenceService/ModelStreamInfer")
+LONG = b"\0" + (1 << 20).to_bytes(4, "big")
+"""The prefix of a message that does not end soon."""
+MANY_CALLS = b"".join(headers(stream) for stream in range(1, 2001, 2))
 CONNECTION_FAULTS: dict[str, tuple[bytes, Code]] = {
     "DATA on stream 0": (data(0, b"x"), Code.PROTOCOL_ERROR),
     "DATA before its stream": (data(5, b"x"), Code.PROTOCOL_ERROR),
@@ -69,6 +73,21 @@ CONNECTION_FAULTS: dict[str, tuple[bytes, Code]] = {
     "a flood of extensions": (frames.frame(0x42, 0, 1) * 12_000, Code.ENHANCE_YOUR_CALM),
     "a flood of WINDOW_UPDATE": (window(0, 1) * 12_000, Code.ENHANCE_YOUR_CALM),
     "a flood of empty DATA": (headers(1) + data(1, b"", 0) * 12_000, Code.ENHANCE_YOUR_CALM),
+    "a flood of DATA of one byte": (headers(1) + data(1, LONG, 0) + data(1, b"x", 0) * 12_000, Code.ENHANCE_YOUR_CALM),
+    "a flood of empty messages": (headers(1, STREAMED) + data(1, bytes(5 * 40_000), 0), Code.ENHANCE_YOUR_CALM),
+    "a flood of windows of many calls": (
+        MANY_CALLS + b"".join(frames.settings_frame({4: 65_535 + i % 2}) for i in range(400)), Code.ENHANCE_YOUR_CALM
+    ),
+    "a flood of many settings": (frames.frame(4, 0, 0, b"\0\x63\0\0\0\0" * 2730) * 60, Code.ENHANCE_YOUR_CALM),
+    "HEADERS of many entries": (headers(1, WHOLE + b"\0\1a\0" * 600), Code.ENHANCE_YOUR_CALM),
+    "HEADERS of one-byte indexes": (headers(1, b"\x81" * 3000), Code.ENHANCE_YOUR_CALM),
+    "HEADERS of table sizes": (headers(1, b"\x20" * 3000), Code.COMPRESSION_ERROR),
+    "a flood of CONTINUATION": (
+        b"".join(
+            headers(stream, WHOLE, 0) + frames.frame(9, 0, stream) * 60 + frames.frame(9, 4, stream)
+            for stream in range(1, 601, 2)
+        ), Code.ENHANCE_YOUR_CALM,
+    ),
     "a flood of padding": (headers(1) + frames.frame(0, 8, 1, b"\0") * 12_000, Code.ENHANCE_YOUR_CALM),
 }  # fmt: skip
 

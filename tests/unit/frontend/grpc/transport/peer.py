@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
 from sie.config.grpc_limits import Grpc
@@ -16,6 +17,7 @@ from sie.frontend.grpc.transport.connection import Connection
 from sie.frontend.grpc.transport.headers import entry
 from sie.frontend.grpc.transport.listener import Listener
 from sie.frontend.grpc.transport.message_framing import PREFIX, Message
+from sie.frontend.grpc.transport.outbox import Outbox
 
 UNARY = next(method for method in METHODS if method.name == "ModelInfer")
 STREAM = next(method for method in METHODS if method.name == "ModelStreamInfer")
@@ -50,11 +52,15 @@ class FakeTransport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = bytearray()
+        self.num_buffered = 0
         self.is_closed = self.is_cut = self.is_reading_paused = False
 
     def write(self, data: Any) -> None:
         assert not self.is_closed, "written after the end"
         self.written += data
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_buffered
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
 
@@ -66,6 +72,9 @@ class FakeTransport(asyncio.Transport):
 
     def resume_reading(self) -> None:
         self.is_reading_paused = False
+
+    def is_closing(self) -> bool:
+        return self.is_closed
 
     def can_write_eof(self) -> bool:
         return True
@@ -80,16 +89,27 @@ class FakeTransport(asyncio.Transport):
         self.is_closed = self.is_cut = True
 
 
+class ListenerOfTests(Listener):
+    """A listener without an event loop, whose turns end when a peer says so."""
+
+    def __init__(self, service: EchoService, settings: Settings) -> None:
+        super().__init__(cast("Service", service), settings)
+        self.later: list[Callable[[], None]] = []
+        self.turns.call_soon = self.later.append
+
+    def flush_later(self, outbox: Outbox) -> None:
+        outbox.flush()
+
+
 class Peer:
     """A client of one connection of its own listener."""
 
     def __init__(
-        self, grpc: Grpc | None = None, limits: Limits | None = None, listener: Listener | None = None
+        self, grpc: Grpc | None = None, limits: Limits | None = None, listener: ListenerOfTests | None = None
     ) -> None:
         settings = Settings(grpc=grpc or Grpc(), limits=limits or Limits())
         self.service = EchoService(settings)
-        self.listener = listener or Listener(cast("Service", self.service), settings)
-        self.listener.flush_later = lambda outbox: outbox.flush()  # there is no event loop whose turns would end
+        self.listener = listener or ListenerOfTests(self.service, settings)
         self.transport = FakeTransport()
         self.connection = Connection(self.listener)
         self.connection.connection_made(self.transport)
@@ -98,8 +118,14 @@ class Peer:
         """Send bytes; return the frames that come back for them: kind, flags, stream, payload."""
         start = len(self.transport.written)
         if not self.transport.is_closed:
-            self.connection.data_received(data)
+            self.receive(data)
         return split_frames(bytes(self.transport.written[start:]))
+
+    def receive(self, data: bytes) -> None:
+        """Have the connection receive bytes, in as many turns as it takes."""
+        self.connection.data_received(data)
+        while self.listener.later:
+            self.listener.later.pop(0)()
 
     def opened(self) -> Peer:
         """Greet, and take in the greeting."""

@@ -91,16 +91,16 @@ def test_any_pieces_mean_the_same(sizes: list[int]):
     whole = session()
     at, peer = 0, Peer()
     for size in sizes:
-        peer.connection.data_received(whole[at : at + size])
+        peer.receive(whole[at : at + size])
         at += size
-    peer.connection.data_received(whole[at:])
+    peer.receive(whole[at:])
     assert split_frames(bytes(peer.transport.written)) == Peer().send(whole)
 
 
 def test_one_byte_at_a_time_means_the_same():
     peer = Peer()
     for byte in session():
-        peer.connection.data_received(bytes((byte,)))
+        peer.receive(bytes((byte,)))
     assert split_frames(bytes(peer.transport.written)) == Peer().send(session())
 
 
@@ -111,7 +111,7 @@ def test_garbage_ends_by_name_or_waits_for_more(garbage: bytes, is_greeted: bool
     if is_greeted:
         peer.opened()
     start = len(peer.transport.written)
-    peer.connection.data_received(garbage)
+    peer.receive(garbage)
     said = bytes(peer.transport.written[start:])
     if is_greeted:
         assert peer.transport.is_closed == (ended_with(split_frames(said)) is not None)
@@ -147,7 +147,7 @@ class H2Client:
         found: list[Any] = []
         while out := self.h2.data_to_send():
             start = len(self.peer.transport.written)
-            self.peer.connection.data_received(out)
+            self.peer.receive(out)
             found += self.h2.receive_data(bytes(self.peer.transport.written[start:]))
         return found
 
@@ -231,7 +231,7 @@ def test_calls_that_are_not_taken_end_with_a_status(change: dict[str, str], stat
 @pytest.mark.parametrize("first", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"PRI * HTTP/1.1\r\n\r\n"])
 def test_http_1_is_told_what_is_spoken_here(first: bytes):
     peer = Peer()
-    peer.connection.data_received(first)
+    peer.receive(first)
     assert peer.transport.written.startswith(b"HTTP/1.1 400 ")
     head, _, body = bytes(peer.transport.written).partition(b"\r\n\r\n")
     assert b"Content-Length: %d" % len(body) in head
@@ -240,7 +240,7 @@ def test_http_1_is_told_what_is_spoken_here(first: bytes):
 
 def test_what_is_no_text_is_closed_without_a_word():
     peer = Peer()
-    peer.connection.data_received(b"\x16\x03\x01\x02\x00\x01")
+    peer.receive(b"\x16\x03\x01\x02\x00\x01")
     assert (bytes(peer.transport.written), peer.transport.is_closed) == (b"", True)
 
 
@@ -341,6 +341,41 @@ def test_calls_that_are_reset_as_fast_as_they_come_end_the_connection(monkeypatc
     assert all(call.is_over for call, _ in peer.service.begun)
 
 
+def test_a_window_that_is_opened_by_single_bytes_is_a_flood():
+    peer = Peer().opened()
+    peer.send(frames.settings_frame({frames.INITIAL_WINDOW_SIZE: 0}))
+    peer.service.is_slow = True
+    peer.send(a_call(1))
+    peer.service.begun[0][0].answer(bytes(20_000))
+    assert ended_with(peer.send(window(1, 1) * 12_000)) == Code.ENHANCE_YOUR_CALM
+
+
+def test_a_flood_is_read_in_turns_and_others_are_served_between():
+    peer = Peer(grpc=Grpc(grpc_turn_ms=0.5, max_grpc_idle_frames_per_s=1 << 20)).opened()
+    neighbour = Peer(listener=peer.listener).opened()
+    start = len(peer.transport.written)
+    flood = frames.frame(frames.PING, 0, 0, b"12345678") * 15_000 + a_call(1)
+    peer.connection.data_received(flood)
+    assert peer.transport.is_reading_paused, "or bytes would be kept without end"
+    assert peer.connection.held_bytes > 65_536
+    num_turns = 0
+    neighbour.connection.data_received(a_call(1))
+    while peer.connection.held_bytes:
+        peer.listener.later.pop(0)()
+        num_turns += 1
+        if num_turns == 1:
+            assert answered(split_frames(bytes(neighbour.transport.written))[2:], 1) == b"hello"
+    assert num_turns > 2
+    assert not peer.transport.is_reading_paused
+    assert answered(split_frames(bytes(peer.transport.written[start:])), 1) == b"hello"
+
+
+def test_connections_over_the_limit_are_closed_at_once():
+    peer = Peer(grpc=Grpc(max_grpc_connections=1)).opened()
+    assert Peer(listener=peer.listener).transport.is_cut
+    assert answered(peer.send(a_call(1)), 1) == b"hello"
+
+
 def test_no_settings_first_is_a_breach():
     received = Peer().send(frames.PREFACE + a_call(1))
     assert ended_with(received) == Code.PROTOCOL_ERROR
@@ -427,11 +462,13 @@ def test_a_client_that_gives_no_room_costs_the_others_nothing_and_is_cut_in_time
 
 def test_a_socket_that_takes_nothing_is_cut_in_time_and_answers_wait():
     peer = Peer(grpc=Grpc(grpc_unread_timeout_s=5)).opened()
+    peer.transport.num_buffered = 5_000_000
     peer.connection.pause_writing()
     assert peer.transport.is_reading_paused, "or it could ask for ever without reading an answer"
+    assert peer.connection.held_bytes == 5_000_000, "the socket's own buffer counts"
     start = len(peer.transport.written)
     peer.send(a_call(1))
-    assert peer.connection.held_bytes == 10
+    assert peer.connection.held_bytes == 5_000_010
     assert all(kind != frames.DATA for kind, *_ in split_frames(bytes(peer.transport.written[start:])))
     peer.connection.resume_writing()
     assert answered(split_frames(bytes(peer.transport.written[start:])), 1) == b"hello"
@@ -457,7 +494,7 @@ def test_the_connection_that_holds_most_is_cut_when_all_hold_too_much():
 def test_an_opening_or_a_block_that_stalls_is_closed(stalled: bytes):
     peer = Peer(limits=Limits(body_idle_timeout_s=5))
     if stalled:
-        peer.connection.data_received(stalled)
+        peer.receive(stalled)
     peer.connection.check(peer.connection.opened_ns + int(1e9))
     assert not peer.transport.is_closed
     peer.connection.check(peer.connection.opened_ns + int(60e9))

@@ -28,7 +28,7 @@ def find(path: str) -> Method:
 
 
 def a_reader(max_bytes: int = 65_536) -> HeaderReader:
-    return HeaderReader(max_bytes, find)
+    return HeaderReader(max_bytes, 256, find, lambda *_: None)
 
 
 def encoded(*extra: tuple[str, str], encoder: Encoder | None = None) -> bytes:

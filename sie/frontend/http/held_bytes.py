@@ -1,0 +1,84 @@
+"""Bounds the bytes that one process holds for its clients: bodies that arrive, answers that wait to be read.
+
+Over the limit the greediest connection is cut first. What a worker is busy with counts, too, but ends by itself. Must not
+cut for a sum that is out of date: before a cut, each holding is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from sie.runtime.logs import get_logger
+
+_log = get_logger(__name__)
+
+
+class Holding(Protocol):
+    """The bytes of one body or answer, and thereby of its connection: HTTP/1.1 has one at a time."""
+
+    num_held: int
+    is_cut: bool
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether the client keeps the bytes waiting."""
+        ...
+
+    def measure(self) -> int:
+        """Return the bytes that are still held."""
+        ...
+
+    def cut(self) -> None:
+        """Let go of the bytes: refuse the body, or end the connection."""
+        ...
+
+
+class HeldBytes:
+    """The budget of one process. on_cut is called for each connection that is cut."""
+
+    def __init__(self, max_bytes: int, on_cut: Callable[[], None] = lambda: None) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._on_cut = on_cut
+        self._warn_s = 0.0
+        self._holdings: set[Holding] = set()
+
+    def put(self, holding: Holding, num_bytes: int) -> None:
+        """Record that a holding has num_bytes now."""
+        if holding.is_cut:
+            return
+        self.num_bytes += num_bytes - holding.num_held
+        holding.num_held = num_bytes
+        if num_bytes:
+            self._holdings.add(holding)
+        else:
+            self._holdings.discard(holding)
+
+    def tick(self) -> None:
+        """Cut holdings until the rest is within the limit. The process's tick calls this."""
+        if self.num_bytes <= self.max_bytes:
+            return
+        for holding in list(self._holdings):
+            self.put(holding, min(holding.num_held, holding.measure()))
+        while self.num_bytes > self.max_bytes:
+            greediest = max(
+                (holding for holding in self._holdings if holding.can_be_cut),
+                key=lambda holding: holding.num_held,
+                default=None,
+            )
+            if greediest is None:
+                return
+            self._warn(greediest)
+            self.put(greediest, 0)
+            greediest.is_cut = True
+            greediest.cut()
+            self._on_cut()
+
+    def _warn(self, holding: Holding) -> None:
+        """Log a cut, at most once a second: a client decides how many there are."""
+        now_s = time.monotonic()
+        if now_s >= self._warn_s:
+            self._warn_s = now_s + 1.0
+            _log.warning("max_held_bytes: cutting connections; the first one holds %d bytes", holding.num_held)

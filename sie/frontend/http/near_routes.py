@@ -1,0 +1,39 @@
+"""Finds the route that an unknown path was meant for. Pure. Must stay cheap: strangers ask for any path."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from typing import Final
+
+from sie.frontend.http.routes import Route, RouteTable
+
+_MAX_CHARS: Final = 200
+"""No route is near a longer path."""
+_NEAR: Final = 0.8
+"""Least likeness of two beginnings of a path; `/v1/` alone, which most have, is less."""
+
+
+def hint_for(path: str, table: RouteTable) -> str:
+    """Return a sentence with the nearest route, after a space, or nothing."""
+    found = _nearest(path, table) if len(path) <= _MAX_CHARS else None
+    return f" Did you mean {found.method} {found.template}?" if found is not None else ""
+
+
+@functools.lru_cache(maxsize=256)
+def _nearest(path: str, table: RouteTable) -> Route | None:
+    tail = path.rstrip("/")
+    by_head = {route.template.partition("/{")[0]: route for route in reversed([*table])}
+    for meant in (tail, f"/v1{tail}", f"/{tail[1:].partition('/')[2]}"):  # the version is missing, or there is a prefix
+        found = table.match(meant) if meant not in {"/", path} else None
+        if found is not None:
+            return found.route
+    parts = tail.split("/")
+    for length in range(len(parts), 1, -1):
+        head = "/".join(parts[:length])
+        heads = [known for known in by_head if known.count("/") == length - 1]
+        for near in difflib.get_close_matches(head, heads, n=1, cutoff=_NEAR):
+            meant = near + tail[len(head) :]
+            found = table.match(meant) if meant != path else None
+            return found.route if found is not None else by_head[near]
+    return None

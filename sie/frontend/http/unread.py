@@ -1,0 +1,143 @@
+"""Counts the answers that their clients have yet to read. Must cost a small answer nothing.
+
+A whole answer is given to Granian at once; only the kernel knows how much of it was read (`Backlog`). Until all was, it counts
+towards `max_held_bytes`, and its request towards its key's `max_concurrent`. On one connection a request is handed over
+only after the answer before it has left Granian. An answer under MIN_BYTES is thereby bounded by the number of
+connections. How long a client may read nothing is the kernel's to limit (`limit_unread_time`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+from sie.frontend.access.key_use import KeyHolder
+from sie.frontend.http.backlog import Backlog, Sockets
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.held_bytes import HeldBytes
+
+MIN_BYTES: Final = 16 * 1024
+"""A smaller answer is not counted."""
+_NO_LIMIT: Final = 1 << 62
+_SOON_S: Final = 0.002
+"""When most clients have read an answer, and may send the next request of their key."""
+_WATCH_S: Final = 0.05
+_CHECK_NS: Final = 100_000_000
+_MIN_REST: Final = 20
+"""A check of all answers is followed by a pause of this many times its duration, at least."""
+
+
+class Unread:
+    """The unread bytes of one answer, or of a stream. See `HeldBytes`."""
+
+    def __init__(self, held: HeldBytes, backlog: Backlog) -> None:
+        self._held = held
+        self._backlog = backlog
+        self.num_held = 0
+        self.is_cut = False
+        self.key: KeyHolder | None = None
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether the client has yet to read what it was sent."""
+        return not self._backlog.is_moving
+
+    def add(self, num_bytes: int) -> bool:
+        """Count more bytes of the answer. Return whether its own limit is passed."""
+        is_over = self._backlog.add(num_bytes)
+        self._held.put(self, self._backlog.num_bytes)
+        return is_over
+
+    def measure(self) -> int:
+        """Return the unread bytes."""
+        return self._backlog.measure()
+
+    def cut(self) -> None:
+        """End the connection."""
+        self._backlog.cut()
+
+    def update(self) -> bool:
+        """Measure, and return whether anything may be unread.
+
+        The request of its key ends as soon as the kernel has little more to send.
+        """
+        self._held.put(self, self.measure())
+        if self._backlog.is_nearly_read or not self.num_held:
+            self._end_key()
+        return self.num_held > 0
+
+    def end(self) -> None:
+        """Stop counting the answer, and end the request of its key."""
+        self._held.put(self, 0)
+        self._end_key()
+
+    def _end_key(self) -> None:
+        key, self.key = self.key, None
+        if key is not None:
+            key.end()
+
+
+class UnreadAnswers:
+    """The unread answers of one process, at most one for each connection."""
+
+    def __init__(self, held: HeldBytes, loop: asyncio.AbstractEventLoop) -> None:
+        self._held = held
+        self._loop = loop
+        self._sockets = Sockets()
+        self._answers: dict[str, Unread] = {}
+        self._check_ns = 0
+        self._watched: set[KeyHolder] = set()
+
+    def open_stream(self, client: str, limit_bytes: int) -> Unread:
+        """Return the counter of an answer that comes in parts, with its own limit. `keep` or `end` must follow."""
+        return Unread(self._held, Backlog(client, limit_bytes))
+
+    def add(self, exchange: Exchange, num_bytes: int) -> None:
+        """Count an answer that was just sent. The request of its key ends when it is read."""
+        unread = Unread(self._held, Backlog(exchange.scope.client, _NO_LIMIT, self._sockets))
+        unread.add(num_bytes)
+        self.keep(exchange, unread)
+
+    def keep(self, exchange: Exchange, unread: Unread) -> None:
+        """Count the rest of an answer that was sent. The request of its key ends when it is read."""
+        if unread.num_held < MIN_BYTES:
+            unread.end()
+            return
+        client: str = exchange.scope.client
+        key = unread.key = exchange.holder
+        exchange.holder = None
+        before = self._answers.pop(client, None)
+        if before is not None:
+            before.end()
+        self._answers[client] = unread
+        if key is not None and key.key.max_concurrent is not None and key not in self._watched:
+            self._watched.add(key)
+            self._loop.call_later(_SOON_S, self._watch, key, _SOON_S)
+
+    def settle(self, key: KeyHolder) -> None:
+        """End the requests of a key whose answers are read by now."""
+        self._update([client for client, unread in self._answers.items() if unread.key is key])
+
+    def _watch(self, key: KeyHolder, delay_s: float) -> None:
+        """Settle a key again and again, because other processes count its requests, too."""
+        self.settle(key)
+        if any(unread.key is key for unread in self._answers.values()):
+            delay_s = min(2 * delay_s, _WATCH_S)
+            self._loop.call_later(delay_s, self._watch, key, delay_s)
+        else:
+            self._watched.discard(key)
+
+    def tick(self, now_ns: int) -> None:
+        """Look now and then at what was read. The process's tick calls this."""
+        if not self._answers or now_ns < self._check_ns:
+            return
+        self._update(list(self._answers))
+        took_ns = time.monotonic_ns() - now_ns
+        self._check_ns = now_ns + max(_CHECK_NS, _MIN_REST * took_ns)
+
+    def _update(self, clients: list[str]) -> None:
+        self._sockets.expire()
+        for client in clients:
+            if not self._answers[client].update():
+                del self._answers[client]

@@ -1,0 +1,88 @@
+"""Decodes request bodies; explains a refused one, and finds the model that it names. Only refused requests pay for that.
+
+Must not refuse what a dialect takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from sie.frontend.dialects.native.negotiate import is_msgpack
+from sie.frontend.http.compression import CODING_NOT_SERVED, has_coding
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.threads import offload
+from sie.frontend.models.table import ModelTable
+from sie.values.encode import DEFAULT_MODEL
+from sie.values.errors import BadRequest
+
+_T = TypeVar("_T")
+
+_GZIP: Final = b"\x1f\x8b"
+_MAPS: Final = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
+"""The first bytes of a map in msgpack; no JSON begins with one of them."""
+_PACKED_LABELS: Final = frozenset({"encode", "score", "extract"})
+_DEFAULT_OUTPUTS: Final = {"embeddings": "dense", "score": "score"}
+"""What a label's default model must give; all others generate."""
+
+
+class _Named(msgspec.Struct):
+    model: Any = None
+
+
+_decode_named = msgspec.json.Decoder(_Named).decode
+
+
+async def decode_body(
+    exchange: Exchange, pool: ThreadPoolExecutor, models: ModelTable, decode: Callable[..., _T], body: bytes, *args: Any
+) -> _T:
+    """Return decode(body, *args), in a thread of the pool for a large body. Raises what decode raises, with a hint.
+
+    A refusal is counted for the model that the body names.
+    """
+    try:
+        return await offload(pool, len(body), decode, body, *args)
+    except BadRequest as error:
+        add_hint(error, exchange, body)
+        if not exchange.model and exchange.route is not None:
+            exchange.model = await offload(pool, len(body), _named_model, body, exchange.route.label, models)
+        raise
+
+
+def add_hint(error: BadRequest, exchange: Exchange, body: bytes) -> None:
+    """Add to an error why the body was misread, if its headers or its first bytes tell."""
+    if error.http_status != 415 and (hint := _hint(exchange, body)):
+        error.message = f"{error.message}. {hint}"
+
+
+def _hint(exchange: Exchange, body: bytes) -> str:
+    headers, route = exchange.headers, exchange.route
+    kind = headers.get("content-type")
+    takes_msgpack = route is not None and route.envelope == "sie" and route.label in _PACKED_LABELS
+    start = body[:64].lstrip()[:1]
+    if start == b"{":
+        is_other = is_msgpack(kind) if takes_msgpack else "json" not in (kind or "json").lower()
+        return "It looks like JSON: send it with Content-Type: application/json" if is_other else ""
+    if has_coding(headers) or body.startswith(_GZIP):
+        return CODING_NOT_SERVED
+    if not start or start[0] not in _MAPS or (takes_msgpack and is_msgpack(kind)):
+        return ""
+    way = "send it with Content-Type: application/msgpack" if takes_msgpack else "this route takes JSON"
+    return f"It looks like msgpack: {way}"
+
+
+def _named_model(body: bytes, label: str, models: ModelTable) -> str:
+    """Return the id of the served model that a refused JSON body means, or nothing if it means none."""
+    try:
+        model = _decode_named(body).model or DEFAULT_MODEL
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    if not isinstance(model, str):
+        return ""
+    if model == DEFAULT_MODEL and model not in models:
+        model = models.default_of(_DEFAULT_OUTPUTS.get(label, "generate")) or ""
+    entry = models.find(model)
+    return entry.card.id if entry is not None else ""

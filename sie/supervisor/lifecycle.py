@@ -1,0 +1,193 @@
+"""The states of a model or an adapter, and the events that change them. Pure: knows no message, no process and no clock.
+
+There are two tables. `Place` is the state on one worker. `Stage` is the state on this server: what the server means to do
+with it, and so what requests for it do. An event that a table does not list for a state cannot happen in that state.
+The form is that of h11, `h11/_state.py`.
+
+    request, load:   idle, failed, released, dismissed ──▶ loading ──▶ serving
+    reload beside:   serving ──▶ renewing ──▶ leaving ──▶ reloading ──▶ serving
+    reload:          serving ──▶ leaving ──▶ reloading ──▶ serving; what serves nobody: ──▶ clearing ──▶ loading
+    no memory:       loading ◀──▶ waiting; reloading ◀──▶ reload_waiting
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final, Literal
+
+from sie.values.card import ModelState
+
+# --- on one worker --------------------------------------------------------------------------------------------------
+
+
+class Place(Enum):
+    """Where a load stands on one worker. ASKED: the load was sent, and the worker has not answered."""
+
+    ABSENT = "absent"
+    ASKED = "asked"
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADING = "unloading"
+    FAILED = "failed"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the worker has it, or will soon have it."""
+        return self not in (Place.ABSENT, Place.FAILED)
+
+
+PlaceEvent = Literal["ask", "loading", "loaded", "unloading", "available", "failed"]
+"""`ask`: a load is sent to the worker; all others are the worker's reports."""
+
+_REPORTED: Final[dict[ModelState, Place]] = {
+    "loading": Place.LOADING, "loaded": Place.LOADED, "unloading": Place.UNLOADING, "available": Place.ABSENT,
+    "failed": Place.FAILED,
+}  # fmt: skip
+_PLACES: Final[dict[Place, dict[PlaceEvent, Place]]] = {
+    **{place: {**_REPORTED, "ask": place} for place in Place},
+    Place.ABSENT: {**_REPORTED, "ask": Place.ASKED},
+    Place.FAILED: {**_REPORTED, "ask": Place.ASKED},
+    # An unload that was sent before the load is answered after it.
+    Place.ASKED: {**_REPORTED, "ask": Place.ASKED, "unloading": Place.ASKED, "available": Place.ASKED},
+}
+
+
+def next_place(place: Place, event: PlaceEvent) -> Place:
+    """Return the state on a worker after an event there."""
+    return _PLACES[place][event]
+
+
+# --- on this server -------------------------------------------------------------------------------------------------
+
+
+class Stage(Enum):
+    """What the server means to do with a model.
+
+    IDLE: nobody asked for it yet. FAILED: its last load failed. RELEASED: the server unloads it, and any request loads it
+    again. DISMISSED: an administrator unloaded it. LOADING: it loads. WAITING: its load waits for memory. SERVING: it has
+    been loaded; while no worker has it, requests wait for the restart of its workers. RENEWING: it serves while its
+    successor is loaded beside it. LEAVING: it served and is unloaded to be loaded again. RELOADING, RELOAD_WAITING: as
+    LOADING and WAITING, after LEAVING. CLEARING: as LEAVING for one that serves nobody.
+    """
+
+    IDLE = "idle"
+    FAILED = "failed"
+    RELEASED = "released"
+    DISMISSED = "dismissed"
+    LOADING = "loading"
+    WAITING = "waiting"
+    SERVING = "serving"
+    RENEWING = "renewing"
+    LEAVING = "leaving"
+    RELOADING = "reloading"
+    RELOAD_WAITING = "reload_waiting"
+    CLEARING = "clearing"
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether workers should have it."""
+        return self in _WANTED
+
+    @property
+    def is_reloading(self) -> bool:
+        """Whether it served when a reload began that has not ended, so that requests wait for it."""
+        return self in _RELOADING
+
+    @property
+    def waits_for_memory(self) -> bool:
+        """Whether its load waits for memory and has not been sent to workers."""
+        return self in (Stage.WAITING, Stage.RELOAD_WAITING)
+
+    @property
+    def loads_again(self) -> bool:
+        """Whether it loads again once it is unloaded everywhere."""
+        return self in (Stage.LEAVING, Stage.CLEARING)
+
+
+class Event(Enum):
+    """What happens to a model.
+
+    WANT: a request, a retry or an administrator starts a load. SHORT, FITS: its load has to wait for memory, or is sent.
+    LOADED: a worker has loaded it. FAIL: its load failed and no worker has it. KEEP: a load failed, and a worker has it.
+    RELEASE: the server unloads it. DISMISS: an administrator unloads it. RENEW: a reload beside what serves begins.
+    RELOAD: a reload begins by unloading it. GONE: no worker has it any more, for a reload to go on.
+    """
+
+    WANT = "want"
+    SHORT = "short"
+    FITS = "fits"
+    LOADED = "loaded"
+    FAIL = "fail"
+    KEEP = "keep"
+    RELEASE = "release"
+    DISMISS = "dismiss"
+    RENEW = "renew"
+    RELOAD = "reload"
+    GONE = "gone"
+
+
+class LifecycleError(Exception):
+    """An event that cannot happen in a state: our own fault."""
+
+
+_WANTED: Final = frozenset((
+    Stage.LOADING, Stage.WAITING, Stage.SERVING, Stage.RENEWING, Stage.RELOADING, Stage.RELOAD_WAITING,
+))  # fmt: skip
+_RELOADING: Final = frozenset((Stage.RENEWING, Stage.LEAVING, Stage.RELOADING, Stage.RELOAD_WAITING))
+_ANYWHERE: Final[dict[Event, Stage]] = {
+    Event.LOADED: Stage.SERVING, Event.FAIL: Stage.FAILED, Event.RELEASE: Stage.RELEASED,
+    Event.DISMISS: Stage.DISMISSED, Event.RELOAD: Stage.CLEARING,
+}  # fmt: skip
+"""Where an event leads unless a state says otherwise."""
+_STAGES: Final[dict[Stage, dict[Event, Stage]]] = {
+    Stage.IDLE: {Event.WANT: Stage.LOADING, Event.KEEP: Stage.IDLE},
+    Stage.FAILED: {Event.WANT: Stage.LOADING, Event.KEEP: Stage.FAILED},
+    # A load that ends after the unload brings neither of these back.
+    Stage.RELEASED: {
+        Event.WANT: Stage.LOADING, Event.LOADED: Stage.RELEASED, Event.FAIL: Stage.RELEASED, Event.KEEP: Stage.RELEASED,
+    },
+    Stage.DISMISSED: {
+        Event.WANT: Stage.LOADING, Event.LOADED: Stage.DISMISSED, Event.FAIL: Stage.DISMISSED,
+        Event.KEEP: Stage.DISMISSED, Event.RELEASE: Stage.DISMISSED,
+    },
+    Stage.LOADING: {Event.SHORT: Stage.WAITING, Event.FITS: Stage.LOADING, Event.KEEP: Stage.SERVING},
+    Stage.WAITING: {Event.SHORT: Stage.WAITING, Event.FITS: Stage.LOADING, Event.KEEP: Stage.SERVING},
+    Stage.SERVING: {
+        Event.SHORT: Stage.RELOAD_WAITING, Event.FITS: Stage.SERVING, Event.KEEP: Stage.SERVING,
+        Event.RENEW: Stage.RENEWING, Event.RELOAD: Stage.LEAVING,
+    },
+    # Another worker may get it meanwhile: the reload goes on.
+    Stage.RENEWING: {
+        Event.LOADED: Stage.RENEWING, Event.KEEP: Stage.SERVING, Event.RENEW: Stage.RENEWING,
+        Event.RELOAD: Stage.LEAVING, Event.SHORT: Stage.RELOAD_WAITING, Event.FITS: Stage.RELOADING,
+    },
+    Stage.LEAVING: {
+        Event.GONE: Stage.RELOADING, Event.LOADED: Stage.LEAVING, Event.FAIL: Stage.CLEARING,
+        Event.KEEP: Stage.LEAVING, Event.RELEASE: Stage.LEAVING, Event.RELOAD: Stage.LEAVING,
+    },
+    Stage.RELOADING: {
+        Event.SHORT: Stage.RELOAD_WAITING, Event.FITS: Stage.RELOADING, Event.KEEP: Stage.SERVING,
+        Event.RELOAD: Stage.LEAVING,
+    },
+    Stage.RELOAD_WAITING: {
+        Event.SHORT: Stage.RELOAD_WAITING, Event.FITS: Stage.RELOADING, Event.KEEP: Stage.SERVING,
+        Event.RELOAD: Stage.LEAVING,
+    },
+    Stage.CLEARING: {
+        Event.GONE: Stage.LOADING, Event.LOADED: Stage.CLEARING, Event.FAIL: Stage.CLEARING,
+        Event.KEEP: Stage.CLEARING, Event.RELEASE: Stage.CLEARING,
+    },
+}  # fmt: skip
+
+
+def can(stage: Stage, event: Event) -> bool:
+    """Return whether an event can happen in a state."""
+    return event in _STAGES[stage] or event in _ANYWHERE
+
+
+def next_stage(stage: Stage, event: Event) -> Stage:
+    """Return the state after an event. Raises LifecycleError for one that cannot happen."""
+    found = _STAGES[stage].get(event) or _ANYWHERE.get(event)
+    if found is None:
+        raise LifecycleError(f"{event.name} in {stage.name}")
+    return found
