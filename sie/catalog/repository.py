@@ -49,7 +49,7 @@ def open_model(source: TensorSource, model_id: str) -> Checkpoint:
 
 
 def reason_without_version(source: TensorSource) -> str:
-    """Return why a model that had no version to serve cannot be loaded under the id that stands for it."""
+    """Return why the id of a model without a version to serve cannot be loaded."""
     found = find_models((source.repository,), source.name)
     if not found:
         return f"Model '{source.name}' cannot be loaded: it is not in the model repository any more"

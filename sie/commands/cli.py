@@ -157,7 +157,7 @@ def _load(config_file: str | None, flags: dict[str, Any]) -> Loaded:
 
 
 def _warned(loaded: Loaded) -> Loaded:
-    """Return the settings, after their warnings were written on stderr."""
+    """Write the settings' warnings to stderr, and return the settings."""
     for text in loaded.warnings:
         click.echo(f"sie: warning: {text}", err=True)
     return loaded

@@ -28,7 +28,10 @@ class Grpc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, Meta(ge=1024, le=MIB, description="Largest metadata of a call, 32 bytes for each entry included.")
     ] = 64 * 1024
     max_grpc_metadata_entries: Annotated[
-        int, Meta(ge=16, le=65536, description="Most entries of a call's metadata; twice that ends the connection.")
+        int,
+        Meta(
+            ge=16, le=65536, description="Most entries of a call's metadata; twice that closes the connection."
+        ),
     ] = 256
     grpc_window_bytes: Annotated[
         int,
@@ -65,7 +68,7 @@ class Grpc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0.5,
             le=1000,
-            description="Time for the frames of all connections before other work goes on; the rest waits, and the "
-            "connection that was served least comes first.",
+            description="Time for the frames of all connections before other work continues; the rest waits, and the "
+            "least served connection comes first.",
         ),
     ] = 2.0

@@ -128,7 +128,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0.1,
             le=600,
-            description="Longest time in which an HTTP client reads nothing of an answer; then it is cut.",
+            description="Longest time that an HTTP client may read nothing of an answer; then it is cut.",
         ),
     ] = 30.0
     max_held_bytes: Annotated[
@@ -136,7 +136,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=MIB,
             le=1 << 40,
-            description="Most bytes of HTTP request bodies and unread answers that a frontend holds; over it the connection "
-            "that holds most is cut.",
+            description="Most bytes of HTTP request bodies and unread answers in a frontend; over it the connection with "
+            "most bytes is cut.",
         ),
     ] = 512 * MIB

@@ -101,8 +101,8 @@ class Access(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_hosts: Annotated[
         tuple[Annotated[str, Meta(pattern=_HOST)], ...],
         Meta(
-            description="Host name that a server without `api_keys` on a loopback address answers to besides its own, as "
-            "behind a proxy, and whose pages may use it; repeatable; `*` takes any.",
+            description="Further host name that a server without `api_keys` on a loopback address accepts, for example "
+            "behind a proxy, and whose pages may use it; repeatable; `*` accepts any.",
             extra={"form": "sie.example, without a port, or *"},
         ),
     ] = field(default=(), name="allowed_host")

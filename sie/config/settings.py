@@ -72,7 +72,7 @@ class Loaded(msgspec.Struct, frozen=True):
     settings: Settings
     sources: dict[str, Source]
     warnings: tuple[str, ...] = ()
-    """What a start goes on with, but its operator should know."""
+    """Faults that do not stop the start, for the operator to know."""
 
     def value(self, key: Key) -> Any:
         """Return the value of `key`."""

@@ -262,7 +262,7 @@ EXTENTS_IN_USE = Family(
 HELD_BYTES = Family(
     name="sie_held_bytes",
     kind="gauge",
-    help="Bytes of request bodies and unread answers that the frontends hold.",
+    help="Bytes of request bodies and unread answers in the frontends.",
     labels=(),
 )
 HELD_CUTS = Family(
@@ -296,14 +296,14 @@ GRPC_CONNECTIONS = Family(
 GRPC_ENDED = Family(
     name="sie_grpc_connections_ended_total",
     kind="counter",
-    help="Connections of gRPC clients that the server ended, by reason (work: too much of it that brings no message; "
+    help="Connections of gRPC clients that the server ended, by reason (work: too much work without a message; "
     "protocol, slow, unread; memory: max_grpc_held_bytes; connections: max_grpc_connections).",
     labels=("reason",),
 )
 GRPC_WAITS = Family(
     name="sie_grpc_waits_total",
     kind="counter",
-    help="Times that what a gRPC client sent had to wait, because others had used the time for it (grpc_turn_ms).",
+    help="Times that frames of a gRPC client had to wait, because other clients had used the time (grpc_turn_ms).",
 )
 HTTP_REQUESTS = Family(
     name="http_requests_total",
