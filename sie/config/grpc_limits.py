@@ -29,9 +29,7 @@ class Grpc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 64 * 1024
     max_grpc_metadata_entries: Annotated[
         int,
-        Meta(
-            ge=16, le=65536, description="Most entries of a call's metadata; twice that closes the connection."
-        ),
+        Meta(ge=16, le=65536, description="Most entries of a call's metadata; twice that closes the connection."),
     ] = 256
     grpc_window_bytes: Annotated[
         int,
