@@ -1,4 +1,4 @@
-"""Reads a tokenizer's added tokens, which stand beside its vocabulary. Special tokens are among them."""
+"""Reads a tokenizer's added tokens, which are separate from its vocabulary and include its special tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class AddedToken(msgspec.Struct):
-    """One of `added_tokens` in tokenizer.json."""
+    """One entry of `added_tokens` in tokenizer.json."""
 
     content: str
     id: int
@@ -16,11 +16,11 @@ class AddedToken(msgspec.Struct):
 
 
 class _Tokenizer(msgspec.Struct):
-    """What is read of tokenizer.json here; the vocabulary, of megabytes, is passed over."""
+    """The part of tokenizer.json that is read here; the vocabulary of several megabytes is skipped."""
 
     added_tokens: list[AddedToken] = []
 
 
 def read_added_tokens(tokenizer_file: str) -> list[AddedToken]:
-    """Return the added tokens of a tokenizer.json. Raises OSError, and what msgspec raises for a file that is no such one."""
+    """Return the added tokens of a tokenizer.json. Raises OSError, and msgspec's errors for a malformed file."""
     return msgspec.json.decode(Path(tokenizer_file).read_bytes(), type=_Tokenizer).added_tokens

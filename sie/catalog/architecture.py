@@ -1,6 +1,6 @@
-"""Answers the questions about a checkpoint that need transformers. Runs none of the checkpoint's code.
+"""Answers questions about a checkpoint that need transformers. Never runs the checkpoint's code.
 
-Imports transformers when called, never when imported: only the prepare helper and a loading worker call it.
+Imports transformers when called, never when imported. Only the prepare helper and a loading worker call it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def read_model_config(model_id: str, directory: str, changes: dict[str, Any]) -> PretrainedConfig:
-    """Return the configuration of a checkpoint, as the class that transformers itself has for its model_type.
+    """Return the configuration of a checkpoint, in transformers' own class for its model_type.
 
-    changes take the place of values in config.json. `auto_map`, which names Python files of the checkpoint, is dropped before anything sees it. Raises
-    ModelLoadFailed for a model_type that transformers does not know, and for values that it does not accept.
+    changes replace values in config.json. `auto_map`, which names Python files of the checkpoint, is dropped before any
+    other code reads it. Raises ModelLoadFailed for a model_type that transformers does not know, and for values that it
+    does not accept.
     Source: fault sheet S5 (three CVEs of code that ran although it was not trusted).
     """
     from transformers import CONFIG_MAPPING
@@ -34,26 +35,26 @@ def read_model_config(model_id: str, directory: str, changes: dict[str, Any]) ->
         raise refuse(model_id, f"model_type {model_type!r} is not known to this transformers{code}")
     try:
         return CONFIG_MAPPING[model_type].from_dict(config)  # pyright: ignore[reportUnknownMemberType]
-    except Exception as error:  # whatever the checks of a family raise
+    except Exception as error:  # the checks of a family may raise any error
         raise refuse(model_id, f"transformers cannot read its config.json: {_one_line(error)}") from error
 
 
 def build_refusal(model_id: str, config: PretrainedConfig, error: Exception) -> ModelLoadFailed:
-    """Return the refusal of a model that transformers cannot build from its configuration, with the reason."""
+    """Return the error for a model that transformers cannot build from its configuration, with the reason."""
     from transformers import __version__
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if isinstance(error, KeyError) and error.args[:1] and error.args[0] in _rope_types(config):
         known = ", ".join(["default", *sorted(ROPE_INIT_FUNCTIONS)])
         return refuse(
-            model_id, f"its rope type {error.args[0]!r} is none that transformers {__version__} computes: {known}"
+            model_id, f"its rope type {error.args[0]!r} is not one that transformers {__version__} computes: {known}"
         )
     name = (config.architectures or [config.model_type])[0]
     return refuse(model_id, f"transformers cannot build {name}: {type(error).__name__}: {_one_line(error)}")
 
 
 def _with_floats(value: Any) -> Any:
-    """Return a configuration with numbers for what transformers 5 writes where JSON has none: {"__float__": "NaN"}."""
+    """Replace transformers 5's form of floats that JSON lacks, {"__float__": "NaN"}, with numbers."""
     if isinstance(value, list):
         return [_with_floats(item) for item in value]
     if not isinstance(value, dict):
@@ -65,7 +66,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def _rope_types(config: PretrainedConfig) -> list[Any]:
-    """Return the types of a configuration's rotary embeddings: it has one, or one for each type of layer."""
+    """Return a configuration's rotary embedding types: one for the model, or one for each layer type."""
     parameters: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
     each = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     return [part.get("rope_type") for part in each]
@@ -77,15 +78,15 @@ def _one_line(error: Exception) -> str:
 
 
 def text_encoder_class(model_id: str, config: PretrainedConfig) -> type[Any]:
-    """Return the auto class that builds the text encoder of a configuration. Raises ModelLoadFailed when there is none."""
+    """Return the auto class for the text encoder of a configuration. Raises ModelLoadFailed when there is none."""
     from transformers import AutoModel, AutoModelForTextEncoding
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 
     is_encoder = str((config.architectures or [""])[0]).endswith(
         "EncoderModel"
-    )  # transformers 5 says so of a T5's alone
+    )  # transformers 5 writes this name only for the encoder of a T5
     if is_encoder or getattr(config, "is_encoder_decoder", False):
-        # AutoModel would build the decoder too, and want its inputs.
+        # AutoModel would also build the decoder, and require its inputs.
         if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
             return AutoModelForTextEncoding
     elif type(config) in MODEL_MAPPING:
@@ -114,21 +115,21 @@ def classifier_class(model_id: str, config: PretrainedConfig) -> type[Any]:
 
 
 def dual_encoder_class(model_id: str, config: PretrainedConfig) -> type[Any]:
-    """Return the auto class of a model with a text and an image tower; `sie.catalog.towers` has recognised it."""
+    """Return the auto class of a model with text and image towers, already recognised by `sie.catalog.towers`."""
     from transformers import AutoModel
 
     return AutoModel
 
 
 def detector_class(model_id: str, config: PretrainedConfig) -> type[Any]:
-    """Return the auto class of a model that finds things in images; `sie.catalog.detection` has recognised it."""
+    """Return the auto class of an object detector, already recognised by `sie.catalog.detection`."""
     from transformers import AutoModelForZeroShotObjectDetection
 
     return AutoModelForZeroShotObjectDetection
 
 
 def entailment_class(model_id: str, config: PretrainedConfig) -> type[Any]:
-    """Return the auto class of a sequence classifier, one with encoder and decoder, too. Raises ModelLoadFailed."""
+    """Return the auto class of a sequence classifier, also with encoder and decoder. Raises ModelLoadFailed."""
     from transformers import AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 

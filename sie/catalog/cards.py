@@ -1,4 +1,4 @@
-"""Builds a whole card from a spec: the checkpoint's files, then the catalogue, then the operator's file."""
+"""Builds a complete card from a spec: from the checkpoint's files, the catalogue and the operator's file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_card(spec: ModelSpec, directory: str) -> ModelCard:
 
 
 def complete_card(card: ModelCard, spec: ModelSpec) -> ModelCard:
-    """Return the card of a model's files with what the spec, the catalogue and the operator add. Raises ModelLoadFailed."""
+    """Add the settings of the spec, the catalogue and the operator to a card. Raises ModelLoadFailed."""
     if spec.max_sequence_length is not None:
         card = _shorten(card, spec.max_sequence_length)
     if _has_encoder(card):
@@ -40,7 +40,7 @@ def complete_card(card: ModelCard, spec: ModelSpec) -> ModelCard:
 
 
 def _has_encoder(card: ModelCard) -> bool:
-    """Tell whether a model is a transformer that reads texts, alone or with a head of classes or scores."""
+    """Tell whether a model is a transformer that reads texts, alone or with a classifier or score head."""
     return card.kind in ("encoder", "cross-encoder") or isinstance(card.extract, TokenClassification | ZeroShot)
 
 
@@ -63,7 +63,7 @@ def _shorten(card: ModelCard, limit: int) -> ModelCard:
 
 
 def _with_profiles(card: ModelCard, spec: ModelSpec) -> ModelCard:
-    """Add the profiles; a built-in one for an output that this checkpoint has not is left out, one's own is refused."""
+    """Add the profiles. If the checkpoint lacks an output, skip the built-in profile and refuse the operator's."""
     for name, options in spec.profiles.items():
         if missing := _missing_output(card, options):
             raise refuse(card.id, f"profile {name!r} is for output {missing!r}; it has {', '.join(card.outputs)}")
@@ -74,6 +74,6 @@ def _with_profiles(card: ModelCard, spec: ModelSpec) -> ModelCard:
 
 
 def _missing_output(card: ModelCard, options: Options) -> str | None:
-    """Return an output of a profile that the checkpoint cannot give, and is not even known for."""
+    """Return an output of a profile that the checkpoint neither gives nor lists as missing."""
     can_name = {*card.outputs, *card.missing_outputs}
     return next((output for output in options.get("output_types") or () if output not in can_name), None)

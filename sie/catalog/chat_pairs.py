@@ -1,6 +1,6 @@
 """Splits a chat template with the roles `query` and `document` into the parts that a frontend fills in.
 
-The template is rendered with stand-ins for the texts and cut where these come out, so no frontend runs a template.
+The template is rendered with stand-in texts and cut at their positions, so frontends never run a template.
 Source: sentence_transformers 6.2 base/modality.py (pair_to_messages) and base/modules/transformer.py.
 """
 
@@ -21,10 +21,10 @@ _Render = Callable[[dict[str, str]], str]
 
 
 def read_pair_template(card: ModelCard) -> PairTemplate:
-    """Return how a causal reranker reads pairs, from its own chat template.
+    """Return the pair template of a causal reranker, from its chat template.
 
-    Imports transformers. Raises ModelLoadFailed for a template that does not put both texts in place, each once, the
-    document last and a special token behind it: only then the text can be cut without the template.
+    Imports transformers. The template must contain each text once, the document last, with a special token after it.
+    Only then can the text be cut without the template. Raises ModelLoadFailed otherwise.
     """
     from transformers import AutoTokenizer
 
@@ -51,7 +51,7 @@ def read_pair_template(card: ModelCard) -> PairTemplate:
     parts = _read_parts(card.id, render, ("query", "document"), special)
     try:
         instructed = _read_parts(card.id, render, everything, special)
-    except ModelLoadFailed:  # no place for it: it stands before the query, as for a cross-encoder
+    except ModelLoadFailed:  # the template has no instruction: put it before the query, as for a cross-encoder
         instructed = tuple(part.replace("{query}", "{instruction} {query}") for part in parts)
     return PairTemplate(parts=parts, instructed_parts=instructed)
 
@@ -67,14 +67,14 @@ def _read_parts(model_id: str, render: _Render, names: tuple[str, ...], special:
 
 
 def _cut(model_id: str, render: _Render, values: dict[str, str]) -> str:
-    """Return the rendered template with a placeholder where each text came out."""
+    """Return the rendered template with a placeholder in place of each text."""
     try:
         text = render(values)
-    except Exception as error:  # a template raises whatever it likes
+    except Exception as error:  # a template may raise any error
         raise refuse(model_id, f"its chat template does not take a pair: {error}") from error
     for name, value in values.items():
         if text.count(value) != 1 or "{" + name + "}" in text:
-            raise refuse(model_id, f"its chat template has not one place for the {name} of a pair")
+            raise refuse(model_id, f"its chat template does not have exactly one place for the {name} of a pair")
         text = text.replace(value, "{" + name + "}")
     if not text.index("{query}") < text.index("{document}"):
         raise refuse(model_id, "its chat template puts the document before the query")

@@ -1,6 +1,6 @@
 """Builds the card of a checkpoint that detects objects in images: OWL-ViT, OWLv2 and Grounding DINO.
 
-Only bare directories. Their configurations leave out what has its default value, so the defaults are kept here.
+Reads only bare directories. Their configurations leave out default values, so the defaults are kept here.
 Source: transformers 5.23 configuration_owlvit.py, configuration_owlv2.py, configuration_grounding_dino.py,
 modeling_swin.py, and image_processing_pil_owlvit.py, image_processing_pil_owlv2.py, image_processing_pil_grounding_dino.py.
 """
@@ -30,13 +30,13 @@ _BERT_VOCAB_SIZE: Final = 30_522
 _BERT_MAX_TOKENS: Final = 512
 _MAX_TEXT_LEN: Final = 256
 _DINO_PATCH: Final = 16
-"""What a token of an image is to the scheduler; its features have several sizes."""
+"""Pixels a side of an image token for the scheduler; the model's features have several sizes."""
 _LARGEST_EDGE: Final = 4096
 _MAX_LEVELS: Final = 64
 
 
 def read_detector(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard | None:
-    """Return the card of a detector, None for anything else. Raises ModelLoadFailed for one that cannot be run."""
+    """Return the card of a detector, or None for other models. Raises ModelLoadFailed if it cannot be run."""
     config = checkpoint.read_object("config.json")
     model_type = str(config.get("model_type"))
     expected = _ARCHITECTURES.get(model_type)
@@ -68,7 +68,7 @@ def read_detector(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard | None:
 
 
 def _read_owl(checkpoint: Checkpoint, config: dict[str, Any], model_type: str) -> tuple[Detection, ImageRule, int, int]:
-    """Return the rules, and the most tokens of a label and the size of the vocabulary."""
+    """Return the rules, the most tokens of a label, and the size of the vocabulary."""
     text, vision = config.get("text_config") or {}, config.get("vision_config") or {}
     size, patch = vision.get("image_size", 768), vision.get("patch_size", _OWL_PATCH[model_type])
     if not isinstance(size, int) or not isinstance(patch, int) or not 0 < patch <= size or size % patch:
@@ -84,21 +84,21 @@ def _read_owl(checkpoint: Checkpoint, config: dict[str, Any], model_type: str) -
 
 
 def _padded_rule(checkpoint: Checkpoint) -> ImageRule:
-    """Return how OWLv2 reads images: padded below and to the right to a square, blurred, resized."""
+    """Return OWLv2's image rule: pad below and to the right to a square, blur, resize."""
     config = read_settings(checkpoint, "Owlv2ImageProcessor")
     size = config["size"]
     side = size.get("height") if isinstance(size, dict) else None
     if not isinstance(side, int) or not 0 < side <= _LARGEST_EDGE or size.get("width") != side:
         raise refuse(checkpoint.id, f"its image processor has size {size!r}, which cannot be run")
     rule = read_values(checkpoint, config)
-    # The library hands `resample` on as whether to blur: any filter but the first says yes.
+    # The library passes `resample` on as the flag to blur: every filter except the first is true.
     if not config["do_pad"] or not rule.resample or not config.get("do_rescale", True):
         raise refuse(checkpoint.id, "its image processor has do_pad or do_rescale false, or resample 0")
     return msgspec.structs.replace(rule, square=side)
 
 
 def _read_grounding(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[Detection, ImageRule, int, int]:
-    """Return the rules, and the most tokens of a text and the size of the vocabulary."""
+    """Return the rules, the most tokens of a text, and the size of the vocabulary."""
     text = config.get("text_config") or {}
     limit = min(
         int(config.get("max_text_len", _MAX_TEXT_LEN)), int(text.get("max_position_embeddings", _BERT_MAX_TOKENS))
@@ -112,9 +112,9 @@ def _read_grounding(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[Det
 
 
 def _fitted_rule(checkpoint: Checkpoint) -> ImageRule:
-    """Return how Grounding DINO reads images: the shorter side gets its length unless the longer one is too long then.
+    """Return Grounding DINO's image rule: resize to the shorter side, or less when the longer side would be too long.
 
-    do_pad fills the images of a batch up to one size; ours are batched by size.
+    do_pad pads the images of a batch to one size. This server batches images of equal size instead.
     """
     config = read_settings(checkpoint, "GroundingDinoImageProcessor")
     size = config["size"]
@@ -134,7 +134,7 @@ def _fitted_rule(checkpoint: Checkpoint) -> ImageRule:
 
 
 def _strides(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the pixels a side of a place in each level of features, Swin's stages first, each next one of twice that."""
+    """Return the stride in pixels of each feature level: Swin's stages first, then levels that double the stride."""
     backbone: dict[str, Any] = config.get("backbone_config") or {"out_indices": [2, 3, 4]}
     kind = backbone.get("model_type", "swin")
     if kind != "swin" or config.get("use_timm_backbone"):
@@ -145,7 +145,7 @@ def _strides(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[int, ...]:
     first = backbone.get("patch_size", 4)
     if not all(isinstance(number, int) and 0 < number <= _MAX_LEVELS for number in (first, num_levels)):
         raise refuse(checkpoint.id, f"its patch_size is {first!r} and its num_feature_levels {num_levels!r}")
-    # The stem and the first stage have places of one patch; every further stage has them of twice as many pixels a side.
+    # The stem and the first stage have a stride of one patch; each later stage doubles it.
     strides = [first << max(stage - 1, 0) for stage in stages]
     while len(strides) < num_levels:
         strides.append(2 * strides[-1])
@@ -153,7 +153,7 @@ def _strides(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _stages(checkpoint: Checkpoint, backbone: dict[str, Any]) -> list[int]:
-    """Return the numbers of the stages whose features Swin gives: 0 is the stem; without any named the last one."""
+    """Return the stages whose features Swin outputs: 0 is the stem; the last stage if the config names none."""
     depths, indices, names = (
         backbone.get("depths", [2, 2, 6, 2]),
         backbone.get("out_indices"),

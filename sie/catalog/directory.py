@@ -1,7 +1,7 @@
-"""Builds a model card from a checkpoint's directory. Reads no weight and imports no model library.
+"""Builds a model card from a checkpoint's directory. Never reads weights or imports a model library.
 
-Reads sentence-transformers directories (2 to 6) and bare Hugging Face ones, and does with their settings what
-sentence-transformers 6.2 does; what cannot be done exactly is refused, with the file and the value in the message.
+Reads sentence-transformers directories (2 to 6) and bare Hugging Face ones. Applies their settings as
+sentence-transformers 6.2 does. Refuses a setting that it cannot apply exactly; the message has the file and the value.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     """Read the model card of a checkpoint's directory.
 
     The card's directory is the transformer's own folder. tokenizer_file is empty when the checkpoint has no
-    tokenizer.json: then `sie.catalog.prepare` makes one. Raises ModelLoadFailed, with `error_class` CONFIG for what
-    will never be served and STORAGE for what may be repaired on disk.
+    tokenizer.json: then `sie.catalog.prepare` makes one. Raises ModelLoadFailed, with `error_class` CONFIG for a
+    permanent fault and STORAGE for a fault that may be repaired on disk.
     """
     checkpoint = open_checkpoint(spec.id, directory)
     library_card = read_library_card(spec, checkpoint)
@@ -73,7 +73,7 @@ def check_before_weights(model_id: str, directory: str) -> None:
 
 
 def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
-    """Read the card of a model that transformers runs, without a look at code of the checkpoint's own."""
+    """Read the card of a model that transformers runs, ignoring the checkpoint's own code."""
     check_served(checkpoint, checkpoint.read_object("config.json"))
     detector = read_detector(spec, checkpoint)
     if detector is not None:
@@ -104,7 +104,7 @@ def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
 
 
 class _Outputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint gives, and how; fields as in `ModelCard`."""
+    """The outputs of a checkpoint, and their rules; fields as in `ModelCard`."""
 
     dims: dict[str, int]
     settings: _TransformerSettings
@@ -118,14 +118,14 @@ class _Outputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def compares(self) -> bool:
-        """Whether it is published as a scorer, too: a ColBERT, or of the bge-m3 kind, whatever of its heads is there."""
+        """Whether it is also offered as a scorer: a ColBERT, or a bge-m3 model even with missing heads."""
         return self.late is not None or bool(self.missing) or {"dense", "sparse"} <= self.dims.keys()
 
 
 def _read_outputs(
     checkpoint: Checkpoint, transformer: Checkpoint, modules: list[Module] | None, config: dict[str, Any]
 ) -> _Outputs:
-    """Tell the kinds of checkpoints apart."""
+    """Detect the kind of checkpoint and return its outputs."""
     hidden_size = _hidden_size(transformer, config)
     settings = _read_settings(transformer)
     if is_late(checkpoint, modules, config):
@@ -152,7 +152,7 @@ def _read_outputs(
 
 
 class _TransformerSettings(msgspec.Struct):
-    """`sentence_bert_config.json`: how the transformer reads text."""
+    """`sentence_bert_config.json`: the transformer's settings for reading text."""
 
     transformer_task: str | None = None
     max_seq_length: int | None = None
@@ -170,12 +170,12 @@ class _TransformerSettings(msgspec.Struct):
 
     @property
     def tokenizer_settings(self) -> dict[str, Any]:
-        """What the tokenizer is built with."""
+        """The arguments that build the tokenizer."""
         return self.processor_kwargs or self.tokenizer_args or {}
 
 
 class _SentenceSettings(msgspec.Struct):
-    """`config_sentence_transformers.json`: how the whole model is used."""
+    """`config_sentence_transformers.json`: the settings of the whole model."""
 
     prompts: dict[str, str | None] | None = None
     default_prompt_name: str | None = None
@@ -192,7 +192,7 @@ def _card(
         raise refuse(spec.id, "truncate_dim in config_sentence_transformers.json cannot be run; ask for `dimensions`")
     prompts, default_prompt = _prompts(checkpoint)
     ends = read_text_ends(transformer, outputs.settings.tokenizer_settings)
-    if outputs.late is not None:  # a marker is put before the prompt, and is not part of it twice
+    if outputs.late is not None:  # the marker is added before the prompt, so remove it from the prompt
         for name, prefix in (("query", outputs.late.query_prefix), ("document", outputs.late.document_prefix)):
             prompts.update({name: prompts[name].removeprefix(prefix)} if name in prompts else {})
     return ModelCard(
@@ -232,7 +232,7 @@ def _score_card(
     prompts, default_prompt = ({}, None) if task is None else _prompts(checkpoint)
     limits = (scoring.max_tokens, _max_sequence_length(transformer, config, settings))
     tokenizer = transformer.find("tokenizer.json")
-    is_template = scoring.kind == "causal-reranker"  # which has all of a pair's special tokens
+    is_template = scoring.kind == "causal-reranker"  # its template has all special tokens of a pair
     ends = TextEnds() if is_template else read_text_ends(transformer, settings.tokenizer_settings)
     return ModelCard(
         id=spec.id,
@@ -271,7 +271,7 @@ def _extract_card(spec: ModelSpec, transformer: Checkpoint, config: dict[str, An
 
 
 def _prompts(checkpoint: Checkpoint) -> tuple[dict[str, str], str | None]:
-    """Return the prompts by name, and the one that is used when none is asked for."""
+    """Return the prompts by name, and the default prompt."""
     sentence = checkpoint.read_json("config_sentence_transformers.json", _SentenceSettings) or _SentenceSettings()
     prompts = {name: text or "" for name, text in (sentence.prompts or {}).items()}
     default = sentence.default_prompt_name
@@ -303,7 +303,7 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _hidden_size(transformer: Checkpoint, config: dict[str, Any]) -> int:
-    # Names of the same width in families that predate `hidden_size`.
+    # Other names of this width, in families older than `hidden_size`.
     for key in ("hidden_size", "d_model", "dim", "n_embd"):
         if isinstance(config.get(key), int):
             return config[key]
@@ -311,7 +311,7 @@ def _hidden_size(transformer: Checkpoint, config: dict[str, Any]) -> int:
 
 
 def _read_settings(transformer: Checkpoint) -> _TransformerSettings:
-    """Return `sentence_bert_config.json`, or its older name."""
+    """Return the settings of `sentence_bert_config.json`, or of a file with an older name."""
     found = (transformer.read_json(name, _TransformerSettings) for name in _TRANSFORMER_CONFIGS)
     return next((settings for settings in found if settings is not None), _TransformerSettings())
 
@@ -319,7 +319,7 @@ def _read_settings(transformer: Checkpoint) -> _TransformerSettings:
 def _check_settings(
     transformer: Checkpoint, settings: _TransformerSettings, task: str, allowed: tuple[str, ...] = ()
 ) -> None:
-    """Refuse what would change the vectors. allowed names the keys that the kind of checkpoint does obey."""
+    """Refuse settings that would change the vectors. allowed names keys that this kind of checkpoint supports."""
     if (settings.transformer_task or task) != task:
         raise refuse(transformer.id, f"its transformer_task is {settings.transformer_task!r}; only {task} can be run")
     if (settings.modality_config or {}).get("text", _TEXT_MODALITY[task]) != _TEXT_MODALITY[task]:
@@ -335,10 +335,10 @@ def _check_settings(
 
 
 def _max_sequence_length(transformer: Checkpoint, config: dict[str, Any], settings: _TransformerSettings) -> int | None:
-    """Return the limit in tokens, special ones included; None means none.
+    """Return the limit in tokens, special ones included, or None without a limit.
 
-    Source: sentence_transformers 6.2 base/modules/transformer.py: an explicit limit is taken as it is, else the
-    tokenizer's own, lowered to max_position_embeddings (-1 means none there).
+    Source: sentence_transformers 6.2 base/modules/transformer.py. An explicit limit is used unchanged. Otherwise the
+    tokenizer's own limit is lowered to max_position_embeddings, where -1 means no limit.
     """
     tokenizer = transformer.read_object("tokenizer_config.json")
     limit = settings.tokenizer_settings.get("model_max_length", settings.max_seq_length)

@@ -1,8 +1,8 @@
-"""Reads a `torch.export` archive (`model.pt2`), and decides which archives may be given to torch at all.
+"""Reads a `torch.export` archive (`model.pt2`), and decides which archives may be given to torch.
 
-`torch.export.load` unpickles, evaluates expressions and looks operators up by name, so a file decides what runs. Here an
-archive is taken apart without torch and put together anew from what is known to be data: weights as plain bytes, a graph
-of ATen operators, sizes as arithmetic. Everything else is refused by name. Layout: torch's pt2_archive, version 0.
+`torch.export.load` unpickles, evaluates expressions and looks up operators by name, so a file could run code. This
+module reads an archive without torch, and rebuilds it from data only: weights as plain bytes, a graph of ATen
+operators, sizes as arithmetic. Everything else is refused by name. Layout: torch's pt2_archive, version 0.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _DATATYPES: Final = {
     1: "UINT8", 2: "INT8", 3: "INT16", 4: "INT32", 5: "INT64", 6: "FP16", 7: "FP32", 8: "FP64", 12: "BOOL", 13: "BF16",
     28: "UINT16", 34: "UINT32", 35: "UINT64",
 }  # fmt: skip
-"""torch's ScalarType in a saved program, as the tensor protocols name them."""
+"""The tensor protocols' names of torch's ScalarType in a saved program."""
 
 
 class ExportedError(Exception):
-    """The file is no archive of a program that may be run; the text says why."""
+    """The file is not an archive of a program that may be run; the text gives the reason."""
 
 
 class ExportedFile(NamedTuple):
-    """What an archive says of itself."""
+    """The inputs, outputs and size of an archive."""
 
     inputs: tuple[OnnxValue, ...]
     outputs: tuple[OnnxValue, ...]
@@ -52,18 +52,18 @@ class ExportedFile(NamedTuple):
 
 
 def read_exported(path: Path) -> ExportedFile:
-    """Read an archive's inputs and outputs, in the order of the program's. Raises ExportedError or OSError."""
+    """Read an archive's inputs and outputs, in the program's order. Raises ExportedError or OSError."""
     return _Archive(path).described()
 
 
 def open_exported(path: Path) -> tuple[ExportedFile, io.BytesIO]:
-    """Return the same, and an archive that is safe to load, with nothing of the file's that could run."""
+    """Return the facts of `read_exported`, and a rebuilt archive that is safe to load, without runnable content."""
     archive = _Archive(path)
     return archive.described(), archive.rewritten()
 
 
 class _Archive:
-    """One file, checked."""
+    """One checked file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -87,7 +87,7 @@ class _Archive:
             if name.startswith("data/aotinductor"):
                 raise ExportedError("it holds compiled code (AOTInductor)")
             if name in infos:
-                raise ExportedError(f"{info.filename} is there twice")
+                raise ExportedError(f"{info.filename} appears twice")
             infos[name] = info
         return infos
 
@@ -100,7 +100,7 @@ class _Archive:
         return json.loads(file.read(info))
 
     def described(self) -> ExportedFile:
-        """Return what the program says of itself."""
+        """Return the program's inputs, outputs and size."""
         try:
             inputs, outputs = _signature(self.program["graph_module"])
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
@@ -108,7 +108,7 @@ class _Archive:
         return ExportedFile(inputs, outputs, self._path.stat().st_size)
 
     def rewritten(self) -> io.BytesIO:
-        """Return the archive anew: what was checked, the weights' bytes, and no sample inputs, which are pickled."""
+        """Return a new archive: the checked parts and the weights' bytes, without the pickled sample inputs."""
         texts = {
             "archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"3",
             "models/model.json": json.dumps(self.program).encode(),
@@ -131,7 +131,7 @@ class _Archive:
 
 
 def _checked_payload(payload: Any, prefix: str) -> Any:
-    """Return the list of an archive's tensors, all of which are plain bytes."""
+    """Return the list of an archive's tensors. Raises ExportedError unless all are plain bytes."""
     if not isinstance(payload, dict) or not isinstance(payload.get("config"), dict):
         raise ExportedError("not an archive of torch.export: a list of tensors without tensors")
     for name, entry in payload["config"].items():
@@ -145,7 +145,7 @@ def _checked_payload(payload: Any, prefix: str) -> Any:
 
 
 def _checked_program(program: Any) -> Any:
-    """Return a program without what is not needed to run it."""
+    """Return a checked program with only the parts needed to run it."""
     if not isinstance(program, dict) or not isinstance(program.get("graph_module"), dict):
         raise ExportedError("not a program of torch.export")
     graph_module = program["graph_module"]
@@ -153,7 +153,7 @@ def _checked_program(program: Any) -> Any:
     if not isinstance(calls, list):
         raise ExportedError("not a program of torch.export")
     root = [call for call in calls if isinstance(call, dict) and call.get("fqn") == ""]
-    # Written for debuggers and unflatten; guards are Python source that torch would execute.
+    # These parts are for debuggers and unflatten; guards are Python source that torch would execute.
     graph_module |= {"metadata": {}, "module_call_graph": root, "treespec_namedtuple_fields": {}}
     program["guards_code"] = []
     for symbol in program.get("range_constraints") or {}:
@@ -163,7 +163,7 @@ def _checked_program(program: Any) -> Any:
 
 
 def _check(value: Any, depth: int = 0) -> None:
-    """Refuse what is not data in a program's JSON, at any depth; metadata and devices of its nodes go."""
+    """Refuse content other than data in a program's JSON, at any depth; drop the metadata and devices of nodes."""
     if depth > _MAX_DEPTH:
         raise ExportedError(f"nested over {_MAX_DEPTH} deep")
     if isinstance(value, list):
@@ -173,7 +173,7 @@ def _check(value: Any, depth: int = 0) -> None:
         return
     for device in ("device", "as_device"):
         if isinstance(value.get(device), dict):
-            value[device] = {"type": "cpu", "index": None}  # where it was saved says nothing about where it runs
+            value[device] = {"type": "cpu", "index": None}  # the device where it was saved does not matter here
     if "target" in value:
         value["metadata"] = {}
         _check_operator(value["target"])
@@ -213,9 +213,9 @@ def _is_name(text: Any) -> bool:
 
 
 def _check_tree(spec: Any, *, has_names: bool) -> None:
-    """Check how arguments or results are nested: tuples, lists and dicts, whose types are looked up by name.
+    """Check the nesting of arguments or results: only tuples, lists and dicts, because torch finds types by name.
 
-    has_names: the keys of its dicts may become names in the code that torch writes.
+    has_names: the keys of dicts must be names, because they may appear in code that torch writes.
     """
     for node in _tree_nodes(spec[1] if isinstance(spec, list) and len(spec) == 2 else None, 0):
         if node.get("type") not in _TREE_TYPES:
@@ -253,7 +253,7 @@ def _signature(graph_module: dict[str, Any]) -> tuple[tuple[OnnxValue, ...], tup
 
 
 def output_names(out_spec: str, count: int) -> list[str]:
-    """Return what a program's outputs are called: the keys of a dict of tensors, else `output_0` and so on."""
+    """Return the names of a program's outputs: the keys of a dict of tensors, or `output_0` and so on."""
     node = json.loads(out_spec)[1]
     children = node.get("children_spec") or []
     if node.get("type") == "builtins.dict" and all(child.get("type") is None for child in children):

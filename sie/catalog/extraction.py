@@ -1,7 +1,7 @@
-"""Recognises checkpoints that extract: token classifiers and classifiers of entailment.
+"""Recognises checkpoints that extract: token classifiers and entailment classifiers.
 
-A sequence classifier with one label scores pairs (`sie.catalog.scoring`); one with more of which one is called
-`entailment` (or begins so, as transformers' own pipeline has it) decides what a text entails.
+A sequence classifier with one label scores pairs (`sie.catalog.scoring`). One with several labels is an entailment
+classifier if a label's name begins with `entail`, as in transformers' own pipeline.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ _COUNT_FROM_PADDING = frozenset((
     "camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
     "xlm-roberta-xl", "xmod",
 ))  # fmt: skip
-"""Families whose first token has the position behind the padding token's id, so that many positions are never used."""
+"""Families whose first token has the position after the padding token's id; lower positions are never used."""
 
 
 def read_extraction(
     transformer: Checkpoint, modules: list[Module] | None, config: dict[str, Any]
 ) -> ExtractRule | None:
-    """Return how a checkpoint extracts, None for one that does not. Raises ModelLoadFailed for unreadable labels."""
+    """Return a checkpoint's extraction rule, or None if it does not extract.
+
+    Raises ModelLoadFailed for unreadable labels.
+    """
     architecture = str((config.get("architectures") or [""])[0])
     if [module.name for module in modules or ()] not in ([], ["Transformer"]):
         return None
@@ -49,9 +52,9 @@ def read_extraction(
 
 
 def count_positions(config: dict[str, Any]) -> int | None:
-    """Return the longest sequence that a model has positions for, None for one without a limit in its config.
+    """Return the longest sequence that a model has positions for, or None without a limit in its config.
 
-    A text is cut into windows of what its model can read: one token more would fail in every long text.
+    Long texts are cut into windows of this length, so a limit that is one too high would fail for each of them.
     """
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int) or positions < 1:
@@ -63,7 +66,7 @@ def count_positions(config: dict[str, Any]) -> int | None:
 
 
 def _labels(transformer: Checkpoint, config: dict[str, Any]) -> tuple[str, ...]:
-    """Return the labels by class; without names they are `LABEL_0`, ..., as transformers has them."""
+    """Return the labels by class; without names they are `LABEL_0`, ..., as in transformers."""
     names = config.get("id2label")
     if not names:
         return tuple(f"LABEL_{number}" for number in range(int(config.get("num_labels", _LEAST_CLASSES))))

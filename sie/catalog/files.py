@@ -1,8 +1,8 @@
 """Reads a checkpoint's small files. Must refuse a file that lies outside the checkpoint.
 
-A directory is taken as it is on disk. A symbolic link may lead elsewhere beneath the directory; in the hub's cache
-layout (`models--X/snapshots/REVISION`, whose files are links to `models--X/blobs`), beneath the repository's folder.
-Source: fault sheet S31.
+A directory is read as it is on disk. A symbolic link must stay beneath it. In the hub's cache layout
+(`models--X/snapshots/REVISION`, whose files are links to `models--X/blobs`), it must stay beneath the repository's
+folder. Source: fault sheet S31.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 def refuse(model_id: str, reason: str, error_class: str = "CONFIG") -> ModelLoadFailed:
-    """Return the error of a checkpoint that will not be served. CONFIG is permanent, STORAGE is tried again."""
+    """Return the error for a checkpoint that will not be served. CONFIG is permanent, STORAGE is retried."""
     return ModelLoadFailed(f"Model '{model_id}' cannot be loaded: {reason}", extras={"error_class": error_class})
 
 
 def decode_json(data: bytes, form: type[T]) -> T:
-    """Return the JSON in data in the given form, also with the Infinity and NaN that Python writes. Raises DecodeError."""
+    """Decode JSON into the given form; accepts the Infinity and NaN that Python writes. Raises DecodeError."""
     try:
         return msgspec.json.decode(data, type=form)
     except msgspec.ValidationError:
@@ -44,12 +44,12 @@ class Checkpoint(msgspec.Struct, frozen=True):
     id: str
     root: Path
     boundary: Path
-    """What every file's real path must be beneath."""
+    """The folder that must contain every file's real path."""
 
     def find(self, name: str) -> Path | None:
-        """Return the path of a file or folder of the checkpoint, or None when it has none of that name.
+        """Return the path of a file or folder of the checkpoint, or None when it does not exist.
 
-        Raises ModelLoadFailed when it lies outside the checkpoint.
+        Raises ModelLoadFailed when the path leads outside the checkpoint.
         """
         path = self.root / name
         try:
@@ -64,14 +64,14 @@ class Checkpoint(msgspec.Struct, frozen=True):
         return path
 
     def folder(self, name: str) -> Checkpoint:
-        """Return a folder of the checkpoint as one of its own, with the same boundary."""
+        """Return a folder of the checkpoint as a separate checkpoint with the same boundary."""
         path = self.find(name)
         if path is None or not path.is_dir():
             raise refuse(self.id, f"there is no directory {name}")
         return Checkpoint(self.id, path, self.boundary)
 
     def read_json(self, name: str, form: type[T]) -> T | None:
-        """Return the JSON of a file in the given form, or None when there is no such file."""
+        """Return the JSON of a file in the given form, or None when the file does not exist."""
         path = self.find(name)
         if path is None:
             return None
@@ -85,12 +85,12 @@ class Checkpoint(msgspec.Struct, frozen=True):
             raise refuse(self.id, f"{name} cannot be read: {error}") from error
 
     def read_object(self, name: str) -> dict[str, Any]:
-        """Return the JSON object of a file, empty when there is no such file."""
+        """Return the JSON object of a file, or an empty one when the file does not exist."""
         return self.read_json(name, dict[str, Any]) or {}
 
 
 def open_checkpoint(model_id: str, directory: str) -> Checkpoint:
-    """Return the checkpoint in a directory. Raises ModelLoadFailed when there is none."""
+    """Return the checkpoint in a directory. Raises ModelLoadFailed when the directory does not exist."""
     root = Path(directory).absolute()
     if not root.is_dir():
         raise refuse(model_id, f"there is no directory {root}", "STORAGE")

@@ -1,7 +1,7 @@
 """Recognises checkpoints that generate text, and reads their contexts, special tokens, templates and defaults.
 
 Reads what transformers 5.23 reads: config.json, generation_config.json, tokenizer_config.json, chat_template.jinja and
-the added tokens of tokenizer.json. Imports nothing slow and reads no weight.
+the added tokens of tokenizer.json. Never reads weights or imports a slow library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sie.values.generate import GenerateRule, ToolFormat
 
 _CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
 _NO_LIMIT: Final = 1 << 20
-"""Context of a model that names none: relative positions have no end."""
+"""Context length of a model that names none; relative positions have no limit."""
 _MAX_TEMPLATE_BYTES: Final = 1 << 20
 _PLAIN_TEMPLATE: Final = Path(__file__).with_name("plain_chat.jinja")
 _TEMPLATE_FILE: Final = "chat_template.jinja"
@@ -32,23 +32,24 @@ _TOOL_FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
     ("ipython", "llama"),
     ("<start_of_turn>", "gemma"),
 )
-"""Texts of chat templates, and the way in which a model with such a template writes its calls."""
+"""Texts in chat templates, and the tool call format of models with such a template."""
 _CONTROL: Final = re.compile(r"<\|[^<>|]+\|>|<｜[^<>｜]+｜>|<(start|end)_of_\w+>")
-"""How only tokens look that say something to a model; converted tokenizers do not mark all of them as special."""
+"""The form of control tokens. Converted tokenizers do not mark all of them as special."""
 _REASONING: Final = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"))
 
 
 def is_generator(modules: Any, config: dict[str, Any]) -> bool:
-    """Tell a causal language model: a bare checkpoint whose architecture ends in its head, not made to see both ways.
+    """Tell whether a checkpoint is a causal language model.
 
-    modules is what `modules.json` lists, None without one: with one, it is an encoder that was built from such a model.
+    It is bare, its architecture ends in a causal head, and its attention is not bidirectional. modules is the list of
+    `modules.json`, or None without the file. A checkpoint with it is an encoder built from a causal model.
     """
     architecture = str((config.get("architectures") or [""])[0])
     return modules is None and architecture.endswith(_CAUSAL) and not _sees_both_ways(config)
 
 
 def _sees_both_ways(config: dict[str, Any]) -> bool:
-    """Tell whether tokens of text see those that follow them.
+    """Tell whether text tokens attend to later tokens.
 
     Source: transformers 5.23, the configurations of Gemma 1 to 4: `use_bidirectional_attention` is a boolean or "all";
     "vision" concerns the tokens of images only.
@@ -58,9 +59,9 @@ def _sees_both_ways(config: dict[str, Any]) -> bool:
 
 
 def as_generator(checkpoint: Checkpoint, config: dict[str, Any], card: ModelCard) -> ModelCard:
-    """Return the card of a causal language model, from the one it has as an encoder: it stays one, and generates, too.
+    """Return an encoder card extended to generate text; the model also stays an encoder.
 
-    Raises ModelLoadFailed for settings that mean nothing.
+    Raises ModelLoadFailed for invalid settings.
     """
     settings = checkpoint.read_object("tokenizer_config.json")
     generation = checkpoint.read_object("generation_config.json")
@@ -76,7 +77,7 @@ def as_generator(checkpoint: Checkpoint, config: dict[str, Any], card: ModelCard
     )
     return msgspec.structs.replace(
         card, kind="generator", outputs=(*card.outputs, "generate"), generate=rule, first_token="", last_token=""
-    )  # a prompt that is to go on does not end
+    )  # no end token, because the model continues the prompt
 
 
 def make_rule(
@@ -89,7 +90,7 @@ def make_rule(
     eos_token_ids: tuple[int, ...],
     defaults: dict[str, Any],
 ) -> GenerateRule:
-    """Return the rule of a model from what its files say; defaults as generation_config.json has them."""
+    """Return the rule of a model from the facts in its files; defaults has the form of generation_config.json."""
     rule = GenerateRule(
         context_length=context_length,
         eos_token_ids=eos_token_ids,
@@ -104,7 +105,7 @@ def make_rule(
 
 
 def _with_templates(rule: GenerateRule, template: str, tool_template: str = "") -> GenerateRule:
-    """Return a rule with its templates, and what their texts tell of how the model writes calls and reasoning."""
+    """Return a rule with its templates, and the formats of tool calls and reasoning found in their texts."""
     tool_source = tool_template or template
     return msgspec.structs.replace(
         rule,
@@ -116,11 +117,11 @@ def _with_templates(rule: GenerateRule, template: str, tool_template: str = "") 
 
 
 def finish_generator(card: ModelCard, chat_template: str) -> ModelCard:
-    """Return the card of a generator whose tokenizer_file is set with everything that a frontend needs of it.
+    """Return a generator's card with all facts that a frontend needs; its tokenizer_file must be set.
 
-    chat_template is the path of the Jinja file for models without a template of their own; empty takes the plain one, which
-    writes a conversation as a base model has seen many: the role, a colon, the text. Raises ModelLoadFailed for a file that
-    cannot be read.
+    chat_template is the path of the Jinja file for models without a template; empty selects the plain one. The plain
+    template writes a conversation in a form common in base models' training: the role, a colon, the text. Raises
+    ModelLoadFailed for a file that cannot be read.
     """
     card = _with_tokenizer(card)
     rule = card.generate
@@ -132,14 +133,14 @@ def finish_generator(card: ModelCard, chat_template: str) -> ModelCard:
 
 
 def read_special_tokens(settings: dict[str, Any], mapping: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens by name, from tokenizer_config.json before special_tokens_map.json."""
+    """Return the special tokens by name; tokenizer_config.json overrides special_tokens_map.json."""
     named = {name: settings.get(name, mapping.get(name)) for name in _SPECIAL_NAMES}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 
 def _with_tokenizer(card: ModelCard) -> ModelCard:
-    """Add what only the tokenizer knows: special texts, and the end of text where no other file names it."""
+    """Add the tokenizer's facts: special texts, and the end of text when no other file names it."""
     rule = card.generate
     assert rule is not None
     try:
@@ -158,10 +159,10 @@ def _with_tokenizer(card: ModelCard) -> ModelCard:
 
 
 def _read_templates(checkpoint: Checkpoint, settings: dict[str, Any]) -> tuple[str, str]:
-    """Return the chat template and the one for tools, each empty where there is none.
+    """Return the chat template and the one for tools, each empty if missing.
 
-    Source: transformers 5.23 tokenization_utils_base.py: a file chat_template.jinja goes before the setting, which is
-    one text or a list of named ones.
+    Source: transformers 5.23 tokenization_utils_base.py: a file chat_template.jinja overrides the setting, which is
+    one text or a list of named texts.
     """
     path = checkpoint.find(_TEMPLATE_FILE)
     if path is not None:

@@ -1,7 +1,7 @@
 """Builds the card of a generating model from a GGUF file, and converts its tokenizer to a `tokenizer.json`.
 
-The file's own metadata say nearly everything; what they mean for an architecture is transformers' to know, which reads
-the weights later as well. Imports gguf and transformers when called: only the prepare helper calls it.
+The file's metadata contain nearly everything. transformers interprets them for each architecture, and later reads the
+weights too. Imports gguf and transformers when called. Only the prepare helper calls it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from sie.values.generate import GenerateRule
 SUFFIX: Final = ".gguf"
 _SPECIALS: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _MOST_VALUES: Final = 1024
-"""Fields of more are the vocabulary's."""
+"""Longer fields belong to the vocabulary."""
 _ENDS: Final = ("eos", "eot", "eom")
-"""Names of ids that end an answer: of the text, of a turn, of a message."""
+"""Names of the token ids that end an answer: end of text, of a turn, of a message."""
 
 
 def find_gguf(model_id: str, directory: str) -> str:
-    """Return the path of the GGUF file that a spec's directory means, or empty when it is another kind of checkpoint.
+    """Return the path of the GGUF file of a spec's directory, or empty for another kind of checkpoint.
 
-    directory is the file itself, or holds one and no config.json. Raises ModelLoadFailed when it holds several.
+    directory is the file itself, or contains one and no config.json. Raises ModelLoadFailed when it contains several.
     """
     path = Path(directory).absolute()
     if path.suffix == SUFFIX:
@@ -48,9 +48,9 @@ def find_gguf(model_id: str, directory: str) -> str:
 
 
 def read_gguf_card(model_id: str, path: str, cache_dir: str) -> ModelCard:
-    """Return the card of a GGUF model, its tokenizer converted; imports transformers.
+    """Return the card of a GGUF model and convert its tokenizer; imports transformers.
 
-    Raises ModelLoadFailed for a damaged file, an architecture that transformers does not know, and a split one.
+    Raises ModelLoadFailed for a damaged file, a split file, and an architecture that transformers does not know.
     """
     from sie.catalog.gguf_reader import reading_with
 
@@ -58,7 +58,7 @@ def read_gguf_card(model_id: str, path: str, cache_dir: str) -> ModelCard:
     fields, counts = _read_fields(model_id, reader)
     if fields.get("split.count", 0) not in (0, 1):
         raise refuse(model_id, "the GGUF file is one part of several; merge them into one")
-    with reading_with(lambda *_arguments, **_options: reader):  # the one file that is read here, once
+    with reading_with(lambda *_arguments, **_options: reader):  # the file is read only once
         config = _read_config(model_id, path)
         tokenizer_file = _convert_tokenizer(model_id, path, int(reader.data_offset), cache_dir)
     architecture = str(fields.get("general.architecture", ""))
@@ -84,12 +84,12 @@ def _open(model_id: str, path: str) -> Any:
         return VocabularyReader(path)
     except OSError as error:
         raise refuse(model_id, f"{Path(path).name}: {error.strerror}", "STORAGE") from error
-    except Exception as error:  # the library trusts the file, and fails in many ways on one that is damaged
+    except Exception as error:  # the library trusts the file, and fails in many ways on a damaged one
         raise refuse(model_id, f"the GGUF file is damaged: {type(error).__name__}: {error}", "STORAGE") from error
 
 
 def _read_fields(model_id: str, reader: Any) -> tuple[dict[str, Any], list[int]]:
-    """Return the metadata without the vocabulary, special tokens by name among them, and each tensor's number of weights."""
+    """Return the metadata without the vocabulary but with named special tokens, and each tensor's weight count."""
     try:
         fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= _MOST_VALUES}
         tokens = reader.fields.get("tokenizer.ggml.tokens")
@@ -108,7 +108,7 @@ def _read_config(model_id: str, path: str) -> Any:
     load: Callable[..., Any] = AutoConfig.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     try:
         return load(str(Path(path).parent), gguf_file=Path(path).name, local_files_only=True)
-    except Exception as error:  # an unknown architecture is a ValueError, missing fields are whatever they are
+    except Exception as error:  # an unknown architecture is a ValueError, missing fields may raise any error
         raise refuse(model_id, f"transformers cannot read its GGUF metadata: {error}") from error
 
 
@@ -127,7 +127,7 @@ def _read_rule(model_id: str, fields: dict[str, Any], config: Any) -> GenerateRu
 
 
 def _convert_tokenizer(model_id: str, path: str, header_bytes: int, cache_dir: str) -> str:
-    """Return the path of the `tokenizer.json` made from a file's metadata, which alone the cached one depends on."""
+    """Return the path of the `tokenizer.json` made from a file's metadata; the cache key is those metadata."""
     digest = hashlib.blake2b(version("transformers").encode(), digest_size=16)
     with Path(path).open("rb") as file:
         digest.update(file.read(header_bytes))

@@ -1,8 +1,8 @@
 """Reads a GGUF file's metadata quickly.
 
-The library makes several numpy views of every token, score and merge: of a vocabulary of 262,144 tokens that takes half a
-minute, and transformers does it anew for each thing that it wants to know. Here a vocabulary is read in one pass, once, or
-passed over where only the weights matter. Everything else is the library's own reading. Imports gguf.
+The library makes several numpy views of every token, score and merge. For a vocabulary of 262,144 tokens that takes
+half a minute, and transformers repeats it for each fact that it needs. This module reads a vocabulary once, in one
+pass, or skips it when only the weights matter. The library reads everything else. Imports gguf.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import gguf
 import numpy as np
 
 _LONG = 1024
-"""Arrays of more elements are a vocabulary's; those that say something of a model's layers are shorter."""
+"""Longer arrays belong to a vocabulary; arrays about a model's layers are shorter."""
 _patching = threading.Lock()
 
 
 class _Reader(gguf.GGUFReader):
-    """A reader that treats long arrays in a way of its own."""
+    """A reader that reads long arrays with its own method."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
         if raw_type == gguf.GGUFValueType.ARRAY:
@@ -34,11 +34,11 @@ class _Reader(gguf.GGUFReader):
         return super()._get_field_parts(orig_offs, raw_type)
 
     def _read_long(self, kind: Any, offset: int, length: int) -> tuple[int, list[Any]]:
-        """Return the bytes of an array's values and its parts, each what transformers reads one value from."""
+        """Return the size in bytes of an array's values, and its parts; transformers reads one value from each part."""
         raise NotImplementedError
 
     def _strings(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
-        """Yield where each of an array's strings begins and ends."""
+        """Yield the start and end of each string of an array."""
         unpack = struct.Struct(">Q" if self.byte_order == "S" else "<Q").unpack_from
         view = self.data.data
         for _ in range(length):
@@ -48,7 +48,7 @@ class _Reader(gguf.GGUFReader):
 
 
 class VocabularyReader(_Reader):
-    """A reader of everything, the vocabulary's strings as bytes."""
+    """A reader of all fields, with the vocabulary's strings as bytes."""
 
     def _read_long(self, kind: Any, offset: int, length: int) -> tuple[int, list[Any]]:
         item = self.gguf_scalar_to_np.get(kind)
@@ -61,10 +61,10 @@ class VocabularyReader(_Reader):
 
 
 class WeightsReader(_Reader):
-    """A reader whose long arrays are empty; the size of the vocabulary is kept as a field of its own."""
+    """A reader whose long arrays are empty; the size of the vocabulary is kept as a separate field."""
 
     def __init__(self, path: Any, mode: Any = "r") -> None:
-        """Read a file's metadata and tensor table. Raises what the library raises."""
+        """Read a file's metadata and tensor table. Raises the library's errors."""
         self._num_tokens = 0
         super().__init__(path, mode)
         architecture = self.fields.get("general.architecture")
@@ -84,7 +84,7 @@ class WeightsReader(_Reader):
 
 @contextmanager
 def reading_with(open_file: Callable[..., gguf.GGUFReader]) -> Iterator[None]:
-    """Let transformers open GGUF files by another reader meanwhile; it looks the reader up by name whenever it opens one."""
+    """Make transformers open GGUF files with another reader in this block; it looks up the reader for each file."""
     with _patching:
         original = gguf.GGUFReader
         gguf.GGUFReader = open_file  # type: ignore[misc,assignment]

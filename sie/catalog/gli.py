@@ -1,7 +1,7 @@
 """Builds model cards from the directories of the libraries `gliner` and `gliclass`.
 
-Neither library is imported. What they would look for on a hub when a directory lacks it (the encoder's configuration,
-the tokenizers) must be in the directory; what would run a checkpoint's own code is refused.
+Neither library is imported. The encoder's configuration and the tokenizers, which they would otherwise get from a hub,
+must be in the directory. Checkpoints that need their own code are refused.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _HOW_TO_COMPLETE: Final = (
 _ABSOLUTE_POSITIONS: Final = frozenset(
     {"albert", "bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"}
 )
-"""Encoders with a table of positions; the others read texts of any length."""
+"""Encoders with a table of positions; other encoders read texts of any length."""
 _RESERVED_POSITIONS: Final = 2  # of RoBERTa's table, whose first position is padding_idx + 1
 _NO_LIMIT: Final = 10**9  # transformers writes 1e30 for "unlimited"
 _GLICLASS_MAX_TOKENS: Final = 1024
-"""What the library cuts at when nothing else says. Source: gliclass 0.1.21 pipeline.py."""
+"""The library's default limit. Source: gliclass 0.1.21 pipeline.py."""
 _DEFAULT_MAX_WORDS: Final = 384  # gliner 0.2.29 config.py
 _FIXED_MAX_LABELS: Final = 25  # gliclass 0.1.21 config.py, max_num_classes
 
 
 def read_library_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard | None:
-    """Return the card of a GLiNER or GLiClass directory, None for any other. Raises ModelLoadFailed."""
+    """Return the card of a GLiNER or GLiClass directory, or None for others. Raises ModelLoadFailed."""
     for name, family in _NOT_SERVED.items():
         if checkpoint.find(name) is not None:
             raise refuse(spec.id, f"{family} models are not served by this version")
@@ -97,7 +97,7 @@ def _gliclass_card(spec: ModelSpec, checkpoint: Checkpoint, config: dict[str, An
 
 
 def _max_labels(config: dict[str, Any]) -> int | None:
-    """Return how many labels a sequence has room for. Source: gliclass 0.1.21 pipeline.py, _resolve_max_num_classes."""
+    """Return the most labels in a sequence. Source: gliclass 0.1.21 pipeline.py, _resolve_max_num_classes."""
     allocated = config.get("max_labels_alloc", "dynamic")
     if allocated == "dynamic":
         return None
@@ -121,7 +121,7 @@ def _card(
 
 
 def _encoder_of(checkpoint: Checkpoint, config: dict[str, Any], key: str, remedy: str = "") -> dict[str, Any]:
-    """Return an encoder's configuration. Raises ModelLoadFailed when it is not there or needs code of its own."""
+    """Return an encoder's configuration. Raises ModelLoadFailed when it is missing or needs its own code."""
     encoder = config.get(key)
     if not isinstance(encoder, dict):
         raise refuse(checkpoint.id, _lacking(f"its configuration has no {key}", remedy))
@@ -139,7 +139,7 @@ def _check_tokenizer(checkpoint: Checkpoint, remedy: str = "") -> None:
 
 
 def _refuse_code(model_id: str, config: dict[str, Any]) -> None:
-    """Refuse Python files of the checkpoint: the libraries would run them. Source: fault sheet S5."""
+    """Refuse a checkpoint with Python files, because the libraries would run them. Source: fault sheet S5."""
     if "auto_map" in config:
         raise refuse(model_id, "it needs code of its own (auto_map), which is never run")
 
@@ -149,7 +149,7 @@ def _lacking(what: str, remedy: str) -> str:
 
 
 def _max_tokens(checkpoint: Checkpoint, encoder: dict[str, Any]) -> int | None:
-    """Return the most tokens the encoder reads, special ones included; None when there is no limit."""
+    """Return the most tokens that the encoder reads, special ones included; None without a limit."""
     limit = checkpoint.read_object("tokenizer_config.json").get("model_max_length") or _NO_LIMIT
     positions = encoder.get("max_position_embeddings")
     if encoder.get("model_type") in _ABSOLUTE_POSITIONS and isinstance(positions, int):

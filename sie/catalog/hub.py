@@ -1,8 +1,8 @@
 """Downloads a spec without a directory as a complete, verified snapshot into the hub's own cache.
 
-The library resumes cut downloads and compares sizes; it does not compare hashes, so that is done here, once for each
-revision. Only files that can be read without running them are fetched. `HF_HUB_OFFLINE`, `HF_ENDPOINT`, `HF_TOKEN`
-and `HF_HOME` are the library's and mean what they always do.
+The library resumes interrupted downloads and compares sizes. It does not compare hashes, so this module does, once for
+each revision. Only files that can be read without running them are fetched. `HF_HUB_OFFLINE`, `HF_ENDPOINT`, `HF_TOKEN`
+and `HF_HOME` are the library's and have their usual meaning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sie.catalog.files import refuse
 from sie.catalog.spec import ModelSpec
 
 Progress = Callable[[float, str], None]
-"""Takes the fraction that is done, 0 to 1, and what is being done."""
+"""Receives the completed fraction, 0 to 1, and the current activity."""
 
 ALLOWED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "artifact.metadata"]
 CONFIGURATION = ["*config.json", "modules.json"]
@@ -30,10 +30,10 @@ _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.
 
 
 def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOWED) -> str:
-    """Return the directory of the model's snapshot, downloading what is not there; only files named by `allowed`.
+    """Return the directory of the model's snapshot; download missing files that match `allowed`.
 
-    A revision that is not a commit is asked for at the hub; when the hub cannot be reached, what the cache has of it
-    is used. Raises ModelLoadFailed with `error_class` GATED, NOT_FOUND, NETWORK, TIMEOUT, STORAGE, CONFIG or UNKNOWN.
+    The hub resolves a revision that is not a commit. When the hub cannot be reached, the cached revision is used.
+    Raises ModelLoadFailed with `error_class` GATED, NOT_FOUND, NETWORK, TIMEOUT, STORAGE, CONFIG or UNKNOWN.
     """
     import huggingface_hub
 
@@ -83,11 +83,11 @@ def find_cached(spec: ModelSpec, allowed: Sequence[str] = ALLOWED) -> str:
 
 
 def classify(error: BaseException) -> str:
-    """Return the `error_class` of what a download raised. Source: SIE API reference, section 12."""
+    """Return the `error_class` of a download error. Source: SIE API reference, section 12."""
     from huggingface_hub import errors as hub
 
     if isinstance(error, hub.LocalEntryNotFoundError) and error.__cause__ is not None:
-        return classify(error.__cause__)  # "not in the cache either": the cause says why the hub did not help
+        return classify(error.__cause__)  # not in the cache either; the cause is the hub's error
     status = getattr(getattr(error, "response", None), "status_code", None)
     names = {base.__name__ for base in type(error).__mro__}
     if isinstance(error, hub.GatedRepoError) or (status in (401, 403) and "RepositoryNotFoundError" not in names):
@@ -106,7 +106,7 @@ def classify(error: BaseException) -> str:
 
 
 def _is_transport(error: BaseException) -> bool:
-    """Tell an error of the library's HTTP client, whose package has had several names."""
+    """Tell whether the library's HTTP client raised an error; its package has had several names."""
     return any(base.__module__.partition(".")[0].startswith("httpx") for base in type(error).__mro__)
 
 
@@ -118,7 +118,7 @@ def _first_line(error: BaseException) -> str:
 def _progress_bar(on_progress: Progress) -> type[Any]:
     """Return a tqdm class that reports each new percent of the bytes instead of drawing.
 
-    Only `update` reports: a bar that the library forgot to close draws once more when it is collected.
+    Only `update` reports, because an unclosed bar draws once more when it is garbage collected.
     """
     from huggingface_hub.utils import tqdm
 
@@ -144,9 +144,9 @@ def _progress_bar(on_progress: Progress) -> type[Any]:
 
 
 def _verify(spec: ModelSpec, snapshot: Path, on_progress: Progress) -> None:
-    """Compare every file with the hash that names its blob; what is wrong is deleted, so that the next try gets it.
+    """Compare every file with the hash that names its blob; a wrong file is deleted, so the next try fetches it.
 
-    A marker beside the snapshots says that this was done for a revision.
+    A marker beside the snapshots records that a revision was verified.
     """
     marker = snapshot.parent.parent / ".sie-verified" / snapshot.name
     files = list(_blobs(snapshot))
@@ -170,11 +170,11 @@ def _write_marker(marker: Path, text: str) -> None:
         marker.parent.mkdir(exist_ok=True)
         marker.write_text(text)
     except OSError:
-        return  # a read-only cache is verified at each start
+        return  # a read-only cache cannot keep the marker, so each start verifies it
 
 
 def _blobs(snapshot: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield (link, blob) of each file whose blob is named by a hash."""
+    """Yield (link, blob) of each file whose blob name is a hash."""
     for link in sorted(snapshot.rglob("*")):
         if link.is_symlink():
             blob = link.resolve()

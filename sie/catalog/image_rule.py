@@ -1,6 +1,6 @@
-"""Reads an image processor's settings: `processor_config.json`, or else `preprocessor_config.json`, of any age.
+"""Reads an image processor's settings from `processor_config.json` or `preprocessor_config.json`, old and new.
 
-Follows transformers' processors on Pillow. What would change a pixel and cannot be done here is refused by its key.
+Follows transformers' processors on Pillow. A setting that would change a pixel and is not supported is refused by name.
 Source: transformers 5.23 image_processing_base.py (get_image_processor_dict), image_processing_backends.py
 (PilBackend), and the defaults of each family's image_processing_pil_*.py.
 """
@@ -47,11 +47,11 @@ _NUM_FILTERS = 6
 
 
 def read_image_rule(checkpoint: Checkpoint, default_type: str) -> ImageRule:
-    """Return how a checkpoint's images are resized, cut, rescaled and normalised.
+    """Return the rule to resize, cut, rescale and normalise a checkpoint's images.
 
-    default_type is the class of a processor whose file names none.
+    default_type is the processor class when the file does not name one.
 
-    Raises ModelLoadFailed when there are no settings, or settings that cannot be followed exactly.
+    Raises ModelLoadFailed when the settings are missing or cannot be followed exactly.
     """
     config = read_settings(checkpoint, default_type)
     if config.get("do_pad"):
@@ -63,7 +63,7 @@ def read_image_rule(checkpoint: Checkpoint, default_type: str) -> ImageRule:
 
 
 def read_settings(checkpoint: Checkpoint, default_type: str) -> dict[str, Any]:
-    """Return the settings of a checkpoint's image processor, those of its class where its file says nothing.
+    """Return the settings of a checkpoint's image processor, with the defaults of its class.
 
     Raises ModelLoadFailed as `read_image_rule` does.
     """
@@ -81,10 +81,10 @@ def read_settings(checkpoint: Checkpoint, default_type: str) -> dict[str, Any]:
 
 
 def read_values(checkpoint: Checkpoint, config: dict[str, Any]) -> ImageRule:
-    """Return a rule that says nothing of sizes: the filter, and what becomes of a channel's value."""
+    """Return a rule without sizes: the resize filter, and the scale and normalisation of channel values."""
     resample = config.get("resample", _BICUBIC)
     if not isinstance(resample, int) or not 0 <= resample < _NUM_FILTERS:
-        raise refuse(checkpoint.id, f"its image processor has resample {resample!r}, which is no filter of Pillow")
+        raise refuse(checkpoint.id, f"its image processor has resample {resample!r}, which is not a Pillow filter")
     normalizes = config.get("do_normalize", True)
     return ImageRule(
         resample=resample,
@@ -95,7 +95,7 @@ def read_values(checkpoint: Checkpoint, config: dict[str, Any]) -> ImageRule:
 
 
 def _defaults(checkpoint: Checkpoint, given: dict[str, Any], default_type: str) -> dict[str, Any]:
-    """Return what the class of the processor has where its file says nothing."""
+    """Return the default settings of the processor's class."""
     name = str(given.get("image_processor_type") or given.get("feature_extractor_type") or default_type)
     family = name
     for suffix in _SUFFIXES:
@@ -106,9 +106,9 @@ def _defaults(checkpoint: Checkpoint, given: dict[str, Any], default_type: str) 
 
 
 def _resize(checkpoint: Checkpoint, size: Any) -> tuple[tuple[int, int], bool]:
-    """Return (height, width) to resize to and whether it is the shorter side that gets that length.
+    """Return (height, width) to resize to, and whether only the shorter side gets this length.
 
-    A plain number, from before sizes had names, is the shorter side.
+    A plain number, the oldest form, is the shorter side.
     """
     if isinstance(size, int) and size > 0:
         return (size, size), True
@@ -123,7 +123,7 @@ def _resize(checkpoint: Checkpoint, size: Any) -> tuple[tuple[int, int], bool]:
 
 
 def _cut(checkpoint: Checkpoint, config: dict[str, Any], resize: tuple[int, int], keep_aspect: bool) -> tuple[int, int]:
-    """Return (height, width) of what is left of a resized image."""
+    """Return (height, width) of the image after the centre crop."""
     if not config.get("do_center_crop", False):
         if keep_aspect:
             raise refuse(checkpoint.id, "its image processor has do_center_crop false: sizes would differ")

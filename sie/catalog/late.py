@@ -1,8 +1,8 @@
-"""Recognises checkpoints that give every token a vector (ColBERT), and reads their rules.
+"""Recognises checkpoints that output a vector for every token (ColBERT), and reads their rules.
 
 Three layouts: sentence-transformers' own (a MultiVectorMask among the modules), PyLate's (`model_type` ColBERT, its
 rules in config_sentence_transformers.json), and the original one (`HF_ColBERT`, rules in artifact.metadata, the
-projection among the weights). All are read as sentence_transformers 6.2 multi_vector_encoder/model.py reads them.
+projection among the weights). All are read as in sentence_transformers 6.2 multi_vector_encoder/model.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ORIGINAL = "HF_ColBERT"
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of `sentence_bert_config.json` and of PyLate's file that say how texts are read."""
+    """The keys for reading texts in `sentence_bert_config.json` and PyLate's file."""
 
     query_length: int | None = None
     document_length: int | None = None
@@ -50,7 +50,7 @@ class _Mask(msgspec.Struct):
 
 
 class _Metadata(msgspec.Struct):
-    """The part of `artifact.metadata` that matters."""
+    """The used part of `artifact.metadata`."""
 
     query_token_id: str | None = None
     doc_token_id: str | None = None
@@ -61,7 +61,7 @@ class _Metadata(msgspec.Struct):
 
 
 def is_late(checkpoint: Checkpoint, modules: list[Module] | None, config: dict[str, Any]) -> bool:
-    """Tell a checkpoint whose vectors are those of its tokens."""
+    """Tell whether a checkpoint's vectors are those of its tokens."""
     if modules is None:
         return _ORIGINAL in (config.get("architectures") or ())
     rules = checkpoint.read_json("config_sentence_transformers.json", Rules) or Rules()
@@ -71,7 +71,7 @@ def is_late(checkpoint: Checkpoint, modules: list[Module] | None, config: dict[s
 def read_late(
     checkpoint: Checkpoint, transformer: Checkpoint, modules: list[Module] | None, hidden_size: int
 ) -> tuple[LateInteraction, int]:
-    """Return the rules and the width of the vectors. Raises ModelLoadFailed for what cannot be run exactly."""
+    """Return the rules and the width of the vectors. Raises ModelLoadFailed for rules that cannot be run exactly."""
     if modules is None:
         return _read_original(checkpoint, hidden_size)
     legacy = checkpoint.read_json("config_sentence_transformers.json", Rules) or Rules()
@@ -123,7 +123,7 @@ def _expansion(checkpoint: Checkpoint, transformer: Checkpoint, own: Rules, lega
 
 
 def _mask_token(transformer: Checkpoint) -> str:
-    """Return the tokenizer's mask token, or the last one of a text where it has none."""
+    """Return the tokenizer's mask token, or its end token without a mask token."""
     for key in ("mask_token", "eos_token"):
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
             token = transformer.read_object(file).get(key)

@@ -1,4 +1,4 @@
-"""Builds the output of `sie models`: each configured model and its files' facts, without loading or downloading it."""
+"""Builds the output of `sie models`: each configured model and the facts of its files, without loading any model."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class ModelRow(msgspec.Struct, frozen=True, omit_defaults=True):
 def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
     """Return the spec of every configured model by id.
 
-    Where a model is named by a flag (or its variable or key) and has a section in the file of models, the flag says
-    where its files are and when it loads. Raises SettingsError for a spec or a file that cannot be read, for an id named
-    twice and for a default or pinned model that is unknown.
+    When a flag (or its variable or key) names a model that has a section in the file of models, the flag decides the
+    place of its files and when it loads. Raises SettingsError for a spec or a file that cannot be read, for an id named
+    twice, and for an unknown default or pinned model.
     """
     specs: dict[str, tuple[ModelSpec, Start]] = {}
     models = loaded.settings.models
@@ -77,11 +77,11 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
     entries = [entry for spec, _ in specs.values() for entry in entry_ids(spec.id, _profiles(spec))]
     if models.default_model and fold_default(models.default_model) not in entries:
         source = loaded.sources["default_model"]
-        raise SettingsError(f"default_model (from {source}): {models.default_model!r} is none of the models served")
+        raise SettingsError(f"default_model (from {source}): {models.default_model!r} is not one of the served models")
     for name in models.pinned:
         if name not in specs:
             raise SettingsError(
-                f"pinned_model (from {loaded.sources['pinned_model']}): {name!r} is none of the models served"
+                f"pinned_model (from {loaded.sources['pinned_model']}): {name!r} is not one of the served models"
             )
     weights = models.encoder_weights
     return {
@@ -91,7 +91,7 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
 
 
 def _add_from_file(loaded: Loaded, specs: dict[str, tuple[ModelSpec, Start]]) -> None:
-    """Add what the file of models says to the models that settings name, and the models that only it names."""
+    """Apply the file of models: change the models that settings name, and add the others."""
     path = loaded.settings.models.catalog
     if not path:
         return
@@ -120,10 +120,10 @@ def _profiles(spec: ModelSpec) -> Profiles:
 
 
 def check_adapters(loaded: Loaded) -> list[AdapterSpec]:
-    """Return the spec of every declared adapter; `check_models` has passed.
+    """Return the spec of every declared adapter; `check_models` must have passed.
 
-    Raises SettingsError for a spec that cannot be read, for an adapter named twice, for one whose model is not
-    served, or is a stub while it is not, or the other way round, and for a profile whose adapter is not declared.
+    Raises SettingsError for a spec that cannot be read, an adapter named twice, an adapter of a model that is not
+    served, and a profile with an undeclared adapter. Also raises it when only one of adapter and model is a stub.
     """
     specs: dict[tuple[str, str], AdapterSpec] = {}
     models = check_models(loaded)
@@ -134,11 +134,11 @@ def check_adapters(loaded: Loaded) -> list[AdapterSpec]:
         except BadRequest as error:
             raise SettingsError(f"{where}: {error.message}") from None
         if spec.model not in models:
-            raise SettingsError(f"{where}: {spec.model!r}, of adapter {spec.id!r}, is none of the models served")
+            raise SettingsError(f"{where}: {spec.model!r}, of adapter {spec.id!r}, is not one of the served models")
         if (spec.model, spec.id) in specs:
             raise SettingsError(f"{where}: {spec.id!r} of {spec.model!r} is named twice")
         if (spec.stub is None) != (models[spec.model][0].stub is None):
-            raise SettingsError(f"{where}: {spec.id!r}: a stub's adapters are stubs, and those of no other model")
+            raise SettingsError(f"{where}: {spec.id!r}: a stub's adapters must be stubs, and only those")
         specs[spec.model, spec.id] = spec
     for model_id, (model, _) in models.items():
         for name, options in _profiles(model).items():
@@ -241,7 +241,7 @@ def _read_card(spec: ModelSpec) -> ModelCard:
 
 
 def _repository_rows(models: Models) -> list[ModelRow]:
-    """Return a row for each version of each model of the repositories, and for each model without any."""
+    """Return a row for each version of each repository model, and for each model without a version."""
     if not models.repositories:
         return []
     from sie.catalog.repository import find_models  # imports protobuf

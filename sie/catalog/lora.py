@@ -1,7 +1,7 @@
-"""Reads a LoRA adapter's directory: `adapter_config.json` as peft writes it, and the place of its weights.
+"""Reads a LoRA adapter's directory: `adapter_config.json` as peft writes it, and the path of its weights.
 
-Pure but for reading files. What would change the vectors and is not computed here is refused by name, and so is every
-field that this version does not know, unless it is empty.
+Pure except for reading files. Refuses by name each field that would change the vectors and is not supported, and each
+unknown field that is not empty.
 Source: arXiv 2106.09685 (LoRA), 2312.03732 (rank-stabilised); peft 0.21, tuners/lora/config.py and tuners_utils.py.
 """
 
@@ -26,13 +26,13 @@ _TRAINING_ONLY = frozenset({
     "fan_in_fan_out", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config",
     "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 })  # fmt: skip
-"""Fields that say nothing about the forward pass; fan_in_fan_out only matters to who merges the weights."""
+"""Fields that do not affect the forward pass; fan_in_fan_out matters only when weights are merged."""
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the model's own weights as they were."""
+"""Values of `init_lora_weights` that leave the model's own weights unchanged."""
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How an adapter's weights are to be applied. Names of modules are those of the model it was trained on."""
+    """The rules to apply an adapter's weights. Module names are those of the model that it was trained on."""
 
     r: Annotated[int, Meta(ge=1, le=65536)] = 8
     lora_alpha: float = 8.0
@@ -49,7 +49,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
         return _by_pattern(self.rank_pattern, module, self.r)
 
     def scale(self, module: str) -> float:
-        """Return what a module's update is multiplied with: alpha / r, or alpha / sqrt(r) when rank-stabilised."""
+        """Return the factor of a module's update: alpha / r, or alpha / sqrt(r) when rank-stabilised."""
         rank = self.rank(module)
         return _by_pattern(self.alpha_pattern, module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -63,7 +63,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def targets_all(self) -> bool:
-        """Whether the config leaves it to the model which layers those are."""
+        """Whether the adapter targets all linear layers of the model."""
         return self.target_modules == "all-linear"
 
     def _has_layer(self, module: str) -> bool:
@@ -77,7 +77,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_lora_config(adapter_id: str, directory: str) -> LoraConfig:
-    """Return the config of the adapter in a directory. Raises Internal with the reason why it cannot be served."""
+    """Return the config of the adapter in a directory. Raises Internal, with the reason, if it cannot be served."""
     try:
         raw = open_checkpoint(adapter_id, directory).read_json(CONFIG_FILE, dict[str, Any])
     except ModelLoadFailed as error:
@@ -98,7 +98,7 @@ def read_lora_config(adapter_id: str, directory: str) -> LoraConfig:
 
 
 def find_lora_weights(adapter_id: str, directory: str) -> str:
-    """Return the path of the adapter's safetensors. Raises Internal when there is none; pickles are never read."""
+    """Return the path of the adapter's safetensors. Raises Internal when it is missing; pickles are never read."""
     try:
         checkpoint = open_checkpoint(adapter_id, directory)
         path = checkpoint.find(WEIGHTS_FILE)
@@ -110,17 +110,17 @@ def find_lora_weights(adapter_id: str, directory: str) -> str:
 
 
 def refuse_adapter(adapter_id: str, reason: str) -> Internal:
-    """Return the error of an adapter that cannot be served."""
+    """Return the error for an adapter that cannot be served."""
     return Internal(f"Adapter '{adapter_id}' cannot be loaded: {reason}")
 
 
 def reason_of(error: SieError) -> str:
-    """Return why a file was refused, without the words that call its directory a model."""
+    """Return the reason why a file was refused, without the prefix that calls its directory a model."""
     return error.message.partition(" cannot be loaded: ")[2] or error.message
 
 
 def _check_fields(adapter_id: str, raw: dict[str, Any]) -> None:
-    """Refuse by name what would be computed differently here."""
+    """Refuse by name each field that would be computed differently here."""
     for name, value in raw.items():
         if name in LoraConfig.__struct_fields__ or name in _TRAINING_ONLY or name == "peft_type":
             continue
@@ -147,12 +147,12 @@ def _patterns(config: LoraConfig) -> list[str]:
 
 
 def _is_named(names: list[str] | str | None, module: str) -> bool:
-    """Tell whether a module is meant: by a regular expression for its whole name, or by the end of its name."""
+    """Tell whether names match a module: a regular expression matches its whole name, a list the end of it."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names or ())
 
 
 def _by_pattern(table: dict[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first key that matches the whole name, or the end of it behind a dot."""
+    """Return the value of the first key that matches the whole name, or its end after a dot."""
     return next((value for key, value in table.items() if re.match(rf"(.*\.)?({key})$", module)), default)

@@ -1,7 +1,7 @@
 """Reads a tensor model's `config.pbtxt`, refuses the parts that are not supported, and writes its JSON form.
 
-The file is a ModelConfig in protobuf's text format. What would change a model's answers and is not done here is refused
-by name; hints about speed (instance_group, optimization, queue delays, warm-up, metric tags) are read and not followed.
+The file is a ModelConfig in protobuf's text format. Unsupported fields that would change a model's answers are refused
+by name. Hints about speed (instance_group, optimization, queue delays, warm-up, metric tags) are read and ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BACKENDS = {
     "pytorch_exported": "pytorch_exported",
     "pytorch": "pytorch_exported",
 }
-"""What `platform` or `backend` may say, and our name of that platform."""
+"""Allowed values of `platform` and `backend`, and our name of that platform."""
 _FORBIDDEN: dict[str, Callable[[Any], bool]] = {
     "sequence_batching": lambda config: config.HasField("sequence_batching"),
     "ensemble_scheduling": lambda config: config.HasField("ensemble_scheduling"),
@@ -44,9 +44,9 @@ _FORBIDDEN: dict[str, Callable[[Any], bool]] = {
 
 
 def read_model_config(model: Checkpoint, name: str) -> Any:
-    """Return the ModelConfig in a model's directory, an empty one without the file.
+    """Return the ModelConfig in a model's directory, or an empty one without the file.
 
-    Raises ModelLoadFailed, with file and line for what cannot be read, and by name for what cannot be done.
+    Raises ModelLoadFailed, with file and line for unreadable text, and with the name of an unsupported field.
     """
     config = message_class("model_config", "inference.ModelConfig")()
     path = model.find(CONFIG_FILE)
@@ -76,18 +76,18 @@ def read_model_config(model: Checkpoint, name: str) -> Any:
 
 
 def platform_of(model: Checkpoint, config: Any) -> str:
-    """Return the platform that a configuration names, empty when it leaves that to the model's file."""
+    """Return the platform that a configuration names; empty when the model's file decides."""
     for field in ("platform", "backend"):
         value = getattr(config, field)
         if value and value not in _BACKENDS:
-            raise refuse(model.id, f"{CONFIG_FILE}: {field} {value!r} is none of {', '.join(_BACKENDS)}")
+            raise refuse(model.id, f"{CONFIG_FILE}: {field} {value!r} is not one of {', '.join(_BACKENDS)}")
     return _BACKENDS.get(config.platform or config.backend, "")
 
 
 def to_json(message: Any) -> dict[str, Any]:
-    """Return a message as JSON values, under the proto's own names: enums by name, 64-bit integers as numbers.
+    """Return a message as JSON values with the proto's own names: enums by name, 64-bit integers as numbers.
 
-    Fields that were left out are there with their defaults, but for messages that are not set.
+    Missing fields appear with their defaults, except for messages that are not set.
     """
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
@@ -122,7 +122,7 @@ def _check(model: Checkpoint, name: str, config: Any) -> None:
 
 
 def _reason(error: text_format.ParseError) -> str:
-    """Return the parser's message without the position in front."""
+    """Return the parser's message without the leading position."""
     text = str(error)
     position = f"{error.GetLine()}:{error.GetColumn()} : "
     return text.removeprefix(position)

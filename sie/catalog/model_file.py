@@ -1,11 +1,11 @@
-"""Reads the operator's file of models, which the setting `catalog` names.
+"""Reads the operator's file of models, named by the setting `catalog`.
 
     [models."org/name"]
-    directory = "/srv/models/name"      # else the hub; relative to the file's own folder
+    directory = "/srv/models/name"      # default: the hub; relative to the file's own folder
     [models."org/name".profiles.short]
     options = { max_seq_length = 128 }
 
-Whatever is unknown or wrong raises BadRequest with the file, the section and the reason.
+An unknown or wrong value raises BadRequest with the file, the section and the reason.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class FileModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One section `[models."ID"]`."""
 
     directory: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-    """Absolute once read; None: the hub, or where the command line says."""
+    """Absolute after reading; None means the hub, or the directory on the command line."""
     revision: str | None = None
     preload: bool = False
-    """Whether it loads before the server is ready, and not when it is first asked for."""
+    """Whether it loads before the server is ready, instead of at its first request."""
     max_sequence_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Only lowers the checkpoint's own."""
+    """Can only lower the checkpoint's own limit."""
     encoder_weights: EncoderWeights | None = None
-    """None: what the setting of this name says."""
+    """None means the setting of this name."""
     ignore_remote_code: bool = False
-    """Whether an encoder that brings code along (`auto_map`) is served by transformers' own class, as if it brought none."""
+    """Whether an encoder with its own code (`auto_map`) is served by transformers' own class, as if it had no code."""
     accept_token_ids: bool = False
-    """Whether `/v1/embeddings` takes token ids, which have to be of the model's own tokenizer."""
+    """Whether `/v1/embeddings` accepts token ids, which must come from the model's own tokenizer."""
     profiles: dict[str, Any] = {}
 
 

@@ -1,6 +1,6 @@
 """Turns `modules.json` into a pipeline: the steps after the transformer's hidden states.
 
-Follows sentence-transformers 2 to 6. A module that is not run exactly as there is refused by name.
+Follows sentence-transformers 2 to 6. A module that cannot be run exactly as there is refused by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEGACY_POOLING = {  # the order is that of the concatenated vectors
     "pooling_mode_lasttoken": "lasttoken",
 }
 _PREFIX = "sentence_transformers."
-_PYLATE_DENSE = "pylate.models.Dense.Dense"  # the same as sentence-transformers' own
+_PYLATE_DENSE = "pylate.models.Dense.Dense"  # identical to sentence-transformers' Dense
 _NAME_KEYS = ("module_input_name", "module_output_name")
 _SENTENCE, _TOKENS = "sentence_embedding", "token_embeddings"
 
@@ -36,17 +36,17 @@ class Module(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The class's own name; the package it lies in has changed over the years."""
+        """The class name without its package, which has changed over the years."""
         return self.type.rpartition(".")[2]
 
     @property
     def folder(self) -> str:
-        """Where its files are, relative to the checkpoint; empty for the checkpoint itself."""
+        """The folder of its files, relative to the checkpoint; empty for the checkpoint itself."""
         return self.path.rstrip("/")
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """What `modules.json` says; a last normalise is kept apart, because a request may turn it off."""
+    """The steps of `modules.json`; a final normalise is kept apart, because a request may turn it off."""
 
     steps: tuple[PipelineStep, ...]
     dims: int
@@ -54,7 +54,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_modules(checkpoint: Checkpoint) -> list[Module] | None:
-    """Return what `modules.json` lists, None for a bare checkpoint. Raises ModelLoadFailed for code of its own."""
+    """Return the modules of `modules.json`, or None for a bare checkpoint. Raises ModelLoadFailed for custom code."""
     modules = checkpoint.read_json("modules.json", list[Module])
     for module in modules or ():
         if not module.type.startswith(_PREFIX) and module.type != _PYLATE_DENSE:
@@ -83,9 +83,9 @@ def read_pipeline(checkpoint: Checkpoint, modules: list[Module], hidden_size: in
 def read_token_steps(
     checkpoint: Checkpoint, modules: list[Module], hidden_size: int
 ) -> tuple[tuple[PipelineStep, ...], int, bool]:
-    """Read the modules that make vectors of tokens: the steps, the width after them, and whether they normalise last.
+    """Read the modules for token vectors: return the steps, the width after them, and whether they normalise last.
 
-    A MultiVectorMask is passed over: it changes no vector.
+    A MultiVectorMask is skipped, because it does not change vectors.
     """
     steps: list[PipelineStep] = []
     dims = hidden_size
@@ -101,7 +101,7 @@ def read_token_steps(
 
 
 def default_pipeline(config: dict[str, Any], hidden_size: int) -> Pipeline:
-    """Return what sentence-transformers does with a bare checkpoint: mean, or the last token of a causal one."""
+    """Return sentence-transformers' pipeline for a bare checkpoint: mean, or the last token for a causal model."""
     architectures = config.get("architectures") or [""]
     causal = str(architectures[0]).endswith("ForCausalLM") and config.get("is_causal", True)
     pooling = PipelineStep(kind="pooling", config={"modes": ["lasttoken" if causal else "mean"]})
@@ -111,7 +111,7 @@ def default_pipeline(config: dict[str, Any], hidden_size: int) -> Pipeline:
 def _read_step(
     checkpoint: Checkpoint, name: str, folder: str, dims: int, *, level: str = _SENTENCE
 ) -> tuple[PipelineStep, int]:
-    """Return one step and the width after it; level is what the step reads and writes."""
+    """Return one step and the width after it; level is the name of the step's input and output."""
     config = checkpoint.read_object(f"{folder}/config.json")
     directory = str(checkpoint.root / folder)
     if name == "Pooling":

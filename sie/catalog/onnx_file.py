@@ -1,7 +1,7 @@
 """Reads an ONNX file's inputs, outputs and weight files before a runtime loads it.
 
-A scan of the protobuf wire format over a mapping of the file: weights are stepped over, so that a file of many
-gigabytes costs its own structure only. Field numbers: onnx.proto3 of ONNX 1.x.
+It scans the protobuf wire format in a mapping of the file and skips the weights. So a file of many gigabytes costs only
+its structure. Field numbers: onnx.proto3 of ONNX 1.x.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DATATYPES: Final = {
     1: "FP32", 2: "UINT8", 3: "INT8", 4: "UINT16", 5: "INT16", 6: "INT32", 7: "INT64", 8: "BYTES", 9: "BOOL",
     10: "FP16", 11: "FP64", 12: "UINT32", 13: "UINT64", 16: "BF16",
 }  # fmt: skip
-"""TensorProto.DataType, as the tensor protocols name them."""
+"""The tensor protocols' names of TensorProto.DataType."""
 _PARTS: Final[dict[str, dict[int, str]]] = {
     "model": {7: "graph", 20: "training", 25: "function"},
     "training": {1: "graph", 2: "graph"},
@@ -27,15 +27,15 @@ _PARTS: Final[dict[str, dict[int, str]]] = {
     "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
     "sparse": {1: "tensor", 2: "tensor"},
 }
-"""The message fields through which a tensor may be reached, by the kind of message and the field's number."""
+"""The message fields that may lead to a tensor, by kind of message and field number."""
 
 
 class OnnxError(Exception):
-    """The file is not an ONNX model, or one that cannot be served; the text says why."""
+    """The file is not an ONNX model, or cannot be served; the text gives the reason."""
 
 
 class OnnxValue(NamedTuple):
-    """One input or output: shape None when the file does not tell its rank; a dimension's name, or -1 without one."""
+    """One input or output; shape is None for an unknown rank. A free dimension is its name, or -1 without a name."""
 
     name: str
     datatype: str
@@ -43,7 +43,7 @@ class OnnxValue(NamedTuple):
 
 
 class OnnxFile(NamedTuple):
-    """What a file says of itself; locations are the external files it names, each once, as it names them."""
+    """The facts in a file; locations are the external files that it names, without duplicates, spelled as there."""
 
     inputs: tuple[OnnxValue, ...]
     outputs: tuple[OnnxValue, ...]
@@ -51,13 +51,13 @@ class OnnxFile(NamedTuple):
 
 
 def read_onnx(path: Path) -> OnnxFile:
-    """Read an ONNX file. Raises OnnxError, or OSError for one that cannot be opened."""
+    """Read an ONNX file. Raises OnnxError, or OSError when it cannot be opened."""
     with path.open("rb") as file:
         if file.seek(0, 2) == 0:
             raise OnnxError("the file is empty")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
-        # Unmapped with its last view: an error's traceback still holds some.
+        # Not closed here: an error's traceback may still hold views. The last view to go unmaps the file.
         return _read_model(memoryview(mapped))
     except (IndexError, ValueError) as error:
         raise OnnxError(f"not an ONNX model: {error}") from None
@@ -111,14 +111,14 @@ def _read_value(data: memoryview) -> OnnxValue:
 def _read_dimension(data: memoryview) -> int | str:
     for number, value in _fields(data):
         if number == 1 and isinstance(value, int):
-            return value if value < 1 << 62 else -1  # a negative one is some exporters' "any"
+            return value if value < 1 << 62 else -1  # some exporters write a negative size for "any"
         if number == 2 and isinstance(value, memoryview):
             return bytes(value[:_MAX_TEXT_BYTES]).decode() or -1
     return -1
 
 
 def _find_locations(kind: str, data: memoryview, found: dict[str, None], depth: int) -> None:
-    """Add the external files of every tensor beneath a message."""
+    """Add the external files of every tensor in a message."""
     if depth > _MAX_DEPTH:
         raise OnnxError(f"graphs nested over {_MAX_DEPTH} deep")
     if kind == "tensor":
@@ -133,7 +133,7 @@ def _find_locations(kind: str, data: memoryview, found: dict[str, None], depth: 
 
 
 def _text(data: memoryview, wanted: int) -> str:
-    """Return a text field of a message, empty when it is not there."""
+    """Return a text field of a message, or empty when it is missing."""
     text = ""
     for number, value in _messages(data):
         if number == wanted:
@@ -144,14 +144,14 @@ def _text(data: memoryview, wanted: int) -> str:
 
 
 def _messages(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield (number, bytes) of the fields that have a length: messages, texts and packed numbers."""
+    """Yield (number, bytes) of the fields with a length: messages, texts and packed numbers."""
     for number, value in _fields(data):
         if isinstance(value, memoryview):
             yield number, value
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield (number, value) of a message's fields; IndexError or ValueError where the bytes are none."""
+    """Yield (number, value) of a message's fields. Raises IndexError or ValueError for malformed bytes."""
     position = 0
     while position < len(data):
         tag, position = _varint(data, position)

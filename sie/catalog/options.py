@@ -1,8 +1,8 @@
 """Lists the runtime options: their names, the type of each value, and the refused ones. Pure.
 
-A request and a profile set the same options. They differ in what is unknown: a request's unknown names are ignored, as
-the API reference has it, while in a profile they are mistakes of the person who runs the server, and stop the start.
-Source: SIE API reference, section 11.
+A request and a profile set the same options, but treat unknown names differently. A request's unknown names are
+ignored, as in the API reference. In a profile they are the operator's mistakes, and stop the start. Source: SIE API
+reference, section 11.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _JUDGED_ELSEWHERE: Final = frozenset(
         "score_threshold",
     }
 )  # fmt: skip
-"""Options whose operation, and not this file, says what a value must be."""
+"""Options whose values are checked by their operation instead of this file."""
 
 REFUSED: Final[dict[str, str]] = {
     "lora": "an adapter is named by lora_id",
@@ -51,17 +51,17 @@ REFUSED: Final[dict[str, str]] = {
     "smve": "sparse encodings of multivectors are not computed by this version",
     "pooling": "the checkpoint's own files say how it pools",
 }
-"""Options that the reference documents and this server does not serve, with the reason."""
+"""Options in the reference that this server does not support, with the reason."""
 
 _BRACE: Final = re.compile(r"[{}]")
 _PLACEHOLDER: Final = re.compile(r"\{([^{}]*)\}")
 
 
 def check_options(options: Mapping[str, Any], subject: str, path: str) -> None:
-    """Raise BadRequest for an option that is refused or has no value of its kind; names that are not known pass.
+    """Raise BadRequest for a refused option or a value of the wrong type; unknown names pass.
 
-    A null is as good as no option. subject is what does not support a refused one (`Model 'x'`), path where the options
-    stand in the request (`$.params.options`).
+    A null counts as a missing option. subject names the owner of the error (`Model 'x'`), and path the place of the
+    options in the request (`$.params.options`).
     """
     for name, (kind, label) in _TYPES.items():
         value = options.get(name)
@@ -84,7 +84,7 @@ def check_options(options: Mapping[str, Any], subject: str, path: str) -> None:
 
 
 def check_profile_options(options: Mapping[str, Any]) -> None:
-    """Raise BadRequest for what no request could be served with, unknown names among it."""
+    """Raise BadRequest for options that could never serve a request, including unknown names."""
     known = [*_TYPES, *_JUDGED_ELSEWHERE, *REFUSED]
     for name in options:
         if name not in known:
@@ -95,11 +95,11 @@ def check_profile_options(options: Mapping[str, Any]) -> None:
     if (outputs := options.get("output_types")) is not None:
         unknown = [output for output in outputs if output not in OUTPUT_TYPES]
         if unknown or not outputs:
-            raise BadRequest(f"output_types is {outputs}, but wants some of {', '.join(OUTPUT_TYPES)}")
+            raise BadRequest(f"output_types is {outputs}, but must be some of {', '.join(OUTPUT_TYPES)}")
 
 
 def check_template(template: str) -> None:
-    """Raise BadRequest for a placeholder other than `{text}` and `{instruction}`, and for a brace without its other half."""
+    """Raise BadRequest for a placeholder other than `{text}` and `{instruction}`, and for an unpaired brace."""
     depth = 0
     for brace in _BRACE.findall(template):
         depth += 1 if brace == "{" else -1

@@ -1,9 +1,9 @@
 """The helper process that turns a spec into a card: `python -m sie.catalog.prepare REQUEST`.
 
-A process of its own because it may take minutes, use the network and import transformers; the supervisor does none
-of these. REQUEST is a `Request` as JSON. Standard output carries JSON lines: any number of `Report`, then one `Ready`
-(of an adapter `Fetched`, of model repositories `Found`) or `Failed`; the exit status is 1 after Failed, else 0. All else
-that is printed goes to standard error.
+It is a separate process because it may take minutes, use the network and import transformers; the supervisor never does
+these. REQUEST is a `Request` as JSON. Standard output carries JSON lines: any number of `Report`, then one `Ready`
+(`Fetched` for an adapter, `Found` for model repositories) or `Failed`. The exit status is 1 after Failed, else 0. All
+other output goes to standard error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NOT_FETCHED: Final = "NOT_FETCHED"
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What to prepare. cache_dir is where converted tokenizers are kept."""
+    """The work to prepare. cache_dir keeps converted tokenizers."""
 
     spec: ModelSpec
     cache_dir: str
@@ -45,13 +45,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     is_check: bool = False
     """Whether nothing may be downloaded: a hub model that is not on this machine is an error of class NOT_FETCHED."""
     chat_template: str = ""
-    """Path of the template for generators without one of their own; empty for none."""
+    """Path of the template for generators without their own; empty for none."""
     repositories: tuple[str, ...] = ()
-    """Model repositories to look into, for the model that the spec names or, where its id is empty, for all."""
+    """Model repositories to search for the spec's model, or for all models when its id is empty."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
-    """How far it is: fraction 0 to 1, and what is being done."""
+    """The progress: a fraction 0 to 1, and the current activity."""
 
     fraction: float
     text: str
@@ -85,7 +85,7 @@ Message = Report | Ready | Fetched | Found | Failed
 
 
 def prepare(request: Request, on_progress: Progress) -> ModelCard:
-    """Return the card of a model whose files are all on this machine, tokenizer included; downloads what is not.
+    """Return the card of a model with all its files on this machine, tokenizer included; downloads missing files.
 
     With is_check it downloads nothing. Raises ModelLoadFailed.
     """
@@ -142,8 +142,8 @@ def _read_gguf(spec: ModelSpec, path: str, request: Request, on_progress: Progre
 
 
 def main(arguments: list[str]) -> int:
-    """Run the helper; returns its exit status."""
-    # Libraries print; only our lines may reach the reader of standard output.
+    """Run the helper and return its exit status."""
+    # Libraries print. Only our lines may reach the reader of standard output.
     lines = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
@@ -152,7 +152,7 @@ def main(arguments: list[str]) -> int:
     except SieError as error:
         _send(lines, Failed(to_wire(error)))
         return 1
-    except Exception as error:  # the reader must get a last line whatever happened
+    except Exception as error:  # the reader must always get a last line
         reason = f"{type(error).__name__}: {error}"
         _send(lines, Failed(to_wire(Internal(reason, extras={"error_class": "UNKNOWN"}))))
         return 1

@@ -1,7 +1,7 @@
 """Reads profiles: named sets of options of a model. Each is offered as the model `id:profile`.
 
-`profiles.toml` holds those of well-known checkpoints whose files do not say how they are asked; the file that `catalog`
-names (`sie.catalog.model_file`) holds the operator's own. Source: SIE API reference, sections 2, 11 and 18.
+`profiles.toml` holds profiles of well-known checkpoints whose files lack their prompts. The operator's profiles are in
+the file that `catalog` names (`sie.catalog.model_file`). Source: SIE API reference, sections 2, 11 and 18.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 
 DEFAULT_PROFILE: Final = "default"
-"""The profile of requests that name none; a model without it is offered only as `id:profile`."""
+"""The profile of requests without a profile; a model without it is offered only as `id:profile`."""
 MAX_NAME_CHARS: Final = 64
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 
 Options = dict[str, Any]
 Profiles = dict[str, Options]
-"""The options of each profile by its name, nothing left to inherit."""
+"""The options of each profile by name, with inheritance resolved."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A profile as it is written down. With options of its own it has none of the profile that it extends."""
+    """A profile as written in a file. Its own options replace all options of the profile that it extends."""
 
     extends: str | None = None
     options: Options = {}
@@ -49,25 +49,25 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def model_of(entry_id: str) -> str:
-    """Return the id of the model behind an entry: what stands before the colon, which no model's own id has."""
+    """Return the model's id of an entry: the part before the colon. Model ids never contain a colon."""
     return entry_id.partition(":")[0]
 
 
 def fold_default(entry_id: str) -> str:
-    """Return an entry's id without `:default`, which is the model itself."""
+    """Return an entry's id without `:default`, because that entry is the model itself."""
     return entry_id.removesuffix(f":{DEFAULT_PROFILE}")
 
 
 def known_profiles(model_id: str) -> Profiles:
-    """Return the built-in profiles of a model, none for most. The case of the id does not matter."""
+    """Return the built-in profiles of a model, usually empty. The case of the id does not matter."""
     return _known().get(model_id.lower(), {})
 
 
 def flatten(profiles: Mapping[str, Profile], inherited: Profiles) -> Profiles:
-    """Return each profile's options. inherited are further profiles that `extends` may name.
+    """Return each profile's options. inherited holds more profiles that `extends` may name.
 
-    A profile that extends another has its options, unless it has some of its own, which replace all of them. Raises
-    BadRequest that names the profile and what is wrong with it.
+    A profile takes all options of the profile that it extends, unless it has its own options. Raises BadRequest with
+    the profile's name and the fault.
     """
     return {name: _own_options(name, profiles, inherited) for name in profiles}
 
@@ -82,7 +82,7 @@ def _own_options(name: str, profiles: Mapping[str, Profile], inherited: Profiles
             return dict(profile.options)
         parent = profiles.get(profile.extends)
         if parent is None and profile.extends not in inherited:
-            raise BadRequest(f"it extends {profile.extends!r}, which is no profile of this model")
+            raise BadRequest(f"it extends {profile.extends!r}, which is not a profile of this model")
         if parent is not None and parent.extends is not None:
             raise BadRequest(f"it extends {profile.extends!r}, which extends another one itself")
     except BadRequest as error:

@@ -1,7 +1,8 @@
-"""Refuses checkpoints with quantised weights, by the name of the method, before a weight is read.
+"""Refuses checkpoints with quantised weights, by the name of the method, before any weight is read.
 
-transformers asks for another package for most methods. Of some it reads the weights without their scales: the model then
-gives wrong numbers and no error. GGUF files are not checkpoints of this kind; `sie.catalog.gguf_file` reads them.
+transformers needs another package for most methods. For some methods it reads the weights without their scales. The
+model then gives wrong numbers without an error. GGUF files are not such checkpoints; `sie.catalog.gguf_file` reads
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _NAMES: Final = {
     "mxfp4": "MXFP4", "mxfp8": "MXFP8", "nvfp4": "NVFP4", "quanto": "Quanto", "quark": "Quark", "sinq": "SINQ",
     "spqr": "SpQR", "vptq": "VPTQ",
 }  # fmt: skip
-"""How the methods of transformers 5.23 are written in prose, where `quant_method` is not that already."""
+"""Names in prose of the methods of transformers 5.23, where they differ from `quant_method`."""
 _UNNAMED: Final = "a method that it does not name"
 _MAX_NAME: Final = 40
 _REMEDY: Final = "use its unquantised checkpoint, or, for a model that generates, a GGUF file of it"
@@ -29,7 +30,7 @@ _SMALL_INTEGERS: Final = ("I8", "U8")
 def refuse_quantised(checkpoint: Checkpoint, prefix: str = "") -> None:
     """Raise ModelLoadFailed for a checkpoint whose files say that its weights are quantised.
 
-    prefix is empty, or a folder's name and a slash. A method that is not known to anyone is refused as well.
+    prefix is empty, or a folder's name and a slash. An unknown method is refused too.
     """
     name = next(_methods(checkpoint, prefix), None)
     if name is not None:
@@ -37,10 +38,10 @@ def refuse_quantised(checkpoint: Checkpoint, prefix: str = "") -> None:
 
 
 def find_quantised(dtypes: Mapping[str, str]) -> str | None:
-    """Return the name of a tensor whose numbers only make sense with a scale, or None.
+    """Return the name of a tensor whose numbers need a scale, or None.
 
-    dtypes has safetensors' name of each tensor's type: floats of 8 bits and fewer, and weights of 8-bit integers, as
-    bitsandbytes keeps them. Other integers are positions, masks and the like.
+    dtypes maps each tensor to safetensors' name of its type. Such tensors are floats of 8 bits or fewer, and weights of
+    8-bit integers, as bitsandbytes keeps them. Other integers are positions, masks and the like.
     """
     for name, dtype in dtypes.items():
         is_small_float = dtype.startswith("F") and dtype not in _FLOATS
@@ -50,21 +51,21 @@ def find_quantised(dtypes: Mapping[str, str]) -> str | None:
 
 
 def quantised_tensor(model_id: str, name: str, dtype: str) -> ModelLoadFailed:
-    """Return the error of a tensor that `find_quantised` found."""
+    """Return the error for a tensor that `find_quantised` found."""
     return refuse(model_id, f"its weight {name!r} is quantised ({dtype}), which this server does not serve; {_REMEDY}")
 
 
 def _methods(checkpoint: Checkpoint, prefix: str) -> Iterator[str]:
-    """Yield the names of methods from each place that one was ever written to."""
+    """Yield the method's name from each place where any version has written it."""
     config = checkpoint.read_object(f"{prefix}config.json")
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         if part.get("quantization_config") is not None:
             yield _method(part["quantization_config"])
-        if part.get("compression_config") is not None:  # of compressed-tensors before it had a quant_method
+        if part.get("compression_config") is not None:  # compressed-tensors, before it had a quant_method
             yield "compressed-tensors"
         if "bits" in _object(part, "quantization"):
             yield "MLX"
-    gptq = checkpoint.read_object(f"{prefix}quantize_config.json")  # also the name of a file about ONNX models
+    gptq = checkpoint.read_object(f"{prefix}quantize_config.json")  # files about ONNX models have this name too
     if "bits" in gptq:
         yield _method({"quant_method": "gptq", **gptq})
     if "w_bit" in checkpoint.read_object(f"{prefix}quant_config.json"):

@@ -1,4 +1,4 @@
-"""Reads the queue settings of a tensor model's configuration: priorities, timeouts and bounds. Pure.
+"""Reads the queue settings in a tensor model's configuration: priorities, timeouts and bounds. Pure.
 
 Source: Triton, ModelDynamicBatching and ModelQueuePolicy of model_config.proto.
 """
@@ -15,7 +15,7 @@ _DELAY = 1
 
 
 class QueueRule(NamedTuple):
-    """As the fields of `TensorRule` with these names."""
+    """The queue settings; fields as in `TensorRule`."""
 
     num_priorities: int
     default_priority: int
@@ -23,7 +23,7 @@ class QueueRule(NamedTuple):
 
 
 def read_queue_rule(model_id: str, config: Any) -> QueueRule:
-    """Return what `dynamic_batching` says of the queue. Raises ModelLoadFailed for what contradicts itself."""
+    """Return the queue settings of `dynamic_batching`. Raises ModelLoadFailed for contradictory settings."""
     batching = config.dynamic_batching
     levels, default = batching.priority_levels, batching.default_priority_level
     where = f"{CONFIG_FILE}: dynamic_batching"

@@ -1,8 +1,8 @@
-"""Decides about checkpoints that bring Python code (`auto_map`). Must never run that code.
+"""Decides how to serve checkpoints with their own Python code (`auto_map`). Must never run that code.
 
-transformers' own class for the checkpoint's `model_type` takes its place. `remote_code.toml` knows classes of well-known
-checkpoints and what they compute otherwise than the library's. An encoder with code that it does not know is refused, unless
-its section in the file of models says `ignore_remote_code = true`: code may change attention, pooling or tokens.
+transformers' own class for the checkpoint's `model_type` replaces it. `remote_code.toml` lists classes of well-known
+checkpoints, and how they differ from the library's classes. An encoder with unknown code is refused, because code may
+change attention, pooling or tokens. `ignore_remote_code = true` in its section of the file of models allows it.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from sie.values.extract import Detection, TokenClassification
 
 SETTING: Final = "ignore_remote_code"
 _POOLINGS: Final = {"avg": "mean", "cls": "cls", "last": "lasttoken"}
-"""Values of `pooling` in config.json, as NVIDIA writes them, by our name."""
+"""Maps NVIDIA's values of `pooling` in config.json to our names."""
 
 
 class _Code(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry for models: what these classes do otherwise than the library's for the same model_type."""
+    """One entry for models: how these classes differ from the library's class for the same model_type."""
 
     classes: tuple[str, ...]
     model_types: tuple[str, ...]
     served_as_type: str = ""
-    """The model_type under which the library has the architecture, where it is another."""
+    """The library's model_type of the architecture, if it differs."""
     bidirectional: bool = False
     adds_eos: bool = False
     names_pooling: bool = False
     refusal: str = ""
-    """Why it cannot be served; empty if it can."""
+    """The reason why it cannot be served; empty if it can."""
 
 
 class _TokenizerCode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry for tokenizers that read as the library's do."""
+    """One entry for tokenizers that work like the library's."""
 
     classes: tuple[str, ...]
 
@@ -50,9 +50,9 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def replace_remote_code(card: ModelCard) -> ModelCard:
-    """Return the card of an encoder or a head on one, with what its own code would have changed.
+    """Return the card of an encoder, or a model with a head on one, with the changes of its own code.
 
-    Raises ModelLoadFailed by the name of the class that is not known, or that cannot be replaced.
+    Raises ModelLoadFailed, naming the class, if it is unknown or cannot be replaced.
     """
     transformer = open_checkpoint(card.id, card.directory)
     config = transformer.read_object("config.json")
@@ -74,7 +74,7 @@ def replace_remote_code(card: ModelCard) -> ModelCard:
 
 
 def _auto_class(card: ModelCard) -> str:
-    """Return the auto class that transformers would build the model with."""
+    """Return the auto class that transformers would use to build the model."""
     if card.kind == "causal-reranker":
         return "AutoModelForCausalLM"
     if isinstance(card.extract, Detection):
@@ -88,9 +88,9 @@ def _auto_class(card: ModelCard) -> str:
 
 
 def _model_class(config: dict[str, Any], auto_class: str) -> str:
-    """Return the class that would be built from the checkpoint's code, else of its configuration; empty for neither.
+    """Return the model class in the checkpoint's code, or else its configuration class; empty for neither.
 
-    Source: transformers 5.23 auto_factory.py: an auto class that `auto_map` does not name builds the library's own.
+    Source: transformers 5.23 auto_factory.py: an auto class that `auto_map` does not name builds the library's class.
     """
     named = config.get("auto_map")
     if not isinstance(named, dict):
@@ -99,16 +99,16 @@ def _model_class(config: dict[str, Any], auto_class: str) -> str:
 
 
 def _unknown_tokenizer(settings: dict[str, Any]) -> str:
-    """Return a class of a tokenizer that is the checkpoint's own and not known; empty when there is none."""
+    """Return an unknown tokenizer class of the checkpoint's own code, or empty."""
     named = settings.get("auto_map")
-    found = named.get("AutoTokenizer") if isinstance(named, dict) else named  # transformers 4 wrote the pair alone, too
+    found = named.get("AutoTokenizer") if isinstance(named, dict) else named  # transformers 4 also wrote just the pair
     references = [_local(one) for one in (found if isinstance(found, list) else [found]) if one]
     known = {name for entry in _known().tokenizer for name in entry.classes}
     return next((reference for reference in references if reference not in known), "")
 
 
 def _local(reference: Any) -> str:
-    """Return a class reference without the repository that it is taken from."""
+    """Return a class reference without its repository."""
     return str(reference or "").rpartition("--")[2]
 
 
@@ -130,7 +130,7 @@ def _config_changes(model_id: str, reference: str, code: _Code, config: dict[str
 
 
 def _check_pooling(card: ModelCard, config: dict[str, Any]) -> None:
-    """Refuse a pooling that config.json names and the card does not have."""
+    """Refuse a checkpoint whose config.json names another pooling than its card."""
     named = config.get("pooling", "avg")
     modes = card.pipeline[0].config["modes"] if card.pipeline else []
     if modes != [_POOLINGS.get(named)]:
@@ -138,7 +138,7 @@ def _check_pooling(card: ModelCard, config: dict[str, Any]) -> None:
 
 
 def _with_eos(card: ModelCard, transformer: Checkpoint, code: _Code, settings: dict[str, Any]) -> ModelCard:
-    """Add the end of text that the code would put, unless the tokenizer's settings say that it would not."""
+    """Add the end of text that the code would add, unless the tokenizer's settings turn it off."""
     if not code.adds_eos or card.last_token or settings.get("add_eos_token") is False:
         return card
     token = read_special_tokens(settings, transformer.read_object("special_tokens_map.json")).get("eos_token")

@@ -1,10 +1,10 @@
 """Reads the layout of a model repository: its models, their versions and their files.
 
     DIR/NAME/config.pbtxt              optional
-    DIR/NAME/VERSION/model.onnx        or model.pt2, or what default_model_filename says
+    DIR/NAME/VERSION/model.onnx        or model.pt2, or the name in default_model_filename
 
-NAME is letters, digits, `.`, `_` and `-`, VERSION a decimal number from 1. A symbolic link may lead elsewhere beneath
-DIR; nothing outside it is ever read. Runs in the prepare helper: it reads files that strangers may have written.
+NAME is letters, digits, `.`, `_` and `-`; VERSION is a decimal number from 1. A symbolic link must stay beneath DIR;
+files outside it are never read. Runs in the prepare helper, because it reads files that strangers may have written.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _SUFFIXES = {".onnx": "onnxruntime_onnx", ".pt2": "pytorch_exported"}
 
 
 def find_models(repositories: tuple[str, ...], only: str = "") -> list[RepositoryModel]:
-    """Return the models of the repositories by name, or just the one named `only`.
+    """Return the models of the repositories by name, or only the one named `only`.
 
-    A name that two repositories have is the first one's. What has no name that may be served is left out, hidden
-    folders among it. Raises ModelLoadFailed for a repository that cannot be read.
+    If two repositories have a name, the first repository wins. Folders with an invalid or hidden name are skipped.
+    Raises ModelLoadFailed for a repository that cannot be read.
     """
     found: dict[str, RepositoryModel] = {}
     for repository in repositories:
@@ -42,14 +42,14 @@ def find_models(repositories: tuple[str, ...], only: str = "") -> list[Repositor
 
 
 def open_model(source: TensorSource, model_id: str) -> Checkpoint:
-    """Return the directory of a model, beyond whose repository nothing is read. Raises ModelLoadFailed."""
+    """Return the directory of a model; files outside its repository are never read. Raises ModelLoadFailed."""
     root = Path(source.repository).absolute()
     model = Checkpoint(model_id, root, root.resolve()).folder(source.name)
     return Checkpoint(model_id, model.root, model.root.resolve())
 
 
 def reason_without_version(source: TensorSource) -> str:
-    """Return why a model that had no version to serve cannot be loaded under the id that stands for it."""
+    """Return why the id of a model without a version to serve cannot be loaded."""
     found = find_models((source.repository,), source.name)
     if not found:
         return f"Model '{source.name}' cannot be loaded: it is not in the model repository any more"
@@ -101,7 +101,7 @@ def _find_model(repository: str, name: str) -> RepositoryModel:
 
 
 def _stamp(model: Checkpoint, version: str) -> str:
-    """Return a text that changes with the files of a version, and with the configuration."""
+    """Return a text that changes with the files of a version and with the configuration."""
     paths = [model.root / CONFIG_FILE, *sorted((model.root / version).iterdir())]
     stats = [(path.name, path.stat()) for path in paths if path.is_file()]
     facts = repr([(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
@@ -117,7 +117,7 @@ def _versions(model: Checkpoint) -> list[str]:
 
 
 def _choose(model: Checkpoint, policy: Any, available: list[str]) -> list[str]:
-    """Return the versions that a policy serves, of those there are, oldest first; the latest one by default."""
+    """Return the available versions that a policy serves, oldest first; by default the latest one."""
     choice = policy.WhichOneof("policy_choice")
     if choice == "all":
         return available

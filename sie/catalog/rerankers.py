@@ -1,4 +1,4 @@
-"""Reads `rerankers.toml`: causal language models that rerank, used as their authors use them."""
+"""Reads `rerankers.toml`: causal language models that rerank, with their authors' prompts and tokens."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Reranker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_tokens: int
     parts: tuple[str, ...]
     instructed_query: str | None = None
-    """What the part with the query is in a request with an instruction, where the parts have no place for one."""
+    """Replaces the part with the query for a request with an instruction, when the parts have no place for it."""
     default_instruction: str = ""
 
     @property
     def template(self) -> PairTemplate:
-        """How a pair is read."""
+        """The template of a pair."""
         instructed = None
         if self.instructed_query is not None:
             instructed = tuple(self.instructed_query if "{query}" in part else part for part in self.parts)
@@ -41,7 +41,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def find_reranker(model_id: str) -> Reranker | None:
-    """Return the entry for a model id, None when it has none."""
+    """Return the entry for a model id, or None."""
     lowered = model_id.lower()
     for entry in _entries():
         if any(fnmatchcase(lowered, pattern.lower()) for pattern in entry.models):
@@ -50,7 +50,7 @@ def find_reranker(model_id: str) -> Reranker | None:
 
 
 def token_id(model_id: str, tokenizer_file: Path, token: str) -> int:
-    """Return a token's number in a `tokenizer.json`. Raises ModelLoadFailed when it has no such token."""
+    """Return a token's number in a `tokenizer.json`. Raises ModelLoadFailed when the token is missing."""
     import tokenizers  # the supervisor imports this module, and must not import that library
 
     try:

@@ -1,7 +1,7 @@
-"""Recognises checkpoints that score pairs, and how: sequence classifiers and causal rerankers.
+"""Recognises checkpoints that score pairs, and reads their rules: sequence classifiers and causal rerankers.
 
 Follows sentence-transformers 6.2 (`CrossEncoder`). A causal model is a reranker when its `modules.json` ends in a
-LogitScore, or when an entry of `rerankers.toml` says so for its id.
+LogitScore, or when `rerankers.toml` has an entry for its id.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from sie.values.card import ScoreRule
 _CLASSIFIER = "ForSequenceClassification"
 _ACTIVATIONS = "torch.nn."
 _UNTYPED_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend", "AlbertTokenizer", "AlbertTokenizerFast")
-"""Tokenizers of transformers 5 that give no token types unless their file asks for them; the others of models with two
-types do."""
+"""Tokenizers of transformers 5 that give token types only if their file asks for them; other tokenizers of models with
+two types always give them."""
 
 
 class Scoring(msgspec.Struct, frozen=True):
-    """What a checkpoint that scores pairs is, and how it does it.
+    """The kind and the rules of a checkpoint that scores pairs.
 
-    task is what its `sentence_bert_config.json` must say, None when the catalogue says all there is to say about its
-    text. max_tokens None: as its tokenizer says.
+    task is the required value in its `sentence_bert_config.json`, or None when the catalogue has all settings of its
+    text. max_tokens None means the tokenizer's limit.
     """
 
     kind: Literal["cross-encoder", "causal-reranker"]
@@ -38,7 +38,7 @@ class Scoring(msgspec.Struct, frozen=True):
 def read_scoring(
     checkpoint: Checkpoint, transformer: Checkpoint, modules: list[Module] | None, config: dict[str, Any]
 ) -> Scoring | None:
-    """Return how a checkpoint scores pairs, None for one that encodes. Raises ModelLoadFailed for what cannot be run."""
+    """Return a checkpoint's scoring rules, or None if it encodes. Raises ModelLoadFailed if they cannot be run."""
     entry = find_reranker(checkpoint.id)
     if entry is not None:
         return Scoring("causal-reranker", None, _causal_rule(checkpoint, transformer, entry), entry.max_tokens)
@@ -76,7 +76,7 @@ def _causal_rule(checkpoint: Checkpoint, transformer: Checkpoint, entry: Reranke
 
 
 def _logit_rule(checkpoint: Checkpoint, folder: str, config: dict[str, Any]) -> ScoreRule:
-    """Return the rule of a LogitScore module, without the template: `sie.catalog.chat_pairs` reads that."""
+    """Return the rule of a LogitScore module without the template, which `sie.catalog.chat_pairs` reads."""
     settings = checkpoint.read_object(f"{folder}/config.json")
     if settings.get("module_input_name", "causal_logits") != "causal_logits":
         raise refuse(checkpoint.id, f"{folder}: module_input_name {settings['module_input_name']!r} cannot be run")
@@ -90,7 +90,8 @@ def _logit_rule(checkpoint: Checkpoint, folder: str, config: dict[str, Any]) -> 
 def _activation(checkpoint: Checkpoint, config: dict[str, Any]) -> str:
     """Return the activation's name in torch.nn.
 
-    Source: sentence_transformers 6.2 cross_encoder/model.py: its own file, config.json in two spellings, sigmoid.
+    Order: its own file, config.json in two spellings, sigmoid. Source: sentence_transformers 6.2
+    cross_encoder/model.py.
     """
     nested = config.get("sentence_transformers")
     path = checkpoint.read_object("config_sentence_transformers.json").get("activation_fn")
@@ -106,7 +107,7 @@ def _activation(checkpoint: Checkpoint, config: dict[str, Any]) -> str:
 
 
 def reads_token_types(transformer: Checkpoint, config: dict[str, Any]) -> bool:
-    """Tell whether a model is told which of a pair's tokens belong to the second text."""
+    """Tell whether a model reads token types, which mark the tokens of a pair's second text."""
     if int(config.get("type_vocab_size") or 0) < 2:
         return False
     tokenizer = transformer.read_object("tokenizer_config.json")

@@ -1,9 +1,11 @@
-"""Recognises checkpoints with sparse outputs, and how these are computed.
+"""Recognises checkpoints with sparse outputs, and reads their rules.
 
-Three layouts: a masked language model under a SpladePooling (or bare, which sentence-transformers' SparseEncoder takes
-for one with max pooling); the same behind a Router whose queries need no model, only a table of weights; and the
-linear layer that bge-m3 keeps beside its dense model. Source: sentence_transformers 6.2 sparse_encoder, FlagEmbedding
-M3Embedding (arXiv 2402.03216, section 3.1).
+Three layouts:
+- a masked language model under a SpladePooling, or bare, which sentence-transformers' SparseEncoder reads with max
+  pooling;
+- the same behind a Router whose queries need only a table of weights instead of a model;
+- the linear layer that bge-m3 keeps beside its dense model.
+Source: sentence_transformers 6.2 sparse_encoder, FlagEmbedding M3Embedding (arXiv 2402.03216, section 3.1).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class _Router(msgspec.Struct):
 
 
 class M3Heads(msgspec.Struct, frozen=True):
-    """What lies beside a dense model of the bge-m3 kind; missing says why an output is not there."""
+    """The heads beside a dense model of the bge-m3 kind; missing gives the reason for each missing output."""
 
     sparse: SparseOutput | None = None
     late: LateInteraction | None = None
@@ -39,7 +41,7 @@ class M3Heads(msgspec.Struct, frozen=True):
 
 
 def read_splade(checkpoint: Checkpoint, modules: list[Module] | None) -> SparseOutput:
-    """Read the pooling behind a masked language model; None is a bare one. Raises ModelLoadFailed."""
+    """Read the pooling after a masked language model; modules is None for a bare one. Raises ModelLoadFailed."""
     if modules is None:
         return SparseOutput(kind="splade")
     after = [module for module in modules[1:] if module.name != "Dropout"]
@@ -92,7 +94,7 @@ def _read_static(checkpoint: Checkpoint, folder: str) -> StaticQueries:
 
 
 def read_m3_heads(checkpoint: Checkpoint, hidden_size: int) -> M3Heads:
-    """Return the heads beside a dense model. A pickled one is not opened: its output is missing, with that reason."""
+    """Return the heads beside a dense model. A pickled head is never opened; its output is missing for this reason."""
     missing: dict[str, str] = {}
     sparse = late = None
     token_dims = 0

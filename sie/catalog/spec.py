@@ -1,6 +1,6 @@
-"""Parses a model spec, `ID[=DIR][@REVISION]` or `ID=stub:[key=value,...]`, and the spec of an adapter.
+"""Parses a model spec, `ID[=DIR][@REVISION]` or `ID=stub:[key=value,...]`, and an adapter spec.
 
-Pure: never touches the file system, so a spec reads the same in every process.
+Pure: never reads the file system, so a spec has the same meaning in every process.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ _STUB_MINIMUM = {"dense": 1, "max_tokens": 1, "blocks": 1}
 
 
 class TensorSource(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of one model of a model repository; version is empty for a model that has none to serve."""
+    """One version of one model in a model repository; version is empty for a model without a version to serve."""
 
     repository: str
     """Absolute path of the repository's directory."""
     name: str
     version: str
     default_max_batch_size: int = 0
-    """For a model with a batch dimension and no configuration."""
+    """Used for a model with a batch dimension and no configuration."""
     probes_batching: bool = False
-    """Whether such a model is tried at load, to see if it may join requests."""
+    """Whether such a model is tested at load, to find out if requests may be joined."""
     stamp: str = ""
-    """Another text once the model's files have changed."""
+    """A text that changes when the model's files change."""
 
     @property
     def hosted_id(self) -> str:
-        """The id under which this version is a model of the server."""
+        """The server's model id of this version."""
         return f"{self.name}/versions/{self.version}" if self.version else f"{self.name}/versions"
 
     @property
     def folder(self) -> str:
-        """The model's directory, which holds its versions."""
+        """The model's directory, which contains its versions."""
         return f"{self.repository}/{self.name}"
 
 
 class RepositoryModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One model of a model repository: the versions to serve by its policy, oldest first, or why it has none."""
+    """One model in a model repository: the versions that its policy serves, oldest first, or why it has none."""
 
     name: str
     repository: str
     versions: tuple[str, ...] = ()
     stamps: tuple[str, ...] = ()
-    """Of each version, as in `TensorSource`."""
+    """One for each version, as in `TensorSource`."""
     reason: str = ""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one served model comes from: a directory, a stub, a model repository, or (none set) the hub's `id`.
+    """The source of one served model: a directory, a stub, a model repository, or (none set) the hub's `id`.
 
-    max_sequence_length, encoder_weights, ignore_remote_code, accept_token_ids and profiles are the operator's own, from the file that
-    `sie.catalog.model_file` reads.
+    max_sequence_length, encoder_weights, ignore_remote_code, accept_token_ids and profiles are the operator's settings,
+    from the file that `sie.catalog.model_file` reads.
     """
 
     id: str
@@ -81,9 +81,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_sequence_length: int | None = None
     encoder_weights: EncoderWeights | None = None
     default_encoder_weights: EncoderWeights = "auto"
-    """What holds for every encoder that has none of its own: the setting."""
+    """The setting's value, for every encoder without its own."""
     ignore_remote_code: bool = False
-    """Whether an encoder whose code is not known is served by transformers' own class."""
+    """Whether an encoder with unknown code is served by transformers' own class."""
     accept_token_ids: bool = False
     profiles: dict[str, dict[str, Any]] = {}
     tensor: TensorSource | None = None
@@ -106,8 +106,8 @@ def repository_specs(
 def parse_model_spec(text: str) -> ModelSpec:
     """Parse one `--model` value.
 
-    A directory may hold `@`: only what follows its last `@` and has no slash is a revision. `ID:default` is `ID`.
-    Raises BadRequest that quotes the value and names the accepted form.
+    A directory may contain `@`: a revision is only the part after its last `@`, if it has no slash. `ID:default` is
+    `ID`. Raises BadRequest that quotes the value and names the accepted form.
     """
     head, equals, source = text.partition("=")
     if not equals:
@@ -125,7 +125,7 @@ def parse_model_spec(text: str) -> ModelSpec:
 
 
 def parse_adapter_spec(text: str) -> AdapterSpec:
-    """Parse one `--lora` value: what follows the model's id and `=` is read as a model spec is.
+    """Parse one `--lora` value: the part after the model's id and `=` is parsed as a model spec.
 
     Raises BadRequest that quotes the value and names the accepted form.
     """
@@ -141,7 +141,7 @@ def parse_adapter_spec(text: str) -> AdapterSpec:
 
 
 def check_model_id(model_id: str) -> None:
-    """Raise BadRequest unless `model_id` is a name that is safe in a path, a log and a label.
+    """Raise BadRequest unless `model_id` is safe in a path, a log and a label.
 
     Source: fault sheet S31 (path traversal through model names).
     """
@@ -169,7 +169,7 @@ def _checked_id(model_id: str, text: str) -> str:
 
 
 def check_revision(revision: str) -> None:
-    """Raise BadRequest unless `revision` can be a branch, tag or commit of the hub."""
+    """Raise BadRequest unless `revision` can be a branch, tag or commit on the hub."""
     if not _REVISION.fullmatch(revision) or ".." in revision:
         raise BadRequest(f"{revision!r} is not a revision")
 
@@ -190,7 +190,7 @@ def _parse_stub(options: str, text: str) -> StubOptions:
             near = difflib.get_close_matches(key, StubOptions.__struct_fields__, n=1, cutoff=0.0)
             raise BadRequest(f"model spec {text!r}: unknown stub option {key!r}; did you mean {near[0]!r}?")
         if key in pairs or not (equals or isinstance(getattr(_DEFAULT_STUB, key), bool)):
-            raise BadRequest(f"model spec {text!r}: stub option {key!r} wants exactly one value, as {key}=VALUE")
+            raise BadRequest(f"model spec {text!r}: stub option {key!r} needs exactly one value, as {key}=VALUE")
         pairs[key] = value if equals else "true"
     try:
         stub = msgspec.convert(pairs, StubOptions, strict=False)

@@ -1,38 +1,41 @@
-"""Gives a stub model its card and its token count.
+"""Builds the card of a stub model, and counts its tokens.
 
-A stub goes the whole path of a request and computes nothing worth having; it exists to measure and to test. With
-H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
+A stub's requests take the same path as real ones, but its outputs have no meaning. It exists for measurements and
+tests. H(x) is SHAKE-256 of x, and `text` is the UTF-8 of the text:
 
     dense        value i = int8(H(text)[i]) / 127
-    sparse       16 little-endian uint32 from H("sparse" text), modulo the width: the indices, each once, ascending;
-                 the value at index i = (1 + i modulo 127) / 127
+    sparse       16 little-endian uint32 from H("sparse" text), modulo the width, are the indices: without duplicates,
+                 ascending; the value at index i = (1 + i modulo 127) / 127
     multivector  one row a token; row r has value i = int8(H(r as uint32, little-endian, then text)[i]) / 127,
-                 then divided by its length unless the request turns that off
+                 then divided by its length unless the request turns normalising off
     score        the first three bytes, little-endian, of H(pair) over 2**24: exact in float32; the pair is the length
                  of the query's UTF-8 as uint32, little-endian, then the query and the document
-    extract      with D = H("extract" w) for each word w, a run of characters without white space: it is an entity if
-                 D[0] < 128, its label is number D[1] modulo their count (`word` if there are none), its score the
-                 bytes D[2:5], little-endian, over 2**24; and each label is a classification, best first, its score the
-                 same of the first three bytes of H("class" label 0x00 text). What is under the threshold is left out
+    extract      D = H("extract" w) for each word w, a run of characters without white space. The word is an entity if
+                 D[0] < 128. Its label is number D[1] modulo their count (`word` without labels). Its score is the bytes
+                 D[2:5], little-endian, over 2**24. Each label is also a classification, best first; its score is the
+                 first three bytes of H("class" label 0x00 text), in the same form. Results under the threshold are
+                 left out
     image        height and width as uint32, little-endian, then the bytes of the upright RGB rows in the image's own
-                 size take the place of the text's UTF-8; an item of several images is all of theirs, in order. It
-                 costs a token for each square begun of 16 pixels a side. What is extracted from an image is an object
-                 for each label (`object` if there are none), best first: with D = H("object" label 0x00 image) its score
-                 is D[0:3] over 2**24, its box x = D[3:5] modulo the width, y = D[5:7] modulo the height, 1 + D[7:9]
-                 modulo what is left of the width, 1 + D[9:11] modulo what is left of the height, all little-endian
+                 size replace the text's UTF-8; for an item of several images, those of all, in order. An image costs a
+                 token for each 16 by 16 pixel square, partial ones included. Extraction gives one object for each label
+                 (`object` without labels), best first. With D = H("object" label 0x00 image) its score is D[0:3] over
+                 2**24. Its box is x = D[3:5] modulo the width, y = D[5:7] modulo the height, a width of 1 + D[7:9]
+                 modulo the remaining width, and a height of 1 + D[9:11] modulo the remaining height, all little-endian
 
-    tensor       input INPUTn, of any datatype and shape, is output OUTPUTn; nothing else is taken then. A token is a KiB
-    generate     a token is one byte of the UTF-8, and 256, written `<|end|>`, ends a text; nothing else is given then. Choice
-                 c of a prompt of n tokens continues it with its tokens c, c + 1, ..., each modulo n, and ends after n of
-                 them, or goes on where the end is ignored. Where that token may not come (a bias, a grammar), the
-                 likeliest does that may: token (x + r) modulo 257 has the probability 2**-(r + 1) where x is the one that should come. Whatever
-                 the temperature is, the likeliest comes. A grammar, of whatever kind, is the answer itself; one that
-                 is blank does not compile
+    tensor       input INPUTn, of any datatype and shape, becomes output OUTPUTn; such a stub accepts only tensors. A
+                 token is a KiB
+    generate     a token is one byte of the UTF-8; 256, written `<|end|>`, ends a text; such a stub only generates.
+                 Choice c of a prompt of n tokens continues it with the prompt's tokens c, c + 1, ..., each modulo n. It
+                 ends after n tokens, or continues if the end is ignored. Let x be the next token by this rule; token
+                 (x + r) modulo 257 has the probability 2**-(r + 1). At every temperature the likeliest token that a
+                 bias and a grammar allow is chosen. A grammar of any kind is the answer itself; a blank one does not
+                 compile
 
-Values are float32. Queries and documents are alike. Options that lower the limit of tokens cut the UTF-8 at four bytes
-for each token left. A text over `max_tokens` is told of as cut, costs no more and is refused where that is asked for, as
-with a real model; yet values are those of all of it, and only what is extracted is of its first bytes. With an adapter, `text` is "lora", its id in UTF-8, a zero byte and then the text's own bytes; how
-many rows a multivector has follows from that, too.
+Values are float32. Queries and documents are treated alike. Options that lower the token limit cut the UTF-8 to four
+bytes for each allowed token. A text over `max_tokens` is reported as cut, costs at most `max_tokens`, and is refused if
+the request asks for it, as with a real model. But its values come from the whole text; only extraction uses its first
+bytes. With an adapter, `text` is "lora", the adapter's id in UTF-8, a zero byte and then the text's own bytes. The
+number of rows of a multivector follows from this text too.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ from sie.values.tensor import TensorRule, TensorSpec
 
 BYTES_PER_TOKEN = 4
 END_OF_TEXT = 256
-"""The token that ends a text of a stub that generates; those before it are bytes."""
+"""The token that ends a text of a generating stub; lower tokens are bytes."""
 _END_TEXT = "<|end|>"
 _CHAT_TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
@@ -98,7 +101,7 @@ def _generator_card(name: str, stub: StubOptions) -> ModelCard:
 
 
 def _stub_rule(name: str) -> TensorRule:
-    """Return what a stub shows of itself: the first of its inputs, in the plainest form that it may have."""
+    """Return the tensor rule that a stub shows: only its first input, in the simplest form."""
     config = {
         "name": name,
         "platform": "stub",
@@ -114,10 +117,10 @@ def _stub_rule(name: str) -> TensorRule:
 
 
 def count_stub_tokens(num_bytes: int, max_tokens: int) -> int:
-    """Return how many tokens a text of num_bytes UTF-8 bytes costs: one for each four begun, 1 to max_tokens."""
+    """Return the token cost of num_bytes of UTF-8: one for each four bytes, rounded up, from 1 to max_tokens."""
     return min(max(1, -(-num_bytes // BYTES_PER_TOKEN)), max_tokens)
 
 
 def adapted_text(text: bytes, lora: str) -> bytes:
-    """Return the UTF-8 that stands for a text under an adapter."""
+    """Return the bytes that represent a text under an adapter."""
     return b"lora" + lora.encode() + b"\0" + text

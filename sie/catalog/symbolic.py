@@ -1,6 +1,6 @@
-"""Checks the size expressions in a saved program. Only arithmetic is allowed: nothing that sympy would have to run.
+"""Checks the size expressions in a saved program. Allows only arithmetic, never code.
 
-torch hands these texts to `sympy.sympify`, which evaluates them as Python. Pure.
+torch passes these texts to `sympy.sympify`, which evaluates them as Python. Pure.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _PLAIN: Final = (
 
 
 class SymbolicError(ValueError):
-    """The text is no such expression."""
+    """The text is not an allowed expression."""
 
 
 def check_expression(text: Any) -> None:
     """Raise SymbolicError unless a text is arithmetic of symbols (`s77`), whole numbers and torch's own functions."""
     if not isinstance(text, str) or len(text) > _MAX_CHARS:
-        raise SymbolicError("a size that is no expression")
+        raise SymbolicError("a size that is not an expression")
     try:
         tree = ast.parse(text, mode="eval")
         for node in ast.walk(tree):
@@ -64,11 +64,11 @@ def _check_constant(value: Any) -> None:
         if not _is_symbol(value):
             raise SymbolicError(value)
     elif not isinstance(value, bool | int | float) or abs(value) > _MAX_NUMBER:
-        raise SymbolicError("a number that is no size")
+        raise SymbolicError("a number that is not a size")
 
 
 def _is_symbol(text: str) -> bool:
-    """Tell whether a text names a symbol of torch's: a kind in letters, and a number."""
+    """Tell whether a text is a torch symbol: letters for its kind, and a number."""
     kind = text.rstrip("0123456789")
     return text.isascii() and kind != text and (kind.isalpha() or kind in ("unbacked_", "u_", "s_")) and len(kind) < 12
 

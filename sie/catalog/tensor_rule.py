@@ -1,7 +1,7 @@
 """Builds the card of one version of a repository's model from its file and its configuration.
 
-Where both speak of a tensor they have to agree; the configuration may be narrower (a fixed dimension where the model
-takes any), and may leave outputs out. Runs in the prepare helper.
+When both describe a tensor, they must agree. The configuration may be narrower (a fixed dimension where the model
+accepts any), and may leave out outputs. Runs in the prepare helper.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from sie.values.tensor import MAX_RANK, TensorRule, TensorSpec
 
 _MAX_LABEL_BYTES = 16 << 20
 _NOT_A_BATCH = re.compile(r"seq|len|time|frame|token|sample|height|width", re.IGNORECASE)
-"""Names of a leading dimension that rows of other requests must not be put behind."""
+"""Names of a leading dimension that is not a batch, so rows of several requests must not be joined in it."""
 _FORMATS: dict[str, Literal["", "NHWC", "NCHW"]] = {"FORMAT_NHWC": "NHWC", "FORMAT_NCHW": "NCHW"}
 _BACKENDS = {"onnxruntime_onnx": "onnxruntime", "pytorch_exported": "pytorch"}
-"""The name that the protocols have for what runs a platform."""
+"""The protocols' backend name of each platform."""
 _COLORS = "image_colors"
 _CONFIG_NAMES = {"BYTES": "STRING"}
-"""Datatypes whose name in a configuration is not the protocol's own."""
+"""Datatypes whose name in a configuration differs from the protocol's."""
 
 
 class Signature(NamedTuple):
-    """What a model's own file says of its tensors; shapes as in `OnnxValue`."""
+    """The tensors of a model's own file; shapes as in `OnnxValue`."""
 
     inputs: tuple[OnnxValue, ...]
     outputs: tuple[OnnxValue, ...]
     nbytes: int
-    """Of all its files."""
+    """Size of all its files."""
 
 
 def read_tensor_card(spec: ModelSpec) -> ModelCard:
@@ -68,7 +68,7 @@ def read_tensor_card(spec: ModelSpec) -> ModelCard:
 
 
 def read_signature(folder: Checkpoint, file: str, platform: str) -> Signature:
-    """Return what a model's file says, having checked that all of its files lie beneath the model's directory."""
+    """Return the signature in a model's file, after checking that all its files are beneath the model's directory."""
     path = folder.root / file
     if platform != "onnxruntime_onnx":
         return _exported_signature(folder, file)
@@ -95,9 +95,9 @@ def _exported_signature(folder: Checkpoint, file: str) -> Signature:
 
 
 def _external_bytes(folder: Checkpoint, file: str, location: str) -> int:
-    """Return the size of a file that holds weights. Source: ONNX, ExternalData.md, a path relative to the model's."""
+    """Return the size of a weights file; its path is relative to the model's. Source: ONNX, ExternalData.md."""
     if not location or "\0" in location or Path(location).is_absolute():
-        raise refuse(folder.id, f"{file}: its weights are in {location!r}, which is no relative path")
+        raise refuse(folder.id, f"{file}: its weights are in {location!r}, which is not a relative path")
     path = folder.find(location)
     if path is None or not path.is_file():
         raise refuse(folder.id, f"{file}: its weights are in {location}, which is not there", "STORAGE")
@@ -105,7 +105,7 @@ def _external_bytes(folder: Checkpoint, file: str, location: str) -> int:
 
 
 def _make_rule(model: Checkpoint, source: TensorSource, config: Any, signature: Signature, platform: str) -> TensorRule:
-    # A saved program does not keep the names of its dimensions: only a configuration can tell that one is a batch.
+    # A saved program does not keep the names of its dimensions, so only a configuration can tell that one is a batch.
     default = source.default_max_batch_size if platform == "onnxruntime_onnx" else 0
     batch = _batch_size(config, signature, default)
     inputs = _merge(model, "input", config.input, signature.inputs, batch)
@@ -128,7 +128,7 @@ def _make_rule(model: Checkpoint, source: TensorSource, config: Any, signature: 
 
 
 def _image_colors(model: Checkpoint, config: Any) -> Literal["BGR", "RGB"]:
-    """Return the order of colours that a configuration's parameter names; BGR as in OpenVINO Model Server."""
+    """Return the colour order from a configuration's parameter; default BGR, as in OpenVINO Model Server."""
     if _COLORS not in config.parameters:
         return "BGR"
     colors = config.parameters[_COLORS].string_value
@@ -138,10 +138,10 @@ def _image_colors(model: Checkpoint, config: Any) -> Literal["BGR", "RGB"]:
 
 
 def _batch_size(config: Any, signature: Signature, default: int) -> int:
-    """Return the configuration's max_batch_size; where it leaves that out, and the tensors too, what the model shows.
+    """Return the configuration's max_batch_size; without it and without tensors there, decide from the model.
 
-    A model has a batch dimension when every input and output begins with one that may have any size, the inputs' under
-    one name, and that name does not say that it is something else.
+    A model has a batch dimension when the first dimension of every input and output may have any size. All inputs must
+    use one name for it, and no name may describe another kind of dimension.
     """
     if config.HasField("max_batch_size"):
         return config.max_batch_size
@@ -161,7 +161,7 @@ def _batch_size(config: Any, signature: Signature, default: int) -> int:
 def _merge(
     model: Checkpoint, kind: str, configured: Any, values: tuple[OnnxValue, ...], batch: int
 ) -> tuple[TensorSpec, ...]:
-    """Return the specs of a model's inputs or outputs, in the configuration's order, else in the model's own."""
+    """Return the specs of a model's inputs or outputs, in the order of the configuration, or else of the model."""
     own = {value.name: value for value in values}
     if not configured:
         return tuple(_own_spec(model, kind, value, batch) for value in values)
@@ -170,7 +170,7 @@ def _merge(
         if tensor.name not in own:
             raise refuse(model.id, f"{CONFIG_FILE}: the model has no {kind} {tensor.name!r}; it has {', '.join(own)}")
         if any(spec.name == tensor.name for spec in specs):
-            raise refuse(model.id, f"{CONFIG_FILE}: {kind} {tensor.name!r} is there twice")
+            raise refuse(model.id, f"{CONFIG_FILE}: {kind} {tensor.name!r} appears twice")
         specs.append(_merged_spec(model, kind, tensor, own[tensor.name], batch))
     return tuple(specs)
 
@@ -231,7 +231,7 @@ def _numbers(shape: tuple[int | str, ...]) -> tuple[int, ...]:
 
 
 def _labels(model: Checkpoint, name: str) -> tuple[str, ...]:
-    """Return the names of an output's classes, one a line."""
+    """Return the names of an output's classes, one from each line."""
     path = model.find(name)
     if path is None or not path.is_file():
         raise refuse(model.id, f"{CONFIG_FILE}: there is no file {name} of labels", "STORAGE")
@@ -244,7 +244,7 @@ def _labels(model: Checkpoint, name: str) -> tuple[str, ...]:
 
 
 def complete_config(config: Any, rule: TensorRule, file: str) -> None:
-    """Fill in what a configuration left out, as the protocols show it."""
+    """Fill in the missing fields of a configuration, as the protocols show them."""
     config.name = rule.name
     config.max_batch_size = rule.max_batch_size
     config.default_model_filename = file

@@ -1,8 +1,8 @@
-"""Finds the tokens that a tokenizer's configuration puts around every text where its `tokenizer.json` does not.
+"""Finds the tokens that a tokenizer's configuration adds around every text but its `tokenizer.json` does not.
 
-`add_bos_token` and `add_eos_token` in tokenizer_config.json were obeyed by transformers up to 4, with which most such models
-were published: it wrote them into the post-processor. transformers 5 takes the post-processor of tokenizer.json as it is.
-Source: transformers 4.57 tokenization_llama_fast.py (`update_post_processor`); embeddings-benchmark/mteb, pull request 5237.
+transformers up to 4 wrote `add_bos_token` and `add_eos_token` of tokenizer_config.json into the post-processor. Most
+such models were published with it. transformers 5 uses the post-processor of tokenizer.json unchanged. Source:
+transformers 4.57 tokenization_llama_fast.py (`update_post_processor`); embeddings-benchmark/mteb, pull request 5237.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _SAMPLE: Final = "a"
 
 
 class TextEnds(NamedTuple):
-    """The token before and the token after every text, each empty where the configuration wants none."""
+    """The token before and the token after every text, each empty if the configuration has none."""
 
     first: str = ""
     last: str = ""
 
 
 class _Mark(NamedTuple):
-    """A token that the post-processor does not put."""
+    """A token that the post-processor does not add."""
 
     token: str
     token_id: int
 
 
 def read_text_ends(transformer: Checkpoint, overrides: dict[str, Any]) -> TextEnds:
-    """Return what a tokenizer's configuration wants around every text.
+    """Return the tokens that a tokenizer's configuration adds around every text.
 
-    overrides are the settings that sentence-transformers gives the tokenizer. Raises ModelLoadFailed for an end of text that
-    is wanted and not named.
+    overrides are the settings that sentence-transformers gives the tokenizer. Raises ModelLoadFailed when it adds an
+    end of text but does not name the token.
     """
     settings = {**transformer.read_object("tokenizer_config.json"), **overrides}
     tokens = read_special_tokens(settings, transformer.read_object("special_tokens_map.json"))
@@ -54,9 +54,9 @@ def read_text_ends(transformer: Checkpoint, overrides: dict[str, Any]) -> TextEn
 
 
 def with_text_ends(card: ModelCard, cache_dir: str) -> ModelCard:
-    """Return a card whose tokenizer puts the card's first and last token around every text, and counts them in limits.
+    """Return a card whose tokenizer adds the card's first and last token to every text, and counts them in limits.
 
-    Writes a `tokenizer.json` to the cache if the card's own does not put them. Raises ModelLoadFailed.
+    Writes a `tokenizer.json` to the cache if the card's own does not add them. Raises ModelLoadFailed.
     """
     if not (card.first_token or card.last_token):
         return card
@@ -87,7 +87,7 @@ def _missing_marks(card: ModelCard, data: bytes) -> tuple[_Mark | None, _Mark | 
 
 
 def _rewrite(model_id: str, data: bytes, first: _Mark | None, last: _Mark | None) -> str:
-    """Return the text of a tokenizer.json whose post-processor also puts the marks."""
+    """Return the text of a tokenizer.json whose post-processor also adds the marks."""
     parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     processor = msgspec.json.decode(parts.get("post_processor", msgspec.Raw(b"null")))
     parts["post_processor"] = msgspec.Raw(msgspec.json.encode(_with_marks(processor, first, last)))
@@ -111,7 +111,7 @@ def _encode_sample(model_id: str, data: bytes) -> tuple[list[int], Any]:
 
 
 def _with_marks(processor: dict[str, Any] | None, first: _Mark | None, last: _Mark | None) -> dict[str, Any]:
-    """Return a post-processor, in the form of tokenizer.json, that also puts the marks."""
+    """Return a post-processor, in the form of tokenizer.json, that also adds the marks."""
     if processor is None:
         return _with_marks(_plain_template(), first, last)
     if processor["type"] == "TemplateProcessing":

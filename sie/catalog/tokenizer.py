@@ -1,7 +1,7 @@
 """Provides a `tokenizer.json` for checkpoints without one: transformers converts their tokenizer once.
 
-The result lies in the cache under a hash of everything it was made from, so it is never stale and frontends, which
-read only `tokenizer.json`, need no other library.
+The cache keeps the result under a hash of all its sources, so it is never stale. Frontends read only `tokenizer.json`,
+so they do not need another library.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def convert_tokenizer(model_id: str, directory: str, cache_dir: str) -> str:
 
 
 def keep_tokenizer(model_id: str, cache_dir: str, fingerprint: str, convert: Callable[[], str]) -> str:
-    """Return the path of the cached `tokenizer.json` of a fingerprint; convert makes its text where there is none yet.
+    """Return the path of the cached `tokenizer.json` of a fingerprint; convert makes its text if it is missing.
 
-    Raises ModelLoadFailed when it cannot be written, and whatever convert raises.
+    Raises ModelLoadFailed when it cannot be written, and the errors of convert.
     """
     path = Path(cache_dir, _FOLDER, f"{fingerprint}.json")
     if path.is_file():
@@ -45,7 +45,7 @@ def keep_tokenizer(model_id: str, cache_dir: str, fingerprint: str, convert: Cal
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
             file.write(text)
-        Path(file.name).replace(path)  # ORDER: after the last byte; a reader sees the whole file or none
+        Path(file.name).replace(path)  # ORDER: after the last byte; a reader sees the whole file or no file
     except OSError as error:
         raise refuse(model_id, f"its tokenizer cannot be written to {path}: {error.strerror}", "STORAGE") from error
     return str(path)
@@ -62,7 +62,7 @@ def _fingerprint(directory: str) -> str:
 
 def _convert(model_id: str, directory: str) -> str:
     if not any(path for pattern in _VOCABULARIES for path in Path(directory).glob(pattern)):
-        # Without one transformers makes a tokenizer that knows only special tokens.
+        # Without a vocabulary, transformers makes a tokenizer that knows only special tokens.
         raise refuse(model_id, "there is neither a tokenizer.json nor a vocabulary to make one from")
     from transformers import AutoTokenizer
 
@@ -71,9 +71,9 @@ def _convert(model_id: str, directory: str) -> str:
         tokenizer = load(directory, local_files_only=True, trust_remote_code=False)
     except ImportError as error:
         raise refuse(model_id, f"its tokenizer cannot be converted: {error}", "DEPENDENCY") from error
-    except Exception as error:  # each family fails in its own way on files it does not find
+    except Exception as error:  # each family raises different errors for missing files
         if any(Path(directory).glob(_SENTENCEPIECE)) and find_spec("sentencepiece") is None:
-            # transformers then takes the file for one of tiktoken, and demands that library instead.
+            # transformers then assumes that the file is tiktoken's, and requires that library instead.
             reason = "there is no tokenizer.json, and to make one of its SentencePiece model takes a library"
             raise refuse(model_id, f"{reason}: `pip install 'sie[sentencepiece]'`", "DEPENDENCY") from error
         raise refuse(model_id, f"there is no tokenizer.json, and none can be made: {error}") from error

@@ -1,7 +1,7 @@
 """Builds the card of a checkpoint with a text tower and an image tower: CLIP, SigLIP and related models.
 
-A bare directory, or one of sentence-transformers with a CLIPModel, or a Transformer for both, and perhaps a Normalize.
-Their configurations leave out what has its default value, so the defaults are kept here.
+Reads a bare directory, or one of sentence-transformers with a CLIPModel, or a Transformer for both, and perhaps a
+Normalize. Their configurations leave out default values, so the defaults are kept here.
 Source: transformers 5.23 configuration_clip.py, configuration_siglip.py, configuration_chinese_clip.py,
 configuration_altclip.py; sentence_transformers 6.2 modules/clip_model.py.
 """
@@ -19,19 +19,19 @@ from sie.values.card import ImageRule, ModelCard, TextPadding
 
 
 class _Family(NamedTuple):
-    """What a model_type's configuration leaves out."""
+    """The defaults that a model_type's configuration leaves out."""
 
     architecture: str
     vocab_size: int
     max_positions: int
-    """Tokens of a text, special ones included."""
+    """Most tokens of a text, special ones included."""
     dims: int
     patch: int
     processor: str = "CLIPImageProcessor"
     has_class_token: bool = True
-    """Whether an image has a token beside its patches."""
+    """Whether an image has one more token beside its patches."""
     pads: bool = False
-    """Whether every text is filled up to max_positions, and sees its padding."""
+    """Whether every text is padded to max_positions, and attends to its padding."""
 
 
 _FAMILIES = {
@@ -49,9 +49,9 @@ _HARMLESS_SETTINGS = {"transformer_task", "max_seq_length", "modality_config", "
 
 
 def read_towers(checkpoint: Checkpoint, transformer: Checkpoint, modules: list[Module] | None) -> ModelCard | None:
-    """Return the card of a dual encoder, without its revision; None when the checkpoint is something else.
+    """Return the card of a dual encoder without its revision, or None for another kind of checkpoint.
 
-    Raises ModelLoadFailed for one that cannot be run exactly as its own library runs it.
+    Raises ModelLoadFailed if it cannot be run exactly as its own library runs it.
     """
     config = transformer.read_object("config.json")
     family = _FAMILIES.get(str(config.get("model_type")))
@@ -76,7 +76,7 @@ def read_towers(checkpoint: Checkpoint, transformer: Checkpoint, modules: list[M
         max_sequence_length=limit,
         vocab_size=int(text.get("vocab_size", family.vocab_size)),
         tokenizer_file=str(tokenizer) if tokenizer else "",
-        # What these two classes do to a text before their tokenizer.json sees it.
+        # These two classes change a text before their tokenizer.json sees it.
         lowercase=bool(
             tokenizer_class in ("SiglipTokenizer", "Siglip2Tokenizer") and settings.get("do_lower_case", True)
         ),
@@ -109,7 +109,7 @@ def _width(config: dict[str, Any], text: dict[str, Any], family: _Family) -> int
 
 
 def _max_sequence_length(transformer: Checkpoint, settings: dict[str, Any], positions: int) -> int:
-    """Return the limit in tokens: the tokenizer's own, and never more than there are positions."""
+    """Return the limit in tokens: the tokenizer's own, at most the number of positions."""
     limit = settings.get("model_max_length") or positions
     if not isinstance(limit, int | float) or limit < 1:
         raise refuse(transformer.id, f"its maximum sequence length is {limit!r}")
@@ -117,7 +117,7 @@ def _max_sequence_length(transformer: Checkpoint, settings: dict[str, Any], posi
 
 
 def _padding(transformer: Checkpoint, settings: dict[str, Any], length: int) -> TextPadding:
-    """Return how SigLIP's texts are filled up: its text tower was trained with padding, reads it and pools its last.
+    """Return the padding of SigLIP's texts; its text tower was trained with padding, reads it and pools its last token.
 
     Source: transformers 5.23 docs of SiglipModel (padding="max_length").
     """

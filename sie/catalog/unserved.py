@@ -1,4 +1,4 @@
-"""Lists the kinds of models that are known but not served. Each is refused by its kind, whatever else its files hold."""
+"""Lists the kinds of models that are known but not served. A model of such a kind is always refused by its kind."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_served(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
 
 
 def _kind_by_parts(config: dict[str, Any]) -> str | None:
-    """Return the kind of a model of another type that has a part for sounds; one for images alone is told of later."""
+    """Return the kind of a model of another type with an audio part; models with only images are refused later."""
     parts = [part for part in (config, config.get("thinker_config")) if isinstance(part, dict)]
     hears, sees = (any(part.get(name) is not None for part in parts) for name in ("audio_config", "vision_config"))
     if not hears:

@@ -1,4 +1,4 @@
-"""Decides which weight files of a checkpoint may be read: safetensors of plain numbers, and nothing that can run code.
+"""Decides which weight files of a checkpoint may be read: only safetensors of plain numbers, never files with code.
 
 Source: fault sheet S4 and S32.
 """
@@ -22,13 +22,13 @@ _MAX_HEADER_BYTES = 16 << 20
 
 
 class _Index(msgspec.Struct):
-    """What `model.safetensors.index.json` says: the file of each weight."""
+    """`model.safetensors.index.json`: the file of each weight."""
 
     weight_map: dict[str, str] = {}
 
 
 class _Tensor(msgspec.Struct):
-    """What a safetensors header says of a tensor, as far as it is read here; `__metadata__` has neither."""
+    """The fields of a tensor in a safetensors header that are read here; `__metadata__` has neither."""
 
     dtype: str = ""
     shape: list[Annotated[int, msgspec.Meta(ge=0)]] = []
@@ -57,7 +57,7 @@ def check_weights(checkpoint: Checkpoint, folder: str = "") -> None:
 
 
 def _check_dtypes(checkpoint: Checkpoint, files: Iterable[str]) -> None:
-    """Refuse quantised numbers; of a file that cannot be read the load will say what is wrong with it."""
+    """Refuse quantised numbers; skip an unreadable file, because the load will report its fault."""
     for file in files:
         try:
             tensors = _read_header(str(checkpoint.root / file))
@@ -69,9 +69,9 @@ def _check_dtypes(checkpoint: Checkpoint, files: Iterable[str]) -> None:
 
 
 def find_tensor(checkpoint: Checkpoint, name: str) -> str:
-    """Return the absolute path of the weight file that holds a tensor; `check_weights` has passed.
+    """Return the absolute path of the weight file that holds a tensor; `check_weights` must have passed.
 
-    Raises ModelLoadFailed when there is none of that name.
+    Raises ModelLoadFailed when no tensor has that name.
     """
     index = checkpoint.read_json("model.safetensors.index.json", _Index)
     is_sharded = checkpoint.find("model.safetensors") is None and index is not None
@@ -85,7 +85,7 @@ def find_tensor(checkpoint: Checkpoint, name: str) -> str:
 def tensor_shape(model_id: str, path: str, name: str) -> tuple[int, ...]:
     """Return a tensor's shape from the header of a safetensors file. Raises ModelLoadFailed.
 
-    Source: safetensors' format: eight bytes of length, then that many of JSON.
+    Source: safetensors' format: eight bytes of length, then that many bytes of JSON.
     """
     try:
         return tuple(_read_header(path)[name].shape)
@@ -96,9 +96,9 @@ def tensor_shape(model_id: str, path: str, name: str) -> tuple[int, ...]:
 
 
 def with_num_weights(card: ModelCard) -> ModelCard:
-    """Return the card with the number of weights in its directory; as it is when their files do not tell.
+    """Return the card with the number of weights in its directory, or unchanged when it is unknown.
 
-    A file that cannot be read is no error here: the load will say what is wrong with it.
+    A file that cannot be read is not an error here: the load will report its fault.
     """
     if not card.directory:
         return card
@@ -117,7 +117,7 @@ def with_num_weights(card: ModelCard) -> ModelCard:
 
 
 def _read_header(path: str) -> dict[str, _Tensor]:
-    """Return what a safetensors file says of each of its tensors. Raises OSError, and ValueError for a damaged header."""
+    """Return the tensors in a safetensors header. Raises OSError, and ValueError for a damaged header."""
     with Path(path).open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(min(length, _MAX_HEADER_BYTES))
@@ -129,7 +129,7 @@ def _read_header(path: str) -> dict[str, _Tensor]:
 
 
 def _missing(checkpoint: Checkpoint, folder: str) -> ModelLoadFailed:
-    """Return the error of a folder without weights, which names what it has instead."""
+    """Return the error for a folder without weights; it names the files found instead."""
     where = checkpoint.root / folder
     pickled = sorted({path.name for pattern in _PICKLED for path in where.glob(pattern)})
     place = f" in {folder}" if folder else ""

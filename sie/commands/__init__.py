@@ -1,1 +1,1 @@
-"""The subcommands of `sie`: their flags, their output and their exit statuses."""
+"""The subcommands of `sie`: their flags, output and exit statuses."""

@@ -1,6 +1,6 @@
-"""The command `sie bench`: puts a load on a running server and reports how it answered.
+"""The command `sie bench`: puts a load on a running server and reports its answers.
 
-What it needs is imported when it runs: every other `sie` command imports this file, too.
+Its imports happen when it runs, because every other `sie` command imports this file too.
 """
 
 from __future__ import annotations

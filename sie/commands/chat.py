@@ -1,7 +1,7 @@
 """The command `sie chat`: a conversation with a served model, in a terminal or for one question.
 
-Answers go to stdout, everything else to stderr. What it needs is imported when it runs: every other `sie` command
-imports this file, too.
+Answers go to stdout, all other output to stderr. Its imports happen when it runs, because every other `sie` command
+imports this file too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HELP = """\
 /help           show this
 Ctrl-C ends a running answer, Ctrl-D leaves. A line that begins with a space is never a command."""
 
-# A model's text is not to be trusted with a terminal: escape sequences rename windows, move the cursor, fill clipboards.
+# Do not send a model's text to a terminal unchanged: escape sequences rename windows, move the cursor, fill clipboards.
 _HARMLESS = dict.fromkeys((*range(32), *range(127, 160)), "�") | {9: "\t", 10: "\n", 13: None}
 
 
@@ -69,7 +69,7 @@ def chat(
             raise TargetError(f"{url!r}: text is generated over HTTP")
         talk = _Conversation(target, system, model=model, temperature=temperature, max_tokens=max_tokens)
         if not question and sys.stdin.isatty():
-            target.connect().close()  # a server that is not there is said before anybody types
+            target.connect().close()  # report a missing server before the user types
             return _converse(talk, url)
     except TargetError as error:
         return _fail(str(error))
@@ -90,7 +90,7 @@ def _converse(talk: _Conversation, url: str) -> int:
     """Take questions and commands until the end of input."""
     from sie.commands.chat_client import ChatError
 
-    with contextlib.suppress(ImportError):  # not every build of Python has it
+    with contextlib.suppress(ImportError):  # some builds of Python lack it
         import readline  # noqa: F401  `input` then has a history and can be edited
 
     _note(f"Talking to {url}. /help shows the commands, Ctrl-D leaves.")
@@ -106,7 +106,7 @@ def _converse(talk: _Conversation, url: str) -> int:
 
 
 def _read_line() -> str | None:
-    """Return a line; an empty one for Ctrl-C, None at the end of input."""
+    """Return a line, an empty one for Ctrl-C, None at the end of input."""
     try:
         return input("> ")
     except KeyboardInterrupt:
@@ -118,7 +118,7 @@ def _read_line() -> str | None:
 
 
 def _obey(talk: _Conversation, command: str, text: str = "") -> str:
-    """Carry out a command; return what to say about it."""
+    """Run a command; return the message for the user."""
     if command == "/help":
         return _HELP
     if command == "/reset" and not text:
@@ -131,7 +131,7 @@ def _obey(talk: _Conversation, command: str, text: str = "") -> str:
 
 
 class _Conversation:
-    """The messages so far, and what every request says beside them."""
+    """The messages so far, and the options of every request."""
 
     def __init__(self, target: Target, system: str, **options: Any) -> None:
         self._target = target
@@ -139,14 +139,14 @@ class _Conversation:
         self.reset(system)
 
     def reset(self, system: str) -> None:
-        """Begin anew."""
+        """Start a new conversation."""
         self.system = system
         self._messages: list[Message] = []
 
     def say(self, text: str) -> bool:
-        """Ask, print the answer as it comes, and remember both; False when Ctrl-C ended it. Raises ChatError.
+        """Ask, print the answer as it arrives, and remember both; False when Ctrl-C ended it. Raises ChatError.
 
-        Of an answer that ended early what came is remembered; without any, the question is not, either.
+        The received part of an interrupted answer is remembered. If it is empty, the question is dropped too.
         """
         from sie.commands.chat_client import Answer, Message, Question, ask
 
@@ -171,7 +171,7 @@ class _Conversation:
 
 
 class _Screen:
-    """Where one answer is printed. Reasoning is dim; where no terminal is, only the answer itself is printed."""
+    """Prints one answer. Reasoning is dim; without a terminal, only the answer itself is printed."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()

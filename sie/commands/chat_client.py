@@ -16,11 +16,11 @@ from sie.loadgen.target import Target, TargetError
 
 PATH: Final = "/v1/chat/completions"
 _SILENCE_S = 300.0
-"""Longest wait for a byte. A server that works on an answer sends comments, by default every ten seconds."""
+"""Longest wait for a byte. A working server sends comments, by default every ten seconds."""
 
 
 class ChatError(Exception):
-    """There is no answer, or no whole one; the text says why, for people."""
+    """The answer is missing or incomplete; the text gives the reason for people."""
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is asked: the body of a request. A field at its default is not sent, so that the server decides."""
+    """The body of a request. A field at its default is not sent, so that the server decides."""
 
     messages: Sequence[Message]
     model: str | None = None
@@ -40,18 +40,18 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Piece(NamedTuple):
-    """Some text of an answer, as it came."""
+    """Some text of an answer, as received."""
 
     text: str
     is_reasoning: bool
 
 
 class Answer:
-    """What has come of one answer so far. Times are `time.monotonic` seconds; None until they are known."""
+    """The received part of one answer. Times are `time.monotonic` seconds, None until known."""
 
     def __init__(self) -> None:
         self.text = ""
-        """Without the reasoning."""
+        """The text without the reasoning."""
         self.model = ""
         self.finish_reason: str | None = None
         self.num_tokens: int | None = None
@@ -67,14 +67,14 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Rate of the tokens behind the first one, which waits for the prompt; None where there are none."""
+        """Rate of the tokens after the first one, which waits for the prompt; None without such tokens."""
         if self.num_tokens is None or self.num_tokens < 2 or self.first_s is None or self.last_s is None:
             return None
         elapsed_s = self.last_s - self.first_s
         return (self.num_tokens - 1) / elapsed_s if elapsed_s > 0 else None
 
     def take(self, chunk: _Chunk, now_s: float) -> list[Piece]:
-        """Note what a chunk says; return its texts."""
+        """Record the data of a chunk; return its texts."""
         self.model = chunk.model or self.model
         if chunk.usage is not None:
             self.num_tokens = chunk.usage.completion_tokens
@@ -110,7 +110,7 @@ class _Error(msgspec.Struct, frozen=True):
 
 
 class _Chunk(msgspec.Struct, frozen=True):
-    """An event of a stream, or the body of a refusal."""
+    """An event of a stream, or the body of an error."""
 
     model: str = ""
     choices: list[_Choice] = []
@@ -122,7 +122,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class _Connection(http.client.HTTPConnection):
-    """HTTP/1.1 over whatever socket a target opens: TCP, TLS or a Unix socket."""
+    """HTTP/1.1 over the socket that a target opens: TCP, TLS or a Unix socket."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target.host or "localhost", target.port or None)
@@ -134,7 +134,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 def ask(target: Target, question: Question, answer: Answer) -> Generator[Piece, None, None]:
-    """Send a question; yield its answer's texts as they come, and note them and their times in `answer`.
+    """Send a question; yield its answer's texts as they arrive, and record them and their times in `answer`.
 
     Closing the iterator ends the request, and with it the server's work. Raises ChatError.
     """
@@ -163,7 +163,7 @@ def ask(target: Target, question: Question, answer: Answer) -> Generator[Piece, 
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[_Chunk]:
-    """Yield the chunks of a stream up to `[DONE]`. Raises ChatError where it holds an error, or ends before."""
+    """Yield the chunks of a stream up to `[DONE]`. Raises ChatError for an error in it, or if it ends before."""
     while line := response.readline():
         if not line.startswith(b"data: "):  # comments, and the empty lines between events
             continue

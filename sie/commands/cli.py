@@ -31,7 +31,7 @@ _CONTEXT = {"max_content_width": 120, "help_option_names": ["-h", "--help"]}
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status. Everything that stops a start is one line on stderr."""
+    """Run the command line and return its exit status. An error that stops a start is one line on stderr."""
     try:
         result = cli.main(args=args, prog_name="sie", standalone_mode=False)
     except SettingsError as error:
@@ -61,7 +61,7 @@ def cli() -> None:
 def serve(config_file: str | None, **flags: Any) -> int:
     """Serve models until SIGTERM.
 
-    Every flag is also a SIE_* variable and a TOML key: `sie config` shows what is in force.
+    Every flag is also a SIE_* variable and a TOML key: `sie config` shows the current values.
     """
     from sie.catalog.listing import check_adapters
 
@@ -119,7 +119,7 @@ cli.add_command(service)
     ],
 )
 def doctor(config_file: str | None, as_json: bool, only: tuple[str, ...], wait_s: float, **flags: Any) -> int:
-    """Check this host and these settings, and say how to mend what is wrong.
+    """Check this host and these settings, and say how to correct faults.
 
     Exit status 1 when there is an error: then the server would not start, or not serve.
     """
@@ -158,7 +158,7 @@ def _load(config_file: str | None, flags: dict[str, Any]) -> Loaded:
 
 
 def _warned(loaded: Loaded) -> Loaded:
-    """Return the settings, after their warnings were written on stderr."""
+    """Write the settings' warnings to stderr, and return the settings."""
     for text in loaded.warnings:
         click.echo(f"sie: warning: {text}", err=True)
     return loaded

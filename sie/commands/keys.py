@@ -1,6 +1,6 @@
 """The command `sie keys`: makes API keys. A key is shown once, when it is made; files hold only its hash.
 
-What it needs is imported when it runs: every other `sie` command imports this file, too.
+Its imports happen when it runs, because every other `sie` command imports this file too.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def keys() -> None:
 @click.argument("name")
 @click.option(
     "--scope", "scopes", type=click.Choice(["infer", "admin", "metrics"]), multiple=True, default=("infer",), show_default=True,
-    help="What the key allows; repeatable.",
+    help="Scope of the key; repeatable.",
 )  # fmt: skip
-@click.option("--file", "path", metavar="FILE", help="Add the key to this file, which is made if need be.")
+@click.option("--file", "path", metavar="FILE", help="Add the key to this file, which is created if it does not exist.")
 @click.option("--requests-per-minute", type=click.IntRange(1, 100_000_000), help="Most requests in a minute.")
 @click.option("--max-concurrent", type=click.IntRange(1, 1_000_000), help="Most requests at the same time.")
 def new(
     name: str, scopes: tuple[Scope, ...], path: str | None, requests_per_minute: int | None, max_concurrent: int | None
 ) -> None:
-    """Make a key called NAME and print it: this once, on standard output.
+    """Make a key called NAME and print it once, on standard output.
 
-    Its entry goes to the end of FILE; a running server takes it over within two seconds. Without --file the entry is
-    printed, too, on standard error.
+    Its entry goes to the end of FILE; a running server uses it within two seconds. Without --file the entry is printed
+    on standard error.
 
     \b
       sie keys new ingest --file /etc/sie/keys.toml

@@ -1,4 +1,4 @@
-"""The command `sie service`: writes and removes the files by which systemd runs the server on this host."""
+"""The command `sie service`: writes and removes the systemd files that run the server on this host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sie.units import DEFAULT_CONFIG, GPU_DROP_IN, MARKER, PLACES, Host, render
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9._+/-]+")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,30}")
 _HIDDEN = tuple(f"/{name}/" for name in ("home", "root", "run/user", "tmp", "var/tmp"))
-"""What the unit cannot see of this host: ProtectHome and PrivateTmp have their own there."""
+"""Directories of this host that the unit cannot see: ProtectHome and PrivateTmp replace them."""
 _LEFT = ("/etc/sie", "/var/cache/sie", "/var/lib/sie")
 
 
@@ -44,7 +44,7 @@ def service() -> None:
 
 
 def _host_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags that say what differs between hosts."""
+    """Add the flags for values that differ between hosts."""
     options = (
         click.option(
             "--executable", metavar="FILE", callback=_check_path, help="The command `sie` [that of this installation]."
@@ -74,11 +74,11 @@ def print_unit(name: str, executable: str | None, config: str, user: str) -> Non
 @_host_options
 @click.option("--gpu/--no-gpu", default=None, help="Give the service the GPUs [if this host has NVIDIA's driver].")
 @click.option("--root", type=click.Path(path_type=Path), default="/", help="Write beneath this directory: an image's.")
-@click.option("--force", is_flag=True, help="Overwrite files that somebody else wrote.")
+@click.option("--force", is_flag=True, help="Overwrite files that `sie service` did not write.")
 def install(*, executable: str | None, config: str, user: str, gpu: bool | None, root: Path, force: bool) -> None:
     """Write the unit, its user, its directories and the kernel settings it profits from.
 
-    Settings that are there stay. Doing it again changes only what is different.
+    Existing settings stay. A repeated install changes only files that differ.
     """
     is_live = root.resolve() == Path("/")
     has_gpu = gpu if gpu is not None else is_live and Path("/dev/nvidiactl").exists()
@@ -102,7 +102,7 @@ def install(*, executable: str | None, config: str, user: str, gpu: bool | None,
 
 
 def _warn_of_hidden(executable: str) -> None:
-    """Say when the unit's own protection hides the command, or the interpreter that its environment borrows."""
+    """Warn if the unit's protection hides the command, or the interpreter that its environment uses."""
     used = [executable]
     if executable == _own_path():
         used.append(f"{Path(sys.base_prefix).resolve()}/")
@@ -114,7 +114,7 @@ def _warn_of_hidden(executable: str) -> None:
 @service.command()
 @click.option("--root", type=click.Path(path_type=Path), default="/", help="Remove beneath this directory: an image's.")
 def uninstall(root: Path) -> None:
-    """Stop the service and remove what `install` wrote; settings, caches and the user stay."""
+    """Stop the service and remove the files of `install`; settings, caches and the user stay."""
     is_live = root.resolve() == Path("/") and _systemd_runs()
     if is_live and _is_ours(root / PLACES["sie.service"]):
         _call("systemctl", "disable", "--now", "sie.service")
@@ -127,7 +127,7 @@ def uninstall(root: Path) -> None:
 
 
 def _host(executable: str | None, config: str, user: str, root: Path) -> Host:
-    """Return what the templates need to know; the time to stop follows from the settings, if there are any."""
+    """Return the values for the templates; the time to stop comes from the settings, if they exist."""
     found = executable or _own_executable()
     path = root / config.lstrip("/")
     if not _exists(path):
@@ -143,7 +143,7 @@ def _own_path() -> str:
 
 
 def _own_executable() -> str:
-    import shutil  # not needed for `--help`, which is to be quick
+    import shutil  # imported here, because `--help` must be quick
 
     found = _own_path() if Path(_own_path()).exists() else shutil.which("sie")
     if found is None or not _PLAIN_PATH.fullmatch(found):
@@ -152,7 +152,7 @@ def _own_executable() -> str:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether there are settings; what cannot be seen must not be taken for missing."""
+    """Return whether settings exist; an unreadable path raises an error instead of counting as missing."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -170,7 +170,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _write(path: Path, text: str) -> None:
-    """Put a file in place, whole or not at all."""
+    """Write a file atomically."""
     import tempfile  # as shutil above
 
     if path.exists() and path.read_text(encoding="utf-8", errors="replace") == text:
@@ -204,7 +204,7 @@ def _remove(path: Path) -> None:
 
 
 def _write_first_settings(path: Path) -> None:
-    """Write settings to start from, all of them defaults and commented out, where there are none."""
+    """Write a first settings file if it is missing, with all defaults commented out."""
     if _exists(path):
         click.echo(f"unchanged  {path}")
         return
@@ -229,7 +229,7 @@ def _systemd_runs() -> bool:
 
 
 def _call(*command: str) -> None:
-    """Run one of systemd's commands; what it says goes to the terminal."""
+    """Run one of systemd's commands; its output goes to the terminal."""
     import shutil
     import subprocess
 
@@ -237,7 +237,7 @@ def _call(*command: str) -> None:
         click.echo(f"not found  {command[0]}: run `{' '.join(command)}` yourself")
         return
     click.echo(f"ran        {' '.join(command)}")
-    done = subprocess.run(command, check=False)  # noqa: S603  # our own words
+    done = subprocess.run(command, check=False)  # noqa: S603  # fixed arguments of ours
     if done.returncode:
         raise click.ClickException(f"`{' '.join(command)}` failed with status {done.returncode}")
 

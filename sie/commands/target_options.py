@@ -1,4 +1,4 @@
-"""The flags of commands that are clients of a server: the API key and the files of TLS."""
+"""The flags of client commands: the API key and the TLS files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPTIONS = (
 
 
 def target_options(command: _Command) -> _Command:
-    """Add what `sie.loadgen.target.parse_target` takes beside an address: key, ca_file, cert_file, key_file."""
+    """Add the options of `sie.loadgen.target.parse_target` besides the address: key, ca_file, cert_file, key_file."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

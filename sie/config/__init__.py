@@ -1,1 +1,1 @@
-"""Settings: their tree, their defaults and bounds, and reading them from file, environment and flags."""
+"""Settings: defines their tree, defaults and bounds, and reads them from file, environment and flags."""

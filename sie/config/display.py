@@ -1,4 +1,4 @@
-"""Shows settings: a table with sources, JSON, a TOML file to start from, and docs/settings.md."""
+"""Renders settings: a table with sources, JSON, a TOML file to start from, and docs/settings.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def render_json(loaded: Loaded) -> str:
 
 
 def render_toml(loaded: Loaded) -> str:
-    """Return a file for `--config` that says what is in force: defaults are commented out."""
+    """Return a file for `--config` with the current values; defaults are commented out."""
     lines: list[str] = []
     for section, keys in itertools.groupby(all_keys(), key=lambda key: key.section):
         lines += ["", f"[{section}]"]
@@ -47,7 +47,7 @@ def render_toml(loaded: Loaded) -> str:
 
 
 def render_markdown() -> str:
-    """Return the documentation page; it tells of defaults, not of values in force."""
+    """Return the documentation page, with defaults instead of current values."""
     return "\n".join(_page()) + "\n"
 
 
@@ -65,16 +65,15 @@ def _page() -> Iterator[str]:
     yield "Written by `sie config --format markdown` from `sie/config/sections.py` and `sie/config/limits.py`; `make fix` brings it up to date."
     yield ""
     yield "The key `max_body_bytes` under `[limits]` in a TOML file is the flag `--max-body-bytes` and the variable"
-    yield "`SIE_MAX_BODY_BYTES`. A flag beats a variable, a variable beats the file, and the file beats the default."
-    yield f"`--config FILE` or `{CONFIG_VARIABLE}` names the file. Repeat a flag to give a list; in a variable white"
-    yield "space separates its values. An unknown key or flag stops the start, with exit status 78; an unknown variable"
-    yield "that begins with `SIE_` warns, because a client on the same host may read it (`SIE_API_KEY`)."
-    yield "`sie config` shows what is in force and where each value came from; `sie config --format toml` writes a file"
-    yield "to start from."
+    yield "`SIE_MAX_BODY_BYTES`. A flag overrides a variable, a variable overrides the file, and the file overrides the"
+    yield f"default. `--config FILE` or `{CONFIG_VARIABLE}` names the file. Repeat a flag to give a list; in a variable white"
+    yield "space separates its values. An unknown key or flag stops the start, with exit status 78. An unknown variable"
+    yield "that begins with `SIE_` only warns, because a client on the same host may read it (`SIE_API_KEY`)."
+    yield "`sie config` shows each value and its source; `sie config --format toml` writes a file to start from."
     yield ""
     live = ", ".join(f"`{key.name}`" for key in all_keys() if key.name in LIVE)
-    yield f"`systemctl reload sie`, which is SIGHUP, makes a running server take over: {live}."
-    yield "All else waits for a restart, and the log says so. A file that is wrong changes nothing."
+    yield f"`systemctl reload sie`, which is SIGHUP, makes a running server use new values of: {live}."
+    yield "Other changes wait for a restart, and the log names them. A wrong file changes nothing."
     for section, keys in itertools.groupby(all_keys(), key=lambda key: key.section):
         doc = section_doc(section)
         yield from ("", f"## [{section}]", "", doc, "", "| key | default | accepts | meaning |", "|---|---|---|---|")
@@ -82,7 +81,7 @@ def _page() -> Iterator[str]:
 
 
 def section_doc(section: str) -> str:
-    """Return the first line of what a section says about itself."""
+    """Return the first line of a section's docstring."""
     return (type(getattr(Settings(), section)).__doc__ or "").splitlines()[0]
 
 
@@ -92,5 +91,5 @@ def _row(key: Key) -> str:
 
 
 def _literal(value: Any) -> str:
-    """Return `value` as TOML writes it; JSON's form of texts, numbers, booleans and lists is the same."""
+    """Return `value` in TOML; JSON has the same form for texts, numbers, booleans and lists."""
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Derives a command's flags from the settings, and lists them in its help by section."""
+"""Derives a command's flags from the settings, and lists them by section in its help."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ConfiguredCommand(click.Command):
         super().__init__(*args, params=[*(params or []), config, *map(_option, all_keys())], **kwargs)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does, but say what is wrong the way a wrong variable or TOML key is told."""
+        """Parse as click does, but report errors in the form of a wrong variable or TOML key."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -36,7 +36,7 @@ class ConfiguredCommand(click.Command):
             raise SettingsError(error.format_message()) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the command's own options, then the settings under the headings of their sections."""
+        """Write the command's own options, then the settings under section headings."""
         names = {key.name for key in all_keys()}
         own = [param for param in self.get_params(ctx) if param.name not in names]
         with formatter.section("Options"):
@@ -60,7 +60,7 @@ def _choices(key: Key) -> tuple[str, ...]:
 
 
 def _metavar(key: Key) -> str:
-    """Return what stands for the value: its choices when short, its unit, or the last word of its name."""
+    """Return the placeholder of the value: its choices if short, its unit, or the last word of its name."""
     if isinstance(key.default, bool):
         return ""
     if choices := _short_choices(key):

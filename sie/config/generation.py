@@ -15,47 +15,50 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     weights: Annotated[
         Literal["auto", "float32", "bfloat16", "int8", "int4"],
-        Meta(description="Format of a generating model's weights; auto takes what `dtype` gives."),
+        Meta(description="Format of a generating model's weights; auto uses the format of `dtype`."),
     ] = "auto"
     kv_cache_bytes: Annotated[
         int,
         Meta(
             ge=0,
             le=1 << 42,
-            description="Memory of each generating model's keys and values; 0 takes 1 GiB on a CPU, and on a GPU "
-            "`kv_cache_share` of what is free.",
+            description="Key/value cache of each generating model; 0 uses 1 GiB on a CPU, and on a GPU "
+            "`kv_cache_share` of the free memory.",
         ),
     ] = 0
     kv_cache_share: Annotated[
-        float, Meta(ge=0.05, le=0.98, description="Share of a GPU's free memory for keys and values.")
+        float, Meta(ge=0.05, le=0.98, description="Share of a GPU's free memory for the key/value cache.")
     ] = 0.85
     kv_block_tokens: Annotated[
-        int, Meta(ge=8, le=256, description="Tokens of a block of keys and values, the unit of sharing.")
+        int, Meta(ge=8, le=256, description="Tokens of a key/value cache block, the unit of sharing.")
     ] = 32
-    prefix_cache: Annotated[bool, Meta(description="Share the blocks of equal beginnings between prompts.")] = True
+    prefix_cache: Annotated[bool, Meta(description="Share the cache blocks of equal beginnings between prompts.")] = (
+        True
+    )
     max_sequences: Annotated[
-        int, Meta(ge=1, le=4096, description="Most choices of a model that are generated at once; others wait.")
+        int, Meta(ge=1, le=4096, description="Most choices of a model that run at once; others wait.")
     ] = 64
     max_prefill_tokens: Annotated[
         int,
-        Meta(ge=0, le=1 << 20, description="Most prompt tokens in a step beside running choices; 0 takes 256 on a CPU, "
-             "512 while none is running there, and 4096 on a GPU."),
+        Meta(ge=0, le=1 << 20, description="Most prompt tokens in a step beside running choices; 0 uses 256 on a CPU, "
+             "512 there while none is running, and 4096 on a GPU."),
     ] = 0  # fmt: skip
     max_context_tokens: Annotated[
         int,
-        Meta(ge=0, le=1 << 24, description="Most tokens of a prompt and its answer; 0 takes the model's own limit."),
+        Meta(ge=0, le=1 << 24, description="Most tokens of a prompt and its answer; 0 uses the model's own limit."),
     ] = 0
     max_choices: Annotated[int, Meta(ge=1, le=64, description="Most choices (`n`) of a request; over it is 400.")] = 16
     max_logprobs: Annotated[
-        int, Meta(ge=0, le=256, description="Most likeliest tokens beside each chosen one; over it is 400.")
+        int,
+        Meta(ge=0, le=256, description="Most alternatives reported beside each chosen token; over it is 400."),
     ] = 20
     prompt_logits_bytes: Annotated[
         int,
         Meta(
             ge=MIB,
             le=1 << 36,
-            description="Memory for a step's logits of prompts whose log probabilities are wanted (`echo` beside `logprobs`); "
-            "with less, such prompts are read in smaller parts.",
+            description="Memory for a step's prompt logits, for requests of prompt log probabilities (`echo` with "
+            "`logprobs`); with less, such prompts have smaller prefill chunks.",
         ),
     ] = 64 * MIB
     max_stop_strings: Annotated[int, Meta(ge=0, le=1024, description="Most stop strings; over it is 400.")] = 16
@@ -65,7 +68,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tools: Annotated[int, Meta(ge=0, le=4096, description="Most tools of a request; over it is 400.")] = 128
     max_messages: Annotated[int, Meta(ge=1, le=65536, description="Most messages of a chat; over it is 400.")] = 2048
     max_generation_body_bytes: Annotated[
-        int, Meta(ge=1024, le=1024 * MIB, description="Largest body of a request to generate; over it is 413.")
+        int, Meta(ge=1024, le=1024 * MIB, description="Largest body of a generation request; over it is 413.")
     ] = 50 * MIB
     max_grammar_bytes: Annotated[
         int, Meta(ge=64, le=16 * MIB, description="Largest schema or grammar; over it is 400.")
@@ -87,33 +90,33 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=10,
             le=600_000,
-            description="Time without an event after which a stream gets a comment; the variable `KEEP_ALIVE_INTERVAL`, "
-            "if it is such a number, sets it, too.",
+            description="Time without an event after which a stream gets a comment; the variable `KEEP_ALIVE_INTERVAL` "
+            "also sets it, if it is a valid number.",
             extra={"known_as": "KEEP_ALIVE_INTERVAL"},
         ),
     ] = 10_000
     stream_backlog_bytes: Annotated[
-        int, Meta(ge=65536, le=1 << 30, description="What a client may leave unread before its stream is cut.")
+        int,
+        Meta(ge=65536, le=1 << 30, description="Most bytes that a client may leave unread before its stream is cut."),
     ] = 8 * MIB
     chat_template: Annotated[
         str,
         Meta(
-            description="Jinja file to use as the chat template of models that have none of their own; empty "
-            "takes a plain transcript."
+            description="Jinja file with the chat template for models without their own; empty uses a plain transcript."
         ),
     ] = ""
     max_responses: Annotated[
         int, Meta(ge=0, le=1 << 24, description="Responses kept for `/v1/responses/{id}`; the oldest go first.")
     ] = 10_000
     max_responses_bytes: Annotated[
-        int, Meta(ge=MIB, le=1 << 44, description="What they take on disk together; the oldest go first.")
+        int, Meta(ge=MIB, le=1 << 44, description="Disk space of all kept responses together; the oldest go first.")
     ] = 4096 * MIB
     max_response_stream_bytes: Annotated[
         int,
         Meta(
             ge=0,
             le=1 << 30,
-            description="Events of a streamed response that are kept, to be read again; of one with more, none are.",
+            description="Most bytes of events kept of a streamed response for a later read; over it none are kept.",
         ),
     ] = 4 * MIB
     max_background_responses: Annotated[
@@ -121,7 +124,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=1,
             le=65536,
-            description="Responses that a frontend makes at once; over it, one in the background is 503.",
+            description="Responses that a frontend generates at once; over it a background response is 503.",
         ),
     ] = 1024
     max_response_age_s: Annotated[float, Meta(ge=1, le=1e9, description="How long a response is kept.")] = 30 * 86400.0

@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one request may ask for, and how much may wait."""
+    """Limits of one request, and of waiting work."""
 
     max_body_bytes: Annotated[
         int, Meta(ge=1024, le=1024 * MIB, description="Largest request body; over it is 413 INPUT_TOO_LONG.")
@@ -31,7 +31,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 1000
     max_label_pairs: Annotated[
         int,
-        Meta(ge=1, le=1 << 20, description="Most items times labels where a model reads each pair; over it is 400."),
+        Meta(ge=1, le=1 << 20, description="Most items times labels for a model that reads each pair; over it is 400."),
     ] = 16384
     max_label_chars: Annotated[
         int, Meta(ge=1, le=65536, description="Longest label, in characters, that GLiNER reads; over it is 400.")
@@ -52,13 +52,13 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=256,
             le=1 << 20,
-            description="Spans of a window over the threshold from which GLiNER may choose its entities; over it is 400.",
+            description="Most spans of a window over the threshold, from which GLiNER chooses entities; over it is 400.",
         ),
     ] = 16384
     max_relation_candidates: Annotated[
         int,
         Meta(
-            ge=2, le=4096, description="Entities of a window, the first ones, between which GLiNER looks for relations."
+            ge=2, le=4096, description="Number of first entities of a window between which GLiNER looks for relations."
         ),
     ] = 100
     max_schema_depth: Annotated[int, Meta(ge=1, le=500, description="Deepest nesting of an output_schema.")] = 128
@@ -73,16 +73,16 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 1 << 20
     max_images: Annotated[int, Meta(ge=1, le=65536, description="Most images in one request; over it is 400.")] = 256
     max_item_images: Annotated[int, Meta(ge=1, le=64, description="Most images in one item; over it is 400.")] = 16
-    max_image_bytes: Annotated[
-        int, Meta(ge=1, le=256 * MIB, description="Largest image, as the file it is sent as; over it is 400.")
-    ] = 20 * MIB
+    max_image_bytes: Annotated[int, Meta(ge=1, le=256 * MIB, description="Largest image file; over it is 400.")] = (
+        20 * MIB
+    )
     max_image_pixels: Annotated[
         int,
         Meta(
             ge=1,
             le=1 << 30,
-            description="Most pixels of an image, read before it is decoded; of a request's images together, for a "
-            "model without one size for all. Decoding takes up to 16 bytes a pixel and thread.",
+            description="Most pixels of an image, checked before it is decoded; for a model without one fixed image size, "
+            "of a request's images together. Decoding takes up to 16 bytes a pixel and thread.",
         ),
     ] = 1 << 25
     max_queued_images: Annotated[
@@ -94,16 +94,14 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_depth: Annotated[int, Meta(ge=4, le=500, description="Deepest nesting of a JSON or msgpack body.")] = 64
     max_compression_ratio: Annotated[
         int,
-        Meta(ge=1, le=100_000, description="Most times a compressed body may grow beyond 1 MiB (tensor routes alone)."),
+        Meta(ge=1, le=100_000, description="Most times a compressed body may grow beyond 1 MiB (tensor routes only)."),
     ] = 100
     max_tensor_values: Annotated[
         int,
-        Meta(
-            ge=1, le=1 << 30, description="Most elements of a request's tensors that come as JSON, or typed over gRPC."
-        ),
+        Meta(ge=1, le=1 << 30, description="Most elements of a request's tensors in JSON, or typed over gRPC."),
     ] = 1 << 22
     max_reply_bytes: Annotated[
-        int, Meta(ge=4096, le=1024 * MIB, description="Largest reply, counted as the bytes of its vectors.")
+        int, Meta(ge=4096, le=1024 * MIB, description="Largest reply, measured as the bytes of its vectors.")
     ] = 64 * MIB
     max_queued_tokens: Annotated[
         int, Meta(ge=1, le=1 << 32, description="Most tokens waiting for one worker; over it is 503 QUEUE_FULL.")
@@ -122,7 +120,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=256 * MIB,
-            description="Slowest request body, on average, once it takes longer than `body_idle_timeout_s`; else 408.",
+            description="Lowest average speed of a request body that takes over `body_idle_timeout_s`; below it is 408.",
         ),
     ] = 1024
     unread_timeout_s: Annotated[
@@ -130,7 +128,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0.1,
             le=600,
-            description="Longest time in which an HTTP client reads nothing of an answer; then it is cut.",
+            description="Longest time that an HTTP client may read nothing of an answer; then it is cut.",
         ),
     ] = 30.0
     max_held_bytes: Annotated[
@@ -138,7 +136,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=MIB,
             le=1 << 40,
-            description="Most bytes of HTTP request bodies and unread answers that a frontend holds; over it the connection "
-            "that holds most is cut.",
+            description="Most bytes of HTTP request bodies and unread answers in a frontend; over it the connection with "
+            "most bytes is cut.",
         ),
     ] = 512 * MIB

@@ -1,4 +1,4 @@
-"""Lists the settings that a running server takes over at a reload. The others wait for a restart. Pure."""
+"""Lists the settings that a running server applies at a reload. The others wait for a restart. Pure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LIVE: Final = frozenset(
         "device_retry_s",
     }
 )  # fmt: skip
-"""By name. All else sizes memory, places processes or is part of what a client was told: it needs a restart."""
+"""Reloadable settings by name. The others size memory, place processes or were shown to clients: they need a restart."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a reload comes to: the settings from now on, the names that changed, and those that wait for a restart."""
+    """The result of a reload: the new settings, the changed names, and the names that wait for a restart."""
 
     settings: Settings
     changed: tuple[str, ...]
@@ -33,7 +33,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def plan_reload(running: Settings, wanted: Settings) -> Plan:
-    """Return what a server that runs with `running` does when it is asked for `wanted`."""
+    """Return the plan to reload a server from the settings `running` to `wanted`."""
     changed: list[str] = []
     waiting: list[str] = []
     sections: dict[str, dict[str, Any]] = {}

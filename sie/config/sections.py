@@ -1,6 +1,6 @@
 """The sections of settings besides `sie.config.limits`: the type, default, bounds and description of each key.
 
-How keys become flags, variables and TOML is told in `sie.config.settings`. Imports nothing slow.
+`sie.config.settings` describes how keys become flags, variables and TOML. Never imports slow modules.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Listening, logging and identity."""
 
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and logs it.")] = 8080
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 uses a free one and logs it.")] = 8080
     grpc_port: Annotated[
-        int, Meta(ge=0, le=65535, description="Port of the gRPC listener (docs/tensors.md); 0 has none.")
+        int, Meta(ge=0, le=65535, description="Port of the gRPC listener (docs/tensors.md); 0 turns it off.")
     ] = 0
-    grpc_host: Annotated[str, Meta(description="Address of the gRPC listener; empty takes `host`.")] = ""
+    grpc_host: Annotated[str, Meta(description="Address of the gRPC listener; empty uses `host`.")] = ""
     frontends: Annotated[
-        int, Meta(ge=0, le=256, description="HTTP processes; 0 takes one for every four usable cores.")
+        int, Meta(ge=0, le=256, description="HTTP processes; 0 uses one for every four usable cores.")
     ] = 0
     backlog: Annotated[int, Meta(ge=128, le=65535, description="Connections the kernel queues for a frontend.")] = 1024
-    name: Annotated[str, Meta(max_length=200, description="Name shown in `/ws/status`; empty takes the host name.")] = (
+    name: Annotated[str, Meta(max_length=200, description="Name shown in `/ws/status`; empty uses the host name.")] = (
         field(default="", name="server_name")
     )
     drain_timeout_s: Annotated[
-        float, Meta(ge=0, le=3600, description="Longest time accepted requests get to finish after SIGTERM.")
+        float, Meta(ge=0, le=3600, description="Longest time for accepted requests to finish after SIGTERM.")
     ] = 25.0
     log_format: Annotated[
-        Literal["text", "json"], Meta(description="Log lines for people or, one object a line, for machines.")
+        Literal["text", "json"], Meta(description="Log lines for people, or for machines with one object a line.")
     ] = "text"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least important log lines to write.")
@@ -48,67 +48,68 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image_threads: Annotated[int, Meta(ge=1, le=64, description="Threads of each frontend that decode images.")] = 4
     runtime_dir: Annotated[
         str,
-        Meta(description="Lock file and control socket; empty takes systemd's, the user's or a temporary directory."),
+        Meta(description="Lock file and control socket; empty uses systemd's, the user's or a temporary directory."),
     ] = ""
     state_dir: Annotated[
-        str, Meta(description="Responses that are kept; empty takes systemd's, else the user's, state directory.")
+        str, Meta(description="Kept responses; empty uses systemd's, else the user's, state directory.")
     ] = ""
     machine_profile: Annotated[
-        str, Meta(description="What `X-SIE-MACHINE-PROFILE` must match; empty takes the type of the GPU.")
+        str, Meta(description="Value that `X-SIE-MACHINE-PROFILE` must match; empty uses the type of the GPU.")
     ] = ""
     admin_from: Annotated[
         Literal["loopback", "nobody", "everybody"],
         Meta(
-            description="Who may load and unload models; loopback: clients on this host, not through a proxy. With "
-            "`api_keys`, whoever has a key with the scope admin, unless it is nobody."
+            description="Clients that may load and unload models; loopback: clients on this host, not through a proxy. With "
+            "`api_keys`: clients whose key has the scope admin, unless it is nobody."
         ),
     ] = "loopback"
-    pool_name: Annotated[str, Meta(description="Pool this server says it belongs to.")] = ""
-    bundle: Annotated[str, Meta(description="Bundle this server says it serves.")] = ""
+    pool_name: Annotated[str, Meta(description="Pool name that this server reports.")] = ""
+    bundle: Annotated[str, Meta(description="Bundle name that this server reports.")] = ""
 
 
 class Access(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who may ask, and how connections are protected (docs/security.md)."""
+    """Access of clients, and protection of connections (docs/security.md)."""
 
     api_keys: Annotated[
         str,
-        Meta(description="TOML file of API keys, as `sie keys new` writes it; empty asks nobody for a key."),
+        Meta(description="TOML file of API keys, as `sie keys new` writes it; empty requires no key."),
     ] = ""
     open_metrics: Annotated[
-        bool, Meta(description="Answer `/metrics` and `/ws/status` without a key where others need one.")
+        bool, Meta(description="Answer `/metrics` and `/ws/status` without a key when other routes need one.")
     ] = False
     tls_cert: Annotated[
-        str, Meta(description="PEM file of the server's certificate and its chain; HTTPS and nothing else is served.")
+        str, Meta(description="PEM file of the server's certificate and its chain; then only HTTPS is served.")
     ] = ""
-    tls_key: Annotated[str, Meta(description="PEM file of the private key that belongs to `tls_cert`.")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file of the private key of `tls_cert`.")] = ""
     tls_client_ca: Annotated[
-        str, Meta(description="PEM file of authorities; only clients with a certificate of theirs get a connection.")
+        str, Meta(description="PEM file of authorities; only clients with a certificate from them may connect.")
     ] = ""
     uds: Annotated[
         str, Meta(max_length=107, description="Path of a Unix socket to listen on, instead of `host` and `port`.")
     ] = ""
     uds_mode: Annotated[
-        str, Meta(pattern=r"^0?[0-7]{3}\Z", description="Mode of that socket.", extra={"form": "three octal digits"})
+        str,
+        Meta(pattern=r"^0?[0-7]{3}\Z", description="Mode of the Unix socket.", extra={"form": "three octal digits"}),
     ] = "660"
     cors_origins: Annotated[
         tuple[Annotated[str, Meta(pattern=_ORIGIN)], ...],
         Meta(
-            description="Origin whose pages may use this server from a browser; repeatable; none may by default.",
+            description="Origin whose pages may use this server from a browser; repeatable; by default none.",
             extra={"form": "https://app.example or *"},
         ),
     ] = field(default=(), name="cors_origin")
     allowed_hosts: Annotated[
         tuple[Annotated[str, Meta(pattern=_HOST)], ...],
         Meta(
-            description="Host name that a server without `api_keys` on a loopback address answers to besides its own, as "
-            "behind a proxy, and whose pages may use it; repeatable; `*` takes any.",
+            description="Further host name that a server without `api_keys` on a loopback address accepts, for example "
+            "behind a proxy, and whose pages may use it; repeatable; `*` accepts any.",
             extra={"form": "sie.example, without a port, or *"},
         ),
     ] = field(default=(), name="allowed_host")
 
 
 class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is served, and how it is loaded."""
+    """The served models, and their loading."""
 
     preload: Annotated[
         tuple[str, ...],
@@ -120,16 +121,16 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lazy: Annotated[
         tuple[str, ...],
         Meta(
-            description="Model to load when it is first asked for; repeatable.",
+            description="Model to load at its first request; repeatable.",
             extra={"form": "ID[=DIR][@REVISION] or ID=stub:[key=value,...]"},
         ),
     ] = field(default=(), name="lazy_model")
     catalog: Annotated[
-        str, Meta(description="TOML file of models to serve and of their profiles (docs/models.md); empty has none.")
+        str, Meta(description="TOML file of models to serve and their profiles (docs/models.md); empty for none.")
     ] = ""
     default_model: Annotated[
         str,
-        Meta(description="Model for OpenAI requests that name none; the only able one where it is empty or not able."),
+        Meta(description="Model for OpenAI requests without a model; if empty or unsuitable, the only suitable one."),
     ] = ""
     repositories: Annotated[
         tuple[str, ...],
@@ -140,7 +141,9 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = field(default=(), name="model_repository")
     repository_control: Annotated[
         Literal["none", "explicit"],
-        Meta(description="none loads all models of the repositories at the start; explicit only when it is asked to."),
+        Meta(
+            description="none loads all models of the repositories at the start; explicit loads them on request only."
+        ),
     ] = "none"
     strict_readiness: Annotated[
         bool, Meta(description="Whether `/api/health/ready` waits for every version of every tensor model.")
@@ -150,58 +153,57 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=65536,
-            description="Most rows of a request to a tensor model with a batch dimension whose configuration does not say "
-            "it; 0: it has no batch dimension.",
+            description="Most rows of a request to a tensor model with a batch dimension, if its configuration does not set "
+            "it; 0: no batch dimension.",
         ),
     ] = 64
     probe_batching: Annotated[
         bool,
         Meta(
-            description="Whether an ONNX model with a batch dimension, whose configuration does not ask to join requests, is "
-            "tried with random rows when it loads, and joins them where each row gives the same alone and beside others."
+            description="Whether to test an ONNX model with a batch dimension, whose configuration does not ask to join "
+            "requests, with random rows at load; it joins requests if each row gives the same result alone and with others."
         ),
     ] = False
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="Number format of the weights; auto is bfloat16 where the device computes in it."),
+        Meta(description="Number format of the weights; auto is bfloat16 if the device computes in it."),
     ] = "auto"
     encoder_weights: Annotated[
         Literal["auto", "int8"],
         Meta(
-            description="Format of the linear layers of encoders; auto takes what `dtype` gives, int8 is for those of the "
-            "BERT kind on a CPU: faster, and less exact (docs/models.md)."
+            description="Format of the linear layers of encoders; auto uses the format of `dtype`; int8 is for BERT-like "
+            "encoders on a CPU: faster, and less exact (docs/models.md)."
         ),
     ] = "auto"
     cache_dir: Annotated[
-        str, Meta(description="Converted tokenizers; empty takes systemd's, else the user's, cache directory.")
+        str, Meta(description="Converted tokenizers; empty uses systemd's, else the user's, cache directory.")
     ] = ""
-    load_timeout_s: Annotated[float, Meta(ge=1, le=86400, description="Longest time one model's load may take.")] = (
-        900.0
-    )
+    load_timeout_s: Annotated[float, Meta(ge=1, le=86400, description="Longest time to load one model.")] = 900.0
     load_retry_s: Annotated[
-        float, Meta(ge=1, le=1800, description="Wait before a failed load may be tried again; doubles each time.")
+        float, Meta(ge=1, le=1800, description="Wait before a failed load may be retried; doubles each time.")
     ] = 30.0
     loading_retry_after_s: Annotated[int, Meta(ge=1, le=60, description="`Retry-After` of 503 MODEL_LOADING.")] = 5
     wait_for_load: Annotated[
-        bool, Meta(description="Native requests wait for a model that loads, instead of 503 MODEL_LOADING at once.")
+        bool, Meta(description="Native requests wait for a loading model, instead of 503 MODEL_LOADING at once.")
     ] = False
     loras: Annotated[
         tuple[str, ...],
         Meta(
-            description="LoRA adapter that requests to a model may name; loaded when first asked for; repeatable.",
+            description="LoRA adapter that requests to a model may name; loaded at its first request; repeatable.",
             extra={"form": "MODEL=ID[=DIR][@REVISION] or MODEL=ID=stub:[load_ms=N]"},
         ),
     ] = field(default=(), name="lora")
     max_loras: Annotated[
-        int, Meta(ge=1, le=256, description="Most adapters of one model in memory; the least recently used one goes.")
+        int,
+        Meta(ge=1, le=256, description="Most adapters of one model in memory; the least recently used one is removed."),
     ] = 10
     idle_unload_s: Annotated[
-        float, Meta(ge=0, le=604800, description="Unload a lazy model unused for this long; 0 never does.")
+        float, Meta(ge=0, le=604800, description="Time without use after which a lazy model is unloaded; 0 for never.")
     ] = 0.0
     pinned: Annotated[
         tuple[str, ...],
         Meta(
-            description="Lazy model that only a request to unload it takes away once it is loaded; repeatable.",
+            description="Lazy model that, after loading, only an unload request unloads; repeatable.",
             extra={"form": "the ID of a lazy_model"},
         ),
     ] = field(default=(), name="pinned_model")
@@ -210,40 +212,41 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=1,
             le=100,
-            description="Share of a device's memory over which lazy models go, least recently used first.",
+            description="Share of a device's memory over which lazy models are unloaded, least recently used first.",
         ),
     ] = 95.0
     max_model_bytes: Annotated[
         int,
-        Meta(ge=0, le=1 << 50, description="Most memory that the models of one device take; 0: what the device has."),
+        Meta(ge=0, le=1 << 50, description="Most memory for the models of one device; 0: the device's memory."),
     ] = 0
 
 
 class Devices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where models run: one worker process for each device."""
+    """Devices that run models: one worker process for each device."""
 
     devices: Annotated[
         str,
         Meta(
             pattern=_DEVICES,
-            description="Devices to use; cpu is a worker for each core, as far as memory goes; cpu:N is N that share them out.",
+            description="Devices to use; cpu is one worker for each core, limited by memory; cpu:N is N workers that share "
+            "the cores.",
             extra={"form": "auto, cpu, cpu:N, cuda or cuda:0,cuda:1"},
         ),
     ] = "auto"
     threads_per_worker: Annotated[
-        int, Meta(ge=0, le=1024, description="Compute threads of a CPU worker; 0 takes one for each of its cores.")
+        int, Meta(ge=0, le=1024, description="Compute threads of a CPU worker; 0 uses one for each of its cores.")
     ] = 0
     native_kernels: Annotated[
         bool,
-        Meta(description="Whether CPU workers use the compiled kernels, where there are some; torch does the same."),
+        Meta(description="Whether CPU workers use the compiled kernels, if available; torch can do the same work."),
     ] = True
     resolve_timeout_s: Annotated[
-        float, Meta(ge=1, le=600, description="Longest time `--devices auto` may take to find the devices.")
+        float, Meta(ge=1, le=600, description="Longest time for `--devices auto` to find the devices.")
     ] = 60.0
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory between processes; all but `max_large_bytes` and `max_pending_reply_bytes` is reserved at the start."""
+    """Shared memory; all except `max_large_bytes` and `max_pending_reply_bytes` is reserved at the start."""
 
     request_segment_bytes: Annotated[int, Meta(ge=MIB, le=1 << 36, description="Request segment of each frontend.")] = (
         64 * MIB
@@ -252,17 +255,17 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, Meta(ge=MIB, le=1 << 36, description="Reply segment of each pair of worker and frontend.")
     ] = 32 * MIB
     large_extent_bytes: Annotated[
-        int, Meta(ge=65536, le=1 << 32, description="A payload over this size gets a segment of its own.")
+        int, Meta(ge=65536, le=1 << 32, description="A payload over this size gets its own segment.")
     ] = 8 * MIB
     max_large_bytes: Annotated[
-        int, Meta(ge=0, le=1 << 36, description="All such segments of this server together.")
+        int, Meta(ge=0, le=1 << 36, description="All large segments of this server together.")
     ] = 512 * MIB
     max_pending_reply_bytes: Annotated[
         int,
         Meta(
             ge=MIB,
             le=1 << 36,
-            description="Sparse and multivector outputs that a worker keeps until their reply is whole and has room.",
+            description="Sparse and multivector outputs that a worker keeps until their reply is complete and has room.",
         ),
     ] = 256 * MIB
     ring_capacity: Annotated[int, Meta(ge=8, le=65536, description="Descriptors in each ring; a power of two.")] = 4096
@@ -270,21 +273,21 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scheduler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How waiting sequences become steps."""
+    """Scheduling of waiting sequences into steps."""
 
     max_step_tokens: Annotated[
-        int, Meta(ge=0, le=1 << 24, description="Token budget of a step; 0 takes 1024 on a CPU and 16384 on a GPU.")
+        int, Meta(ge=0, le=1 << 24, description="Token budget of a step; 0 uses 1024 on a CPU and 16384 on a GPU.")
     ] = 0
     max_step_items: Annotated[int, Meta(ge=1, le=65536, description="Most sequences in a step.")] = 1024
     max_age_ms: Annotated[
-        float, Meta(ge=0, le=60000, description="Age from which a sequence runs before any that fit better.")
+        float, Meta(ge=0, le=60000, description="Age from which a sequence runs before others that fit better.")
     ] = 250.0
     max_step_ms: Annotated[
         float,
         Meta(
             ge=0,
             le=60000,
-            description="Time that a step of several requests should not exceed, so that a newcomer waits no longer; 0 for any.",
+            description="Longest time for a step of several requests, so that a new one waits no longer; 0: no limit.",
         ),
     ] = 50.0
 
@@ -293,30 +296,30 @@ class Supervisor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Starting, watching and restarting the other processes."""
 
     start_timeout_s: Annotated[
-        float, Meta(ge=1, le=3600, description="Longest time a process may take to start, model loads not counted.")
+        float, Meta(ge=1, le=3600, description="Longest time for a process to start, without model loads.")
     ] = 120.0
     watchdog_s: Annotated[
-        float, Meta(ge=1, le=3600, description="Time past a step's own allowance after which a worker is killed.")
+        float, Meta(ge=1, le=3600, description="Time over a step's own limit after which a worker is killed.")
     ] = 30.0
     tick_timeout_s: Annotated[
         float, Meta(ge=0.5, le=600, description="A frontend that does not answer for this long is killed.")
     ] = 3.0
     restart_budget: Annotated[
-        int, Meta(ge=0, le=1000, description="Starts in a row that may fail before the server gives up.")
+        int, Meta(ge=0, le=1000, description="Failed starts in a row before the server gives up.")
     ] = 5
     restart_window_s: Annotated[
-        float, Meta(ge=1, le=86400, description="Only failed starts of this last period count.")
+        float, Meta(ge=1, le=86400, description="Only failed starts within this period count.")
     ] = 60.0
     device_retry_s: Annotated[
         float,
         Meta(
             ge=1,
             le=3600,
-            description="Wait before a device that was lost three times within a minute is tried again; doubles each time.",
+            description="Wait before a device that was lost three times within a minute is retried; doubles each time.",
         ),
     ] = 60.0
     restart_backoff_s: Annotated[
-        float, Meta(ge=0, le=600, description="Wait after the first failed start; doubles with each.")
+        float, Meta(ge=0, le=600, description="Wait after the first failed start; doubles each time.")
     ] = 0.5
 
 
@@ -330,21 +333,21 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tracing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Traces of requests, for a collector that speaks OTLP over gRPC; needs `sie[otel]`."""
+    """Traces of requests, sent to a collector by OTLP over gRPC; needs `sie[otel]`."""
 
     enabled: Annotated[bool, Meta(description="Write a trace of requests: one span for each phase.")] = field(
         default=False, name="tracing"
     )
     endpoint: Annotated[
-        str, Meta(pattern=r"^https?://[^/\s]+/?\Z", description="Where the collector listens; https is with TLS.")
+        str, Meta(pattern=r"^https?://[^/\s]+/?\Z", description="Address of the collector; https uses TLS.")
     ] = field(default="http://localhost:4317", name="otlp_endpoint")
     share: Annotated[
-        float, Meta(ge=0, le=1, description="Share of requests to trace where their `traceparent` does not decide.")
+        float, Meta(ge=0, le=1, description="Share of requests to trace, if their `traceparent` does not decide.")
     ] = field(default=1.0, name="trace_share")
 
 
 class Testing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Breaking this server on purpose. Nothing here belongs on a server that anyone relies on."""
+    """Breaking this server on purpose. Never use these settings in production."""
 
     test: Annotated[bool, Meta(description="Allow failpoints, and stub models that fail on purpose.")] = False
     failpoints: Annotated[

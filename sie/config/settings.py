@@ -1,10 +1,12 @@
-"""The tree of settings, and how it is read from file, environment and flags.
+"""Defines the tree of settings, and loads it from file, environment and flags.
 
 A key `max_body_bytes` of the section `limits` is the flag `--max-body-bytes`, the variable `SIE_MAX_BODY_BYTES`, the
-TOML key `max_body_bytes` under `[limits]` and a row of docs/settings.md; names are unique over the whole tree. Order:
-default < file < environment < flag. An unknown or bad key stops the start; an unknown variable warns. Nothing else reads
-the environment, and only a reload changes settings after the start (`sie.config.reloadable`). Imports nothing slow: every `sie` command waits for it.
-`sie.config.sections`, `sie.config.generation`, `sie.config.grpc_limits` and `sie.config.limits` have the keys, each in one place; `sie.config.sources` reads the values.
+TOML key `max_body_bytes` under `[limits]` and a row of docs/settings.md. Names are unique in the whole tree. Order:
+default < file < environment < flag. An unknown or bad key stops the start; an unknown variable only warns. No other
+module reads the environment, and only a reload changes settings after the start (`sie.config.reloadable`). Never imports
+slow modules, because every `sie` command waits for it. `sie.config.sections`, `sie.config.generation`,
+`sie.config.grpc_limits` and `sie.config.limits` define the keys, each in one place; `sie.config.sources` reads the
+values.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from sie.config.sources import (
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole tree. It encodes with msgspec, so that a process can be handed it."""
+    """The whole tree. msgspec can encode it, to send it to a process."""
 
     server: Server = Server()
     access: Access = Access()
@@ -65,12 +67,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """Settings together with the source of each, by the name of its key."""
+    """The settings, and the source of each by key name."""
 
     settings: Settings
     sources: dict[str, Source]
     warnings: tuple[str, ...] = ()
-    """What a start goes on with, but its operator should know."""
+    """Faults that do not stop the start, for the operator to know."""
 
     def value(self, key: Key) -> Any:
         """Return the value of `key`."""
@@ -88,10 +90,10 @@ def all_keys() -> tuple[Key, ...]:
 
 
 def load_settings(config_file: str | None, environ: Mapping[str, str], flags: Mapping[str, Any]) -> Loaded:
-    """Return the settings that file, environment and flags give together.
+    """Return the settings from file, environment and flags together.
 
-    config_file may be None: then `SIE_CONFIG` names it, if set. flags are by key name, text (lists: a sequence of
-    texts) as given on the command line. Raises SettingsError for the first thing that is unknown or wrong.
+    config_file may be None: then `SIE_CONFIG` names it, if set. flags maps key names to texts (lists: a sequence of
+    texts) from the command line. Raises SettingsError for the first unknown or wrong value.
     """
     keys = all_keys()
     path = config_file or environ.get(CONFIG_VARIABLE)
@@ -112,9 +114,10 @@ def load_settings(config_file: str | None, environ: Mapping[str, str], flags: Ma
 
 
 def _system_directories(keys: tuple[Key, ...], environ: Mapping[str, str]) -> Iterator[tuple[Key, str, Source]]:
-    """Yield what an empty directory stands for; systemd's variables may hold several, colon-separated.
+    """Yield the default of each directory setting; systemd's variables may contain several, colon-separated.
 
-    The last resort for runtime_dir lies where every user may write: who makes it must refuse another owner's.
+    The last fallback for runtime_dir is in a directory that every user may write to. The code that creates it must
+    refuse one with another owner.
     """
     by_name = {key.name: key for key in keys}
     shared = Path(environ.get("TMPDIR") or "/tmp")  # noqa: S108  # the system's own name for it
@@ -133,7 +136,7 @@ def _system_directories(keys: tuple[Key, ...], environ: Mapping[str, str]) -> It
 
 
 def _check_together(settings: Settings, sources: Mapping[str, Source]) -> None:
-    """Refuse values that are each allowed but not with one another."""
+    """Raise SettingsError for values that are allowed alone but not together."""
     memory, limits, access = settings.memory, settings.limits, settings.access
     smallest = min(memory.request_segment_bytes, memory.reply_segment_bytes)
     problems = (

@@ -1,8 +1,8 @@
-"""Reads the value of a setting from a TOML file, from environment variables and from flags.
+"""Reads the values of settings from a TOML file, from environment variables and from flags.
 
-Knows no setting by name: `sie.config.settings` hands over the keys. Whatever is unknown or wrong raises SettingsError, whose
-message says where it was found, what it was and what it should have been. An unknown variable may belong to a client on
-the same host, so it only warns.
+Contains no setting's name: `sie.config.settings` passes the keys. An unknown or wrong value raises SettingsError, whose
+message has the place, the value and the expected value. An unknown variable only warns, because it may belong to a
+client on the same host.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CONFIG_VARIABLE = "SIE_CONFIG"
 
 
 class SettingsError(Exception):
-    """A setting that stops the start; the message names where it was said, the key and the reason."""
+    """A setting that stops the start; the message names its source, the key and the reason."""
 
 
 class Key(msgspec.Struct, frozen=True):
-    """One setting as every view of it needs it: flags, variables, TOML, documentation."""
+    """One setting, with the data for flags, variables, TOML and documentation."""
 
     section: str
     attribute: str
@@ -37,11 +37,11 @@ class Key(msgspec.Struct, frozen=True):
     default: Any
     doc: str
     expects: str
-    """What a value must be, to follow "not": `an integer from 0 to 65535`."""
+    """The expected value, in words that follow "not": `an integer from 0 to 65535`."""
     form: str = ""
-    """How a text is made up, where it is more than a text: `auto, cpu, cpu:N, ...`."""
+    """The form of a structured text: `auto, cpu, cpu:N, ...`."""
     known_as: str = ""
-    """Variable by which other servers of an API know it; what is wrong there is passed over, as they do."""
+    """The variable's name in other servers of an API; its wrong values are ignored, as those servers do."""
 
     @property
     def flag(self) -> str:
@@ -57,7 +57,7 @@ class Key(msgspec.Struct, frozen=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where a value came from; name is the file, variable or flag; a default has none but for what it follows."""
+    """The source of a value; name is the file, variable or flag. A default's name is the source it follows, if any."""
 
     kind: Literal["default", "file", "environment", "flag"]
     name: str = ""
@@ -71,10 +71,10 @@ Found = Iterator[tuple[Key, Any, Source]]
 
 
 def describe_key(section: str, item: FieldInfo) -> Key:
-    """Return the key that the field `item` of the struct for `section` declares.
+    """Return the key declared by the field `item` of the struct for `section`.
 
-    Its type is `Annotated[type, Meta(description=...)]`; `extra={"form": ...}` says in words what a pattern accepts,
-    and `"known_as"` a further variable.
+    Its type is `Annotated[type, Meta(description=...)]`. `extra={"form": ...}` describes in words the values that a
+    pattern accepts, and `"known_as"` names another variable.
     """
     plain: Any
     meta: Meta
@@ -94,7 +94,7 @@ def describe_key(section: str, item: FieldInfo) -> Key:
 
 
 def read_file(keys: Keys, path: str) -> Found:
-    """Yield what the TOML file at `path` sets, in its order."""
+    """Yield the values in the TOML file at `path`, in its order."""
     known = {(key.section, key.name): key for key in keys}
     sections = list(dict.fromkeys(key.section for key in keys))
     for section, table in read_toml(path).items():
@@ -119,8 +119,8 @@ def _hint_for_key(keys: Keys, section: str, name: str) -> str:
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """Return the tables of a TOML file. Raises SettingsError, with the path, for one that cannot be read."""
-    import tomllib  # only who has a file pays for the parser
+    """Return the tables of a TOML file. Raises SettingsError, with the path, if it cannot be read."""
+    import tomllib  # imported here, so that only users of a file load the parser
 
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -133,7 +133,7 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def read_environment(keys: Keys, environ: Mapping[str, str]) -> Found:
-    """Yield what `SIE_*` variables set, behind what others do that keys are known as; a list is separated by white space."""
+    """Yield the values of the `known_as` variables, then of `SIE_*` variables; white space separates a list."""
     for key in keys:
         if key.known_as in environ:
             with contextlib.suppress(SettingsError):
@@ -156,7 +156,7 @@ def unknown_variables(keys: Keys, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def read_flags(keys: Keys, flags: Mapping[str, Any]) -> Found:
-    """Yield what flags set; by key name, each a text or, for a list, a sequence of texts."""
+    """Yield the values of flags; flags maps key names to a text or, for a list, a sequence of texts."""
     known = {key.name: key for key in keys}
     for name, raw in flags.items():
         key = known.get(name)
@@ -187,9 +187,9 @@ def _convert(key: Key, raw: Any, where: str, *, from_text: bool) -> Any:
 
 
 def did_you_mean(wrong: str, known: Sequence[str], *, prefix: str = "") -> str:
-    """Return `; did you mean X?` for the nearest of `known`, or nothing when none is near.
+    """Return `; did you mean X?` for the nearest name in `known`, or empty without a near name.
 
-    prefix is what all names share; it makes none of them nearer.
+    prefix is shared by all names and is ignored in the comparison.
     """
     names = [name.removeprefix(prefix) for name in known]
     near = difflib.get_close_matches(wrong.removeprefix(prefix), names, n=1, cutoff=0.6)

@@ -1,7 +1,7 @@
 """The command `sie doctor`: its checks, their order and its report.
 
-Each area is a function of the settings that yields findings; it looks at this process's host and changes nothing. None
-imports torch: the answer is there within a second or two, and on a host where torch is what is broken, too.
+Each area is a function of the settings that yields findings. It looks at this process's host and changes nothing. No
+area imports torch, so the answer takes a second or two, and works even if torch is broken.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _COLOURS: Final = {"ok": "green", "warn": "yellow", "error": "red"}
 
 
 def examine(load: Callable[[], Loaded], areas: Iterable[str], wait_s: float = 0.0) -> list[Finding]:
-    """Return what is found in these areas; with wait_s, look again until there is no error or the time is over.
+    """Return the findings in these areas; with wait_s, look again until there is no error or the time is over.
 
-    load returns the settings; when they cannot be had, that is a finding, and defaults stand in for them.
+    load returns the settings. If it raises SettingsError, that is a finding, and defaults replace the settings.
     """
     deadline_s = time.monotonic() + wait_s
     while True:
@@ -36,7 +36,7 @@ def examine(load: Callable[[], Loaded], areas: Iterable[str], wait_s: float = 0.
 
 
 def _look(load: Callable[[], Loaded], areas: frozenset[str]) -> Iterator[Finding]:
-    from sie.doctor import access, gpu, host, kernel, software  # only who asks pays for what they import
+    from sie.doctor import access, gpu, host, kernel, software  # imported here, because their imports are slow
 
     settings = Settings()
     try:
@@ -64,7 +64,7 @@ def _look(load: Callable[[], Loaded], areas: frozenset[str]) -> Iterator[Finding
 
 
 def render_text(findings: list[Finding]) -> str:
-    """Return a line for each finding, with its fix below, and a line that counts them."""
+    """Return a line for each finding, with its fix below, and a line with the counts."""
     import click
 
     lines: list[str] = []
@@ -79,6 +79,6 @@ def render_text(findings: list[Finding]) -> str:
 
 
 def render_json(findings: list[Finding]) -> str:
-    """Return `{"ok": bool, "findings": [{"area", "level", "message", "fix"}]}`; ok means that nothing is an error."""
+    """Return `{"ok": bool, "findings": [{"area", "level", "message", "fix"}]}`; ok means that there is no error."""
     page = {"ok": all(finding.level != "error" for finding in findings), "findings": findings}
     return msgspec.json.format(msgspec.json.encode(page)).decode() + "\n"

@@ -1,4 +1,4 @@
-"""Looks at who could reach the server: API keys, certificate files, and an address that other hosts can use."""
+"""Checks the access to the server: API keys, certificate files, and addresses that other hosts can reach."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXPOSED_FIX = "see docs/security.md: `sie keys new`, --api-keys, --tls-cert; or
 
 
 def check_access(settings: Settings) -> Iterator[Finding]:
-    """Look whether keys and certificates can be used, and whether the door is open to others without them."""
+    """Check that keys and certificates are usable, and whether the server is exposed without them."""
     access = settings.access
     if access.api_keys:
         yield _check_keys(access.api_keys)

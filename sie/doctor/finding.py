@@ -1,4 +1,4 @@
-"""A finding of `sie doctor`: what was looked at, whether it is well, and how to mend it."""
+"""Defines a finding of `sie doctor`: its area, its level, its message and its fix."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Level = Literal["ok", "warn", "error"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at. fix says how to mend it; it is empty when there is nothing to mend.
+    """The result of one check. fix says how to correct a fault; it is empty without a fault.
 
-    error: the server would not start, or would not serve. warn: it would, but worse than it could.
+    error: the server would not start, or would not serve. warn: it would serve, but worse than it could.
     """
 
     area: str

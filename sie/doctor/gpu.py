@@ -1,6 +1,6 @@
-"""Looks at GPUs: driver, devices, their health, and whether torch can use them. Asks NVML, never CUDA.
+"""Checks GPUs: driver, devices, their health, and whether torch can use them. Asks NVML, never CUDA.
 
-A call into a driver that is stuck never returns, so all of them run on a thread that is left behind then.
+A call into a stuck driver never returns. So all calls run on a thread, which is abandoned in this case.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _GET_DRIVER = "install NVIDIA's driver for this kernel; `nvidia-smi` has to work
 
 
 def wants_gpu(settings: Settings) -> bool:
-    """Return whether the settings ask for GPUs, or would take one that is there."""
+    """Return whether the settings ask for GPUs, or would use an available one."""
     devices = settings.devices.devices
     return devices.startswith("cuda") or (devices == "auto" and _CONTROL_NODE.exists())
 
 
 def count_workers(settings: Settings) -> int:
-    """Return how many workers a start would run; as far as it can be told without asking the driver."""
+    """Return how many workers a start would run, estimated without asking the driver."""
     devices = settings.devices.devices
     if match := re.fullmatch(r"cpu:(\d+)", devices):
         return int(match[1])
@@ -46,7 +46,7 @@ def count_workers(settings: Settings) -> int:
 
 
 def check_gpus(settings: Settings, nvml: Any = None) -> Iterator[Finding]:
-    """Look at driver and devices. nvml is the `pynvml` module, or a stand-in with the same functions."""
+    """Check driver and devices. nvml is the `pynvml` module, or a stand-in with the same functions."""
     if settings.devices.devices.startswith("cpu"):
         yield Finding(area="gpu", level="ok", message="not used (devices)")
         return
@@ -62,7 +62,7 @@ def check_gpus(settings: Settings, nvml: Any = None) -> Iterator[Finding]:
 def _answer(settings: Settings, nvml: Any, answers: queue.SimpleQueue[list[Finding]]) -> None:
     try:
         answers.put(list(_ask(settings, nvml or importlib.import_module("pynvml"))))
-    except Exception as error:  # whatever it is, it must not look like a driver that is silent
+    except Exception as error:  # no error may look like a driver that does not answer
         fix = f"{sys.prefix}/bin/pip install --force-reinstall nvidia-ml-py"
         answers.put([_error(f"NVML cannot be used: {type(error).__name__}: {error}", fix)])
 
@@ -104,7 +104,7 @@ def _no_driver(reason: str, is_required: bool) -> Finding:
 
 
 def _has_card() -> bool:
-    """Return whether a display or 3D controller of NVIDIA is on the PCI bus."""
+    """Return whether an NVIDIA display or 3D controller is on the PCI bus."""
     for device in _PCI.glob("*"):
         try:
             if (device / "vendor").read_text().strip() == _NVIDIA and (device / "class").read_text().startswith("0x03"):
@@ -115,7 +115,7 @@ def _has_card() -> bool:
 
 
 def _check_torch(built: str | None, driver_cuda: int, is_required: bool) -> Finding:
-    """Compare the CUDA that torch was built with to the driver's; a driver runs every older one and its own major."""
+    """Compare torch's CUDA version with the driver's; a driver runs all versions up to its own major version."""
     if built is None:
         return _error("torch is not installed", "install it: https://pytorch.org/get-started")
     if not built:
@@ -129,7 +129,7 @@ def _check_torch(built: str | None, driver_cuda: int, is_required: bool) -> Find
 
 
 def _check_compiler() -> Iterator[Finding]:
-    """Look for what Triton compiles the launchers of its kernels with. Source: triton 3.6, `runtime/build.py`."""
+    """Look for the C compiler that Triton needs for its kernel launchers. Source: triton 3.6, `runtime/build.py`."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         message = "no C compiler for Triton: models that generate text run many times slower"
         yield Finding(area="gpu", level="warn", message=message, fix="install gcc or clang, or name one in CC")
@@ -159,7 +159,7 @@ def _check_device(nvml: Any, index: int) -> Iterator[Finding]:
 
 
 def _device_faults(nvml: Any, handle: Any, name: str) -> Iterator[Finding]:
-    """Yield what is wrong with one device. What it does not support says nothing."""
+    """Yield the faults of one device. Unsupported queries are skipped."""
     if _try(nvml, nvml.nvmlDeviceGetComputeMode, handle) == nvml.NVML_COMPUTEMODE_PROHIBITED:
         yield _error(f"{name}: its compute mode allows no work", "nvidia-smi -c DEFAULT")
     rows = _try(nvml, nvml.nvmlDeviceGetRemappedRows, handle)
@@ -195,5 +195,5 @@ def _error(message: str, fix: str) -> Finding:
 
 
 def _version(cuda: int) -> str:
-    """Return `12.8` for 12080, which is how NVML says it."""
+    """Return `12.8` for NVML's form 12080."""
     return f"{cuda // 1000}.{cuda % 1000 // 10}"

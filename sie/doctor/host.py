@@ -1,4 +1,4 @@
-"""Looks at limits, memory, disk, port and clock of this host."""
+"""Checks limits, memory, disk, port and clock of this host."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sie.values.errors import SieError
 
 _GIB = 1 << 30
 _SERVICE_DIRECTORY = "/run/sie"
-"""Where sie.service keeps its lock; a look from outside the service has other defaults."""
+"""The directory of sie.service's lock; outside the service, the defaults differ."""
 _TIME_ERROR = 5
-"""What adjtimex(2) returns while the clock is not synchronised."""
+"""Return value of adjtimex(2) while the clock is not synchronised."""
 
 
 def check_limits(settings: Settings) -> Iterator[Finding]:
-    """Look at this process's resource limits; under systemd the unit's apply."""
+    """Check this process's resource limits; under systemd the unit's limits apply."""
     yield _check_limit("open files", resource.RLIMIT_NOFILE, 8192, 512, "LimitNOFILE=65536, or `ulimit -n 65536`")
     yield _check_limit("processes and threads", resource.RLIMIT_NPROC, 4096, 64, "LimitNPROC=infinity, or `ulimit -u`")
     if gpu.wants_gpu(settings):
@@ -46,7 +46,7 @@ def _check_limit(name: str, number: int, enough: int, least: int, fix: str) -> F
 
 
 def check_memory(settings: Settings) -> Iterator[Finding]:
-    """Look whether the shared memory that a start reserves is there, and what may come on top of it."""
+    """Check that the shared memory that a start reserves is available, and the later large payloads too."""
     memory = settings.memory
     needed = reserved_bytes(
         memory,
@@ -69,7 +69,7 @@ def check_memory(settings: Settings) -> Iterator[Finding]:
 
 
 def check_disk(settings: Settings) -> Iterator[Finding]:
-    """Look at the directories that the server writes to."""
+    """Check the directories that the server writes to."""
     yield _check_runtime_dir(Path(settings.server.runtime_dir or "."))
     yield _check_directory("cache_dir", Path(settings.models.cache_dir or "."), 64 * MIB)
     if settings.generation.max_responses:
@@ -118,7 +118,7 @@ def _check_directory(name: str, path: Path, wanted_bytes: int) -> Finding:
 
 
 def check_network(settings: Settings) -> Iterator[Finding]:
-    """Look whether the port is free, or already served by this server."""
+    """Check that the port is free, or already served by this server."""
     server = settings.server
     if settings.access.uds:
         yield Finding(area="network", level="ok", message=f"no port: the Unix socket {settings.access.uds} is served")
@@ -140,7 +140,7 @@ def check_network(settings: Settings) -> Iterator[Finding]:
 
 
 def _holder(directory: str, port: int) -> str:
-    """Return the pid of the server that holds the lock of this port, or an empty text."""
+    """Return the pid of the server with the lock of this port, or an empty text."""
     try:
         with Path(directory, f"sie-{port}.lock").open(encoding="utf-8") as lock:
             try:
@@ -153,8 +153,8 @@ def _holder(directory: str, port: int) -> str:
 
 
 def check_clock(_settings: Settings) -> Iterator[Finding]:
-    """Look whether the clock is kept in step. Source: adjtimex(2)."""
-    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # modes 0: only asks
+    """Check that the clock is synchronised. Source: adjtimex(2)."""
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # modes 0: only reads
     if state == _TIME_ERROR:
         message = "the clock is not synchronised: times in logs and traces may not match other hosts'"
         yield Finding(area="clock", level="warn", message=message, fix="timedatectl set-ntp true, or start chrony")

@@ -1,4 +1,4 @@
-"""Looks at what the server needs of the kernel, by doing it once."""
+"""Checks the kernel features that the server needs, by using each once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SYSCTL = Path("/proc/sys/net")
 
 
 def check_kernel(settings: Settings) -> Iterator[Finding]:
-    """Look at system calls and kernel settings."""
+    """Check system calls and kernel settings."""
     needs: tuple[tuple[str, Callable[[], None], str], ...] = (
         ("sealed memory (memfd_create, F_SEAL_FUTURE_WRITE)", _try_memory, "Linux 5.1 or newer is needed"),
         ("process descriptors (pidfd_open, pidfd_send_signal)", _try_pidfd, "Linux 5.3 or newer is needed"),
@@ -45,7 +45,7 @@ def _try_memory() -> None:
 def _try_pidfd() -> None:
     fd = os.pidfd_open(os.getpid())
     try:
-        signal.pidfd_send_signal(fd, 0)  # type: ignore[arg-type]  # 0 asks whether it could be sent
+        signal.pidfd_send_signal(fd, 0)  # type: ignore[arg-type]  # 0 only checks that a signal could be sent
     finally:
         os.close(fd)
 
@@ -63,7 +63,7 @@ def _try_reuseport() -> None:
 
 
 def _check_migration(num_frontends: int) -> Finding:
-    """Look at what becomes of the connections that a frontend leaves behind. Linux 5.14 or newer can hand them on."""
+    """Check if a dead frontend's connections move to another frontend, which Linux 5.14 or newer can do."""
     value = _read("ipv4/tcp_migrate_req")
     if value == 1:
         return Finding(area="kernel", level="ok", message="connections move on from a frontend that dies")

@@ -1,4 +1,4 @@
-"""Looks at settings, models, and the versions of what is installed. Reads metadata; imports no library to look at it."""
+"""Checks settings, models, and installed versions. Reads metadata, and never imports a library to check it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CUDA = re.compile(r"^cuda\b[^=]*=\s*'([0-9.]+)'", re.MULTILINE)
 
 
 def check_settings(loaded: Loaded) -> Iterator[Finding]:
-    """Look at the settings as a whole, and at each model that they name."""
+    """Check the settings together, and each model that they name."""
     files = sorted({source.name for source in loaded.sources.values() if source.kind == "file"})
     changed = sum(source.kind != "default" for source in loaded.sources.values())
     origin = f", from {files[0]}" if files else ""
@@ -42,7 +42,7 @@ def check_settings(loaded: Loaded) -> Iterator[Finding]:
 
 
 def check_software(_settings: Settings) -> Iterator[Finding]:
-    """Look at the versions of Python and of the libraries that matter."""
+    """Check the versions of Python and of the main libraries."""
     yield Finding(area="software", level="ok", message=f"Python {platform.python_version()} in {sys.prefix}")
     minimums = _minimums()
     for name in _LIBRARIES:
@@ -61,10 +61,10 @@ def _check_library(name: str, minimum: str) -> Finding:
 
 
 def _minimums() -> dict[str, str]:
-    """Return the oldest version of each library that this installation says it works with."""
+    """Return the minimum version of each library that this installation requires."""
     try:
         required = importlib.metadata.requires("sie") or []
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
+    except importlib.metadata.PackageNotFoundError:  # run from sources
         return {}
     return {match[1]: match[2] for line in required if ";" not in line and (match := _AT_LEAST.match(line))}
 
@@ -74,7 +74,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def torch_cuda() -> str | None:
-    """Return the CUDA version that torch was built with, an empty text for a build without, None without torch.
+    """Return the CUDA version of torch's build, an empty text for a build without CUDA, None without torch.
 
     Source: torch writes `torch/version.py` when it is built; importing torch would take seconds.
     """

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from sie.loadgen.runs import Run
 
 _MIN_SHARE = 0.97
-"""A run whose answers came at less than this share of the planned rate did not hold it."""
+"""A run holds the planned rate only if its answers reach at least this share of it."""
 _GROWTH = 1.25
 _NUM_HALVINGS = 3
 
 
 def plan_arrivals(rate: float, duration_s: float, *, poisson: bool) -> NDArray[np.int64]:
-    """Return (n,) nanoseconds from the start, ascending: when each request is due. The same for the same arguments."""
+    """Return (n,) nanoseconds from the start, ascending, at which requests are due. Deterministic."""
     count = max(1, round(rate * duration_s))
     gaps_ns = np.full(count, 1e9 / rate)
     if poisson:
@@ -26,7 +26,7 @@ def plan_arrivals(rate: float, duration_s: float, *, poisson: bool) -> NDArray[n
 
 
 class Trial(NamedTuple):
-    """One rate that was tried."""
+    """One tried rate."""
 
     rate: float
     run: Run
@@ -34,9 +34,9 @@ class Trial(NamedTuple):
 
 
 def find_max_rate(run_at: Callable[[float], Run], limit_ms: float, start_rate: float) -> list[Trial]:
-    """Raise the rate until it does not hold, then close in on the edge; return every trial in order.
+    """Raise the rate until it does not hold, then search the limit by halving; return every trial in order.
 
-    A rate holds when its p99 is at most limit_ms, nothing failed and the answers kept up with the plan.
+    A rate holds when its p99 is at most limit_ms, no request failed, and the answers kept up with the plan.
     """
     trials: list[Trial] = []
 
@@ -62,5 +62,5 @@ def find_max_rate(run_at: Callable[[float], Run], limit_ms: float, start_rate: f
 
 
 def best_trial(trials: list[Trial]) -> Trial | None:
-    """Return the highest rate that held; None when none did."""
+    """Return the trial with the highest rate that held, or None."""
     return max((trial for trial in trials if trial.held), key=lambda trial: trial.rate, default=None)

@@ -1,7 +1,7 @@
-"""Reads answers: one channel for each connection. HTTP/1.1 is here; opens no socket.
+"""Reads answers: one channel for each connection. HTTP/1.1 is here. Never opens a socket.
 
-A channel is the seam for other transports: `grpc_channel` is one, and one that reads a stream of events would time its
-parts in `feed`.
+Other transports implement a channel: `grpc_channel` is one. A channel for a stream of events would time its parts in
+`feed`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from typing import NamedTuple, Protocol
 
 
 class MalformedError(Exception):
-    """An answer that cannot be read; its connection is of no use any more."""
+    """An answer that cannot be read; its connection is no longer usable."""
 
 
 class Response(NamedTuple):
     """One whole answer."""
 
     error: str
-    """Why it is no good, a few words that can be counted; empty when it is good."""
+    """The error in a few words that can be counted; empty for a good answer."""
     head: bytes
-    """Its headers as they came."""
+    """Its headers as received."""
     body: bytes
 
 
 class Channel(Protocol):
-    """The protocol on one connection, with one request on its way at a time."""
+    """The protocol on one connection, with one request at a time."""
 
     def opening(self) -> bytes:
-        """Return what to send first on a new connection, maybe nothing."""
+        """Return the first bytes to send on a new connection; may be empty."""
         ...
 
     def frame(self, data: bytes) -> bytes:
@@ -36,11 +36,11 @@ class Channel(Protocol):
         ...
 
     def feed(self, data: bytes) -> Response | None:
-        """Take what arrived; return the answer when it is whole. Raises MalformedError."""
+        """Add received bytes; return the answer when it is complete. Raises MalformedError."""
         ...
 
     def replies(self) -> bytes:
-        """Return what the protocol itself wants sent since the last call, maybe nothing."""
+        """Return the protocol's own bytes to send since the last call; may be empty."""
         ...
 
 
@@ -91,7 +91,7 @@ class Http1Channel:
 
 def _content_length(data: bytes, head_bytes: int) -> int:
     at = data.find(b"\r\ncontent-length: ", 0, head_bytes)
-    if at < 0:  # a server that writes it in capitals; only then is the header copied
+    if at < 0:  # the server uses capitals; only then the header is copied
         at = data[:head_bytes].lower().find(b"\r\ncontent-length: ")
     digits = data[at + 18 : data.find(b"\r\n", at + 18)] if at >= 0 else b""
     if not digits.isdigit():

@@ -1,6 +1,6 @@
-"""The dialects of a load, one small class each: builds requests from texts, and reads answers.
+"""Builds requests from texts and reads answers, with one small class for each dialect of a load.
 
-`binary` is the fast form that a dialect has (msgpack, vectors as base64, raw tensors), `json` its readable one.
+`binary` is a dialect's fast form (msgpack, vectors as base64, raw tensors), `json` its readable form.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Rows = NDArray[np.float32]
 
 
 class WrongAnswerError(Exception):
-    """An answer that is no answer to its request, although its status says so."""
+    """An answer with a good status that does not match its request."""
 
 
 class Answer(NamedTuple):
-    """What an answer says."""
+    """The data of an answer."""
 
     rows: Rows | None
-    """(n, d): vectors, or scores with d = 1, in the order of the texts; None where an answer has no numbers to compare."""
+    """(n, d): vectors, or scores with d = 1, in the order of the texts; None without numbers to compare."""
     num_tokens: int | None = None
-    """As the server counts them; None where the dialect does not tell."""
+    """Count by the server; None if the dialect does not report it."""
     inference_ms: float | None = None
-    """What the server says its worker spent in forward passes."""
+    """Time in forward passes, as the server reports it."""
 
 
 class Dialect(Protocol):
@@ -43,15 +43,15 @@ class Dialect(Protocol):
 
     @property
     def new_channel(self) -> ChannelFactory:
-        """Make what reads one connection's answers."""
+        """A factory for channels, which read one connection's answers."""
         ...
 
     def request(self, target: Target, texts: Sequence[str]) -> bytes:
-        """Return the bytes of a request about these texts, as the channel's `frame` takes them."""
+        """Return the bytes of a request with these texts, in the form that the channel's `frame` takes."""
         ...
 
     def read(self, response: Response) -> Answer:
-        """Return what a good response says. Raises WrongAnswerError."""
+        """Return the data of a good response. Raises WrongAnswerError."""
         ...
 
 
@@ -76,7 +76,7 @@ def http_request(target: Target, post: Post) -> bytes:
 
 
 class _SieDialect:
-    """What the operations of the SIE API have in common."""
+    """The common part of the SIE API's operations."""
 
     new_channel = Http1Channel
     operation = ""
@@ -95,7 +95,7 @@ class _SieDialect:
         decode: Callable[[bytes], Any] = msgspec.msgpack.decode if is_msgpack else msgspec.json.decode
         with reading():
             reply = decode(response.body)
-            usage: dict[str, int] = reply.get("usage") or {}  # older servers tell neither
+            usage: dict[str, int] = reply.get("usage") or {}  # older servers report neither
             timing: dict[str, float] = reply.get("timing") or {}
             return Answer(self._rows(reply), usage.get("input_tokens"), timing.get("inference_ms"))
 
@@ -131,7 +131,7 @@ class SieScore(_SieDialect):
 
 
 class SieExtract(_SieDialect):
-    """`POST /v1/extract/{model}`: spans, of which only the number of items is compared."""
+    """`POST /v1/extract/{model}`: spans; only the number of items is compared."""
 
     operation = "extract"
 
@@ -168,7 +168,7 @@ class OpenAiEmbeddings:
 
 
 def _vector(values: dict[bytes, Any] | str | list[float]) -> Rows:
-    """Return a row from any of its forms: a list, base64 of float32, or the array convention of msgpack."""
+    """Return a row from any form: a list, base64 of float32, or msgpack's array convention."""
     if isinstance(values, dict):
         return np.frombuffer(values[b"data"], values[b"type"]).astype(np.float32)
     if isinstance(values, str):
@@ -178,7 +178,7 @@ def _vector(values: dict[bytes, Any] | str | list[float]) -> Rows:
 
 @contextmanager
 def reading() -> Generator[None]:
-    """Turn whatever an unexpected body raises into WrongAnswerError."""
+    """Turn any error from an unexpected body into WrongAnswerError."""
     try:
         yield
     except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:

@@ -1,8 +1,8 @@
-"""Makes the load with one thread, non-blocking sockets and epoll, because it may share its cores with the server.
+"""Makes the load with one thread, non-blocking sockets and epoll, because it may share cores with the server.
 
-Closed loop: each connection sends its next request when it has its answer, so the rate follows the server. Open loop:
-requests have a time plan that no answer changes, and latency counts from the planned time, also of a request that had
-to wait for a free connection: a stall of the server shows in every request that it delayed.
+Closed loop: each connection sends its next request after its answer, so the rate follows the server. Open loop:
+requests have a fixed time plan, independent of answers. Latency counts from the planned time, also for a request that
+waited for a free connection. So a stall of the server shows in every request that it delayed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sie.loadgen.sample_texts import Mix, make_texts
 from sie.loadgen.target import Target
 
 _RECEIVE_BYTES: Final = 1 << 16
-"""Under 128 KiB: the allocator would map and unmap each larger buffer, which triples the time of an answer."""
+"""Under 128 KiB, because the allocator maps and unmaps each larger buffer, which triples the time of an answer."""
 _DRAIN_S: Final = 30.0
-"""How long answers may take after the last request was due; then they count as errors."""
+"""Longest wait for answers after the last request was due; then they count as errors."""
 _FIRST_SAMPLES: Final = 16
 _SAMPLE_EVERY: Final = 97
 _MAX_SAMPLES: Final = 1024
@@ -74,23 +74,23 @@ class _Connection:
 
 
 class Generator:
-    """Connections to one server, used for one run after the other."""
+    """Connections to one server, used for successive runs."""
 
     def __init__(self, target: Target, new_channel: ChannelFactory, calls: Sequence[Call]) -> None:
-        """Prepare to send calls in turn, keeping some of the answers to be judged."""
+        """Prepare to send calls in turn, keeping some answers for the judge."""
         self._target = target
         self._new_channel = new_channel
         self._data = [call.data for call in calls]
         self._epoll = select.epoll()
         self._by_fd: dict[int, _Connection] = {}
         self._next_call = 0
-        # The kernel may otherwise add 50 us to each wait of an open loop.
+        # Otherwise the kernel may add 50 us to each wait of an open loop.
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
     def ask_each(self) -> list[Response]:
-        """Return the answer to each call, asked one after the other with nothing else on its way.
+        """Return the answer to each call, sent one at a time.
 
-        Raises RefusedError for the first that is no good, TargetError when there is no connection.
+        Raises RefusedError for the first bad answer, TargetError when there is no connection.
         """
         responses: list[Response] = []
         connections = self._connect(1)
@@ -104,7 +104,7 @@ class Generator:
         return responses
 
     def run_closed(self, num_connections: int, duration_s: float) -> Run:
-        """Keep num_connections busy for duration_s, then wait for what is on its way. Raises TargetError."""
+        """Keep num_connections busy for duration_s, then wait for running requests. Raises TargetError."""
         run = Run(f"{num_connections} connection{'s' if num_connections > 1 else ''}")
         connections = self._connect(num_connections)
         with _timed(run):
@@ -112,7 +112,7 @@ class Generator:
         return run
 
     def _keep_busy(self, connections: list[_Connection], run: Run, duration_ns: int) -> None:
-        """Send on each connection until the time is over, at least once, and wait for the answers."""
+        """Send on each connection at least once and until the time is over, and wait for the answers."""
         clock, poll, by_fd = time.monotonic_ns, self._epoll.poll, self._by_fd
         end_ns = clock() + duration_ns
         for connection in connections:
@@ -133,12 +133,12 @@ class Generator:
                 break
 
     def run_open(self, num_connections: int, rate: float, duration_s: float, *, poisson: bool = True) -> Run:
-        """Send rate requests a second for duration_s, evenly or with a Poisson process's gaps. Raises TargetError."""
+        """Send rate requests a second for duration_s, evenly or with Poisson gaps. Raises TargetError."""
         run = Run(f"{rate:,.0f}/s")
         idle = self._connect(num_connections)
         plan_ns = plan_arrivals(rate, duration_s, poisson=poisson)
         with _timed(run):
-            due = array("q", (plan_ns + time.monotonic_ns()).tobytes())  # 8 bytes each, where a list takes 40
+            due = array("q", (plan_ns + time.monotonic_ns()).tobytes())  # 8 bytes each; a list takes 40
             give_up_ns, at, end = due[-1] + int(_DRAIN_S * 1e9), 0, len(due)
             clock, poll, by_fd, epoll_fd = time.monotonic_ns, self._epoll.poll, self._by_fd, self._epoll.fileno()
             free_since_ns = clock()
@@ -151,7 +151,7 @@ class Generator:
                 if now_ns > give_up_ns:
                     run.errors[_UNANSWERED] += end - at + num_connections - len(idle)
                     break
-                # epoll alone waits in whole milliseconds; select on its fd waits in microseconds.
+                # epoll waits in whole milliseconds; select on its fd waits in microseconds.
                 wait_s = max(0.0, (due[at] - clock()) / 1e9) if at < end and idle else 0.5
                 if wait_s:
                     select.select((epoll_fd,), (), (), wait_s)
@@ -169,7 +169,7 @@ class Generator:
         self._epoll.close()
 
     def _connect(self, count: int) -> list[_Connection]:
-        """Close all connections and open count new ones: a run never sees an answer of the one before."""
+        """Close all connections and open count new ones, so that a run never gets an answer of the previous run."""
         self._close_all()
         return [self._open(_Connection()) for _ in range(count)]
 
@@ -201,7 +201,7 @@ class Generator:
         except _NOT_NOW:
             sent = 0
         except OSError:
-            return  # the kernel reports the end of the connection as an event, and that counts it
+            return  # the kernel reports the end of the connection as an event, which counts the error
         if sent < len(data):
             connection.unsent = data[sent:]
             self._epoll.modify(connection.fd, select.EPOLLIN | select.EPOLLOUT)
@@ -213,7 +213,7 @@ class Generator:
             self._epoll.modify(connection.fd, select.EPOLLIN)
 
     def _on_event(self, connection: _Connection, event: int, run: Run) -> bool:
-        """Read or write what is possible; return whether the connection's request has ended, one way or another."""
+        """Read or write as much as possible; return whether the connection's request has ended, well or not."""
         if connection.unsent and event & select.EPOLLOUT:
             self._send_rest(connection)
         if not event & ~select.EPOLLOUT:
@@ -252,7 +252,7 @@ class Generator:
             run.samples.append(Sample(connection.call, latency_ns, response))
 
     def _reopen(self, connection: _Connection, run: Run, reason: str) -> bool:
-        """Count a request that its connection did not survive, and connect again; always True.
+        """Count a request whose connection broke, and connect again; always True.
 
         Raises TargetError when the server is gone.
         """
@@ -265,7 +265,7 @@ class Generator:
 
 @contextmanager
 def _timed(run: Run) -> collections.abc.Generator[None]:
-    """Time a run; the collector of garbage waits, which would stop the load for what a run keeps."""
+    """Time a run, with garbage collection turned off, because it would pause the load."""
     gc.collect()
     gc.disable()
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
@@ -282,7 +282,7 @@ def _error_text(response: Response) -> str:
 
 
 def _status_text(response: Response) -> str:
-    """Return what the headers say of an error without a body."""
+    """Return the error text in the headers of an answer without a body."""
     lines = response.head.decode("latin-1").split("\r\n")
     told = [line for line in lines if line.lower().startswith(("nv-status", "grpc-message"))]
     return (told or lines)[0][:_MAX_ERROR_CHARS]

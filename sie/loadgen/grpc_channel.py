@@ -1,8 +1,8 @@
-"""Unary gRPC over HTTP/2 for a load: one call at a time on a connection, requests prepared as whole frames.
+"""Speaks unary gRPC over HTTP/2 for a load: one call at a time on a connection, with requests prepared as whole frames.
 
-A client library spends more on a call than the server under test; this one patches a stream number into ready bytes.
-It tells the server to keep no table of headers, so that trailers come as plain text. Source: RFC 9113, RFC 7541, and
-gRPC's PROTOCOL-HTTP2.
+A client library spends more time on a call than the server under test. This module only writes a stream number into
+prepared bytes. It tells the server not to keep a header table, so that trailers are plain text. Source: RFC 9113,
+RFC 7541, and gRPC's PROTOCOL-HTTP2.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_PREFIX: Final = 127
 
 
 def grpc_request(target: Target, method: str, message: bytes) -> bytes:
-    """Return the frames of one call, of stream 0, which `GrpcChannel.frame` replaces."""
+    """Return the frames of one call, for stream 0, which `GrpcChannel.frame` replaces."""
     fields = {
         ":method": "POST",
         ":scheme": "http" if target.tls is None else "https",
@@ -46,12 +46,12 @@ def grpc_request(target: Target, method: str, message: bytes) -> bytes:
 
 
 class GrpcChannel:
-    """One HTTP/2 connection. The server's window for us is what limits a request: 64 KiB with most of them."""
+    """One HTTP/2 connection. The server's window limits the size of a request: 64 KiB with most servers."""
 
     __slots__ = ("_buffer", "_error", "_message", "_replies", "_says_error", "_stream", "_unrefilled")
 
     def __init__(self, says_error: Callable[[bytes], str] | None = None) -> None:
-        """says_error: what is wrong with a message whose status is OK; empty for nothing."""
+        """Set up the channel. says_error returns the error in a message whose status is OK; empty for no error."""
         self._says_error = says_error
         self._buffer = b""
         self._message = b""
@@ -122,7 +122,7 @@ class GrpcChannel:
         return Response(self._error, trailers, self._message[5:])
 
     def _refill(self, num_bytes: int) -> None:
-        """Give the connection's window back in large pieces; a stream's own is never used up."""
+        """Refill the connection's window in large pieces; a stream's own window is never used up."""
         self._unrefilled += num_bytes
         if self._unrefilled >= _REFILL_BYTES:
             self._replies += _frame(_WINDOW_UPDATE, 0, struct.pack(">I", self._unrefilled))

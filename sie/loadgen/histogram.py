@@ -1,7 +1,7 @@
 """Counts durations by size with a fixed relative error, in memory that does not grow with time.
 
-A duration is put into one of 1,024 steps of its power of two, so that what comes out is at most 0.1 % too large: the
-layout of an HDR histogram of three digits. Source: hdrhistogram.org.
+A duration is counted in one of 1,024 steps of its power of two, so a result is at most 0.1 % too large. This is the
+layout of an HDR histogram with three digits. Source: hdrhistogram.org.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _STEP_BITS: Final = 10
-_MAX_BITS: Final = 43  # over two hours in nanoseconds; a longer duration is counted as that
+_MAX_BITS: Final = 43  # over two hours in nanoseconds; a longer duration counts as this
 _NUM_STEPS: Final = (_MAX_BITS - _STEP_BITS + 1) << _STEP_BITS
 _FOLD_AT: Final = 1 << 16
 
@@ -35,17 +35,17 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many durations were counted."""
+        """Number of counted durations."""
         return int(self._counts.sum()) + len(self._recent)
 
     @property
     def max_ns(self) -> int:
-        """The longest duration, exactly; 0 without any."""
+        """The exact longest duration; 0 without durations."""
         self._fold()
         return self._max_ns
 
     def percentiles_ms(self, percentiles: Sequence[float]) -> list[float]:
-        """Return the durations in milliseconds that these percentages of all do not exceed; NaN without any."""
+        """Return these percentiles of the durations in milliseconds; NaN without durations."""
         self._fold()
         total = int(self._counts.sum())
         if not total:
@@ -63,7 +63,7 @@ class Histogram:
         return int(self._counts[: int(_steps_of(np.array([limit_ns]))[0]) + 1].sum())
 
     def _fold(self) -> None:
-        """Move what was recorded lately into the counts: many at once cost a hundredth of one by one."""
+        """Move recent durations into the counts; many at once cost a hundredth of single ones."""
         if self._recent:
             durations = np.maximum(np.array(self._recent, np.int64), 0)
             self._recent.clear()

@@ -1,4 +1,4 @@
-"""Judges answers: learns each call's right rows and tokens before the load starts."""
+"""Judges answers: learns each call's correct rows and tokens before the load starts."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from sie.loadgen.runs import Run
 from sie.loadgen.sample_texts import count_words
 
 MIN_COSINE: Final = 0.999
-"""A model's rows depend a little on what shares their batch; those of other texts differ by far."""
+"""A model's rows depend slightly on the rest of their batch; rows of other texts differ by far more."""
 _MAX_SCORE_ERROR: Final = 0.05
-"""Scores are single numbers, which have no angle: what half precision may change of a logit."""
+"""Scores are single numbers without an angle; this is the change of a logit that half precision may cause."""
 
 
 class Verdict(NamedTuple):
-    """What came of comparing answers."""
+    """The result of comparing answers."""
 
     num_checked: int
     min_cosine: float
-    """The lowest of any row; 1 where there are no vectors."""
+    """The lowest cosine of any row; 1 without vectors."""
     beyond_ms: float | None
-    """Median latency of the samples less what the server says its forward passes took; None where it does not tell."""
+    """Median latency of the samples minus the reported time in forward passes; None if it is not reported."""
 
 
 class Judge:
-    """The answer of every call of a load."""
+    """Holds the correct answer to every call of a load."""
 
     def __init__(self, dialect: Dialect, answers: Sequence[Answer], calls: Sequence[Call]) -> None:
-        """Take the answers of calls for right."""
+        """Use the answers of calls as the correct ones."""
         self._dialect = dialect
         self._answers = answers
         self._tokens = [
@@ -43,16 +43,16 @@ class Judge:
 
     @classmethod
     def learn(cls, dialect: Dialect, generator: Generator, calls: Sequence[Call]) -> Judge:
-        """Ask the server once for every call, one after the other.
+        """Send every call to the server once, one after another, and learn the answers.
 
-        Raises RefusedError, TargetError, and WrongAnswerError for what cannot be read.
+        Raises RefusedError, TargetError, and WrongAnswerError for an unreadable answer.
         """
         return cls(dialect, [dialect.read(response) for response in generator.ask_each()], calls)
 
     def check(self, run: Run) -> Verdict:
-        """Compare a run's samples with the answers their calls had alone.
+        """Compare a run's samples with the answers to the same calls sent alone.
 
-        Raises WrongAnswerError below MIN_COSINE: a speed with wrong answers is no result.
+        Raises WrongAnswerError below MIN_COSINE, because a speed with wrong answers is not a result.
         """
         lowest = 1.0
         beyond_ms: list[float] = []
@@ -66,17 +66,17 @@ class Judge:
         return Verdict(len(run.samples), lowest, median(beyond_ms) if beyond_ms else None)
 
     def check_answers(self, expected: Sequence[Rows]) -> float:
-        """Return the lowest cosine of the answers themselves with what each call should bring, all its texts' rows."""
+        """Return the lowest cosine of the learnt answers with the expected rows of each call's texts."""
         pairs = zip(self._answers, expected, strict=True)
         return min(lowest_cosine(answer.rows, rows) for answer, rows in pairs)
 
     def num_tokens(self, run: Run) -> int:
-        """Return the tokens of a run's good answers, as the server counts them, or else as the texts were made."""
+        """Return the tokens of a run's good answers, as counted by the server, or else from the generated texts."""
         return sum(self._tokens[call] * count for call, count in run.call_counts.items())
 
 
 def lowest_cosine(got: Rows | None, expected: Rows | None) -> float:
-    """Return the lowest cosine of two answers' rows, 1 where there is nothing to compare.
+    """Return the lowest cosine of two answers' rows, or 1 without rows to compare.
 
     Scores, rows of one number, count as 1 or 0. Raises WrongAnswerError when the shapes differ.
     """

@@ -1,4 +1,4 @@
-"""Runs one measurement from its plan to its figures: dialect, texts and loads in, runs and verdicts out."""
+"""Runs one measurement: takes a plan with dialect, texts and loads, and yields runs and verdicts."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from sie.loadgen.tensor_dialects import KserveGrpc, KserveHttp, TrtisGrpc, Trtis
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure. Closed loops by default; with rates, open ones."""
+    """The measurement to make: closed loops by default, open loops with rates."""
 
     model: str
     dialect: str = "sie-encode"
     encoding: Encoding = "binary"
     texts: str = "mixed"
-    """As `texts.parse_mix` takes it."""
+    """In the form of `sample_texts.parse_mix`."""
     items: int = 1
     """Texts in a request."""
     distinct: int = 128
-    """Different requests that take turns."""
+    """Number of different requests, sent in turn."""
     seed: int = 1
     labels: tuple[str, ...] = ()
-    """What to extract."""
+    """Labels to extract."""
     connections: tuple[int, ...] = (32,)
-    """One closed loop for each; open loops have the largest."""
+    """One closed loop for each; open loops use the largest."""
     rates: tuple[float, ...] = ()
     arrivals: Literal["poisson", "constant"] = "poisson"
     find_max_ms: float | None = None
     """Find the highest rate whose p99 stays below this."""
     seconds: float = 10.0
-    """Of each load."""
+    """Length of each load."""
     warmup: float = 1.0
-    """Seconds of load before the first one that counts."""
+    """Seconds of load before the first measured one."""
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One load: its run, how many tokens it brought, and what comparing its answers said."""
+    """One load: its run, its number of tokens, and the verdict on its answers."""
 
     run: Run
     num_tokens: int
     verdict: Verdict
     held: bool | None = None
-    """Whether a rate that was tried held; None where nothing was tried."""
+    """Whether a tried rate held; None if it was not a trial."""
 
 
 def make_dialect(name: str, model: str, encoding: Encoding, labels: tuple[str, ...] = ()) -> Dialect:
-    """Return the dialect with a name of `sie.loadgen.DIALECTS`. Raises ValueError where it has no such encoding."""
+    """Return the dialect for a name in `sie.loadgen.DIALECTS`. Raises ValueError if it lacks the encoding."""
     if name == "sie-extract":
         return SieExtract(model, encoding, labels)
     if labels:
@@ -73,10 +73,10 @@ def make_dialect(name: str, model: str, encoding: Encoding, labels: tuple[str, .
 
 
 def measure(target: Target, plan: Plan) -> Iterator[Measured]:
-    """Put every load of the plan on a server, one after the other, and yield what each brought.
+    """Put every load of the plan on a server, one after another, and yield the result of each.
 
-    Raises ValueError for a plan that cannot be, TargetError, RefusedError, and WrongAnswerError for answers under load
-    that differ from those to the same requests alone.
+    Raises ValueError for an impossible plan, TargetError, RefusedError, and WrongAnswerError if answers under load
+    differ from those to the same requests alone.
     """
     dialect = make_dialect(plan.dialect, plan.model, plan.encoding, plan.labels)
     mix = parse_mix(plan.texts)

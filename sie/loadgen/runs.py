@@ -1,4 +1,4 @@
-"""The results of one run, and the figures read from them."""
+"""Stores the results of one run, and computes its figures."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from sie.loadgen.histogram import Histogram
 
 
 class Sample(NamedTuple):
-    """One good answer, kept to be judged after the run."""
+    """One good answer, kept for the judge after the run."""
 
     call: int
-    """Which of the generator's calls it answers."""
+    """Index of the generator's call that it answers."""
     latency_ns: int
     response: Response
 
 
 class Run:
-    """What one run brought: the latencies of good answers, everything else by its kind."""
+    """The results of one run: latencies of good answers, and errors by kind."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.latencies = Histogram()
-        """From when a request was due to the last byte of its answer."""
+        """Time from a request's due time to the last byte of its answer."""
         self.num_good = 0
-        """Good answers."""
+        """Number of good answers."""
         self.errors: Counter[str] = Counter()
         self.first_error = ""
-        """What the first bad answer said."""
+        """Text of the first bad answer."""
         self.samples: list[Sample] = []
         self.call_counts: Counter[int] = Counter()
         self.elapsed_s = 0.0
         self.cpu_s = 0.0
-        """What this process itself used."""
+        """Processor time of this process."""
         self.lateness = Histogram()
-        """Open loop: by how much sending was late although a connection was free, the generator's own error."""
+        """Open loop: delay of sending while a connection was free, which is the generator's own error."""
 
     @property
     def num_errors(self) -> int:
-        """Requests without a good answer."""
+        """Number of requests without a good answer."""
         return self.errors.total()
 
     @property
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def cpu_share(self) -> float:
-        """Part of one core that the generator used."""
+        """Share of one core that the generator used."""
         return self.cpu_s / self.elapsed_s
 
     @property

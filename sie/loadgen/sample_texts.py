@@ -1,4 +1,4 @@
-"""Makes the texts of a load: lengths and words, the same for the same seed."""
+"""Makes the texts of a load: lengths and words, deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import random
 from typing import Final
 
 Mix = tuple[tuple[float, int], ...]
-"""(weight, tokens of such a text), in any order; weights need not add up to 1."""
+"""(weight, tokens of a text) pairs in any order; weights need not add up to 1."""
 
 MIXED: Final = "12:0.6,64:0.3,230:0.1"
-"""What `mixed` stands for: most texts are queries, some are paragraphs, a few fill the window."""
+"""The meaning of `mixed`: most texts are queries, some are paragraphs, a few fill the window."""
 
 NUM_SPECIAL_TOKENS: Final = 2  # [CLS] and [SEP]
 _MAX_TOKENS = 32_768
@@ -24,12 +24,12 @@ bright simple common public modern ancient famous local strong deep cold warm gr
 built carried opened closed reached followed played wrote painted moved called named kept held brought turned
 began became people children family friend company government school church member number century hundred
 north south east west page line part place side end power right name
-""".split()  # noqa: SIM905  # one word a line would be most of this file
-"""Each is one token of BERT's vocabulary, so that a text's length in tokens is known without a tokenizer."""
+""".split()  # noqa: SIM905  # a list with one word a line would fill most of this file
+"""Each word is one token of BERT's vocabulary, so a text's length in tokens is known without a tokenizer."""
 
 
 def parse_mix(text: str) -> Mix:
-    """Return the mix that `12`, `12:0.6,64:0.3,230:0.1` or `mixed` names. Raises ValueError with the reason."""
+    """Parse a mix: `12`, `12:0.6,64:0.3,230:0.1` or `mixed`. Raises ValueError with the reason."""
     parts: list[tuple[float, int]] = []
     for part in (MIXED if text == "mixed" else text).split(","):
         length, colon, weight = part.partition(":")
@@ -45,18 +45,18 @@ def parse_mix(text: str) -> Mix:
 
 
 def make_texts(mix: Mix, count: int, seed: int) -> list[str]:
-    """Return count texts whose lengths have the shares of a mix, to the nearest text, in an order that the seed shuffles.
+    """Return count texts with the lengths of a mix, rounded to whole texts, shuffled by the seed.
 
-    Their tokens are those of BERT's vocabulary, special ones included.
+    Lengths are in tokens of BERT's vocabulary, special ones included.
     """
-    rng = random.Random(seed)  # noqa: S311  # a load has to be repeatable, not unpredictable
+    rng = random.Random(seed)  # noqa: S311  # a load must be repeatable
     lengths = _lengths(mix, count)
     rng.shuffle(lengths)
     return [" ".join(rng.choices(_WORDS, k=length - NUM_SPECIAL_TOKENS)) for length in lengths]
 
 
 def _lengths(mix: Mix, count: int) -> list[int]:
-    """Return count lengths; what rounding leaves over goes to those that it cut most."""
+    """Return count lengths; the remainder of rounding goes to the lengths with the largest cut."""
     total = sum(weight for weight, _ in mix)
     exact = [(count * weight / total, length) for weight, length in mix]
     lengths = [length for share, length in exact for _ in range(int(share))]
@@ -65,5 +65,5 @@ def _lengths(mix: Mix, count: int) -> list[int]:
 
 
 def count_words(text: str) -> int:
-    """Return the tokens of a text that `make_texts` made, where the server does not tell."""
+    """Return the tokens of a text from `make_texts`, for servers that do not report them."""
     return text.count(" ") + 1 + NUM_SPECIAL_TOKENS

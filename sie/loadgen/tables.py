@@ -1,4 +1,4 @@
-"""Writes the results of loads: a table for people, an object for programs."""
+"""Renders the results of loads: a table for people, an object for programs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sie.loadgen.runs import Run
 _PERCENTILES: Final = (50, 90, 99, 99.9, 100)
 _LADDER: Final = (0, 10, 25, 50, 75, 90, 95, 99, 99.5, 99.9, 99.99, 100)
 _BUSY_SHARE: Final = 0.8
-"""From here the generator may be what limits the rate."""
+"""From this share of a core, the generator may limit the rate."""
 
 COLUMNS: Final = (
     "load", "requests/s", "texts/s", "tokens/s", "good/s", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "max ms", "errors",
     "generator us",
 )  # fmt: skip
-"""Columns of `load_row`; good/s are the answers within the bound, generator us its own processor time for a request."""
+"""Columns of `load_row`; good/s is answers within the limit, generator us is its own processor time for a request."""
 
 
 def load_row(measured: Measured, plan: Plan, within_ms: float) -> list[str]:
@@ -31,7 +31,7 @@ def load_row(measured: Measured, plan: Plan, within_ms: float) -> list[str]:
 
 
 def render_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose columns are aligned, numbers at their right ends."""
+    """Return a table with aligned columns, numbers to the right."""
     widths = [max(len(row[place]) for row in (columns, *rows)) for place in range(len(columns))]
     aligned = [
         "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(pairs))
@@ -41,7 +41,7 @@ def render_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def describe(plan: Plan, url: str) -> str:
-    """Return what was measured, in words."""
+    """Return a description of the measurement in words."""
     what = "1 text" if plan.items == 1 else f"{plan.items} texts"
     lengths = "mixed length" if plan.texts == "mixed" else f"{plan.texts} tokens"
     loop = "open loop" if plan.rates or plan.find_max_ms else "closed loop"
@@ -52,7 +52,7 @@ def describe(plan: Plan, url: str) -> str:
 
 
 def notes(measured: Sequence[Measured], within_ms: float) -> list[str]:
-    """Return what a reader has to know beside the table, one sentence each."""
+    """Return the notes for readers of the table, one sentence each."""
     num_checked = sum(one.verdict.num_checked for one in measured)
     lowest = min((one.verdict.min_cosine for one in measured), default=1.0)
     lines = [
@@ -73,7 +73,7 @@ def notes(measured: Sequence[Measured], within_ms: float) -> list[str]:
 
 
 def run_object(run: Run, within_ms: float) -> dict[str, Any]:
-    """Return a run for programs; times in milliseconds."""
+    """Return a run as an object for programs; times in milliseconds."""
     ladder = zip(_LADDER, run.latency_ms(*_LADDER), strict=True)
     return {
         "load": run.name,
@@ -90,7 +90,7 @@ def run_object(run: Run, within_ms: float) -> dict[str, Any]:
 
 
 def measured_object(measured: Measured, plan: Plan, within_ms: float) -> dict[str, Any]:
-    """Return one load for programs."""
+    """Return one load as an object for programs."""
     run = measured.run
     return run_object(run, within_ms) | {
         "texts_per_s": run.rate * plan.items,

@@ -1,4 +1,4 @@
-"""The target of a load: a server's address, how to connect to it, and the API key."""
+"""Parses and connects to the target of a load: a server's address, its TLS settings, and the API key."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _PORTS = {"http": 80, "https": 443, "grpc": 80, "grpcs": 443}
 
 
 class TargetError(Exception):
-    """The server cannot be reached, or its address is none."""
+    """The server cannot be reached, or its address is invalid."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """One listener of a server."""
 
     url: str
-    """As it was given, for people."""
+    """The given address, for people."""
     host: str = ""
     port: int = 0
     path: str = ""
-    """What stands before every path, without a slash at its end."""
+    """Prefix of every path, without a slash at its end."""
     uds: str = ""
     """A Unix socket instead of host and port."""
     key: str = ""
@@ -33,7 +33,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def authority(self) -> str:
-        """What the request calls the server."""
+        """The server's name in requests."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}" if self.host else "localhost"
 
@@ -63,10 +63,10 @@ def _connect_unix(path: str) -> socket.socket:
 
 
 def parse_target(url: str, *, key: str = "", ca_file: str = "", cert_file: str = "", key_file: str = "") -> Target:
-    """Return the target that `http[s]://HOST[:PORT][/PATH]`, `grpc[s]://HOST:PORT` or `unix:PATH` names.
+    """Parse `http[s]://HOST[:PORT][/PATH]`, `grpc[s]://HOST:PORT` or `unix:PATH`.
 
-    ca_file: PEM file of the authorities to trust instead of the system's. cert_file, key_file: what this client shows.
-    Raises TargetError.
+    ca_file: PEM file of the authorities to trust instead of the system's. cert_file, key_file: this client's
+    certificate. Raises TargetError.
     """
     if url.startswith("unix:"):
         path = url.removeprefix("unix:")

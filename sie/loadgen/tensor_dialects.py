@@ -1,6 +1,6 @@
-"""The tensor dialects of a load. A text model takes `text` and gives `dense`, over HTTP and gRPC.
+"""The tensor dialects of a load, over HTTP and gRPC. A text model has the input `text` and the output `dense`.
 
-Sources: KServe v2 (binary extension) and TensorRT Inference Server v1, as docs/tensors.md has them.
+Sources: KServe v2 (binary extension) and TensorRT Inference Server v1, as in docs/tensors.md.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class KserveGrpc:
     def __init__(self, model: str, encoding: Encoding) -> None:
         if encoding == "json":
             raise ValueError("gRPC has no JSON form")
-        from sie.proto import message_class  # protobuf is for those who ask for it
+        from sie.proto import message_class  # imported here, because only gRPC needs protobuf
 
         self._model = model
         self._request = message_class("kserve", "inference.ModelInferRequest")
@@ -106,7 +106,7 @@ class KserveGrpc:
 
 
 class TrtisGrpc:
-    """`nvidia.inferenceserver.GRPCService/Infer`, whose failures come with the status OK and stand in the reply."""
+    """`nvidia.inferenceserver.GRPCService/Infer`, whose failures have the status OK and are in the reply."""
 
     def __init__(self, model: str, encoding: Encoding) -> None:
         if encoding == "json":
@@ -137,7 +137,7 @@ class TrtisGrpc:
 
 
 def _trtis_error(message: bytes) -> str:
-    """Look at the first field of an InferResponse, request_status, and its first, code: 1 is success."""
+    """Check the first field of an InferResponse, request_status, and its first field, code: 1 is success."""
     return "" if message[:1] == b"\x0a" and message[2:4] == b"\x08\x01" else "request_status"
 
 
@@ -153,7 +153,7 @@ def decoding() -> Generator[None]:
 
 
 def _bytes_tensor(texts: Sequence[str]) -> bytes:
-    """Return the elements of a BYTES tensor, each behind its length as little-endian uint32."""
+    """Return the elements of a BYTES tensor, each after its length as little-endian uint32."""
     encoded = [text.encode() for text in texts]
     return b"".join(len(element).to_bytes(4, "little") + element for element in encoded)
 

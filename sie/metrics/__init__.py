@@ -1,1 +1,1 @@
-"""Metric families: name, type, labels, buckets and help of each, in one place for writers and readers."""
+"""Metric families: the name, type, labels, buckets and help of each, shared by writers and readers."""

@@ -1,8 +1,8 @@
 """Defines the name, type, labels, buckets and help of every metric family, so that writers and readers agree.
 
-Frontends, workers and the supervisor write samples of these families into their own counter page; any frontend adds
+Frontends, workers and the supervisor write samples of these families into their own counter pages; any frontend adds
 them up. The first seven are the wire contract (SIE API reference, section 14): their names, types, labels and buckets
-never change. The `http_*` families count every dialect (generation API reference, section 11). All else is ours.
+never change. The `http_*` families count every dialect (generation API reference, section 11). The others are ours.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _GPU_LABELS = ("device", "index", "name", "gpu_type", "uuid")
 REQUESTS = Family(
     name="sie_requests_total",
     kind="counter",
-    help="Requests that ended, by model, endpoint and status (success, error, queue_full, cancelled: its client left).",
+    help="Requests that ended, by model, endpoint and status (success, error, queue_full, cancelled: the client left).",
     labels=("model", "endpoint", "status"),
 )
 REQUEST_DURATION = Family(
     name="sie_request_duration_seconds",
     kind="histogram",
-    help="Time of a request by phase (total, queue, tokenize, inference; failed: all of one for tensors that failed); a "
+    help="Time of a request by phase (total, queue, tokenize, inference; failed: total time of a failed tensor request); a "
     "phase that took no time is left out.",
     labels=("model", "endpoint", "phase"),
     bounds=DURATION_BOUNDS,
@@ -56,13 +56,13 @@ BATCH_SIZE = Family(
 TOKENS_PROCESSED = Family(
     name="sie_tokens_processed_total",
     kind="counter",
-    help="Tokens that went through a model.",
+    help="Tokens that a model processed.",
     labels=("model",),
 )
 QUEUE_DEPTH = Family(
     name="sie_queue_depth",
     kind="gauge",
-    help="Sequences that wait in the workers for a step.",
+    help="Sequences waiting in the workers for a step.",
     labels=("model",),
 )
 MODEL_LOADED = Family(
@@ -75,49 +75,49 @@ MODEL_LOADED = Family(
 MODEL_MEMORY = Family(
     name="sie_model_memory_bytes",
     kind="gauge",
-    help="Memory that the model's weights take, summed over its workers.",
+    help="Memory of the model's weights, summed over its workers.",
     labels=("model", "device"),
 )
 OOM_ATTEMPTED = Family(
     name="sie_oom_recoveries_attempted_total",
     kind="counter",
-    help="Steps that found no memory.",
+    help="Steps that ran out of memory.",
     labels=("model",),
 )
 OOM_SUCCEEDED = Family(
     name="sie_oom_recoveries_succeeded_total",
     kind="counter",
-    help="Steps that found no memory and of which everything ran after all.",
+    help="Steps that ran out of memory and whose items all ran in the end.",
     labels=("model",),
 )
 OOM_FAILED = Family(
     name="sie_oom_terminal_failures_total",
     kind="counter",
-    help="Steps of which some item found no memory even alone (503 RESOURCE_EXHAUSTED).",
+    help="Steps with an item that ran out of memory even alone (503 RESOURCE_EXHAUSTED).",
     labels=("model",),
 )
 OOM_CACHE_CLEARS = Family(
     name="sie_oom_cache_clears_total",
     kind="counter",
-    help="Times unused memory was given back because a step found none.",
+    help="Times unused memory was released because a step ran out of memory.",
     labels=("model",),
 )
 OOM_EVICTIONS = Family(
     name="sie_oom_evictions_triggered_total",
     kind="counter",
-    help="Times the model was unloaded because a step of another one found no memory.",
+    help="Times the model was unloaded because a step of another model ran out of memory.",
     labels=("model",),
 )
 OOM_SPLITS = Family(
     name="sie_oom_batch_splits_total",
     kind="counter",
-    help="Times a step was split because it found no memory.",
+    help="Times a step was split because it ran out of memory.",
     labels=("model",),
 )
 IDLE_EVICTIONS = Family(
     name="sie_idle_evictions_total",
     kind="counter",
-    help="Times the model was unloaded because nobody used it.",
+    help="Times the model was unloaded because it was not used.",
     labels=("model",),
 )
 PRESSURE_EVICTIONS = Family(
@@ -135,34 +135,34 @@ NON_FINITE = Family(
 NON_FINITE_SHARE = Family(
     name="sie_non_finite_share",
     kind="gauge",
-    help="Share of such sequences among the latest of the model, about a thousand, on the worker where it is highest.",
+    help="Share of such sequences among the model's latest, about a thousand, on the worker with the highest share.",
     labels=("model",),
     merge="max",
 )
 LORAS_LOADED = Family(
     name="sie_loras_loaded",
     kind="gauge",
-    help="LoRA adapters of the model in memory, on the worker that has the most.",
+    help="LoRA adapters of the model in memory, on the worker with the most.",
     labels=("model",),
     merge="max",
 )
 LAST_INFERENCE = Family(
     name="sie_last_inference_timestamp_seconds",
     kind="gauge",
-    help="When a tensor request to this model was last answered, Unix time.",
+    help="Unix time of the last answer to a tensor request to this model.",
     labels=("model",),
     merge="max",
 )
 HTTP_IN_FLIGHT = Family(
     name="http_requests_in_flight",
     kind="gauge",
-    help="Requests to generate that are being answered, streams to their end.",
+    help="Generation requests being answered, streams until their end.",
     labels=("method", "path", "model"),
 )
 TRUNCATED = Family(
     name="sie_truncated_items_total",
     kind="counter",
-    help="Items of answered requests whose texts were longer than their model reads, and were cut.",
+    help="Items of answered requests whose texts were cut because they were longer than the model's limit.",
     labels=("model", "endpoint"),
 )
 REFUSALS = Family(
@@ -180,44 +180,44 @@ AUTH_FAILURES = Family(
 KEY_REQUESTS = Family(
     name="sie_api_key_requests_total",
     kind="counter",
-    help="Requests let in, by the name of their API key.",
+    help="Accepted requests, by the name of their API key.",
     labels=("key",),
 )
 KEY_RUNNING = Family(
     name="sie_api_key_running",
     kind="gauge",
-    help="Requests under way, by the name of their API key; only keys with a limit.",
+    help="Running requests, by the name of their API key; only keys with a limit.",
     labels=("key",),
 )
 API_KEYS = Family(
     name="sie_api_keys",
     kind="gauge",
-    help="API keys in force; absent where none are asked for.",
+    help="Active API keys; absent when keys are not required.",
     merge="max",
 )
 API_KEYS_REFUSED = Family(
     name="sie_api_keys_refused",
     kind="gauge",
-    help="1 while the file of API keys is gone or wrong and the keys read before stay in force, else 0.",
+    help="1 while the file of API keys is missing or wrong and the old keys stay active, else 0.",
     merge="max",
 )
 WORKER_RESTARTS = Family(
     name="sie_worker_restarts_total",
     kind="counter",
-    help="Times a worker was started again after it died.",
+    help="Times a worker was restarted after it died.",
     labels=("worker",),
 )
 WORKER_UP = Family(
     name="sie_worker_up",
     kind="gauge",
-    help="1 while a worker runs, else 0; the sum is what is left of the devices.",
+    help="1 while a worker runs, else 0; the sum is the number of usable devices.",
     labels=("worker",),
     merge="max",
 )
 DEVICE_LOST = Family(
     name="sie_device_lost",
     kind="gauge",
-    help="1 while a worker's device is set aside, since workers lost it again and again, else 0.",
+    help="1 while a worker's device is not used because workers lost it repeatedly, else 0.",
     labels=("worker",),
     merge="max",
 )
@@ -230,20 +230,20 @@ CONFIG_RELOADS = Family(
 CONFIG_REFUSED = Family(
     name="sie_config_refused",
     kind="gauge",
-    help="1 while the latest reload of the settings was refused and the old ones are in force, else 0.",
+    help="1 while the latest reload of the settings was refused and the old settings stay active, else 0.",
     merge="max",
 )
 STEP_DURATION = Family(
     name="sie_step_duration_seconds",
     kind="histogram",
-    help="Time of one step; its rate of growth is the share of time in which the worker is busy.",
+    help="Time of one step; the rate of its sum is the share of time in which the worker is busy.",
     labels=("worker",),
     bounds=STEP_DURATION_BOUNDS,
 )
 MODEL_BUSY = Family(
     name="sie_model_busy_seconds_total",
     kind="counter",
-    help="Time of the model's steps; the shares of its growth are those of the workers' time that each model gets.",
+    help="Time of the model's steps; its rate, compared between models, is each model's share of the workers' time.",
     labels=("model",),
 )
 STEP_TOKENS = Family(
@@ -262,7 +262,7 @@ EXTENTS_IN_USE = Family(
 HELD_BYTES = Family(
     name="sie_held_bytes",
     kind="gauge",
-    help="Bytes of request bodies and unread answers that the frontends hold.",
+    help="Bytes of request bodies and unread answers in the frontends.",
     labels=(),
 )
 HELD_CUTS = Family(
@@ -274,7 +274,7 @@ HELD_CUTS = Family(
 LOOP_LAG = Family(
     name="sie_event_loop_lag_seconds",
     kind="histogram",
-    help="How late the frontends' event loops ran a timer.",
+    help="Delay of a timer in the frontends' event loops.",
     bounds=_LAG_BOUNDS,
 )
 LOOP_LAG_LATEST = Family(
@@ -296,14 +296,14 @@ GRPC_CONNECTIONS = Family(
 GRPC_ENDED = Family(
     name="sie_grpc_connections_ended_total",
     kind="counter",
-    help="Connections of gRPC clients that the server ended, by reason (work: too much of it that brings no message; "
+    help="Connections of gRPC clients that the server ended, by reason (work: too much work without a message; "
     "protocol, slow, unread; memory: max_grpc_held_bytes; connections: max_grpc_connections).",
     labels=("reason",),
 )
 GRPC_WAITS = Family(
     name="sie_grpc_waits_total",
     kind="counter",
-    help="Times that what a gRPC client sent had to wait, because others had used the time for it (grpc_turn_ms).",
+    help="Times that frames of a gRPC client had to wait, because other clients had used the time (grpc_turn_ms).",
 )
 HTTP_REQUESTS = Family(
     name="http_requests_total",
@@ -328,12 +328,12 @@ HTTP_BODY = Family(
 DROPPED = Family(
     name="sie_metrics_dropped_total",
     kind="counter",
-    help="Series that are counted nowhere because a counter page was full.",
+    help="Series that are not counted because a counter page was full.",
 )
 GPU_UTILIZATION = Family(
     name="sie_gpu_utilization_percent",
     kind="gauge",
-    help="Share of time in which a kernel ran; absent where the device does not report it (MIG).",
+    help="Share of time in which a kernel ran; absent if the device does not report it (MIG).",
     labels=_GPU_LABELS,
     merge="max",
 )
@@ -361,7 +361,7 @@ GPU_TEMPERATURE = Family(
 GPU_UP = Family(
     name="sie_gpu_up",
     kind="gauge",
-    help="1 while the device answers its driver, 0 once it is lost.",
+    help="1 while the device answers its driver, 0 after it is lost.",
     labels=_GPU_LABELS,
     merge="max",
 )

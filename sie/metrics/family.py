@@ -19,8 +19,8 @@ STEP_DURATION_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """One metric family.
 
-    name is the sample's name on the page (counters end in `_total`); labels are in the order they are written;
-    bounds are a histogram's upper bounds without +Inf; merge says how gauges of several processes become one.
+    name is the sample's name on the page (counters end in `_total`); labels are in written order; bounds are a
+    histogram's upper bounds without +Inf; merge is the rule to combine gauges of several processes.
     """
 
     name: str

@@ -7,13 +7,13 @@ from sie.metrics.family import HTTP_DURATION_BOUNDS, STEP_DURATION_BOUNDS, Famil
 SEQUENCES_RUNNING = Family(
     name="sie_sequences_running",
     kind="gauge",
-    help="Choices of requests to generate that are being generated.",
+    help="Choices of generation requests that are running.",
     labels=("model",),
 )
 SEQUENCES_WAITING = Family(
     name="sie_sequences_waiting",
     kind="gauge",
-    help="Choices of requests to generate that wait in the workers for blocks, or for their grammar.",
+    help="Choices of generation requests that wait in the workers for blocks, or for their grammar.",
     labels=("model",),
 )
 SEQUENCES_COMPLETED = Family(
@@ -25,43 +25,43 @@ SEQUENCES_COMPLETED = Family(
 PREEMPTIONS = Family(
     name="sie_preemptions_total",
     kind="counter",
-    help="Choices that went back to wait because older ones needed their blocks; their tokens are read again.",
+    help="Choices that were preempted because older ones needed their blocks; their tokens are computed again.",
     labels=("model",),
 )
 KV_BLOCKS = Family(
     name="sie_kv_cache_blocks",
     kind="gauge",
-    help="Blocks of keys and values that there is memory for.",
+    help="Key/value cache blocks in total.",
     labels=("model",),
 )
 KV_BLOCKS_USED = Family(
     name="sie_kv_cache_blocks_used",
     kind="gauge",
-    help="Blocks of keys and values that running choices hold.",
+    help="Key/value cache blocks used by running choices.",
     labels=("model",),
 )
 PREFIX_LOOKUPS = Family(
     name="sie_prefix_cache_lookups_total",
     kind="counter",
-    help="Prompts whose beginning was looked for in the cache.",
+    help="Prompts whose beginning was looked up in the cache.",
     labels=("model",),
 )
 PREFIX_HITS = Family(
     name="sie_prefix_cache_hits_total",
     kind="counter",
-    help="Prompts of which some of the beginning was in the cache.",
+    help="Prompts whose beginning was at least partly in the cache.",
     labels=("model",),
 )
 PREFIX_EVICTIONS = Family(
     name="sie_prefix_cache_evictions_total",
     kind="counter",
-    help="Cached blocks that were taken for something else.",
+    help="Cached blocks that were reused for other tokens.",
     labels=("model",),
 )
 PROMPT_TOKENS = Family(
     name="sie_prompt_tokens_total",
     kind="counter",
-    help="Tokens of prompts that were read; those from the cache are not among them.",
+    help="Prefilled prompt tokens, without those from the cache.",
     labels=("model",),
 )
 GENERATED_TOKENS = Family(
@@ -87,7 +87,7 @@ FIRST_TOKEN = Family(
 TOKEN_GAP = Family(
     name="sie_inter_token_latency_seconds",
     kind="histogram",
-    help="Time from one step's tokens of a request to the next step's.",
+    help="Time between the tokens of two steps of a request.",
     labels=("model",),
     bounds=STEP_DURATION_BOUNDS,
 )

@@ -1,21 +1,21 @@
-"""One frontend-worker pair: both rings, the peer's memory, and the socket over which they were exchanged.
+"""Connects one frontend-worker pair: both rings, the peer's memory, and the socket that exchanged them.
 
-Both sides do the same on a fresh SOCK_SEQPACKET pair that the supervisor handed out:
+Both sides do the same on a new SOCK_SEQPACKET pair from the supervisor:
 
     Offer + fds (segment, ring, bell, credit)   -->    <--   Offer + fds
     Announce(number, nbytes) + fd of a large segment         before the first descriptor that uses it
-    Retire(number)                                           the segment is gone; the number may come again
+    Retire(number)                                           the segment is gone; the number may be used again
 
-End of file on the socket ends the use of the peer (it closed, or died); only a readable pidfd proves that it reads
-nothing any more, so only then its extents may be reclaimed. After `connect` nothing here ever waits.
+End of file on the socket ends the use of the peer (it closed, or died). Only a readable pidfd proves that the peer no
+longer reads its extents, so only then they may be reclaimed. After `connect` nothing here ever waits.
 
-Releases always find room. Each is one descriptor in the ring that also carries work, so a full ring makes it wait in
-a list here, ahead of all later work. The list is bounded by the peer's extents that this side holds, and it empties
-because the peer drains its ring whatever else it waits for.
+Releases are never lost. Each is one descriptor in the ring that also carries work. If the ring is full, the release
+waits in a list here, before all later work. The list is bounded by the peer's extents that this side holds. It empties
+because the peer always drains its ring, even while it waits for something else.
 
-One descriptor to watch for the rings, `bell_fd`: an epoll on the bell, and on the credit for as long as something
-waits for it. Without the second part two peers could sleep for ever, one with no extent for its reply and the other
-with releases that found the ring full.
+Callers watch one descriptor for the rings, `bell_fd`: an epoll on the bell, and on the credit while something waits for
+credit. Without the second part two peers could sleep for ever: one without an extent for its reply, the other with
+releases that found the ring full.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from sie.shm.space import InboundSpace, OutboundSpace
 
 
 class PendingAttachment:
-    """An attachment whose own offer is sent and whose peer's offer has not come yet.
+    """An attachment that has sent its offer and waits for the peer's offer.
 
-    For event loops: wait until `sock_fd` is readable, call `try_finish`. Others call `Attachment.connect`.
+    For event loops: wait until `sock_fd` is readable, then call `try_finish`. Other callers use `Attachment.connect`.
     """
 
     __slots__ = ("_generation", "_outbound", "_pidfd", "_producer", "_sock", "sock_fd")
@@ -55,7 +55,7 @@ class PendingAttachment:
     ) -> None:
         """Create our ring and send our offer. Takes over sock (SOCK_SEQPACKET) and peer_pidfd, also when it raises.
 
-        Raises ReservationError when the ring's memory cannot be had, ConnectionError when the peer has gone.
+        Raises ReservationError when the ring's memory is not available, ConnectionError when the peer has gone.
         """
         self._sock = sock
         self._pidfd = peer_pidfd
@@ -74,7 +74,7 @@ class PendingAttachment:
             raise
 
     def try_finish(self) -> Attachment | None:
-        """Return the attachment, or None while the peer's offer is not there.
+        """Return the attachment, or None while the peer's offer has not arrived.
 
         Raises ProtocolError on an offer that does not fit ours, ConnectionError at end of file; both close this.
         """
@@ -100,7 +100,7 @@ class PendingAttachment:
         )
 
     def close(self) -> None:
-        """Give up; does nothing once it is finished or closed."""
+        """Give up the attachment; does nothing after it is finished or closed."""
         if self._pidfd < 0:
             return
         if self._producer is not None:
@@ -128,13 +128,13 @@ class Attachment:
         consumer: RingConsumer,
         peer: Segment,
     ) -> None:
-        """Take over everything except outbound. Use `connect` or `PendingAttachment`."""
+        """Take over all arguments except outbound. Callers use `connect` or `PendingAttachment` instead."""
         self._sock = sock
         self._outbound = outbound
         self._producer = producer
         self._stage = producer.stage
         self.publish = producer.publish
-        """Show the peer what was staged; raises ProtocolError on a broken doorbell."""
+        """Publish the staged descriptors to the peer; raises ProtocolError on a broken doorbell."""
         self._consumer = consumer
         self._inbound = InboundSpace(peer)
         self._peer_view = peer.view
@@ -152,7 +152,7 @@ class Attachment:
         self._epoll.register(consumer.bell_fd, select.EPOLLIN)
         self._epoll.register(self._credit_fd, 0)
         self.bell_fd = self._epoll.fileno()
-        """Readable: call `drain`, then `push` again what found the ring full."""
+        """Readable: call `drain`, then retry each `push` that found the ring full."""
         self.sock_fd = sock.fileno()
         """Readable: call `read_socket`."""
         self.pidfd = pidfd
@@ -203,10 +203,11 @@ class Attachment:
         part: int = 0,
         parts: int = 1,
     ) -> bool:
-        """Write the descriptor of the extent at address, for `publish`; a lease of `outbound` gave that address.
+        """Write the descriptor of the extent at address, for `publish`; the address is from a lease of `outbound`.
 
-        Call `hand_over` on the lease afterwards. Returns False, having done nothing, when the ring (or the socket, for a large segment) is full. Never waits.
-        Raises ProtocolError, and ConnectionError when a large segment is announced to a peer that has gone.
+        Call `hand_over` on the lease afterwards. Returns False, without effect, when the ring (or the socket, for a
+        large segment) is full. Never waits. Raises ProtocolError, and ConnectionError when a large segment is announced
+        to a peer that has gone.
         """
         if (self._releases or address > OFFSET_MASK) and not self._prepare(address):
             return False
@@ -218,15 +219,15 @@ class Attachment:
         return staged
 
     def push(self, *fields: int, **named: int) -> bool:
-        """Publish one extent, and what was staged before; otherwise as `stage`."""
+        """Publish one extent and all staged descriptors; otherwise as `stage`."""
         staged = self.stage(*fields, **named)
         self.publish()
         return staged
 
     def push_release(self, addresses: Iterable[int]) -> int:
-        """Tell the peer that its extents at addresses are not needed any more; return how many of those still wait.
+        """Tell the peer that its extents at addresses are no longer needed; return how many releases still wait.
 
-        The rest is published by a later `push`, `push_release` or `drain`; none is ever lost.
+        A later `push`, `push_release` or `drain` publishes the rest; no release is ever lost.
         """
         generation = self.generation
         self._releases += [(RELEASE, 0, generation, 0, address, 0, 0, 0, 0, 1) for address in addresses]
@@ -249,7 +250,7 @@ class Attachment:
         return descriptors
 
     def view(self, descriptor: Descriptor) -> memoryview:
-        """Return the peer's extent, read-only, exactly `length` bytes: valid until it is released.
+        """Return the peer's extent, read-only, exactly `length` bytes, valid until it is released.
 
         Raises ProtocolError when the descriptor does not name an aligned extent with a prologue inside a segment.
         """
@@ -261,9 +262,9 @@ class Attachment:
         return self._peer_view[offset:end]
 
     def read_socket(self) -> bool:
-        """Read what came on the socket; False at end of file: do not use the peer any more. Never waits.
+        """Read the messages on the socket; False at end of file: stop using the peer. Never waits.
 
-        Raises ProtocolError on a message that the protocol does not have here; then end the attachment.
+        Raises ProtocolError on a message that the protocol does not allow here; then end the attachment.
         """
         if self._retired:
             self._tell_retired()
@@ -274,7 +275,7 @@ class Attachment:
                     return True
                 self._apply(*received)
             except ConnectionResetError:
-                # Told once, ahead of what the peer said before it went: the peer left messages of ours unread.
+                # The peer closed with unread messages of ours. The error comes once, before the peer's last messages.
                 continue
             except ConnectionError:
                 return False
@@ -308,13 +309,13 @@ class Attachment:
         return len(releases)
 
     def _wait_for_credit(self, *, waits: bool) -> None:
-        """Let arriving credit make `bell_fd` readable, or not any more: credit that nobody wants is no news."""
+        """Make `bell_fd` readable when credit arrives, only while something waits for credit."""
         if waits != self._waits_for_credit:
             self._waits_for_credit = waits
             self._epoll.modify(self._credit_fd, select.EPOLLIN if waits else 0)
 
     def _prepare(self, address: int) -> bool:
-        """Do what must come before a descriptor with this address; False when it cannot be done now."""
+        """Publish releases and announce the segment before this address's descriptor; False if not possible now."""
         if self._flush_releases():
             return False
         number = address >> SEGMENT_SHIFT
@@ -325,21 +326,21 @@ class Attachment:
         if not self._tell_retired():
             return False
         segment = self._outbound.large.segment(number)
-        # ORDER: before the descriptor that uses the number; the peer reads the socket when it meets one.
+        # ORDER: before the descriptor that uses the number; the peer reads the socket when it finds this descriptor.
         sent = send(self._sock, Announce(number, segment.nbytes), [segment.fd])
         if sent:
             self._announced.add(number)
         return sent
 
     def _retire(self, number: int) -> None:
-        """Note that our large segment is gone, and tell the peer if it knew it."""
+        """Record that our large segment is gone, and tell the peer if it was announced."""
         if number in self._announced:
             self._announced.remove(number)
             self._retired.append(number)
             self._tell_retired()
 
     def _tell_retired(self) -> bool:
-        """Send what waits; False when the socket is full. A peer that has gone needs to hear nothing."""
+        """Send the waiting Retire messages; False when the socket is full. Drops them if the peer has gone."""
         while self._retired:
             try:
                 if not send(self._sock, Retire(self._retired[0]), []):
@@ -351,7 +352,7 @@ class Attachment:
         return True
 
     def _checked(self, descriptors: list[Descriptor]) -> list[Descriptor]:
-        """Drop and count other generations; raise ProtocolError on an unknown kind in ours."""
+        """Drop and count descriptors of other generations; raise ProtocolError on an unknown kind in ours."""
         current = [d for d in descriptors if d.generation == self.generation]
         self.num_stale += len(descriptors) - len(current)
         for descriptor in current:
@@ -360,7 +361,7 @@ class Attachment:
         return current
 
     def _other_view(self, address: int, length: int) -> memoryview:
-        """Return an extent that is not simply in the peer's main segment."""
+        """Return an extent of a large segment, or raise ProtocolError for an invalid one."""
         if address > OFFSET_MASK:
             self.read_socket()  # its announcement was sent before its descriptor
         return self._inbound.view(address, length)
@@ -377,7 +378,7 @@ class Attachment:
 
 
 def _accept_offer(message: Message, fds: list[int], generation: int) -> tuple[Segment, RingConsumer]:
-    """Map what the peer's offer brought. Takes over fds. Raises ProtocolError."""
+    """Map the memory of the peer's offer. Takes over fds. Raises ProtocolError."""
     if not isinstance(message, Offer):
         close_all(fds)
         raise ProtocolError(f"{type(message).__name__} came before the offer")

@@ -1,4 +1,4 @@
-"""The messages of two attached processes on their socket, and the file descriptors that go with them.
+"""Sends and receives the messages of two attached processes on their socket, with their file descriptors.
 
 Every message is one SOCK_SEQPACKET packet with a fixed number of descriptors. Nothing here waits.
 """
@@ -18,7 +18,7 @@ _MAX_FDS: Final = 4
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True, tag=1):
-    """What this side brings. With it come four fds: segment, ring, bell, credit."""
+    """This side's memory and ring. It carries four fds: segment, ring, bell, credit."""
 
     layout_version: int
     generation: int
@@ -27,14 +27,14 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, tag=1):
 
 
 class Announce(msgspec.Struct, array_like=True, frozen=True, tag=2):
-    """A large segment that the next descriptors may use. With it comes its fd."""
+    """A large segment that the next descriptors may use. It carries the segment's fd."""
 
     number: int
     nbytes: int
 
 
 class Retire(msgspec.Struct, array_like=True, frozen=True, tag=3):
-    """A large segment that no descriptor uses any more."""
+    """A large segment that descriptors no longer use."""
 
     number: int
 
@@ -55,9 +55,9 @@ def send(sock: socket.socket, message: Message, fds: list[int]) -> bool:
 
 
 def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
-    """Return the next message and its fds, or None when there is none now.
+    """Return the next message and its fds, or None when none is waiting.
 
-    Raises ConnectionError at end of file, ProtocolError on anything but a whole message with its number of fds.
+    Raises ConnectionError at end of file, ProtocolError on an incomplete message or a wrong number of fds.
     """
     try:
         data, fds, flags, _ = socket.recv_fds(sock, _MESSAGE_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
@@ -80,6 +80,6 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
 
 
 def close_all(fds: list[int]) -> None:
-    """Close descriptors that came with a message nobody wants."""
+    """Close the descriptors of a rejected message."""
     for fd in fds:
         os.close(fd)

@@ -1,15 +1,15 @@
-"""Writes and reads an extent: the prologue with the cancel byte and the stop bits, the typed header, the aligned
-arrays.
+"""Writes and reads an extent: prologue with cancel byte and stop bits, typed header, aligned arrays.
 
-Writing, when the arrays are there:          plan = plan_arrays([("token_ids", "<i4", (t,)), ...])
+Writing existing arrays:                     plan = plan_arrays([("token_ids", "<i4", (t,)), ...])
                                               length = write_extent(lease.view, encode(header), plan.refs, arrays)
 Writing in place, without a copy:            payload = begin_extent(lease.view, encode(header))
                                               array_view(payload, plan.refs[0])[:] = ...
 Reading:                                     header, payload = read_extent(attachment.view(descriptor), decoder)
                                               array_view(payload, header.arrays[0])
 
-An `ArrayRef` is relative to the payload, the first 64-byte multiple after the header, so refs can be part of the
-header that decides where the payload begins. What a peer wrote is checked here, in copies that it cannot change.
+An `ArrayRef` is relative to the payload, which begins at the first 64-byte multiple after the header. So refs can be
+part of the header, whose size decides where the payload begins. A peer's data is checked here, in copies that the peer
+cannot change.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
     code: np.dtype(code)
     for code in ("|b1", "|i1", "|u1", "<i2", "<u2", "<f2", "<i4", "<u4", "<f4", "<i8", "<u8", "<f8")
 }
-"""Element types that may cross a process, by NumPy code: plain numbers, never objects."""
+"""Element types that may be sent between processes, by NumPy code: plain numbers, never objects."""
 
 HeaderT = TypeVar("HeaderT")
 
 
 class ArrayPlan(NamedTuple):
-    """Where arrays will lie: one ref for each, and the bytes of the payload up to the end of the last one."""
+    """The places of arrays: one ref for each, and the payload's bytes up to the end of the last array."""
 
     refs: tuple[ArrayRef, ...]
     nbytes: int
 
 
 def plan_arrays(arrays: Iterable[tuple[str, str, tuple[int, ...]]]) -> ArrayPlan:
-    """Place arrays, each a (name, dtype, shape), behind each other; dtype is a key of DTYPES."""
+    """Place arrays, each a (name, dtype, shape), one after another; dtype is a key of DTYPES."""
     refs: list[ArrayRef] = []
     end = 0
     for name, dtype, shape in arrays:
@@ -62,7 +62,7 @@ def extent_bytes(header_bytes: int, payload_bytes: int) -> int:
 
 
 def begin_extent(view: memoryview, header: bytes) -> memoryview:
-    """Write prologue and header, not cancelled, and return the writable payload, 64-byte aligned, up to view's end.
+    """Write prologue (not cancelled) and header; return the writable payload, 64-byte aligned, up to view's end.
 
     Raises ValueError when view is too small or header is over MAX_HEADER_BYTES.
     """
@@ -78,8 +78,8 @@ def begin_extent(view: memoryview, header: bytes) -> memoryview:
 def write_extent(view: memoryview, header: bytes, refs: Sequence[ArrayRef], arrays: Sequence[NDArray[Any]]) -> int:
     """Write a whole extent and return its length, for the descriptor.
 
-    refs are those of the `plan_arrays` that made the header; arrays come in the same order. Raises ValueError for one
-    that is not C-contiguous or not of the planned shape and dtype.
+    refs are from the `plan_arrays` call that made the header; arrays are in the same order. Raises ValueError for an
+    array that is not C-contiguous, or not of the planned shape and dtype.
     """
     payload = begin_extent(view, header)
     end = 0
@@ -94,16 +94,19 @@ def write_extent(view: memoryview, header: bytes, refs: Sequence[ArrayRef], arra
 
 
 def extent_head(header: bytes) -> bytes:
-    """Return the bytes that an extent begins with: prologue, not cancelled, and header. Raises ValueError as `begin_extent`."""
+    """Return the first bytes of an extent: prologue (not cancelled) and header.
+
+    Raises ValueError as `begin_extent` does.
+    """
     if len(header) > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {len(header)} bytes")
     return PROLOGUE.pack(0, len(header)) + header
 
 
 def write_parts(view: memoryview, head: bytes, places: Sequence[slice], parts: Sequence[bytes | memoryview]) -> None:
-    """Write a whole extent whose arrays are there as bytes; head is `extent_head`'s, places are the arrays' in the extent.
+    """Write a whole extent from arrays as bytes; head is from `extent_head`, places are the arrays' slices.
 
-    Raises ValueError for a part that is not as long as its place.
+    Raises ValueError for a part whose length differs from its place.
     """
     view[: len(head)] = head
     for place, part in zip(places, parts, strict=True):
@@ -113,7 +116,7 @@ def write_parts(view: memoryview, head: bytes, places: Sequence[slice], parts: S
 def write_pieces(
     view: memoryview, header: bytes, refs: Sequence[ArrayRef], arrays: Sequence[NDArray[Any]], piece_bytes: int
 ) -> Iterator[None]:
-    """Write a whole extent as `write_extent` does; yield behind each piece of at most piece_bytes."""
+    """Write a whole extent as `write_extent` does; yield after each piece of at most piece_bytes."""
     payload = begin_extent(view, header)
     for ref, array in zip(refs, arrays, strict=True):
         assert (array.shape, array.dtype.str) == (ref.shape, ref.dtype)
@@ -133,7 +136,7 @@ def split_extent(view: memoryview) -> tuple[bytes, memoryview]:
     end = PROLOGUE_BYTES + header_bytes
     if end > total or header_bytes > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {header_bytes} bytes in an extent of {total} bytes")
-    # A copy: a parser must not read bytes that change under it.
+    # A copy, because a parser must not read bytes that a peer may change meanwhile.
     return bytes(view[PROLOGUE_BYTES:end]), view[(end + 63) & ~63 :]
 
 
@@ -144,7 +147,7 @@ def read_extent(view: memoryview, decoder: msgspec.msgpack.Decoder[HeaderT]) -> 
 
 
 def decode_header(header: bytes, decoder: msgspec.msgpack.Decoder[HeaderT]) -> HeaderT:
-    """Return the header in the bytes that `split_extent` gave. Raises ProtocolError."""
+    """Decode the header bytes from `split_extent`. Raises ProtocolError."""
     try:
         return decoder.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -152,10 +155,10 @@ def decode_header(header: bytes, decoder: msgspec.msgpack.Decoder[HeaderT]) -> H
 
 
 def array_view(payload: memoryview, ref: ArrayRef) -> NDArray[Any]:
-    """Return the array that ref names, without a copy: read-only exactly if payload is.
+    """Return the array of ref, without a copy; it is read-only if payload is.
 
-    It aliases the extent and is valid only while the lease is. Raises ProtocolError when the ref does not lie inside
-    the payload, is not aligned, or has a dtype that is not in DTYPES.
+    It aliases the extent and is valid only while the lease is. Raises ProtocolError when the ref is not inside the
+    payload, is not aligned, or has a dtype that is not in DTYPES.
     """
     dtype = DTYPES.get(ref.dtype)
     if dtype is None or len(ref.shape) > MAX_DIMENSIONS:
@@ -171,7 +174,7 @@ def array_view(payload: memoryview, ref: ArrayRef) -> NDArray[Any]:
     try:
         if not count:
             return np.empty(ref.shape, dtype)
-        # frombuffer, not ndarray(buffer=...): only it keeps the mapping from being closed under the array.
+        # frombuffer instead of ndarray(buffer=...): only it prevents closing the mapping while the array exists.
         flat = np.frombuffer(payload, dtype, count, offset)
         return flat if len(ref.shape) == 1 else flat.reshape(ref.shape)
     except ValueError as error:
@@ -184,20 +187,20 @@ def set_cancelled(view: memoryview) -> None:
 
 
 def is_cancelled(view: memoryview) -> bool:
-    """Whether the owner of this extent has cancelled it; too late once its step was planned."""
+    """Whether the owner of this extent has cancelled it; has no effect after its step is planned."""
     return view[0] != 0
 
 
 def set_stopped(view: memoryview, choice: int) -> None:
-    """Ask the peer to generate no more of a choice, 0 to 63. Only the extent's owner writes, before the lease ends."""
+    """Ask the peer to stop generating a choice, 0 to 63. Only the extent's owner writes, before the lease ends."""
     view[_STOPPED_AT + (choice >> 3)] |= 1 << (choice & 7)
 
 
 def clear_stopped(view: memoryview) -> None:
-    """Want all choices again, for a peer that begins anew. Only the owner writes, after the former peer's proven death."""
+    """Clear all stop bits for a new peer that starts again. Only the owner writes, after the old peer's proven death."""
     view[_STOPPED_AT : _STOPPED_AT + 8] = bytes(8)
 
 
 def is_stopped(view: memoryview, choice: int) -> bool:
-    """Whether the owner of this extent wants no more of a choice."""
+    """Whether the owner of this extent has stopped a choice."""
     return bool(view[_STOPPED_AT + (choice >> 3)] & (1 << (choice & 7)))

@@ -1,4 +1,4 @@
-"""The headers of request and reply extents: how a frontend and a worker describe arrays to one another.
+"""The headers of request and reply extents, in which a frontend and a worker describe arrays to each other.
 
 They are `array_like` msgspec structs: fields are only ever appended. Shapes: n items, t tokens, d dimensions.
 """
@@ -23,18 +23,17 @@ class ArrayRef(msgspec.Struct, array_like=True, frozen=True):
 class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a request extent.
 
-    Arrays: `cu_seqlens` int32 (n + 1,), first 0, the cost of each item in tokens as differences; and `token_ids`
-    int32 (t,), or for a model that takes text `text` uint8 (bytes,) with `text_offsets` int32 (n + 1,). operation
-    is `encode`, `score`, `extract` or `infer`. An item of `score` is a pair, with `token_types` uint8 (t,) beside token_ids when
-    the model wants them, and as text the length of the query's UTF-8 in four bytes (little-endian), query, document; with
-    `compared` it is one text: item 0 the query, the others documents. One of `extract` is what the card's rule reads, pairs
-    with their token_types, too.
-    With images there are `pixels` uint8 (bytes,), the RGB rows of all images back to back, `image_sizes` int32 (m, 2),
-    height and width of each, `image_offsets` int32 (n + 1,), the images of each item, and, where an item is a text,
-    `token_offsets` int32 (n + 1,) beside token_ids: an item is images, or else a text.
-    A request to `infer` is one item with none of these arrays: task is a `TensorTask`, and each of its tensors is an array
-    uint8 (bytes,), in order.
-    What a detector looks for in all of them is `query_ids` int32 (t,), token ids, with `query_offsets` int32 (q + 1,).
+    operation is `encode`, `score`, `extract` or `infer`. Arrays: `cu_seqlens` int32 (n + 1,), first 0, whose
+    differences are the cost of each item in tokens; and `token_ids` int32 (t,), or for a model that reads text `text`
+    uint8 (bytes,) with `text_offsets` int32 (n + 1,). An item of `score` is a pair, with `token_types` uint8 (t,)
+    beside token_ids if the model reads them. As text it is the length of the query's UTF-8 in four bytes
+    (little-endian), query, document. With `compared` an item is one text: item 0 is the query, the others are
+    documents. An item of `extract` has the form in the card's rule; pairs have token_types too. With images there are
+    `pixels` uint8 (bytes,), the RGB rows of all images back to back; `image_sizes` int32 (m, 2), height and width of
+    each; and `image_offsets` int32 (n + 1,), the images of each item. If an item is a text, there is also
+    `token_offsets` int32 (n + 1,) beside token_ids. An item is either images or a text. A request to `infer` is one
+    item without these arrays: task is a `TensorTask`, and each of its tensors is an array uint8 (bytes,), in order. The
+    queries of a detector, for all items, are `query_ids` int32 (t,), token ids, with `query_offsets` int32 (q + 1,).
     """
 
     model: str
@@ -46,40 +45,40 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     truncate_dim: int | None = None
     output_types: tuple[str, ...] = ("dense",)
     is_query: bool = False
-    """Only ever set for a model whose worker treats queries unlike documents."""
+    """Set only for a model whose worker treats queries differently from documents."""
     compared: tuple[tuple[str, float], ...] = ()
-    """Outputs by which item 0 of a score is compared with the others, each with its weight in the sum."""
+    """Outputs that compare item 0 of a score with the others, each with its weight in the sum."""
     task: bytes = b""
-    """An `ExtractTask` as msgpack, for a model whose worker answers with whole extractions or with boxes; or a `TensorTask`."""
+    """An `ExtractTask` as msgpack, for a worker that answers with whole extractions or boxes; or a `TensorTask`."""
     expand_to: int | None = None
-    """Length that queries are filled up to in place of the card's own; None: the card's."""
+    """Length of query expansion that replaces the card's; None: the card's."""
     lora: str = ""
-    """Id of the adapter that all items run with; empty for the model as it is."""
+    """Id of the adapter for all items; empty for the model without an adapter."""
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a reply extent.
 
-    Arrays: `times` int64 (3,), nanoseconds: when the first step started (CLOCK_MONOTONIC), time in forward passes,
-    time after them; and for each output that was asked for
+    Arrays: `times` int64 (3,), nanoseconds: start of the first step (CLOCK_MONOTONIC), time in forward passes, time
+    after them; and for each requested output
         dense         `dense` (n, width)
         sparse        `sparse_offsets` int32 (n + 1,), `sparse_indices` int32 (e,), `sparse_values` (e,)
         multivector   `multivector_offsets` int32 (n + 1,), `multivector` (rows, width)
         extract       `extract_offsets` int32 (n + 1,), `extract` uint8 (bytes,), each item's `Extraction` as msgpack
         token_logits  `token_logits_offsets` int32 (n + 1,), `token_logits` float32 (t, classes)
         boxes         `boxes_offsets` int32 (n + 1,), `boxes` float32 (b, 5 + k): score, centre x and y, width, height
-                      as parts of the image as the model sees it; then the number of the query (k = 1), or the score of
-                      each token of the text that was looked for
-    or `score` float32 (n, 1), in which a row that belongs to a query is 0, or `logits` float32 (n, classes). All that
-    changes from one reply of dense rows or scores to the next is in the arrays, so
-    the header's bytes are the same for every such reply of one shape and are encoded and decoded once.
+                      as fractions of the model's image; then the number of the query (k = 1), or the score of each
+                      token of the query text
+    or `score` float32 (n, 1), in which the row of a query is 0, or `logits` float32 (n, classes). In replies of dense
+    rows or scores, all changing values are in the arrays. So the header's bytes are the same for every such reply of
+    one shape, and are encoded and decoded once.
     """
 
     arrays: tuple[ArrayRef, ...]
 
 
 class TensorForm(msgspec.Struct, array_like=True, frozen=True):
-    """One tensor of an extent, whose bytes are an array of their own: name, protocol datatype, full shape."""
+    """One tensor of an extent, stored as a separate array of bytes: name, protocol datatype, full shape."""
 
     name: str
     datatype: str
@@ -87,17 +86,17 @@ class TensorForm(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TensorTask(msgspec.Struct, array_like=True, frozen=True):
-    """What a request to `infer` asks for."""
+    """The task of a request to `infer`."""
 
     inputs: tuple[TensorForm, ...]
     outputs: tuple[str, ...]
-    """What it wants, in this order; empty: all, in the model's order."""
+    """The requested outputs, in this order; empty: all, in the model's order."""
     cost: int
-    """In the scheduler's tokens."""
+    """Cost in the scheduler's tokens."""
     priority: int = 0
-    """From 1, which goes first; 0 for a model without priorities."""
+    """From 1, which runs first; 0 for a model without priorities."""
     timeout_us: int = 0
-    """The request's own limit to its wait for a step, where the model has queue policies; 0: none."""
+    """The request's own limit on its wait for a step, if the model has queue policies; 0: no limit."""
 
 
 class TensorReplyHeader(msgspec.Struct, array_like=True, frozen=True):

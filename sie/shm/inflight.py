@@ -1,7 +1,8 @@
 """The page of one worker's running requests: written before each step, read by the supervisor at any time.
 
-When the worker dies, only what stands here is suspected; while it lives, the times here say whether it is stuck. There
-are two slots, and the valid one is never written, so a reader finds a whole list wherever the writer was killed.
+When the worker dies, only requests on this page are suspects. While it lives, the times here show whether it is stuck.
+There are two slots, and the valid one is never written. So a reader always finds a whole list, even after the writer
+was killed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class InflightEntry(NamedTuple):
 
 
 class InflightStatus(NamedTuple):
-    """What a worker wrote last. Times are on CLOCK_MONOTONIC."""
+    """The last status of a worker. Times are on CLOCK_MONOTONIC."""
 
     step_seq: int
     started_ns: int
@@ -39,11 +40,11 @@ class InflightStatus(NamedTuple):
     phase: Phase
     entries: list[InflightEntry]
     num_tokens: int = 0
-    """Of the step."""
+    """Tokens of the step."""
 
 
 class InflightPage:
-    """What one worker is running. One writer at a time: the worker, or the supervisor once the worker is dead."""
+    """The running requests of one worker. One writer at a time: the worker, or the supervisor after its death."""
 
     __slots__ = ("_segment", "_slot_bytes", "_words", "max_entries")
 
@@ -89,7 +90,7 @@ class InflightPage:
         *,
         num_tokens: int = 0,
     ) -> None:
-        """Replace what the page says. running holds a (frontend, request_id) for each request of the step.
+        """Replace the page's status. running contains a (frontend, request_id) for each request of the step.
 
         Raises ValueError on more than max_entries requests.
         """
@@ -107,25 +108,25 @@ class InflightPage:
         self._words[_TURN] = turn
 
     def reset(self) -> None:
-        """Say idle; for the supervisor, when the worker is dead and what it was running has been read."""
+        """Set idle; for the supervisor, when the worker is dead and its running requests have been read."""
         self.write(0, 0, 0, "idle")
 
     def read(self) -> InflightStatus:
-        """Return what was written last. Raises ProtocolError on a page that no writer leaves.
+        """Return the last status. Raises ProtocolError on a page that no writer could have written.
 
-        A writer that was faster than every attempt to copy its page is alive and not stuck: that reads as idle.
+        Returns idle if the writer was faster than every attempt to copy the page: it is alive and not stuck.
         """
         for _ in range(_READ_ATTEMPTS):
             turn = self._words[_TURN]
             start = _HEADER_BYTES + (turn & 1) * self._slot_bytes
             slot = bytes(self._segment.view[start : start + self._slot_bytes])
-            # ORDER: after the copy; the writer touches this slot again only after it has moved `turn` on.
+            # ORDER: after the copy; the writer writes this slot again only after it has changed `turn`.
             if self._words[_TURN] == turn:
                 return self._unpack(slot)
         return InflightStatus(0, 0, 0, "idle", [])
 
     def close(self) -> None:
-        """Unmap the page; what it says stays for as long as anybody has its fd."""
+        """Unmap the page; its content remains while any process has its fd."""
         self._words = memoryview(b"")
         self._segment.close()
 

@@ -1,8 +1,9 @@
-"""Payloads that are too large for the main segment: each in a segment of its own, under one budget.
+"""Allocates payloads that are too large for the main segment: each in its own segment, under one budget.
 
 A large segment has a number from 1 to 65535, which is the top of its address. It is charged to the budget from its
-creation until it is retired, leased or idle: a few ended ones are kept, because the first write into fresh pages takes
-twenty times as long as the second. The fd of a segment crosses to a peer once per attachment (`sie.shm.attach`).
+creation until it is retired, whether leased or idle. A few ended segments are kept, because the first write into new
+pages takes twenty times as long as the second. The fd of a segment is sent to a peer once per attachment
+(`sie.shm.attach`).
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ class LargeBudget:
         self._pools: dict[LargePool, None] = {}
 
     def join(self, pool: LargePool) -> None:
-        """Let a pool charge this budget, and give up its idle segments when another one needs their bytes."""
+        """Let a pool charge this budget; the pool gives up idle segments when another pool needs their bytes."""
         self._pools[pool] = None
 
     def leave(self, pool: LargePool) -> None:
-        """Forget a pool that has closed; a second time does nothing."""
+        """Remove a closed pool; a second call does nothing."""
         self._pools.pop(pool, None)
 
     def retire_idle(self) -> bool:
-        """Make one pool give up a segment that it only keeps; False when there is none."""
+        """Make one pool give up an idle segment; False when no pool has one."""
         return any(pool.retire_oldest() for pool in self._pools)
 
     def try_charge(self, nbytes: int) -> bool:
-        """Take nbytes from the budget; return False, having taken nothing, when they are not there."""
+        """Take nbytes from the budget; return False, without effect, when they are not available."""
         if self.used_bytes + nbytes > self.max_bytes:
             return False
         self.used_bytes += nbytes
         return True
 
     def refund(self, nbytes: int) -> None:
-        """Put back what `try_charge` took."""
+        """Return nbytes from `try_charge` to the budget."""
         self.used_bytes -= nbytes
 
 
@@ -60,7 +61,7 @@ class LargePool:
     __slots__ = ("_budget", "_idle", "_last_number", "_name", "_on_retire", "_segments", "handed_over", "num_leased")
 
     def __init__(self, name: str, budget: LargeBudget, on_retire: Callable[[int], None]) -> None:
-        """on_retire is called with the number of each segment that is given up, so that peers unmap it."""
+        """Join the budget. on_retire is called with the number of each retired segment, so that peers unmap it."""
         self._name = name
         self._budget = budget
         self._on_retire = on_retire
@@ -72,7 +73,7 @@ class LargePool:
         budget.join(self)
 
     def lease(self, nbytes: int) -> Lease | None:
-        """Return a lease on a segment of its own of at least nbytes, or None when budget or memory do not allow it."""
+        """Return a lease on a separate segment of at least nbytes; None when budget or memory do not allow it."""
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         number = self._take_idle(nbytes) or self._create(nbytes)
         if not number:
@@ -88,7 +89,7 @@ class LargePool:
             self.retire_oldest()
 
     def retire_oldest(self) -> bool:
-        """Give up the segment that has been idle for longest, and its charge; False when none is idle."""
+        """Give up the longest idle segment, and its charge; False when no segment is idle."""
         if not self._idle:
             return False
         number = self._idle.pop(0)
@@ -103,7 +104,7 @@ class LargePool:
         return self._segments[number]
 
     def close(self) -> None:
-        """Give up all segments without telling anybody; for an owner that ends."""
+        """Give up all segments without calling on_retire; for an owner that ends."""
         drop_views(self)
         for segment in self._segments.values():
             self._budget.refund(segment.nbytes)
@@ -113,7 +114,7 @@ class LargePool:
         self._budget.leave(self)
 
     def _take_idle(self, nbytes: int) -> int:
-        """Return the number of the smallest idle segment that fits and is not twice too large, or 0."""
+        """Return the number of the smallest idle segment that fits and is at most twice nbytes, or 0."""
         fitting = [n for n in self._idle if nbytes <= self._segments[n].nbytes <= 2 * nbytes]
         if not fitting:
             return 0
@@ -122,7 +123,7 @@ class LargePool:
         return number
 
     def _create(self, nbytes: int) -> int:
-        """Return the number of a new segment, or 0; idle ones, also of other pools, make room for it."""
+        """Return the number of a new segment, or 0; retires idle segments, also of other pools, to make room."""
         if len(self._segments) >= MAX_SEGMENTS and not self.retire_oldest():
             return 0
         while not self._budget.try_charge(nbytes):
@@ -135,7 +136,7 @@ class LargePool:
             return 0
         number = self._last_number
         while True:
-            # Round and round, so that a number means something new as seldom as can be.
+            # Numbers go round, so that each is reused as late as possible.
             number = number % MAX_SEGMENT_NUMBER + 1
             if number not in self._segments:
                 break

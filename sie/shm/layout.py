@@ -1,13 +1,13 @@
-"""The bytes that two processes share: the drawings, their codecs and the error of a peer that breaks them.
+"""Defines the bytes that two processes share: the drawings, their codecs, and the error for a peer that breaks them.
 
 All integers are little-endian. A change to any drawing raises LAYOUT_VERSION, which both sides compare on attach.
 
-Address, the `offset` field of a descriptor (u64): which extent.
+Address, the `offset` field of a descriptor (u64), names an extent.
 
      63            48 47                                    0
     +----------------+---------------------------------------+
     | segment number | byte offset in that segment, 64 x k   |   segment 0: the sender's main segment
-    +----------------+---------------------------------------+   segment 1..65535: a large payload of its own
+    +----------------+---------------------------------------+   segment 1..65535: one large payload
 
 Descriptor (64 bytes): the only thing in a ring. A ring is a memfd of `capacity` descriptors and nothing else.
 
@@ -21,7 +21,7 @@ Descriptor (64 bytes): the only thing in a ring. A ring is a memfd of `capacity`
     | reserved, 16 zero bytes                                       |
     +---------------------------------------------------------------+ 64
 
-Extent: where a payload lies in a segment. `length` of its descriptor counts from its first byte to its last array's.
+Extent: the place of a payload in a segment. `length` in its descriptor is from its first byte to its last array's end.
 
      0        1       4               8               16                    16 + header_length
     +--------+-------+---------------+---------------+---------------------+----+
@@ -30,10 +30,10 @@ Extent: where a payload lies in a segment. `length` of its descriptor counts fro
     | array 0, C order          .. | array 1, C order          .. |  each starts 64 x k after P
     +------------------------------+------------------------------+
 
-    cancel: 0, then 1 at most once. stopped: of a request to generate, the choices whose rest nobody wants, choice i as bit
-    i & 7 of byte 8 + (i >> 3); a bit is set at most once. Nothing else changes after the extent was handed over.
+    cancel: 0, then 1 at most once. stopped: the choices of a generation request that are stopped, choice i as bit i & 7
+    of byte 8 + (i >> 3); a bit is set at most once. Nothing else changes after the extent was handed over.
 
-Counter page: one writer, many readers; `used` is written last, so a record is either whole or not there.
+Counter page: one writer, many readers; `used` is written last, so a record is either whole or absent.
 
      0               8               16              24                                              64
     +---------------+---------------+---------------+-----------------------------------------------+
@@ -67,7 +67,7 @@ from typing import Final, NamedTuple
 LAYOUT_VERSION: Final = 2
 
 ALIGNMENT: Final = 64
-"""Every extent and every array starts at a multiple of this: a cache line, and what any SIMD load wants."""
+"""Every extent and every array starts at a multiple of this: a cache line, and aligned for any SIMD load."""
 
 SEGMENT_SHIFT: Final = 48
 OFFSET_MASK: Final = (1 << SEGMENT_SHIFT) - 1
@@ -82,11 +82,11 @@ PROLOGUE: Final = Struct("<B3xI8x")
 assert PROLOGUE.size == PROLOGUE_BYTES
 
 FLAG_ALONE: Final = 1
-"""This request must run in a step of its own: its input was running when a worker died."""
+"""This request must run in a separate step, because its input was running when a worker died."""
 
 
 class Kind(IntEnum):
-    """What a descriptor says."""
+    """The meaning of a descriptor."""
 
     SUBMIT = 1
     """Frontend to worker: run this extent."""
@@ -97,7 +97,7 @@ class Kind(IntEnum):
     TOKENS = 4
     """Worker to frontend: one step's new tokens for this frontend."""
     RELEASE = 5
-    """Reader to writer: the extent at `offset` is not needed any more."""
+    """Reader to writer: the extent at `offset` is no longer needed."""
 
 
 # Plain integers for the hot path: an IntEnum member costs an attribute look-up and compares through Python.

@@ -1,8 +1,8 @@
-"""The counter pages: each process counts in its own. The supervisor keeps a page for the process's successor.
+"""The counter pages: each process counts in its own page. The supervisor keeps a page for the process's successor.
 
 A page outlives its writer: the supervisor creates it, a child maps it writable, and the child's successor continues
-it. There is one writer at a time and any number of readers, which use `read_only_fd` copies. Nothing is locked: every
-word is eight aligned bytes, written at once, and what is longer becomes valid with one such word, written last.
+it. There is one writer at a time and any number of readers, which use `read_only_fd` copies. There are no locks: every
+word is eight aligned bytes, written at once. Longer data become valid with one such word, which is written last.
 The drawings are in `sie.shm.layout`.
 """
 
@@ -27,7 +27,7 @@ _RECORD: Final = Struct("<IB3xII")
 
 
 class RecordKind(IntEnum):
-    """What the words of a record are."""
+    """The type of a record's words."""
 
     COUNTER = 1
     GAUGE = 2
@@ -41,15 +41,15 @@ class Record(NamedTuple):
     name: str
     labels: Labels
     value: float
-    """The counter or gauge; of a histogram, the sum of all observations."""
+    """Value of the counter or gauge; for a histogram, the sum of all observations."""
     bounds: tuple[float, ...]
     """Upper bounds of a histogram's buckets, inclusive, without +Inf."""
     buckets: tuple[int, ...]
-    """How many observations fell into each bucket, not cumulative; one more than bounds, the last is +Inf."""
+    """Number of observations in each bucket, not cumulative; one more than bounds, the last is +Inf."""
 
 
 class _Meta(msgspec.Struct, array_like=True, frozen=True):
-    """What a record is; its words follow."""
+    """The description of a record; its words follow it."""
 
     name: str
     labels: Labels
@@ -75,7 +75,7 @@ class Counter:
 
 
 class Gauge:
-    """One float that goes up and down; 0 again in a successor."""
+    """One float that goes up and down; starts at 0 in a successor."""
 
     __slots__ = ("_index", "_words")
 
@@ -106,7 +106,7 @@ class Histogram:
 
 
 class _Place(NamedTuple):
-    """Where a record's words are: the same memory as float64 and as uint64, and the index of the first word."""
+    """The place of a record's words: the same memory as float64 and as uint64, and the index of the first word."""
 
     words: memoryview[float]
     counts: memoryview[int]
@@ -114,7 +114,7 @@ class _Place(NamedTuple):
 
 
 class CounterPage:
-    """The metrics of one process slot, over the lives of all processes in that slot."""
+    """The metrics of one process slot, over all processes that run in it."""
 
     __slots__ = ("_counts", "_index", "_known", "_parsed", "_segment", "_words")
 
@@ -125,7 +125,7 @@ class CounterPage:
         self._counts: memoryview[int] = segment.view.cast("Q")
         self._known: list[tuple[RecordKind, _Meta, int]] = []  # in the page's order, with the first word's index
         self._index: dict[tuple[RecordKind, _Meta], int] = {}
-        self._parsed = _HEADER_BYTES  # where the records end that are in _known
+        self._parsed = _HEADER_BYTES  # end of the records that are in _known
 
     @classmethod
     def create(cls, nbytes: int) -> CounterPage:
@@ -140,7 +140,7 @@ class CounterPage:
         """Map a page that another process created. Takes over fd. Raises ProtocolError on another layout.
 
         With writable, this process is the page's only writer from now on: its predecessor is dead. Counters and
-        histograms go on from the values they have; gauges start at 0.
+        histograms continue from their values; gauges start at 0.
         """
         page = cls(Segment.reopen(fd, writable=writable))
         try:
@@ -162,7 +162,7 @@ class CounterPage:
 
     @property
     def dropped(self) -> int:
-        """How often a metric was asked for that did not fit; it is counted nowhere."""
+        """Number of requests for a metric that did not fit on the page; its values are not counted."""
         return self._counts[_DROPPED]
 
     def read_only_fd(self) -> int:
@@ -185,7 +185,7 @@ class CounterPage:
         return Histogram(place, bounds)
 
     def records(self) -> list[Record]:
-        """Return all metrics with their values now, oldest first. Raises ProtocolError on a broken page."""
+        """Return all metrics with their current values, oldest first. Raises ProtocolError on a broken page."""
         self._parse()
         words, counts = self._words, self._counts
         found: list[Record] = []
@@ -196,7 +196,7 @@ class CounterPage:
         return found
 
     def reader(self, kind: RecordKind, name: str, labels: Labels = ()) -> Callable[[], float] | None:
-        """Return what reads one counter's or gauge's value, or None while the page's writer has no such record."""
+        """Return a function that reads one counter or gauge, or None while the page has no such record."""
         self._parse()
         index = self._index.get((kind, _Meta(name, labels, ())))
         if index is None:
@@ -205,13 +205,13 @@ class CounterPage:
         return lambda: words[index]
 
     def close(self) -> None:
-        """Unmap the page; its values stay for as long as anybody has its fd."""
+        """Unmap the page; its values remain while any process has its fd."""
         self._words = memoryview(b"").cast("d")
         self._counts = memoryview(b"").cast("Q")
         self._segment.close()
 
     def _place(self, kind: RecordKind, meta: _Meta, num_words: int) -> _Place:
-        """Return where this metric's words are, which may be a new record; words outside the page when it is full."""
+        """Return this metric's words, in a new record if needed; words outside the page when it is full."""
         index = self._index.get((kind, meta))
         if index is None:
             index = self._append(kind, meta, num_words)
@@ -232,15 +232,15 @@ class CounterPage:
         view = self._segment.view
         _RECORD.pack_into(view, start, end - start, kind, len(label), num_words)
         view[start + _RECORD.size : start + _RECORD.size + len(label)] = label
-        view[first:end] = bytes(end - first)  # a predecessor may have died while it wrote here
+        view[first:end] = bytes(end - first)  # a predecessor may have died while writing here
         # ORDER: after the whole record; pairs with `_parse`.
         self._counts[_USED] = end
         self._remember(kind, meta, first // 8, end)
         return first // 8
 
     def _parse(self) -> None:
-        """Learn the records that were appended since the last time."""
-        # ORDER: before the records; all up to here were whole when it was written.
+        """Read the records that were appended since the last call."""
+        # ORDER: before the records; all records up to here were whole when it was written.
         used = self._counts[_USED]
         if not self._parsed <= used <= self._segment.nbytes or used % 64:
             raise ProtocolError(f"{used} bytes used in a page of {self._segment.nbytes} bytes")
@@ -268,5 +268,5 @@ class CounterPage:
 
 
 def _words_offset(label_bytes: int) -> int:
-    """Return where the words of a record begin, from its start."""
+    """Return the offset of a record's words from its start."""
     return (_RECORD.size + label_bytes + 7) & ~7

@@ -1,14 +1,14 @@
-"""The leases on one segment: which bytes are free, and who may use the others. Pure: no system call, no clock.
+"""Manages the leases on one segment: its free bytes, and the holders of the others. Pure: no system call, no clock.
 
-Only the segment's owner allocates, in private memory, so nothing here is shared or trusted to a peer.
+Only the segment's owner allocates, in private memory, so this state is never shared with or trusted to a peer.
 
-How a place is found. Sizes are rounded up to a class: multiples of 64 bytes up to 2 KiB, then 16 classes for each
-doubling (at most 1/16 is wasted). Ended extents go to a stack of their class, so the usual lease is one pop and gets
-the bytes that were used last, which are still in the cache. When that stack is empty, the lease is cut from the
-smallest class that has a free block, found in a bit map, and the rest of the block stays free. When there is none, all
-stacks are emptied back into blocks, each merged with its free neighbours, and the search is done once more. So two
-free neighbours stay apart only while no lease fails for it, and every step costs the same for any number of extents:
-a block is merged once per `end`, and never more than MAX_STACKED at a time.
+Search for a place: sizes are rounded up to a class: multiples of 64 bytes up to 2 KiB, then 16 classes for each
+doubling (at most 1/16 is wasted). Ended extents go to a stack of their class. So the usual lease is one pop, and gets
+the bytes used last, which are still in the cache. When that stack is empty, the lease is cut from the smallest class
+with a free block, found in a bit map; the rest of the block stays free. When there is none, all stacks are emptied into
+blocks, each merged with its free neighbours, and the search is repeated once. So two free neighbours stay apart only
+while no lease fails because of it. Every step costs the same for any number of extents: a block is merged once per
+`end`, and at most MAX_STACKED at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUM_BINS: Final = 16 * (64 - 10)
 
 
 class LeaseOwner(Protocol):
-    """Where a lease goes back to."""
+    """The owner to which a lease returns."""
 
     handed_over: dict[int, Lease]
 
@@ -39,8 +39,8 @@ class LeaseOwner(Protocol):
 class Lease:
     """The right to use one extent: leased, then handed over to a peer, then ended; or ended at once.
 
-    address goes into a descriptor's `offset`; nbytes is the usable size, at least what was asked for; view is the
-    writable extent, 64-byte aligned, with what an earlier lease left in it. As a context manager, it ends a lease
+    address goes into a descriptor's `offset`. nbytes is the usable size, at least the requested one. view is the
+    writable extent, 64-byte aligned, with leftover bytes of an earlier lease. As a context manager, it ends a lease
     that was not handed over.
     """
 
@@ -60,7 +60,7 @@ class Lease:
         return self._state == _HANDED_OVER
 
     def hand_over(self, request_id: int) -> None:
-        """Note that a descriptor with this extent was pushed; from here only `end` gives it back."""
+        """Record that a descriptor with this extent was pushed; from now on only `end` gives it back."""
         if self._state != _LEASED:
             raise AssertionError("only a fresh lease can be handed over")
         self._state = _HANDED_OVER
@@ -68,7 +68,7 @@ class Lease:
         self._owner.handed_over[self.address] = self
 
     def end(self) -> None:
-        """Give the extent back. A second end is an AssertionError: the bytes may be somebody else's by then."""
+        """Give the extent back. A second end is an AssertionError, because another lease may have the bytes then."""
         state = self._state
         if state == _ENDED:
             raise AssertionError("this lease has ended before")
@@ -76,7 +76,7 @@ class Lease:
         owner = self._owner
         if state == _HANDED_OVER:
             del owner.handed_over[self.address]
-        self.view = _NO_VIEW  # a late write must fail here, not change the next lease's bytes
+        self.view = _NO_VIEW  # a late write must fail here instead of changing the next lease's bytes
         owner.reclaim(self)
 
     def __enter__(self) -> Self:
@@ -88,7 +88,7 @@ class Lease:
 
 
 def end_released(owner: LeaseOwner, address: int) -> Lease:
-    """End the handed-over lease that a peer's RELEASE names, and return it; ProtocolError if there is none."""
+    """End the handed-over lease that a peer's RELEASE names, and return it. Raises ProtocolError if it is unknown."""
     lease = owner.handed_over.get(address)
     if lease is None:
         raise ProtocolError(f"released an extent at {address:#x} that was not handed over")
@@ -97,9 +97,10 @@ def end_released(owner: LeaseOwner, address: int) -> Lease:
 
 
 def drop_views(owner: LeaseOwner) -> None:
-    """Let go of the memory of leases that no peer will give back.
+    """Drop the views of leases that no peer will give back.
 
-    They and their owner refer to each other, so that their views would keep it mapped until the collector runs.
+    These leases and their owner refer to each other, so their views would keep the memory mapped until the garbage
+    collector runs.
     """
     for lease in owner.handed_over.values():
         lease.view = _NO_VIEW
@@ -130,7 +131,7 @@ class ExtentPool:
         self._insert(0, view.nbytes)
 
     def lease(self, nbytes: int) -> Lease | None:
-        """Return a lease on at least nbytes (>= 0), or None when no free place is large enough."""
+        """Return a lease on at least nbytes (>= 0), or None without a free place that is large enough."""
         size = (nbytes + 63) & ~63 or ALIGNMENT
         if size > 2048:
             shift = size.bit_length() - 5
@@ -161,7 +162,7 @@ class ExtentPool:
             self._merge_stacked()
 
     def close(self) -> None:
-        """Forget the memory, so that it can be unmapped; no lease can be had or ended afterwards."""
+        """Drop the memory, so that it can be unmapped; do not lease or end leases afterwards."""
         self._view = _NO_VIEW
         drop_views(self)
 
@@ -184,7 +185,7 @@ class ExtentPool:
         return start
 
     def _merge_stacked(self) -> None:
-        """Turn every stacked extent into a free block, merged with the free blocks beside it."""
+        """Turn every stacked extent into a free block, merged with adjacent free blocks."""
         for size, stack in self._stacks.items():
             for start in stack:
                 self._free(start, size)
@@ -216,7 +217,7 @@ class ExtentPool:
         self._forget(start, size, index)
 
     def _forget(self, start: int, size: int, index: int) -> None:
-        """Drop what is known about a block that has just left its bin."""
+        """Remove the records of a block that has just left its bin."""
         if not self._bins[index]:
             self._bitmap &= ~(1 << index)
         del self._free_sizes[start]

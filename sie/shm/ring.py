@@ -1,17 +1,17 @@
 """Keeps the order between two processes: a single-producer, single-consumer ring of descriptors.
 
-The ring's memory holds descriptors and nothing else: no head, no tail, no flag. Two eventfds carry the counts.
+The ring's memory contains only descriptors: no head, no tail, no flag. Two eventfds carry the counts.
 
     producer                                  consumer
     write descriptors k to k + m - 1          n = read(bell)          takes the whole count
     write(bell, m)          --- bell --->     copy exactly n out
     n = read(credit)        <-- credit --     write(credit, n)        once per drain
 
-A producer starts with `capacity` credits and spends one per descriptor, so it never writes a slot that has not been
-copied out. The system calls on one eventfd take one kernel lock, which orders the bytes on x86 and ARM alike, and an
-added count cannot be missed: there is no wake-up to lose and nothing to poll.
+A producer starts with `capacity` credits and spends one per descriptor, so it never overwrites a slot that is not yet
+copied out. The system calls on one eventfd take one kernel lock, which orders the bytes on x86 and ARM alike. An added
+count cannot be missed, so no wake-up is lost and polling is not needed.
 
-Neither side is safe to use from two threads at once.
+Neither side is thread-safe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sie.shm.segment import Segment, doorbell
 
 _pack_into = DESCRIPTOR.pack_into
 _iter_unpack = DESCRIPTOR.iter_unpack
-# `tuple.__new__` skips the __new__ that NamedTuple writes in Python: 0.2 us less for each descriptor.
+# `tuple.__new__` skips NamedTuple's __new__, which is in Python: 0.2 us less for each descriptor.
 _as_descriptor: Callable[[tuple[int, ...]], Descriptor] = partial(tuple.__new__, Descriptor)  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -65,12 +65,12 @@ class RingProducer:
 
     @property
     def capacity(self) -> int:
-        """How many descriptors fit."""
+        """Number of descriptors that fit."""
         return self._capacity
 
     @property
     def num_credits(self) -> int:
-        """How many descriptors can be pushed now. Raises ProtocolError on credit that was never spent."""
+        """Number of descriptors that can be pushed now. Raises ProtocolError on credit that was never spent."""
         return self._collect_credit()
 
     def stage(  # noqa: PLR0917  # a descriptor's fields in its order; keywords cost 0.1 us here
@@ -86,7 +86,7 @@ class RingProducer:
         part: int,
         parts: int,
     ) -> bool:
-        """Write one descriptor, for `publish`; return False, having done nothing, when the ring is full. Never waits.
+        """Write one descriptor, for `publish`; return False, without effect, when the ring is full. Never waits.
 
         Raises ProtocolError when the peer broke the doorbells, struct.error on a value wider than its field.
         """
@@ -102,21 +102,21 @@ class RingProducer:
         return True
 
     def publish(self) -> None:
-        """Show the consumer what was staged, with one doorbell. Raises ProtocolError when the peer broke it."""
+        """Publish the staged descriptors, with one doorbell. Raises ProtocolError when the peer broke the doorbell."""
         num_staged, self._num_staged = self._num_staged, 0
         if num_staged:
             # ORDER: only after the descriptors' bytes; the kernel lock in here publishes them to `drain`.
             _ring(self._bell, num_staged)
 
     def push(self, *fields: int) -> bool:
-        """Publish one descriptor, and what was staged before; otherwise as `stage`."""
+        """Publish one descriptor and all staged ones; otherwise as `stage`."""
         if not self.stage(*fields):
             return False
         self.publish()
         return True
 
     def push_many(self, descriptors: Sequence[tuple[int, ...]]) -> int:
-        """Publish as many descriptors as fit, in order and behind what was staged; return how many that was."""
+        """Publish as many descriptors as fit, in order and after the staged ones; return their number."""
         num_fit = len(descriptors)
         if self._credits < num_fit:
             num_fit = min(num_fit, self._collect_credit())
@@ -144,7 +144,7 @@ class RingProducer:
         self._num_staged = 0
 
     def _collect_credit(self) -> int:
-        """Take over the credit that came back; return how many descriptors can be pushed."""
+        """Collect returned credit; return how many descriptors can be pushed."""
         try:
             # ORDER: pairs with `drain`; a slot whose credit we read here has been copied out.
             num_credits = self._credits + eventfd_read(self._credit)
@@ -174,10 +174,10 @@ class RingConsumer:
     def open(cls, ring_fd: int, bell_fd: int, credit_fd: int, capacity: int) -> RingConsumer:
         """Map the ring of a producer that announced capacity. Takes over all three fds.
 
-        Raises ProtocolError when the memory is not sealed or has another size, or capacity is none a ring can have.
+        Raises ProtocolError when the memory is not sealed or has another size, or the capacity is invalid.
         """
         try:
-            # A capacity that cannot be has no bytes, which no memory fits.
+            # An invalid capacity becomes 0 bytes, which `map_peer` rejects.
             segment = Segment.map_peer(ring_fd, capacity * DESCRIPTOR_BYTES if is_capacity(capacity) else 0)
         except BaseException:
             close(bell_fd)
@@ -220,7 +220,7 @@ class RingConsumer:
 
 
 def _ring(doorbell_fd: int, count: int) -> None:
-    """Add count to a doorbell. Raises ProtocolError when a peer filled it up."""
+    """Add count to a doorbell. Raises ProtocolError when a peer made it overflow."""
     try:
         eventfd_write(doorbell_fd, count)
     except BlockingIOError as error:

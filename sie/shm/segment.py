@@ -1,8 +1,8 @@
 """Makes every operating system call on shared memory: reserve, seal, map, and check whether it will fit.
 
-A segment is a memfd: it has no name that could leak, be guessed or be removed by somebody else, it does not depend on
-the size of /dev/shm, and it is gone with its last user however that user died. Every page is reserved before the
-first use, because a write to a page that cannot be had is a SIGBUS and not an exception.
+A segment is a memfd. It has no name that could leak, be guessed or be removed by others. It does not depend on the size
+of /dev/shm, and it disappears with its last user, even after a crash. Every page is reserved before the first use,
+because a write to an unavailable page is a SIGBUS instead of an exception.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EMPTY: Final = memoryview(b"")
 
 
 class ReservationError(Exception):
-    """The memory that was asked for cannot be had; the message names the bytes needed."""
+    """The requested memory is not available; the message names the needed bytes."""
 
     def __init__(self, message: str, needed_bytes: int) -> None:
         super().__init__(message)
@@ -37,8 +37,8 @@ class ReservationError(Exception):
 class Segment:
     """One mapped block of shared memory.
 
-    view is a memoryview of unsigned bytes over all of it: writable for its owner, read-only for a peer. fd is its
-    owner's descriptor, to be sent to peers, and -1 for a peer. Views that callers made must not be used after `close`.
+    view is a memoryview of unsigned bytes over the whole block: writable for its owner, read-only for a peer. fd is the
+    owner's descriptor, to send to peers, and -1 for a peer. Callers must not use their views after `close`.
     """
 
     __slots__ = ("_map", "fd", "nbytes", "view")
@@ -55,17 +55,17 @@ class Segment:
         """Reserve nbytes of zeroed memory, map it writable and seal it against every other writer.
 
         name is only a label in /proc. With reopenable, a later process may map it writable again (`reopen`).
-        Raises ReservationError when the memory cannot be had.
+        Raises ReservationError when the memory is not available.
         """
         if nbytes <= 0:
             raise ValueError(f"a segment needs at least one byte, not {nbytes}")
-        # The kernel would take every page it has for a reservation that cannot be met, before it says no or kills.
+        # For an impossible reservation, the kernel would first use all its pages, and then fail or kill.
         check_reservation(nbytes)
         fd = os.memfd_create(f"sie-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, nbytes)
             segment = cls(fd, nbytes, writable=True)
-            # ORDER: after our own mapping; FUTURE_WRITE forbids every writable mapping made later, also ours.
+            # ORDER: after our own mapping; FUTURE_WRITE forbids every later writable mapping, also ours.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS if reopenable else _OWNER_SEALS)
         except OSError as error:
             os.close(fd)
@@ -77,9 +77,9 @@ class Segment:
 
     @classmethod
     def map_peer(cls, fd: int, nbytes: int) -> Segment:
-        """Map a peer's segment read-only, after checking that nobody can shrink it or write to it through fd.
+        """Map a peer's segment read-only, after checking that it cannot be shrunk or written through fd.
 
-        Closes fd in every case: the mapping is enough. Raises ProtocolError.
+        Always closes fd, because the mapping is enough. Raises ProtocolError.
         """
         try:
             _check_seals(fd, _OWNER_SEALS)
@@ -105,7 +105,7 @@ class Segment:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Unmap and close; a second call does nothing. Memory that a view still shows stays mapped until it goes."""
+        """Unmap and close; a second call does nothing. Memory of a live view stays mapped until the view is gone."""
         if self._map is None:
             return
         mapped, self._map = self._map, None
@@ -117,7 +117,7 @@ class Segment:
             view.release()
             mapped.close()
         except BufferError:
-            # An array of the caller is still alive. It holds the mapping, which goes with it.
+            # An array of the caller is still alive. It keeps the mapping, which ends with it.
             return
 
 
@@ -137,7 +137,7 @@ def _check_size(fd: int, nbytes: int) -> None:
 
 
 def is_dead(pidfd: int) -> bool:
-    """Whether the process of a pidfd has ended; only then can its peers use again what it was reading."""
+    """Whether the process of a pidfd has ended; only then may its peers reuse the extents that it was reading."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
@@ -149,9 +149,9 @@ def doorbell() -> int:
 
 
 def check_reservation(total_bytes: int, *, proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgroup")) -> None:
-    """Raise ReservationError when total_bytes more would not fit in free memory or in this control group's limit.
+    """Raise ReservationError when total_bytes more exceed the free memory or this control group's limit.
 
-    Call it once at start with the sum of all segments: a control group over its limit kills instead of refusing.
+    Call it once at start with the sum of all segments, because a control group over its limit kills processes.
     """
     for name, _, free_bytes in _memory_limits(proc, sysfs):
         if total_bytes > free_bytes:
@@ -161,7 +161,7 @@ def check_reservation(total_bytes: int, *, proc: Path = Path("/proc"), sysfs: Pa
 
 
 def read_memory(*, proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
-    """Return (total, available) bytes of the host or of the control group, whichever leaves less; None if unknown."""
+    """Return (total, available) bytes of the host or the control group, the one with less left; None if unknown."""
     limits = [(left, total) for _, total, left in _memory_limits(proc, sysfs)]
     if not limits:
         return None
@@ -170,7 +170,7 @@ def read_memory(*, proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgrou
 
 
 def _memory_limits(proc: Path, sysfs: Path) -> list[tuple[str, int, int]]:
-    """Return (name, bytes in all, bytes left) of the host's memory and of every control group that has a limit."""
+    """Return (name, total bytes, bytes left) of the host's memory and of every control group with a limit."""
     host = {line.split(":")[0]: line.split()[1] for line in _read_lines(proc / "meminfo") if line.startswith("Mem")}
     groups = _cgroup_limits(proc, sysfs)
     if "MemAvailable" not in host:
@@ -202,7 +202,7 @@ def _cgroup_limits(proc: Path, sysfs: Path) -> list[tuple[str, int, int]]:
 
 
 def _group_limit(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> tuple[int, int] | None:
-    """Return the limit, and that - usage + what the kernel can drop at once; None without a limit."""
+    """Return the limit, and the limit - usage + cache that the kernel can drop at once; None without a limit."""
     limit = _read_lines(directory / limit_name)
     usage = _read_lines(directory / usage_name)
     if not limit or not usage or not limit[0].isdigit():
@@ -212,7 +212,7 @@ def _group_limit(directory: Path, limit_name: str, usage_name: str, cache_name: 
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Return the file's lines, none when it cannot be read."""
+    """Return the file's lines, or an empty list when it cannot be read."""
     try:
         return path.read_text().splitlines()
     except OSError:

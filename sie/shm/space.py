@@ -1,8 +1,8 @@
-"""A process's shared memory on both sides: what it writes for its peers, and what one peer writes for it.
+"""Holds a process's shared memory in both directions: outbound for its peers, inbound from one peer.
 
-Each is a main segment of extents, and the large segments. A frontend has one outbound space for all workers, so that
-work can be given to another worker from the same bytes; a worker has one per frontend, so that a frontend that stopped
-reading blocks only itself. An inbound space belongs to one attachment.
+Each space is a main segment of extents, and the large segments. A frontend has one outbound space for all workers, so
+that it can resubmit work to another worker from the same bytes. A worker has one per frontend, so that a frontend that
+stopped reading blocks only itself. An inbound space belongs to one attachment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sie.shm.pool import ExtentPool, Lease, end_released
 from sie.shm.segment import Segment
 
 LARGE_EXTENT_BYTES: Final = 8 << 20
-"""Payloads over this size get a segment of their own."""
+"""Payloads over this size get their own segment."""
 
 
 class OutboundSpace:
@@ -29,7 +29,7 @@ class OutboundSpace:
         self._segment = segment
         self._large_extent_bytes = large_extent_bytes
         self.retire_listeners: list[Callable[[int], None]] = []
-        """Called with the number of each large segment that is given up; each attachment adds itself."""
+        """Called with the number of each retired large segment; each attachment adds itself."""
         self.pool = ExtentPool(segment.view)
         self.large = LargePool("reply", budget, self._retired)
 
@@ -57,21 +57,21 @@ class OutboundSpace:
 
     @property
     def num_leased(self) -> int:
-        """Leases that have not ended, in the main segment and in large ones."""
+        """Number of leases that have not ended, in the main segment and in large ones."""
         return self.pool.num_leased + self.large.num_leased
 
     def lease(self, nbytes: int) -> Lease | None:
-        """Return a lease on at least nbytes, or None when there is no room: an ordinary answer."""
+        """Return a lease on at least nbytes, or None when there is no room, which is an ordinary answer."""
         if nbytes > self._large_extent_bytes:
             return self.large.lease(nbytes)
         return self.pool.lease(nbytes)
 
     def end_released(self, address: int) -> Lease:
-        """End the lease that a peer's RELEASE names, and return it. ProtocolError if it was not handed over."""
+        """End the lease that a peer's RELEASE names, and return it. Raises ProtocolError if it was not handed over."""
         return end_released(self.large if address > OFFSET_MASK else self.pool, address)
 
     def close(self) -> None:
-        """Give all memory back. Only when every peer is proven dead, or this process ends."""
+        """Give all memory back. Call it only when every peer is proven dead, or this process ends."""
         self.large.close()
         self.pool.close()
         self._segment.close()
@@ -82,7 +82,7 @@ class OutboundSpace:
 
 
 class InboundSpace:
-    """A peer's memory, mapped read-only. Every address and number here is the peer's word and is checked."""
+    """A peer's memory, mapped read-only. Every address and number comes from the peer and is checked."""
 
     __slots__ = ("_large", "main")
 
@@ -94,7 +94,7 @@ class InboundSpace:
     def view(self, address: int, length: int) -> memoryview:
         """Return an extent, read-only and exactly length bytes.
 
-        Raises ProtocolError when it is not aligned, has no room for a prologue, or does not lie in a known segment.
+        Raises ProtocolError when it is not aligned, has no room for a prologue, or is not inside a known segment.
         """
         number, offset = address >> SEGMENT_SHIFT, address & OFFSET_MASK
         segment = self._large.get(number) if number else self.main
@@ -105,7 +105,7 @@ class InboundSpace:
         return segment.view[offset : offset + length]
 
     def announce(self, number: int, nbytes: int, fd: int) -> None:
-        """Map a large segment. Closes fd in every case. Raises ProtocolError on a number that cannot be new."""
+        """Map a large segment. Always closes fd. Raises ProtocolError on an invalid number or too many segments."""
         is_new = 0 < number <= MAX_SEGMENT_NUMBER and number not in self._large
         if not is_new or len(self._large) >= MAX_SEGMENTS:
             os.close(fd)
@@ -113,7 +113,7 @@ class InboundSpace:
         self._large[number] = Segment.map_peer(fd, nbytes)
 
     def retire(self, number: int) -> None:
-        """Unmap a large segment. Raises ProtocolError when there is none of this number."""
+        """Unmap a large segment. Raises ProtocolError when no segment has this number."""
         segment = self._large.pop(number, None)
         if segment is None:
             raise ProtocolError(f"segment {number} was retired, but never announced")

@@ -1,1 +1,1 @@
-"""Typed values that cross package borders: requests, replies, cards and errors. No behaviour beyond construction."""
+"""Typed values that packages exchange: requests, replies, cards and errors. They have no behaviour of their own."""

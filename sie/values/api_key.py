@@ -1,7 +1,8 @@
 """Defines an API key, reads and writes a file of keys, and makes keys.
 
-A key is `sie_` and 32 random bytes; the file holds its SHA-256 only, which is enough for a secret nobody can guess
-(docs/decisions/010). The file is TOML, one `[[key]]` for each key; names are unique. Imports nothing slow.
+A key is `sie_` and 32 random bytes. The file contains only its SHA-256, which is enough for a secret that cannot be
+guessed (docs/decisions/010). The file is TOML, one `[[key]]` for each key; names are unique. Never imports slow
+modules.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ MaxConcurrent = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 
 class KeyFileError(Exception):
-    """A file of keys that cannot be used; the message names the file and what is wrong, and shows no key."""
+    """A file of keys that cannot be used; the message names the file and the fault, and never shows a key."""
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
-    """One key as a server knows it: digest is the SHA-256 of its text. A limit of None is no limit."""
+    """One key as a server knows it: digest is the SHA-256 of its text. None means no limit."""
 
     name: str
     digest: bytes
@@ -57,7 +58,7 @@ class _Tables(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KeyFile(NamedTuple):
-    """What a file holds, and whether every user of the host may read it."""
+    """The keys in a file, and whether every user of the host may read it."""
 
     keys: tuple[ApiKey, ...]
     is_world_readable: bool
@@ -69,23 +70,23 @@ def digest_of(key: str) -> bytes:
 
 
 def make_key() -> str:
-    """Return a new key: the prefix, by which scanners of secrets find it, and 256 random bits as base64url."""
+    """Return a new key: a prefix that secret scanners recognise, and 256 random bits as base64url."""
     return KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
 
 
 def read_key_file(path: str) -> KeyFile:
     """Return the keys in the file at `path`.
 
-    Raises KeyFileError when it cannot be read, is malformed, holds no key or one name or hash twice, or when others
-    than its owner may write to it: whoever may write could let himself in.
+    Raises KeyFileError when it cannot be read, is malformed, contains no key, or a name or hash twice. Also raises it
+    when other users than its owner may write to it, because a writer could add a key.
     """
     text, mode = _read(path)
     return KeyFile(parse_keys(text, path), bool(mode & stat.S_IROTH))
 
 
 def parse_keys(text: str, where: str) -> tuple[ApiKey, ...]:
-    """Return the keys that a TOML text lists. Raises KeyFileError, with `where` it stood, as `read_key_file` does."""
-    import tomllib  # only who has keys pays for the parser
+    """Return the keys in a TOML text. Raises KeyFileError as `read_key_file` does; `where` names the source."""
+    import tomllib  # imported here, so that only servers with keys load the parser
 
     try:
         tables: dict[str, Any] = tomllib.loads(text)
@@ -109,7 +110,7 @@ def parse_keys(text: str, where: str) -> tuple[ApiKey, ...]:
 
 
 def render_entry(key: ApiKey) -> str:
-    """Return the lines that stand for a key in a file."""
+    """Return the lines of a key in a file."""
     scopes = ", ".join(f'"{scope}"' for scope in key.scopes)
     lines = ["[[key]]", f'name = "{key.name}"', f'hash = "sha256:{key.digest.hex()}"', f"scopes = [{scopes}]"]
     limits = {"requests_per_minute": key.requests_per_minute, "max_concurrent": key.max_concurrent}
@@ -118,10 +119,10 @@ def render_entry(key: ApiKey) -> str:
 
 
 def add_entry(path: str, key: ApiKey) -> None:
-    """Append a key to the file at `path`, which is made (0600) if need be.
+    """Append a key to the file at `path`, which is created (0600) if it does not exist.
 
-    One write at the end of the file, so that a server that reads it meanwhile sees all of it or nothing. Raises
-    KeyFileError when the file is not one of keys, or has one of that name.
+    It is one write at the end of the file, so a server that reads it meanwhile sees all of it or nothing. Raises
+    KeyFileError when the file is not a file of keys, or has a key of that name.
     """
     entry = render_entry(key)
     if Path(path).exists():
@@ -141,9 +142,9 @@ def add_entry(path: str, key: ApiKey) -> None:
 
 
 def _read(path: str) -> tuple[str, int]:
-    """Return a file's text and mode; the mode is that of the very file that was read."""
+    """Return a file's text and mode, both from the same open file."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not make us wait
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not block
         with os.fdopen(fd, "rb") as file:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
@@ -173,4 +174,4 @@ def _check_unique(values: list[str], field: str, where: str) -> None:
 
 
 Need = Scope | Literal["any", "open"]
-"""What a route asks of a client where there are API keys: a key with this scope, any key, or nothing."""
+"""The key that a route needs when API keys are configured: one with this scope, any key, or none (`open`)."""

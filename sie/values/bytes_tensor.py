@@ -1,6 +1,6 @@
-"""The elements of a BYTES tensor: each is its length, uint32 little-endian, and that many bytes, without padding.
+"""Frames and splits the elements of a BYTES tensor: each is its length, uint32 little-endian, and that many bytes.
 
-Pure; whoever counts elements counts what is really there.
+Elements have no padding. Pure; never trusts a declared number of elements.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class FramingError(ValueError):
-    """The bytes are not whole elements; part is what is cut short, as the protocols' servers call it."""
+    """The bytes are not whole elements; part names the incomplete piece, in the words of the protocols' servers."""
 
     def __init__(self, part: str, reason: str) -> None:
         super().__init__(f"incomplete string {part}, {reason}")
@@ -22,7 +22,7 @@ class FramingError(ValueError):
 
 
 def frame_elements(elements: Iterable[bytes]) -> bytes:
-    """Return elements behind each other as a BYTES tensor holds them."""
+    """Return the bytes of a BYTES tensor with these elements, one after another."""
     pieces: list[bytes] = []
     for element in elements:
         pieces.append(_LENGTH.pack(len(element)))
@@ -36,7 +36,7 @@ def split_elements(data: memoryview | bytes) -> list[bytes]:
 
 
 def element_bounds(data: memoryview | bytes) -> Iterator[tuple[int, int]]:
-    """Yield where each element of a BYTES tensor starts and ends, without its length. Raises FramingError."""
+    """Yield the start and end of each element of a BYTES tensor, without its length. Raises FramingError."""
     position, size = 0, len(data)
     while position < size:
         start = position + _LENGTH.size

@@ -1,6 +1,6 @@
 """The typed requests and replies that dialects decode to and encode from.
 
-Imports nothing of ours but `sie.values.extract`; holds no behaviour beyond construction. Shapes: n items, d dimensions.
+Imports only `sie.values.extract` of our modules. Shapes: n items, d dimensions.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ OUTPUT_DTYPES: tuple[str, ...] = ("float32", "float16", "int8", "uint8", "binary
 
 
 class MediaItems(msgspec.Struct, kw_only=True):
-    """The items of a request in which some item is not a text, before it is known what its model takes."""
+    """The items of a request with at least one item that is not a text, before the model's card is checked."""
 
     texts: list[str | None]
     images: dict[int, list[memoryview]]
-    """Encoded images by the item's number; an item without any is left out."""
+    """Encoded images by item number; an item without images is left out."""
     other: str | None = None
     """Path of the first audio, video or document."""
 
 
 class EncodeRequest(msgspec.Struct, kw_only=True):
-    """What every embedding dialect decodes to. Exactly one of texts and token_lists is set."""
+    """The request of every embedding dialect. Exactly one of texts and token_lists is set."""
 
     model: str
     texts: list[str] | None = None
@@ -42,17 +42,17 @@ class EncodeRequest(msgspec.Struct, kw_only=True):
     non_text_item: int | None = None
     """Index of the first item without a text, or with an image, audio, video or document; texts is None then."""
     media: MediaItems | None = None
-    """All of its items, where non_text_item is set."""
+    """All items, if non_text_item is set."""
     images: dict[int, list[memoryview]] | None = None
-    """Encoded images by the item's number, for a model that takes them; such an item's text is not read."""
+    """Encoded images by item number, for a model that accepts them; such an item's text is not read."""
     image_tokens: int = 0
-    """What its images cost, once they are decoded."""
+    """Token cost of its images, set after decoding."""
     cuts: dict[int, int] = {}
-    """By the number of each item whose text was cut, the most tokens that the model reads; set once it is tokenised."""
+    """Maps the number of each item that was cut to the most tokens that the model reads; set by tokenising."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request's time went, in milliseconds; submitted_ns is when a worker was given it (CLOCK_MONOTONIC)."""
+    """Time of each stage of a request, in milliseconds; submitted_ns is when a worker received it (CLOCK_MONOTONIC)."""
 
     total_ms: float = 0.0
     queue_ms: float = 0.0
@@ -76,10 +76,10 @@ class SparseRows(msgspec.Struct, frozen=True):
 
 
 class TokenRows(msgspec.Struct, frozen=True):
-    """The vectors of tokens of a reply: item i has rows offsets[i] .. offsets[i + 1].
+    """The token vectors of a reply: item i has rows offsets[i] .. offsets[i + 1].
 
-    values is a memoryview of unsigned bytes onto a reply extent, rows of width elements of a NumPy code; dims is the
-    model's own width.
+    values is a memoryview of unsigned bytes onto a reply extent. Each row has width elements of dtype, a NumPy code.
+    dims is the model's own width.
     """
 
     dims: int
@@ -90,7 +90,7 @@ class TokenRows(msgspec.Struct, frozen=True):
 
 
 class EncodeReply(msgspec.Struct, kw_only=True):
-    """Rows ready to be encoded by a dialect.
+    """Rows for a dialect to encode.
 
     values is a C-contiguous (n, row_bytes) memoryview of unsigned bytes onto a reply extent: valid only until the
     dialect's encoder returns. dtype is the NumPy code of one element (`<f4`, `<f2`, `|i1`, `|u1`), width the number
@@ -116,22 +116,22 @@ class EncodeReply(msgspec.Struct, kw_only=True):
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True):
-    """What every dialect's request for scores decodes to: one query against n documents."""
+    """The score request of every dialect: one query against n documents."""
 
     model: str
     query: str
     documents: list[str]
     query_id: str | None = None
     ids: list[str | None] = []
-    """Of the documents; empty when none had one."""
+    """Ids of the documents; empty when no document had one."""
     instruction: str | None = None
     options: dict[str, Any] = {}
     non_text: str | None = None
     """Path of the first item without a text, or with other media than images; query and documents are empty then."""
     compared: tuple[tuple[str, float], ...] = ()
-    """As in `WorkHeader`; set when the request is judged against its card."""
+    """As in `WorkHeader`; set when the request is checked against its card."""
     cuts: dict[int, int] = {}
-    """As in `EncodeRequest`, by the document's number: it or the query was cut."""
+    """As in `EncodeRequest`, by document number; the document or the query was cut."""
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +148,7 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExtractRequest(msgspec.Struct, kw_only=True):
-    """What a request to extract decodes to. task is whole once the request was resolved against its model."""
+    """An extract request. task is complete after the request is resolved against its model."""
 
     model: str
     texts: list[str]
@@ -156,22 +156,22 @@ class ExtractRequest(msgspec.Struct, kw_only=True):
     """Echoed per item; empty when no item had one."""
     labels: tuple[str, ...] = ()
     output_schema: str = ""
-    """JSON; empty when there was none."""
+    """JSON; empty if not given."""
     instruction: str | None = None
     options: dict[str, Any] = {}
     non_text_item: int | None = None
     """Index of the first item without a text, or with media; texts is empty then."""
     media: MediaItems | None = None
-    """All of its items, where non_text_item is set."""
+    """All items, if non_text_item is set."""
     images: dict[int, list[memoryview]] | None = None
-    """The encoded image of an item by its number, for a model that takes them; such an item's text is not read."""
+    """The encoded image by item number, for a model that accepts them; such an item's text is not read."""
     task: ExtractTask = ExtractTask()
     cuts: dict[int, int] = {}
     """As in `EncodeRequest`."""
 
 
 class ExtractReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found in each item, in the request's order; entities have their texts."""
+    """The findings in each item, in the request's order; entities have their texts."""
 
     model: str
     extractions: list[Extraction]
@@ -181,4 +181,4 @@ class ExtractReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DEFAULT_MODEL = "default"
-"""The id of a request that names no model."""
+"""The model id of a request that does not name a model."""

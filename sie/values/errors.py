@@ -1,11 +1,11 @@
-"""Every error that a client can receive, and how one crosses a ring.
+"""Every error that a client can receive, and its form on a ring.
 
     SieError                      code                  status  blame
     ├─ BadRequest                 INVALID_INPUT         400     client
     │  ├─ InputTooLong            INPUT_TOO_LONG        400     client (413 when a whole body is over its limit)
     │  └─ PoisonInput             POISON_INPUT          422     client: this input killed two workers
     ├─ NotFound                   MODEL_NOT_FOUND       404     client
-    ├─ Unauthorized               UNAUTHORIZED          401     client: no API key, or one that is not known
+    ├─ Unauthorized               UNAUTHORIZED          401     client: no API key, or an unknown one
     ├─ Forbidden                  FORBIDDEN             403     client: its key's scopes, or a setting, do not allow it
     ├─ RateLimited                RATE_LIMIT            429     client, retryable: its key's limit is reached
     ├─ Overloaded                 QUEUE_FULL            503     ours, retryable
@@ -14,7 +14,7 @@
     │  └─ ResourceExhausted       RESOURCE_EXHAUSTED    503     ours, retryable: no memory on the device
     ├─ ModelLoadFailed            MODEL_LOAD_FAILED     502     ours, never with Retry-After
     ├─ DeadlineExceeded           DEADLINE_EXCEEDED     504     ours
-    ├─ ClientGone                 CLIENT_GONE           499     nobody reads the answer
+    ├─ ClientGone                 CLIENT_GONE           499     the client has gone; the answer is not sent
     └─ Internal                   INFERENCE_ERROR       500     ours
        └─ NonFinite               INFERENCE_ERROR       500     the model's: NaN or infinity, which is never sent
 
@@ -80,21 +80,21 @@ class PoisonInput(BadRequest):
 
 
 class NotFound(SieError):
-    """No such model (or path)."""
+    """The model (or path) does not exist."""
 
     code = "MODEL_NOT_FOUND"
     http_status = 404
 
 
 class Unauthorized(SieError):
-    """This route needs an API key and the request has none that is known; the answer carries `WWW-Authenticate`."""
+    """The route needs an API key, and the request has no known key; the answer carries `WWW-Authenticate`."""
 
     code = "UNAUTHORIZED"
     http_status = 401
 
 
 class Forbidden(SieError):
-    """Not for this client; the message names the scope or the setting that decides."""
+    """The client is not allowed to do this; the message names the scope or the setting that decides."""
 
     code = "FORBIDDEN"
     http_status = 403
@@ -109,7 +109,7 @@ class RateLimited(SieError):
 
 
 class Overloaded(SieError):
-    """Admission said "not now"; retry_after_s is computed from the queue."""
+    """Admission rejected the request for now; retry_after_s is computed from the queue."""
 
     code = "QUEUE_FULL"
     http_status = 503
@@ -117,7 +117,7 @@ class Overloaded(SieError):
 
 
 class Unavailable(SieError):
-    """The model or the server cannot take work yet, or not any more."""
+    """The model or the server does not accept work yet, or no longer does."""
 
     code = "MODEL_LOADING"
     http_status = 503
@@ -125,13 +125,13 @@ class Unavailable(SieError):
 
 
 class WorkerLost(Unavailable):
-    """The worker died and the work could not be given to another one."""
+    """The worker died, and the work could not be resubmitted to another worker."""
 
     code = "WORKER_LOST"
 
 
 class ResourceExhausted(Unavailable):
-    """The device had no memory for this item even alone; retry_after_s is the setting's."""
+    """The device had no memory for this item even alone; retry_after_s comes from a setting."""
 
     code = "RESOURCE_EXHAUSTED"
 
@@ -144,7 +144,7 @@ class ModelLoadFailed(SieError):
 
 
 class DeadlineExceeded(SieError):
-    """The request's deadline passed before its answer was there."""
+    """The request's deadline passed before its answer was ready."""
 
     code = "DEADLINE_EXCEEDED"
     http_status = 504
@@ -158,7 +158,7 @@ class ClientGone(SieError):
 
 
 class Internal(SieError):
-    """Something of ours failed while the request ran."""
+    """The server failed while the request ran."""
 
     code = "INFERENCE_ERROR"
     http_status = 500
@@ -169,7 +169,7 @@ class NonFinite(Internal):
 
 
 class WireError(msgspec.Struct, array_like=True, frozen=True):
-    """An error as it crosses a ring or a control channel."""
+    """The form of an error on a ring or a control channel."""
 
     kind: str
     message: str
@@ -213,5 +213,5 @@ _PATH = re.compile(r"(?<![\w:/.~-])/(?:[^\s/:'\"]+/)+(?=[^\s/:'\"])")
 
 
 def without_paths(wire: WireError) -> WireError:
-    """Return the error as a client may read it: of each absolute path only the last name. The log has the whole."""
+    """Return the error for a client, with only the last name of each absolute path. The log has the full paths."""
     return msgspec.structs.replace(wire, message=_PATH.sub(".../", wire.message))

@@ -1,6 +1,6 @@
 """The typed values of the extract operation: the task for a text, a model's answer, and the reply.
 
-Imports nothing of ours. What crosses a process is `array_like`: fields are only ever appended.
+Imports none of our modules. Types sent between processes are `array_like`: fields are only ever appended.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 ReadsForm = Literal["tokens", "pairs", "text", "image"]
-"""In which form a worker gets an item. tokens: one sequence for each window of the text; pairs: one sequence for each
-label; text: its UTF-8; image: its pixels. Of the first two a request has more items for the worker than for the client."""
+"""The form in which a worker gets an item. tokens: one sequence for each window of the text; pairs: one sequence for
+each label; text: its UTF-8; image: its pixels. With tokens and pairs, a worker gets more items than the client sent."""
 GivesForm = Literal["extract", "token_logits", "logits", "boxes"]
-"""What a worker answers with (`sie.shm.extent_headers.ReplyHeader`): whole extractions, or numbers that the frontend reads."""
+"""The form of a worker's answer (`sie.shm.extent_headers.ReplyHeader`): whole extractions, or numbers to decode."""
 
 OVERFLOW_POLICIES = ("default", "error", "truncate_text")
 AGGREGATION_STRATEGIES = ("none", "simple", "first", "average", "max")
@@ -22,7 +22,7 @@ AGGREGATION_STRATEGIES = ("none", "simple", "first", "average", "max")
 class Entity(msgspec.Struct, array_like=True, frozen=True):
     """A named piece of a text. start and end are code points of the item's text.
 
-    text None: the frontend cuts it from the item's text. bbox is [x, y, width, height] in pixels.
+    text None: the frontend takes it from the item's text. bbox is [x, y, width, height] in pixels.
     """
 
     label: str
@@ -34,7 +34,7 @@ class Entity(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Relation(msgspec.Struct, array_like=True, frozen=True):
-    """A named tie between two pieces of a text, given as the pieces' texts."""
+    """A named relation between two pieces of a text, given as the pieces' texts."""
 
     head: str
     tail: str
@@ -43,14 +43,14 @@ class Relation(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Classification(msgspec.Struct, array_like=True, frozen=True):
-    """How well a label fits the whole text."""
+    """A label for the whole text, and its score."""
 
     label: str
     score: float
 
 
 class DetectedObject(msgspec.Struct, array_like=True, frozen=True):
-    """A thing seen in an image. bbox is [x, y, width, height] in pixels."""
+    """An object in an image. bbox is [x, y, width, height] in pixels."""
 
     label: str
     score: float
@@ -58,14 +58,14 @@ class DetectedObject(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ItemError(msgspec.Struct, array_like=True, frozen=True):
-    """Why one item has no answer while its neighbours have: `INVALID_INPUT`, `INFERENCE_ERROR`, ..."""
+    """The error of one item whose neighbours have answers: `INVALID_INPUT`, `INFERENCE_ERROR`, ..."""
 
     code: str
     message: str
 
 
 class Extraction(msgspec.Struct, array_like=True, frozen=True):
-    """All that was found in one item. data holds only what JSON can."""
+    """All findings in one item. data contains only JSON values."""
 
     entities: list[Entity] = []
     relations: list[Relation] = []
@@ -76,24 +76,24 @@ class Extraction(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LabelGroup(msgspec.Struct, array_like=True, frozen=True):
-    """Labels of which a classifier answers with one set of scores under the group's name."""
+    """Labels with one common set of scores, which a classifier returns under the group's name."""
 
     name: str
     labels: tuple[str, ...]
 
 
 class LabelledExample(msgspec.Struct, array_like=True, frozen=True):
-    """A text that a classifier is shown with its labels."""
+    """A text with its labels, shown to a classifier as an example."""
 
     text: str
     labels: tuple[str, ...]
 
 
 class ExtractTask(msgspec.Struct, array_like=True, frozen=True):
-    """What a request asks of each of its items. Hashable: items with equal tasks may share a forward pass.
+    """The task of a request, the same for all its items. Hashable: items with equal tasks may share a forward pass.
 
-    None and an empty tuple mean that the request did not say, so the model's default counts; a field that a rule does
-    not list among its options is never set.
+    None and an empty tuple mean that the request did not set the field, so the model's default applies. A field that is
+    not among a rule's options is never set.
     """
 
     labels: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ class StubExtract(msgspec.Struct, frozen=True, kw_only=True, tag="stub"):
 
 
 class TokenClassification(msgspec.Struct, frozen=True, kw_only=True, tag="token_classification"):
-    """A class for each token, joined to entities as transformers' TokenClassificationPipeline does it."""
+    """A class for each token, joined to entities as in transformers' TokenClassificationPipeline."""
 
     reads: ClassVar[ReadsForm] = "tokens"
     gives: ClassVar[GivesForm] = "token_logits"
@@ -138,11 +138,11 @@ class TokenClassification(msgspec.Struct, frozen=True, kw_only=True, tag="token_
     labels: tuple[str, ...]
     """By class: `B-PER`, `I-PER`, ..., `O`."""
     unknown_token: str = ""
-    """The token for what the vocabulary lacks; it always begins a word."""
+    """The token for text outside the vocabulary; it always begins a word."""
 
 
 class ZeroShot(msgspec.Struct, frozen=True, kw_only=True, tag="zero_shot"):
-    """Whether a text entails a sentence with the label in it, as transformers' ZeroShotClassificationPipeline does it."""
+    """Whether a text entails a sentence with the label, as in transformers' ZeroShotClassificationPipeline."""
 
     reads: ClassVar[ReadsForm] = "pairs"
     gives: ClassVar[GivesForm] = "logits"
@@ -156,13 +156,13 @@ class ZeroShot(msgspec.Struct, frozen=True, kw_only=True, tag="zero_shot"):
     entailment: int
     contradiction: int
     token_types: bool = False
-    """Whether the model is told which of a pair's tokens belong to the hypothesis."""
+    """Whether the model reads token types, which mark the hypothesis's tokens in a pair."""
 
 
 class Gliner(msgspec.Struct, frozen=True, kw_only=True, tag="gliner"):
-    """Pieces of a text for labels in plain words, and ties between them, found by the `gliner` library.
+    """Entities for labels in plain words, and relations between them, found by the `gliner` library.
 
-    An item of the work is a window of a text: no more words and tokens than the model reads at once.
+    A work item is a window of a text: at most the words and tokens that the model reads at once.
     """
 
     reads: ClassVar[ReadsForm] = "text"
@@ -170,15 +170,15 @@ class Gliner(msgspec.Struct, frozen=True, kw_only=True, tag="gliner"):
     needs_labels: ClassVar[bool] = True
 
     max_words: int
-    """Most words of a window; its tokens, the labels' included, are at most the card's max_sequence_length."""
+    """Most words of a window; its tokens, labels included, are at most the card's max_sequence_length."""
     relations: bool = False
     """Whether it also finds relations."""
     reads_labels_apart: bool = False
-    """Whether labels are read by an encoder of their own, and take no room in the window."""
+    """Whether a separate encoder reads the labels, so that they take no room in the window."""
 
     @property
     def options(self) -> frozenset[str]:
-        """The options it serves; those of relations only where it finds some."""
+        """The options it serves; relation options only if it finds relations."""
         return _GLINER_OPTIONS | _RELATION_OPTIONS if self.relations else _GLINER_OPTIONS
 
 
@@ -187,9 +187,9 @@ _RELATION_OPTIONS = frozenset({"relation_labels", "relation_threshold"})
 
 
 class Gliclass(msgspec.Struct, frozen=True, kw_only=True, tag="gliclass"):
-    """A logit for each label, read in one sequence with the text; the `gliclass` library's models.
+    """A logit for each label, read in one sequence with the text; for the `gliclass` library's models.
 
-    An item of the work is a text with the labels of one group. Its logits are (labels, 1).
+    A work item is a text with the labels of one group. Its logits are (labels, 1).
     """
 
     reads: ClassVar[ReadsForm] = "tokens"
@@ -202,16 +202,16 @@ class Gliclass(msgspec.Struct, frozen=True, kw_only=True, tag="gliclass"):
     label_token_id: int
     """The token that begins each label."""
     max_labels: int | None = None
-    """Most labels of a sequence; None: any number."""
+    """Most labels of a sequence; None means no limit."""
     prompt_first: bool = False
-    """Whether the labels stand before the text, not behind it."""
+    """Whether the labels come before the text instead of after it."""
 
 
 class Detection(msgspec.Struct, frozen=True, kw_only=True, tag="detection"):
-    """Boxes around what a picture shows of the labels: OWL-ViT, OWLv2 or Grounding DINO.
+    """Boxes around objects in an image that match the labels: OWL-ViT, OWLv2 or Grounding DINO.
 
-    An item is one image; all items of a request share what is looked for. OWL reads each label by itself, Grounding DINO
-    reads all of them as one text, whose tokens its boxes are told apart by.
+    An item is one image; all items of a request share the labels. OWL reads each label separately. Grounding DINO reads
+    all labels as one text, and the tokens of this text tell which label a box has.
     """
 
     reads: ClassVar[ReadsForm] = "image"
@@ -219,13 +219,13 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True, tag="detection"):
 
     family: Literal["owlvit", "owlv2", "grounding-dino"]
     strides: tuple[int, ...] = ()
-    """Pixels a side of the places in each level of Grounding DINO's features."""
+    """Stride in pixels of each level of Grounding DINO's features."""
     num_boxes: int = 0
-    """How many boxes Grounding DINO chooses among the places of an image, which cannot have fewer."""
+    """Number of boxes that Grounding DINO chooses among an image's feature places; an image needs at least as many."""
 
     @property
     def needs_labels(self) -> bool:
-        """Whether labels are all that can be looked for; Grounding DINO takes a text instead."""
+        """Whether labels are required; Grounding DINO also accepts a text instead."""
         return self.family != "grounding-dino"
 
     @property
@@ -234,7 +234,7 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True, tag="detection"):
         return _OWL_OPTIONS if self.needs_labels else _GROUNDING_OPTIONS
 
     def count_places(self, height: int, width: int) -> int:
-        """Return among how many places of an image of that size Grounding DINO chooses its boxes."""
+        """Return the number of feature places of an image of this size, from which Grounding DINO chooses boxes."""
         return sum(-(-height // stride) * -(-width // stride) for stride in self.strides)
 
 
@@ -243,10 +243,11 @@ _GROUNDING_OPTIONS = frozenset({"box_threshold", "text_threshold", "instruction"
 
 
 ExtractRule = StubExtract | TokenClassification | ZeroShot | Gliner | Gliclass | Detection
-"""How a model extracts, one type a family. Every family says, without a value of its own:
+"""A model's extraction rule, one type for each family. Every family has these class attributes:
 
-reads, gives       the form in which the worker gets an item, and that of its answer
-options            the fields of `ExtractTask` that it can serve beside labels; the others are refused by name.
-                   `instruction` and `output_schema` count among them
+reads, gives       the form in which the worker gets an item, and the form of its answer
+options            the fields of `ExtractTask` that it serves besides labels, `instruction` and `output_schema`
+included;
+                   the others are refused by name
 needs_labels       whether a request without labels is refused
 """

@@ -1,7 +1,7 @@
 """The typed values of text generation: the rule on a card, a task, its tokens, requests and events.
 
-Imports nothing of ours; holds no behaviour beyond construction. A *choice* is one of the n texts that a request asks
-for. What crosses the rings (`GenerateTask`, `TokenFrame`, `GenerateTotals`) is `array_like`: fields are only ever appended.
+Imports none of our modules. A *choice* is one of the n texts that a request asks for. Types sent over the rings
+(`GenerateTask`, `TokenFrame`, `GenerateTotals`) are `array_like`: fields are only ever appended.
 
     dialect: bytes -> GenerateRequest     frontend: -> prompt tokens + GenerateTask  -> worker
     dialect: bytes <- GenerateEvent ...   frontend: <- text, calls, reasoning        <- TokenFrame ..., GenerateTotals
@@ -14,18 +14,18 @@ from typing import Any, Literal
 import msgspec
 
 MAX_CHOICES = 64
-"""A request's choices can be stopped one by one, each by its bit in the extent."""
+"""Each choice of a request can be stopped separately, by its bit in the extent."""
 
 MAX_PROMPT_LOGPROBS = 256
-"""Of a prompt's tokens, as many of the likeliest: what a worker keeps of each until it is sent."""
+"""Most likely tokens to report for each prompt token; a worker keeps them until they are sent."""
 
 JSON_SPACE = r"[ ]?|\r?\n([ ]{0,24}|\t{0,6})"
-"""What may stand between the parts of JSON that follows a schema, as a regular expression: a blank, or a line's end and an
-indent. Where there is no end to it, small models write nothing else until they have had all their tokens."""
+"""The white space allowed between the parts of schema-bound JSON, as a regular expression: a blank, or a line break and
+an indent. Without this limit, small models may write only white space until their token limit."""
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 GrammarKind = Literal["json_schema", "regex", "lark", "llguidance", "ebnf"]
-"""All but the last as llguidance names them. EBNF, as llama.cpp writes it, becomes Lark before a worker has it."""
+"""llguidance's names, except the last. llama.cpp's EBNF is converted to Lark before it is sent to a worker."""
 ToolFormat = Literal["hermes", "llama", "gemma", "json"]
 
 
@@ -33,29 +33,29 @@ ToolFormat = Literal["hermes", "llama", "gemma", "json"]
 
 
 class GenerateRule(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model generates: what a frontend needs to write its prompt and to read what it wrote."""
+    """A model's generation rule: the facts that a frontend needs to write its prompt and to read its output."""
 
     context_length: int
     """Most tokens of a prompt and its answer together."""
     eos_token_ids: tuple[int, ...] = ()
     chat_template: str = ""
-    """Jinja source; empty for a model without one."""
+    """Jinja source; empty for a model without a template."""
     tool_chat_template: str = ""
-    """The template for requests with tools, where the checkpoint has one of its own for them."""
+    """The template for requests with tools, if the checkpoint has a separate one."""
     special_tokens: dict[str, str] = {}
-    """Texts of the special tokens by name (`bos_token`, `eos_token`, ...), as chat templates know them."""
+    """Texts of the special tokens by their names in chat templates (`bos_token`, `eos_token`, ...)."""
     special_texts: tuple[str, ...] = ()
-    """Texts that the tokenizer reads as special tokens: in a user's own text they are plain text."""
+    """Texts that the tokenizer reads as special tokens; in a user's text they are plain text."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    """The checkpoint's own defaults (generation_config.json); None where it says nothing."""
+    """The checkpoint's own defaults (generation_config.json), or None."""
     tool_format: ToolFormat = "json"
-    """How it writes calls of tools."""
+    """Its format of tool calls."""
     reasoning_tags: tuple[str, str] | None = None
-    """What begins and ends its reasoning; None for a model that does not show any."""
+    """The texts that begin and end its reasoning; None for a model without visible reasoning."""
     gguf_file: str = ""
     """Absolute path of a GGUF file with its weights; empty for safetensors in the card's directory."""
 
@@ -64,10 +64,10 @@ class GenerateRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True):
-    """How tokens are chosen, in this order: penalties, logit_bias, temperature, then top_k, top_p and min_p.
+    """The steps to choose a token, in this order: penalties, logit_bias, temperature, then top_k, top_p and min_p.
 
-    temperature 0 takes the most likely token, and of equals the first. top_k 0, top_p 1 and min_p 0 are off.
-    seed: the same request and seed give the same tokens; the number for a choice's position comes from all three.
+    temperature 0 chooses the most likely token, and the first of equals. top_k 0, top_p 1 and min_p 0 are off.
+    seed: the same request and seed give the same tokens. A random number depends on seed, choice and position.
     """
 
     temperature: float = 1.0
@@ -82,12 +82,12 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GenerateTask(msgspec.Struct, array_like=True, frozen=True):
-    """What a request to generate asks of a worker, beside its prompt.
+    """A generation request for a worker, without its prompt.
 
-    max_tokens is that of each choice; 0 only has the prompt read. logprobs: None for none, else how many of the likeliest tokens come beside each
-    chosen one. stop_token_ids end a choice, and so does an end-of-text token unless ignore_eos; none of them is sent.
-    salt: prompts share cached blocks only under an equal one. grammar, as grammar_kind says, binds every token
-    of a choice; empty for none.
+    max_tokens applies to each choice; 0 only prefills the prompt. logprobs is how many of the likeliest tokens are
+    reported beside each chosen one, or None. stop_token_ids end a choice, and so does an end-of-text token unless
+    ignore_eos; none of them is sent. salt: prompts share cached blocks only if their salt is equal. grammar, of
+    grammar_kind, restricts every token of a choice; empty means no grammar.
     """
 
     max_tokens: int
@@ -100,20 +100,21 @@ class GenerateTask(msgspec.Struct, array_like=True, frozen=True):
     grammar_kind: str = ""
     grammar: str = ""
     prompt_logprobs: int | None = None
-    """The same as logprobs of the prompt's own tokens."""
+    """As logprobs, for the prompt's own tokens."""
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
-    """The natural logarithm of a token's probability, before temperature and filters; top: the likeliest, best first."""
+    """The natural log probability of a token, before temperature and filters; top: the likeliest tokens, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 class PromptPiece(msgspec.Struct, array_like=True, frozen=True):
-    """Log probabilities of tokens of a prompt, from number `index` on, where 0 is the second token: the first has none.
+    """Log probabilities of n prompt tokens from number `index`; 0 is the second token, because the first has none.
 
-    Little-endian: own float32 (n,); of the likeliest at each place, best first, top_ids int32 (n, k) and top float32 (n, k).
+    Little-endian: own float32 (n,); for the likeliest at each place, best first, top_ids int32 (n, k) and top float32
+    (n, k).
     """
 
     index: int
@@ -125,10 +126,10 @@ class PromptPiece(msgspec.Struct, array_like=True, frozen=True):
 class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     """The next tokens of one choice of one request.
 
-    index is the number of tokens sent before these, so a reader can tell that nothing is missing. finish is empty
-    while the choice goes on; a record with one is its last. num_cached: tokens of the prompt that were in the
-    prefix cache. logprobs has one entry for each token, where the task asks for them. prompt: where it asks for those
-    of the prompt, records of the first choice have them in pieces, before anything else is told.
+    index is the number of tokens sent before these, so a reader can detect missing tokens. finish is empty while the
+    choice continues; the last record has one. num_cached: tokens of the prompt that were in the prefix cache. logprobs
+    has one entry for each token, if the task asks for them. prompt: if the task asks for prompt logprobs, records of
+    the first choice have them in pieces, before all other data.
     """
 
     request_id: int
@@ -142,13 +143,13 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TokenFrame(msgspec.Struct, array_like=True, frozen=True):
-    """The header of a `TOKENS` extent: what one or more steps gave to one frontend. It has no arrays."""
+    """The header of a `TOKENS` extent: the tokens of one or more steps for one frontend. It has no arrays."""
 
     records: tuple[TokenRecord, ...]
 
 
 class GenerateTotals(msgspec.Struct, array_like=True, frozen=True):
-    """The header of the terminal reply to a request to generate, sent behind its last record. It has no arrays.
+    """The header of the terminal reply to a generation request, sent after its last record. It has no arrays.
 
     Times in nanoseconds, started_ns of CLOCK_MONOTONIC. num_generated counts all choices.
     """
@@ -164,7 +165,7 @@ class GenerateTotals(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that a model made; arguments is JSON text."""
+    """A tool call by a model; arguments is JSON text."""
 
     id: str
     name: str
@@ -172,7 +173,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a conversation, as chat templates know them."""
+    """One message of a conversation, with the fields of chat templates."""
 
     role: str
     content: str | None = None
@@ -192,42 +193,42 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Which tools may be called, and whether one must be; names empty: any."""
+    """The tools that may be called, and whether one must be; names empty means any tool."""
 
     mode: Literal["auto", "none", "required"] = "auto"
     names: tuple[str, ...] = ()
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer must follow; value is text, of a schema its JSON."""
+    """The grammar that an answer must follow; value is its text, JSON for a schema."""
 
     kind: GrammarKind
     value: str
     field: str = "response_format"
-    """What the client calls it."""
+    """The client's field name."""
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
-    """What every generation dialect decodes to. Exactly one of messages, texts and token_lists is set.
+    """The request of every generation dialect. Exactly one of messages, texts and token_lists is set.
 
-    Fields that are None were not given: the model's own default holds, then the API's.
+    None means that a field was not given: the model's default applies, then the API's.
     """
 
     model: str
     messages: list[ChatMessage] | None = None
     continues: bool = False
-    """Of messages: whether the answer goes on where the text of the last one, an assistant's, ends."""
+    """With messages: whether the answer continues the text of the last message, an assistant's."""
     texts: list[str] | None = None
     """Prompts without a template, each with its own n choices; choice i of prompt p is number p * n + i."""
     token_lists: list[list[int]] | None = None
     suffix: str = ""
-    """Of texts: what stands behind the gap that each choice fills."""
+    """With texts: the text after the gap that each choice fills."""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     grammar: Grammar | None = None
     thinking: bool | None = None
-    """Whether the template is to let the model reason; None: as it does by itself."""
+    """Whether the template makes the model reason; None means the template's default."""
     reasoning_effort: str | None = None
     num_choices: int = 1
     max_tokens: int | None = None
@@ -254,7 +255,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 
 
 class LogprobText(msgspec.Struct, frozen=True, kw_only=True):
-    """A token as a client sees it, with its logprob; raw is its bytes, which alone may be no whole character."""
+    """A token as a client sees it, with its logprob; raw is its bytes, which may be only part of a character."""
 
     text: str
     raw: bytes
@@ -270,9 +271,9 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class PromptScored(msgspec.Struct, frozen=True):
-    """The tokens of a prompt with their logprobs, where these are wanted; the first one's means nothing: it is 0.
+    """The tokens of a prompt with their logprobs, if requested; the first logprob has no meaning and is 0.
 
-    Comes before all else of the prompt's choices.
+    It is sent before all other events of the prompt's choices.
     """
 
     prompt: int
@@ -280,7 +281,7 @@ class PromptScored(msgspec.Struct, frozen=True):
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """More of a choice's text; the deltas joined are the whole of it."""
+    """More of a choice's text; the joined deltas are the whole text."""
 
     choice: int
     text: str
@@ -288,14 +289,14 @@ class TextDelta(msgspec.Struct, frozen=True):
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True):
-    """More of a choice's reasoning; all of it comes before its text."""
+    """More of a choice's reasoning; the reasoning always comes before the text."""
 
     choice: int
     text: str
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """A call, whole; number counts the calls of its choice from 0."""
+    """A complete call; number counts the calls of its choice from 0."""
 
     choice: int
     number: int
@@ -303,7 +304,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The last event of a choice. stop_string is the one of the request's that ended it."""
+    """The last event of a choice. stop_string is the stop string that ended it."""
 
     choice: int
     reason: FinishReason
@@ -311,7 +312,7 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class GenerateUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request cost: tokens, and seconds from its submission to the first token and from there to the last."""
+    """The cost of a request: tokens, seconds from its submission to the first token, and from there to the last."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -337,17 +338,17 @@ class ChoiceReply(msgspec.Struct, kw_only=True):
     reasoning: str = ""
     calls: list[ToolCall] = []
     call_places: list[int] = []
-    """How many characters of the text stand before each call."""
+    """Number of characters of the text before each call."""
     logprobs: list[LogprobText] = []
     reason: FinishReason = "stop"
     stop_string: str | None = None
 
 
 class GenerateReply(msgspec.Struct, kw_only=True):
-    """A whole answer: its choices in order, and what they cost. model is the id of the model that answered."""
+    """A whole answer: its choices in order, and their cost. model is the id of the model that answered."""
 
     model: str
     choices: list[ChoiceReply]
     usage: GenerateUsage
     scored: list[tuple[LogprobText, ...]] = []
-    """Of each prompt its tokens, where their logprobs are wanted (`PromptScored`)."""
+    """The tokens of each prompt, if their logprobs are requested (`PromptScored`)."""

@@ -1,7 +1,7 @@
-"""Chooses which of a text's overlapping spans stay: the best first, as the library `gliner` does. Pure.
+"""Chooses the spans to keep from a text's overlapping spans: the best first, as the library `gliner` does. Pure.
 
-The library compares every span with all that stay, which a client's threshold and labels make thousands times
-thousands. Here each span is looked up by its ends, and the answer is the same.
+The library compares every span with all kept spans. A client's threshold and labels can make that thousands times
+thousands. This module looks up each span by its ends, with the same result.
 Source: gliner 0.2.29 decoding/decoder.py (greedy_search), decoding/utils.py.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 
 def choose_spans(spans: Sequence[tuple[int, int]], *, flat: bool, multi_label: bool) -> list[int]:
-    """Return the numbers of the spans that stay, in order; spans are (start, end), end exclusive, the best first.
+    """Return the numbers of the kept spans, in order; spans are (start, end), end exclusive, the best first.
 
-    One that overlaps a better one goes, unless one of the two holds the other and flat is off, or both are the same
+    A span that overlaps a better one is dropped. Exceptions: one contains the other and flat is off, or both are equal
     and multi_label is on.
     """
     points = {point: place for place, point in enumerate(sorted({point for span in spans for point in span}))}
@@ -32,13 +32,13 @@ def choose_spans(spans: Sequence[tuple[int, int]], *, flat: bool, multi_label: b
 
 
 class _Flat:
-    """Spans of which no two overlap."""
+    """A set of spans without overlaps."""
 
     def __init__(self, num_points: int) -> None:
         self._is_taken = bytearray(num_points)
 
     def try_take(self, start: int, end: int) -> bool:
-        """Take a span unless a part of it is taken."""
+        """Take a span unless part of it is already taken."""
         if self._is_taken.find(1, start, end) >= 0:
             return False
         self._is_taken[start:end] = b"\1" * (end - start)
@@ -46,7 +46,7 @@ class _Flat:
 
 
 class _Nested:
-    """Spans of which no two overlap but where one holds the other."""
+    """A set of spans that overlap only if one contains the other."""
 
     def __init__(self, num_points: int) -> None:
         self._first_start = list(range(num_points))
@@ -55,7 +55,7 @@ class _Nested:
         """By start: the last end of a taken span that starts there."""
 
     def try_take(self, start: int, end: int) -> bool:
-        """Take a span unless one that was taken begins outside it and ends inside, or the other way round."""
+        """Take a span unless it partly overlaps a taken span, so that neither contains the other."""
         first = min(self._first_start[start + 1 : end], default=start)
         last = max(self._last_end[start + 1 : end], default=end)
         if first < start or last > end:

@@ -1,7 +1,7 @@
 """The typed values of tensor inference: a model's inputs and outputs, a request, its reply.
 
-The contract between the tensor dialects and `sie.frontend.tensors.infer`: a dialect turns bytes into a `TensorRequest` and a
-`TensorReply` into bytes. Imports nothing of ours but the times of a reply; holds no behaviour beyond construction.
+The contract between the tensor dialects and `sie.frontend.tensors.infer`: a dialect turns bytes into a `TensorRequest`
+and a `TensorReply` into bytes. Imports only the times of a reply from our modules.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ DATATYPES: Final[dict[str, str]] = {
     "FP64": "<f8",
     "BYTES": "|u1",
 }
-"""The protocol's names of datatypes, and the NumPy code of what crosses: BF16 its bits, since NumPy has no such type;
-BYTES elements of any length behind each other, each as its length (uint32, little-endian) and its bytes."""
+"""The protocol's datatype names, and the NumPy code of the transferred values. BF16 is its bits, because NumPy lacks
+this type. BYTES is elements of any length one after another, each as length (uint32, little-endian) and bytes."""
 
 ITEM_BYTES: Final[dict[str, int]] = {name: int(code[2:]) for name, code in DATATYPES.items()}
-"""Bytes of one element; of BYTES those of a byte."""
+"""Bytes of one element; 1 for BYTES."""
 MAX_RANK: Final = 32
 """Most dimensions of a tensor."""
 
@@ -45,62 +45,62 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     datatype: str
     """A key of DATATYPES."""
     shape: tuple[int, ...]
-    """The full shape, the batch dimension included; -1: any size."""
+    """The full shape with the batch dimension; -1 means any size."""
     labels: tuple[str, ...] = ()
-    """Names of an output's classes, by index; empty when it has none."""
+    """Names of an output's classes, by index; may be empty."""
     optional: bool = False
     """Whether a request may leave this input out."""
     format: Literal["", "NHWC", "NCHW"] = ""
-    """Layout of an input of images, where the model's configuration names one."""
+    """Layout of an image input, if the model's configuration names it."""
 
 
 class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How long requests of one priority may wait for their step, and how many may."""
+    """Limits on the waiting time and the number of waiting requests of one priority."""
 
     timeout_us: int = 0
-    """0: until their deadline."""
+    """0 means until their deadline."""
     may_shorten: bool = False
-    """Whether a request's own timeout, where it is shorter, takes the place of this one."""
+    """Whether a request's own shorter timeout replaces this one."""
     delays: bool = False
-    """Whether a request that waited longer goes behind the others of its priority; else it is refused."""
+    """Whether a request that waited longer moves behind the others of its priority; otherwise it is refused."""
     max_requests: int = 0
-    """0: any number."""
+    """0 means no limit."""
 
 
 class TensorRule(msgspec.Struct, frozen=True, kw_only=True):
-    """What one version of a model takes and gives: `sie.values.card.ModelCard.tensor`."""
+    """The inputs, outputs and queue rules of one version of a model: `sie.values.card.ModelCard.tensor`."""
 
     name: str
-    """As clients say it; the hosted id is `NAME/versions/VERSION`."""
+    """The name that clients use; the hosted id is `NAME/versions/VERSION`."""
     version: str
     """A decimal number."""
     platform: str
-    """`onnxruntime_onnx`, `pytorch_exported` or `stub`. A stub takes any `INPUTn` of any datatype and shape."""
+    """`onnxruntime_onnx`, `pytorch_exported` or `stub`. A stub accepts any `INPUTn` of any datatype and shape."""
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int = 0
-    """Most rows of a request, and of requests that run together; 0: the model has no batch dimension."""
+    """Most rows of a request, and of requests that run together; 0 means no batch dimension."""
     joins_requests: bool = False
-    """Whether rows of different requests may run as one batch, since the configuration says that they do not meet."""
+    """Whether rows of different requests may run as one batch, as the configuration allows for independent rows."""
     probes_batching: bool = False
-    """Whether its worker tries rows alone and together at load, and joins requests where they give the same."""
+    """Whether its worker tests rows alone and together at load, and joins requests if the results are equal."""
     image_colors: Literal["BGR", "RGB"] = "BGR"
-    """The order of colours in which it sees encoded images."""
+    """The colour order of its decoded images."""
     num_priorities: int = 0
-    """Requests have a priority from 1, which goes first, to this; 0: none has."""
+    """Requests have a priority from 1, which runs first, to this number; 0 means no priorities."""
     default_priority: int = 0
     queue_policies: dict[int, QueuePolicy] = {}
-    """By priority; 0: of every priority that is not there. Empty: requests wait until their deadline."""
+    """Policies by priority; key 0 is for every other priority. Empty: requests wait until their deadline."""
     config: dict[str, Any] = {}
     """The model's configuration as JSON: the protocol's ModelConfig with the proto's own names (snake_case), enums by
-    name, numbers as numbers, what was left out completed."""
+    name, numbers as numbers, and missing fields filled in."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
     """One tensor of a request or a reply.
 
-    data is a view of unsigned bytes, C order, little-endian: for BYTES the framed elements, else
-    prod(shape) x itemsize bytes. It need not be aligned.
+    data is a view of unsigned bytes, C order, little-endian: the framed elements for BYTES, otherwise
+    prod(shape) x itemsize bytes. It may be unaligned.
     """
 
     name: str
@@ -110,31 +110,31 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class TensorRequest(msgspec.Struct, kw_only=True):
-    """What every tensor dialect's request decodes to."""
+    """The request of every tensor dialect."""
 
     model: str
     """The hosted id."""
     inputs: list[Tensor]
     outputs: tuple[str, ...] = ()
-    """Names of the outputs that are wanted, in the order of the reply; empty: all, in the model's order."""
+    """Names of the requested outputs, in the order of the reply; empty means all, in the model's order."""
     id: str = ""
-    """Echoed by the dialect; empty when there was none."""
+    """Echoed by the dialect; empty if not given."""
     priority: int = 0
-    """0: the model's own; else lower numbers go first. Over `TensorRule.num_priorities` is the dialect's to judge."""
+    """0 means the model's default; lower numbers run first. Dialects reject one over `TensorRule.num_priorities`."""
     timeout_us: int = 0
-    """How long the client waits, in microseconds; 0: as long as the server allows."""
+    """How long the client waits, in microseconds; 0 means the server's limit."""
     parameters: Mapping[str, Any] | None = None
-    """What the request says beside its tensors; only models that generate look at it."""
+    """The request's parameters besides its tensors; only generating models read them."""
 
 
 class TensorReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The outputs that were wanted.
+    """The requested outputs.
 
-    Their data are views of the reply extent: only valid until the dialect's encoder returns.
+    Their data are views of the reply extent, valid only until the dialect's encoder returns.
     """
 
     model: str
     outputs: list[Tensor]
     timing: Timing
     cuts: Collection[int] = ()
-    """The numbers of the texts that a model of texts has cut."""
+    """The numbers of the texts that a text model cut."""

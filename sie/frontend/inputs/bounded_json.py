@@ -1,19 +1,20 @@
-"""Bounds the cost of a request body before and while it is decoded. Knows no sockets: all bytes have arrived.
+"""Bounds the cost of a request body before and while it is decoded. All bytes have arrived; it never reads a socket.
 
-What is bounded where, and why no byte of an ordinary body is looked at in Python:
-- Typed decoding skips unknown fields without building them, and free-form fields are `msgspec.Raw` (a view), so only
-  typed lists and structs take memory.
-- msgpack announces a list's length before its elements, and `max_length` refuses it there. There is nothing to scan: in
-  msgpack the bytes of a text look like headers, so a scan would be a second decoder.
-- JSON does not announce. 24 MB of `{}` items take 2.8 s and 834 MiB to decode before `max_length` is looked at, so
+The bounds, and why Python code does not scan the bytes of an ordinary body:
+- Typed decoding skips unknown fields without building them. Free-form fields are `msgspec.Raw` (a view). So only typed
+  lists and structs take memory.
+- msgpack gives a list's length before its elements, and `max_length` rejects it there. A scan of msgpack is not
+  possible without a second decoder, because the bytes of a text look like headers.
+- JSON does not give lengths. 24 MB of `{}` items take 2.8 s and 834 MiB to decode before `max_length` is checked. So
   brackets and commas are counted first, with `bytes.count` and `bytes.translate`, at memory speed.
-- Depth: JSON over max_depth is refused before decoding. msgspec itself stops at about 1,000 levels with RecursionError
-  (1.4 ms for a million levels of msgpack), which is safe on stacks of 1 MiB and more, such as the main thread's; a
-  field of a msgpack body that is skipped may be up to that deep. Free-form values are held to max_depth in both formats
-  before they become Python objects that others walk.
+- Depth: JSON over max_depth is rejected before decoding. msgspec stops at about 1,000 levels with RecursionError
+  (1.4 ms for a million levels of msgpack). This is safe on stacks of 1 MiB and more, such as the main thread's. A
+  skipped field of a msgpack body may be up to that deep. Both formats hold free-form values to max_depth before other
+  code walks them.
 
-`check_json` takes 0.2 us for a body with few brackets, 0.8 ms for 2,048 items with escapes in 200 KiB (two thirds of the
-request's whole decoding), and at worst 130 ms for 33 MiB dense with escaped quotes: decode large bodies off the event loop.
+`check_json` takes 0.2 us for a body with few brackets. It takes 0.8 ms for 2,048 items with escapes in 200 KiB, two
+thirds of the request's whole decoding. The worst case is 130 ms for 33 MiB dense with escaped quotes: decode large
+bodies off the event loop.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import numpy as np
 from sie.values.errors import BadRequest
 
 MAX_CONTAINERS = 65_536 + 64
-"""Most maps and lists in a JSON body: one for each of the most items that settings allow, and some around them."""
+"""Most maps and lists in a JSON body: one for each item at the highest setting, and some around them."""
 MAX_VALUES = 1_000_000
 """Most list elements and map entries in a JSON body; a decoded integer takes 36 bytes."""
 MAX_FREE_FORM_BYTES = 64 * 1024
@@ -59,12 +60,12 @@ class Decoder(Protocol[_T_co]):
 
 
 def check_json(body: bytes, max_depth: int, max_values: int = MAX_VALUES, max_containers: int = MAX_CONTAINERS) -> None:
-    """Refuse a JSON body that is nested too deep or would grow too much when it is decoded.
+    """Raise BadRequest for a JSON body that is nested too deep or would grow too much when it is decoded.
 
-    A caller that decodes lists without a Python object for each element may allow more of them. Raises BadRequest. Says
-    nothing about a body that is not JSON: the decoder does.
+    A caller that decodes lists without a Python object for each element may allow more of them. The decoder, not this
+    function, rejects a body that is not JSON.
     """
-    # These counts include brackets and commas inside strings, so they may only accept.
+    # These counts include brackets and commas inside strings, so they can accept a body but not reject one.
     many_values = body.count(b",") >= max_values
     if body.count(b"{") + body.count(b"[") <= max_depth and not many_values:
         return
@@ -83,7 +84,7 @@ def _check_structure(structure: bytes, max_depth: int, max_values: int, max_cont
 
 
 def check_utf8(body: bytes) -> None:
-    """Refuse a JSON body that is not UTF-8 all through: a decoder looks only at the strings that it builds."""
+    """Raise BadRequest unless the whole body is UTF-8; a decoder checks only the strings that it builds."""
     if body.isascii():
         return
     decode = codecs.getincrementaldecoder("utf-8")().decode
@@ -96,7 +97,7 @@ def check_utf8(body: bytes) -> None:
 
 
 def decode_typed(decoder: Decoder[_T], body: bytes) -> _T:
-    """Decode a body; every way in which msgspec refuses becomes BadRequest with msgspec's text, which holds the path."""
+    """Decode a body. Every msgspec error becomes BadRequest with msgspec's text, which contains the path."""
     try:
         return decoder.decode(body)
     except msgspec.DecodeError as exc:
@@ -108,9 +109,10 @@ def decode_typed(decoder: Decoder[_T], body: bytes) -> _T:
 
 
 def decode_free_form(raw: msgspec.Raw, *, msgpack: bool, path: str, max_depth: int) -> dict[str, Any]:
-    """Decode a map without a fixed type; absent and null are an empty map.
+    """Decode a map without a fixed type; absent and null become an empty map.
 
-    Raises BadRequest when it is over 64 KiB, deeper than max_depth, or no map; path (`$.params.options`) is in the text.
+    Raises BadRequest when it is over 64 KiB, deeper than max_depth, or not a map. The text contains path
+    (`$.params.options`).
     """
     view = memoryview(raw)
     if not view.nbytes:
@@ -127,18 +129,18 @@ def decode_free_form(raw: msgspec.Raw, *, msgpack: bool, path: str, max_depth: i
 
 
 def _prefix_path(message: str, path: str) -> str:
-    """Turn a path that starts at the field into one that starts at the body."""
+    """Change a path that starts at the field into one that starts at the body."""
     head, at, tail = message.rpartition(" - at `$")
     return f"{head} - at `{path}{tail}" if at else f"{message} - at `{path}`"
 
 
 def _structure(body: bytes, *, with_commas: bool) -> bytes:
-    """Return the brackets (and commas) of a JSON text that stand outside strings; memory is that of the text."""
+    """Return the brackets (and commas) outside the strings of a JSON text; uses as much memory as the text."""
     if b"\\" in body:
-        # A run of backslashes starts an escape, so pairs from its start are escaped backslashes; then `\"` is a quote.
+        # Pairs from the start of a run of backslashes are escaped backslashes. After them, `\"` is an escaped quote.
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = body.translate(None, _NOT_STRUCTURE if with_commas else _NOT_BRACKETS_OR_QUOTE)
-    marks = marks.replace(b'""', b"")  # two quotes side by side change nothing for what follows
+    marks = marks.replace(b'""', b"")  # two adjacent quotes do not change the state of the marks after them
     return _outside_strings(marks) if _QUOTE in marks else marks
 
 
@@ -157,7 +159,7 @@ def _outside_strings(marks: bytes) -> bytes:
 def _depth(structure: bytes, num_openers: int) -> int:
     brackets = structure.translate(None, b",")
     if len(brackets) > 2 * num_openers:
-        return 0  # more closed than opened: not JSON, and the decoder says so at the first extra one
+        return 0  # more closed than opened: not JSON, and the decoder rejects it at the first extra bracket
     return int(np.cumsum(_STEP[np.frombuffer(brackets, np.uint8)], dtype=np.int32).max())
 
 
@@ -172,7 +174,7 @@ def _check_value_depth(value: Any, max_depth: int) -> None:
 
 
 def children_of(value: Any) -> Iterable[Any]:
-    """Return what a decoded map or list holds, nothing for another value; a decoded map's keys never nest."""
+    """Return the values of a decoded map or list, empty for other values; a decoded map's keys never nest."""
     if isinstance(value, dict):
         return cast("dict[str, Any]", value).values()
     return cast("list[Any]", value) if isinstance(value, list) else ()

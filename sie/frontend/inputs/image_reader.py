@@ -1,6 +1,7 @@
-"""Reads images on threads, and bounds the images that wait for them.
+"""Reads images on threads, and bounds the number of waiting images.
 
-The event loop only hands out and collects: one task an image, so that a request of many shares the threads with others.
+The event loop only submits tasks and collects results. Each image is one task, so a request with many images shares the
+threads with other requests.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ T = TypeVar("T")
 
 
 class ReadImages(NamedTuple):
-    """The m images of a request, those of one item side by side."""
+    """The m images of a request; images of one item are adjacent."""
 
     pixels: NDArray[np.uint8]
     """(bytes,): each image's RGB rows."""
     sizes: NDArray[np.int32]
     """(m, 2): height and width."""
     counts: dict[int, int]
-    """How many images each item has, by its number, in order."""
+    """Number of images of each item, by item number, in order."""
     own_sizes: NDArray[np.int32]
     """(m, 2): height and width of each upright image before it was resized."""
 
     def count_tokens(self, rule: ImageRule) -> int:
-        """Return what all of them cost."""
+        """Return the token cost of all images."""
         return sum(rule.count_tokens(height, width) for height, width in self.sizes.tolist())
 
 
 class _Prepared(NamedTuple):
-    """One image as it crosses, and its own height and width."""
+    """One image as sent to the worker, and its original height and width."""
 
     rows: NDArray[np.uint8]
     """(h, w, 3)"""
@@ -57,9 +58,9 @@ class ImageReader:
         self._num_waiting = 0
 
     async def read(self, images: dict[int, list[memoryview]], rule: ImageRule, deadline_ns: int) -> ReadImages:
-        """Return a request's images as the rule wants them. images are encoded, by the number of their item.
+        """Return a request's images prepared by the rule. images maps item numbers to encoded images.
 
-        Raises BadRequest that names the first wrong one, DeadlineExceeded, and Overloaded when too many wait.
+        Raises BadRequest that names the first bad image, DeadlineExceeded, and Overloaded when too many images wait.
         """
         counts = {item: len(encoded) for item, encoded in images.items()}
         with self._waiting(sum(counts.values())):
@@ -74,7 +75,7 @@ class ImageReader:
             return ReadImages(pixels, sizes, counts, own_sizes)
 
     async def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Do work on images, one task each, and return what came of it. Raises Overloaded when too many wait."""
+        """Run one task for each image and return the results. Raises Overloaded when too many images wait."""
         with self._waiting(len(tasks)):
             loop = asyncio.get_running_loop()
             return await asyncio.gather(*[loop.run_in_executor(self._pool, task) for task in tasks])
@@ -90,12 +91,12 @@ class ImageReader:
             self._num_waiting -= num_images
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Stop the threads and cancel waiting tasks."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Reading:
-    """One request's images on their way. Its tasks run on several threads."""
+    """The reading of one request's images. Its tasks run on several threads."""
 
     def __init__(self, rule: ImageRule, max_pixels: int, deadline_ns: int) -> None:
         self._rule = rule
@@ -105,7 +106,7 @@ class _Reading:
         self._has_failed = False
 
     def read(self, data: memoryview, path: str) -> _Prepared | SieError | None:
-        """Return the image, or the error; None when another image's error made this one useless."""
+        """Return the image or its error; None when another image of the request has failed."""
         if self._has_failed:
             return None
         try:

@@ -1,8 +1,9 @@
 """Decodes one image: from the client's bytes to the uint8 RGB rows that a worker reads.
 
-Pillow decodes, six formats and no other; the size is read from the header and judged before a pixel is decoded. What
-the header does not tell is bounded too: the first frame only, no more than a usual number of JPEG scans, no tile of a
-TIFF larger than an image may be, and of a resize only the part that stays. Pure but for Pillow; slow, so called on threads, where Pillow lets the interpreter go.
+Pillow decodes only six formats. The size is read from the header and checked before any pixel is decoded. Other costs
+are bounded too: only the first frame is read, JPEG scans are limited, a TIFF tile is at most as large as an image, and
+a resize computes only the part that is kept. Pure except for Pillow. It is slow, so it runs on threads, where Pillow
+releases the interpreter lock.
 Source of every step after decoding: transformers 5.23 image_processing_backends.py (PilBackend), image_transforms.py.
 """
 
@@ -19,18 +20,18 @@ from sie.values.card import ImageRule
 from sie.values.errors import BadRequest
 
 FORMATS: Final = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
-"""What is decoded, by content. Pillow calls a JPEG that holds several pictures MPO; its first one is read."""
+"""Formats that are decoded, detected by content. Pillow calls a JPEG with several pictures MPO; the first is read."""
 _SCAN_MARKER: Final = b"\xff\xda"
 _MAX_JPEG_SCANS: Final = 100
-"""Every scan passes over the whole image, however few bytes it has; encoders write about ten."""
+"""Every scan processes the whole image, even if it has few bytes; encoders write about ten."""
 _UNBOUNDED_MODES: Final = frozenset(("I", "F"))
-"""32-bit integers and floats: nothing says which value is white."""
+"""32-bit integers and floats, for which no value is defined as white."""
 _TILE_SIZE: Final = (322, 323)
 """Tags of a TIFF: width and height of its tiles."""
 _MAX_SLIVER: Final = 32
-"""From this ratio of its sides on an image is a sliver."""
+"""An image is a sliver if it grows to over this many times the target's area before the centre is cut out."""
 _MAX_REDUCTION: Final = 8
-"""How many times the square's side an image that becomes one may measure: that bounds the worker's work."""
+"""Most times the square's side that an image may measure before the worker makes it square; bounds its work."""
 _STRIP_PIXELS: Final = 1 << 20
 _UPRIGHT: Final = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -41,20 +42,20 @@ _UPRIGHT: Final = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What undoes each EXIF orientation. Source: EXIF 2.32, tag 0x0112."""
+"""The operation that undoes each EXIF orientation. Source: EXIF 2.32, tag 0x0112."""
 
-Image.MAX_IMAGE_PIXELS = None  # ours is judged instead; Pillow's own would only warn, on stderr
+Image.MAX_IMAGE_PIXELS = None  # we check max_image_pixels instead; Pillow's limit would only warn on stderr
 
 
 def open_image(data: memoryview, path: str, max_pixels: int) -> Image.Image:
-    """Return an image of which only the header has been read. path is where it stands in the request.
+    """Return an image after reading only its header. path is its place in the request.
 
-    Raises BadRequest for what is none, and for one of more pixels than max_pixels.
+    Raises BadRequest for undecodable data, and for an image or tile of more pixels than max_pixels.
     """
     encoded = bytes(data)
     try:
         image: Image.Image = Image.open(io.BytesIO(encoded), formats=FORMATS)
-    except Exception:  # each decoder fails in its own way on bytes that are not its own
+    except Exception:  # each decoder raises different errors on foreign bytes
         raise _undecodable(path) from None
     width, height = image.size
     if width * height > max_pixels:
@@ -73,16 +74,17 @@ def open_image(data: memoryview, path: str, max_pixels: int) -> Image.Image:
 
 
 def _tile_size(image: Image.Image) -> tuple[int, int]:
-    """Return (width, height) of a TIFF's tiles, which are decoded whole however small the image is; else (0, 0)."""
+    """Return (width, height) of a TIFF's tiles, or (0, 0). Tiles are decoded whole, even for a small image."""
     tags: Any = getattr(image, "tag_v2", {})
     width, height = (tags.get(tag) for tag in _TILE_SIZE)
     return (width, height) if isinstance(width, int) and isinstance(height, int) else (0, 0)
 
 
 def decode_image(image: Image.Image, path: str) -> Image.Image:
-    """Return an opened image as upright RGB in its own size; of an animation the first frame.
+    """Return an opened image as upright RGB in its original size; of an animation the first frame.
 
-    What is transparent lies on white. 16-bit grey keeps its high byte. Raises BadRequest for damaged or truncated data.
+    Transparent pixels are put on white. 16-bit grey keeps its high byte. Raises BadRequest for damaged or truncated
+    data.
     """
     try:
         image.load()
@@ -94,13 +96,13 @@ def decode_image(image: Image.Image, path: str) -> Image.Image:
 
 
 def prepare_image(image: Image.Image, rule: ImageRule) -> NDArray[np.uint8]:
-    """Return (h, w, 3) uint8: the image resized and cut as the rule says, or as it is when the rule has no size.
+    """Return (h, w, 3) uint8: the image resized and cut by the rule, or unchanged when the rule has no size.
 
-    One that the worker makes a square is as it is, too, unless it is far larger than that.
+    An image that the worker makes square is also unchanged, unless it is far larger than the square.
 
-    Of a sliver only the part that stays is computed: one pixel by a million would be enlarged to a bomb. Pillow may
-    then pass over columns and rows in another order, which shows where a filter overshoots; otherwise every byte is
-    what resizing and cutting gives.
+    For a sliver only the kept part is computed, because one pixel by a million would need huge memory. Pillow may
+    then process columns and rows in another order, which shows where a filter overshoots. Otherwise every byte equals
+    the result of resizing and cutting.
     """
     width, height = image.size
     if rule.longest:
@@ -124,7 +126,7 @@ def prepare_image(image: Image.Image, rule: ImageRule) -> NDArray[np.uint8]:
 
 
 def resized_size(height: int, width: int, rule: ImageRule) -> tuple[int, int]:
-    """Return (height, width) of an image after resizing and before the centre is cut out."""
+    """Return (height, width) of an image after resizing, before the centre is cut out."""
     if not rule.keep_aspect:
         return rule.resize
     edge = rule.resize[0]
@@ -133,9 +135,9 @@ def resized_size(height: int, width: int, rule: ImageRule) -> tuple[int, int]:
 
 
 def fitted_size(height: int, width: int, rule: ImageRule) -> tuple[int, int]:
-    """Return (height, width) of an image whose shorter side gets its length unless the longer one is too long then.
+    """Return (height, width) with the rule's shorter side, or smaller when the longer side would exceed its limit.
 
-    At least one pixel, where the source has none. Source: transformers 5.23 image_transforms.py,
+    Each side is at least one pixel, where the source would give 0. Source: transformers 5.23 image_transforms.py,
     get_size_with_aspect_ratio.
     """
     edge = float(rule.resize[0])
@@ -145,14 +147,14 @@ def fitted_size(height: int, width: int, rule: ImageRule) -> tuple[int, int]:
     short = round(edge)
     if short == shorter:
         return height, width
-    # What is rounded to is one side; the other follows from what it was before that.
+    # The shorter side is rounded; the longer side is computed from the unrounded value.
     long = int(edge * longer / shorter)
     short, long = max(short, 1), max(long, 1)
     return (long, short) if width < height else (short, long)
 
 
 def _within(image: Image.Image, max_side: int) -> Image.Image:
-    """Return an image that no side of is longer; a larger one is averaged down to it."""
+    """Return an image with both sides at most max_side; a larger image is averaged down."""
     width, height = image.size
     if max(width, height) <= max_side:
         return image
@@ -162,7 +164,7 @@ def _within(image: Image.Image, max_side: int) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation, 1 when there is none that can be read: damaged metadata is not a damaged image."""
+    """Return the EXIF orientation, or 1 when it cannot be read; an image with damaged metadata is still served."""
     try:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:
@@ -179,7 +181,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """Compose an image with transparency onto white, strip by strip: at once it would take five times its memory."""
+    """Compose a transparent image onto white, in strips; all at once would take five times its memory."""
     width, height = image.size
     flat = Image.new("RGB", image.size)
     rows = max(1, _STRIP_PIXELS // width)
@@ -191,7 +193,7 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def _undecodable(path: str) -> BadRequest:
-    """Return the error of the reference; the decoder's own words may hold addresses.
+    """Return the error text of the API reference; the decoder's message may contain memory addresses.
 
     Source: SIE API reference, section 8; fault sheet S18.
     """

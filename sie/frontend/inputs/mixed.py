@@ -18,8 +18,8 @@ Arrays = list[tuple[str, NDArray[Any]]]
 def mix_items(num_items: int, read: ReadImages, rule: ImageRule, texts: Arrays | None) -> Arrays:
     """Return the arrays of a request's extent, the items' bounds first.
 
-    texts are the arrays of the items that are texts alone, as if there were no others: `cu_seqlens` and `token_ids`, or
-    `cu_seqlens`, `text` and `text_offsets`; None when no item is one.
+    texts holds the arrays of only the text items: `cu_seqlens` and `token_ids`, or `cu_seqlens`, `text` and
+    `text_offsets`. It is None when there are no text items.
     """
     counts = np.zeros(num_items, np.int64)
     counts[list(read.counts)] = list(read.counts.values())
@@ -40,7 +40,7 @@ def mix_items(num_items: int, read: ReadImages, rule: ImageRule, texts: Arrays |
 
 
 def _spread(bounds: NDArray[np.int32], is_text: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return (n,) lengths for all items from the bounds of those that are texts; the others have none."""
+    """Return (n,) lengths for all items from the bounds of the text items; other items have length 0."""
     lengths = np.zeros(len(is_text), np.int64)
     lengths[is_text] = np.diff(bounds)
     return lengths

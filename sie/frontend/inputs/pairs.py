@@ -1,4 +1,4 @@
-"""Turns a query and its documents into the arrays of a score request, for each way in which models read pairs."""
+"""Turns a query and its documents into the arrays of a score request, for each pair format of the models."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def pair_arrays(
 ) -> Arrays:
     """Return a score request's arrays, the items' bounds first; tokenizer is None for a model that reads text.
 
-    cuts gets the documents whose pairs were cut, in whichever text. `prompts.apply_pair_prompt` says what stands around the texts. Raises BadRequest for a text that is not valid
-    Unicode, and as that does. Source: SIE API reference, sections 11 and 19.
+    cuts gets the documents whose pairs were cut, in either text. `prompts.apply_pair_prompt` adds the prompts. Raises
+    BadRequest as it does, and for a text that is not valid Unicode. Source: SIE API reference, sections 11 and 19.
     """
     options, cuts = options or {}, {} if cuts is None else cuts
     query, documents, instruction = apply_pair_prompt(card, query, documents, options, instruction)
@@ -63,9 +63,9 @@ def _fill_template(
     max_tokens: int | None,
     cuts: Cuts,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Tokenise a template's parts one by one; what is too long is cut from the end of the part with the document.
+    """Tokenise a template's parts one by one; a long sequence is cut at the end of the part with the document.
 
-    A query in a part of its own is held to three quarters of the limit, so that there is room for a document.
+    A query in a separate part is cut to three quarters of the limit, to leave room for a document.
     """
     parts = template.parts
     if instruction and template.instructed_parts is not None:
@@ -89,12 +89,12 @@ def _fill_template(
 
 
 def _fill(part: str, values: dict[str, str]) -> str:
-    """Put values into a part in one pass, so that a value's own braces stay as they are."""
+    """Put values into a part in one pass, so that braces in a value stay unchanged."""
     return _PLACEHOLDER.sub(lambda match: values[match[1]], part)
 
 
 def _stub_arrays(card: ModelCard, query: str, documents: Sequence[str], max_tokens: int | None, cuts: Cuts) -> Arrays:
-    """Return pairs as a stub reads them; `WorkHeader` says how."""
+    """Return pairs in the stub's format, which `WorkHeader` describes."""
     assert card.stub is not None
     try:
         head = query.encode()

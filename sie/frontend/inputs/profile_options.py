@@ -1,4 +1,4 @@
-"""Merges a request's own options over those of the profile that it selects. Pure.
+"""Merges a request's options over those of its profile. Pure.
 
 Every operation and every dialect merges here. Source: SIE API reference, sections 5 and 11.
 """
@@ -17,10 +17,10 @@ Options = dict[str, Any]
 
 
 def merge_options(card: ModelCard, options: Options, path: str) -> Options:
-    """Return the profile's options with the request's on top, without `profile`; both are left as they are.
+    """Return the profile's options overridden by the request's, without `profile`. Changes neither input.
 
-    A null of the request takes a profile's option away, except `output_types`: what a profile is for can be narrowed and
-    not left. path is where the options stand in the request. Raises BadRequest for a profile that the model has not, and
+    A null in the request removes a profile's option, except `output_types`: a request can narrow a profile's outputs
+    but not leave them. path is the place of the options in the request. Raises BadRequest for an unknown profile, and
     for an option that cannot be served.
     """
     name = options.get("profile")
@@ -35,7 +35,7 @@ def merge_options(card: ModelCard, options: Options, path: str) -> Options:
 
 
 def refuse_adapter(card: ModelCard, options: Options, operation: str) -> None:
-    """Raise BadRequest when merged options name an adapter for an operation that runs without."""
+    """Raise BadRequest when merged options name an adapter for an operation that does not use adapters."""
     if options.get("lora_id") is not None:
         raise BadRequest(f"Model '{card.id}' does not support option 'lora_id' for {operation}")
 
@@ -62,13 +62,13 @@ def _narrow(profile: str, allowed: list[str], wanted: list[Any] | None) -> list[
 
 
 def token_limit(options: Options, is_query: bool) -> int | None:
-    """Return the most tokens that the options leave a text, special ones included; None leaves it the model's own."""
+    """Return the most tokens a text may have by the options, special ones included; None for the model's limit."""
     limits = (options.get("max_seq_length"), options.get("query_max_length") if is_query else None)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_cuts(card: ModelCard, policy: str | None, cuts: Cuts) -> None:
-    """Raise InputTooLong for the first item that was cut, where overflow_policy is `error`: policy."""
+    """Raise InputTooLong for the first item that was cut, if policy is `error`."""
     if cuts and policy == "error":
         index = min(cuts)
         raise too_long(
@@ -78,13 +78,13 @@ def check_cuts(card: ModelCard, policy: str | None, cuts: Cuts) -> None:
 
 
 def shorter_expansion(card: ModelCard, options: Options) -> int | None:
-    """Return the length that the options let queries be filled up to; None leaves it the model's own."""
+    """Return the options' shorter length for query expansion; None for the model's length."""
     limit = None if card.late is None else token_limit(options, is_query=True)
     return None if limit is None or card.late is None or limit >= card.late.expand_to else limit
 
 
 def gives(card: ModelCard, output: str) -> bool:
-    """Tell whether a request that names no profile can have an output of this model."""
+    """Tell whether a request without a profile can get an output of this model."""
     if output not in card.outputs:
         return False
     narrowed = card.profiles.get(DEFAULT_PROFILE, {}).get("output_types")
@@ -92,6 +92,6 @@ def gives(card: ModelCard, output: str) -> bool:
 
 
 def is_own_entry(card: ModelCard, entries: dict[str, Any]) -> bool:
-    """Tell a model from its `id:profile` entries; where it is offered only as such, they count as models."""
+    """Tell whether a card is a model and not an `id:profile` entry; without the model, its entries count as models."""
     model = model_of(card.id)
     return card.id == model or model not in entries

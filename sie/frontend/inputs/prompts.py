@@ -1,16 +1,16 @@
-"""Puts prompts and instructions around a text before it is tokenised. Pure. Source: SIE API reference, section 11.
+"""Adds prompts and instructions to a text before it is tokenised. Pure. Source: SIE API reference, section 11.
 
 The first rule that applies wins:
-1. a template (`query_template` for queries, else `doc_template`): the instruction goes only where the template puts it;
+1. a template (`query_template` for queries, else `doc_template`): it alone places the instruction;
 2. an instruction: `"<instruction> <text>"`, for queries and documents alike;
-3. the checkpoint's own prompt: `query` for queries, else `document` or `passage`, put straight before the text;
+3. the checkpoint's own prompt: `query` for queries, else `document` or `passage`, directly before the text;
 4. the checkpoint's default prompt.
-`default_instruction` stands in for a query's missing instruction; an explicit `""` suppresses it (and nothing else: the
-template `"{text}"` is how a request turns every prompt off).
+`default_instruction` replaces a query's missing instruction. An explicit `""` suppresses only `default_instruction`;
+the template `"{text}"` turns off every prompt.
 
-Rule 3 follows the API reference and so `SentenceTransformer.encode_query` and `encode_document`, not plain `encode`,
-which uses no prompt unless the checkpoint names a default one. A prompt that is present and empty is a choice, too:
-the default prompt does not replace it.
+Rule 3 follows the API reference, and so `SentenceTransformer.encode_query` and `encode_document`. Plain `encode` uses a
+prompt only if the checkpoint names a default one. An empty prompt counts as present, so the default prompt does not
+replace it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _DOCUMENT_PROMPTS = ("document", "passage")
 
 
 def count_prompted(texts: Sequence[str], options: dict[str, Any], instruction: str | None, is_query: bool) -> int:
-    """Return how many characters templates and instructions make of these texts, or a few more; builds nothing.
+    """Return the number of characters with templates and instructions, or slightly more, without building the texts.
 
-    A template may hold a text, and a request an instruction for each text, so often that no memory would suffice.
+    A template may repeat a text, and a request adds its instruction to each text, so the result may exceed any memory.
     """
     num_chars, added = sum(map(len, texts)), len(instruction or options.get("default_instruction") or "")
     template = options.get("query_template" if is_query else "doc_template")
@@ -49,7 +49,7 @@ def check_prompted(num_chars: int, max_body_bytes: int) -> None:
 def apply_prompt(
     card: ModelCard, texts: Sequence[str], options: dict[str, Any], instruction: str | None, is_query: bool
 ) -> list[str]:
-    """Return the texts as the model should read them, one for each text, in order.
+    """Return the texts with their prompts, in order.
 
     Raises BadRequest when a template or the default instruction is not a string, or a template has a placeholder other
     than `{text}` and `{instruction}`.
@@ -68,10 +68,10 @@ def apply_prompt(
 def apply_pair_prompt(
     card: ModelCard, query: str, documents: Sequence[str], options: dict[str, Any], instruction: str | None
 ) -> tuple[str, Sequence[str], str | None]:
-    """Return the query and the documents of pairs as the model should read them, and the instruction that is left.
+    """Return the query and documents of pairs with their prompts, and the instruction if it is not applied yet.
 
-    The rules are those of encode, but for the checkpoint's prompts: its default one goes before the query alone, as
-    sentence-transformers has it. An instruction is left only for a model whose own template has a place for it.
+    The rules are those of encode, except for the checkpoint's prompts: only its default one is used, and only before
+    the query, as in sentence-transformers. An instruction is returned only if the model's template has a place for it.
     Raises BadRequest as `apply_prompt` does.
     """
     if instruction is None:
@@ -104,7 +104,7 @@ def _string_option(options: dict[str, Any], name: str) -> str | None:
 
 
 def _fill(template: str, texts: Sequence[str], instruction: str) -> list[str]:
-    """Put each text into the template; a text's own braces stay as they are, since only the template is searched."""
+    """Put each text into the template; braces in a text stay unchanged, because only the template is searched."""
     check_template(template)
     around = [part.replace("{instruction}", instruction) for part in template.split("{text}")]
     return [text.join(around) for text in texts]

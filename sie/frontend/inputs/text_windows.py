@@ -1,7 +1,7 @@
-"""Cuts a text into windows that a span model reads whole, and joins the spans of all windows.
+"""Cuts a text into windows that fit a span model, and joins the spans of all windows.
 
-Pure. Positions are code points. A word is what the `gliner` library splits a text into; a window begins and ends where
-a word does, so the library splits it into the same words.
+Pure. Positions are code points. Words are those of the `gliner` library. A window begins and ends at word boundaries,
+so the library splits it into the same words.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from sie.values.spans import choose_spans
 
 _WORD: Final = re.compile(r"\w+(?:[-_]\w+)*|\S")  # gliner 0.2.29, WhitespaceTokenSplitter
 _MAX_WORD_CHARS: Final = 256
-"""A longer word counts as pieces of so many code points: one unbroken run could fill any memory otherwise."""
+"""A longer word is split into pieces of this many code points. Otherwise one unbroken run could fill any memory."""
 _OVERLAP_WORDS: Final = 64
-"""Words that neighbours share: several times as many as the spans of such models have."""
+"""Words that neighbouring windows share: several times the longest span of such models."""
 
 
 class Window(NamedTuple):
-    """Code points start .. end of a text; cost is the tokens of its words."""
+    """Code points start .. end of a text; cost is the number of tokens of its words."""
 
     start: int
     end: int
@@ -31,7 +31,7 @@ class Window(NamedTuple):
 
 
 def split_words(text: str) -> list[tuple[int, int]]:
-    """Return where the words of a text begin and end, a very long one in pieces."""
+    """Return the start and end of each word of a text; a very long word is split into pieces."""
     words: list[tuple[int, int]] = []
     for match in _WORD.finditer(text):
         start, end = match.span()
@@ -45,9 +45,9 @@ def split_words(text: str) -> list[tuple[int, int]]:
 def plan_windows(
     words: Sequence[tuple[int, int]], costs: Sequence[int], *, max_words: int, max_tokens: int
 ) -> list[Window]:
-    """Return windows that hold all words: each as many as both limits allow, at least one, and new ones.
+    """Return windows that cover all words; each has as many words as both limits allow, and at least one new word.
 
-    costs are the words' tokens. A window after the first begins with the last words of the one before it.
+    costs are the words' token counts. A window after the first begins with the last words of the previous window.
     """
     windows: list[Window] = []
     first, end = 0, 0
@@ -59,7 +59,7 @@ def plan_windows(
         windows.append(Window(words[first][0], words[end - 1][1], tokens))
         first = max(first + 1, end - min(_OVERLAP_WORDS, (end - first) // 2))
         while first < end and sum(costs[first : end + 1]) > max_tokens:
-            first += 1  # or the next window would hold nothing new
+            first += 1  # otherwise the next window would contain no new word
     return windows
 
 
@@ -68,9 +68,9 @@ def merge_windows(
 ) -> list[Entity]:
     """Return the entities of a text from those of its windows, whose positions count from each window's start.
 
-    Of one window they stay as they are. Of several: one at an edge that a neighbour reads past gives way to the
-    neighbour's of that label; the same found twice counts once, with its higher score; and what overlaps is settled
-    as within a window, by `choose_spans`. In order of position.
+    Entities of a single window stay unchanged. With several windows, three rules apply. An entity cut by a window's
+    edge is replaced by the neighbour's overlapping entity of that label. Duplicates become one with the higher score.
+    `choose_spans` resolves overlaps, as within a window. The result is in order of position.
     """
     placed = [
         [_moved(entity, window.start) for entity in own] for window, own in zip(windows, found, strict=True)
@@ -90,7 +90,7 @@ def merge_windows(
 
 
 def merge_adjacent(entities: Sequence[Entity]) -> list[Entity]:
-    """Join entities of one label that touch or have one code point between them; the higher score stays.
+    """Join entities of one label that touch or have one code point between them; the higher score is kept.
 
     Source: SIE API reference, section 19 (models that classify tokens give one entity a word).
     """
@@ -126,7 +126,7 @@ def _by_label(entities: Sequence[Entity]) -> dict[str, list[Entity]]:
 def _is_cut(
     entity: Entity, number: int, windows: Sequence[Window], by_label: Sequence[dict[str, list[Entity]]]
 ) -> bool:
-    """Tell whether a neighbour reads on where the entity's window ends, and has an entity of the label there."""
+    """Tell whether a neighbour window covers this edge entity whole and has an overlapping entity of its label."""
     start, end = _span(entity)
     neighbours: list[int] = []
     if number > 0 and start <= windows[number].start:

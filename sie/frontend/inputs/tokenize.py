@@ -1,8 +1,8 @@
-"""Turns text into token ids, and checks token ids that a client made itself.
+"""Turns text into token ids, and checks token ids from a client.
 
-A text is cut at the model's maximum, as sentence-transformers does it, and `Cuts` says which ones were. Special tokens
-in a text are parsed, also as sentence-transformers does it. Arrays are NumPy int32, contiguous: `token_ids` (t,) holds
-the sequences back to back, `cu_seqlens` (n + 1,) their bounds, first 0, last t.
+A text is cut at the model's maximum, as in sentence-transformers, and `Cuts` records the texts that were cut. Special
+tokens in a text are parsed, also as in sentence-transformers. Arrays are NumPy int32, contiguous: `token_ids` (t,)
+holds the sequences back to back, and `cu_seqlens` (n + 1,) their bounds, first 0, last t.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from sie.values.errors import BadRequest, InputTooLong, Internal, SieError
 Int32Array = NDArray[np.int32]
 BytesArray = NDArray[np.uint8]
 Cuts = dict[int, int]
-"""The most tokens that a model reads of an item, by the number of each item that has more. Functions add to it."""
+"""Maps the number of each item that was cut to the most tokens that the model reads of it. Functions add to it."""
 
 LONG_TEXT_BYTES = 8192
-"""From here tokenising takes over about 2 ms, and leaves the event loop (`is_long`)."""
+"""Above this, tokenising takes over about 2 ms and runs on a thread instead of the event loop (`is_long`)."""
 _MAX_UTF8_BYTES = 4
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _SPACES = re.compile(r"\s+")
 
 
 class _Reader(NamedTuple):
-    """How texts of one role, queries or documents, are read."""
+    """The tokenizer and its settings for one role, queries or documents."""
 
     tokenizer: tokenizers.Tokenizer
     limit: int | None
@@ -43,9 +43,9 @@ class _Reader(NamedTuple):
     add_special_tokens: bool = True
 
     def room(self, max_tokens: int | None, *, pair: bool = False) -> int | None:
-        """Return how many tokens a shorter limit leaves beside the special ones; None when it is not shorter.
+        """Return how many tokens max_tokens leaves beside the special ones; None when it is not below the limit.
 
-        Raises BadRequest when it leaves none.
+        Raises BadRequest when it leaves no room.
         """
         if max_tokens is None or (self.limit is not None and max_tokens >= self.limit):
             return None
@@ -73,13 +73,13 @@ class Tokenizer:
     def load(cls, card: ModelCard) -> Tokenizer:
         """Read the card's tokenizer files.
 
-        The files' own truncation and padding are replaced: MiniLM's says to pad every text to 128 tokens.
-        Raises Internal when one cannot be read; the message names the model, never a path.
+        Replaces the truncation and padding in the files: MiniLM's file pads every text to 128 tokens.
+        Raises Internal when a file cannot be read; the message names the model, never a path.
         """
         late, static = card.late, card.static_queries
         if late is None:
-            # An extractor's texts are cut into windows, or beside their label, by `sie.frontend.operations.extraction`.
-            # A prompt to generate from is refused when it is too long, or loses its oldest tokens.
+            # `sie.frontend.operations.extraction` cuts an extractor's texts: into windows, or to fit with their label.
+            # A generation prompt that is too long is rejected, or loses its oldest tokens.
             limit = card.max_sequence_length if card.extract is None and card.generate is None else None
             tokenizer = cls(card, _open(card, card.tokenizer_file, limit))
         else:
@@ -94,16 +94,17 @@ class Tokenizer:
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
-        """The library's tokenizer, for what needs more than token ids; not to be changed."""
+        """The library's tokenizer, for callers that need more than token ids. Do not change it."""
         return self._document.tokenizer
 
     def encode_texts(
         self, texts: Sequence[str], is_query: bool = False, max_tokens: int | None = None, cuts: Cuts | None = None
     ) -> tuple[Int32Array, Int32Array]:
-        """Return (token_ids, cu_seqlens), special tokens included unless a table of weights reads the ids.
+        """Return (token_ids, cu_seqlens), with special tokens unless the ids index a table of weights.
 
-        is_query matters only to a model that reads queries in a way of their own; max_tokens only lowers the model's
-        limit; cuts gets the texts that were cut. Raises BadRequest for a text that is not valid Unicode, and for a limit without room for a text.
+        is_query matters only to a model that reads queries differently from documents. max_tokens can only lower the
+        model's limit. cuts gets the texts that were cut. Raises BadRequest for a text that is not valid Unicode, and
+        for a limit without room for a text.
         """
         reader = self._query if is_query else self._document
         tokenizer, limit, prefix, add_special_tokens = reader
@@ -114,8 +115,8 @@ class Tokenizer:
         try:
             if max_tokens is not None and (room := reader.room(max_tokens)) is not None:
                 return pack_ids(self._filled(_encode_short(reader, texts, room, max_tokens, cuts)))
-            # The batch call, for one text, too: it keeps no offsets, which are a sixth of the work, and lets other threads
-            # run. It starts no threads of its own where TOKENIZERS_PARALLELISM is false, as in a frontend.
+            # The batch call is used for one text too. It skips offsets, a sixth of the work, and lets other threads
+            # run. It starts no threads while TOKENIZERS_PARALLELISM is false, as in a frontend.
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError as exc:
             raise unicode_error(texts, exc) from None
@@ -132,10 +133,10 @@ class Tokenizer:
     def encode_pairs(
         self, query: str, documents: Sequence[str], max_tokens: int | None = None, cuts: Cuts | None = None
     ) -> tuple[Int32Array, Int32Array, BytesArray | None]:
-        """Return (token_ids, cu_seqlens, token_types) of the query with each document, as the tokenizer joins two texts.
+        """Return (token_ids, cu_seqlens, token_types) of the query paired with each document by the tokenizer.
 
         A pair that is too long loses tokens of the longer text first. token_types (t,) uint8 is None for a model that
-        reads none. max_tokens, cuts and errors as in `encode_texts`; a pair is cut with either of its texts.
+        does not read them. max_tokens, cuts and errors as in `encode_texts`. A pair counts as cut if either text is.
         """
         tokenizer, limit, _, _ = self._document
         is_lower = self._document.room(max_tokens, pair=True) is not None
@@ -143,8 +144,8 @@ class Tokenizer:
         if not self._is_plain:
             query, documents = self._clean(query), [self._clean(document) for document in documents]
         try:
-            # Of a pair whose texts are both cut the library also joins each piece of one with each piece of the other,
-            # which takes a gigabyte for two texts of 10,000 words. So it is left to cut texts alone.
+            # When both texts of a pair are cut, the library also joins each piece of one with each piece of the other.
+            # That takes a gigabyte for two texts of 10,000 words. So the library cuts only single texts.
             if limit is not None and (is_lower or len(query) > limit):
                 encodings = _pair_short(tokenizer, query, documents, limit, cuts)
             else:
@@ -173,11 +174,10 @@ class Tokenizer:
     def check_token_ids(
         self, token_lists: Sequence[Sequence[int]], max_tokens: int | None = None, cuts: Cuts | None = None
     ) -> tuple[Int32Array, Int32Array]:
-        """Return (token_ids, cu_seqlens) of token arrays that a client made, cut at the lower of max_tokens and the
-        model's maximum; cuts as in `encode_texts`.
+        """Return (token_ids, cu_seqlens) of a client's token arrays, cut at the lower of max_tokens and the maximum.
 
-        The ids are used as they are: no special token is added. Raises BadRequest for an empty array and for an id
-        outside the vocabulary.
+        The ids are used unchanged, without added special tokens. cuts as in `encode_texts`. Raises BadRequest for an
+        empty array and for an id outside the vocabulary.
         """
         limit = min((n for n in (self.card.max_sequence_length, max_tokens) if n is not None), default=None)
         rows = [ids if limit is None else ids[:limit] for ids in token_lists]
@@ -194,7 +194,7 @@ class Tokenizer:
         return pack_ids(self._filled(rows))
 
     def _filled(self, rows: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Return token ids filled up to the one length that the card asks for, if it does."""
+        """Return token ids padded to the fixed length of the card, if it has one."""
         filler, padding = self._filler, self.card.padding
         if filler is None or padding is None:
             return rows
@@ -203,7 +203,7 @@ class Tokenizer:
         return [[*row, *filler[len(row) :]] for row in rows]
 
     def _clean(self, text: str) -> str:
-        """Return the text as the model's tokenizer class hands it on.
+        """Return the text as the model's tokenizer class cleans it.
 
         Source of drop_punctuation: transformers 5.23 models/siglip/tokenization_siglip.py (canonicalize_text).
         """
@@ -214,7 +214,7 @@ class Tokenizer:
 
 
 def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a file that neither pads nor has a limit but this."""
+    """Return a file's tokenizer without padding, and truncated only at limit."""
     try:
         with preempted("tokenizers"):
             tokenizer = tokenizers.Tokenizer.from_file(path)
@@ -228,7 +228,7 @@ def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer
 
 
 def _filler_of(card: ModelCard, tokenizer: tokenizers.Tokenizer) -> list[int] | None:
-    """Return a text of nothing but padding, for a card that asks for it. Raises Internal for an unknown token."""
+    """Return the card's length of padding ids, or None without padding. Raises Internal for an unknown token."""
     padding = card.padding
     if padding is None:
         return None
@@ -244,7 +244,7 @@ def _open_late(card: ModelCard, length: int | None, prefix: str) -> _Reader:
 
 
 def _note_cuts(encodings: Sequence[tokenizers.Encoding], limit: int, cuts: Cuts) -> None:
-    """Add the encodings that the library has cut at limit; it keeps what it cut off."""
+    """Add the encodings that the library cut at limit; it keeps the removed tokens as `overflowing`."""
     for index, encoding in enumerate(encodings):
         if len(encoding) >= limit and encoding.overflowing:
             cuts[index] = limit
@@ -255,7 +255,7 @@ def _encode_short(
 ) -> list[list[int]]:
     """Return each text's ids with at most room tokens beside the special ones.
 
-    A tokenizer's own limit belongs to all who use it, so these are cut between the two halves of its work.
+    All callers share the tokenizer's limit, so texts are cut here, between encoding and post-processing.
     """
     tokenizer = reader.tokenizer
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -294,15 +294,15 @@ def _pair_short(
 
 
 def _count_whole(encoding: tokenizers.Encoding) -> int:
-    """Return the tokens of a text, those included that the tokenizer's own limit has cut off."""
+    """Return the number of tokens of a text, including those cut off by the tokenizer's limit."""
     return len(encoding) + sum(map(len, encoding.overflowing))
 
 
 def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tokenizer:
-    """Make a tokenizer take the marker in a prefix for one token, if its vocabulary has it.
+    """Make the tokenizer read a prefix's marker as one token, if the vocabulary has it.
 
-    `[unused0] ` would fall into pieces, and `[Q] ` not be found behind a lowercasing normaliser. A marker that the
-    vocabulary does not know stays ordinary text. Source: sentence_transformers 6.2 multi_vector_encoder/model.py.
+    Otherwise `[unused0] ` would be split, and a lowercasing normaliser would hide `[Q] `. A marker outside the
+    vocabulary stays ordinary text. Source: sentence_transformers 6.2 multi_vector_encoder/model.py.
     """
     words = prefix.split(None, 1)
     for marker in (prefix, words[0]) if words else ():
@@ -318,11 +318,11 @@ def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tok
 def encode_stub_texts(
     card: ModelCard, texts: Sequence[str], max_tokens: int | None = None, cuts: Cuts | None = None
 ) -> tuple[BytesArray, Int32Array, Int32Array]:
-    """Return (text, text_offsets, cu_seqlens) for a stub model, which reads text and not tokens.
+    """Return (text, text_offsets, cu_seqlens) for a stub model, which reads text instead of tokens.
 
-    text (bytes,) uint8 is the UTF-8 of all texts back to back and text_offsets (n + 1,) int32 bounds each;
-    cu_seqlens (n + 1,) int32 bounds their costs. max_tokens cuts what is longer; cuts gets what is over the
-    stub's own limit, too. Raises BadRequest when the card is no stub or a text is not valid Unicode.
+    text (bytes,) uint8 is the UTF-8 of all texts back to back, and text_offsets (n + 1,) int32 bounds each.
+    cu_seqlens (n + 1,) int32 bounds their costs. max_tokens cuts longer texts. cuts also gets texts over the stub's own
+    limit. Raises BadRequest when the card is not a stub or a text is not valid Unicode.
     """
     if card.stub is None:
         raise BadRequest(f"Model '{card.id}' is not a stub")
@@ -354,9 +354,9 @@ def encode_stub_text(card: ModelCard, texts: Sequence[str], cuts: Cuts | None = 
 
 
 def is_long(texts: Sequence[str], threshold_bytes: int) -> bool:
-    """Tell whether tokenising should leave the event loop: whether the texts may exceed threshold_bytes of UTF-8.
+    """Tell whether texts exceed threshold_bytes of UTF-8, so that tokenising should leave the event loop.
 
-    Exact for ASCII; other texts are encoded only when their length in characters leaves it open.
+    Exact for ASCII. Other texts are encoded only when their length in characters does not decide.
     """
     num_chars = sum(map(len, texts))
     if num_chars > threshold_bytes:
@@ -367,23 +367,23 @@ def is_long(texts: Sequence[str], threshold_bytes: int) -> bool:
 
 
 def pack_ids(rows: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
-    """Return (token_ids, cu_seqlens) of sequences that are token ids already."""
+    """Return (token_ids, cu_seqlens) of sequences of token ids."""
     cu_seqlens = bounds_of(map(len, rows), len(rows))
     return np.fromiter(chain.from_iterable(rows), np.int32, int(cu_seqlens[-1])), cu_seqlens
 
 
 def bounds_of(sizes: Iterable[int], count: int) -> Int32Array:
-    """Return the (count + 1,) int32 bounds of pieces that lie back to back."""
+    """Return the (count + 1,) int32 bounds of pieces stored back to back."""
     return np.fromiter(accumulate(sizes, initial=0), np.int32, count + 1)
 
 
 def too_long(card: ModelCard, message: str) -> InputTooLong:
-    """Return the refusal of an input that is longer than a model reads, which it names."""
+    """Return the error for an input that is longer than the model reads; it names the model."""
     return InputTooLong(f"Model '{card.id}': {message}", extras={"model": card.id})
 
 
 def unicode_error(texts: Sequence[str], cause: Exception) -> SieError:
-    """Say which text holds a lone surrogate; a tokenizer that failed for another reason is our own fault."""
+    """Return BadRequest naming the text with a lone surrogate, or Internal if the tokenizer failed otherwise."""
     for index, text in enumerate(texts):
         try:
             text.encode()

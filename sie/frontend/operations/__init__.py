@@ -1,1 +1,1 @@
-"""Encode, score and extract: a typed request to the arrays of its extent, and a reply to typed values."""
+"""Encode, score and extract: turns a typed request into its extent's arrays, and a reply into typed values."""

@@ -19,7 +19,7 @@ from sie.values.encode import ScoreRequest
 from sie.values.errors import BadRequest
 
 Compared = tuple[tuple[str, float], ...]
-"""Outputs that are compared, each with its weight; none for a model that reads pairs."""
+"""The compared outputs, each with its weight; empty for a model that reads pairs."""
 
 _MODES: Final = {
     "dense": ("dense",),
@@ -32,9 +32,9 @@ _MAX_WEIGHT: Final = 1e6
 
 
 def resolve_compared(options: dict[str, Any], card: ModelCard) -> Compared:
-    """Return by which outputs this model scores a request with these options, those of weight 0 left out.
+    """Return the outputs by which this model scores a request, without those of weight 0.
 
-    Raises BadRequest for `score_mode` and `score_weights` that it cannot serve.
+    Raises BadRequest for a `score_mode` or `score_weights` that the model cannot serve.
     """
     mode, weights = options.get("score_mode"), options.get("score_weights")
     if not card.compares or "dense" not in card.outputs:
@@ -71,11 +71,11 @@ def _check_weights(weights: Any) -> tuple[float, float, float]:
 
 
 def comparison_arrays(card: ModelCard, tokenizer: Tokenizer, request: ScoreRequest, cuts: Cuts | None = None) -> Arrays:
-    """Return the arrays of a request that is scored by vectors, the items' bounds first: the query, then the documents.
+    """Return the arrays of a request scored by vectors, the items' bounds first: the query, then the documents.
 
-    Both are read as encode reads them, templates and prompts of the checkpoint included; an instruction is the query's
-    alone. cuts gets the documents that were cut, and all of them where the query was. Raises BadRequest for a text that
-    is not valid Unicode, or a template with an unknown placeholder.
+    Both are read as in encode, with the checkpoint's templates and prompts. An instruction applies to the query only.
+    cuts gets the documents that were cut, or all documents if the query was cut. Raises BadRequest for a text that is
+    not valid Unicode, or a template with an unknown placeholder.
     """
     cut_query: Cuts = {}
     query = apply_prompt(card, [request.query], request.options, request.instruction, is_query=True)

@@ -1,7 +1,7 @@
-"""Prepares and submits encode requests: a typed request of any dialect to the arrays of its extent.
+"""Prepares and submits encode requests: turns a typed request of any dialect into its extent's arrays.
 
-resolve -> prompt -> tokenise, decode images -> admission -> engine; `replies` reads what comes back. Dialects decode before and encode
-after.
+Order: resolve -> prompt -> tokenise, decode images -> admission -> engine. `reply_reader` reads the reply. The dialect
+decodes before and encodes after.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Encoder:
         self._pool = pool
 
     def reconfigure(self, limits: Limits) -> None:
-        """Take over reloaded limits for what is submitted from now on."""
+        """Use reloaded limits for later requests."""
         self._limits = limits
 
     async def start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> Started:
-        """Tokenise and submit a resolved request; return its record and the nanoseconds that reading its items took.
+        """Tokenise and submit a resolved request; return its record and the time to read its items in nanoseconds.
 
-        Raises what admission, the tokenizer and `ImageReader.read` raise.
+        Raises the errors of admission, the tokenizer and `ImageReader.read`.
         """
         if (started := self.try_start(entry, request, deadline_ns)) is not None:
             return started
@@ -75,7 +75,7 @@ class Encoder:
         return Started(await self._engine.submit_large(header, arrays, num_tokens, deadline_ns), took_ns)
 
     def try_start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> Started | None:
-        """Do as `start` does here and now; None when that would keep the event loop too long."""
+        """Do the work of `start` at once, or return None when that would block the event loop too long."""
         if request.images is not None:
             return None
         began_ns = time.monotonic_ns()
@@ -101,7 +101,10 @@ class Encoder:
     def _try_start_text(
         self, entry: ModelEntry, request: EncodeRequest, texts: list[str], deadline_ns: int, began_ns: int
     ) -> Started | None:
-        """Submit one text with its layout key: the same bytes as by NumPy arrays, in less time. None as `try_start`."""
+        """Submit one text with its layout key, or return None as `try_start` does.
+
+        The bytes equal those from NumPy arrays, but take less time.
+        """
         card, key = entry.card, self._key_of(entry, request)
         request.cuts = cuts = Cuts()
         if card.prompts or card.default_prompt:
@@ -121,7 +124,7 @@ class Encoder:
         return Started(self._engine.submit_parts(layout, parts, cost, deadline_ns), took_ns)
 
     def _header(self, entry: ModelEntry, request: EncodeRequest) -> WorkHeader:
-        """Return what the worker is told, having refused what would be too large. Raises BadRequest."""
+        """Return the header for the worker. Raises BadRequest for a request or reply that would be too large."""
         header = WorkHeader(
             entry.card.id, "encode", count_items(request), (), request.output_dtype or "float32",
             _wants_normalize(request, entry), request.dimensions, request.output_types or ("dense",),
@@ -137,7 +140,7 @@ class Encoder:
         return header
 
     def _try_prepare(self, entry: ModelEntry, request: EncodeRequest) -> list[tuple[str, NDArray[Any]]] | None:
-        """Tokenise here and now; None when that would keep the event loop too long or the tokenizer is not there."""
+        """Tokenise at once; None when that would block the event loop too long or the tokenizer is not loaded."""
         tokenizer = None
         if entry.card.tokenizer_file:
             tokenizer = self._models.ready_tokenizer(entry)
@@ -155,9 +158,9 @@ class Encoder:
     async def _prepare_mixed(
         self, entry: ModelEntry, request: EncodeRequest, images: dict[int, list[memoryview]], deadline_ns: int
     ) -> list[tuple[str, NDArray[Any]]]:
-        """Tokenise the items that are texts, read the images of the others, and put them together."""
+        """Tokenise the text items, read the images of the others, and join them."""
         rule = entry.card.image
-        assert rule is not None  # `resolve_encode` lets no image pass for a model that takes none
+        assert rule is not None  # `resolve_encode` rejects images for a model that does not take them
         texts = [text for item, text in enumerate(request.texts or ()) if item not in images]
         text_arrays: list[tuple[str, NDArray[Any]]] | None = None
         if texts:
@@ -188,19 +191,22 @@ class Encoder:
 
 
 def _count_chars(request: EncodeRequest) -> int:
-    """Return how many characters there are to read, prompts included."""
+    """Return the number of characters to read, prompts included."""
     is_query = bool(request.options.get("is_query"))
     return count_prompted(request.texts or (), request.options, request.instruction, is_query)
 
 
 def _wants_normalize(request: EncodeRequest, entry: ModelEntry) -> bool | None:
-    """Return what the request wants, None for the model's own way; a vector that is cut gets unit length again."""
+    """Return whether to normalise, None for the model's default; a shortened vector is always normalised."""
     is_cut = request.dimensions is not None and request.dimensions < entry.card.dims["dense"]
     return True if is_cut else request.options.get("normalize")
 
 
 def _prepare(entry: ModelEntry, request: EncodeRequest, tokenizer: Tokenizer | None) -> list[tuple[str, NDArray[Any]]]:
-    """Return the arrays of a request's extent, the items' bounds first, and set its cuts. Runs on the loop or on a thread."""
+    """Return the arrays of a request's extent, the items' bounds first, and set its cuts.
+
+    Runs on the event loop or on a thread.
+    """
     request.cuts = cuts = Cuts()
     is_query = bool(request.options.get("is_query"))
     max_tokens = token_limit(request.options, is_query) if request.options else None

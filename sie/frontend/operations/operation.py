@@ -1,4 +1,4 @@
-"""Defines the interface of an operation: prepare and submit a judged request. Knows no dialect and no route."""
+"""Defines the interface of an operation: prepare and submit a resolved request. Independent of dialects and routes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from sie.ipc.messages import ModelEntry
 
 
 class Submission(Protocol):
-    """A request that a worker has."""
+    """A request sent to a worker."""
 
     @property
     def pending(self) -> Pending:
-        """The record by which the engine knows the request."""
+        """The engine's record of the request."""
         ...
 
 
 class Started(NamedTuple):
-    """A submitted request whose reply needs nothing but the request to be read."""
+    """A submitted request whose reply can be read with only the request."""
 
     pending: Pending
     tokenization_ns: int
@@ -32,5 +32,5 @@ class Operation(Protocol[RequestT_contra, SubmissionT_co]):
     """One operation of a process: encode, score or extract."""
 
     async def start(self, entry: ModelEntry, request: RequestT_contra, deadline_ns: int, /) -> SubmissionT_co:
-        """Prepare a judged request, for example by tokenising it, and submit it to the engine."""
+        """Prepare a resolved request, for example by tokenising it, and submit it to the engine."""
         ...

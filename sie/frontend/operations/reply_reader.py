@@ -1,7 +1,7 @@
-"""Reads and checks the arrays of an encode reply, as views that a dialect encodes, and the times of any reply.
+"""Reads and checks the arrays of an encode reply, as views for a dialect to encode, and the times of any reply.
 
-What lies in the extent was written by another process: offsets are copied before they are checked, so they cannot
-change afterwards. Layout: `sie.shm.extent_headers.ReplyHeader`.
+Another process wrote the extent. Offsets are copied before they are checked, so they cannot change afterwards. Layout:
+`sie.shm.extent_headers.ReplyHeader`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_reply(
 ) -> EncodeReply:
     """Return a reply's rows and times; the rows are valid until `reply.release`.
 
-    began_ns is when the request's headers were read. Raises Internal when the extent is not what the layout says.
+    began_ns is when the request's headers were read. Raises Internal when the extent does not match the layout.
     """
     try:
         if not request.output_types or request.output_types == _DENSE_ONLY:
@@ -57,7 +57,7 @@ def read_reply(
 
 
 def timing_of(reply: Reply, times: Sequence[int], began_ns: int, tokenization_ns: int) -> Timing:
-    """Return where a request's time went; times are the reply's own (`sie.shm.extent_headers.ReplyHeader`)."""
+    """Return the time of each stage of a request; times are from the reply (`sie.shm.extent_headers.ReplyHeader`)."""
     started_ns, inference_ns, postprocessing_ns = times
     return Timing(
         total_ms=(time.monotonic_ns() - began_ns) / 1e6,
@@ -72,7 +72,7 @@ def timing_of(reply: Reply, times: Sequence[int], began_ns: int, tokenization_ns
 def read_pieces(reply: Reply, output: str, num_items: int) -> tuple[Sequence[NDArray[Any]], Sequence[int]]:
     """Return one output of an extractor, a view for each of num_items items, and the reply's times.
 
-    The views alias the extent. Raises Internal when it is not what the layout says.
+    The views alias the extent. Raises Internal when the extent does not match the layout.
     """
     try:
         header, payload = read_extent(reply.view, _decoder)
@@ -95,7 +95,7 @@ def count_items(request: EncodeRequest) -> int:
 
 
 class _Rows(NamedTuple):
-    """Dense rows: how many, their bytes, dtype code and width."""
+    """Dense rows: their number, bytes, dtype code and width."""
 
     num_items: int
     values: memoryview
@@ -104,7 +104,7 @@ class _Rows(NamedTuple):
 
 
 def _read_dense(view: memoryview) -> tuple[_Rows, tuple[int, int, int]]:
-    """Return the rows and the times of a reply that has nothing else."""
+    """Return the rows and the times of a reply with no other arrays."""
     end: int = PROLOGUE_BYTES + PROLOGUE.unpack_from(view)[1]
     payload = (end + 63) & ~63
     code, num_items, width, offset, nbytes = _rows_of(bytes(view[PROLOGUE_BYTES:end]))
@@ -119,7 +119,7 @@ def _read_dense(view: memoryview) -> tuple[_Rows, tuple[int, int, int]]:
 def _rows_of(header: bytes) -> tuple[str, int, int, int, int]:
     """Return (dtype code, n, width, offset in the payload, bytes) of a reply header's rows.
 
-    Every reply of one shape has the same header, so a busy server decodes none. Raises ProtocolError.
+    Replies of one shape share a header, so a busy server answers from this cache. Raises ProtocolError.
     """
     for ref in _decoder.decode(header).arrays:
         dtype = DTYPES.get(ref.dtype)
@@ -132,7 +132,10 @@ def _rows_of(header: bytes) -> tuple[str, int, int, int, int]:
 def _read_outputs(
     view: memoryview, entry: ModelEntry, request: EncodeRequest, answer: EncodeReply
 ) -> tuple[int, int, int]:
-    """Read a reply with several outputs, or one of unknown size, into an answer; each has its own header. Returns its times."""
+    """Read a reply with several outputs, or one of unknown size, into an answer; return its times.
+
+    Headers are not cached here, because each reply has a different one.
+    """
     header, payload = read_extent(view, _decoder)
     refs = {ref.name: ref for ref in header.arrays}
     num_items, dims = answer.num_items, entry.card.dims

@@ -1,4 +1,4 @@
-"""Judge a decoded request against its model's card: what the model serves, and the options that follow from its profile. Pure."""
+"""Checks a decoded request against its model's card, and applies the options of the profile. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _DENSE_ONLY = ("dense",)
 
 
 def check_media(media: MediaItems, card: ModelCard) -> None:
-    """Raise BadRequest unless every item has a text, or images for a model that takes them, and nothing else.
+    """Raise BadRequest unless every item has a text, or images for a model that takes them, and no other media.
 
-    Images beside a text are no fault: a model of texts reads the text.
+    A text model accepts an item with text and images: it reads the text.
     """
     if card.image is None:
         for index, text in enumerate(media.texts):
@@ -34,9 +34,9 @@ def check_media(media: MediaItems, card: ModelCard) -> None:
 
 
 def resolve_encode(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
-    """Return the request with every precedence applied: output_types, output_dtype and instruction are final.
+    """Return the request with all precedence rules applied: output_types, output_dtype and instruction are final.
 
-    `options` becomes the profile's with the request's on top, for the prompt, the tokenizer and the worker to read
+    The request's `options` override those of the profile. The prompt, the tokenizer and the worker read the result
     (`is_query`, `normalize`, templates, lengths). Raises BadRequest for a profile, option, output or item that this
     model cannot serve.
     """
@@ -78,7 +78,7 @@ def _resolve_output_types(request: EncodeRequest, card: ModelCard) -> tuple[str,
 
 
 def check_scores(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
-    """Return the request as this model can serve it. Raises BadRequest when it cannot."""
+    """Return the request unchanged. Raises BadRequest when this model cannot serve it."""
     if "score" not in card.outputs:
         raise BadRequest(
             f"Model '{card.id}' does not support scoring. Its outputs are {card.wire_outputs}; "
@@ -90,7 +90,7 @@ def check_scores(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
 
 
 def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
-    """Return the request with its instruction final. Raises BadRequest for what this model cannot serve."""
+    """Return the request with its final instruction. Raises BadRequest when this model cannot serve it."""
     request = check_scores(request, card)
     if request.options or card.profiles:
         request.options = merge_options(card, request.options, "$.options")
@@ -102,7 +102,7 @@ def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
 
 
 def resolve_rerank(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
-    """Return the request with its instruction final. Raises BadRequest for what this model cannot serve."""
+    """Return the request with its final instruction. Raises BadRequest when this model cannot serve it."""
     request = check_scores(request, card)
     if request.options or card.profiles:
         request.options = merge_options(card, request.options, "$.options")
@@ -113,10 +113,10 @@ def resolve_rerank(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
 
 
 def resolve_embeddings(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
-    """Return the request with the default profile's options under its own, and the outputs that this route always has: dense, float32.
+    """Return the request with this route's fixed output, dense float32; its options override the default profile's.
 
     Raises BadRequest for a model without dense vectors, for token ids to a model that does not take them, and for
-    `dimensions` that the model cannot be cut to.
+    `dimensions` that the model cannot produce.
     """
     if not gives(card, "dense"):
         raise BadRequest(f"Model '{card.id}' does not support embeddings", extras={"param": "model"})
@@ -133,7 +133,7 @@ def resolve_embeddings(request: EncodeRequest, card: ModelCard) -> EncodeRequest
 
 
 def _refused_token_ids(card: ModelCard) -> BadRequest:
-    """Return the refusal of ids that may be of another tokenizer, whose vectors would mean nothing."""
+    """Return the error for token ids; ids of another tokenizer would give meaningless vectors."""
     message = (
         f"Model '{card.id}' requires text input, not token arrays, which may be of another tokenizer; "
         "LangChain's OpenAIEmbeddings sends texts with check_embedding_ctx_length=False"

@@ -1,4 +1,4 @@
-"""Judge an extract request against its model's card: the task, its options and the items. Pure."""
+"""Checks an extract request against its model's card: the task, its options and the items. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Example(msgspec.Struct):
 
 
 class ExtractOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The options that some family of extractors reads; others are not looked at."""
+    """The options that at least one extractor family reads; other options are ignored."""
 
     threshold: _Fraction | None = None
     flat_ner: bool | None = None
@@ -50,7 +50,7 @@ _NOT_GIVEN: Final[tuple[Any, ...]] = (None, "", (), [], {})
 
 
 def resolve_extract(request: ExtractRequest, card: ModelCard) -> ExtractRequest:
-    """Return the request with its task final. Raises BadRequest for what this model cannot serve."""
+    """Return the request with its final task. Raises BadRequest when this model cannot serve it."""
     rule = card.extract
     if rule is None:
         raise BadRequest(
@@ -68,7 +68,7 @@ def resolve_extract(request: ExtractRequest, card: ModelCard) -> ExtractRequest:
 
 
 def _resolve_media(request: ExtractRequest, card: ModelCard) -> None:
-    """Let the items be images, one each, or texts where the model takes both."""
+    """Set the request's texts and images: one image an item, or a text if the model takes both."""
     media = request.media
     if media is None:
         raise BadRequest(f"Model '{card.id}' requires image input - at `$.items[0]`")

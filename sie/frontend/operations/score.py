@@ -1,7 +1,7 @@
-"""The score operation: a typed request of any dialect to one score for each document.
+"""Runs the score operation: from a typed request of any dialect to one score for each document.
 
-One request is one submit, a pair an item, so the worker spreads its pairs over steps and joins them as it does texts.
-For a model that compares vectors an item is one text, and the query is the first of them.
+One request is one submit. Each pair is an item, so the worker spreads pairs over steps and joins them as it does texts.
+For a model that compares vectors, each text is an item, and the query is the first.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Scorer:
         self._pool = pool
 
     def reconfigure(self, limits: Limits) -> None:
-        """Take over reloaded limits for what is submitted from now on."""
+        """Use reloaded limits for later requests."""
         self._limits = limits
 
     async def start(self, entry: ModelEntry, request: ScoreRequest, deadline_ns: int) -> Started:
-        """Tokenise and submit a resolved request; return its record and the nanoseconds that tokenising took.
+        """Tokenise and submit a resolved request; return its record and the tokenising time in nanoseconds.
 
-        Raises what admission and the tokenizer raise, and InputTooLong with overflow_policy `error`.
+        Raises the errors of admission and the tokenizer, and InputTooLong with overflow_policy `error`.
         """
         began_ns = time.monotonic_ns()
         arrays = await self._prepare(entry, request)
@@ -67,7 +67,7 @@ class Scorer:
         return Started(self._engine.submit(header, arrays, int(arrays[0][1][-1]), deadline_ns), took_ns)
 
     async def _prepare(self, entry: ModelEntry, request: ScoreRequest) -> Arrays:
-        """Tokenise here and now, or on a thread when that would keep the event loop too long."""
+        """Tokenise at once, or on a thread when that would block the event loop too long."""
         num_chars = _count_chars(entry.card, request)
         check_prompted(num_chars, self._limits.max_body_bytes)
         tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
@@ -79,7 +79,7 @@ class Scorer:
 
 
 def _count_chars(card: ModelCard, request: ScoreRequest) -> int:
-    """Return how many characters there are to read, prompts included; in pairs the query stands beside every document."""
+    """Return the number of characters to read, prompts included; in pairs the query counts for every document."""
     options, instruction = request.options, request.instruction
     query = count_prompted([request.query], options, instruction, is_query=True)
     is_read_once = request.compared or (card.score is not None and card.score.template is not None)
@@ -100,7 +100,7 @@ def _arrays(card: ModelCard, tokenizer: Tokenizer | None, request: ScoreRequest)
 def read_scores(reply: Reply, request: ScoreRequest, began_ns: int, tokenization_ns: int) -> ScoreReply:
     """Return a reply's scores and times, copied out of its extent.
 
-    began_ns is when the request's headers were read. Raises Internal when the extent is not what the layout says.
+    began_ns is when the request's headers were read. Raises Internal when the extent does not match the layout.
     """
     try:
         header, payload = read_extent(reply.view, _decoder)

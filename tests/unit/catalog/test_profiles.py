@@ -96,7 +96,7 @@ def test_a_profile_that_extends_has_the_other_s_options_unless_it_has_its_own():
 @pytest.mark.parametrize(
     ("profiles", "message"),
     [
-        ({"a": Profile(extends="b")}, "profile 'a': it extends 'b', which is no profile of this model"),
+        ({"a": Profile(extends="b")}, "profile 'a': it extends 'b', which is not a profile of this model"),
         (
             {"a": Profile(extends="b"), "b": Profile(extends="c"), "c": Profile()},
             "profile 'a': it extends 'b', which extends another one itself",

@@ -114,10 +114,10 @@ def test_nothing_of_a_model_may_be_a_link_out_of_it(tmp_path: Path, part: str):
     ("location", "reason"),
     [
         ("../../outside/secret.bin", "leads out"),
-        ("/etc/hostname", "no relative path"),
+        ("/etc/hostname", "not a relative path"),
         ("link.bin", "leads out"),
         ("missing.bin", "not there"),
-        ("", "no relative path"),
+        ("", "not a relative path"),
     ],
 )
 def test_external_data_stays_beneath_the_model(tmp_path: Path, location: str, reason: str):
@@ -167,8 +167,8 @@ def test_the_file_is_one_of_the_version(tmp_path: Path, name: str):
         ("max_batch_size: x", r"config\.pbtxt, line 1"),
         ("max_batch_size: -1", "max_batch_size is -1"),
         ('name: "other"', "name is 'other', but its directory is 'm'"),
-        ('platform: "tensorrt_plan"', "platform 'tensorrt_plan' is none of"),
-        ('backend: "python"', "backend 'python' is none of"),
+        ('platform: "tensorrt_plan"', "platform 'tensorrt_plan' is not one of"),
+        ('backend: "python"', "backend 'python' is not one of"),
         ("sequence_batching { }", "sequence_batching is not supported"),
         ("ensemble_scheduling { }", "ensemble_scheduling is not supported"),
         ("model_transaction_policy { decoupled: true }", "decoupled is not supported"),

@@ -121,7 +121,7 @@ def test_a_configuration_may_be_narrower_than_the_model(tmp_path: Path):
         (BOTH.replace("dims: 3", "dims: [1, 3]"), r"input 'x' has the shape \[-1, 1, 3\], but in the model \[-1, 3\]"),
         (BOTH.replace("FP32 dims: 3", "INT64 dims: 3"), "input 'x' is TYPE_INT64, but in the model TYPE_FP32"),
         (BOTH.replace('"x"', '"z"'), "the model has no input 'z'; it has x, a"),
-        (BOTH.replace('"a"', '"x"').replace("dims: 2", "dims: 3"), "input 'x' is there twice"),
+        (BOTH.replace('"a"', '"x"').replace("dims: 2", "dims: 3"), "input 'x' appears twice"),
         ('input { name: "x" data_type: TYPE_FP32 dims: 3 }', "the model also needs input 'a'"),
         ('output { name: "z" data_type: TYPE_FP32 dims: 2 }', "the model has no output 'z'; it has y"),
         (BOTH.replace("dims: 3", "dims: -2"), "each of at most 32 sizes is -1 or more"),

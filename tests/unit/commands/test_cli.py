@@ -127,7 +127,7 @@ def test_a_start_that_is_refused_is_one_line_and_status_78(supervisor: FakeSuper
         (["--config", "/nonexistent/sie.toml"], "sie: /nonexistent/sie.toml: cannot be read: No such file"),
         (["--model", "/srv/m"], "sie: model (from flag --model): model spec '/srv/m' is a path without an id"),
         (["--model", STUB, "--lazy-model", "a"], "sie: lazy_model (from flag --lazy-model): 'a' is named twice"),
-        (["--model", STUB, "--default-model", "z"], "sie: default_model (from flag --default-model): 'z' is none"),
+        (["--model", STUB, "--default-model", "z"], "sie: default_model (from flag --default-model): 'z' is not one"),
     ],
 )
 def test_what_stops_a_start_is_one_line_and_status_78(supervisor: FakeSupervisor, capsys, args, message):
@@ -196,10 +196,10 @@ def test_models_shows_adapters_below_their_model(capsys):
     ("loras", "reason"),
     [
         (["a"], "names no adapter"),
-        (["b=tone=stub:"], "'b', of adapter 'tone', is none of the models served"),
+        (["b=tone=stub:"], "'b', of adapter 'tone', is not one of the served models"),
         (["a=tone=stub:", "a=tone=stub:load_ms=1"], "'tone' of 'a' is named twice"),
-        (["a=tone=/srv/tone"], "a stub's adapters are stubs"),
-        (["org/m=tone=stub:"], "and those of no other model"),
+        (["a=tone=/srv/tone"], "a stub's adapters must be stubs"),
+        (["org/m=tone=stub:"], "a stub's adapters must be stubs, and only those"),
     ],
 )
 def test_adapter_that_cannot_be_declared_stops_the_start(supervisor: FakeSupervisor, capsys, loras, reason):
@@ -331,7 +331,7 @@ def test_a_default_model_is_one_of_the_entries(supervisor, capsys, catalog, defa
     status = cli.main(["serve", "--model", STUB, "--catalog", catalog, "--default-model", default_model])
     assert status == (5 if is_known else EX_CONFIG)
     if not is_known:
-        assert f"{default_model!r} is none of the models served" in capsys.readouterr().err
+        assert f"{default_model!r} is not one of the served models" in capsys.readouterr().err
 
 
 def test_a_mistake_in_the_file_of_models_is_one_line_and_status_78(supervisor, capsys, tmp_path):

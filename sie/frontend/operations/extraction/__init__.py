@@ -1,1 +1,1 @@
-"""Extraction, family by family: the question to a model, and the findings in its answer."""
+"""Extraction for each model family: prepares the model's input and reads the findings in its answer."""

@@ -1,7 +1,7 @@
-"""Detection before and after the engine: the labels as token ids, and boxes as objects of the image.
+"""Prepares and reads object detection: turns labels into token ids, and boxes into objects of the image.
 
-Source of prompts, defaults and labels: SIE API reference, section 19; of boxes: transformers 5.23
-post_process_grounded_object_detection of processing_owlv2.py and processing_grounding_dino.py.
+Source of prompts, defaults and labels: SIE API reference, section 19. Source of boxes: transformers 5.23,
+post_process_grounded_object_detection in processing_owlv2.py and processing_grounding_dino.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _OWL_THRESHOLD: Final = 0.1
 _GROUNDING_THRESHOLD: Final = 0.25
 _WORD: Final = re.compile(r"\w+")
 _NUM_COORDINATES: Final = 5
-"""Columns of the worker's answer before those of the queries or tokens: score, centre, size."""
+"""Columns of the worker's answer before the columns of queries or tokens: score, centre, size."""
 
 
 def check_task(model: str, rule: Detection, task: ExtractTask) -> None:
-    """Raise BadRequest unless there is exactly one thing to look for: labels or, for Grounding DINO, a text."""
+    """Raise BadRequest unless a Grounding DINO task has either labels or a text, not both."""
     if rule.needs_labels:
         return
     has_text = bool(task.instruction and task.instruction.strip())
@@ -40,7 +40,7 @@ def check_task(model: str, rule: Detection, task: ExtractTask) -> None:
 
 
 def box_threshold(rule: Detection, task: ExtractTask) -> float:
-    """Return the score that a box must be over."""
+    """Return the minimum score of a box."""
     if not rule.needs_labels:
         return _GROUNDING_THRESHOLD if task.box_threshold is None else task.box_threshold
     given = (score for score in (task.score_threshold, task.threshold) if score is not None)
@@ -48,7 +48,7 @@ def box_threshold(rule: Detection, task: ExtractTask) -> float:
 
 
 class BoxReading:
-    """What one request looks for in its images, and how its answer is read."""
+    """Prepares and reads one request: the labels to look for in its images."""
 
     def __init__(self, rule: Detection, task: ExtractTask, tokenizer: Tokenizer) -> None:
         self._rule = rule
@@ -56,14 +56,14 @@ class BoxReading:
         self._tokenizer = tokenizer
         self._encoding: tokenizers.Encoding | None = None
         self._labels_of: dict[str, str | None] = {}
-        """The nearest label of each phrase so far; many boxes have the same."""
+        """Cache of the nearest label of each phrase; many boxes share a phrase."""
         self._own_sizes: NDArray[np.int32] = np.empty((0, 2), np.int32)
         self.cuts: Cuts = {}
-        """Of the labels."""
+        """The labels that were cut."""
 
     @property
     def texts(self) -> list[str]:
-        """What `prepare` takes: a prompt for each label, or the one text of all."""
+        """The argument of `prepare`: a prompt for each label, or one text for all of them."""
         labels = [label.strip().lower() for label in self._task.labels]
         if self._rule.needs_labels:
             return [_OWL_PROMPT.format(label) for label in labels]
@@ -73,7 +73,10 @@ class BoxReading:
         return [text if text.endswith(".") else f"{text}."]
 
     def prepare(self, texts: Sequence[str]) -> Arrays:
-        """Return the arrays of the queries. Raises BadRequest, InputTooLong for what the model cannot read at once."""
+        """Return the arrays of the queries.
+
+        Raises BadRequest for invalid Unicode, InputTooLong when the model cannot read a query at once.
+        """
         try:
             encodings = self._tokenizer.backend.encode_batch(texts)
         except TypeError as error:
@@ -90,7 +93,7 @@ class BoxReading:
         return [("query_ids", query_ids), ("query_offsets", query_offsets)]
 
     def see(self, images: ReadImages) -> None:
-        """Take note of the images, one an item. Raises BadRequest for one that is too thin for the model."""
+        """Keep the images' sizes, one image an item. Raises BadRequest for an image too thin for the model."""
         for item, (height, width) in enumerate(images.sizes.tolist()):
             if self._rule.count_places(height, width) < self._rule.num_boxes:
                 raise BadRequest(
@@ -113,13 +116,13 @@ class BoxReading:
         corners = np.clip(corners, 0, np.array([width, height, width, height], np.float32))
         objects: list[DetectedObject] = []
         for row, (left, top, right, bottom) in zip(rows, corners.tolist(), strict=True):
-            if right > left and bottom > top:  # not in what OWLv2 adds to make a square
+            if right > left and bottom > top:  # else the box lies in the padding that makes OWLv2's image square
                 place = int(left), int(top), int(right - left), int(bottom - top)
                 objects.append(DetectedObject(self._label(row[_NUM_COORDINATES:]), float(row[0]), place))
         return objects
 
     def _label(self, columns: NDArray[np.float32]) -> str:
-        """Return the caller's label of a box, or the text that it was found by."""
+        """Return the caller's label of a box, or the matched text if the request has no labels."""
         if self._rule.needs_labels:
             return self._task.labels[int(columns[0])]
         encoding, task = self._encoding, self._task
@@ -136,7 +139,7 @@ class BoxReading:
         return self._labels_of[phrase] or self._label_at(scores)
 
     def _label_at(self, scores: list[float]) -> str:
-        """Return the label whose part of the text holds the token of the highest score."""
+        """Return the label whose part of the text contains the token with the highest score."""
         assert self._encoding is not None
         special = self._encoding.special_tokens_mask
         best = max(range(len(scores)), key=lambda place: -1.0 if special[place] else scores[place])
@@ -148,7 +151,7 @@ class BoxReading:
         return self._task.labels[-1]
 
     def _cut(self, text: str, num_tokens: int, limit: int, label: int) -> tokenizers.Encoding:
-        """Return the prompt of a long label without its end; a text of all labels is never cut."""
+        """Return the prompt of a long label, cut to limit. Raises InputTooLong for a text of all labels."""
         if not self._rule.needs_labels:
             raise too_long(
                 self._tokenizer.card,
@@ -163,22 +166,22 @@ class BoxReading:
             )
         self.cuts[label] = limit
         library = self._tokenizer.backend
-        (short,) = library.encode_batch([text], add_special_tokens=False)  # `encode` would stop the event loop
+        (short,) = library.encode_batch([text], add_special_tokens=False)  # `encode` would block the event loop
         short.truncate(limit - library.num_special_tokens_to_add(False))
         return library.post_process(short)
 
 
 def _to_pixels(boxes: NDArray[np.float32], height: int, width: int) -> NDArray[np.float32]:
-    """Return (b, 4) left, top, right, bottom in pixels of boxes given as parts of an image: centre x and y, size."""
+    """Return (b, 4) left, top, right, bottom in pixels, from boxes as fractions of the image: centre x and y, size."""
     centres, halves = boxes[:, :2], boxes[:, 2:] / 2
     corners = np.concatenate([centres - halves, centres + halves], axis=1)
     return np.multiply(corners, (width, height, width, height), dtype=np.float32)
 
 
 def _nearest_label(phrase: str, labels: Sequence[str]) -> str | None:
-    """Return the label of whose words the phrase has the largest part, then most; None when it has none of any.
+    """Return the label with the largest fraction of its words in the phrase, then with the most words in it.
 
-    The first of those that are alike.
+    Of equal labels the first wins. Returns None when the phrase shares no word with any label.
     """
     found = set(_WORD.findall(phrase.lower()))
     best: tuple[float, int] = (0.0, 0)

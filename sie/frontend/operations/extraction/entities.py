@@ -1,7 +1,6 @@
 """Turns the classes of a text's tokens into entities. Pure.
 
-Does what TokenClassificationPipeline of transformers 5 does, strategy by strategy, in float32: the same words, the same
-groups, the same scores.
+Matches TokenClassificationPipeline of transformers 5 for every strategy, in float32: the same words, groups and scores.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ class Window(NamedTuple):
     num_before: int
     """Special tokens before the first token of the text."""
     spans: list[tuple[int, int]]
-    """Where each token lies in the text, in code points."""
+    """Start and end of each token in the text, in code points."""
     continues: list[bool]
-    """Whether a token goes on with the word of the one before; empty for strategies that know no words."""
+    """Whether each token continues the previous token's word; empty for strategies that do not use words."""
 
 
 class _Classes(NamedTuple):
-    """What the labels say, by class."""
+    """The meaning of each class, taken from its label."""
 
     names: list[str]
-    """What an entity is called."""
+    """The name of an entity of this class."""
     kinds: NDArray[np.intp]
-    """Equal where neighbours may be one entity."""
+    """Equal for classes whose neighbouring tokens may be one entity."""
     begins: NDArray[np.bool_]
-    """Whether it starts a new entity whatever came before."""
+    """Whether a token of this class always starts a new entity."""
     outside: frozenset[int]
 
 
 def needs_words(strategy: str) -> bool:
-    """Tell whether a strategy settles on one class for each word."""
+    """Tell whether a strategy chooses one class for each word."""
     return strategy in _BY_WORD
 
 
 def group_name(label: str) -> str:
-    """Return what an entity of a class is called: `B-PER` and `I-PER` are `PER`."""
+    """Return the entity name of a class: `B-PER` and `I-PER` become `PER`."""
     return label.split("-", 1)[-1]
 
 
@@ -58,7 +57,7 @@ def read_window(logits: NDArray[np.float32], window: Window, labels: Sequence[st
     """Return a window's entities in the order of the text.
 
     logits (t, classes) has a row for every token, special ones included; labels is by class. strategy is one of
-    `AGGREGATION_STRATEGIES`; with `none` every token is an entity of its own, under its class's full label.
+    `AGGREGATION_STRATEGIES`. With `none` every token is a separate entity, named by the full label of its class.
     """
     count = len(window.spans)
     if not count:
@@ -83,7 +82,10 @@ def read_window(logits: NDArray[np.float32], window: Window, labels: Sequence[st
 
 
 def merge_windows(entities: list[Entity]) -> list[Entity]:
-    """Return the entities of overlapping windows, each once: of two that overlap the longer, then the surer one."""
+    """Return the entities of overlapping windows without duplicates.
+
+    Of two that overlap, the longer one is kept, then the one with the higher score.
+    """
     merged: list[Entity] = []
     for entity in sorted(entities, key=_start):
         last = merged[-1] if merged else None
@@ -108,7 +110,7 @@ def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _word_scores(scores: NDArray[np.float32], starts: NDArray[np.intp], strategy: str) -> NDArray[Any]:
-    """Return the row that decides about each word, which begin at starts, from the rows of their tokens."""
+    """Return one row of scores for each word, from the rows of its tokens; words begin at starts."""
     if strategy == "first":
         return scores[starts]
     sizes = np.diff(starts, append=len(scores))
@@ -117,11 +119,11 @@ def _word_scores(scores: NDArray[np.float32], starts: NDArray[np.intp], strategy
     best = scores.max(axis=1)
     words = np.repeat(np.arange(len(starts)), sizes)
     surest = np.flatnonzero(best == np.maximum.reduceat(best, starts)[words])
-    return scores[surest[np.unique(words[surest], return_index=True)[1]]]  # of equally sure tokens the first
+    return scores[surest[np.unique(words[surest], return_index=True)[1]]]  # the first of tokens with equal scores
 
 
 def _group_bounds(classes: NDArray[np.intp], known: _Classes) -> list[int]:
-    """Return where runs of neighbours of one kind begin, and the end; some classes start a new run."""
+    """Return the start of each run of neighbours of one kind, and the end; some classes always start a new run."""
     kinds = known.kinds[classes]
     is_new = (kinds[1:] != kinds[:-1]) | known.begins[classes[1:]]
     return [0, *(np.flatnonzero(is_new) + 1).tolist(), len(classes)]

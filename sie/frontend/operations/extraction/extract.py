@@ -1,7 +1,7 @@
-"""The extract operation: a typed request to the findings in each item, for every family of models.
+"""Runs the extract operation for every model family: from a typed request to the findings in each item.
 
-One request is one submit. Its work may have more items than the request, a window of a text or a text with a label
-each; the worker spreads them over steps, and the family's reading joins them again.
+One request is one submit. Its work may have more items than the request: one for each window of a text, or for each
+text and label. The worker spreads them over steps, and the family's `Reading` joins them again.
 """
 
 from __future__ import annotations
@@ -50,35 +50,35 @@ from sie.values.extract import (
 
 _to_msgpack: Final = msgspec.msgpack.Encoder().encode
 _MAX_TASK_BYTES: Final = MAX_HEADER_BYTES // 2
-"""The rest of the header is for the model's name and the arrays."""
+"""The rest of the header holds the model's name and the arrays."""
 
 
 class Reading(Protocol):
-    """One family's way from a request's texts to work, and from the worker's answer to extractions."""
+    """One family's conversion of texts to work, and of the worker's answer to extractions."""
 
     cuts: Cuts
-    """The texts that `prepare` has cut; of a detector the labels."""
+    """The texts that `prepare` cut. For a detector, the labels that it cut."""
 
     def prepare(self, texts: Sequence[str]) -> Arrays:
         """Return the arrays of the request's extent, the bounds of the work's items first."""
         ...
 
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
-        """Return one extraction for each text; pieces hold the worker's answer, one for each item of the work."""
+        """Return one extraction for each text; pieces are the worker's answer, one for each work item."""
         ...
 
 
 class Submitted(NamedTuple):
-    """A request that a worker has, and what is needed to read its reply."""
+    """A request sent to a worker, with the data needed to read its reply."""
 
     pending: Pending
     reading: Reading
     output: str
     num_items: int
-    """Of the work, not of the request."""
+    """Items of the work, not of the request."""
     tokenization_ns: int
     input_tokens: int
-    """Of texts and of what is looked for, each once; images have none."""
+    """Tokens of the texts and of the labels or queries, each counted once. Images have none."""
 
 
 class Extractor:
@@ -94,14 +94,14 @@ class Extractor:
         self._pool = pool
 
     def reconfigure(self, limits: Limits) -> None:
-        """Take over reloaded limits for what is submitted from now on."""
+        """Use reloaded limits for later requests."""
         self._limits = limits
 
     async def start(self, entry: ModelEntry, request: ExtractRequest, deadline_ns: int) -> Submitted:
         """Tokenise and submit a resolved request.
 
-        Raises what admission, the family's reading and `ImageReader.read` raise, and BadRequest for more pairs than are
-        allowed.
+        Raises the errors of admission, the family's `Reading` and `ImageReader.read`, and BadRequest for too many
+        pairs.
         """
         began_ns = time.monotonic_ns()
         card, task, rule = entry.card, request.task, entry.card.extract
@@ -133,7 +133,7 @@ class Extractor:
         images: dict[int, list[memoryview]],
         deadline_ns: int,
     ) -> tuple[Arrays, int]:
-        """Return the arrays of a request with images, and how many tokens its texts and queries have."""
+        """Return the arrays of a request with images, and the number of tokens in its texts and queries."""
         rule, image_rule, num_items = card.extract, card.image, len(request.texts)
         assert rule is not None
         assert image_rule is not None
@@ -152,7 +152,7 @@ class Extractor:
         return mix_items(num_items, read, image_rule, arrays), num_tokens
 
     async def _prepare(self, reading: Reading, texts: list[str], task: ExtractTask, rule: ExtractRule) -> Arrays:
-        """Tokenise here and now, or on a thread when that would keep the event loop too long."""
+        """Tokenise at once, or on a thread when that would block the event loop too long."""
         if not is_long_work(rule, task, texts):
             return reading.prepare(texts)
         return await asyncio.get_running_loop().run_in_executor(self._pool, reading.prepare, texts)
@@ -166,7 +166,7 @@ class Extractor:
 
 
 def check_task(card: ModelCard, task: ExtractTask) -> None:
-    """Raise BadRequest for a task that a model of this card cannot do; needs no tokenizer."""
+    """Raise BadRequest for a task that this card's model cannot do; works without a tokenizer."""
     match card.extract:
         case TokenClassification() as rule:
             token_labels.check_task(card.id, rule, task)
@@ -183,16 +183,16 @@ def check_task(card: ModelCard, task: ExtractTask) -> None:
 
 
 def is_long_work(rule: ExtractRule, task: ExtractTask, texts: Sequence[str]) -> bool:
-    """Tell whether preparing a request should leave the event loop: every row of work is a text beside labels."""
+    """Tell whether a request should be prepared on a thread; each row of work has a text and labels."""
     labels = [*task.labels, *task.relation_labels, *(label for group in task.label_groups for label in group.labels)]
     examples = [example.text for example in task.examples]
     return is_long([*texts, *labels, *examples], LONG_TEXT_BYTES // _num_rows(rule, task))
 
 
 def _task_bytes(rule: ExtractRule, task: ExtractTask) -> bytes:
-    """Return what the worker is told of the task; of a detector's only which boxes to answer with.
+    """Return the task as bytes for the worker; for a detector only the threshold for boxes.
 
-    Raises BadRequest when its labels do not fit into the header.
+    Raises BadRequest when the labels do not fit into the header.
     """
     if isinstance(rule, Detection):
         return _to_msgpack(ExtractTask(threshold=boxes.box_threshold(rule, task)))
@@ -208,7 +208,7 @@ def _task_bytes(rule: ExtractRule, task: ExtractTask) -> bytes:
 
 
 def _num_rows(rule: ExtractRule, task: ExtractTask) -> int:
-    """Return how many sequences a text is part of, windows not counted."""
+    """Return how many sequences each text appears in, without counting windows."""
     return len(task.labels if isinstance(rule, ZeroShot) else task.label_groups) or 1
 
 
@@ -228,9 +228,9 @@ def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None, li
 
 
 def read_extractions(reply: Reply, submitted: Submitted, request: ExtractRequest, began_ns: int) -> ExtractReply:
-    """Return what was found and the times, copied out of a reply's extent.
+    """Return the findings and the times, copied out of a reply's extent.
 
-    began_ns is when the request's headers were read. Raises Internal when the extent is not what the layout says.
+    began_ns is when the request's headers were read. Raises Internal when the extent does not match the layout.
     """
     pieces, times = read_pieces(reply, submitted.output, submitted.num_items)
     try:
@@ -249,7 +249,7 @@ def read_extractions(reply: Reply, submitted: Submitted, request: ExtractRequest
 
 
 def _with_texts(found: Extraction, text: str) -> Extraction:
-    """Give the entities that have none the piece of text between their offsets."""
+    """Fill in the text of each entity that lacks one, from its offsets."""
     entities = [
         msgspec.structs.replace(entity, text=text[entity.start : entity.end])
         if entity.text is None and entity.start is not None

@@ -1,7 +1,7 @@
-"""Classification by GLiClass before and after the engine: the model's input, and scores from its logits.
+"""Prepares and reads GLiClass classification: builds the model's input, and makes scores from its logits.
 
-Labels, instruction, text and examples are one sequence, put together as gliclass 0.1.21 does it (pipeline.py,
-`prepare_input`, `format_examples_prompt`). Each label group is a sequence of its own. Source: SIE API reference,
+Labels, instruction, text and examples are one sequence, joined as gliclass 0.1.21 does it (pipeline.py,
+`prepare_input`, `format_examples_prompt`). Each label group is a separate sequence. Source: SIE API reference,
 sections 11, 12 and 19.
 """
 
@@ -28,15 +28,15 @@ _MARKERS: Final = (_LABEL, _SEPARATOR, _EXAMPLE)
 _TYPES: Final = ("multi-label", "single-label")
 _LEAST_CHOICES: Final = 2
 _EVEN: Final = 0.5
-"""What a label of a multi-label group must reach to be named when the request has no threshold."""
+"""The minimum score of a selected label in a multi-label group when the request has no threshold."""
 
 
 def check_task(rule: Gliclass, task: ExtractTask) -> None:
-    """Raise BadRequest for a classification type, groups or examples that cannot be read."""
+    """Raise BadRequest for an invalid classification type, group or example, and for a marker in a text."""
     if task.classification_type not in (None, *_TYPES):
         raise BadRequest(f"Invalid classification_type {task.classification_type!r}. Valid: {list(_TYPES)}")
     if task.label_groups and task.labels:
-        raise BadRequest("Labels and 'label_groups' exclude each other")
+        raise BadRequest("Send 'labels' or 'label_groups', not both")
     for group in task.label_groups:
         _check_group(group, is_single=task.classification_type != "multi-label")
     groups = _groups_of(task)
@@ -51,7 +51,7 @@ def check_task(rule: Gliclass, task: ExtractTask) -> None:
 
 
 def _groups_of(task: ExtractTask) -> tuple[LabelGroup, ...]:
-    """Return the request's groups, or one without a name that holds its labels, each once."""
+    """Return the request's groups, or one unnamed group with its labels, without duplicates."""
     return task.label_groups or (LabelGroup("", tuple(dict.fromkeys(task.labels))),)
 
 
@@ -71,17 +71,17 @@ def _check_examples(task: ExtractTask, groups: Sequence[LabelGroup]) -> None:
         unknown = sorted(set(example.labels) - known)
         if unknown:
             raise BadRequest(
-                f"An example has other labels than the request: {unknown} - at `$.params.options.examples[{index}]`"
+                f"An example has labels that the request does not have: {unknown} - at `$.params.options.examples[{index}]`"
             )
 
 
 def _example_names(group: LabelGroup) -> dict[str, str]:
-    """Return what examples call the labels of a group, and the labels: `group.label`, or without groups the label."""
+    """Map each label's name in examples to the label: `group.label`, or the plain label without groups."""
     return {f"{group.name}.{label}" if group.name else label: label for label in group.labels}
 
 
 class LabelReading:
-    """How one request's texts stand beside its labels; its work has one item for each text and group."""
+    """Prepares and reads one request; its work has one item for each text and group."""
 
     def __init__(self, rule: Gliclass, task: ExtractTask, tokenizer: Tokenizer, limits: Limits) -> None:
         self._rule = rule
@@ -95,9 +95,8 @@ class LabelReading:
     def prepare(self, texts: Sequence[str]) -> Arrays:
         """Return the arrays of the request's extent.
 
-        Raises BadRequest for a blank text or one that holds a mark of the model's, and for texts and labels that are too
-        much together; InputTooLong for labels that do not all fit in a sequence, and for what overflow_policy `error`
-        does not allow.
+        Raises BadRequest for a blank text, for a text with a marker of the model, and when texts and labels are too
+        much together. Raises InputTooLong when the labels do not fit in a sequence, or as overflow_policy `error` asks.
         """
         for index, text in enumerate(texts):
             if not text.strip():
@@ -123,12 +122,12 @@ class LabelReading:
         return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
 
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
-        """Return the scores of each text; pieces are (labels, 1) float32 logits, one a text and group."""
+        """Return the scores of each text; pieces are (labels, 1) float32 logits, one for each text and group."""
         step = len(self._groups)
         return [self._read_text(pieces[first : first + step]) for first in range(0, len(pieces), step)]
 
     def _frame(self, group: LabelGroup) -> tuple[str, str]:
-        """Return what stands before a text, and what behind it."""
+        """Return the prompt parts before and after a text."""
         labels = "".join(_LABEL + label for label in group.labels) + _SEPARATOR + (self._task.instruction or "")
         names = _example_names(group)
         examples = "".join(
@@ -139,7 +138,7 @@ class LabelReading:
         return (labels, examples) if self._rule.prompt_first else ("", labels + examples)
 
     def _check_size(self, texts: Sequence[str], frames: Sequence[tuple[str, str]]) -> None:
-        """Refuse what would be more text than any body holds: each text is put together with each group."""
+        """Raise BadRequest for more text than a body may hold; each text is joined with each group."""
         frame_chars = sum(len(before) + len(behind) for before, behind in frames)
         num_chars = len(frames) * sum(map(len, texts)) + len(texts) * frame_chars
         if num_chars > self._max_chars:
@@ -149,7 +148,7 @@ class LabelReading:
             )
 
     def _fit(self, index: int, encoding: tokenizers.Encoding, start: int, end: int) -> list[int]:
-        """Return the token ids of a sequence, cut as the policy says. The text is its code points start .. end."""
+        """Return a sequence's token ids, cut as overflow_policy says. The text is its code points start to end."""
         ids, limit = encoding.ids, self._max_tokens
         if limit is None or len(ids) <= limit:
             return ids
@@ -170,7 +169,7 @@ class LabelReading:
 
     def _check_labels(self, index: int, ids: list[int], num_labels: int) -> None:
         found = ids.count(self._rule.label_token_id)
-        if found > num_labels:  # a normaliser made the mark of other characters
+        if found > num_labels:  # a normaliser turned other characters into the marker
             raise BadRequest(f"A text must not hold {_LABEL} - at `$.items[{index}].text`")
         if found < num_labels:
             raise too_long(
@@ -195,7 +194,7 @@ class LabelReading:
 
 
 def _scores_of(group: LabelGroup, piece: NDArray[Any], *, is_single: bool) -> list[float]:
-    """Return the score of each label: a softmax, or where labels do not compete (one label, multi-label) sigmoids."""
+    """Return the score of each label: a softmax, or sigmoids when labels do not compete (one label, multi-label)."""
     logits = piece.astype(np.float64).reshape(-1)
     if len(logits) != len(group.labels):
         raise Internal("the worker's reply has another shape than the request")
@@ -206,7 +205,7 @@ def _scores_of(group: LabelGroup, piece: NDArray[Any], *, is_single: bool) -> li
 
 
 def _choice(scores: dict[str, float]) -> dict[str, Any]:
-    """Return a single-label group's answer; confidence is 1 for a sure choice and 0 for even scores."""
+    """Return a single-label group's answer; confidence is 1 for a certain choice and 0 for equal scores."""
     entropy = -sum(score * math.log(score) for score in scores.values() if score > 0)
     return {
         "type": "choice",

@@ -1,6 +1,6 @@
-"""Extraction by GLiNER before and after the engine: refused tasks, windows of texts, and their entities.
+"""Prepares GLiNER requests and reads their replies: checks tasks, cuts texts into windows, joins the entities.
 
-The labels stand before each window, in one sequence with it. Source: SIE API reference, section 19.
+Each sequence holds the labels and then one window. Source: SIE API reference, section 19.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from sie.values.errors import BadRequest, InputTooLong
 from sie.values.extract import Extraction, ExtractTask, Gliner, Relation
 
 _LEAST_RELEX_THRESHOLD: Final = 0.1
-"""Each span over the threshold is a candidate of every relation, and near zero every span is one."""
+"""Each span over the threshold is a candidate for every relation. Near zero, every span is a candidate."""
 _MARKERS: Final = ("<<ENT>>", "<<REL>>", "<<SEP>>")
 _SPECIAL_TOKENS: Final = 4
 _MAX_TOKENS_PER_WORD: Final = 8
-"""On average over a window. Attention grows with the square of the tokens, and the library's limit counts words."""
+"""An average over a window. Attention grows with the square of the tokens, but the library's limit counts words."""
 
 
 class _Plan(NamedTuple):
@@ -35,7 +35,7 @@ class _Plan(NamedTuple):
 
 
 def check_task(rule: Gliner, task: ExtractTask) -> None:
-    """Raise BadRequest for labels that cannot be read, and for a threshold too low for relations."""
+    """Raise BadRequest for a blank label, a label with a marker, or a threshold too low for relations."""
     for where, label in _labels_of(task):
         if not label.strip():
             raise BadRequest(f"A label must not be blank - at {where}")
@@ -46,14 +46,14 @@ def check_task(rule: Gliner, task: ExtractTask) -> None:
 
 
 def _labels_of(task: ExtractTask) -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of every label, those of relations, too."""
+    """Yield the path and the text of every label, relation labels included."""
     for path, labels in (("labels", task.labels), ("options.relation_labels", task.relation_labels)):
         for index, label in enumerate(labels):
             yield f"`$.params.{path}[{index}]`", label
 
 
 class WindowReading:
-    """How one request's texts lie in windows; its work has one item for each window."""
+    """Prepares and reads one request; its work has one item for each window of a text."""
 
     def __init__(self, rule: Gliner, task: ExtractTask, tokenizer: Tokenizer, limits: Limits) -> None:
         self._rule = rule
@@ -66,8 +66,8 @@ class WindowReading:
     def prepare(self, texts: Sequence[str]) -> Arrays:
         """Return the arrays of the request's extent.
 
-        Raises BadRequest for a blank text and for labels over max_prompt_tokens, InputTooLong for a text of more
-        windows than are allowed, or that overflow_policy `error` does not allow.
+        Raises BadRequest for a blank text and for labels over max_prompt_tokens. Raises InputTooLong for a text with
+        too many windows, or one that overflow_policy `error` rejects.
         """
         self._check_labels()
         try:
@@ -85,7 +85,7 @@ class WindowReading:
         ]
 
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
-        """Return what each text holds; pieces are the windows' extractions as msgpack, uint8."""
+        """Return the findings in each text; pieces are the windows' extractions as msgpack, uint8."""
         answers = iter(read_whole(pieces))
         return [self._join(plan.windows, [next(answers) for _ in plan.windows]) for plan in self._plans]
 
@@ -100,7 +100,7 @@ class WindowReading:
         if task.merge_adjacent_entities:
             entities = merge_adjacent(entities)
         relations = [relation for extraction in found for relation in extraction.relations]
-        if len(windows) > 1:  # neighbours both see what they share
+        if len(windows) > 1:  # neighbours overlap, so both may find the same relation
             relations = _best(relations)
         relations.sort(key=lambda one: (-one.score, one.relation, one.head, one.tail))
         return Extraction(entities, relations)
@@ -114,7 +114,7 @@ class WindowReading:
                 raise BadRequest(f"A label may have at most {limits.max_label_chars} characters - at {where}")
 
     def _count_prompt(self) -> int:
-        """Return the tokens that the labels take, each with its marker, and the one or two marks behind them."""
+        """Return the number of tokens of the labels, each with its marker, and of the one or two marks after them."""
         task = self._task
         labels = [*dict.fromkeys(task.labels), *dict.fromkeys(task.relation_labels)]
         num_tokens = sum(len(ids) + 1 for ids in self._tokenizer.encode_plain(labels)) + 1 + self._rule.relations
@@ -147,7 +147,7 @@ class WindowReading:
         return windows
 
     def _room(self, prompt_tokens: int) -> int:
-        """Return how many tokens of a text a window has room for. Raises InputTooLong when the labels leave none."""
+        """Return how many tokens of text fit in a window. Raises InputTooLong when the labels leave no room."""
         most = _MAX_TOKENS_PER_WORD * self._rule.max_words
         limit = self._tokenizer.card.max_sequence_length
         if limit is None:
@@ -164,9 +164,9 @@ class WindowReading:
     def _fit_words(
         self, index: int, text: str, words: list[tuple[int, int]], room: int
     ) -> tuple[list[tuple[int, int]], list[int]]:
-        """Return the words and their tokens, one that takes more than room in pieces. Raises InputTooLong.
+        """Return the words and their token counts; a word over room is split into pieces. Raises InputTooLong.
 
-        Scripts without spaces make words of any length, and what is over the model's positions it cannot run.
+        Scripts without spaces make words of any length, and the model cannot run more tokens than it has positions.
         """
         while max(costs := self._count_words(text, words)) > room:
             pieces: list[tuple[int, int]] = []
@@ -187,9 +187,9 @@ class WindowReading:
         return too_long(self._tokenizer.card, f"the text is too long: {reason} - at `$.items[{index}].text`")
 
     def _count_words(self, text: str, words: Sequence[tuple[int, int]]) -> list[int]:
-        """Return how many tokens each word has by itself, as the library tokenises words."""
+        """Return how many tokens each word has on its own, tokenised as the library does it."""
         pieces = [text[start:end] for start, end in words]
-        # As a batch of one: `encode` would keep the event loop from turning.
+        # A batch of one, because `encode` would block the event loop.
         (encoding,) = self._tokenizer.backend.encode_batch([pieces], is_pretokenized=True, add_special_tokens=False)
         numbers = np.array([number for number in encoding.word_ids if number is not None], np.intp)
         return np.bincount(numbers, minlength=len(words)).tolist()

@@ -1,7 +1,6 @@
-"""Zero-shot classification by entailment, before and after the engine. Each text with each label is one pair.
+"""Prepares and reads zero-shot classification by entailment. Each text with each label is one pair.
 
-Does what ZeroShotClassificationPipeline of transformers 5 does; only the text is ever cut, never the sentence with
-the label.
+Matches ZeroShotClassificationPipeline of transformers 5. Only the text is ever cut, never the sentence with the label.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def check_task(task: ExtractTask) -> None:
 
 
 class PairReading:
-    """How one request's texts and labels are paired; its work has one item for each text and label."""
+    """Prepares and reads one request; its work has one item for each text and label."""
 
     def __init__(self, rule: ZeroShot, task: ExtractTask, tokenizer: Tokenizer) -> None:
         self._rule = rule
@@ -53,7 +52,7 @@ class PairReading:
         for item, premise in enumerate(premises):
             for place, hypothesis in enumerate(hypotheses):
                 pair = self._join(premise, hypothesis, item, place)
-                rows.append(pair.ids)  # and nothing else of it: an encoding takes 100 bytes and more for each token
+                rows.append(pair.ids)  # keep only the ids: an encoding takes 100 bytes and more for each token
                 if self._rule.token_types:
                     types.append(pair.type_ids)
         token_ids, cu_seqlens = pack_ids(rows)

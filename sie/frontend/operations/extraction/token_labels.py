@@ -1,6 +1,6 @@
-"""Token classification before and after the engine: windows of a text's tokens, and entities from their logits.
+"""Prepares and reads token classification: cuts texts into windows, and makes entities from their logits.
 
-A text over the model's limit is read in windows that overlap by `stride` tokens, cut and joined again as
+The model reads a text over its limit in windows that overlap by `stride` tokens. They are cut and joined as
 TokenClassificationPipeline of transformers 5 does it with that argument.
 """
 
@@ -29,12 +29,12 @@ from sie.values.extract import AGGREGATION_STRATEGIES, Entity, Extraction, Extra
 
 _DEFAULT_STRATEGY: Final = "simple"
 _STRIDE_PART: Final = 4
-"""Without a stride of the request's own windows overlap by one part in four."""
+"""The default stride is one part in four of a window."""
 _LOGIT_BYTES: Final = 4
 
 
 def check_task(model_id: str, rule: TokenClassification, task: ExtractTask) -> None:
-    """Raise BadRequest for a strategy or a label that there is not."""
+    """Raise BadRequest for an unknown strategy or label."""
     strategy = task.aggregation_strategy
     if strategy is not None and strategy not in AGGREGATION_STRATEGIES:
         raise BadRequest(f"Invalid aggregation_strategy {strategy!r}. Valid: {list(AGGREGATION_STRATEGIES)}")
@@ -45,7 +45,7 @@ def check_task(model_id: str, rule: TokenClassification, task: ExtractTask) -> N
 
 
 class TokenReading:
-    """How one request's texts lie in windows; its work has one item for each window."""
+    """Prepares and reads one request; its work has one item for each window of a text."""
 
     def __init__(self, rule: TokenClassification, task: ExtractTask, tokenizer: Tokenizer, limits: Limits) -> None:
         self._rule = rule
@@ -55,17 +55,18 @@ class TokenReading:
         self._strategy = task.aggregation_strategy or _DEFAULT_STRATEGY
         self._tokenizer = tokenizer
         self._windows: list[list[Window]] = []
-        """Of each text."""
+        """The windows of each text."""
         self.cuts: Cuts = {}
 
     def prepare(self, texts: Sequence[str]) -> Arrays:
         """Return the arrays of the request's extent.
 
-        Raises BadRequest, also for more logits than a reply may hold, and InputTooLong with overflow_policy `error`.
+        Raises BadRequest for invalid Unicode, a stride that is too large, or more logits than a reply may hold. Raises
+        InputTooLong with overflow_policy `error`.
         """
         try:
-            # Alone, a short text starts no thread pool (`Tokenizer.encode_texts` says why only a short one); the faster
-            # batch call would leave out the offsets.
+            # `encode` starts no thread pool for a single short text (`Tokenizer.encode_texts` says why it must be
+            # short). The faster batch call would leave out the offsets.
             library, is_short = self._tokenizer.backend, len(texts) == 1 and len(texts[0]) <= LONG_TEXT_BYTES
             encodings = [library.encode(texts[0])] if is_short else library.encode_batch(texts)
         except TypeError as error:
@@ -77,7 +78,7 @@ class TokenReading:
         return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
 
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
-        """Return what each text holds; pieces are the windows' logits (t_i, classes) float32."""
+        """Return the entities of each text; pieces are the windows' logits (t_i, classes) float32."""
         found: list[Extraction] = []
         first = 0
         for windows in self._windows:
@@ -98,7 +99,7 @@ class TokenReading:
         return entities if threshold is None else [entity for entity in entities if entity.score >= threshold]
 
     def _cut(self, index: int, text: str, encoding: tokenizers.Encoding) -> list[list[int]]:
-        """Note a text's windows and return their token ids, each between the special tokens of the whole."""
+        """Record a text's windows and return their token ids, each between the special tokens of the whole text."""
         ids, is_special = encoding.ids, encoding.special_tokens_mask
         first, last = _text_bounds(is_special)
         num_special = len(ids) - (last - first)
@@ -114,7 +115,7 @@ class TokenReading:
         return [[*ids[:first], *ids[first + start : first + end], *ids[last:]] for start, end in bounds]
 
     def _window_starts(self, index: int, num_tokens: int, room: int) -> range:
-        """Return where windows of at most room tokens begin."""
+        """Return the start of each window of at most room tokens."""
         if num_tokens <= room:
             return range(1)
         policy = self._task.overflow_policy
@@ -132,7 +133,10 @@ class TokenReading:
         return range(0, num_tokens - stride, room - stride)
 
     def _check_size(self, num_tokens: int) -> None:
-        """Count tokens whose logits are to come, before they are copied: a stride may repeat each hundreds of times."""
+        """Raise BadRequest when the logits would exceed a reply, before any token is copied.
+
+        A long stride may repeat each token hundreds of times.
+        """
         self._num_tokens += num_tokens
         nbytes = self._num_tokens * len(self._rule.labels) * _LOGIT_BYTES
         if nbytes > self._max_bytes:
@@ -142,10 +146,10 @@ class TokenReading:
             )
 
     def _continues(self, text: str, encoding: tokenizers.Encoding) -> list[bool]:
-        """Tell of each token whether it goes on with a word.
+        """Tell for each token whether it continues a word.
 
-        Where the vocabulary marks such tokens (`##ing`), those that are longer than what they stand for; else those
-        that no space comes before.
+        If the vocabulary marks such tokens (`##ing`), they are the tokens longer than their text. Otherwise they are
+        the tokens without a space before them.
         """
         unknown = self._rule.unknown_token
         pieces = zip(encoding.tokens, encoding.offsets, strict=True)
@@ -157,6 +161,6 @@ class TokenReading:
 
 
 def _text_bounds(is_special: list[int]) -> tuple[int, int]:
-    """Return where the text's own tokens begin and end between those that the tokenizer added."""
+    """Return the start and end of the text's own tokens, between the tokens that the tokenizer added."""
     own = np.flatnonzero(np.array(is_special, np.uint8) == 0)
     return (int(own[0]), int(own[-1]) + 1) if len(own) else (len(is_special), len(is_special))

@@ -1,4 +1,4 @@
-"""Extraction by models that read text and answer with whole extractions: their arrays, and how answers are read."""
+"""Prepares texts and reads replies for models that read text and answer with whole extractions."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class TextReading:
         return [("cu_seqlens", cu_seqlens), ("text", text), ("text_offsets", text_offsets)]
 
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
-        """Return the extractions; pieces are their msgpack, uint8. Raises Internal for what is none."""
+        """Return the extractions; pieces are their msgpack, uint8. Raises Internal for a malformed piece."""
         return read_whole(pieces)
 
 
 def read_whole(pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
-    """Return extractions from their msgpack, uint8. Raises Internal for what is none."""
+    """Return extractions from their msgpack, uint8. Raises Internal for a malformed piece."""
     try:
         return [_decoder.decode(piece.tobytes()) for piece in pieces]
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -51,7 +51,7 @@ def test_a_hybrid_whose_settings_are_infinite_is_refused_for_its_layers(tmp_path
     [
         (
             {"rope_type": "ntk", "factor": 2.0},
-            "its rope type 'ntk' is none that transformers .* computes: default, dynamic,",
+            "its rope type 'ntk' is not one that transformers .* computes: default, dynamic,",
         ),
         ({"rope_type": "linear"}, r"transformers cannot read its config.json: .*'linear': {'factor'}"),
         ({"rope_type": "longrope", "long_factor": [1.0] * 4}, r"cannot read its config.json: .*{'short_factor'}"),
