@@ -16,7 +16,7 @@ _MODES: Final = ("auto", "required")
 
 
 class FunctionField(msgspec.Struct):
-    """A function of the client's."""
+    """A function of the client."""
 
     name: str
     description: str | None = None
@@ -25,7 +25,7 @@ class FunctionField(msgspec.Struct):
 
 
 class ToolField(msgspec.Struct):
-    """A tool: the function nested, or flat."""
+    """A tool, with its function nested or flat."""
 
     type: str = "function"
     function: FunctionField | None = None
@@ -36,7 +36,7 @@ class ToolField(msgspec.Struct):
 
 
 def read_tools(tools: Sequence[ToolField]) -> tuple[Tool, ...]:
-    """Return the tools. Raises BadRequest for one that is no function, has no name, or that of another one."""
+    """Return the tools. Raises BadRequest if one is not a function, or if its name is missing or used twice."""
     read: dict[str, Tool] = {}
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
@@ -55,7 +55,7 @@ def read_tools(tools: Sequence[ToolField]) -> tuple[Tool, ...]:
 
 
 def read_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """Return which tools may or must be called. Raises BadRequest for a shape or a name that is not known."""
+    """Return which tools may or must be called. Raises BadRequest for an unknown form or name."""
     names = frozenset(tool.name for tool in tools)
     if choice is None or choice == "auto":
         return ToolChoice()
@@ -107,5 +107,5 @@ def _known(name: Any, names: frozenset[str]) -> str:
 
 def _wrong(reason: str) -> Exception:
     error = wrong("tool_choice", reason)
-    error.code = "TOOL_CHOICE_INVALID"  # type: ignore[misc]  # an instance narrows its class's default
+    error.code = "TOOL_CHOICE_INVALID"  # type: ignore[misc]  # an instance overrides its class's default
     return error
