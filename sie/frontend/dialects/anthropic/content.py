@@ -168,15 +168,15 @@ def _read_call(block: BlockField, path: str) -> ToolCall:
     if not block.id or not block.name:
         raise wrong(f"{path}.{'name' if block.id else 'id'}", "is required")
     if not NAME.fullmatch(block.name):
-        raise wrong(f"{path}.name", "must be of letters, digits and _.:/-, at most 256")
+        raise wrong(f"{path}.name", "must hold only letters, digits and _.:/-, at most 256")
     return ToolCall(id=block.id, name=block.name, arguments=_to_json(block.input or {}).decode())
 
 
 def _text(block: TextBlock, path: str) -> str:
     if block.type in _MEDIA:
-        raise wrong(f"{path}.type", f"is {block.type!r}; text is served, media and documents are not")
+        raise wrong(f"{path}.type", f"is {block.type!r}; only text is supported, not media or documents")
     if block.type != "text":
-        raise wrong(f"{path}.type", f"is {block.type[:40]!r}, which is not known here")
+        raise wrong(f"{path}.type", f"is {block.type[:40]!r}, which is unknown")
     if block.text is None:
         raise wrong(f"{path}.text", "is required")
     return block.text

@@ -99,7 +99,7 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     """Return the request in a body. Raises BadRequest naming the field."""
     call = decode_body(_DECODER, body, content_type, limits)
     if call.container is not None and call.container != {}:
-        raise wrong("container", "asks for skills or a container, and the server has none")
+        raise wrong("container", "asks for skills or a container, which the server does not have")
     request = read_sampling_fields(call)
     conversation = read_conversation(call.messages)
     request.messages = [*_read_system(call.system), *conversation]
@@ -139,10 +139,10 @@ def _read_choice(choice: InputToolChoice | None, tools: Sequence[Tool]) -> ToolC
         return ToolChoice()
     if choice.type == "tool":
         if choice.name not in {tool.name for tool in tools}:
-            raise wrong("tool_choice.name", f"is {str(choice.name)[:80]!r}, which is none of the tools")
+            raise wrong("tool_choice.name", f"is {str(choice.name)[:80]!r}, which is not one of the tools")
         return ToolChoice(mode="required", names=(choice.name or "",))
     if choice.type == "any" and not tools:
-        raise wrong("tool_choice", "is 'any', and there are no tools")
+        raise wrong("tool_choice", "is 'any', but there are no tools")
     return ToolChoice(mode=_MODES[choice.type])
 
 
@@ -150,7 +150,7 @@ def _read_thinking(call: MessagesBody) -> tuple[bool | None, str | None]:
     if call.thinking is not None:
         is_on = call.thinking.type != "disabled"
         if call.enable_thinking not in (None, is_on):
-            raise wrong("thinking", f"is {call.thinking.type!r}, and 'enable_thinking' says otherwise")
+            raise wrong("thinking", f"is {call.thinking.type!r}, but 'enable_thinking' contradicts it")
         call.enable_thinking = is_on
     if call.output_config is not None and call.output_config.effort is not None:
         if call.reasoning_effort is not None:

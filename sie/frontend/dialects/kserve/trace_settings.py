@@ -41,12 +41,12 @@ def decode_settings(body: bytes) -> dict[str, Any]:
 def check_unchanged(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise BadRequest if a setting is unknown or would change. null means the default, which is the present value."""
     if len(given) > _MAX_SETTINGS:
-        raise BadRequest(f"at most {_MAX_SETTINGS} settings are taken")
+        raise BadRequest(f"a request may hold at most {_MAX_SETTINGS} settings")
     for name, value in given.items():
         if name not in own:
             raise BadRequest(f"unknown setting '{name[:64]}'")
         if value is not None and not any(type(value) is type(same) and value == same for same in _forms(own[name])):
-            raise BadRequest(f"setting '{name}' cannot be changed through this API; the server's own settings say it")
+            raise BadRequest(f"setting '{name}' cannot be changed through this API; use the server's own settings")
 
 
 def _forms(setting: Any) -> tuple[Any, ...]:

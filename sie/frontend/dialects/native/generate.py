@@ -81,7 +81,7 @@ _DECODER: Final = msgspec.json.Decoder(GenerateBody)
 def named_model(path: str, known: Container[str]) -> str:
     """Return the model id of a path, which has `__` for a slash and `_dot_` for a dot. Raises BadRequest for a slash."""
     if "/" in path:
-        raise wrong("model", f"stands in this path with '__' for each slash: {path.replace('/', '__')!r}")
+        raise wrong("model", f"needs '__' for each slash in this path: {path.replace('/', '__')!r}")
     with_slashes = path.replace("__", "/")
     with_points = with_slashes.replace("_dot_", ".")
     return next((model for model in (path, with_slashes) if model in known), with_points)
@@ -115,7 +115,7 @@ def decode_generate(body: bytes, model: str, limits: Limits) -> GenerateRequest:
 def _read_logprobs(call: GenerateBody) -> int | None:
     for field in ("logprobs", "top_logprobs"):
         if getattr(call, field) and not call.stream:
-            raise wrong(field, "is served in streams only: a whole answer has no place for it")
+            raise wrong(field, "is supported only with 'stream': a whole answer has no field for it")
     if call.top_logprobs and not call.logprobs:
         raise wrong("top_logprobs", "needs 'logprobs': true beside it")
     return (call.top_logprobs or 0) if call.logprobs else None

@@ -13,7 +13,7 @@ from sie.values.errors import BadRequest
 
 
 class AgentFields(SamplingNumbers, kw_only=True):
-    """The agent fields, which no route serves. A struct can have only one base with fields, so this one has a base, too.
+    """The agent fields, which no route serves. They extend the sampling fields, because a struct can have one base with fields.
 
     A field that is null, false or empty is ignored.
     """
@@ -48,12 +48,12 @@ def refuse_agent_fields(body: AgentFields) -> None:
         value = getattr(body, field)
         is_absent = value is None or value is False or (value != {} and isinstance(value, list | str) and not value)
         if not is_absent:
-            text = f"Field '{field}' asks the server to act as an agent, which it does not do"
+            text = f"Field '{field}' asks the server to act as an agent, which is not supported"
             raise BadRequest(text, extras={"param": field})
 
 
 def refuse_agent_tool(kind: str, path: str) -> None:
     """Raise BadRequest for a tool that is not a function of the client."""
-    reason = "would run on the server, which runs none" if kind in AGENT_TOOLS else "is not known"
-    raise BadRequest(f"Field '{path}.type': a tool of type {kind!r} {reason}; 'function' is served",
+    reason = "would run on the server, which runs no tools" if kind in AGENT_TOOLS else "is unknown"
+    raise BadRequest(f"Field '{path}.type': a tool of type {kind!r} {reason}; use 'function'",
                      extras={"param": path})  # fmt: skip

@@ -113,7 +113,7 @@ def _refuse_unserved(call: ChatBody) -> None:
     for field in ("chat_template", "functions", "function_call", "audio"):
         if getattr(call, field) is not None:
             reasons = {
-                "chat_template": "is not taken from a request: templates are the server's own",
+                "chat_template": "is not accepted in a request: the server uses its own templates",
                 "audio": "is not served: answers are text",
             }
             raise wrong(field, reasons.get(field, "is not served; use 'tools' and 'tool_choice'"))
@@ -161,7 +161,7 @@ def read_thinking(call: ThinkingFields) -> tuple[bool | None, str | None]:
         return thinking, None
     is_on, level = read_effort(effort, "reasoning_effort")
     if thinking is not None and thinking != is_on:
-        raise wrong("reasoning_effort", f"is {effort[:40]!r}, and 'enable_thinking' says otherwise")
+        raise wrong("reasoning_effort", f"is {effort[:40]!r}, but 'enable_thinking' contradicts it")
     return is_on, level
 
 

@@ -81,9 +81,9 @@ def find_calls(messages: Sequence[ChatMessage], field: str) -> dict[int, str]:
         called |= {call.id: call.name for call in message.tool_calls}
         result = message.tool_call_id
         if result is None and message.role == "tool" and not called:
-            raise wrong(field.format(index), "is required: no call of a tool is before this result")
+            raise wrong(field.format(index), "is required: there is no tool call before this result")
         if result is not None and result not in called:
-            raise wrong(field.format(index), f"has a result of call {result[:80]!r}, which is not before it")
+            raise wrong(field.format(index), f"has the result of call {result[:80]!r}, but that call is not before it")
         if result is not None:
             found[index] = called[result]
     return found
@@ -105,7 +105,7 @@ def _read_message(message: MessageField, path: str) -> ChatMessage:
     if not ROLE.fullmatch(message.role):
         raise _wrong(path, "role", "must be a short word, such as 'user'")
     if message.name is not None and not _SPEAKER.fullmatch(message.name):
-        raise _wrong(path, "name", "must be of at most 256 characters, none of them white space or one of <|\\>")
+        raise _wrong(path, "name", "must have at most 256 characters, without white space and <|\\>")
     if message.function_call is not None:
         raise _wrong(path, "function_call", "is not served; use 'tool_calls'")
     if message.content is None and not message.tool_calls:
@@ -145,7 +145,7 @@ def _read_call(call: CallField, path: str) -> ToolCall:
     if call.type not in {None, "function"}:
         raise _wrong(path, "type", "must be 'function'")
     if not NAME.fullmatch(call.function.name):
-        raise _wrong(path, "function.name", "must be of letters, digits and _.:/-, at most 256")
+        raise _wrong(path, "function.name", "must hold only letters, digits and _.:/-, at most 256")
     name = call.function.name
     return ToolCall(id=call.id or name, name=name, arguments=call.function.arguments or "{}")
 

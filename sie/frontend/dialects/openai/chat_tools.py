@@ -45,9 +45,9 @@ def read_tools(tools: Sequence[ToolField]) -> tuple[Tool, ...]:
         made = tool.function or FunctionField(tool.name or "", tool.description, tool.parameters, tool.strict)
         named = f"{path}.function.name" if tool.function is not None else f"{path}.name"
         if not NAME.fullmatch(made.name):
-            raise wrong(named, "must be of letters, digits and _.:/-, at most 256")
+            raise wrong(named, "must hold only letters, digits and _.:/-, at most 256")
         if made.name in read:
-            raise wrong(named, f"is {made.name!r}, as another tool's")
+            raise wrong(named, f"is {made.name!r}, the name of another tool")
         read[made.name] = Tool(
             name=made.name, description=made.description, parameters=made.parameters, strict=bool(made.strict)
         )
@@ -63,7 +63,7 @@ def read_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
         return ToolChoice(mode="none")
     if choice == "required":
         if not tools:
-            raise _wrong("is 'required', and there are no tools")
+            raise _wrong("is 'required', but there are no tools")
         return ToolChoice(mode="required")
     if not isinstance(choice, dict):
         raise _wrong("must be 'auto', 'none', 'required' or an object")
@@ -101,7 +101,7 @@ def _name_of(entry: Any) -> Any:
 
 def _known(name: Any, names: frozenset[str]) -> str:
     if not isinstance(name, str) or name not in names:
-        raise _wrong(f"names {str(name)[:80]!r}, which is none of the tools")
+        raise _wrong(f"names {str(name)[:80]!r}, which is not one of the tools")
     return name
 
 

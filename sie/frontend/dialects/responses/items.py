@@ -104,7 +104,7 @@ def read_items(given: Input) -> list[ChatMessage]:
         elif kind in ("function_call_output", "shell_call_output"):
             messages.append(_read_output(item, path))
         elif kind not in _SKIPPED:
-            raise wrong(f"{path}.type", f"is {kind[:40]!r}, which is not served; messages and function calls are")
+            raise wrong(f"{path}.type", f"is {kind[:40]!r}, which is not supported; use messages and function calls")
     return messages
 
 
@@ -163,7 +163,7 @@ def _read_call(item: InputItem, path: str) -> ToolCall:
         raise wrong(f"{path}.call_id", "is required")
     name = full_name(item.namespace, item.name or "")
     if not NAME.fullmatch(name):
-        raise wrong(f"{path}.name", "must be of letters, digits and _.:/-, at most 256")
+        raise wrong(f"{path}.name", "must hold only letters, digits and _.:/-, at most 256")
     return ToolCall(id=item.call_id, name=name, arguments=item.arguments or "{}")
 
 
@@ -208,7 +208,7 @@ def _text(content: str | Sequence[InputPart], path: str) -> str:
         here, kind = f"{path}[{number}]", part.type or "text"
         if kind not in _TEXT_PARTS:
             is_media = any(word in kind for word in _MEDIA_WORDS)
-            reason = "text is served, media and files are not" if is_media else "which is not known here"
+            reason = "only text is supported, not media or files" if is_media else "this type is unknown"
             raise wrong(f"{here}.type", f"is {kind[:40]!r}; {reason}")
         text = part.refusal if kind == "refusal" and part.text is None else part.text
         if text is None:

@@ -37,7 +37,7 @@ def read_page(items: bytes, query: Mapping[str, Sequence[str]]) -> bytes:
     if after := _last(query, "after"):
         number = next((number for number, item in enumerate(found) if item["id"] == after), None)
         if number is None:
-            raise wrong("after", "names no item of this response")
+            raise wrong("after", "is not the id of an item of this response")
         found = found[number + 1 :]
     shown = found[: int(limit)]
     return encode_page(shown, has_more=len(found) > len(shown))
@@ -55,7 +55,7 @@ def read_stream_query(query: Mapping[str, Sequence[str]]) -> int | None:
     if not after:
         return -1 if wants_stream else None
     if not wants_stream:
-        raise wrong("starting_after", "needs 'stream=true' beside it")
+        raise wrong("starting_after", "needs 'stream=true'")
     if not (after.isascii() and after.isdigit() and len(after) <= _MAX_NUMBER_DIGITS):
         raise wrong("starting_after", "must be the sequence_number of an event")
     return int(after)

@@ -157,7 +157,7 @@ def _refuse_unserved(call: ResponsesBody) -> None:
     if (call.n or 1) > 1:
         raise wrong("n", "must be 1: a response is one answer")
     if call.background and call.store is False:
-        raise wrong("background", "needs 'store': the answer must be kept to be asked for")
+        raise wrong("background", "needs 'store', so that the client can ask for the answer later")
     if call.text is not None and call.text.verbosity not in (None, "medium"):
         raise wrong("text.verbosity", "is not served; leave it out, or give 'medium'")
     if len(call.metadata or ()) > _MAX_PAIRS:
