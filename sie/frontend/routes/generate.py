@@ -215,7 +215,7 @@ class TextRoutes:
             except Unavailable as error:
                 entry = process.models.reloaded(entry, error)
             finally:
-                run.give_up(ClientGone("nobody waits for the answer any more"))
+                run.give_up(ClientGone("the client no longer waits for the answer"))
 
     async def _read(self, exchange: Exchange, decode: Callable[..., _T]) -> _T:
         body = await self.read_body(exchange)

@@ -207,7 +207,7 @@ class _TensorReader:
     def _from_json(self, item: _InputHead, data: msgspec.Raw) -> bytes:
         if item.num_elements > self._max_values:
             raise BadRequest(
-                f"input '{item.name}' has {item.num_elements} elements as JSON, more than max_tensor_values "
+                f"input '{item.name}' has {item.num_elements} elements as JSON, over max_tensor_values "
                 f"({self._max_values}); send it as binary data"
             )
         if item.datatype == "BYTES" and _takes_images(item.name, self._rule):
