@@ -1,6 +1,6 @@
-"""The document at `/openapi.json`, built from the route table and from the rows that each API keeps in its `openapi.py`.
+"""Builds the document at `/openapi.json` from the route table and the rows in each API's `openapi.py`.
 
-A new API is one more module in `_APIS`.
+To add an API, add its module to `_APIS`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sie.frontend.openapi import schemas, server_operations
 Document = dict[str, Any]
 
 _APIS: Final = (native, cohere, server_operations, openai, anthropic, responses, kserve, trtis)
-"""Each has `OPERATIONS`, and may have `TAGS`, `ERRORS` and `CODE_WRITERS`. The document has their tags in this order."""
+"""Each has `OPERATIONS`, and may have `TAGS`, `ERRORS` and `CODE_WRITERS`. The tags have this order in the document."""
 
 
 def _collect(name: str) -> dict[str, Any]:
-    """Return what all APIs have in their dictionaries of this name."""
+    """Merge the dictionaries of this name of all APIs."""
     return {key: value for api in _APIS for key, value in getattr(api, name, {}).items()}
 
 
@@ -40,20 +40,20 @@ _TAGS: Final[dict[str, str]] = _collect("TAGS")
 _ERRORS: Final[dict[str, type[msgspec.Struct]]] = _collect("ERRORS")
 """The body of an error, by the route's envelope. The v1 tensor API has none."""
 _CODE_WRITERS: Final[dict[str, Callable[[str], str]]] = _collect("CODE_WRITERS")
-"""How an envelope writes one of our error codes. The others write it as it is."""
+"""Functions that write our error codes, by envelope. Other envelopes write the codes unchanged."""
 OPERATIONS: Final = [operation for api in _APIS for operation in api.OPERATIONS]
-"""What each API says of its routes. Tests check that no route is left out."""
+"""The rows of all APIs. Tests check that every route has one."""
 
 _ABOUT = """One engine, several wire dialects. A live feed of JSON frames is at `/ws/status` (a websocket).
 
 Inference routes read these headers: `X-SIE-Timeout-Ms` lowers the deadline of a request, `X-SIE-Machine-Profile` must
-match the server's, `X-SIE-Remote` may only be `forbid`, `traceparent` (W3C) is continued where tracing is on.
-A server may ask for an API key, as `Authorization: Bearer` or as `x-api-key`; a websocket takes it as the subprotocol
-`sie.bearer.KEY`, too. A wrong path is a 404 and a wrong method a 405, both with a text under `detail`."""
+match the server's, `X-SIE-Remote` may only be `forbid`, `traceparent` (W3C) is continued if tracing is on.
+A server may ask for an API key, in `Authorization: Bearer` or in `x-api-key`. A websocket also accepts it as the
+subprotocol `sie.bearer.KEY`. A wrong path is a 404 and a wrong method a 405, both with a text under `detail`."""
 
 _TRACE_HEADERS = {
-    "X-Trace-ID": "The request's trace, 32 hexadecimal digits; only where one is recorded.",
-    "traceparent": "The same as W3C Trace Context has it, with the span of the request.",
+    "X-Trace-ID": "The request's trace, 32 hexadecimal digits; only if the trace is recorded.",
+    "traceparent": "The trace and the request's span, as in W3C Trace Context.",
 }
 _TIMING_HEADERS = {
     "X-Queue-Time": "Milliseconds in a worker's queue.",
@@ -62,14 +62,12 @@ _TIMING_HEADERS = {
     "X-Total-Time": "Milliseconds from the request's headers to its answer.",
 }
 
-_CUT_HEADER = (
-    "The numbers of the items whose texts were longer than the model reads, from 0, as in `0,2`; only where some were."
-)
+_CUT_HEADER = "The indexes, from 0, of the items whose texts were truncated to the model's limit, such as `0,2`; absent if none were."
 
 
 @functools.lru_cache(maxsize=2)
 def document_json(table: RouteTable, limits: Limits) -> bytes:
-    """Return the document as JSON; limits are those that the server enforces."""
+    """Return the document as JSON; limits are the limits that the server enforces."""
     return msgspec.json.encode(document(table, limits))
 
 
@@ -91,14 +89,14 @@ def document(table: RouteTable, limits: Limits) -> Document:
 
 
 _SECURITY_SCHEMES = {
-    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, where the server asks for one."},
+    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, if the server asks for one."},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
 }
 _LICENSE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
 
 
 def _rows(table: RouteTable) -> dict[Route, Operation]:
-    """Return what is said of each route, in the order of the table. An operation without a method has a path of its own."""
+    """Return each route's row, in the order of the table. A row without a method is the only one of its path."""
     said = {(operation.template, operation.method): operation for operation in OPERATIONS}
     return {route: said.get((route.template, route.method)) or said[route.template, ""] for route in table}
 
@@ -134,7 +132,7 @@ def _operation(operation: Operation, route: Route, method: str) -> Document:
     is_open = route.need == "open"
     faults = {fault.status: fault for fault in (*(() if is_open else server_operations.ACCESS), *operation.faults)}
     responses |= {str(status): _fault(fault, route.envelope) for status, fault in faults.items()}
-    # The empty one: where the server has no keys, none is asked for.
+    # The empty entry, because a server without API keys asks for none.
     described["security"] = [] if is_open else [{}, *({name: []} for name in _SECURITY_SCHEMES)]
     described["responses"] = dict(sorted(responses.items()))
     return described
@@ -142,7 +140,7 @@ def _operation(operation: Operation, route: Route, method: str) -> Document:
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _PLACE_WORDS = {
-    "model": "Id of the model, which may hold slashes, as they are or as `%2F`; `id:profile` names a profile.",
+    "model": "Id of the model, which may hold slashes, plain or as `%2F`; `id:profile` names a profile.",
     "response_id": "Id of the response.",
 }
 

@@ -1,6 +1,6 @@
-"""Writes `/docs`: the OpenAPI document as one self-contained page, written here and not by a script in the browser.
+"""Writes `/docs`: the OpenAPI document as one self-contained page, rendered here and not by a script in the browser.
 
-The page's frame, style and the script behind "Send" are in `page.html`; everything from the document is escaped.
+`page.html` holds the page's frame, its style and the script of "Send". Everything from the document is escaped.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _fields(schema: _Json) -> str:
 
 
 def _kind(schema: _Json) -> str:
-    """Return a type in words, with a link to each named one."""
+    """Describe a type in words, with a link to each named type."""
     if "$ref" in schema:
         name = _text(_ref_name(schema))
         return f'<a href="#type-{name}">{name}</a>'
@@ -164,6 +164,6 @@ def _text(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Return a text in which what stands between backticks is code."""
+    """Return a text as HTML, with the parts between backticks as code."""
     parts = html.escape(text).split("`")
     return "".join(f"<code>{part}</code>" if index % 2 else part for index, part in enumerate(parts))

@@ -1,10 +1,9 @@
 """Writes the JSON schemas of the wire structs.
 
-msgspec writes them, from twins of the structs that it cannot describe itself.
-
-A twin has the fields of its struct. It differs where the decoder keeps bytes for a later look (`wire_types.TYPES`) and
-is always an object: what crosses processes as an array is an object on the wire. What each field means stands in
-`words.toml`.
+msgspec writes them, from twins of the structs that it cannot describe itself. A twin has the fields of its struct, with
+two differences. Fields that the decoder leaves as bytes get their real types (`wire_types.TYPES`). A twin is always an
+object, because structs that cross processes as arrays are objects on the wire. `words.toml` has the meaning of each
+field.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from sie.frontend.openapi.wire_types import TYPES, bounds
 Schema = dict[str, Any]
 REF = "#/components/schemas/{name}"
 _SHARED_WORDS = "Options"
-"""The section of `words.toml` for fields that several kinds of options have."""
+"""The section of `words.toml` for the fields that several option structs share."""
 
 
 def components(structs: Iterable[type[msgspec.Struct]], limits: Limits) -> dict[str, Schema]:
-    """Return the schema of each struct, and of those that they hold, by name."""
+    """Return the schema of each struct and of the structs in it, by name."""
     twins: dict[type, Any] = {}
     _, schemas = msgspec.json.schema_components([_twin(struct, twins) for struct in structs], ref_template=REF)
     words = read_words()
@@ -47,7 +46,7 @@ def ref(struct: type[msgspec.Struct]) -> Schema:
 
 @functools.cache
 def read_words() -> Mapping[str, Mapping[str, str]]:
-    """Return what each field means, by struct and field; the entry `_` is the struct itself."""
+    """Return the meaning of each field, by struct and field; the entry `_` is the struct itself."""
     return tomllib.loads(resources.files(__package__ or __name__).joinpath("words.toml").read_text(encoding="utf-8"))
 
 
@@ -67,7 +66,7 @@ def _twin(struct: type[msgspec.Struct], twins: dict[type, Any]) -> Any:
 
 
 def _with_twins(annotation: Any, twins: dict[type, Any]) -> Any:
-    """Return a type in which every struct is replaced by its twin."""
+    """Return a type with every struct replaced by its twin."""
     found: Any = annotation
     if isinstance(found, type) and issubclass(found, msgspec.Struct):
         return _twin(found, twins)
@@ -95,6 +94,6 @@ def _describe(name: str, schema: Schema, words: Mapping[str, Mapping[str, str]])
 
 
 def _array_of(schema: Schema) -> Schema:
-    """Return the part of a field's schema that speaks of arrays."""
+    """Return the part of a field's schema that describes arrays."""
     parts: list[Schema] = [schema, *schema.get("anyOf", ())]
     return next(part for part in parts if part.get("type") == "array")

@@ -1,7 +1,7 @@
-"""Adds to the schemas what the decoders' own types leave out: the types, bounds and meanings of fields judged later.
+"""Adds types and bounds to the schemas for fields that are checked after decoding.
 
-A decoder takes `options` as raw bytes and `output_dtype` as any text, and the request is judged against its model
-afterwards; here stands what that judgement takes. Sources: SIE API reference, sections 5 to 11.
+A decoder accepts `options` as raw bytes and `output_dtype` as any text, and the request is checked against its model
+afterwards. This module lists the values that this check accepts. Sources: SIE API reference, sections 5 to 11.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Inputs = Annotated[
         }
     ),
 ]
-"""A union of msgspec may hold one kind of list only."""
+"""A union of msgspec may hold only one kind of list."""
 _Weight = Annotated[float, Meta(ge=0, le=1e6)]
 
 _PROFILE: Final[dict[str, Any]] = {
@@ -93,11 +93,11 @@ TYPES: Final[dict[tuple[str, str], Any]] = {
     ("EmbeddingsBody", "input"): _Inputs,
     ("Item", "metadata"): dict[str, Any] | None,
 }
-"""By the names of a struct and its field: the type to show in place of the decoder's."""
+"""The type to show instead of the decoder's, by the names of a struct and its field."""
 
 
 def bounds(limits: Limits) -> dict[tuple[str, str], dict[str, int]]:
-    """Return what settings allow, by the names of a struct and its field, in the words of JSON Schema."""
+    """Return the limits of the settings as JSON Schema keywords, by the names of a struct and its field."""
     return {
         ("EncodeBody", "items"): {"minItems": 1, "maxItems": limits.max_items},
         ("ScoreBody", "items"): {"minItems": 1, "maxItems": limits.max_candidates},

@@ -26,7 +26,7 @@ _MAPS: Final = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
 """The first bytes of a map in msgpack; no JSON begins with one of them."""
 _PACKED_LABELS: Final = frozenset({"encode", "score", "extract"})
 _DEFAULT_OUTPUTS: Final = {"embeddings": "dense", "score": "score"}
-"""What a label's default model must give; all others generate."""
+"""The output that a label's default model must have; models of other labels generate."""
 
 
 class _Named(msgspec.Struct):
@@ -39,7 +39,7 @@ _decode_named = msgspec.json.Decoder(_Named).decode
 async def decode_body(
     exchange: Exchange, pool: ThreadPoolExecutor, models: ModelTable, decode: Callable[..., _T], body: bytes, *args: Any
 ) -> _T:
-    """Return decode(body, *args), in a thread of the pool for a large body. Raises what decode raises, with a hint.
+    """Return decode(body, *args), in a thread of the pool for a large body. Raises the errors of decode, with a hint.
 
     A refusal is counted for the model that the body names.
     """

@@ -20,7 +20,7 @@ from sie.frontend.http.routes import Route
 from sie.values.errors import BadRequest, NotFound, SieError
 
 _ASKED_AGAIN: Final = frozenset({"openai", "models", "text", "anthropic"})
-"""The envelopes of routes whose clients repeat every request that ended in a 5xx, unless a header tells them not to."""
+"""The envelopes of routes whose clients retry every request that ended in a 5xx, unless a header tells them not to."""
 _MAX_SHOWN: Final = 200
 _ASK_NO_MORE: Final = ("x-should-retry", "false")
 _OPENAI_TREE: Final = frozenset(

@@ -211,7 +211,7 @@ class TextRoutes:
             except Unavailable as error:
                 entry = process.models.reloaded(entry, error)
             finally:
-                run.give_up(ClientGone("nobody waits for the answer any more"))
+                run.give_up(ClientGone("the client no longer waits for the answer"))
 
     async def _read(self, exchange: Exchange, decode: Callable[..., _T], *told: Any, waits: bool = True) -> _T:
         """Read and decode the body, and let go of it. told is what decode needs instead of the content type."""

@@ -250,7 +250,7 @@ class KServe:
     async def reload_config(self, exchange: Exchange) -> Response:
         """Answer `POST /v1/config/reload`: read the repositories again. The status is 201 if anything was reloaded.
 
-        A failure to load is a 400 with its reason; what could be loaded is loaded all the same.
+        A failure to load is a 400 with its reason. The other models are loaded nevertheless.
         """
         exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
         has_changed = await self.tensors.repository.reload(exchange.deadline_ns)

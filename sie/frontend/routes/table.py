@@ -151,5 +151,5 @@ def find_route(path: str, known: Container[str]) -> Match | None:
 
 
 def is_unknown_action(route: Route, model: str, known: Container[str]) -> bool:
-    """Return whether a path of KServe goes on behind a model's name with an unknown action."""
+    """Return whether a path of KServe has an unknown action after a model's name."""
     return route.template == _MODEL and "/" in model and model not in known

@@ -1,1 +1,1 @@
-"""Tensor requests of both tensor APIs: models, checks, images and replies."""
+"""Serves the tensor requests of both tensor APIs: models, checks, images and replies."""

@@ -1,7 +1,7 @@
-"""Decides whether a tensor request fits its model, before anything is copied for it. Pure; for every tensor dialect.
+"""Checks whether a tensor request fits its model, before any of its data is copied. Pure; used by every tensor dialect.
 
-No number that a client declares is trusted: sizes are computed without overflow and compared with the bytes that are
-there. Messages are those of Triton where it has one. Source: KServe v2 sheet, sections 5 to 8.
+Must not trust sizes that a client declares: they are computed without overflow and compared with the bytes received.
+Error texts are those of Triton, if it has one. Source: KServe v2 sheet, sections 5 to 8.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STUB_INPUT: Final = re.compile(r"INPUT[0-9]{1,2}")
 
 
 def check_request(rule: TensorRule, request: TensorRequest, max_strings: int) -> None:
-    """Raise BadRequest unless a model of this rule can be asked this; max_strings bounds its BYTES elements together."""
+    """Raise BadRequest unless a request fits this model; max_strings limits the total number of its BYTES elements."""
     inputs = request.inputs
     _check_names(rule, inputs)
     specs = {spec.name: spec for spec in rule.inputs}
@@ -68,7 +68,7 @@ def check_datatype(name: str, datatype: str) -> None:
 
 
 def check_dimensions(name: str, shape: Sequence[int]) -> None:
-    """Raise BadRequest for a shape that no tensor has."""
+    """Raise BadRequest for an impossible shape."""
     if len(shape) > MAX_RANK:
         raise BadRequest(f"input '{name}' has {len(shape)} dimensions, the most are {MAX_RANK}")
     if any(not 0 <= size <= _MAX_SIZE for size in shape):
@@ -85,7 +85,7 @@ def _check_shape(rule: TensorRule, spec: TensorSpec, shape: Sequence[int]) -> No
 
 
 def _check_batch(rule: TensorRule, inputs: Sequence[Tensor]) -> None:
-    """The shapes have been checked, so that every input has a first dimension."""
+    """Check the batch size. The shapes are already checked, so every input has a first dimension."""
     batch = inputs[0].shape[0]
     for tensor in inputs:
         if tensor.shape[0] != batch:
@@ -97,7 +97,7 @@ def _check_batch(rule: TensorRule, inputs: Sequence[Tensor]) -> None:
 
 
 def check_data(model: str, tensor: Tensor, max_strings: int) -> int:
-    """Raise BadRequest unless a tensor's bytes are as many as its shape says; return its BYTES elements."""
+    """Raise BadRequest unless a tensor has as many bytes as its shape says. Return the number of its BYTES elements."""
     count = prod(tensor.shape)
     if tensor.datatype == "BYTES":
         return _check_elements(model, tensor, count, max_strings)
@@ -116,7 +116,7 @@ def _check_elements(model: str, tensor: Tensor, count: int, max_strings: int) ->
             f"input '{tensor.name}' has {count} string elements, over max_tensor_strings; split the request"
         )
     try:
-        # One more than wanted is enough to know that there are too many.
+        # Finding one element more than expected is enough to know that there are too many.
         found = sum(1 for _ in itertools.islice(element_bounds(tensor.data), min(count, max_strings) + 1))
     except FramingError as error:
         raise BadRequest(

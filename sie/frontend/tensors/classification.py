@@ -18,7 +18,7 @@ _UNRANKED: Final = frozenset({"BYTES", "BOOL", "FP16", "BF16"})
 
 
 class RankedClass(NamedTuple):
-    """One element of an output, flattened: its position, value (int or float), and the label of that position, if it has one."""
+    """One element of a flattened output: its position, its value (int or float), and the position's label, if any."""
 
     position: int
     value: Any
@@ -26,7 +26,7 @@ class RankedClass(NamedTuple):
 
 
 def spec_of(output: Tensor, rule: TensorRule) -> TensorSpec:
-    """Return what a model's rule says of an output; of one that is in no rule, a stub's, what it is itself."""
+    """Return the spec of an output in a model's rule. An output without one, from a stub, gives its own spec."""
     for spec in rule.outputs:
         if spec.name == output.name:
             return spec
@@ -34,9 +34,9 @@ def spec_of(output: Tensor, rule: TensorRule) -> TensorSpec:
 
 
 def rank_classes(output: Tensor, spec: TensorSpec, num_classes: int, *, is_batched: bool) -> list[list[RankedClass]]:
-    """Return for each batch item its num_classes largest elements, largest first; equal ones in their order.
+    """Return the num_classes largest elements of each batch item, largest first; equal ones keep their order.
 
-    Fewer when an item has no more. Raises BadRequest for a datatype that has no order here.
+    An item with fewer elements returns all of them. Raises BadRequest for a datatype that cannot be ordered.
     """
     if output.datatype in _UNRANKED:
         raise BadRequest(
@@ -49,7 +49,7 @@ def rank_classes(output: Tensor, spec: TensorSpec, num_classes: int, *, is_batch
 
 
 def _best(row: NDArray[Any], num_classes: int, labels: tuple[str, ...]) -> list[RankedClass]:
-    # Reversed twice, so that a stable sort keeps equal elements in their order.
+    # Reversed twice, so that the stable sort keeps the order of equal elements.
     order = (len(row) - 1 - np.argsort(row[::-1], kind="stable"))[::-1][:num_classes]
     return [RankedClass(int(i), row[i].item(), labels[i] if i < len(labels) else "") for i in order]
 

@@ -1,8 +1,9 @@
-"""Takes encoded images as inputs of tensor models: decides which inputs take them, and makes the tensors.
+"""Accepts encoded images as inputs of tensor models: decides which inputs take them, and makes the tensors.
 
-An input with the shape of an image takes, beside its own datatype, BYTES of shape [n]: n files, each decoded, resized to
-the model's height and width, and cast. Colours are BGR unless the model's configuration says otherwise; values 0 to 255.
-Source: OpenVINO Model Server, binary encoded image input; KServe v2 sheet, section 6. Slow, so done on threads.
+An input with the shape of an image also accepts BYTES of shape [n], beside its own datatype. Each of the n files is
+decoded, resized to the model's height and width, and cast. Colours are BGR unless the model's configuration says
+otherwise. Values are 0 to 255. Decoding is slow, so threads do it.
+Source: OpenVINO Model Server, binary encoded image input; KServe v2 sheet, section 6.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from sie.values.tensor import DATATYPES, ITEM_BYTES, Tensor, TensorRequest, Tens
 
 _CHANNELS: Final = {"L": 1, "RGB": 3, "RGBA": 4}
 _MODES: Final = {"1": "L", "P": "RGB", "PA": "RGBA", "LA": "RGBA", "La": "RGBA", "RGBa": "RGBA", "RGBX": "RGB"}
-"""What a mode of Pillow's is read as; one that is neither here nor in _CHANNELS has three colours of another kind."""
+"""The mode to which an image of a Pillow mode is converted. Modes that are neither here nor in _CHANNELS become RGB."""
 
 
 class TensorImages:
-    """Turns the encoded images of tensor requests into tensors, on the threads that read images."""
+    """Turns the encoded images of tensor requests into tensors, on the image threads."""
 
     def __init__(self, images: ImageReader, limits: Callable[[], Limits]) -> None:
-        """Limits returns those in force."""
+        """Limits returns the present limits."""
         self._images = images
         self._limits = limits
 
     async def decoded(self, rule: TensorRule, request: TensorRequest, deadline_ns: int) -> TensorRequest:
-        """Return the request with tensors in place of encoded images; the same one where it has none.
+        """Return the request with tensors instead of encoded images, or the same request if it has none.
 
-        Raises BadRequest for what is no image of the model's kind, Overloaded when too many wait, DeadlineExceeded.
+        Raises BadRequest for data that is not an image for this model, Overloaded if too many wait, DeadlineExceeded.
         """
         if not any(tensor.datatype == "BYTES" for tensor in request.inputs):
             return request
@@ -103,14 +104,14 @@ def _path(name: str, index: int) -> str:
 
 
 class _Opened(NamedTuple):
-    """An image of which only the header was read, and how it is to be read."""
+    """An image whose header alone was read, and the mode to decode it in."""
 
     image: Image.Image
     mode: str
 
 
 class _Batch:
-    """The images of one input on their way. `open` comes first; then `decode` runs on several threads."""
+    """The images of one input while they are decoded. `open` runs first; then `decode` runs on several threads."""
 
     def __init__(self, spec: TensorSpec, form: ImageForm, colors: str, limits: Limits, deadline_ns: int) -> None:
         self._spec = spec
@@ -121,10 +122,10 @@ class _Batch:
         self._opened: list[_Opened] = []
         self._has_failed = False
         self.pixels: NDArray[Any] = np.empty(0, np.uint8)
-        """In the model's layout and type; BF16 its bits."""
+        """Pixels in the model's layout and type; for BF16, its bits."""
 
     def open(self, files: Sequence[memoryview]) -> SieError | None:
-        """Read all headers and make room; return what is wrong."""
+        """Read all headers and allocate the pixels. Return the error, or None."""
         try:
             self._open(files)
         except SieError as error:
@@ -164,7 +165,7 @@ class _Batch:
         self.pixels = np.empty(shape, DATATYPES[spec.datatype])
 
     def decode(self, index: int) -> SieError | None:
-        """Write one image to its place; return what is wrong. Does nothing once another one was wrong."""
+        """Decode one image to its place. Return the error, or None. Does nothing after another image has failed."""
         if self._has_failed:
             return None
         try:
@@ -182,13 +183,13 @@ class _Batch:
         try:
             image = _as_mode(opened.image, opened.mode)
             rows = np.asarray(_resized(image, size))
-        except Exception:  # each decoder fails in its own way on damaged data
+        except Exception:  # decoders raise different exceptions for damaged data
             raise BadRequest(f"image data is not a decodable image - at `{_path(self._spec.name, index)}`") from None
         rows = rows.reshape(*rows.shape[:2], -1)
         if self._is_bgr and rows.shape[2] >= 3:
             rows = rows[..., [2, 1, 0, *range(3, rows.shape[2])]]
         own = rows if self._form.is_channels_last else np.moveaxis(rows, 2, 0)
-        if self._spec.datatype == "BF16":  # a float of 0 to 255 has its value in its upper half alone
+        if self._spec.datatype == "BF16":  # a float from 0 to 255 needs only its upper 16 bits
             self.pixels[index] = own.astype(np.float32).view(np.uint32) >> 16
         elif self._spec.datatype == "INT8":
             self.pixels[index] = np.minimum(own, 127)
@@ -201,7 +202,7 @@ class _Batch:
 
 
 def _mode_of(image: Image.Image) -> str:
-    """Return the mode that an image is read as: one channel, three, or four with its transparency."""
+    """Return the mode to decode an image in: one channel, three, or four with transparency."""
     if image.mode.startswith("I;16"):
         return "L"
     if image.mode == "P" and "transparency" in image.info:
@@ -218,10 +219,11 @@ def _as_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Return an image of (width, height), negative: its own; bilinear between the pixels around each point, no more.
+    """Return an image resized to (width, height), bilinear; a negative size keeps the image's own.
 
-    So that models see what OpenVINO Model Server shows them, whose filter takes no average where an image is made
-    smaller. A channel at a time where there is transparency, which must not weigh the colours.
+    The filter reads only the pixels around each point, and does not average when it makes an image smaller. So models
+    see the same pixels as in OpenVINO Model Server. An image with transparency is resized one channel at a time, because
+    transparency must not weight the colours.
     """
     width, height = (own if wanted < 0 else wanted for wanted, own in zip(size, image.size, strict=True))
     if (width, height) == image.size:

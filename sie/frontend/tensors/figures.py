@@ -14,7 +14,7 @@ _ENDPOINT = "infer"
 
 
 def read_figures(pages: Iterable[CounterPage], entries: Sequence[ModelEntry]) -> dict[tuple[str, str], Figures]:
-    """Return what each version has done since the server started, by (name, version)."""
+    """Return each version's statistics since the server started, by (name, version)."""
     merged = merge(pages)
     return {(rule.name, rule.version): _figures(merged, entry) for entry in entries if (rule := entry.card.tensor)}
 

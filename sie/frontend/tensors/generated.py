@@ -1,7 +1,7 @@
 """Serves tensor requests to models that generate: `text_input` and parameters in, the whole text in `text_output`.
 
-What they run is what `/v2/models/{model}/generate` runs, and the parameters are the same. It imports a template engine, so
-it is imported by the first such request.
+They run the same way as on `/v2/models/{model}/generate`, with the same parameters. This module imports a template
+engine, so only the first such request imports it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ async def generate_tensor(
     deadline_ns: int,
     watch: Callable[[Pending], None] | None,
 ) -> HeldReply:
-    """Return the text that follows `text`, as a reply whose output nobody else holds.
+    """Return the text generated after `text`, as a reply that owns its output.
 
-    Raises BadRequest for a parameter at fault, and as `Generator.start` and `Run.whole` do.
+    Raises BadRequest for a wrong parameter, and as `Generator.start` and `Run.whole` do.
     """
     given = read_parameters(request.parameters)
     run = await generator.start(
@@ -56,7 +56,7 @@ async def generate_tensor(
                 watch(pending)
         reply = await run.whole()
     finally:
-        run.give_up(ClientGone("nobody waits for the answer any more"))
+        run.give_up(ClientGone("the client no longer waits for the answer"))
     written = "".join(run.prompts) + reply.choices[0].text
     output = Tensor("text_output", "BYTES", (1,), memoryview(frame_elements([written.encode()])))
     return HeldReply(TensorReply(model=entry.card.id, outputs=[output], timing=run.timing(began_ns)))
@@ -67,7 +67,7 @@ _DEFAULT_MAX_TOKENS: Final = 16
 
 
 class GenerateParameters(SamplingNumbers, kw_only=True):
-    """How a text is generated. None: not given."""
+    """The parameters of text generation. None means not given."""
 
     stream: bool | None = None
     max_tokens: Count | None = None
@@ -76,23 +76,23 @@ class GenerateParameters(SamplingNumbers, kw_only=True):
 
 
 def read_parameters(parameters: Mapping[str, Any] | None) -> GenerateParameters:
-    """Return what a request's parameters say. Raises BadRequest for a wrong type or name."""
+    """Return the generation parameters of a request. Raises BadRequest for a wrong type or name."""
     given = parameters or {}
     checked_parameters({name: value for name, value in given.items() if name != "stop"}, own=(EMPTY_FINAL_RESPONSE,))
     try:
-        # Not strictly: gRPC has parameters for texts and whole numbers, so that a client sends a temperature as a text.
+        # Not strict: gRPC parameters may be texts or whole numbers, so a client sends a temperature as a text.
         return msgspec.convert(given, GenerateParameters, strict=False)
     except msgspec.ValidationError as error:
         raise BadRequest(str(error).replace("`$.", "`$.parameters.")) from None
 
 
 def text_request(texts: list[str], given: GenerateParameters, *, is_stream: bool) -> GenerateRequest:
-    """Return the request for what follows texts; its model is the caller's to name.
+    """Return the request to generate text after these texts. The caller sets its model.
 
-    Raises BadRequest for one that asks for many answers where there is one.
+    Raises BadRequest if it asks for several answers on a route that gives one.
     """
     if given.stream and not is_stream:
-        raise BadRequest("parameter 'stream' is true, and there is one answer; /generate_stream has many")
+        raise BadRequest("parameter 'stream' is true, but this route gives one answer; use /generate_stream")
     request = GenerateRequest(
         model="",
         texts=texts,

@@ -1,4 +1,4 @@
-"""Holds a tensor reply while its outputs are read: they are views of memory that the worker gets back."""
+"""Holds a tensor reply while its outputs are read. They are views of an extent, which the worker then gets back."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from sie.values.tensor import TensorReply
 
 
 class HeldReply:
-    """A reply, handed out by `with` for as long as the block lasts. Without raw, its outputs are views of nobody's memory."""
+    """A reply whose outputs are valid inside a `with` block. Without raw, the outputs do not use a worker's extent."""
 
     __slots__ = ("_raw", "_reply")
 
     def __init__(self, reply: TensorReply, raw: Reply | None = None) -> None:
-        """Take over raw."""
+        """Take ownership of raw."""
         self._reply = reply
         self._raw = raw
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its outputs."""
+        """The size of its outputs in bytes."""
         return sum([len(output.data) for output in self._reply.outputs])
 
     def __enter__(self) -> TensorReply:

@@ -7,13 +7,13 @@ from typing import Final, NamedTuple
 from sie.values.tensor import TensorSpec
 
 _CHANNELS: Final = (3, 1, 4)
-"""What a size that is one of these is taken for, the likeliest first."""
+"""Sizes that are probably the number of channels, the most likely first."""
 _NOT_PIXELS: Final = frozenset(("BYTES", "BOOL"))
 IMAGE_RANK: Final = 4
 
 
 class ImageForm(NamedTuple):
-    """What images of an input look like; -1: any size."""
+    """The form of an input's images; -1 means any size."""
 
     is_channels_last: bool
     height: int
@@ -22,10 +22,10 @@ class ImageForm(NamedTuple):
 
 
 def image_form(spec: TensorSpec) -> ImageForm | None:
-    """Return how an input takes images, None for one that does not.
+    """Return the form of an input's images, or None if it takes none.
 
-    It has four dimensions, the images' number first. Its configuration says where the channels are (`input.format`);
-    without that they are in the one place that has 3, else 1, else 4.
+    An image input has four dimensions, first the number of images. `input.format` of its configuration says where the
+    channels are. Otherwise they are the second or the last axis: the only one of size 3, or else 1, or else 4.
     """
     if len(spec.shape) != IMAGE_RANK or spec.datatype in _NOT_PIXELS:
         return None

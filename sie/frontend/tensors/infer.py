@@ -35,19 +35,19 @@ from sie.values.tensor import Tensor, TensorReply, TensorRequest, TensorRule
 _encode_task: Final = msgspec.msgpack.Encoder().encode
 _decoder: Final = msgspec.msgpack.Decoder(TensorReplyHeader)
 _TOKEN_BYTES: Final = 1024
-"""Input bytes that the queue counts as a token, before it is known what they take."""
+"""Input bytes that the queue counts as one token, before the real cost is known."""
 _LONG_BYTES: Final = 1 << 20
-"""From here the elements of BYTES tensors are counted on a thread, and tensors copied in pieces."""
+"""From this size, a thread counts the elements of BYTES tensors, and tensors are copied in pieces."""
 _TIMES: Final = struct.Struct("<3q")
 _MAX_PLANS: Final = 1024
-_MAX_KEPT_TENSORS: Final = 64
-_MAX_KEPT_NAMES: Final = 4096
-_MAX_KEPT_HEADER_BYTES: Final = 2048
+_MAX_CACHED_TENSORS: Final = 64
+_MAX_CACHED_NAMES: Final = 4096
+_MAX_CACHED_HEADER_BYTES: Final = 2048
 T = TypeVar("T")
 
 
 class Tensors:
-    """What the tensor dialects share: the models by name, those who manage them, and the engine."""
+    """Serves tensor requests. The tensor dialects share it: the models by name, their management, and the engine."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class Tensors:
         self, request: TensorRequest, *, began_ns: int, deadline_ns: int, owner: str,
         watch: Callable[[Pending], None] | None = None,
     ) -> HeldReply:  # fmt: skip
-        """Run a request; `with` the answer, its outputs are there for as long as the block lasts.
+        """Run a request and return its reply; the outputs are valid inside a `with` block of it.
 
-        began_ns is when the request's headers were read; deadline_ns is lowered by the request's own timeout. watch is
-        told of the work, to give it up when its client leaves. owner is whose key it came with; texts that are generated
-        share what is cached under one owner alone. Raises BadRequest for what does not fit
-        the model, NotFound, Unavailable or ModelLoadFailed for a model that is not served, and what the engine raises.
+        began_ns is when the request's headers were read. The request's own timeout may lower deadline_ns. watch gets the
+        pending work, to give it up when the client leaves. owner is the owner of the request's API key; text generation
+        shares cached prefixes only within one owner. Raises BadRequest if the request does not fit the model; NotFound,
+        Unavailable or ModelLoadFailed if the model is not served; and the engine's errors.
         """
         entry = self.serving(request.model)
         rule = entry.card.tensor
@@ -104,7 +104,7 @@ class Tensors:
         return hold(raw, request.model, began_ns, prepared_ns)
 
     def plain_plan_of(self, entry: ModelEntry, request: TensorRequest) -> Plan | None:
-        """Return the plan of a request of a known form with which nothing is left to do but `start`; None for any other."""
+        """Return the cached plan of a request that only needs `start`, or None."""
         rule = entry.card.tensor
         plan = self._plan_of(rule, request) if rule is not None else None
         return plan if plan is not None and plan.is_plain else None
@@ -115,9 +115,9 @@ class Tensors:
         return self._engine.submit_parts(plan.layout, parts, plan.cost, deadline_ns)
 
     async def serve(self, name: str, version: str, deadline_ns: int, run: Callable[[ModelEntry], Awaitable[T]]) -> T:
-        """Return what `run` makes of a version of a model; empty: the newest. Asks again where that was just reloaded.
+        """Return the result of `run` with a version of a model (empty: the newest). Retries after a reload.
 
-        Raises what `wait_serving` and run raise.
+        Raises the errors of `wait_serving` and run.
         """
         entry = self.try_serving(name, version) or await self.wait_serving(name, version, deadline_ns)
         while True:
@@ -127,9 +127,9 @@ class Tensors:
                 entry = await self.after(entry, error, name, version, deadline_ns)
 
     async def wait_serving(self, name: str, version: str, deadline_ns: int) -> ModelEntry:
-        """Return the entry of a version that takes requests, one that is loaded anew as soon as it is there.
+        """Return the entry of a version that takes requests. Waits for a version that is being reloaded.
 
-        Raises as `serving`, and Unavailable for one that is still on its way at the deadline.
+        Raises as `serving`, and Unavailable if the version is still loading at the deadline.
         """
         while True:
             changed = self._models.changed
@@ -140,7 +140,7 @@ class Tensors:
                 raise Unavailable(f"Model '{name}' is loading", retry_after_s=self._models.loading_retry_after_s)
 
     def try_serving(self, name: str, version: str) -> ModelEntry | None:
-        """Return the entry of a version that takes requests, None for one that is loaded anew. Raises as `serving`."""
+        """Return the entry of a version that takes requests, or None while it is reloaded. Raises as `serving`."""
         entry = self.table.resolve(name, version)
         if is_servable(entry) or not entry.reloading:
             return self.serving(entry.card.id)
@@ -149,12 +149,12 @@ class Tensors:
     async def after(
         self, entry: ModelEntry, error: Unavailable, name: str, version: str, deadline_ns: int
     ) -> ModelEntry:
-        """Return where to ask after a model that was gone when a request reached it; else raise the error."""
+        """Return the entry to retry with, if a reload unloaded the model before the request ran. Raise other errors."""
         if error.code != "MODEL_NOT_LOADED":
             raise error
         now = self.table.resolve(name, version)
         if now is entry and not await _is_set_by(self._models.changed, deadline_ns):
-            raise error  # nobody has said yet that it is gone, or that it is back
+            raise error  # the model table has not yet changed, so no reload is known
         now = self.table.resolve(name, version)
         if not (now.reloading or is_servable(now)):
             raise error
@@ -163,8 +163,8 @@ class Tensors:
     def serving(self, model: str) -> ModelEntry:
         """Return the entry of a hosted tensor model that takes requests now.
 
-        Raises NotFound, Unavailable for one that loads or goes, ModelLoadFailed. One that is not a repository's begins
-        to load.
+        Raises NotFound, ModelLoadFailed, or Unavailable while the model loads or unloads. This starts the load of a
+        model that does not come from a repository.
         """
         entry = self.table.hosted(model)
         if entry is None or entry.card.tensor is None:
@@ -175,12 +175,12 @@ class Tensors:
         raise _refusal(entry, entry.card.tensor, self._models.loading_retry_after_s)
 
     def _plan_of(self, rule: TensorRule, request: TensorRequest) -> Plan | None:
-        """Return what is known of requests of this form; None for a form that was not seen lately."""
+        """Return the cached plan of this request's form, or None."""
         plan = self._plans.get(_form_of(rule, request))
         return plan if plan is not None and plan.rule is rule else None
 
     async def _check(self, rule: TensorRule, request: TensorRequest) -> None:
-        """Check here and now, or on a thread when counting strings would keep the event loop too long."""
+        """Check a request, on a thread if counting its strings would block the event loop too long."""
         max_strings = self._texts.limits().max_tensor_strings
         string_bytes = sum(len(tensor.data) for tensor in request.inputs if tensor.datatype == "BYTES")
         if string_bytes < _LONG_BYTES:
@@ -190,7 +190,7 @@ class Tensors:
             await loop.run_in_executor(self._pool, check_request, rule, request, max_strings)
 
     def _learn(self, rule: TensorRule, request: TensorRequest) -> Plan:
-        """Return what requests of a form that was checked have in common, and keep it for the next one."""
+        """Return the plan of a checked request, and cache it for requests of the same form."""
         plan, form = _plan(rule, request), _form_of(rule, request)
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
@@ -207,37 +207,37 @@ class Tensors:
 
 
 class Plan(NamedTuple):
-    """What requests of one form have in common once one of them was checked: they differ in their elements alone."""
+    """The checked and prepared part of a request. Requests of one form, which differ only in their elements, share it."""
 
     rule: TensorRule
     header: WorkHeader
     layout: RequestLayout
     cost: int
     has_strings: bool
-    """Whether the elements, too, are to be checked."""
+    """Whether the elements must be checked, too."""
     is_plain: bool
-    """Whether nothing is left to do but to submit it, here and now."""
+    """Whether the request can be submitted at once, without other work."""
 
 
 _Form = tuple[str, tuple[str, ...], tuple[tuple[str, str, tuple[int, ...], int], ...], tuple[int, int]]
 
 
 def _form_of(rule: TensorRule, request: TensorRequest) -> _Form:
-    """Return all that says whether a request fits its model and how it is queued, but for the elements of BYTES tensors."""
+    """Return the form of a request: all that decides its checks and queueing, except the elements of BYTES tensors."""
     inputs = tuple([(tensor.name, tensor.datatype, tensor.shape, len(tensor.data)) for tensor in request.inputs])
     return request.model, request.outputs, inputs, _queueing_of(rule, request)
 
 
 def _queueing_of(rule: TensorRule, request: TensorRequest) -> tuple[int, int]:
-    """Return priority and timeout (us); what no queue of this model looks at is 0, so that equal requests have one task."""
+    """Return priority and timeout (us). Values that the model's queue ignores are 0, so that equal requests share a plan."""
     priority = _priority_of(rule, request.priority) if rule.num_priorities else 0
     return priority, request.timeout_us if rule.queue_policies else 0
 
 
 def _is_short(form: _Form) -> bool:
-    """Whether a form may be kept: the names in it are its client's."""
+    """Tell whether a form is small enough to cache, because its names come from the client."""
     _, outputs, inputs, _ = form
-    return len(inputs) + len(outputs) <= _MAX_KEPT_TENSORS and sum(map(len, outputs)) <= _MAX_KEPT_NAMES
+    return len(inputs) + len(outputs) <= _MAX_CACHED_TENSORS and sum(map(len, outputs)) <= _MAX_CACHED_NAMES
 
 
 def _plan(rule: TensorRule, request: TensorRequest) -> Plan:
@@ -252,14 +252,14 @@ def _plan(rule: TensorRule, request: TensorRequest) -> Plan:
 
 
 def deadline_of(rule: TensorRule, request: TensorRequest, began_ns: int, deadline_ns: int) -> int:
-    """Return a request's deadline, which its own timeout may lower, unless that is for its model's queue to look at."""
+    """Return a request's deadline. Its own timeout lowers it, unless the model's queue handles the timeout."""
     if request.timeout_us > 0 and not rule.queue_policies:
         return min(deadline_ns, began_ns + request.timeout_us * 1000)
     return deadline_ns
 
 
 async def _is_set_by(event: asyncio.Event, deadline_ns: int) -> bool:
-    """Wait for an event; False when the deadline came first."""
+    """Wait for an event. Return False if the deadline passes first."""
     left_s = (deadline_ns - time.monotonic_ns()) / 1e9
     if left_s <= 0:
         return False
@@ -272,12 +272,12 @@ async def _is_set_by(event: asyncio.Event, deadline_ns: int) -> bool:
 
 
 def _distinct(outputs: Iterable[str]) -> tuple[str, ...]:
-    """Return names once each: an output that is asked for twice is given once."""
+    """Return each name once, because an output that is requested twice is returned once."""
     return tuple(dict.fromkeys(outputs))
 
 
 def _priority_of(rule: TensorRule, wanted: int) -> int:
-    """Return the priority that a request has; one that the model has not, 0 among them, is its default."""
+    """Return a request's priority. A priority that the model does not have, such as 0, becomes its default."""
     return wanted if 1 <= wanted <= rule.num_priorities else rule.default_priority
 
 
@@ -293,7 +293,7 @@ def _refusal(entry: ModelEntry, rule: TensorRule, retry_after_s: int) -> Excepti
 
 
 def hold(raw: Reply, model: str, began_ns: int, prepared_ns: int) -> HeldReply:
-    """Return a reply's tensors, to be read within a `with`. Raises as `read_tensors` does, having let the reply go."""
+    """Return a reply's tensors, to be read in a `with` block. Releases the reply if it raises, as `read_tensors` does."""
     try:
         return HeldReply(read_tensors(raw, model, began_ns, prepared_ns), raw)
     except BaseException:
@@ -302,13 +302,13 @@ def hold(raw: Reply, model: str, began_ns: int, prepared_ns: int) -> HeldReply:
 
 
 def read_tensors(reply: Reply, model: str, began_ns: int, prepared_ns: int) -> TensorReply:
-    """Return a reply's tensors, views of its extent, and its times. Raises Internal when the layout is not kept.
+    """Return a reply's tensors, which are views of its extent, and its times. Raises Internal if the layout is wrong.
 
-    prepared_ns is what its inputs took before they were tensors; it stands where texts have their tokenisation.
+    prepared_ns is the time that turning its inputs into tensors took. It is reported as tokenization time.
     """
     try:
         header, payload = split_extent(reply.view)
-        layout = (_reply_layout if len(header) <= _MAX_KEPT_HEADER_BYTES else _reply_layout.__wrapped__)(header)
+        layout = (_reply_layout if len(header) <= _MAX_CACHED_HEADER_BYTES else _reply_layout.__wrapped__)(header)
         if layout.nbytes > len(payload):
             raise ProtocolError("tensors that lie outside their extent")
         times = _TIMES.unpack_from(payload, layout.times_offset)
@@ -319,7 +319,7 @@ def read_tensors(reply: Reply, model: str, began_ns: int, prepared_ns: int) -> T
 
 
 def places_of(header: bytes) -> tuple[int, list[tuple[int, int]], int]:
-    """Return where in its payload a reply with this header has its times, and its tensors, and the bytes up to their end.
+    """Return the places of a reply's times and tensors in its payload, and the payload's minimum size in bytes.
 
     Raises ProtocolError.
     """
@@ -328,7 +328,7 @@ def places_of(header: bytes) -> tuple[int, list[tuple[int, int]], int]:
 
 
 class _ReplyLayout(NamedTuple):
-    """Where a reply's times and tensors lie in its payload, which has at least nbytes."""
+    """The places of a reply's times and tensors in its payload, which has at least nbytes."""
 
     times_offset: int
     places: tuple[tuple[TensorForm, int, int], ...]
@@ -337,7 +337,7 @@ class _ReplyLayout(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _reply_layout(encoded: bytes) -> _ReplyLayout:
-    """Return what a reply's header says. Raises ProtocolError."""
+    """Return the layout in a reply's header. Raises ProtocolError."""
     header = decode_header(encoded, _decoder)
     times, *refs = header.arrays or (ArrayRef("", "", (), 0),)
     if len(refs) != len(header.tensors) or (times.dtype, times.shape) != ("<i8", (3,)):
@@ -350,7 +350,7 @@ def _reply_layout(encoded: bytes) -> _ReplyLayout:
             or len(ref.shape) != 1
             or ref.shape[0] < 0
         ):
-            raise ProtocolError("a tensor that is no array of bytes")
+            raise ProtocolError("a tensor that is not an array of bytes")
     places = tuple([
         (form, ref.offset, ref.offset + ref.shape[0]) for form, ref in zip(header.tensors, refs, strict=True)
     ])  # fmt: skip

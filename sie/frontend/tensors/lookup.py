@@ -9,9 +9,9 @@ from sie.values.errors import NotFound
 
 
 class TensorTable:
-    """The models that a tensor dialect may ask for: by name, each with its versions; models of texts among them.
+    """The models of the tensor APIs by name, each with its versions. They include text models.
 
-    `names` is in the order of the server's models; a version is the text of a decimal number.
+    `names` has the order of the server's models. A version is the text of a decimal number.
     """
 
     def __init__(self, models: ModelTable) -> None:
@@ -22,7 +22,7 @@ class TensorTable:
         self._unversioned: dict[str, ModelEntry] = {}
 
     def _current(self) -> dict[str, dict[str, ModelEntry]]:
-        """Return the versions of each model as the models are now: `entries` is another object after every change."""
+        """Return the current versions of each model. Every change replaces `entries` with another object."""
         if self._seen is not self._models.entries:
             self._seen = self._models.entries
             self._read()
@@ -49,21 +49,21 @@ class TensorTable:
 
     @property
     def names(self) -> list[str]:
-        """Every model's name, those without a version among them."""
+        """Every model's name, also without a version."""
         return list(self._current())
 
     def hosted(self, model: str) -> ModelEntry | None:
-        """Return the entry of a hosted id, with the tensors that it takes and gives; None for an unknown one."""
+        """Return the entry of a hosted id, with its input and output tensors; None for an unknown id."""
         self._current()
         return self._entries.get(model)
 
     def versions(self, name: str) -> dict[str, ModelEntry]:
-        """Return a model's versions, oldest first; empty for an unknown name, and for one without any to serve."""
+        """Return a model's versions, oldest first; empty for an unknown name or a model without versions."""
         found = self._current().get(name, {})
         return {version: found[version] for version in sorted(found, key=int)}
 
     def listed(self, name: str) -> list[ModelEntry]:
-        """Return what an index lists of a model: its versions, and while none serves, why it has none to serve."""
+        """Return a model's entries for an index: its versions, and while none is loaded, the entry with the reason."""
         versions = list(self.versions(name).values())
         unversioned = self._unversioned.get(name)
         is_needed = not versions or (_has_failed(unversioned) if unversioned is not None else False)
@@ -72,16 +72,17 @@ class TensorTable:
         return [unversioned, *versions]
 
     def shown_versions(self, entry: ModelEntry) -> list[str]:
-        """Return the versions that metadata without a version lists: those that serve, or else that of the entry."""
+        """Return the versions for metadata without a version: those that take requests, or else the entry's own."""
         rule = entry.card.tensor
         assert rule is not None
         versions = self.versions(rule.name)
         return [version for version in versions if _is_or_will_be_servable(versions[version])] or [rule.version]
 
     def resolve(self, name: str, version: str = "") -> ModelEntry:
-        """Return the entry of a version, which need not be loaded; without one, of the newest that can be served.
+        """Return the entry of a version, loaded or not; without a version, the newest that takes requests.
 
-        One that is loaded anew counts as such. Where none can be, the newest that loads or has failed. Raises NotFound. Source: KServe v2 sheet, sections 1, 8.
+        A version that is being reloaded counts as one that takes requests. If there is none, return the newest that is
+        loading, or else the newest that has failed. Raises NotFound. Source: KServe v2 sheet, sections 1, 8.
         """
         versions = self._current().get(name)
         if versions is None:
@@ -91,7 +92,7 @@ class TensorTable:
             if entry is None:
                 raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
             return entry
-        if len(versions) == 1:  # as nearly always
+        if len(versions) == 1:  # the usual case
             (entry,) = versions.values()
             if is_servable(entry):
                 return entry
@@ -104,7 +105,7 @@ class TensorTable:
 
 
 def is_servable(entry: ModelEntry) -> bool:
-    """Tell whether requests to a model are taken: it is loaded, or waits for its workers' restart."""
+    """Tell whether a model takes requests: it is loaded, or waits for its workers to restart."""
     return bool(entry.workers and entry.state == "loaded") or entry.recovering
 
 

@@ -12,13 +12,13 @@ from sie.values.errors import BadRequest
 from sie.values.tensor import TensorRule
 
 EMPTY_FINAL_RESPONSE: Final = "triton_enable_empty_final_response"
-"""Asks, over gRPC, that the last reply to a request on a stream is marked as such."""
+"""The gRPC parameter that asks for a mark on the last reply to a request on a stream."""
 _RESERVED: Final = "triton_"
 _UNSIGNED_LIMIT: Final = 1 << 64
 
 
 def checked_parameters(parameters: dict[str, Any] | None, own: Container[str] = ()) -> dict[str, Any]:
-    """Return parameters whose types and names are allowed; own are the reserved names that mean something there.
+    """Return parameters after checking their types and names; own lists the reserved names that are allowed.
 
     Raises BadRequest.
     """
@@ -31,7 +31,7 @@ def checked_parameters(parameters: dict[str, Any] | None, own: Container[str] = 
 
 
 def check_sequence(parameters: dict[str, Any], *, least_id: int = 0) -> None:
-    """Raise BadRequest unless what is said of a sequence has the right types; no model here is one of sequences."""
+    """Raise BadRequest if parameters of a sequence have wrong types. The server has no sequence models."""
     sequence = parameters.get("sequence_id", "")
     if not isinstance(sequence, str) and not (type(sequence) is int and least_id <= sequence < _UNSIGNED_LIMIT):
         raise BadRequest(f"parameter 'sequence_id' must be an integer from {least_id}, or a string")
@@ -40,7 +40,7 @@ def check_sequence(parameters: dict[str, Any], *, least_id: int = 0) -> None:
 
 
 def flag(parameters: dict[str, Any], name: str, *, default: bool = False) -> bool:
-    """Return a parameter that is a flag. Raises BadRequest."""
+    """Return a boolean parameter. Raises BadRequest."""
     value = parameters.get(name, default)
     if not isinstance(value, bool):
         raise BadRequest(f"parameter '{name}' must be a bool")
@@ -48,7 +48,7 @@ def flag(parameters: dict[str, Any], name: str, *, default: bool = False) -> boo
 
 
 def unsigned(parameters: dict[str, Any], name: str) -> int:
-    """Return a parameter that is a number of 64 bits, 0 without it. Raises BadRequest."""
+    """Return an unsigned 64-bit parameter, or 0 if it is absent. Raises BadRequest."""
     value = parameters.get(name, 0)
     if type(value) is not int or not 0 <= value < _UNSIGNED_LIMIT:
         raise BadRequest(f"parameter '{name}' must be an integer that is not negative")
@@ -58,7 +58,7 @@ def unsigned(parameters: dict[str, Any], name: str) -> int:
 def checked_priority(priority: int, rule: TensorRule) -> int:
     """Return a request's priority, 0 for the model's own. Raises BadRequest for one that the model does not have.
 
-    A model without priorities takes any, and treats all alike.
+    A model without priorities accepts any, and treats all alike.
     """
     if 0 < rule.num_priorities < priority:
         raise BadRequest(

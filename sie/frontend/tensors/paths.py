@@ -1,7 +1,7 @@
-"""Reads the paths below `/v2/models/` and `/api/infer/`: the model, its version and the action. Pure.
+"""Splits the paths below `/v2/models/` and `/api/infer/`: the model, its version and the action. Pure.
 
-A model's name may itself hold slashes, so the names that are known decide: the longest one that the path begins with.
-Source: KServe v2 sheet, section 1; a version is decimal digits, or the path is no route.
+A model's name may hold slashes, so it is the longest known name that the path begins with. A path whose version is not
+decimal digits is not a route. Source: KServe v2 sheet, section 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MAX_VERSION: Final = (1 << 63) - 1
 
 
 class ModelPath(NamedTuple):
-    """A model, a version of it (empty: the newest), and what is to be done with it (empty: to be told about it)."""
+    """A model, its version (empty: the newest) and the action (empty: its metadata)."""
 
     name: str
     version: str
@@ -24,10 +24,10 @@ class ModelPath(NamedTuple):
 
 
 def split_model_path(tail: str, actions: Container[str], known: Container[str]) -> ModelPath | None:
-    """Return what `NAME[/versions/V][/ACTION]` means, or None for what is no such path; actions are the known ones."""
+    """Return the parts of `NAME[/versions/V][/ACTION]`, or None for another path; actions are the known ones."""
     head, slash, last = tail.rpartition("/")
     if last in actions and head in known and tail not in known:
-        return ModelPath(head, "", last)  # the longest name that it can be
+        return ModelPath(head, "", last)  # the longest possible name
     readings = [ModelPath(tail, "", "")]
     if slash and head and last in actions:
         readings.append(ModelPath(head, "", last))
@@ -39,13 +39,13 @@ def split_model_path(tail: str, actions: Container[str], known: Container[str]) 
     of_known = [reading for reading in readings if reading.name in known]
     if of_known:
         return max(of_known, key=lambda reading: len(reading.name))
-    # Of no model that is known the shortest name, which leaves most to be an action; a version that is none is no route.
+    # Of an unknown model: take the shortest name, which leaves most for an action. A malformed version is not a route.
     found = min(readings, key=lambda reading: len(reading.name), default=None)
     return None if found is None or re.search(r"/versions(/|$)", found.name) else found
 
 
 def split_version(tail: str, known: Container[str]) -> ModelPath | None:
-    """Return what `NAME[/V]` of the v1 API means, or None for what is no such path: more than that behind a known name."""
+    """Return the parts of `NAME[/V]` of the v1 API, or None if more follows a known name."""
     head, _, last = tail.rpartition("/")
     if tail in known or not head:
         return ModelPath(tail, "", "") if tail else None
@@ -57,5 +57,5 @@ def split_version(tail: str, known: Container[str]) -> ModelPath | None:
 
 
 def is_version(text: str) -> bool:
-    """Return whether a text is a decimal number, as versions of the v1 API are, of any length."""
+    """Return whether a text is a decimal number of any length, as versions of the v1 API are."""
     return text.isascii() and text.isdigit()

@@ -16,11 +16,11 @@ from sie.values.errors import DeadlineExceeded, ModelLoadFailed
 
 _MOVING: Final = frozenset(("loading", "unloading"))
 _UNLOADING_NS: Final = 1_000_000_000
-"""How long an unload waits for what it has begun: clients look at the index right after it, and an idle model goes at once."""
+"""How long an unload waits to finish. Clients read the index right after it, and an idle model unloads at once."""
 
 
 class RepositoryAdmin:
-    """The models of the repositories, as an administrator handles them. Who may ask is for the caller to check."""
+    """Loads and unloads the models of the repositories. The caller checks the permission."""
 
     def __init__(self, tensors: TensorTable, models: ModelTable, admin: ModelAdmin) -> None:
         self._tensors = tensors
@@ -28,11 +28,11 @@ class RepositoryAdmin:
         self._admin = admin
 
     async def load(self, name: str, deadline_ns: int) -> None:
-        """Read a model anew, load the versions that its policy names, and return when all of them have settled.
+        """Read a model again, load the versions that its policy names, and return when all of them have settled.
 
-        A version that is loaded and whose files have not changed is left alone. Raises Unavailable unless
-        repository_control is explicit, BadRequest for a name that is not in the repository, ModelLoadFailed (400) for
-        a version that did not load, or not anew so that it is what it was, and DeadlineExceeded.
+        A loaded version with unchanged files stays as it is. Raises Unavailable unless repository_control is explicit,
+        BadRequest for a name that is not in the repository, and DeadlineExceeded. Raises ModelLoadFailed (400) for a
+        version that did not load, or did not reload and so stays as it was.
         """
         begun = await self._admin.ask(lambda number: ManageRepository(number, "load", name), deadline_ns)
         await self._settled(name, deadline_ns)
@@ -40,22 +40,20 @@ class RepositoryAdmin:
             raise ModelLoadFailed("; ".join(faults), http_status=400)
 
     async def unload(self, name: str, deadline_ns: int) -> None:
-        """Unload all versions of a model, and return when they are gone, or after a second while requests still run.
+        """Unload all versions of a model. Return when they are gone, or after a second while requests still run.
 
-        An unknown name is left alone.
-
-        Raises Unavailable unless repository_control is explicit.
+        An unknown name is ignored. Raises Unavailable unless repository_control is explicit.
         """
         await self._admin.ask(lambda number: ManageRepository(number, "unload", name), deadline_ns)
         with contextlib.suppress(DeadlineExceeded):
             await self._settled(name, min(deadline_ns, time.monotonic_ns() + _UNLOADING_NS))
 
     async def reload(self, deadline_ns: int) -> bool:
-        """Read all repositories anew, whatever repository_control says, and return when all of it has settled.
+        """Read all repositories again, whatever repository_control says, and return when all models have settled.
 
-        What is gone is unloaded, what has changed is loaded again; what is new is loaded unless control is explicit.
-        Returns whether there was anything to do.
-        Raises ModelLoadFailed (400) that names each version that did not load; the others are as they should be.
+        Removed models are unloaded, and changed ones are reloaded. New ones are loaded unless control is explicit.
+        Returns whether anything had changed.
+        Raises ModelLoadFailed (400), which names each version that did not load; the others are up to date.
         """
         begun = await self._admin.ask(lambda number: ManageRepository(number, "reload"), deadline_ns)
         for name in self._tensors.names:
@@ -65,12 +63,12 @@ class RepositoryAdmin:
         return begun.has_changed
 
     def _faults(self, models: tuple[str, ...]) -> list[str]:
-        """Return the reason of each of these versions that is not loaded from the files that were asked for."""
+        """Return the reason for each of these versions that is not loaded from the requested files."""
         faults = [_fault(model, self._tensors.hosted(model)) for model in models]
         return [fault for fault in faults if fault]
 
     async def _settled(self, name: str, deadline_ns: int) -> None:
-        """Wait until no version of a model of a repository is on its way."""
+        """Wait until no version of a repository's model is loading or unloading."""
         left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
         try:
             async with asyncio.timeout(left_s):
@@ -78,7 +76,7 @@ class RepositoryAdmin:
                     await self._models.wait_changed()
         except TimeoutError:
             raise DeadlineExceeded(
-                f"Model '{name}' was not there at the request's deadline; it goes on loading"
+                f"Model '{name}' was not loaded at the request's deadline; it continues to load"
             ) from None
 
 
@@ -87,7 +85,7 @@ def _is_moving(entry: ModelEntry) -> bool:
 
 
 def _fault(model: str, entry: ModelEntry | None) -> str:
-    """Return why a version that was to be loaded is not, or an empty text."""
+    """Return the reason why a version is not loaded as requested, or an empty text."""
     rule = entry.card.tensor if entry is not None else None
     if entry is None or rule is None:
         return f"failed to load '{model}', it was removed from the model repository meanwhile"

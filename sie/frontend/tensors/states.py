@@ -11,7 +11,7 @@ from sie.values.tensor import TensorRule
 
 
 class VersionState(msgspec.Struct, frozen=True):
-    """One version of a model as repository indexes tell it; reason is empty when it is well."""
+    """One version of a model in repository indexes. reason is empty if it has no error."""
 
     name: str
     version: str
@@ -20,7 +20,7 @@ class VersionState(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one version has done since the server started; times in nanoseconds."""
+    """Statistics of one version since the server started; times in nanoseconds."""
 
     num_succeeded: int = 0
     num_failed: int = 0
@@ -38,7 +38,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rule_of(entry: ModelEntry) -> TensorRule:
-    """Return what a model takes and gives. Raises NotFound for one that takes no tensors."""
+    """Return a model's input and output tensors. Raises NotFound for a model without tensors."""
     rule = entry.card.tensor
     if rule is None:
         raise NotFound(f"Request for unknown model: '{entry.card.id}' is not found")
@@ -46,7 +46,7 @@ def rule_of(entry: ModelEntry) -> TensorRule:
 
 
 def reason_of(entry: ModelEntry) -> str:
-    """Return why a version cannot be asked; empty when it can, and for one that was never loaded."""
+    """Return why a version takes no requests; empty if it takes them, or was never loaded."""
     if entry.error is not None:
         return entry.error.message
     return "unloaded" if entry.dismissed and entry.state == "available" else ""

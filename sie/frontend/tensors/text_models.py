@@ -1,9 +1,11 @@
-"""Offers text models as tensor models: their form in the tensor APIs, and how such a request is run.
+"""Serves text models as tensor models: defines their tensors, and runs their requests.
 
-One that gives dense vectors takes `text` BYTES [-1] and gives `dense` FP32 [-1, d]; one that only scores takes `query`
-BYTES [1] and `documents` BYTES [-1] and gives `score` FP32 [-1]; one that only generates takes `text_input` and gives
-`text_output`, both BYTES [1], with the parameters of `/v2/models/{model}/generate`. Texts are UTF-8; profiles and options
-are the default ones. What they run is what `/v1/encode`, `/v1/score` and that route run.
+    dense vectors     `text` BYTES [-1]                               -> `dense` FP32 [-1, d]
+    only scores       `query` BYTES [1], `documents` BYTES [-1]       -> `score` FP32 [-1]
+    only generates    `text_input` BYTES [1]                          -> `text_output` BYTES [1]
+
+A model that generates has the parameters of `/v2/models/{model}/generate`. Texts are UTF-8. Profiles and options are the
+default ones. Requests run as on `/v1/encode`, `/v1/score` and that route.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ Watch = Callable[[Pending], None]
 
 
 def with_rule(entry: ModelEntry) -> ModelEntry | None:
-    """Return a model's entry with the tensors that it takes and gives; None for one that has none."""
+    """Return a model's entry with its input and output tensors; None for a model without tensors."""
     if entry.card.tensor is not None:
         return entry
     rule = text_rule(entry.card)
@@ -50,7 +52,7 @@ def with_rule(entry: ModelEntry) -> ModelEntry | None:
 
 
 def text_rule(card: ModelCard) -> TensorRule | None:
-    """Return the tensors of a model of texts; None for one that has none."""
+    """Return the tensors of a text model; None for a model without tensors."""
     if "dense" in card.outputs:
         return _rule(card.id, ENCODER, [_texts("text", -1)], _floats("dense", -1, card.dims.get("dense", -1)))
     if "score" in card.outputs:
@@ -81,12 +83,12 @@ def _config(spec: TensorSpec) -> dict[str, Any]:
 
 
 class TextTensors:
-    """Run tensor requests to models of texts, which have been checked against their rule."""
+    """Runs tensor requests to text models. The requests are already checked against their rule."""
 
     def __init__(
         self, encoder: Encoder, scorer: Scorer, generator: Callable[[], Generator], limits: Callable[[], Limits]
     ) -> None:
-        """Generator returns the process's own; limits returns those in force."""
+        """Generator returns the process's generator; limits returns the present limits."""
         self._encoder = encoder
         self._scorer = scorer
         self._generator = generator
@@ -102,7 +104,7 @@ class TextTensors:
         deadline_ns: int,
         watch: Watch | None,
     ) -> HeldReply:
-        """Run a request. Raises as `Tensors.infer`."""
+        """Run a request. Raises as `Tensors.infer` does."""
         inputs = {tensor.name: tensor for tensor in request.inputs}
         if entry.card.tensor is not None and entry.card.tensor.platform == GENERATOR:
             from sie.frontend.tensors.generated import generate_tensor
@@ -166,7 +168,7 @@ async def _answer(pending: Pending, watch: Watch | None) -> Reply:
 
 
 def _decode(tensor: Tensor, max_texts: int, limits: Limits) -> list[str]:
-    """Return the texts of an input. Raises BadRequest for what is none, and for too many or too long ones."""
+    """Return the texts of an input. Raises BadRequest for no text, too many, too long ones, or invalid UTF-8."""
     elements = split_elements(tensor.data)
     if not elements:
         raise BadRequest(f"input '{tensor.name}' holds no text")

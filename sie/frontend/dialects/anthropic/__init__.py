@@ -1,1 +1,1 @@
-"""Anthropic's Messages API on the wire."""
+"""Decodes and encodes Anthropic's Messages API."""

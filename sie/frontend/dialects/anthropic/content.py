@@ -1,7 +1,7 @@
 """Turns the content blocks of `/v1/messages` into the messages that chat templates read.
 
-Source: generation API reference, section 6.1. Results of tools become messages of the role `tool`, in the place where they
-stand between a user's texts.
+Source: generation API reference, section 6.1. Tool results become messages of the role `tool`. They keep their place
+between a user's texts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DROPPED: Final = frozenset(
         "text_editor_code_execution_tool_result",
     }
 )
-"""What a server-side tool of another server left in a conversation; no template has a place for it."""
+"""Blocks that server-side tools of other servers left in a conversation; chat templates cannot show them."""
 _MEDIA: Final = frozenset({"image", "document", "audio", "video", "container_upload", "search_result"})
 _to_json: Final = msgspec.json.Encoder().encode
 
@@ -42,7 +42,7 @@ class TextBlock(msgspec.Struct):
 
 
 class BlockField(TextBlock):
-    """One block of a content; which fields count depends on its type, and so does the form of what is dropped."""
+    """One block of a content. Its type decides which fields are read, and which form the ignored fields have."""
 
     thinking: str | None = None
     id: str | None = None
@@ -79,17 +79,17 @@ def read_conversation(messages: Sequence[InputMessage]) -> list[ChatMessage]:
     return name_results(_one_turn_each(read), "messages")
 
 
-def ends_begun(messages: Sequence[ChatMessage]) -> bool:
-    """Tell whether a conversation ends with the beginning of an answer, which is to go on there, and nothing else."""
+def ends_with_partial_answer(messages: Sequence[ChatMessage]) -> bool:
+    """Tell whether a conversation ends with only the beginning of an answer, which the model continues."""
     *before, last = messages
     is_text = bool(last.content) and not last.tool_calls and last.reasoning is None
     return bool(before) and last.role == "assistant" and is_text
 
 
 def _one_turn_each(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return a conversation in which users' messages that follow each other are one, and so are assistants'.
+    """Merge consecutive messages of the same role, except tool results.
 
-    Many templates refuse any other. Source: the anthropic client 2.12, `messages` of `message_create_params`.
+    Many templates refuse other conversations. Source: the anthropic client 2.12, `messages` of `message_create_params`.
     """
     turns: list[ChatMessage] = []
     for message in messages:
@@ -112,7 +112,7 @@ def _lines(*texts: str | None) -> str | None:
 
 
 def join_text(blocks: Sequence[TextBlock], path: str) -> str:
-    """Return the text of blocks that must all be text, a line each. Raises BadRequest naming the block."""
+    """Return the text of blocks, one line each. Raises BadRequest naming a block that is not text."""
     return "\n".join(_text(block, f"{path}[{number}]") for number, block in enumerate(blocks))
 
 
@@ -168,15 +168,15 @@ def _read_call(block: BlockField, path: str) -> ToolCall:
     if not block.id or not block.name:
         raise wrong(f"{path}.{'name' if block.id else 'id'}", "is required")
     if not NAME.fullmatch(block.name):
-        raise wrong(f"{path}.name", "must be of letters, digits and _.:/-, at most 256")
+        raise wrong(f"{path}.name", "must hold only letters, digits and _.:/-, at most 256")
     return ToolCall(id=block.id, name=block.name, arguments=_to_json(block.input or {}).decode())
 
 
 def _text(block: TextBlock, path: str) -> str:
     if block.type in _MEDIA:
-        raise wrong(f"{path}.type", f"is {block.type!r}; text is served, media and documents are not")
+        raise wrong(f"{path}.type", f"is {block.type!r}; only text is supported, not media or documents")
     if block.type != "text":
-        raise wrong(f"{path}.type", f"is {block.type[:40]!r}, which is not known here")
+        raise wrong(f"{path}.type", f"is {block.type[:40]!r}, which is unknown")
     if block.text is None:
         raise wrong(f"{path}.text", "is required")
     return block.text

@@ -1,4 +1,4 @@
-"""The OpenAPI rows of Anthropic's Messages API, and the types of its answers and errors.
+"""Defines the OpenAPI rows of Anthropic's Messages API, and the types of its answers and errors.
 
 Source: generation API reference, section 6.
 """
@@ -49,19 +49,19 @@ _TAG: Final = "Messages"
 TAGS: Final = {_TAG: "Text from models that generate, in Anthropic's form; docs/generation.md has the details."}
 ERRORS: Final = {"anthropic": MessageError}
 _FAULTS: Final = (
+    Fault(400, ("invalid_request_error",), "The request is wrong in any way; the message names the field."),
     Fault(
-        400, ("invalid_request_error",), "The request is wrong, whatever is wrong with it; the message names the field."
-    ),
-    Fault(
-        404, ("not_found_error",), "No such model, or none named and no default; the message names those that generate."
+        404,
+        ("not_found_error",),
+        "The model was not found, or none was named and there is no default; the message lists the generation models.",
     ),
     Fault(408, ("invalid_request_error",), "The body made no progress, or missed the deadline."),
     Fault(413, ("request_too_large",), "The body is over `max_generation_body_bytes`."),
-    Fault(500, ("api_error",), "Something of the server's failed."),
+    Fault(500, ("api_error",), "An internal error."),
     Fault(502, ("api_error",), "The model's last load failed."),
-    Fault(503, ("api_error",), "Not now; `Retry-After` says when to ask again."),
-    Fault(504, ("timeout_error",), "The deadline passed before the first token was there."),
-    Fault(529, ("overloaded_error",), "The queue is full; `Retry-After` says when to ask again."),
+    Fault(503, ("api_error",), "The server cannot serve this now; `Retry-After` says when to retry."),
+    Fault(504, ("timeout_error",), "The deadline passed before the first token was ready."),
+    Fault(529, ("overloaded_error",), "The queue is full; `Retry-After` says when to retry."),
 )
 _EXAMPLE: Final = {"messages": [{"role": "user", "content": "What is a fox?"}], "max_tokens": 64}
 
@@ -69,8 +69,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
         template="/v1/messages",
         tag=_TAG,
-        summary="The next message of a conversation, Anthropic's way",
-        description="A model that loads is waited for.",
+        summary="The next message of a conversation, in Anthropic's form",
+        description="The request waits for a model that is loading.",
         request=MessagesBody,
         example=_EXAMPLE,
         answers=(Answer(200, "The message. With `stream`, named events.", (JSON, EVENTS), MessageAnswer),),
@@ -79,8 +79,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
         template="/v1/messages/count_tokens",
         tag=_TAG,
-        summary="How many tokens a conversation has",
-        description="The same body as `/v1/messages`, whose answer would have this number as its `input_tokens`.",
+        summary="The number of tokens in a conversation",
+        description="Takes the body of `/v1/messages`, and returns the `input_tokens` that its answer would have.",
         request=MessagesBody,
         example=_EXAMPLE,
         answers=(Answer(200, "The number.", (JSON,), TokenCount),),

@@ -1,7 +1,7 @@
 """Encodes the replies of `/v1/messages`: whole messages, streams of events, and errors.
 
-Source: generation API reference, sections 2, 6.2 and 6.3, and the types of the anthropic client 2.12. input_tokens counts the
-whole prompt, as count_tokens does; cache_read_input_tokens says how many of these were in the prefix cache.
+Source: generation API reference, sections 2, 6.2 and 6.3, and the types of the anthropic client 2.12. input_tokens
+counts the whole prompt, as count_tokens does. cache_read_input_tokens is the part of it that was in the prefix cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TYPES: Final = {
 _OVERLOADED: Final = 529
 _OVERLOAD_CODES: Final = frozenset({"QUEUE_FULL", "RESOURCE_EXHAUSTED"})
 _MISTAKES: Final = frozenset({415, 422})
-"""Statuses of a client's mistake for which this API has but one, 400."""
+"""Statuses of client errors that this API answers with 400."""
 _to_json: Final = msgspec.json.Encoder().encode
 
 
@@ -71,7 +71,7 @@ def _message(message_id: str, model: str) -> dict[str, Any]:
 
 
 def _content(choice: ChoiceReply) -> list[dict[str, Any]]:
-    """Return the blocks in the order of a stream's; an answer without any is an empty text."""
+    """Return the blocks in the order of a stream; an answer without blocks gets one empty text block."""
     blocks: list[dict[str, Any]] = []
     if choice.reasoning:
         blocks.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
@@ -120,14 +120,14 @@ def _event(name: str, **fields: Any) -> bytes:
 
 
 class MessageWriter:
-    """Writes a stream: one block after the other, each with its own number, and the usage with the reason at the end."""
+    """Writes a stream: numbered blocks, one after the other, then the stop reason with the usage."""
 
     keep_alive = _event("ping")
 
     def __init__(self, message_id: str, model: str) -> None:
         self._message = _message(message_id, model)
         self._kind = ""
-        """Type of the block that is open."""
+        """Type of the open block."""
         self._num_blocks = 0
         self._finished: Finished | None = None
 
@@ -198,7 +198,7 @@ class MessageWriter:
 
 
 def error_status(error: SieError) -> int:
-    """Return the status that this API has for an error."""
+    """Return an error's status in this API."""
     if error.code in _OVERLOAD_CODES:
         return _OVERLOADED
     return 400 if error.http_status in _MISTAKES else error.http_status

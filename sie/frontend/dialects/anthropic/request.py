@@ -1,7 +1,7 @@
 """Decodes the bodies of `/v1/messages` and `/v1/messages/count_tokens` to a typed request.
 
-What is written back is in `sie.frontend.dialects.anthropic.reply`. Source: generation API reference, section 6, and the types
-of the anthropic client 2.12. Every mistake is a 400.
+`sie.frontend.dialects.anthropic.reply` encodes the replies. Source: generation API reference, section 6, and the types
+of the anthropic client 2.12. Every wrong request is a 400.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.anthropic.content import InputMessage, TextBlock, ends_begun, join_text, read_conversation
+from sie.frontend.dialects.anthropic.content import (
+    InputMessage,
+    TextBlock,
+    ends_with_partial_answer,
+    join_text,
+    read_conversation,
+)
 from sie.frontend.dialects.openai.agent_fields import refuse_agent_tool
 from sie.frontend.dialects.openai.chat import ResponseFormat, read_effort, read_format, read_thinking
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tools
@@ -25,11 +31,11 @@ _MAX_LIST: Final = 65_536
 _MODES: Final[dict[str, Literal["auto", "required", "none"]]] = {"auto": "auto", "any": "required", "none": "none"}
 _CLIENT_TOOLS: Final = frozenset({None, "custom", "function"})
 NAMES: Final = {"stop": "stop_sequences"}
-"""What this route calls fields that the generation core names."""
+"""This route's names for fields in errors of the generation core."""
 
 
 class InputTool(msgspec.Struct):
-    """A function of the client's; any other type of tool would run on the server."""
+    """A function of the client. Tools of other types would run on the server."""
 
     name: str | None = None
     type: str | None = None
@@ -61,7 +67,7 @@ class OutputFormat(msgspec.Struct):
 
 
 class OutputConfig(msgspec.Struct):
-    """What form the answer has, and how much the model reasons."""
+    """The form of the answer, and how much the model reasons."""
 
     format: OutputFormat | None = None
     effort: str | None = None
@@ -93,11 +99,11 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     """Return the request in a body. Raises BadRequest naming the field."""
     call = decode_body(_DECODER, body, content_type, limits)
     if call.container is not None and call.container != {}:
-        raise wrong("container", "asks for skills or a container, and the server has none")
+        raise wrong("container", "asks for skills or a container, which the server does not have")
     request = read_sampling_fields(call)
     conversation = read_conversation(call.messages)
     request.messages = [*_read_system(call.system), *conversation]
-    request.continues = ends_begun(conversation)
+    request.continues = ends_with_partial_answer(conversation)
     request.tools = _read_tools(call.tools or ())
     request.tool_choice = _read_choice(call.tool_choice, request.tools)
     request.parallel_tool_calls = call.tool_choice is None or not call.tool_choice.disable_parallel_tool_use
@@ -133,10 +139,10 @@ def _read_choice(choice: InputToolChoice | None, tools: Sequence[Tool]) -> ToolC
         return ToolChoice()
     if choice.type == "tool":
         if choice.name not in {tool.name for tool in tools}:
-            raise wrong("tool_choice.name", f"is {str(choice.name)[:80]!r}, which is none of the tools")
+            raise wrong("tool_choice.name", f"is {str(choice.name)[:80]!r}, which is not one of the tools")
         return ToolChoice(mode="required", names=(choice.name or "",))
     if choice.type == "any" and not tools:
-        raise wrong("tool_choice", "is 'any', and there are no tools")
+        raise wrong("tool_choice", "is 'any', but there are no tools")
     return ToolChoice(mode=_MODES[choice.type])
 
 
@@ -144,12 +150,12 @@ def _read_thinking(call: MessagesBody) -> tuple[bool | None, str | None]:
     if call.thinking is not None:
         is_on = call.thinking.type != "disabled"
         if call.enable_thinking not in (None, is_on):
-            raise wrong("thinking", f"is {call.thinking.type!r}, and 'enable_thinking' says otherwise")
+            raise wrong("thinking", f"is {call.thinking.type!r}, but 'enable_thinking' contradicts it")
         call.enable_thinking = is_on
     if call.output_config is not None and call.output_config.effort is not None:
         if call.reasoning_effort is not None:
             raise wrong("reasoning_effort", "and 'output_config.effort' cannot both be given")
-        # How much to reason, not whether: a model that was told not to stays silent.
+        # The effort sets how much to reason, not whether: disabled thinking stays disabled.
         effort = call.output_config.effort.strip().lower()
         effort = "xhigh" if effort == "max" else effort
         read_effort(effort, "output_config.effort")

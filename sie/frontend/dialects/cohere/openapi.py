@@ -1,4 +1,4 @@
-"""The OpenAPI row of `/v1/rerank`, and the types of its answer."""
+"""Defines the OpenAPI row of `/v1/rerank`, and the types of its answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         template="/v1/rerank",
         tag=INFERENCE,
         summary="Documents ranked for a query",
-        description="In Cohere's form. A model that loads is waited for.",
+        description="In Cohere's form. The request waits for a model that is loading.",
         request=RerankBody,
         example={
             "model": "default",

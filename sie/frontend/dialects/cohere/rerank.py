@@ -1,4 +1,6 @@
-"""The wire format of `/v1/rerank`, in Cohere's form: JSON both ways, errors in OpenAI's envelope with SIE's codes.
+"""Decodes and encodes the bodies of `/v1/rerank`, in Cohere's form.
+
+Both are JSON. Errors have OpenAI's envelope and SIE's codes.
 
 Source: SIE API reference, section 10.
 """
@@ -15,7 +17,7 @@ from sie.frontend.inputs.bounded_json import check_json, decode_free_form, decod
 from sie.values.encode import ScoreReply, ScoreRequest
 from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
 
-_MOST_DOCUMENTS = 65_536  # the most that settings allow; the setting itself is checked after decoding
+_MOST_DOCUMENTS = 65_536  # the setting's upper bound; the setting itself is checked after decoding
 _ABSENT = msgspec.Raw(b"")
 _to_json = msgspec.json.Encoder().encode
 
@@ -30,7 +32,7 @@ class RerankBody(msgspec.Struct, gc=False, kw_only=True, forbid_unknown_fields=T
 
 
 class RerankCall(msgspec.Struct, frozen=True):
-    """A decoded request, and which part of the ranking is wanted; top_n None wants all of it."""
+    """A decoded request and the requested part of the ranking. top_n None means the whole ranking."""
 
     request: ScoreRequest
     top_n: int | None
@@ -43,7 +45,7 @@ _DECODER = msgspec.json.Decoder(RerankBody)
 def decode_rerank(body: bytes, limits: Limits) -> RerankCall:
     """Return the request in a rerank body; pass its `request` to `resolve_rerank` next.
 
-    Raises BadRequest (InputTooLong for limits); an unknown field is one.
+    Raises BadRequest (InputTooLong for limits), also for an unknown field.
     """
     check_json(body, limits.max_depth)
     try:
@@ -62,7 +64,7 @@ def decode_rerank(body: bytes, limits: Limits) -> RerankCall:
             "split the request",
             extras={"param": "documents"},
         )
-    if len(body) > limits.max_item_text_bytes:  # JSON escapes only shrink, so no text can be longer
+    if len(body) > limits.max_item_text_bytes:  # decoding JSON escapes only shrinks a text, so none can be longer
         _check_sizes(call, limits.max_item_text_bytes)
     options = decode_free_form(call.options, msgpack=False, path="$.options", max_depth=limits.max_depth)
     request = ScoreRequest(model=call.model, query=call.query, documents=documents, options=options)
@@ -77,7 +79,7 @@ def _check_sizes(call: RerankBody, max_bytes: int) -> None:
 
 
 def error_body(error: SieError) -> bytes:
-    """Return `{"error": {message, type, param, code, ...}, "message"}`, the code as SIE has it."""
+    """Return `{"error": {message, type, param, code, ...}, "message"}` with SIE's code."""
     described = {**error_object(error), "code": error.code}
     if error.code == NotFound.code:
         described["param"] = "model"

@@ -1,1 +1,1 @@
-"""KServe v2 (Open Inference Protocol) on the wire, over HTTP and gRPC."""
+"""Decodes and encodes KServe v2 (Open Inference Protocol), over HTTP and gRPC."""

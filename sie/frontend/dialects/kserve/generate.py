@@ -1,7 +1,7 @@
-"""The wire format of `/v2/models/{model}/generate` and `/generate_stream`: a text in, a text or its pieces out.
+"""Decodes and encodes `/v2/models/{model}/generate` and `/generate_stream`: a text in, a text or its pieces out.
 
-Source: Triton's generate extension and KServe v2 sheet, section 11. What is beside `text_input` may stand in
-`parameters` or at the top, where it counts first. Others than those named here have no effect, as on the other KServe routes.
+Source: Triton's generate extension and KServe v2 sheet, section 11. Fields other than `text_input` may be in `parameters`
+or at the top level, which has priority. Unknown fields have no effect, as on the other KServe routes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _to_json: Final = msgspec.json.Encoder().encode
 
 
 OneText = Annotated[list[str], Meta(min_length=1, max_length=1)]
-"""A list is a tensor of as many elements, a text one of one; there is one text."""
+"""A list with exactly one text: a tensor of one element, as a text alone is."""
 
 
 class TextInputBody(GenerateParameters, kw_only=True):
@@ -39,7 +39,7 @@ _DECODER: Final = msgspec.json.Decoder(TextInputBody)
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """How an answer is written."""
+    """How to write an answer."""
 
     rule: TensorRule
     id: str = ""
@@ -47,7 +47,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
 
     def answer(self, text: str) -> dict[str, Any]:
-        """Return one answer, or one of the pieces."""
+        """Return a whole answer or one of its pieces."""
         head = {"id": self.id} if self.id else {}
         return {**head, "model_name": self.rule.name, "model_version": self.rule.version, "text_output": text}
 
@@ -55,9 +55,9 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 def decode_text_input(
     body: bytes, rule: TensorRule, limits: Limits, *, is_stream: bool
 ) -> tuple[GenerateRequest, Shown]:
-    """Return the request in a body, and how its answer is written; its model is the caller's to name.
+    """Return the request in a body, and how to write its answer. The caller sets the request's model.
 
-    is_stream: it came to `/generate_stream`. Raises BadRequest with the field at fault.
+    is_stream: the request came to `/generate_stream`. Raises BadRequest naming the field.
     """
     check_json(body, limits.max_depth)
     check_utf8(body)
@@ -76,12 +76,12 @@ def decode_text_input(
 
 
 def encode_text_output(reply: GenerateReply, shown: Shown, prompts: Sequence[str]) -> bytes:
-    """Return the body of a whole answer; prompts has its prompt where it is wanted back."""
+    """Return the body of a whole answer; prompts holds its prompt if the request asks to echo it."""
     return _to_json(shown.answer("".join(prompts) + reply.choices[0].text))
 
 
 class TextOutputWriter:
-    """Writes a stream: an answer for each piece, or one for all of them. It ends without a word."""
+    """Writes a stream: an answer for each piece, or one for all of them. The stream has no closing event."""
 
     keep_alive = KEEP_ALIVE
 

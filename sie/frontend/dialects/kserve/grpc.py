@@ -1,7 +1,7 @@
-"""The KServe v2 gRPC wire format of inference: a ModelInferRequest's bytes to a typed request, a reply to bytes.
+"""Decodes a ModelInferRequest of KServe v2 gRPC to a typed request, and encodes the reply.
 
-Pure. Tensors in `raw_input_contents` are views of the message; replies always fill `raw_output_contents`. Whether names,
-types and shapes are the model's is for `sie.frontend.tensors.checks`. Source: Open Inference Protocol v2, gRPC.
+Pure. Tensors in `raw_input_contents` are views of the message; replies always fill `raw_output_contents`.
+`sie.frontend.tensors.checks` compares names, types and shapes with the model. Source: Open Inference Protocol v2, gRPC.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _INFER_RESPONSE: Final = 2
 _RESPONSE_ID: Final = 3
 _MAX_TENSORS: Final = 1024
 _WRAPPED: Final = 1 << 63
-"""Triton's C++ client writes the id of a sequence, which has no sign, as `int64_param`."""
-_MAX_KEPT_BYTES: Final = 2048
-"""A longer request is read each time, whatever it shares with others; what is kept is kept by the hundred."""
-_MAX_KEPT_OUTPUTS: Final = 16
+"""Triton's C++ client writes the unsigned id of a sequence as `int64_param`."""
+_MAX_CACHED_BYTES: Final = 2048
+"""Longer requests are not cached, because the caches hold hundreds of entries."""
+_MAX_CACHED_OUTPUTS: Final = 16
 _TYPED: Final = {
     "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
     "INT64": "int64_contents", "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
@@ -52,7 +52,7 @@ _RESPONSE: Final = message_class("kserve", "inference.ModelInferResponse")
 class InferMessage(NamedTuple):
     """A parsed ModelInferRequest: its bytes without the raw contents, the message in them, and the raw contents.
 
-    Requests that differ in their tensors alone have the same bytes and share the message: nobody may change it.
+    Requests that differ only in their tensors share the message, so nothing may change it.
     """
 
     rest: bytes
@@ -61,13 +61,13 @@ class InferMessage(NamedTuple):
 
 
 def parse_infer(data: bytes) -> InferMessage:
-    """Return the message in data. Raises BadRequest for what is none."""
+    """Return the message in data. Raises BadRequest if data is malformed."""
     rest, raw = cut_views(data, _RAW_INPUTS)
-    return InferMessage(rest, (_parse if _is_kept(rest, raw) else _parse.__wrapped__)(rest), raw)
+    return InferMessage(rest, (_parse if _is_cacheable(rest, raw) else _parse.__wrapped__)(rest), raw)
 
 
-def _is_kept(rest: bytes, raw: list[memoryview]) -> bool:
-    return bool(raw) and len(rest) <= _MAX_KEPT_BYTES
+def _is_cacheable(rest: bytes, raw: list[memoryview]) -> bool:
+    return bool(raw) and len(rest) <= _MAX_CACHED_BYTES
 
 
 @lru_cache(maxsize=256)
@@ -76,11 +76,11 @@ def _parse(rest: bytes) -> Any:
 
 
 class _Form(NamedTuple):
-    """What a request says beside its elements."""
+    """A request without its elements."""
 
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...]
     typed: str | None
-    """The name of the first input with typed contents; None without one."""
+    """The name of the first input with typed contents, or None."""
     wanted: tuple[Wanted, ...]
     outputs: tuple[str, ...]
     priority: int
@@ -89,9 +89,9 @@ class _Form(NamedTuple):
 
 
 def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values: int) -> InferCall:
-    """Return the request; model is the hosted id, max_values bounds the elements that come typed. Raises BadRequest."""
+    """Return the request. model is the hosted id; max_values limits the typed elements. Raises BadRequest."""
     rest, message, raw = parsed
-    form = _kept_form(rest) if _is_kept(rest, raw) else _form_of(message)
+    form = _cached_form(rest) if _is_cacheable(rest, raw) else _form_of(message)
     inputs: list[Tensor] = []
     if raw:
         inputs = _raw_inputs(form, raw, rule.name)
@@ -107,7 +107,7 @@ def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values:
 
 
 @lru_cache(maxsize=256)
-def _kept_form(rest: bytes) -> _Form:
+def _cached_form(rest: bytes) -> _Form:
     return _form_of(_parse(rest))
 
 
@@ -129,7 +129,7 @@ def _form_of(message: Any) -> _Form:
 
 
 def wants_final_response(message: Any) -> bool:
-    """Tell whether the last reply on a stream is to be marked as such."""
+    """Tell whether the client wants a mark on the last reply of a stream."""
     return message.parameters[EMPTY_FINAL_RESPONSE].bool_param if EMPTY_FINAL_RESPONSE in message.parameters else False
 
 
@@ -155,7 +155,7 @@ def _check_parameters(item: Any) -> None:
 
 
 def _typed(item: Any, max_values: int) -> memoryview:
-    """Return the elements of an input's contents as the raw form has them."""
+    """Return the elements of an input's typed contents in the raw form."""
     name, datatype = item.name, item.datatype
     if datatype not in DATATYPES:
         raise BadRequest(f"invalid datatype '{datatype[:32]}' for input {name}")
@@ -195,7 +195,7 @@ def _packed(values: Any, name: str, datatype: str) -> bytes:
 
 
 def _wanted(outputs: Sequence[Any]) -> tuple[Wanted, ...]:
-    """Return each output that is asked for, once."""
+    """Return the requested outputs, each once."""
     wanted: dict[str, Wanted] = {}
     for output in outputs:
         _check_parameters(output)
@@ -205,7 +205,7 @@ def _wanted(outputs: Sequence[Any]) -> tuple[Wanted, ...]:
 
 
 def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters as they are in JSON. Raises BadRequest for one without a value, and as HTTP does."""
+    """Return parameters as JSON values. Raises BadRequest for one without a value, and as over HTTP."""
     found: dict[str, Any] = {}
     for name, parameter in parameters.items():
         choice = parameter.WhichOneof("parameter_choice")
@@ -216,12 +216,12 @@ def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule, *, is_final: bool = False) -> bytes:
-    """Return a ModelInferResponse; outputs asked for as classes have become BYTES before.
+    """Return a ModelInferResponse. The caller has already turned outputs requested as classes into BYTES.
 
     is_final marks the last reply to a request on a stream.
     """
     forms = tuple([(output.name, output.datatype, output.shape) for output in reply.outputs])
-    head = (_response_head if len(forms) <= _MAX_KEPT_OUTPUTS else _response_head.__wrapped__)(
+    head = (_response_head if len(forms) <= _MAX_CACHED_OUTPUTS else _response_head.__wrapped__)(
         rule.name, rule.version, forms, is_final=is_final
     )
     if reply.cuts:
@@ -237,7 +237,7 @@ def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule, *, is_fi
 def _response_head(
     name: str, version: str, forms: tuple[tuple[str, str, tuple[int, ...]], ...], *, is_final: bool
 ) -> bytes:
-    """Return what is the same in all replies of one form: names, types and shapes."""
+    """Return the part that all replies of one form share: names, types and shapes."""
     response = _RESPONSE(model_name=name, model_version=version)
     if is_final:
         response.parameters[FINAL_RESPONSE].bool_param = True
@@ -252,7 +252,7 @@ def stream_reply(response: bytes) -> bytes:
 
 
 def stream_error(message: str, request_id: str) -> bytes:
-    """Return a ModelStreamInferResponse that tells of a failure."""
+    """Return a ModelStreamInferResponse with an error."""
     response = message_class("kserve", "inference.ModelStreamInferResponse")(error_message=message)
     response.infer_response.id = request_id
     return response.SerializeToString()

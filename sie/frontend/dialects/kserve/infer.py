@@ -1,9 +1,9 @@
-"""The KServe v2 REST wire format of inference: a body and its binary tail to a typed request, a reply to bytes.
+"""Decodes a KServe v2 REST inference body, with its binary tail, to a typed request, and encodes the reply.
 
-Pure. The route has found the model before the body is read, so a request is judged against its rule at once where its
-form depends on it (a raw body). Whether names, types and shapes are the model's is for `sie.frontend.tensors.checks`.
-Source: Open Inference Protocol v2 and its binary tensor data extension; where OpenVINO Model Server and Triton differ,
-docs/tensors.md says what is done.
+Pure. The route finds the model before it reads the body, so a raw body is checked against the model's rule at once.
+`sie.frontend.tensors.checks` compares names, types and shapes with the model.
+Source: Open Inference Protocol v2 and its binary tensor data extension. docs/tensors.md describes the choice made
+wherever OpenVINO Model Server and Triton differ.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _MAX_TENSORS: Final = 1024
 _ABSENT: Final = msgspec.Raw(b"")
 _INTEGER: Final = re.compile(r"-?[0-9]+")
 TRUNCATED: Final = "truncated"
-"""The parameter of a reply that names the texts that were cut."""
+"""The parameter of a reply that lists the truncated texts."""
 _RAW_INPUT: Final = "raw_input"
 _SIZE_LIMIT: Final = 1 << 63
-_MAX_KEPT_HEAD_BYTES: Final = 2048
-"""A longer JSON before binary data is read each time; heads are kept by the hundred."""
-_MAX_KEPT_OUTPUTS: Final = 16
+_MAX_CACHED_HEAD_BYTES: Final = 2048
+"""A longer JSON before binary data is not cached, because the cache holds hundreds of them."""
+_MAX_CACHED_OUTPUTS: Final = 16
 _IMAGE_STARTS: Final = (b"\xff\xd8\xff", b"\x89PNG")
-"""How a JPEG and a PNG begin."""
+"""The first bytes of a JPEG and a PNG."""
 _MIXED: Final = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
     "'shared_memory_region' in 'parameters'."
@@ -46,7 +46,7 @@ _Parameters = dict[str, Any] | None
 
 
 class InferInput(msgspec.Struct):
-    """One input as JSON has it."""
+    """One input in JSON."""
 
     name: str
     shape: Annotated[list[Annotated[int, Meta(ge=0, le=_SIZE_LIMIT - 1)]], Meta(max_length=MAX_RANK)]
@@ -56,7 +56,7 @@ class InferInput(msgspec.Struct):
 
 
 class InferOutput(msgspec.Struct):
-    """One output that is asked for."""
+    """One requested output."""
 
     name: str
     parameters: _Parameters = None
@@ -72,7 +72,7 @@ class InferBody(msgspec.Struct):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """How one output is to be sent; num_classes 0: its elements as they are."""
+    """How to send one output. num_classes 0 means its elements themselves."""
 
     name: str
     is_binary: bool
@@ -80,14 +80,14 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class InferCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoded request, and how its answer is to be written. wanted is empty for all outputs in the same way."""
+    """A decoded request, and how to write its answer. An empty wanted means all outputs, in the same form."""
 
     request: TensorRequest
     wanted: tuple[Wanted, ...] = ()
     is_binary: bool = False
 
     def without_inputs(self) -> InferCall:
-        """Return what is the same for all requests that differ in their elements alone."""
+        """Return the call without its inputs: requests that differ only in their elements share it."""
         request = msgspec.structs.replace(self.request, inputs=[])
         return InferCall(request=request, wanted=self.wanted, is_binary=self.is_binary)
 
@@ -97,10 +97,10 @@ _to_json: Final = msgspec.json.Encoder().encode
 
 
 def decode_infer(body: bytes, header_length: str | None, model: str, rule: TensorRule, limits: Limits) -> InferCall:
-    """Return the request in a body; header_length is the header `Inference-Header-Content-Length`, if it was sent.
+    """Return the request in a body. header_length is the header `Inference-Header-Content-Length`, if it was sent.
 
-    model is the hosted id. Tensors are views of the body, or what
-    was read from its JSON. Raises BadRequest with the field at fault.
+    model is the hosted id. Tensors are views of the body, or bytes that were decoded from its JSON. Raises BadRequest
+    naming the field.
     """
     split = len(body) if header_length is None else _json_bytes(header_length, len(body))
     if split == 0 and header_length is not None:
@@ -119,7 +119,7 @@ def decode_infer(body: bytes, header_length: str | None, model: str, rule: Tenso
 
 
 class _InputHead(NamedTuple):
-    """One input, its elements aside; no data and no binary_bytes: they are in the tail, as many as the shape says."""
+    """One input without its elements. Without data and binary_bytes, the tail holds as many as the shape says."""
 
     name: str
     datatype: str
@@ -130,7 +130,7 @@ class _InputHead(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """What the JSON of a request says."""
+    """The decoded JSON of a request."""
 
     inputs: tuple[_InputHead, ...]
     wanted: tuple[Wanted, ...]
@@ -143,10 +143,10 @@ class _Head(NamedTuple):
 
 
 def _read_head(body: bytes, split: int, limits: Limits) -> _Head:
-    """Return what the JSON says; where elements follow it, the same JSON comes again and again, and is read once."""
+    """Return the decoded JSON. It is cached if binary elements follow it, because clients then repeat the same JSON."""
     if split == len(body):
         return _parse_head.__wrapped__(body, limits.max_depth, limits.max_tensor_values)
-    parse = _parse_head if split <= _MAX_KEPT_HEAD_BYTES else _parse_head.__wrapped__
+    parse = _parse_head if split <= _MAX_CACHED_HEAD_BYTES else _parse_head.__wrapped__
     return parse(body[:split], limits.max_depth, limits.max_tensor_values)
 
 
@@ -180,7 +180,7 @@ def _input_head(item: InferInput) -> _InputHead:
 
 
 class _TensorReader:
-    """Takes each input's elements from the JSON, or from the binary tail behind those of the inputs before it."""
+    """Reads each input's elements from the JSON, or from the binary tail in the order of the inputs."""
 
     def __init__(self, tail: memoryview, rule: TensorRule, max_values: int) -> None:
         self._tail = tail
@@ -238,7 +238,7 @@ def _json_bytes(header_length: str, body_bytes: int) -> int:
 
 
 def _framed(data: memoryview) -> memoryview:
-    """Return the only element of a BYTES input with its length before it, whether or not it came so."""
+    """Return the only element of a BYTES input with its length before it, which clients may leave out."""
     if len(data) >= 4 and int.from_bytes(data[:4], "little") == len(data) - 4:
         return data
     return memoryview(frame_elements([bytes(data)]))
@@ -261,7 +261,7 @@ def _raw_input(body: memoryview, rule: TensorRule) -> Tensor:
 
 
 def _raw_tensor(body: memoryview, rule: TensorRule) -> Tensor:
-    """Return the whole body as the model's only input, its shape deduced."""
+    """Return the whole body as the model's only input, with a deduced shape."""
     if len(rule.inputs) != 1:
         raise BadRequest(
             f"Raw request must only have 1 input (found 1) to be deduced but got {len(rule.inputs)} inputs in "
@@ -292,7 +292,7 @@ def _raw_tensor(body: memoryview, rule: TensorRule) -> Tensor:
 
 
 def _wanted(outputs: Sequence[InferOutput], *, is_binary: bool) -> tuple[Wanted, ...]:
-    """Return each output that is asked for, once."""
+    """Return the requested outputs, each once."""
     wanted: dict[str, Wanted] = {}
     for output in outputs:
         parameters = checked_parameters(output.parameters)
@@ -305,13 +305,14 @@ def _wanted(outputs: Sequence[InferOutput], *, is_binary: bool) -> tuple[Wanted,
 
 
 def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:
-    """Return the body, and the bytes of its JSON when tensors follow it (`Inference-Header-Content-Length`).
+    """Return the body, and the length of its JSON in bytes if tensors follow it (`Inference-Header-Content-Length`).
 
-    Outputs that are asked for as classes have become BYTES before. Raises BadRequest for one that JSON cannot hold.
+    The caller has already turned outputs requested as classes into BYTES. Raises BadRequest for an output that JSON
+    cannot hold.
     """
     ways = {wanted.name: wanted.is_binary for wanted in call.wanted}
     are_binary = all(ways.get(output.name, call.is_binary) for output in reply.outputs)
-    if are_binary and 0 < len(reply.outputs) <= _MAX_KEPT_OUTPUTS:
+    if are_binary and 0 < len(reply.outputs) <= _MAX_CACHED_OUTPUTS:
         forms = tuple([(output.name, output.datatype, output.shape, len(output.data)) for output in reply.outputs])
         text = _head_start(rule, call.request.id, reply.cuts) + _binary_outputs(forms)
         return b"".join([text, *[output.data for output in reply.outputs]]), len(text)
@@ -329,7 +330,7 @@ def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple
 
 
 def _head_start(rule: TensorRule, request_id: str, cuts: Collection[int]) -> bytes:
-    """Return the JSON of a reply up to the list of its outputs. A parameter names the texts that were cut."""
+    """Return the JSON of a reply up to the list of its outputs. A parameter lists the truncated texts."""
     head: dict[str, Any] = {"model_name": rule.name, "model_version": rule.version}
     if request_id:
         head["id"] = request_id
@@ -339,13 +340,13 @@ def _head_start(rule: TensorRule, request_id: str, cuts: Collection[int]) -> byt
 
 
 def cut_text(cuts: Collection[int]) -> str:
-    """Return the value of the parameter TRUNCATED: the numbers of the texts, since no parameter is a list."""
+    """Return the value of the parameter TRUNCATED: the indices of the texts, as a text because parameters have no lists."""
     return ",".join(map(str, sorted(cuts)))
 
 
 @lru_cache(maxsize=256)
 def _binary_outputs(forms: tuple[tuple[str, str, tuple[int, ...], int], ...]) -> bytes:
-    """Return the rest of the JSON of a reply whose outputs, each (name, datatype, shape, bytes), all follow it."""
+    """Return the rest of a reply's JSON if all outputs, each (name, datatype, shape, bytes), follow it."""
     return _to_json([_binary_entry(*form) for form in forms]) + b"}"
 
 
@@ -354,5 +355,5 @@ def _binary_entry(name: str, datatype: str, shape: tuple[int, ...], nbytes: int)
 
 
 def error_body(message: str) -> bytes:
-    """Return the body of any failure."""
+    """Return the body of an error."""
     return msgspec.json.encode({"error": message})

@@ -1,8 +1,7 @@
-"""The wire format of `/v2/models/{model}/generate` for tensor models: members of the body are inputs, outputs are
-members.
+"""Decodes and encodes `/v2/models/{model}/generate` for tensor models: inputs and outputs are members of the body.
 
-A member that is called as an input is one: a scalar is a tensor of shape [1], a list one of shape [n], in a batch of one
-where the model has batches. `parameters` are those of a request to infer; other members have no effect.
+A member with the name of an input becomes that input. A scalar is a tensor of shape [1], and a list one of shape [n]. If
+the model has batches, they are a batch of one. `parameters` are those of an infer request. Other members have no effect.
 Pure. Source: Triton's generate extension and KServe v2 sheet, section 11.
 """
 
@@ -23,14 +22,14 @@ from sie.values.tensor import Tensor, TensorReply, TensorRequest, TensorRule, Te
 
 _RESERVED: Final = ("id", "parameters")
 _ROOM: Final = 1024
-"""Commas and brackets of a body beside those of its elements."""
+"""Commas and brackets of a body that do not belong to its elements."""
 _ABSENT: Final = msgspec.Raw(b"")
 _TEXTS: Final = msgspec.json.Decoder(list[str])
 _to_json: Final = msgspec.json.Encoder().encode
 
 
 def decode_members(body: bytes, model: str, rule: TensorRule, limits: Limits) -> TensorRequest:
-    """Return the request in a body; model is the hosted id. Raises BadRequest with the member at fault."""
+    """Return the request in a body; model is the hosted id. Raises BadRequest naming the member."""
     check_json(body, limits.max_depth, limits.max_tensor_values + _ROOM, limits.max_tensor_values + _ROOM)
     check_utf8(body)
     members = decode_typed(_decoder(tuple(spec.name for spec in rule.inputs)), body)
@@ -46,7 +45,7 @@ def decode_members(body: bytes, model: str, rule: TensorRule, limits: Limits) ->
 
 @lru_cache(maxsize=256)
 def _decoder(names: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
-    """Return what reads the members of these names, and skips all others without building them."""
+    """Return a decoder of the members with these names. It skips other members without building them."""
     fields = {_field(index): name for index, name in enumerate(names) if name not in _RESERVED}
     members = msgspec.defstruct(
         "Members",
@@ -74,7 +73,7 @@ def _tensor(value: msgspec.Raw, spec: TensorSpec, rule: TensorRule) -> Tensor:
 
 
 def _count(elements: msgspec.Raw, spec: TensorSpec) -> int:
-    """Return how many elements a list has. Raises BadRequest for texts that are none."""
+    """Return the number of elements in a list. Raises BadRequest for an input of texts with other values."""
     text = bytes(elements)
     if spec.datatype == "BYTES":
         try:

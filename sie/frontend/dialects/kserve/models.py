@@ -1,7 +1,7 @@
-"""The KServe v2 REST bodies besides inference: the server, its models, their states and statistics.
+"""Encodes the KServe v2 REST bodies other than inference: the server, its models, their states and statistics.
 
-Pure: values come in, bytes go out. Sources: Open Inference Protocol v2; Triton's model repository and statistics
-extensions; OpenVINO Model Server's configuration API.
+Pure. Sources: Open Inference Protocol v2; Triton's model repository and statistics extensions; OpenVINO Model Server's
+configuration API.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _spec(spec: TensorSpec) -> dict[str, Any]:
 
 
 def decode_index(body: bytes) -> bool:
-    """Return whether only ready models are asked for. Raises BadRequest."""
+    """Return whether a request asks only for ready models. Raises BadRequest."""
     return decode_typed(_INDEX, body).ready if body else False
 
 
@@ -73,7 +73,7 @@ def index_body(states: Iterable[VersionState], *, only_ready: bool) -> bytes:
 
 
 def index_entries(states: Iterable[VersionState], *, only_ready: bool) -> list[dict[str, str]]:
-    """Return the protocol's ModelIndex of each version, and the bare name of a model that was never loaded, once."""
+    """Return the protocol's ModelIndex of each version. A model that was never loaded is listed once, by name only."""
     entries: list[dict[str, str]] = []
     for found in states:
         state = _INDEX_STATES[found.state]
@@ -88,7 +88,7 @@ def index_entries(states: Iterable[VersionState], *, only_ready: bool) -> list[d
 
 
 def check_manage(body: bytes, action: str) -> None:
-    """Raise BadRequest for the body of a load or unload, which action is, that asks for what is not done here."""
+    """Raise BadRequest if a body has parameters that are not supported. action is `load` or `unload`."""
     parameters = decode_typed(_MANAGE, body).parameters if body else {}
     check_manage_parameters(parameters, action)
 
@@ -96,7 +96,7 @@ def check_manage(body: bytes, action: str) -> None:
 def check_manage_parameters(parameters: Mapping[str, Any], action: str) -> None:
     """Raise BadRequest for a parameter that a load or an unload does not have.
 
-    A configuration or files sent along would be a second way to put models on the host.
+    A configuration or files in the request are refused, because they would be a second way to put models on the host.
     """
     for name, value in parameters.items():
         if action != "unload" or name != "unload_dependents":

@@ -1,4 +1,4 @@
-"""The OpenAPI rows of KServe v2, and the types of its answers and errors. Source: KServe v2 sheet."""
+"""Defines the OpenAPI rows of KServe v2, and the types of its answers and errors. Source: KServe v2 sheet."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ class TensorError(Struct, kw_only=True):
 _TAG: Final = "KServe v2"
 TAGS: Final = {_TAG: 'Tensors, in the Open Inference Protocol. Every error is `{"error": text}`.'}
 ERRORS: Final = {"kserve": TensorError}
-_MISSING: Final = Fault(404, ("MODEL_NOT_FOUND",), "No such model, version or path.")
+_MISSING: Final = Fault(404, ("MODEL_NOT_FOUND",), "The model, version or path was not found.")
 _TOO_LARGE: Final = Fault(413, ("INPUT_TOO_LONG",), "The body is over `max_body_bytes`, as sent or decompressed.")
 _NOT_NOW: Final = Fault(
-    503, ("QUEUE_FULL", "MODEL_LOADING", "MODEL_NOT_LOADED", "SHUTTING_DOWN"), "Not now; ask again."
+    503,
+    ("QUEUE_FULL", "MODEL_LOADING", "MODEL_NOT_LOADED", "SHUTTING_DOWN"),
+    "The server cannot serve this now; retry.",
 )
 _INFER: Final = (
     BAD, _MISSING, STALLED, _TOO_LARGE,
@@ -53,10 +55,14 @@ _INFER: Final = (
 _CONTROL: Final = (
     BAD, STALLED, _TOO_LARGE,
     Fault(503, ("NOT_ALLOWED",), "`repository_control` is not `explicit`."),
-    Fault(504, ("DEADLINE_EXCEEDED",), "The deadline passed first; the load goes on."),
+    Fault(504, ("DEADLINE_EXCEEDED",), "The deadline passed before the load ended; the load continues."),
 )  # fmt: skip
 _UNSUPPORTED: Final = (Fault(400, ("UNSUPPORTED",), "This is not supported."),)
-_REGION: Final = (*_UNSUPPORTED, _MISSING, Fault(405, ("METHOD_NOT_ALLOWED",), "Not the method of this path."))
+_REGION: Final = (
+    *_UNSUPPORTED,
+    _MISSING,
+    Fault(405, ("METHOD_NOT_ALLOWED",), "The path does not support this method."),
+)
 _SETTINGS: Final = (BAD, STALLED, _TOO_LARGE)
 _MODEL: Final = "densenet"
 _TEXT_EXAMPLE: Final = {"text_input": "A fox is", "parameters": {"max_tokens": 16}}
@@ -80,9 +86,9 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
         template="/v2/models/{model}/generate",
         tag=_TAG,
-        summary="What follows a text, as in Triton",
-        description="A model that loads is not waited for. Of a model that does not generate text, members called as its inputs "
-        "are these, and its outputs are members of the answer.",
+        summary="Text generation, as in Triton",
+        description="The request does not wait for a model that is loading. For a model that does not generate text, members "
+        "with the names of its inputs are the inputs, and its outputs are members of the answer.",
         request=TextInputBody,
         model="org/model",
         example=_TEXT_EXAMPLE,
@@ -92,31 +98,32 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
         template="/v2/models/{model}/generate_stream",
         tag=_TAG,
-        summary="The same in pieces",
-        description="Each event is what `/generate` answers, with a piece of the text; one has all of it where `stream` is false.",
+        summary="Text generation as a stream",
+        description="Each event has the form of `/generate`'s answer, with a piece of the text. With `stream` false, one event "
+        "has the whole text.",
         request=TextInputBody,
         model="org/model",
         example=_TEXT_EXAMPLE,
-        answers=(Answer(200, "Events. An error behind the first is one, too.", (EVENTS,)),),
+        answers=(Answer(200, "Events. An error after the first event is an event, too.", (EVENTS,)),),
         faults=GENERATE_FAULTS,
     ),
     _row("/v2", "The server", "Its name, version and extensions."),
-    _row("/v2/health/live", "Whether the process lives", _bare("It does.")),
+    _row("/v2/health/live", "Whether the process is alive", _bare("It is.")),
     Operation(
         template="/v2/health/ready", tag=_TAG, summary="Whether requests can be served",
-        answers=(_bare("They can."), Answer(503, "It starts or stops.", (JSON,))),
+        answers=(_bare("They can."), Answer(503, "The server is starting or stopping.", (JSON,))),
     ),
-    _row("/v2/models/stats", "Figures of every model", "What each version has done."),
+    _row("/v2/models/stats", "Statistics of every model", "The statistics of each version."),
     _row("/v2/models/{model}", "A model's inputs and outputs", "Its metadata.", (_MISSING,)),
-    _row("/v2/models/{model}/ready", "Whether a model can be asked", _bare("It can."), (_MISSING, _NOT_NOW)),
+    _row("/v2/models/{model}/ready", "Whether a model is ready", _bare("It is."), (_MISSING, _NOT_NOW)),
     _row("/v2/models/{model}/config", "A model's configuration", "ModelConfig as JSON.", (_MISSING,)),
-    _row("/v2/models/{model}/stats", "A model's figures", "What its versions have done.", (BAD, _MISSING)),
+    _row("/v2/models/{model}/stats", "A model's statistics", "The statistics of its versions.", (BAD, _MISSING)),
     Operation(
         template="/v2/models/{model}/infer",
         tag=_TAG,
         summary="Run a model on tensors",
-        description="Tensors are JSON, or binary behind the JSON, whose length the header "
-        "`Inference-Header-Content-Length` tells, both ways. `/versions/N` before `/infer` names a version.",
+        description="In requests and answers, tensors are JSON, or binary data after the JSON. Then the header "
+        "`Inference-Header-Content-Length` has the length of the JSON. `/versions/N` before `/infer` names a version.",
         request=InferBody,
         model=_MODEL,
         example={"inputs": [{"name": "INPUT0", "shape": [1, 2], "datatype": "FP32", "data": [1.5, 2.5]}]},
@@ -126,24 +133,24 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     ),
     _row("/v2/repository/index", "Every version of every model, with its state", _list("All of them."), (BAD, STALLED, _TOO_LARGE)),
     _row("/v2/repository/models/{model}/load", "Load a model of a repository", _bare("It is loaded."), _CONTROL),
-    _row("/v2/repository/models/{model}/unload", "Unload a model of a repository", _bare("It has begun."), _CONTROL),
-    _row("/v2/repository/{model}", "The index of one repository, which is that of all", _list("All of them."), _REGION),
-    _row("/v2/systemsharedmemory/status", "Regions of clients' shared memory", _list("Always empty.")),
-    _row("/v2/systemsharedmemory/unregister", "Forget all regions", _bare("There are none.")),
-    _row("/v2/systemsharedmemory/region/{model}", "Register or forget a region", _bare("There is none to forget."), _REGION),
-    _row("/v2/cudasharedmemory/status", "Regions of clients' device memory", _list("Always empty.")),
-    _row("/v2/cudasharedmemory/unregister", "Forget all regions", _bare("There are none.")),
-    _row("/v2/cudasharedmemory/region/{model}", "Register or forget a region", _bare("There is none to forget."), _REGION),
+    _row("/v2/repository/models/{model}/unload", "Unload a model of a repository", _bare("The unload has begun."), _CONTROL),
+    _row("/v2/repository/{model}", "The index of one repository, which is the index of all", _list("All of them."), _REGION),
+    _row("/v2/systemsharedmemory/status", "Regions of clients' shared memory", _list("An empty list.")),
+    _row("/v2/systemsharedmemory/unregister", "Unregister all regions", _bare("No region is registered.")),
+    _row("/v2/systemsharedmemory/region/{model}", "Register or unregister a region", _bare("No region is registered."), _REGION),
+    _row("/v2/cudasharedmemory/status", "Regions of clients' device memory", _list("An empty list.")),
+    _row("/v2/cudasharedmemory/unregister", "Unregister all regions", _bare("No region is registered.")),
+    _row("/v2/cudasharedmemory/region/{model}", "Register or unregister a region", _bare("No region is registered."), _REGION),
     _row("/v2/trace/setting", "Trace settings", "All of them; POST changes nothing.", _SETTINGS),
     _row(
         "/v2/models/{model}/trace/setting", "A model's trace settings",
         "All of them; POST changes nothing.", (*_SETTINGS, _MISSING),
     ),
     _row("/v2/logging", "Log settings", "All of them; POST changes nothing.", _SETTINGS),
-    _row("/v1/config", "The state of every version", "As OpenVINO Model Server has it."),
+    _row("/v1/config", "The state of every version", "In the form of OpenVINO Model Server."),
     Operation(
-        template="/v1/config/reload", tag=_TAG, summary="Read the repositories anew",
-        answers=(Answer(200, "Nothing had changed.", (JSON,)), Answer(201, "Something had.", (JSON,))),
+        template="/v1/config/reload", tag=_TAG, summary="Read the repositories again",
+        answers=(Answer(200, "Nothing has changed.", (JSON,)), Answer(201, "Something has changed.", (JSON,))),
         faults=_CONTROL,
     ),
 )  # fmt: skip

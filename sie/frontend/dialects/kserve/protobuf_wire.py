@@ -1,6 +1,6 @@
-"""Reads and writes the few parts of protobuf's wire format that need no library: fields of bytes, as views.
+"""Reads and writes bytes fields of protobuf messages as views, without the protobuf library.
 
-A message class copies every field of bytes when it reads it and again when it writes it; tensors are such fields. Pure.
+A message class copies every bytes field when it reads it, and again when it writes it. Tensors are such fields. Pure.
 Source: Protocol Buffers, Encoding.
 """
 
@@ -21,11 +21,11 @@ _MAX_FIELD: Final = (1 << 29) - 1
 
 
 class MalformedMessage(BadRequest):
-    """The bytes are no message of the kind that was expected."""
+    """Raised for bytes that are not a message of the expected type."""
 
 
 class WireField(NamedTuple):
-    """One field: where it lies, its tag included, and where its value begins."""
+    """One field: its position, including its tag, and the start of its value."""
 
     number: int
     wire_type: int
@@ -35,7 +35,7 @@ class WireField(NamedTuple):
 
 
 def wire_fields(data: bytes | memoryview) -> Iterator[WireField]:
-    """Yield the fields of a message in their order. Raises MalformedMessage for what is no message."""
+    """Yield the fields of a message in their order. Raises MalformedMessage."""
     position = 0
     while position < len(data):
         field = _field(data, position)
@@ -44,7 +44,7 @@ def wire_fields(data: bytes | memoryview) -> Iterator[WireField]:
 
 
 def _field(data: bytes | memoryview, start: int) -> WireField:
-    """Return the field that begins at start. Raises MalformedMessage."""
+    """Return the field at start. Raises MalformedMessage."""
     tag = data[start]
     position = start + 1
     if tag >= 0x80:  # most tags and lengths are one byte
@@ -61,7 +61,7 @@ def _field(data: bytes | memoryview, start: int) -> WireField:
     else:
         raise MalformedMessage(f"the message has a field of wire type {wire_type}")
     if position > len(data) or not 0 < number <= _MAX_FIELD:
-        raise MalformedMessage("the message is cut short, or has a field of no number")
+        raise MalformedMessage("the message is truncated, or has a field without a number")
     return WireField(number, wire_type, start, value_start, position)
 
 
@@ -73,13 +73,13 @@ def _varint(data: bytes | memoryview, position: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << (7 * shift)
         if byte < 0x80:
             return value, position + shift + 1
-    raise MalformedMessage("the message has a number that is cut short")
+    raise MalformedMessage("the message has a truncated number")
 
 
 def cut_views(data: bytes, number: int) -> tuple[bytes, list[memoryview]]:
-    """Return a message without its repeated field `number` of bytes, and views of that field's values.
+    """Return a message without its repeated bytes field `number`, and views of that field's values.
 
-    Raises MalformedMessage for what is no message.
+    Raises MalformedMessage.
     """
     view, size = memoryview(data), len(data)
     rest: list[memoryview] = []
@@ -87,12 +87,12 @@ def cut_views(data: bytes, number: int) -> tuple[bytes, list[memoryview]]:
     tag = number << 3 | BYTES
     position = kept_from = 0
     while position < size:
-        # Short fields of bytes are most of all; by hand, since each field costs more through `wire_fields`.
+        # Fast path: most fields are short bytes fields, and `_field` costs more for each.
         if size - position > 1 and data[position] & 0x87 == BYTES and data[position] > 7 and data[position + 1] < 0x80:
             start, value_start = position, position + 2
             position = value_start + data[position + 1]
             if position > size:
-                raise MalformedMessage("the message is cut short, or has a field of no number")
+                raise MalformedMessage("the message is truncated, or has a field without a number")
             is_wanted = data[start] == tag
         else:
             field = _field(data, position)
@@ -109,21 +109,21 @@ def cut_views(data: bytes, number: int) -> tuple[bytes, list[memoryview]]:
 
 
 def parse_with_views(cls: type[Any], data: bytes, number: int) -> tuple[Any, list[memoryview]]:
-    """Return the message in data without a field, as `cut_views` does. Raises MalformedMessage for no such message."""
+    """Return the message in data without a field, and views of its values, as `cut_views` does. Raises MalformedMessage."""
     rest, values = cut_views(data, number)
     return parse(cls, rest), values
 
 
 def parse(cls: type[Any], data: bytes) -> Any:
-    """Return the message in data. Raises MalformedMessage for what is no such message."""
+    """Return the message in data. Raises MalformedMessage."""
     try:
         return cls.FromString(data)
     except DecodeError as error:
-        raise MalformedMessage(f"the message is no {cls.DESCRIPTOR.name}: {error}") from None
+        raise MalformedMessage(f"the message is not a {cls.DESCRIPTOR.name}: {error}") from None
 
 
 def append_bytes(head: bytes, number: int, values: Iterable[bytes | memoryview]) -> bytes:
-    """Return an encoded message with the values of a repeated field of bytes behind it."""
+    """Return an encoded message with the values of a repeated bytes field after it."""
     tag = _encoded(number << 3 | BYTES)
     parts: list[bytes | memoryview] = [head]
     for value in values:

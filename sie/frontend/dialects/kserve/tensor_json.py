@@ -1,8 +1,8 @@
 """Converts a tensor's elements to and from JSON. Pure. Source: Open Inference Protocol v2, section 5.1.
 
-The elements of a request come as the raw bytes of a JSON value whose syntax msgspec has checked. They are never a
-Python object each: integers are read by NumPy, numbers with a fraction in chunks. How many there are is compared with
-the tensor's shape before anything of that size is allocated.
+The elements of a request come as the raw bytes of a JSON value whose syntax msgspec has checked. They never become one
+Python object each: NumPy reads integers, and floats are read in chunks. Their number is compared with the tensor's
+shape before memory of that size is allocated.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _to_json: Final = msgspec.json.Encoder().encode
 
 
 def elements_from_json(raw: msgspec.Raw, name: str, datatype: str, num_elements: int) -> bytes:
-    """Return the elements of input `name` as the binary form has them: little-endian, BYTES framed.
+    """Return the elements of input `name` in the binary form: little-endian, BYTES framed.
 
-    raw is a flat list in C order, or lists nested as the shape is. Raises BadRequest when its values are not of the
-    datatype, or not as many as num_elements.
+    raw is a flat list in C order, or lists nested like the shape. Raises BadRequest if its values do not have the
+    datatype, or if their number is not num_elements.
     """
     if datatype in BINARY_ONLY:
         raise BadRequest(
@@ -49,7 +49,7 @@ def elements_from_json(raw: msgspec.Raw, name: str, datatype: str, num_elements:
         return _strings(text, name, num_elements)
     if text.translate(None, _BOOLEAN if datatype == "BOOL" else _NUMERIC):
         raise _wrong_type(name, datatype)
-    flat = text.translate(None, b"[] \t\n\r")  # it was valid JSON, so white space separates no two values
+    flat = text.translate(None, b"[] \t\n\r")  # in valid JSON, white space alone never separates two values
     if not flat.strip(b","):
         flat = b""
     elif flat.startswith(b",") or flat.endswith(b",") or b",," in flat:
@@ -76,7 +76,7 @@ def _floats(flat: bytes, name: str, datatype: str, num_elements: int) -> bytes:
         end = len(flat) if end < 0 else end
         try:
             chunk = _FLOATS.decode(b"[" + flat[start:end] + b"]")
-        except msgspec.DecodeError:  # of what was valid JSON only a number out of range
+        except msgspec.DecodeError:  # the JSON is valid, so only a number out of range
             raise _too_large(name, datatype) from None
         values[done : done + len(chunk)] = chunk
         done += len(chunk)
@@ -89,10 +89,10 @@ def _floats(flat: bytes, name: str, datatype: str, num_elements: int) -> bytes:
 
 
 def _few_floats(flat: bytes, name: str, datatype: str, num_elements: int) -> bytes:
-    """Do as `_floats` without NumPy, whose every call costs as much as a few dozen numbers."""
+    """Do as `_floats`, but without NumPy: one call of it costs as much as a few dozen numbers."""
     try:
         return struct.pack(f"<{num_elements}{'f' if datatype == 'FP32' else 'd'}", *_FLOATS.decode(b"[" + flat + b"]"))
-    except (msgspec.DecodeError, OverflowError):  # of what was valid JSON only a number out of range
+    except (msgspec.DecodeError, OverflowError):  # the JSON is valid, so only a number out of range
         raise _too_large(name, datatype) from None
 
 
@@ -123,7 +123,7 @@ def _booleans(flat: bytes, name: str) -> bytes:
 
 
 def _strings(text: bytes, name: str, num_elements: int) -> bytes:
-    # A string is two quotes or more, so no more than this many can be in the text.
+    # A string has at least two quotes, so the text cannot hold more strings than this.
     if text.count(b'"') // 2 < num_elements:
         if b'"' not in text and text.strip(b"[] \t\r\n"):
             raise _wrong_type(name, "BYTES")  # numbers and the like
@@ -156,7 +156,7 @@ def images_from_json(raw: msgspec.Raw, name: str, num_elements: int) -> bytes:
     Raises BadRequest for anything else, and for more or fewer than num_elements.
     """
     text = bytes(raw)
-    most = text.count(b",") + 1  # there is no comma in Base64, so no more than this are made
+    most = text.count(b",") + 1  # Base64 has no comma, so the text cannot hold more images
     if most != max(num_elements, 1):
         raise _wrong_count(name, num_elements, most)
     try:
@@ -169,7 +169,7 @@ def images_from_json(raw: msgspec.Raw, name: str, num_elements: int) -> bytes:
 
 
 def elements_to_json(data: memoryview, name: str, datatype: str) -> bytes:
-    """Return a reply's elements as a flat JSON list. Raises BadRequest for what JSON cannot hold: ask for binary then."""
+    """Return a reply's elements as a flat JSON list. Raises BadRequest for values that need the binary form."""
     if datatype in BINARY_ONLY:
         raise BadRequest(
             f"sending {datatype} data via JSON is not supported. Please use the binary data format for output '{name}'"
@@ -182,7 +182,7 @@ def elements_to_json(data: memoryview, name: str, datatype: str) -> bytes:
                 f"output '{name}' has bytes that are not UTF-8. Please use the binary data format for output '{name}'"
             ) from None
     text = _to_json(np.frombuffer(data, DATATYPES[datatype]).tolist())
-    if datatype in ("FP32", "FP64") and b"null" in text:  # what msgspec writes for a number that JSON does not have
+    if datatype in ("FP32", "FP64") and b"null" in text:  # msgspec writes null for numbers that JSON cannot hold
         raise BadRequest(
             f"output '{name}' has values that are not finite. Please use the binary data format for output '{name}'"
         )

@@ -1,1 +1,1 @@
-"""The native SIE API on the wire: encode, score, extract and generate."""
+"""Decodes and encodes the native SIE API: encode, score, extract and generate."""

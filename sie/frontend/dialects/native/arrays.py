@@ -1,6 +1,6 @@
 """Encodes a NumPy array in msgpack as fragments around its rows.
 
-The fragments are joined once, without an earlier copy.
+The fragments are joined once. The rows are not copied before that.
 
     85                                    map of 5, keys are bin 8 (the SDK looks only for the bytes key `nd`)
     c4 02 "nd"    c3                      true: an array
@@ -33,7 +33,7 @@ def array_header(length: int) -> bytes:
 
 
 def bin_header(num_bytes: int) -> bytes:
-    """Return the header of a msgpack bin: 8, 16 or 32 bits of length, the shortest that fits."""
+    """Return the header of a msgpack bin, with the shortest length that fits: 8, 16 or 32 bits."""
     if num_bytes < 1 << 8:
         return b"\xc4" + num_bytes.to_bytes(1, "big")
     return b"\xc5" + struct.pack(">H", num_bytes) if num_bytes < 1 << 16 else b"\xc6" + struct.pack(">I", num_bytes)
@@ -41,9 +41,9 @@ def bin_header(num_bytes: int) -> bytes:
 
 @lru_cache(maxsize=256)
 def array_prefix(dtype: str, shape: tuple[int, ...], num_bytes: int) -> bytes:
-    """Return everything of an array's map that stands before its num_bytes raw bytes.
+    """Return the part of an array's map before its num_bytes raw bytes.
 
-    dtype is a NumPy code (`<f4`, `<f2`, `|i1`, `|u1`). Cached: a model has a handful of shapes.
+    dtype is a NumPy code (`<f4`, `<f2`, `|i1`, `|u1`). Cached, because a model has few shapes.
     """
     keys = (_bin(b"nd"), _bin(b"type"), _bin(b"kind"), _bin(b"shape"), _bin(b"data"))
     values = (b"\xc3", pack(dtype), _bin(b""), array_header(len(shape)) + b"".join(map(pack, shape)), b"")

@@ -1,8 +1,9 @@
-"""The native SIE wire format: encode bodies to a typed request, and errors to bytes. `encode_reply` has the replies.
+"""Decodes the bodies of native SIE encode requests, and encodes errors. `encode_reply` encodes the replies.
 
-A request is read in two steps, because the order of the answers is part of the wire: `decode_encode` (a malformed body
-is 400 even for an unknown model), then the caller finds the model (404), then `resolve_encode` judges profile, options,
-output types and modality against its card (400). Source: SIE API reference, sections 2, 3, 5, 9, 11 and 12.
+A request is read in two steps, because the order of the checks is part of the wire format. First `decode_encode` checks
+the body: a malformed one is a 400 even for an unknown model. Then the caller finds the model (404). Then
+`resolve_encode` checks profile, options, output types and modality against the model's card (400).
+Source: SIE API reference, sections 2, 3, 5, 9, 11 and 12.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sie.frontend.inputs.bounded_json import MAX_FREE_FORM_BYTES, check_json, de
 from sie.values.encode import EncodeRequest, MediaItems
 from sie.values.errors import BadRequest, InputTooLong, SieError
 
-_MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding
+_MOST_ITEMS = 65_536  # the setting's upper bound; the setting itself is checked after decoding
 _MOST_NAMES = 64
 _ABSENT = msgspec.Raw(b"")
 
@@ -64,10 +65,10 @@ _NO_PARAMS = EncodeParams()
 
 
 def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> EncodeRequest:
-    """Return the request in an encode body, shapes and sizes checked; pass it to `resolve_encode` next.
+    """Return the request in an encode body, with checked shapes and sizes; pass it to `resolve_encode` next.
 
-    Unknown fields are ignored, except in `audio`. Raises BadRequest (InputTooLong for limits) with the path of the
-    fault in its text.
+    Unknown fields are ignored, except in `audio`. Raises BadRequest (InputTooLong for limits). Its text holds the
+    path of the fault.
     """
     if not msgpack:
         check_json(body, limits.max_depth)
@@ -95,7 +96,7 @@ def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> Enc
 
 
 def read_media(items: Sequence[Item], limits: Limits) -> MediaItems:
-    """Return the items of a request that holds more than texts. Raises BadRequest for what is over a limit."""
+    """Return the items of a request that holds more than texts. Raises BadRequest if a limit is exceeded."""
     images = {index: [image.data for image in item.images] for index, item in enumerate(items) if item.images}
     if sum(map(len, images.values())) > limits.max_images:
         raise BadRequest(f"A request must hold at most {limits.max_images} images; split it")
@@ -132,9 +133,9 @@ def check_items(
 ) -> None:
     """Check each item's metadata type and its size: UTF-8 bytes of the text and wire bytes of the metadata.
 
-    field is where an item stands in the body, `{}` its number.
+    field is the path of an item in the body, with `{}` for its index.
     """
-    may_exceed = body_bytes > max_item_bytes  # JSON escapes only shrink
+    may_exceed = body_bytes > max_item_bytes  # decoding JSON escapes only shrinks a text
     for index, item in enumerate(items):
         metadata = item.metadata
         if metadata is not _ABSENT:
@@ -149,9 +150,9 @@ def check_items(
 
 
 def _check_metadata(raw: msgspec.Raw, msgpack: bool, body_bytes: int, field: str) -> None:
-    """Raise BadRequest unless metadata is a map with valid texts in it, whose value nobody reads.
+    """Raise BadRequest unless metadata is a map with valid UTF-8 texts. Nothing reads its value.
 
-    In msgpack only decoding finds its texts: that is done for small bodies, since 2 MiB of empty maps take 150 MB.
+    Only decoding finds the texts in msgpack. Large bodies are not decoded, because 2 MiB of empty maps take 150 MB.
     """
     view = memoryview(raw)
     first = view[0]
@@ -170,7 +171,7 @@ def _check_metadata(raw: msgspec.Raw, msgpack: bool, body_bytes: int, field: str
 
 
 def find_non_text(items: Sequence[Item], *, allows_images: bool = False) -> int | None:
-    """Return the index of the first item without a text, or with media beside it; allows_images: other than images."""
+    """Return the index of the first item without a text or with media. allows_images accepts images beside a text."""
     for index, item in enumerate(items):
         if item.text is None or (item.images and not allows_images) or item.audio or item.video or item.document:
             return index
@@ -191,5 +192,5 @@ def not_found_body(text: str = "Not Found") -> bytes:
 
 
 def method_not_allowed_body() -> bytes:
-    """Return the body of a 405; the `Allow` header is the caller's."""
+    """Return the body of a 405; the caller adds the `Allow` header."""
     return b'{"detail":"Method Not Allowed"}'

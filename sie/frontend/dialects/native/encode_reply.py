@@ -1,6 +1,6 @@
-"""Encodes the replies to encode requests on the native SIE wire, as msgpack and as JSON.
+"""Encodes the replies to native SIE encode requests, as msgpack and as JSON.
 
-Rows are written straight from the reply's extent, and the tail of a small reply with one `struct` call.
+Rows are written directly from the reply's extent. One `struct` call writes the tail of a small reply.
 Source: SIE API reference, sections 2, 3, 5 and 11.
 """
 
@@ -45,7 +45,7 @@ _to_json = msgspec.json.Encoder().encode
 def encode_reply(reply: EncodeReply, msgpack: bool) -> bytes:
     """Return the body of an encode reply: model, items, timing, usage, in this order.
 
-    Reads reply.values once and keeps no view of it. As msgpack it is one join of cached fragments and row views.
+    Reads reply.values once and keeps no view of it. A msgpack body is one join of cached fragments and row views.
     """
     if reply.sparse is None and reply.multivector is None and not reply.cuts:
         return _reply_msgpack(reply) if msgpack else _reply_json(reply)
@@ -84,7 +84,7 @@ _pack_times = struct.Struct(">" + "".join(f"{len(key)}sd" for key in _TIMES)).pa
 
 
 def _tail_msgpack(timing: Timing, input_tokens: int, num_images: int) -> bytes:
-    """Return the last two keys of a reply, without the header of a map of their own: they belong to the body's."""
+    """Return the last two keys of a reply, without a map header: they belong to the body's map."""
     if num_images or not timing.postprocessing_ms:
         return pack(_tail(timing, input_tokens, num_images))[1:]
     total, queue, tokenization, inference, postprocessing = _TIMES

@@ -1,6 +1,7 @@
-"""The native wire format of `/v1/extract`. Source: SIE API reference, sections 7, 11, 12 and 19.
+"""Decodes and encodes the bodies of `/v1/extract`. Source: SIE API reference, sections 7, 11, 12 and 19.
 
-Read in two steps, as encode is: `decode_extract` needs no model, `resolve_extract` judges the request against its card.
+Requests are read in two steps, as for encode. `decode_extract` needs no model. `resolve_extract` checks the request
+against the model's card.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from sie.values.encode import ExtractReply, ExtractRequest
 from sie.values.errors import BadRequest
 from sie.values.extract import Entity, Extraction
 
-_MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding
+_MOST_ITEMS = 65_536  # the setting's upper bound; the setting itself is checked after decoding
 _MAX_SCHEMA_BYTES: Final = 1 << 20
 _SCHEMA_LEVEL: Final = 2
-"""Levels of a body above its output_schema."""
+"""Nesting levels of a body above its output_schema."""
 _ABSENT = msgspec.Raw(b"")
 _to_json = msgspec.json.Encoder().encode
 
@@ -46,9 +47,9 @@ _NO_PARAMS = ExtractParams()
 
 
 def decode_extract(body: bytes, msgpack: bool, model: str, limits: Limits) -> ExtractRequest:
-    """Return the request in an extract body, shapes and sizes checked; pass it to `resolve_extract` next.
+    """Return the request in an extract body, with checked shapes and sizes; pass it to `resolve_extract` next.
 
-    Unknown fields are ignored. Raises BadRequest (InputTooLong for limits) with the path of the fault in its text.
+    Unknown fields are ignored. Raises BadRequest (InputTooLong for limits). Its text holds the path of the fault.
     """
     if not msgpack:
         check_json(body, max(limits.max_depth, limits.max_schema_depth + _SCHEMA_LEVEL))
@@ -75,7 +76,7 @@ def decode_extract(body: bytes, msgpack: bool, model: str, limits: Limits) -> Ex
 
 
 def _decode_schema(raw: msgspec.Raw, msgpack: bool, limits: Limits) -> str:
-    """Return a schema as JSON, its depth and number of values checked; absent, null and empty are ''."""
+    """Return a schema as JSON, with checked depth and number of values; '' if it is absent, null or empty."""
     view = memoryview(raw)
     if not view.nbytes:
         return ""
@@ -125,9 +126,9 @@ class _ReplyBody(msgspec.Struct, frozen=True):
 
 
 def encode_extractions(request: ExtractRequest, reply: ExtractReply, msgpack: bool) -> bytes:
-    """Return the body of an extract reply: every key of every result is there, `error` and `truncated` only where
-    there is an error, and where the text was cut.
+    """Return the body of an extract reply.
 
+    Every result has every key, but `error` only if there is an error, and `truncated` only if the text was truncated.
     An item without an id is called `item-<index>`.
     """
     items = [

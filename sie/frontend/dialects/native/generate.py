@@ -1,7 +1,7 @@
-"""The wire format of `/v1/generate/{model}`: JSON to a typed request; whole answers, streams and their errors to bytes.
+"""Decodes the bodies of `/v1/generate/{model}`, and encodes whole answers, streams and their errors.
 
-Source: SIE API reference, section 10, the types of sie-sdk 0.10.1, and the reference server's own checks: it refuses
-fields that it does not know, and logprobs of an answer that is no stream.
+Source: SIE API reference, section 10, the types of sie-sdk 0.10.1, and the reference server's own checks. It refuses
+unknown fields, and logprobs without a stream.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _to_json: Final = msgspec.json.Encoder().encode
 
 
 class NativeGrammar(msgspec.Struct, forbid_unknown_fields=True):
-    """What binds an answer: exactly one of the first three. Every token is bound, strict or not."""
+    """The grammar of an answer: exactly one of the first three fields. It constrains every token, strict or not."""
 
     json_schema: dict[str, Any] | None = None
     regex: str | None = None
@@ -79,9 +79,9 @@ _DECODER: Final = msgspec.json.Decoder(GenerateBody)
 
 
 def named_model(path: str, known: Container[str]) -> str:
-    """Return the id that a path writes with `__` for a slash and `_dot_` for a point. Raises BadRequest for a slash."""
+    """Return the model id of a path, which has `__` for a slash and `_dot_` for a dot. Raises BadRequest for a slash."""
     if "/" in path:
-        raise wrong("model", f"stands in this path with '__' for each slash: {path.replace('/', '__')!r}")
+        raise wrong("model", f"needs '__' for each slash in this path: {path.replace('/', '__')!r}")
     with_slashes = path.replace("__", "/")
     with_points = with_slashes.replace("_dot_", ".")
     return next((model for model in (path, with_slashes) if model in known), with_points)
@@ -115,7 +115,7 @@ def decode_generate(body: bytes, model: str, limits: Limits) -> GenerateRequest:
 def _read_logprobs(call: GenerateBody) -> int | None:
     for field in ("logprobs", "top_logprobs"):
         if getattr(call, field) and not call.stream:
-            raise wrong(field, "is served in streams only: a whole answer has no place for it")
+            raise wrong(field, "is supported only with 'stream': a whole answer has no field for it")
     if call.top_logprobs and not call.logprobs:
         raise wrong("top_logprobs", "needs 'logprobs': true beside it")
     return (call.top_logprobs or 0) if call.logprobs else None
@@ -158,13 +158,13 @@ def _first_ms(usage: GenerateUsage) -> float:
 
 
 def _next_ms(usage: GenerateUsage) -> float | None:
-    """Return the mean time of a token behind the first one."""
+    """Return the mean time per token after the first one."""
     later = usage.completion_tokens - 1
     return round(usage.completion_s * 1e3 / later, 3) if later > 0 else None
 
 
 class GenerateWriter:
-    """Writes a stream: numbered chunks, the last with reason and usage, and `[DONE]`."""
+    """Writes a stream of numbered chunks and `[DONE]`. The last chunk has the reason and the usage."""
 
     keep_alive = KEEP_ALIVE
 

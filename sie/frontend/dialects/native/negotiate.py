@@ -6,7 +6,7 @@ MSGPACK = "application/msgpack"
 JSON = "application/json"
 
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
-# The values real clients send, answered without a search. Not a cache: a client cannot make it grow.
+# The values that real clients send, answered without a search. It is not a cache, so a client cannot make it grow.
 _CONTENT_TYPES: dict[str | None, bool] = {
     None: False,
     "": False,
@@ -26,7 +26,7 @@ _ACCEPTS: dict[str | None, bool] = {
 
 
 def is_msgpack(content_type: str | None) -> bool:
-    """Tell whether a request body is msgpack; everything else, a missing header included, is read as JSON."""
+    """Tell whether a request body is msgpack. Any other body is read as JSON, also without the header."""
     known = _CONTENT_TYPES.get(content_type)
     if known is None:
         return _names_msgpack(str(content_type).lower())
@@ -34,7 +34,7 @@ def is_msgpack(content_type: str | None) -> bool:
 
 
 def wants_msgpack(accept: str | None) -> bool:
-    """Tell whether a success body is msgpack. Errors are JSON whatever this says.
+    """Tell whether a success body is msgpack. Errors are always JSON.
 
     Substring tests, in this order: nothing -> msgpack; a msgpack type anywhere -> msgpack; `application/json` -> JSON;
     anything else (`*/*`, `text/html`) -> msgpack. q-values are ignored.

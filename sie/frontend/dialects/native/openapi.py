@@ -1,7 +1,7 @@
-"""The OpenAPI rows of the native SIE API, and the types of its answers and errors.
+"""Defines the OpenAPI rows of the native SIE API, and the types of its answers and errors.
 
-The types are those of JSON. In msgpack, arrays of numbers are maps (`sie.frontend.dialects.native.arrays`) and texts in
-base64 are bytes. Tests check live answers against these types. Source of `/v1/generate`: SIE API reference, section 10.
+The types describe JSON. In msgpack, arrays of numbers are maps (`sie.frontend.dialects.native.arrays`) and base64
+texts are bytes. Tests check live answers against these types. Source of `/v1/generate`: SIE API reference, section 10.
 """
 
 from __future__ import annotations
@@ -127,13 +127,13 @@ class NativeError(Struct, kw_only=True):
     detail: ErrorDetail
 
 
-TAGS: Final = {INFERENCE: "Ask a model. Bodies may be JSON or, on the SIE routes, msgpack."}
+TAGS: Final = {INFERENCE: "Run a model. Bodies may be JSON or, on the SIE routes, msgpack."}
 ERRORS: Final = {"sie": NativeError}
 _FAULTS: Final = (BAD, NOT_FOUND, STALLED, TOO_LARGE, POISON, FAILED, NO_LOAD, NOT_NOW, LATE)
 _BOTH: Final = (JSON, MSGPACK)
 _NEGOTIATED: Final = (
     "The answer is msgpack unless `Accept` names `application/json` and no msgpack type; errors are always JSON. "
-    "In msgpack an array of numbers is a map in the convention of msgpack-numpy."
+    "In msgpack, an array of numbers is a map as msgpack-numpy writes it."
 )
 
 OPERATIONS: Final[tuple[Operation, ...]] = (
@@ -174,7 +174,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         media=_BOTH,
         model="dslim/bert-base-NER",
         example={"items": [{"text": "Ada met Charles in London"}], "params": {"labels": ["PER", "LOC"]}},
-        answers=(Answer(200, "What was found in each item.", _BOTH, ExtractAnswer),),
+        answers=(Answer(200, "A result for each item.", _BOTH, ExtractAnswer),),
         faults=_FAULTS,
         has_timing=True,
         may_cut=True,
@@ -182,15 +182,15 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
         template="/v1/generate/{model}",
         tag=GENERATION,
-        summary="What follows a text, in the SIE form",
-        description="Slashes of the model's id are written `__`. A model that loads is not waited for.",
+        summary="Text generation, in the SIE form",
+        description="Write `__` for each slash of the model's id. The request does not wait for a model that is loading.",
         request=GenerateBody,
         model="org__model",
         example={"prompt": "A fox is", "max_new_tokens": 16},
         answers=(
             Answer(
                 200,
-                "The text. With `stream`, numbered chunks, `data: [DONE]` the last.",
+                "The text. With `stream`, numbered chunks, then `data: [DONE]`.",
                 (JSON, EVENTS),
                 GenerateAnswer,
             ),

@@ -4,8 +4,8 @@
     sparse       {dims, dtype, indices: int32 [e], values: [e]}
     multivector  {token_dims, num_tokens, dtype, values: [num_tokens, width]}
 
-An item has its id first, if it came with one, then these keys in this order, and `truncated: true` where its text was
-cut. Source: SIE API reference, section 5.
+An item has its id first, if the request gave one, then these keys in this order, then `truncated: true` if its text was
+truncated. Source: SIE API reference, section 5.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INDEX_BYTES = 4
 
 
 def msgpack_items(reply: EncodeReply) -> list[Any]:
-    """Return the fragments of the array of items, for one join; they hold views of the reply's rows."""
+    """Return the fragments of the items array, to be joined once. They hold views of the reply's rows."""
     parts: list[Any] = [array_header(reply.num_items)]
     num_outputs = sum((reply.width > 0, reply.sparse is not None, reply.multivector is not None))
     row_bytes = reply.values.nbytes // reply.num_items
@@ -47,13 +47,13 @@ def msgpack_items(reply: EncodeReply) -> list[Any]:
 
 @lru_cache(maxsize=256)
 def dense_prefix(output_dtype: str, dims: int, dtype: str, width: int, row_bytes: int) -> bytes:
-    """Return an item from its key `dense` to the header of the row's bytes."""
+    """Return the fragment of an item from its key `dense` to the header of the row's bytes."""
     fields = pack("dims") + pack(dims) + pack("dtype") + pack(wire_dtype(output_dtype)) + pack("values")
     return pack("dense") + b"\x83" + fields + array_prefix(dtype, (width,), row_bytes)
 
 
 def wire_dtype(output_dtype: str) -> str:
-    """Return what a reply calls a dtype; the reference never answers `ubinary`."""
+    """Return a dtype's name in a reply; the reference never answers `ubinary`."""
     return "binary" if output_dtype == "ubinary" else output_dtype
 
 
@@ -69,7 +69,7 @@ def _sparse_parts(sparse: SparseRows, item: int) -> Iterator[Any]:
     start, end = sparse.offsets[item], sparse.offsets[item + 1]
     count, value_bytes = end - start, _item_bytes(sparse.dtype)
     yield _sparse_start(sparse.dims, sparse.dtype)
-    # Not cached prefixes: hardly two items have the same number of entries.
+    # These prefixes are not cached, because two items rarely have the same number of entries.
     yield array_prefix.__wrapped__("<i4", (count,), count * _INDEX_BYTES)
     yield sparse.indices[start * _INDEX_BYTES : end * _INDEX_BYTES]
     yield _VALUES
@@ -110,7 +110,7 @@ def _sparse_dtype(dtype: str) -> str:
 
 
 def json_items(reply: EncodeReply) -> list[dict[str, Any]]:
-    """Return the items as JSON's own types; a float16 is its value."""
+    """Return the items as plain JSON types; a float16 becomes a number."""
     items: list[dict[str, Any]] = [{} if id_ is None else {"id": id_} for id_ in _ids(reply)]
     dtype = wire_dtype(reply.output_dtype)
     if reply.width:

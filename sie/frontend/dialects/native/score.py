@@ -1,6 +1,7 @@
-"""The native wire format of `/v1/score`. Source: SIE API reference, sections 6 and 11.
+"""Decodes and encodes the bodies of `/v1/score`. Source: SIE API reference, sections 6 and 11.
 
-Read in two steps, as encode is: `decode_score` needs no model, `resolve_score` judges the request against its card.
+Requests are read in two steps, as for encode. `decode_score` needs no model. `resolve_score` checks the request against
+the model's card.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sie.frontend.dialects.native.encode import Item, check_count, check_items, 
 from sie.frontend.inputs.bounded_json import check_json, decode_free_form, decode_typed
 from sie.values.encode import ScoreReply, ScoreRequest
 
-_MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding
+_MOST_ITEMS = 65_536  # the setting's upper bound; the setting itself is checked after decoding
 _ABSENT = msgspec.Raw(b"")
 _to_json = msgspec.json.Encoder().encode
 
@@ -50,9 +51,9 @@ _FROM_JSON = msgspec.json.Decoder(ScoreBody)
 
 
 def decode_score(body: bytes, msgpack: bool, model: str, limits: Limits) -> ScoreRequest:
-    """Return the request in a score body, shapes and sizes checked; pass it to `resolve_score` next.
+    """Return the request in a score body, with checked shapes and sizes; pass it to `resolve_score` next.
 
-    Unknown fields are ignored. Raises BadRequest (InputTooLong for limits) with the path of the fault in its text.
+    Unknown fields are ignored. Raises BadRequest (InputTooLong for limits). Its text holds the path of the fault.
     """
     if not msgpack:
         check_json(body, limits.max_depth)
@@ -76,7 +77,7 @@ def decode_score(body: bytes, msgpack: bool, model: str, limits: Limits) -> Scor
 
 
 def _find_non_text(call: ScoreBody) -> str | None:
-    """Return the path of the first item that has no text to score; images beside one are not read."""
+    """Return the path of the first item without a text to score. Images beside a text are ignored."""
     if find_non_text([call.query], allows_images=True) is not None:
         return "$.query"
     index = find_non_text(call.items, allows_images=True)

@@ -1,1 +1,1 @@
-"""OpenAI's embeddings, chat, completions and models on the wire."""
+"""Decodes and encodes OpenAI's embeddings, chat, completions and models."""

@@ -1,6 +1,6 @@
 """Lists the fields and tools by which a client asks the server to act: run code, search, keep files and sessions.
 
-Nothing of that is served; a request that asks for it is refused with the field's name.
+The server does none of this. It refuses such a request and names the field.
 Source: generation API reference, sections 3.1 and 8.
 """
 
@@ -13,9 +13,9 @@ from sie.values.errors import BadRequest
 
 
 class AgentFields(SamplingNumbers, kw_only=True):
-    """What no route serves, beside the sampling fields: a struct has one base with fields, so they stand in a row.
+    """The agent fields, which no route serves. They extend the sampling fields, because a struct can have one base with fields.
 
-    A field that is null, false or empty asks for nothing.
+    A field that is null, false or empty is ignored.
     """
 
     files: Any = None
@@ -35,8 +35,8 @@ AGENT_TOOLS = frozenset(
 """Types of tools that the server itself would run."""
 
 
-def forget_agent_fields(body: AgentFields, *served: str) -> None:
-    """Take out what is no field of a route, and so ignored there as every unknown field is; served are its own ones."""
+def drop_agent_fields(body: AgentFields, *served: str) -> None:
+    """Drop the agent fields that a route ignores like unknown fields. served names those that the route has itself."""
     for field in _OWN:
         if field not in served:
             setattr(body, field, None)
@@ -48,12 +48,12 @@ def refuse_agent_fields(body: AgentFields) -> None:
         value = getattr(body, field)
         is_absent = value is None or value is False or (value != {} and isinstance(value, list | str) and not value)
         if not is_absent:
-            text = f"Field '{field}' asks the server to act as an agent, which it does not do"
+            text = f"Field '{field}' asks the server to act as an agent, which is not supported"
             raise BadRequest(text, extras={"param": field})
 
 
 def refuse_agent_tool(kind: str, path: str) -> None:
-    """Raise BadRequest for a tool that is no function of the client's."""
-    reason = "would run on the server, which runs none" if kind in AGENT_TOOLS else "is not known"
-    raise BadRequest(f"Field '{path}.type': a tool of type {kind!r} {reason}; 'function' is served",
+    """Raise BadRequest for a tool that is not a function of the client."""
+    reason = "would run on the server, which runs no tools" if kind in AGENT_TOOLS else "is unknown"
+    raise BadRequest(f"Field '{path}.type': a tool of type {kind!r} {reason}; use 'function'",
                      extras={"param": path})  # fmt: skip

@@ -1,4 +1,4 @@
-"""The wire format of `/v1/chat/completions`: bytes to a typed request, replies and events to bytes.
+"""Decodes the bodies of `/v1/chat/completions` to a typed request, and encodes replies and events.
 
 Source: generation API reference, section 3, and the types of the openai client 3.52.
 """
@@ -43,7 +43,7 @@ _MAX_LIST: Final = 65_536
 _NO_EFFORTS: Final = frozenset({"off", "none"})
 _EFFORTS: Final = _NO_EFFORTS | {"low", "medium", "high", "xhigh"}
 ANY_OBJECT: Final = {"type": "object"}
-"""What `json_object` binds an answer to without a schema."""
+"""The schema of a `json_object` answer without its own schema."""
 _to_json: Final = msgspec.json.Encoder().encode
 
 
@@ -57,7 +57,7 @@ class JsonSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """What form the answer has."""
+    """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema: dict[str, Any] | None = None
@@ -90,7 +90,7 @@ _DECODER: Final = msgspec.json.Decoder(ChatBody)
 
 
 def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[GenerateRequest, Shown]:
-    """Return the request in a body, and how its answer is written. Raises BadRequest naming the field."""
+    """Return the request in a body, and how to write its answer. Raises BadRequest naming the field."""
     call = decode_body(_DECODER, body, content_type, limits)
     _refuse_unserved(call)
     request = read_text_fields(call)
@@ -105,7 +105,7 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     request.grammar = request.grammar or read_format(call.response_format)
     request.logprobs = _read_logprobs(call)
     thinking, request.reasoning_effort = read_thinking(call)
-    request.thinking = thinking is not False  # on where nothing is said, in templates of either default: section 3.1
+    request.thinking = thinking is not False  # on by default, whatever the template's own default is: section 3.1
     return request, Shown.begin("chatcmpl", num_choices=request.num_choices, wants_usage=wants_usage(call))
 
 
@@ -113,7 +113,7 @@ def _refuse_unserved(call: ChatBody) -> None:
     for field in ("chat_template", "functions", "function_call", "audio"):
         if getattr(call, field) is not None:
             reasons = {
-                "chat_template": "is not taken from a request: templates are the server's own",
+                "chat_template": "is not accepted in a request: the server uses its own templates",
                 "audio": "is not served: answers are text",
             }
             raise wrong(field, reasons.get(field, "is not served; use 'tools' and 'tool_choice'"))
@@ -130,7 +130,7 @@ def _read_logprobs(call: ChatBody) -> int | None:
 
 
 def read_format(form: ResponseFormat | None) -> Grammar | None:
-    """Return what a format binds the answer to. Raises BadRequest for one without its schema."""
+    """Return the grammar of a format. Raises BadRequest if its schema is missing."""
     if form is None or form.type == "text":
         return None
     schema = form.json_schema.schema if form.json_schema is not None else None
@@ -142,7 +142,7 @@ def read_format(form: ResponseFormat | None) -> Grammar | None:
 
 
 class ThinkingFields(Protocol):
-    """The fields that say whether and how much the model reasons."""
+    """The fields that decide whether and how much the model reasons."""
 
     chat_template_kwargs: dict[str, Any] | None
     enable_thinking: bool | None
@@ -150,7 +150,7 @@ class ThinkingFields(Protocol):
 
 
 def read_thinking(call: ThinkingFields) -> tuple[bool | None, str | None]:
-    """Return whether the model is to reason, and how much. Source: sheet, section 3.1."""
+    """Return whether the model should reason, and how much. Source: generation API reference, section 3.1."""
     fallbacks = call.chat_template_kwargs or {}
     thinking, effort = call.enable_thinking, call.reasoning_effort
     if thinking is None and isinstance(fallbacks.get("enable_thinking"), bool):
@@ -161,12 +161,12 @@ def read_thinking(call: ThinkingFields) -> tuple[bool | None, str | None]:
         return thinking, None
     is_on, level = read_effort(effort, "reasoning_effort")
     if thinking is not None and thinking != is_on:
-        raise wrong("reasoning_effort", f"is {effort[:40]!r}, and 'enable_thinking' says otherwise")
+        raise wrong("reasoning_effort", f"is {effort[:40]!r}, but 'enable_thinking' contradicts it")
     return is_on, level
 
 
 def read_effort(effort: str, field: str) -> tuple[bool, str | None]:
-    """Return whether the model is to reason, and how much if it is. Raises BadRequest naming the field."""
+    """Return whether the model should reason, and if so how much. Raises BadRequest naming the field."""
     level = effort.strip().lower()
     if level not in _EFFORTS:
         raise wrong(field, f"must be one of off, none, low, medium, high, xhigh, not {effort[:40]!r}")
@@ -202,7 +202,7 @@ def encode_chat(reply: GenerateReply, shown: Shown) -> bytes:
 
 
 def logprob_object(one: LogprobText) -> dict[str, Any]:
-    """Return a token with its logprob; bytes that are no character by themselves stand in `bytes` alone."""
+    """Return a token with its logprob. Bytes of an incomplete character appear only in `bytes`."""
     return {
         "token": one.text,
         "logprob": one.logprob,
@@ -219,7 +219,7 @@ def _call(number: int, call: ToolCall) -> dict[str, Any]:
 
 
 class ChatWriter(ChunkWriter):
-    """Writes a stream: an opening chunk with every choice's role, deltas, finishing chunks."""
+    """Writes a stream: a first chunk with the role for every choice, then deltas and finishing chunks."""
 
     def __init__(self, shown: Shown, model: str) -> None:
         super().__init__(shown, "chat.completion.chunk", model)

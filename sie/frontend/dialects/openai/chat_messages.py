@@ -17,7 +17,7 @@ _MAX_LIST: Final = 65_536
 ROLE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 _SPEAKER: Final = re.compile(r"[^\s<|\\>]{1,256}")
-"""Names and roles are pasted between the special tokens of a template, so they hold nothing that could complete one."""
+"""Templates put names and roles between their special tokens, so a name or role cannot hold parts of such a token."""
 _TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal"})
 _MEDIA: Final = frozenset(
     {"image_url", "input_image", "image", "audio_url", "input_audio", "audio", "video_url", "video"}
@@ -59,7 +59,7 @@ class MessageField(msgspec.Struct):
 
 
 def read_messages(messages: str | list[MessageField]) -> list[ChatMessage]:
-    """Return the conversation; a single text is a user's message. Raises BadRequest naming the message."""
+    """Return the conversation; a text alone is a user's message. Raises BadRequest naming the message."""
     if isinstance(messages, str):
         return [ChatMessage(role="user", content=messages)]
     if not messages:
@@ -70,10 +70,10 @@ def read_messages(messages: str | list[MessageField]) -> list[ChatMessage]:
 
 
 def find_calls(messages: Sequence[ChatMessage], field: str) -> dict[int, str]:
-    """Return the name of the called tool for each message that is the result of a call and names it.
+    """Return the name of the called tool for each message that is a tool result with a call id, by message index.
 
-    field is where errors lie; `{}` in it stands for the index of the message. Raises BadRequest for a result without its
-    call: a template would show the model an answer to nothing.
+    field is the path in errors, with `{}` for the index of the message. Raises BadRequest for a result without its call,
+    because a template would show the model a result of no call.
     """
     called: dict[str, str] = {}
     found: dict[int, str] = {}
@@ -81,16 +81,16 @@ def find_calls(messages: Sequence[ChatMessage], field: str) -> dict[int, str]:
         called |= {call.id: call.name for call in message.tool_calls}
         result = message.tool_call_id
         if result is None and message.role == "tool" and not called:
-            raise wrong(field.format(index), "is required: no call of a tool is before this result")
+            raise wrong(field.format(index), "is required: there is no tool call before this result")
         if result is not None and result not in called:
-            raise wrong(field.format(index), f"has a result of call {result[:80]!r}, which is not before it")
+            raise wrong(field.format(index), f"has the result of call {result[:80]!r}, but that call is not before it")
         if result is not None:
             found[index] = called[result]
     return found
 
 
 def name_results(messages: Sequence[ChatMessage], field: str) -> list[ChatMessage]:
-    """Return a conversation whose results of calls have the names of what was called, which some templates write.
+    """Return the conversation with the tool's name in each tool result, because some templates write it.
 
     Raises as `find_calls` does.
     """
@@ -105,7 +105,7 @@ def _read_message(message: MessageField, path: str) -> ChatMessage:
     if not ROLE.fullmatch(message.role):
         raise _wrong(path, "role", "must be a short word, such as 'user'")
     if message.name is not None and not _SPEAKER.fullmatch(message.name):
-        raise _wrong(path, "name", "must be of at most 256 characters, none of them white space or one of <|\\>")
+        raise _wrong(path, "name", "must have at most 256 characters, without white space and <|\\>")
     if message.function_call is not None:
         raise _wrong(path, "function_call", "is not served; use 'tool_calls'")
     if message.content is None and not message.tool_calls:
@@ -126,7 +126,7 @@ def _read_message(message: MessageField, path: str) -> ChatMessage:
 
 
 def _join(parts: list[PartField], path: str) -> str:
-    """Return the text of a content in parts, joined by spaces."""
+    """Return the text of a content's parts, joined by spaces."""
     texts: list[str] = []
     for number, part in enumerate(parts):
         kind = part.type or "text"
@@ -145,7 +145,7 @@ def _read_call(call: CallField, path: str) -> ToolCall:
     if call.type not in {None, "function"}:
         raise _wrong(path, "type", "must be 'function'")
     if not NAME.fullmatch(call.function.name):
-        raise _wrong(path, "function.name", "must be of letters, digits and _.:/-, at most 256")
+        raise _wrong(path, "function.name", "must hold only letters, digits and _.:/-, at most 256")
     name = call.function.name
     return ToolCall(id=call.id or name, name=name, arguments=call.function.arguments or "{}")
 

@@ -16,7 +16,7 @@ _MODES: Final = ("auto", "required")
 
 
 class FunctionField(msgspec.Struct):
-    """A function of the client's."""
+    """A function of the client."""
 
     name: str
     description: str | None = None
@@ -25,7 +25,7 @@ class FunctionField(msgspec.Struct):
 
 
 class ToolField(msgspec.Struct):
-    """A tool: the function nested, or flat."""
+    """A tool, with its function nested or flat."""
 
     type: str = "function"
     function: FunctionField | None = None
@@ -36,7 +36,7 @@ class ToolField(msgspec.Struct):
 
 
 def read_tools(tools: Sequence[ToolField]) -> tuple[Tool, ...]:
-    """Return the tools. Raises BadRequest for one that is no function, has no name, or that of another one."""
+    """Return the tools. Raises BadRequest if one is not a function, or if its name is missing or used twice."""
     read: dict[str, Tool] = {}
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
@@ -45,9 +45,9 @@ def read_tools(tools: Sequence[ToolField]) -> tuple[Tool, ...]:
         made = tool.function or FunctionField(tool.name or "", tool.description, tool.parameters, tool.strict)
         named = f"{path}.function.name" if tool.function is not None else f"{path}.name"
         if not NAME.fullmatch(made.name):
-            raise wrong(named, "must be of letters, digits and _.:/-, at most 256")
+            raise wrong(named, "must hold only letters, digits and _.:/-, at most 256")
         if made.name in read:
-            raise wrong(named, f"is {made.name!r}, as another tool's")
+            raise wrong(named, f"is {made.name!r}, the name of another tool")
         read[made.name] = Tool(
             name=made.name, description=made.description, parameters=made.parameters, strict=bool(made.strict)
         )
@@ -55,7 +55,7 @@ def read_tools(tools: Sequence[ToolField]) -> tuple[Tool, ...]:
 
 
 def read_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """Return which tools may or must be called. Raises BadRequest for a shape or a name that is not known."""
+    """Return which tools may or must be called. Raises BadRequest for an unknown form or name."""
     names = frozenset(tool.name for tool in tools)
     if choice is None or choice == "auto":
         return ToolChoice()
@@ -63,7 +63,7 @@ def read_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
         return ToolChoice(mode="none")
     if choice == "required":
         if not tools:
-            raise _wrong("is 'required', and there are no tools")
+            raise _wrong("is 'required', but there are no tools")
         return ToolChoice(mode="required")
     if not isinstance(choice, dict):
         raise _wrong("must be 'auto', 'none', 'required' or an object")
@@ -101,11 +101,11 @@ def _name_of(entry: Any) -> Any:
 
 def _known(name: Any, names: frozenset[str]) -> str:
     if not isinstance(name, str) or name not in names:
-        raise _wrong(f"names {str(name)[:80]!r}, which is none of the tools")
+        raise _wrong(f"names {str(name)[:80]!r}, which is not one of the tools")
     return name
 
 
 def _wrong(reason: str) -> Exception:
     error = wrong("tool_choice", reason)
-    error.code = "TOOL_CHOICE_INVALID"  # type: ignore[misc]  # an instance narrows its class's default
+    error.code = "TOOL_CHOICE_INVALID"  # type: ignore[misc]  # an instance overrides its class's default
     return error

@@ -1,4 +1,4 @@
-"""The wire format of `/v1/completions`: prompts without a template. Source: generation API reference, section 4."""
+"""Decodes and encodes `/v1/completions`: prompts without a template. Source: generation API reference, section 4."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.openai.agent_fields import forget_agent_fields
+from sie.frontend.dialects.openai.agent_fields import drop_agent_fields
 from sie.frontend.dialects.openai.prompt_offsets import find_offsets
 from sie.frontend.dialects.openai.sse_chunks import ChunkWriter
 from sie.frontend.dialects.openai.text_fields import (
@@ -61,14 +61,14 @@ _DECODER: Final = msgspec.json.Decoder(CompletionsBody)
 
 
 def decode_completions(body: bytes, content_type: str | None, limits: Limits) -> tuple[GenerateRequest, Shown]:
-    """Return the request in a body, and how its answer is written. Raises BadRequest naming the field."""
+    """Return the request in a body, and how to write its answer. Raises BadRequest naming the field."""
     call = decode_body(_DECODER, body, content_type, limits)
-    forget_agent_fields(call)
+    drop_agent_fields(call)
     request = read_text_fields(call)
     if call.max_tokens is None:
         request.max_tokens = _DEFAULT_MAX_TOKENS
     if not request.max_tokens and not call.echo:
-        raise wrong("max_tokens", "must be at least 1, but beside 'echo'")
+        raise wrong("max_tokens", "must be at least 1 without 'echo'")
     if call.tools:
         raise wrong("tools", "are served on /v1/chat/completions")
     request.logprobs = None if call.logprobs is None or call.logprobs is False else int(call.logprobs)
@@ -86,25 +86,25 @@ def decode_completions(body: bytes, content_type: str | None, limits: Limits) ->
 
 
 def _read_best_of(best_of: int | None, request: GenerateRequest) -> int:
-    """Have more choices generated than shown, and their logprobs, where that is asked for; return how many more."""
+    """Add the hidden choices that best_of asks for to a request, with their logprobs; return their number per prompt."""
     num_hidden = best_of - request.num_choices if best_of is not None else 0
     if num_hidden < 0:
         raise wrong("best_of", f"must be at least 'n' ({request.num_choices})")
     if num_hidden:
         if request.stream:
-            raise wrong("best_of", "over 'n' cannot be streamed: which are the best is known at the end")
+            raise wrong("best_of", "over 'n' cannot be streamed, because the best choices are only known at the end")
         request.num_choices += num_hidden
         request.logprobs = request.logprobs or 0
     return num_hidden
 
 
 def _read_suffix(call: CompletionsBody, request: GenerateRequest) -> str:
-    """Return what stands behind a gap. Raises BadRequest beside what a prompt with a gap has not."""
+    """Return the text after the gap to fill. Raises BadRequest if other fields do not allow a suffix."""
     if call.suffix:
         if request.texts is None:
-            raise wrong("suffix", "needs a prompt that is text: token ids may hold their own marks")
+            raise wrong("suffix", "needs a prompt that is text: token ids may hold their own special tokens")
         if request.prompt_logprobs is not None:
-            raise wrong("suffix", "beside 'echo' has no 'logprobs': the prompt is written around the gap")
+            raise wrong("suffix", "does not allow 'logprobs' with 'echo': the prompt is written around the gap")
         if request.truncate_prompt:
             raise wrong("suffix", "and 'truncate_sequence' cannot both be given")
     return call.suffix or ""
@@ -146,7 +146,7 @@ def encode_completions(reply: GenerateReply, shown: Shown, prompts: Sequence[str
 
 
 def _best(choices: Sequence[ChoiceReply], shown: Shown) -> Sequence[ChoiceReply]:
-    """Return the choices to show: of each prompt's, those whose tokens are the likeliest in the mean.
+    """Return the choices to show: for each prompt, those with the highest mean logprob per token.
 
     Source: OpenAI API reference, completions, `best_of`.
     """
@@ -166,7 +166,7 @@ def _mean_logprob(choice: ChoiceReply) -> float:
 
 
 class Logprobs:
-    """Writes logprobs in the shape of this route, whose offsets count characters from the first that is shown."""
+    """Writes logprobs in the form of this route. Offsets count characters from the first shown character."""
 
     def __init__(self) -> None:
         self._offset = 0
@@ -174,14 +174,14 @@ class Logprobs:
     def whole(
         self, prompt: str, scored: Sequence[LogprobText], logprobs: Sequence[LogprobText]
     ) -> dict[str, Any] | None:
-        """Return all tokens of a choice, those of its prompt first where they are wanted; None where there are none."""
+        """Return all tokens of a choice, after those of its prompt if they were scored; None without tokens."""
         if not scored:
             return self.take(logprobs) if logprobs else None
         first, rest = self.take_prompt(prompt, scored), self.take(logprobs)
         return {key: first[key] + rest[key] for key in first}
 
     def take_prompt(self, prompt: str, scored: Sequence[LogprobText]) -> dict[str, Any]:
-        """Return the tokens of a prompt; nothing is known of the first one. Source: OpenAI API reference, completions."""
+        """Return the tokens of a prompt; the first has no logprob. Source: OpenAI API reference, completions."""
         shown = self.take(scored)
         shown["token_logprobs"][0] = shown["top_logprobs"][0] = None
         shown["text_offset"] = find_offsets(prompt, [one.raw for one in scored])
@@ -203,7 +203,7 @@ class Logprobs:
 
 
 class CompletionsWriter(ChunkWriter):
-    """Writes a stream: texts, finishing chunks."""
+    """Writes a stream: texts, then finishing chunks."""
 
     def __init__(self, shown: Shown, model: str, prompts: Sequence[str]) -> None:
         super().__init__(shown, "text_completion", model)
@@ -238,7 +238,7 @@ def _choice(
 
 
 def _echoed(prompts: Sequence[str], index: int, shown: Shown) -> str:
-    """Return what stands before a choice's text: its prompt, where the request wants it back."""
+    """Return the prompt to write before a choice's text, if the request asks to echo it."""
     return prompts[_prompt_of(index, shown, len(prompts))] if shown.echo and prompts else ""
 
 

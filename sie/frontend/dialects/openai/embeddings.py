@@ -1,8 +1,8 @@
-"""The wire format of `/v1/embeddings`: bodies to a typed request, replies and errors to bytes.
+"""Decodes the bodies of `/v1/embeddings` to a typed request, and encodes replies and errors.
 
-Read in two steps, as the native dialect is: `decode_embeddings` needs no model, `resolve_embeddings` judges the request
-against the model's card. Always JSON, whatever `Accept` says. Sources: SIE API reference, section 9; the error
-envelope carries `message` beside `error`, which satisfies readers of both forms.
+Requests are read in two steps, as in the native dialect. `decode_embeddings` needs no model. `resolve_embeddings`
+checks the request against the model's card. Replies are always JSON, whatever `Accept` says. The error envelope has
+`message` beside `error`, for readers of both forms. Source: SIE API reference, section 9.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sie.values.errors import BadRequest, InputTooLong, SieError
 _MOST_TOKENS = 1 << 20
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _TokenIds = Annotated[list[_TokenId], msgspec.Meta(max_length=_MOST_TOKENS)]
-# One list type for the three kinds of list, since a union may hold only one: `_read_input` tells them apart.
+# One list type for the three kinds of list, because a union may hold only one. `_read_input` tells them apart.
 _Inputs = Annotated[list[str | _TokenId | _TokenIds], msgspec.Meta(max_length=_MOST_TOKENS)]
 
 _CODES = {
@@ -50,13 +50,13 @@ class EmbeddingsBody(msgspec.Struct, gc=False, kw_only=True):
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    """What no model can give, 0 too, is the model's to refuse: 400, not 422."""
+    """The model refuses impossible numbers, also 0, so that they are a 400 and not a 422."""
     user: str | None = None
     overflow_policy: Literal["default", "error", "truncate_text"] | None = None
 
 
 class EmbeddingsCall(msgspec.Struct, frozen=True):
-    """A decoded request, and how its vectors are to be written."""
+    """A decoded request, and how to write its vectors."""
 
     request: EncodeRequest
     base64: bool
@@ -70,8 +70,8 @@ def decode_embeddings(body: bytes, content_type: str | None, limits: Limits) -> 
     """Return the request in an embeddings body; pass its `request` to `resolve_embeddings` next.
 
     `input` is a text, a list of texts, a token array or a list of token arrays. Unknown fields are ignored.
-    Raises BadRequest: status 422 with the faults in its extras for a body that breaks the schema, is not JSON or is not
-    declared as JSON; 400 for an empty or too long input.
+    Raises BadRequest. Its status is 422, with the faults in its extras, for a body that breaks the schema, is not JSON or
+    is not declared as JSON. It is 400 for an empty or too long input.
     """
     if not _is_json(content_type):
         raise _schema_error("model_attributes_type", ["body"], "Input should be a valid JSON object")
@@ -89,7 +89,7 @@ def decode_embeddings(body: bytes, content_type: str | None, limits: Limits) -> 
 
 
 def _is_json(content_type: str | None) -> bool:
-    """Accept what a JSON route accepts: no header, `application/json`, `application/*+json`, with any parameters."""
+    """Tell whether a JSON route accepts a content type: none, `application/json` or `application/*+json`, any parameters."""
     if not content_type:
         return True
     main, _, sub = content_type.partition(";")[0].strip().lower().partition("/")
@@ -124,7 +124,7 @@ def _check_sizes(request: EncodeRequest, limits: Limits, body_bytes: int) -> Non
             f"Field 'input' must hold at most {limits.max_items} entries, got {count}; split the request",
             extras={"param": "input"},
         )
-    if body_bytes <= limits.max_item_text_bytes:  # JSON escapes only shrink, so no text can be longer
+    if body_bytes <= limits.max_item_text_bytes:  # decoding JSON escapes only shrinks a text, so none can be longer
         return
     for index, text in enumerate(request.texts or ()):
         if len(text.encode()) > limits.max_item_text_bytes:
@@ -137,7 +137,7 @@ def _check_sizes(request: EncodeRequest, limits: Limits, body_bytes: int) -> Non
 def encode_embeddings(reply: EncodeReply, base64: bool) -> bytes:
     """Return the body of an embeddings reply.
 
-    Reads reply.values once and keeps no view of it. base64 is of the row's little-endian float32 bytes.
+    Reads reply.values once and keeps no view of it. base64 encodes the row's little-endian float32 bytes.
     """
     rows = _rows_base64(reply) if base64 else _rows_float(reply)
     parts = [b'{"object":"list","data":[']
@@ -168,7 +168,7 @@ def _rows_float(reply: EncodeReply) -> list[bytes]:
 
 
 def error_body(error: SieError) -> bytes:
-    """Return `{"error": {message, type, param, code, ...}, "message"}`; for schema faults `detail` holds them, too."""
+    """Return `{"error": {message, type, param, code, ...}, "message"}`; `detail` also holds schema faults."""
     body: dict[str, Any] = {"error": error_object(error), "message": error.message}
     if "schema_faults" in error.extras:
         body["detail"] = error.extras["schema_faults"]
@@ -176,7 +176,7 @@ def error_body(error: SieError) -> bytes:
 
 
 def error_object(error: SieError) -> dict[str, Any]:
-    """Return OpenAI's error object for any error of ours; other extras (`attempts`, ...) follow the four fields."""
+    """Return OpenAI's error object for one of our errors; other extras (`attempts`, ...) follow the four fields."""
     extras = {key: value for key, value in error.extras.items() if key != "schema_faults"}
     return {
         "message": error.message,
@@ -189,12 +189,12 @@ def error_object(error: SieError) -> dict[str, Any]:
 
 
 def wire_code(code: str) -> str:
-    """Return what this dialect calls one of our codes."""
+    """Return this dialect's name for one of our codes."""
     return _CODES.get(code, code)
 
 
 def _from_decoder(message: str) -> BadRequest:
-    """Turn msgspec's text into the fault list that clients of this route know."""
+    """Turn msgspec's text into the list of faults that clients of this route expect."""
     at = _PATH.search(message)
     loc: list[str | int] = ["body"]
     if at:
@@ -209,14 +209,14 @@ def _from_decoder(message: str) -> BadRequest:
 
 
 def field_of(message: str) -> str | None:
-    """Return the field at the top of a body that a decoder's text is about, for `param`; None when it is about the whole."""
+    """Return the top-level field in a decoder's error text, for `param`; None if the error is about the whole body."""
     at = _PATH.search(message)
     found = (_PATH_STEP.match(at[1]) if at else None) or _NAMED.search(message)
     return found[1] if found else None
 
 
 def _schema_error(kind: str, loc: list[str | int], msg: str) -> BadRequest:
-    """Return the 422. `input` is null: a client's own bytes are not sent back to it."""
+    """Return the 422. `input` is null, because a client's own bytes are not sent back."""
     faults = [{"type": kind, "loc": loc, "msg": msg, "input": None}]
     param = str(loc[1]) if len(loc) > 1 else None
     return BadRequest(msg, http_status=422, extras={"param": param, "schema_faults": faults})

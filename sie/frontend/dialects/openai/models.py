@@ -31,10 +31,10 @@ def model_info(
     *,
     is_reloading: bool = False,
 ) -> dict[str, Any]:
-    """Return one model as the list shows it.
+    """Return one model's entry in the list.
 
     last_error is null or `{code, message, attempts, permanent}`; created is in seconds since 1970; loras holds the
-    state of each adapter that requests may name. is_reloading: it goes, or is gone, to come back.
+    state of each adapter that requests may name. is_reloading: it is unloading or unloaded, and will be loaded again.
     """
     return {
         "id": card.id,
@@ -63,7 +63,7 @@ def model_info(
 
 
 def _generation_facts(card: ModelCard, state: ModelState) -> dict[str, Any]:
-    """Return what readers of the generation API look for. Source: generation API reference, section 1.4."""
+    """Return the fields that clients of the generation API read. Source: generation API reference, section 1.4."""
     status = {"loaded": "loaded", "loading": "reloading"}.get(state, "unloaded")
     facts: dict[str, Any] = {"status": status, "root": card.id}
     rule = card.generate
@@ -86,12 +86,12 @@ def _profile(card: ModelCard, name: str) -> dict[str, Any]:
 
 
 def _similarity(card: ModelCard, output: str) -> str:
-    """Return how vectors of an output are compared. A card's own metric is that of its first one."""
+    """Return the similarity metric of an output. A card's own metric is that of its first output."""
     return card.similarity if output == next(iter(card.dims)) else _SIMILARITIES[output]
 
 
 def models_body(infos: Sequence[dict[str, Any]], default: str | None = None) -> bytes:
-    """Return the list; default, the id that a request without a model gets, is an entry of `data` only."""
+    """Return the list. default, the id for requests without a model, becomes an entry of `data` only."""
     data = [*infos, *({**info, "id": "default"} for info in infos if info["id"] == default)]
     return _to_json(
         {
@@ -106,12 +106,12 @@ def models_body(infos: Sequence[dict[str, Any]], default: str | None = None) -> 
 
 
 def model_body(info: dict[str, Any]) -> bytes:
-    """Return one model's own body."""
+    """Return the body of one model."""
     return _to_json(info)
 
 
 def error_body(error: SieError, error_object: Mapping[str, Any]) -> bytes:
-    """Return any error of the two routes: `detail` for SIE clients, and `error` (OpenAI's object) for the others."""
+    """Return an error of the two routes: `detail` for SIE clients, and `error` (OpenAI's object) for the others."""
     return _to_json({"detail": {"code": error.code, "message": error.message, **error.extras}, "error": error_object})
 
 

@@ -1,6 +1,6 @@
-"""The OpenAPI rows of OpenAI's embeddings, models, chat and completions, and the types of their answers and errors.
+"""Defines the OpenAPI rows of embeddings, models, chat and completions, and the types of their answers and errors.
 
-Tests check live answers against these types. Source of the generating routes: generation API reference, sections 2 to 4.
+Tests check live answers against these types. Source of the generation routes: generation API reference, sections 2 to 4.
 """
 
 from __future__ import annotations
@@ -255,39 +255,39 @@ ERRORS: Final = {"openai": OpenAIError, "models": ModelMissing, "text": TextErro
 CODE_WRITERS: Final[dict[str, Callable[[str], str]]] = {"openai": wire_code, "text": text_fields.code_word}
 EMBEDDINGS_FAULTS: Final = (
     BAD,
-    Fault(404, ("MODEL_NOT_FOUND",), "No such model, or none named and no default."),
+    Fault(404, ("MODEL_NOT_FOUND",), "The model was not found, or none was named and there is no default."),
     STALLED,
     TOO_LARGE,
     Fault(
         422,
         ("INVALID_INPUT", "POISON_INPUT"),
-        "The body breaks the schema; or the input was running when workers died.",
+        "The body breaks the schema, or the input was running when workers died.",
     ),
     FAILED,
     NO_LOAD,
     NOT_NOW,
     LATE,
 )
-"""The faults of the routes that answer with OpenAI's error of embeddings."""
+"""The faults of the routes with the error envelope of `/v1/embeddings`."""
 TEXT_FAULTS: Final = (
     Fault(400, ("INVALID_INPUT", "INVALID_JSON", "INPUT_TOO_LONG", "CONTEXT_LENGTH_EXCEEDED", "TOOL_CHOICE_INVALID"),
           "The request is wrong; `param` names the field."),
-    Fault(404, ("MODEL_NOT_FOUND",), "No such model, or none named and no default; the message names those that generate."),
+    Fault(404, ("MODEL_NOT_FOUND",), "The model was not found, or none was named and there is no default; the message lists the generation models."),
     STALLED,
     GENERATION_TOO_LARGE,
     Fault(415, ("INVALID_INPUT",), "`Content-Type` is not JSON."),
-    Fault(422, ("INVALID_INPUT", "POISON_INPUT"), "A field has the wrong type; or the input was running when workers died."),
+    Fault(422, ("INVALID_INPUT", "POISON_INPUT"), "A field has the wrong type, or the input was running when workers died."),
     *GENERATION_FAILURES,
 )  # fmt: skip
 """The faults of the routes that generate text."""
-_STREAMED: Final = "With `stream`, events of chunks, `data: [DONE]` the last."
+_STREAMED: Final = "With `stream`, events with chunks, then `data: [DONE]`."
 
 OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
         template="/v1/embeddings",
         tag=INFERENCE,
         summary="Embeddings, in OpenAI's form",
-        description="Dense float32 vectors. A model that loads is waited for.",
+        description="Dense float32 vectors. The request waits for a model that is loading.",
         request=EmbeddingsBody,
         example={"model": "sentence-transformers/all-MiniLM-L6-v2", "input": ["A quick brown fox", "jumps over"]},
         answers=(Answer(200, "An embedding for each input.", type=EmbeddingsAnswer),),
@@ -312,7 +312,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         template="/v1/chat/completions",
         tag=GENERATION,
         summary="The next message of a conversation",
-        description="A model that loads is waited for.",
+        description="The request waits for a model that is loading.",
         request=ChatBody,
         example={"messages": [{"role": "user", "content": "What is a fox?"}], "max_tokens": 64},
         answers=(Answer(200, f"The whole answer. {_STREAMED}", (JSON, EVENTS), ChatAnswer),),
@@ -321,8 +321,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
         template="/v1/completions",
         tag=GENERATION,
-        summary="What follows a text",
-        description="No chat template: the prompt is read as it is. A model that loads is waited for.",
+        summary="The text that follows a prompt",
+        description="The prompt is used as it is, without a chat template. The request waits for a model that is loading.",
         request=CompletionsBody,
         example={"prompt": "A fox is", "max_tokens": 16},
         answers=(Answer(200, f"The whole answer. {_STREAMED}", (JSON, EVENTS), CompletionsAnswer),),

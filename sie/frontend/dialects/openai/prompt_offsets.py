@@ -1,7 +1,7 @@
 """Finds the position of each prompt token in the prompt's text. Pure.
 
-A token is found by its bytes, as several may make one character. A tokenizer may have changed the text before it cut it, or
-put something around it; then the places behind are near where they should be, and never outside the text.
+A token is found by its bytes, because several tokens may form one character. A tokenizer may have changed the text before
+it split it, or added tokens around it. Then later offsets are approximate, but never outside the text.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 
 
 def find_offsets(text: str, tokens: Sequence[bytes]) -> list[int]:
-    """Return the number of characters before each token of a text; one that begins within a character has that one's."""
+    """Return each token's offset in a text, in characters. A token that begins within a character gets its offset."""
     raw = text.encode(errors="replace")
     is_first = (np.frombuffer(raw, np.uint8) & 0xC0) != 0x80
     chars = [0, *np.cumsum(is_first).tolist()]
-    """How many characters begin before each byte."""
+    """The number of characters that begin before each byte."""
     offsets: list[int] = []
     at = 0
     for number, token in enumerate(tokens):
@@ -27,9 +27,9 @@ def find_offsets(text: str, tokens: Sequence[bytes]) -> list[int]:
 
 
 def _length_at(raw: bytes, at: int, token: bytes, *, is_edge: bool) -> int:
-    """Return how many bytes of a text from `at` on are a token's."""
+    """Return the number of bytes of the text from `at` that belong to a token."""
     if raw.startswith(token, at):
         return len(token)
-    if token.startswith(b" ") and raw.startswith(token[1:], at):  # put before the first word by the tokenizer
+    if token.startswith(b" ") and raw.startswith(token[1:], at):  # the tokenizer added the space before the first word
         return len(token) - 1
     return 0 if is_edge else min(len(token), len(raw) - at)

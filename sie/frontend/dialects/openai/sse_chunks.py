@@ -1,4 +1,4 @@
-"""Encodes a stream of OpenAI's chat and completions: chunks with one head, the usage once, `[DONE]`.
+"""Encodes a stream of OpenAI's chat and completions: chunks with the same head, the usage once, then `[DONE]`.
 
 Source: generation API reference, sections 3.5 and 4.
 """
@@ -15,15 +15,15 @@ from sie.values.generate import Ended, Finished, GenerateEvent, GenerateUsage
 
 
 class ChunkWriter(ABC):
-    """Writes a stream, but for what a route makes of its own events.
+    """Writes a stream. Each route's subclass turns events into choices.
 
-    The usage stands on the chunk that finishes the last choice, or where the request wants it in a chunk of its own.
+    The usage is in the chunk that finishes the last choice, or in a separate chunk if the request asks for that.
     """
 
     keep_alive = KEEP_ALIVE
 
     def __init__(self, shown: Shown, kind: str, model: str) -> None:
-        """Kind is what a chunk's `object` says."""
+        """Kind is the `object` of a chunk."""
         self._shown = shown
         self._head = shown.head(kind, model)
 
@@ -46,7 +46,7 @@ class ChunkWriter(ABC):
 
     @abstractmethod
     def _chunks(self, event: GenerateEvent) -> list[list[dict[str, Any]]]:
-        """Return the `choices` of each chunk that an event comes to."""
+        """Return the `choices` of each chunk for an event."""
 
     def _chunk(self, choices: list[dict[str, Any]], usage: GenerateUsage | None = None) -> bytes:
         return data_line({**self._head, "choices": choices, "usage": usage_object(usage) if usage else None})

@@ -27,7 +27,7 @@ from sie.values.generate import GenerateRequest, GenerateUsage, Grammar
 _FINGERPRINT: Final = "local"
 DONE: Final = b"data: [DONE]\n\n"
 KEEP_ALIVE: Final = b": keep-alive\n\n"
-"""A comment, which no client reads as an event."""
+"""A comment, which clients do not read as an event."""
 _MAX_LIST: Final = 65_536
 _MAX_ID_DIGITS: Final = 10
 _JSON_GRAMMARS: Final = ("json_schema", "llguidance")
@@ -36,14 +36,14 @@ _PATH: Final = re.compile(r" - at `(?:key in `)?\$\.?([^`]*)`$")
 _OUT_OF_BOUNDS: Final = re.compile(r"Expected `[^`]*` (?:[<>]|of length)")
 _MISSING: Final = re.compile(r"Object missing required field `([^`]+)`")
 _NAMING: Final = ("Field", "with")
-"""Words before the quoted name of a field in our messages."""
+"""Words before the quoted name of a field in error messages."""
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 
 _to_json: Final = msgspec.json.Encoder().encode
 
 
 class GrammarField(msgspec.Struct):
-    """What binds an answer, in this server's own spelling."""
+    """The grammar of an answer, in this server's own form."""
 
     type: Literal["json_schema", "regex", "lark", "llguidance"]
     value: Any
@@ -56,7 +56,7 @@ class StreamEnding(msgspec.Struct):
 
 
 class SamplingFields(AgentFields, kw_only=True):
-    """The fields that OpenAI's and Anthropic's routes have. None: not given."""
+    """The fields of OpenAI's and Anthropic's routes. None means not given."""
 
     model: str | None = None
     max_tokens: Count | None = None
@@ -69,7 +69,7 @@ class SamplingFields(AgentFields, kw_only=True):
 
 
 class TextFields(SamplingFields, kw_only=True):
-    """The fields that OpenAI's routes have beside them."""
+    """The fields of OpenAI's routes."""
 
     n: Count | None = None
     stop: str | Annotated[list[str], Meta(max_length=_MAX_LIST)] | None = None
@@ -77,28 +77,28 @@ class TextFields(SamplingFields, kw_only=True):
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """How an answer is written: what is the same in all of its parts."""
+    """How to write an answer: the facts that all of its parts share."""
 
     id: str
     created: int
     num_choices: int
-    """Of all prompts."""
+    """The number of choices of all prompts."""
     wants_usage: bool = False
-    """Whether a stream ends with a part of its own for usage."""
+    """Whether a stream ends with a separate chunk for the usage."""
     echo: bool = False
     num_hidden: int = 0
-    """How many more choices of each prompt are generated than shown."""
+    """The number of choices of each prompt that are generated but not shown."""
     has_logprobs: bool = False
     names: dict[str, str] = {}
-    """What the request calls fields that the generation core names; those that are the same are left out."""
+    """The request's names for fields in errors of the generation core, if they differ."""
 
     @classmethod
     def begin(cls, prefix: str, **facts: Any) -> Shown:
-        """Return a new answer's, with an id and the time of now."""
+        """Return the facts of a new answer, with an id and the present time."""
         return cls(id=f"{prefix}-{secrets.token_hex(16)}", created=int(time.time()), **facts)
 
     def head(self, kind: str, model: str) -> dict[str, Any]:
-        """Return what an answer, or each of its chunks, begins with; kind is its `object`."""
+        """Return the first keys of an answer or of each of its chunks; kind is its `object`."""
         head = {"id": self.id, "object": kind, "created": self.created, "model": model}
         return {**head, "system_fingerprint": _FINGERPRINT}
 
@@ -109,8 +109,9 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 def decode_body(
     decoder: msgspec.json.Decoder[_StructT], body: bytes, content_type: str | None, limits: Limits
 ) -> _StructT:
-    """Return a typed body. Raises BadRequest: 415 for another content type, 400 for what is not JSON
-    or out of bounds, 422 for a wrong type.
+    """Return a typed body.
+
+    Raises BadRequest: 415 for another content type, 400 for invalid JSON or a value out of bounds, 422 for a wrong type.
     """
     kind = (content_type or "").partition(";")[0].strip().lower()
     if kind and not kind.endswith(_JSON_ENDS):
@@ -127,7 +128,7 @@ def decode_body(
 
 
 def _syntax_error(body: bytes) -> BadRequest | None:
-    """Return what is wrong with a body as JSON, which goes before what is wrong with its fields."""
+    """Return the syntax error of a body, or None. It has priority over errors of its fields."""
     try:
         msgspec.json.decode(body, type=msgspec.Raw)
     except msgspec.DecodeError as error:
@@ -151,7 +152,7 @@ def _type_error(message: str) -> BadRequest:
 
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str]) -> Generator[None]:
-    """Have errors name fields as a route does that calls some of them by other names."""
+    """Rename fields in errors raised in the block. names maps the generation core's names to the route's."""
     try:
         yield
     except BadRequest as error:
@@ -165,7 +166,7 @@ def renamed(names: Mapping[str, str]) -> Generator[None]:
 
 
 def read_text_fields(body: TextFields) -> GenerateRequest:
-    """Return a request with all that OpenAI's routes have in common. Raises BadRequest for a wrong value."""
+    """Return a request with the common fields of OpenAI's routes. Raises BadRequest for a wrong value."""
     request = read_sampling_fields(body)
     request.num_choices = body.n or 1
     request.stop = read_stop(body.stop)
@@ -173,7 +174,7 @@ def read_text_fields(body: TextFields) -> GenerateRequest:
 
 
 def read_sampling_fields(body: SamplingFields) -> GenerateRequest:
-    """Return a request with all that every route has in common. Raises BadRequest for a wrong value."""
+    """Return a request with the common fields of all routes. Raises BadRequest for a wrong value."""
     refuse_agent_fields(body)
     if body.dry_multiplier:
         raise wrong("dry_multiplier", "is not served; leave it out, or give 0")
@@ -192,12 +193,12 @@ def read_sampling_fields(body: SamplingFields) -> GenerateRequest:
 
 
 def wants_usage(body: TextFields) -> bool:
-    """Tell whether a stream is to end with a part for its usage."""
+    """Tell whether a stream should end with a separate chunk for its usage."""
     return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
 def read_grammar(field: GrammarField | None) -> Grammar | None:
-    """Return a grammar; a schema may be JSON or text of it. Raises BadRequest."""
+    """Return a grammar. A schema may be a JSON object or its text. Raises BadRequest."""
     if field is None:
         return None
     value: Any = field.value
@@ -209,10 +210,10 @@ def read_grammar(field: GrammarField | None) -> Grammar | None:
 
 
 def read_bias(bias: dict[str, float]) -> dict[int, float]:
-    """Return biases by token id. Raises BadRequest for a key that is none."""
+    """Return biases by token id. Raises BadRequest for a key that is not a token id."""
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) < _MAX_ID_DIGITS):
-            raise wrong("logit_bias", f"has the key {key[:20]!r}, which is no token id")
+            raise wrong("logit_bias", f"has the key {key[:20]!r}, which is not a token id")
     return {int(key): value for key, value in bias.items()}
 
 
@@ -220,7 +221,7 @@ def read_bias(bias: dict[str, float]) -> dict[int, float]:
 
 
 def usage_object(usage: GenerateUsage) -> dict[str, Any]:
-    """Return what an answer cost, with the rates that this API adds to OpenAI's counts."""
+    """Return the usage of an answer, with the rates that this API adds to OpenAI's counts."""
     total_s = usage.prompt_s + usage.completion_s
     total = usage.prompt_tokens + usage.completion_tokens
     return {
@@ -248,12 +249,12 @@ def data_line(value: Any) -> bytes:
 
 
 def named_event(name: str, value: dict[str, Any]) -> bytes:
-    """Return one event whose data names it, too."""
+    """Return one event whose data also has its name."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _to_json({"type": name, **value}))
 
 
 def error_object(error: SieError) -> dict[str, Any]:
-    """Return OpenAI's error object: lower-case codes, none for a mistake that has no name of its own."""
+    """Return OpenAI's error object, with lower-case codes; code is null for a generic client error."""
     made = embeddings.error_object(error)
     if isinstance(error, NotFound) or error.code == "MODEL_NOT_FOUND":
         made["param"] = made["param"] or "model"
@@ -264,7 +265,7 @@ def error_object(error: SieError) -> dict[str, Any]:
 
 
 def code_word(code: str) -> str:
-    """Return what these routes call one of our codes."""
+    """Return these routes' name for one of our codes."""
     return embeddings.wire_code(code).lower()
 
 
@@ -274,5 +275,5 @@ def error_body(error: SieError) -> bytes:
 
 
 def error_events(error: SieError) -> bytes:
-    """Return what a stream ends with when it fails."""
+    """Return the last events of a stream that fails."""
     return data_line({"error": error_object(error)}) + DONE

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API on the wire."""
+"""Decodes and encodes OpenAI's Responses API."""

@@ -1,7 +1,7 @@
-"""The items of `/v1/responses`, which a conversation consists of: on the wire, in the store and for a template.
+"""Converts the items of a `/v1/responses` conversation between their forms: on the wire, stored and for a template.
 
-Source: generation API reference, section 5.1. Items are kept as they are written here, so the answer to one request is
-read as the input of the next one.
+Source: generation API reference, section 5.1. Items are stored in the form written here, so the answer to one request can
+be read as the input of the next one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _MAX_LIST: Final = 65_536
 _TEXT_PARTS: Final = frozenset({"input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"})
 _MEDIA_WORDS: Final = ("image", "audio", "video", "file")
 _SKIPPED: Final = frozenset({"reasoning", "item_reference"})
-"""Accepted, and not told to the model."""
+"""Items that are accepted but not shown to the model."""
 _PREFIXES: Final = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs", "shell_call": "sc",
     "shell_call_output": "sco",
 }  # fmt: skip
 _SHELL: Final = "shell"
-"""What a model knows the shell by, in a conversation that had one."""
+"""The shell's tool name for the model, in a conversation that used one."""
 _NEEDED: Final[dict[str, dict[str, Any]]] = {
     "message": {"status": "completed"},
     "function_call": {"status": "completed", "arguments": "{}"},
@@ -37,9 +37,9 @@ _NEEDED: Final[dict[str, dict[str, Any]]] = {
     "reasoning": {"summary": []},
     "output_text": {"annotations": [], "logprobs": []},
 }
-"""What readers of a list of items need of each type of item and part, where a request left it out."""
+"""The fields that clients expect in each type of item and part, for those that a request left out."""
 _PLAIN_TEXTS: Final = frozenset({"text", "input_text", "output_text"})
-"""Types of a part that say nothing but who wrote it, which the item does."""
+"""Types of a part that only tell its author, which the item tells, too."""
 _PART_BREAK: Final = "\n\n"
 
 Item = dict[str, Any]
@@ -54,7 +54,7 @@ class InputPart(msgspec.Struct, omit_defaults=True):
 
 
 class OutputPart(InputPart, omit_defaults=True):
-    """One part of what came of a call; of a shell's, either what was printed and how it ended, or one of these."""
+    """One part of a call's output. A shell's part has the printed text, the outcome, or both."""
 
     stdout: str | None = None
     stderr: str | None = None
@@ -65,7 +65,7 @@ class OutputPart(InputPart, omit_defaults=True):
 
 
 class InputItem(msgspec.Struct, omit_defaults=True):
-    """One item of an input; which fields count depends on its type."""
+    """One item of an input. Its type decides which fields are read."""
 
     type: str | None = None
     status: str | None = None
@@ -88,9 +88,9 @@ _kept: Final = msgspec.json.Decoder(list[InputItem])
 
 
 def read_items(given: Input) -> list[ChatMessage]:
-    """Return a conversation; a single text is a user's message. Raises BadRequest naming the item.
+    """Return a conversation; a text alone is a user's message. Raises BadRequest naming the item.
 
-    Calls and the text that the model wrote beside them are one message, as templates have it.
+    Calls and the model's text beside them become one message, because templates expect that.
     """
     if isinstance(given, str):
         return [ChatMessage(role="user", content=given)]
@@ -104,17 +104,17 @@ def read_items(given: Input) -> list[ChatMessage]:
         elif kind in ("function_call_output", "shell_call_output"):
             messages.append(_read_output(item, path))
         elif kind not in _SKIPPED:
-            raise wrong(f"{path}.type", f"is {kind[:40]!r}, which is not served; messages and function calls are")
+            raise wrong(f"{path}.type", f"is {kind[:40]!r}, which is not supported; use messages and function calls")
     return messages
 
 
 def read_kept(items: bytes) -> list[ChatMessage]:
-    """Return the conversation that was kept as JSON."""
+    """Return the conversation that was stored as JSON."""
     return read_items(_kept.decode(items))
 
 
 def listed_items(given: Input) -> list[Item]:
-    """Return the items of an input as they are kept and listed: each with its type and an id."""
+    """Return the items of an input in the form to store and list: each with its type and an id."""
     if isinstance(given, str):
         given = [InputItem(role="user", content=given)]
     return [_listed(item) for item in given]
@@ -143,7 +143,7 @@ def _listed(item: InputItem) -> Item:
 
 
 def _listed_part(part: Item, spoken: str) -> Item:
-    """Return one part as it is kept; spoken is the type of a plain text there."""
+    """Return one part in its stored form; spoken is the type of a plain text in this item."""
     kind = part.get("type", "text")
     kind = spoken if kind in _PLAIN_TEXTS else kind
     return {**_NEEDED.get(kind, {}), **part, "type": kind}
@@ -163,12 +163,12 @@ def _read_call(item: InputItem, path: str) -> ToolCall:
         raise wrong(f"{path}.call_id", "is required")
     name = full_name(item.namespace, item.name or "")
     if not NAME.fullmatch(name):
-        raise wrong(f"{path}.name", "must be of letters, digits and _.:/-, at most 256")
+        raise wrong(f"{path}.name", "must hold only letters, digits and _.:/-, at most 256")
     return ToolCall(id=item.call_id, name=name, arguments=item.arguments or "{}")
 
 
 def _read_shell_call(item: InputItem, path: str) -> ToolCall:
-    """Return what a shell of another server was told as the call that it was to the model."""
+    """Return a call of another server's shell as the tool call that the model made."""
     if not item.call_id:
         raise wrong(f"{path}.call_id", "is required")
     if item.action is None:
@@ -177,7 +177,7 @@ def _read_shell_call(item: InputItem, path: str) -> ToolCall:
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """Return what the model knows a function of a namespace by."""
+    """Return the model's name for a function of a namespace."""
     return f"{namespace}.{name}" if namespace else name
 
 
@@ -208,7 +208,7 @@ def _text(content: str | Sequence[InputPart], path: str) -> str:
         here, kind = f"{path}[{number}]", part.type or "text"
         if kind not in _TEXT_PARTS:
             is_media = any(word in kind for word in _MEDIA_WORDS)
-            reason = "text is served, media and files are not" if is_media else "which is not known here"
+            reason = "only text is supported, not media or files" if is_media else "this type is unknown"
             raise wrong(f"{here}.type", f"is {kind[:40]!r}; {reason}")
         text = part.refusal if kind == "refusal" and part.text is None else part.text
         if text is None:

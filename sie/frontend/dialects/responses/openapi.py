@@ -1,4 +1,4 @@
-"""The OpenAPI rows of `/v1/responses`, and the types of its answers. Source: generation API reference, section 5."""
+"""Defines the OpenAPI rows of `/v1/responses`, and the types of its answers. Source: generation API reference, section 5."""
 
 from __future__ import annotations
 
@@ -90,15 +90,17 @@ class InputItemList(Reply):
 
 
 _TAG: Final = "Responses"
-TAGS: Final = {_TAG: "Text from models that generate, as responses that are kept; docs/generation.md has the details."}
+TAGS: Final = {
+    _TAG: "Text from models that generate, as responses that are stored; docs/generation.md has the details."
+}
 _ONE: Final = "/v1/responses/{response_id}"
 _EXAMPLE_ID: Final = "resp_9f4cc2e96470f063b671c1b0667e40f7"
-_BAD_QUERY: Final = Fault(400, ("INVALID_INPUT",), "The query asks for what is not served; `param` names the field.")
+_BAD_QUERY: Final = Fault(400, ("INVALID_INPUT",), "A value in the query is not supported; `param` names the field.")
 _MAKING_FAULTS: Final = (
     *(fault for fault in TEXT_FAULTS if fault.status != 404),
-    Fault(404, ("MODEL_NOT_FOUND", "PREVIOUS_RESPONSE_NOT_FOUND"), "No such model, or no such response before it."),
+    Fault(404, ("MODEL_NOT_FOUND", "PREVIOUS_RESPONSE_NOT_FOUND"), "The model or the previous response was not found."),
 )
-_UNKNOWN: Final = Fault(404, ("RESPONSE_NOT_FOUND",), "No such response, or another API key's.")
+_UNKNOWN: Final = Fault(404, ("RESPONSE_NOT_FOUND",), "The response was not found, or belongs to another API key.")
 _NO_STORE: Final = Fault(503, ("RESPONSES_UNAVAILABLE",), "Responses cannot be read now.")
 
 OPERATIONS: Final[tuple[Operation, ...]] = (
@@ -106,7 +108,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         template="/v1/responses",
         tag=_TAG,
         summary="Make a response",
-        description="A model that loads is waited for. With `background`, the answer comes at once and is asked for later.",
+        description="The request waits for a model that is loading. With `background`, it returns at once, and the client "
+        "asks for the result later.",
         request=ResponsesBody,
         example={"input": "What is a fox?", "max_output_tokens": 64},
         answers=(Answer(200, "The response. With `stream`, numbered events.", (JSON, EVENTS), ResponseAnswer),),
@@ -115,8 +118,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
         template="/v1/responses/input_tokens",
         tag=_TAG,
-        summary="How many tokens a prompt has",
-        description="Of the same body as that of a response, which is not made.",
+        summary="The number of tokens in a prompt",
+        description="Takes the body of `POST /v1/responses`, but makes no response.",
         request=ResponsesBody,
         example={"input": "What is a fox?"},
         answers=(Answer(200, "The number.", (JSON,), InputTokens),),
@@ -125,18 +128,24 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
         template=_ONE,
         tag=_TAG,
-        summary="A response as it is now, or its stream",
-        description="In the query: `stream` (`true` for events), `starting_after` (the number of the last event not wanted).",
+        summary="The current state of a response, or its stream",
+        description="In the query: `stream` (`true` for events), `starting_after` (the number of the event before the first "
+        "one to send).",
         model=_EXAMPLE_ID,
         answers=(
-            Answer(200, "The response. With `stream`, its events, numbered as before.", (JSON, EVENTS), ResponseAnswer),
+            Answer(
+                200,
+                "The response. With `stream`, its events with their original numbers.",
+                (JSON, EVENTS),
+                ResponseAnswer,
+            ),
         ),
         faults=(
             _BAD_QUERY,
             Fault(
                 404,
                 ("RESPONSE_NOT_FOUND", "STREAM_NOT_KEPT"),
-                "No such response, or another API key's; or its events were too many to be kept.",
+                "The response was not found, belongs to another API key, or had too many events to store.",
             ),
             _NO_STORE,
         ),
@@ -145,10 +154,10 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         template=_ONE,
         method="DELETE",
         tag=_TAG,
-        summary="Forget a response",
-        description="One that is being made is stopped.",
+        summary="Delete a response",
+        description="A response that is being made is stopped.",
         model=_EXAMPLE_ID,
-        answers=(Answer(200, "It is gone.", (JSON,), ResponseDeleted),),
+        answers=(Answer(200, "The response is deleted.", (JSON,), ResponseDeleted),),
         faults=(_UNKNOWN, _NO_STORE),
     ),
     Operation(
@@ -156,19 +165,21 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         tag=_TAG,
         summary="Stop a response that is being made",
         model=_EXAMPLE_ID,
-        answers=(Answer(200, "The response, cancelled now or before.", (JSON,), ResponseAnswer),),
+        answers=(Answer(200, "The response, cancelled by this request or before.", (JSON,), ResponseAnswer),),
         faults=(
-            Fault(404, ("RESPONSE_NOT_FOUND", "RESPONSE_ENDED"), "No such response, or it has ended already."),
+            Fault(
+                404, ("RESPONSE_NOT_FOUND", "RESPONSE_ENDED"), "The response was not found, or it has already ended."
+            ),
             _NO_STORE,
         ),
     ),
     Operation(
         template=f"{_ONE}/input_items",
         tag=_TAG,
-        summary="What a response was made from",
+        summary="The input items of a response",
         description="In the query: `limit` (1 to 100, 20 if not given), `order` (`desc` or `asc`), `after` (an item's id).",
         model=_EXAMPLE_ID,
-        answers=(Answer(200, "A part of the items.", (JSON,), InputItemList),),
+        answers=(Answer(200, "One page of the items.", (JSON,), InputItemList),),
         faults=(_BAD_QUERY, _UNKNOWN, _NO_STORE),
     ),
 )

@@ -1,4 +1,4 @@
-"""Decodes the queries about a stored response: a page of its input items, or the events of its stream from a number on.
+"""Decodes the queries about a stored response: a page of its input items, or its stream's events after a number.
 
 Source: the types of the openai client 3.52.
 """
@@ -22,9 +22,9 @@ _FLAGS: Final = {"true": True, "1": True, "false": False, "0": False, "": False}
 
 
 def read_page(items: bytes, query: Mapping[str, Sequence[str]]) -> bytes:
-    """Return the body with the items that a query asks for, the newest first unless it says otherwise.
+    """Return the body with the items that a query asks for, newest first by default.
 
-    items is JSON; query has the last value of each field at the end. Raises BadRequest naming the field.
+    items is JSON. For a field with several values, the last one counts. Raises BadRequest naming the field.
     """
     limit, order = _last(query, "limit") or _DEFAULT_LIMIT, _last(query, "order") or "desc"
     if not (limit.isascii() and limit.isdigit() and len(limit) <= _MAX_DIGITS and 1 <= int(limit) <= _MAX_LIMIT):
@@ -37,14 +37,14 @@ def read_page(items: bytes, query: Mapping[str, Sequence[str]]) -> bytes:
     if after := _last(query, "after"):
         number = next((number for number, item in enumerate(found) if item["id"] == after), None)
         if number is None:
-            raise wrong("after", "names no item of this response")
+            raise wrong("after", "is not the id of an item of this response")
         found = found[number + 1 :]
     shown = found[: int(limit)]
     return encode_page(shown, has_more=len(found) > len(shown))
 
 
 def read_stream_query(query: Mapping[str, Sequence[str]]) -> int | None:
-    """Return the number of the event behind which a query wants the stream, -1 for all of it; None for no stream.
+    """Return the number of the event after which the stream should start, -1 for all of it; None for no stream.
 
     Raises BadRequest naming the field.
     """
@@ -55,7 +55,7 @@ def read_stream_query(query: Mapping[str, Sequence[str]]) -> int | None:
     if not after:
         return -1 if wants_stream else None
     if not wants_stream:
-        raise wrong("starting_after", "needs 'stream=true' beside it")
+        raise wrong("starting_after", "needs 'stream=true'")
     if not (after.isascii() and after.isdigit() and len(after) <= _MAX_NUMBER_DIGITS):
         raise wrong("starting_after", "must be the sequence_number of an event")
     return int(after)

@@ -1,7 +1,7 @@
 """Builds the stream of a response that was made without one, from the stored object.
 
-Each text is one delta, as nobody noted the pieces in which it came; everything else is as in a stream that was followed.
-The same object always has the same events, so a client can go on from the number of any of them.
+Each text is one delta, because its pieces were not recorded. Everything else is as in a live stream. The same object
+always gives the same events, so a client can continue after any event number.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _OWN: Final = frozenset({
     "id", "object", "created_at", "completed_at", "status", "model", "error", "incomplete_details", "output",
     "output_text", "usage", "store",
 })  # fmt: skip
-"""Keys of an object that are no echo of the request."""
+"""Keys of an object that do not echo the request."""
 _STATUSES: Final = {"rate_limit_exceeded": 429, "server_error": 500}
 _TERMINAL: Final = tuple(b"event: response.%b\n" % name for name in (b"completed", b"incomplete", b"failed"))
 
 
 def replay(body: bytes) -> list[bytes]:
-    """Return the events of a response as it is now: all of one that has ended, the first two of one that has not."""
+    """Return the events of a response in its current state: all if it has ended, otherwise the first two."""
     made: dict[str, Any] = msgspec.json.decode(body)
     record, output = _record(made), made["output"]
     if made["status"] in RUNNING:
@@ -53,7 +53,7 @@ def replay(body: bytes) -> list[bytes]:
 
 
 def end_events(body: bytes, number: int) -> list[bytes]:
-    """Return the last events, from this number on, of a stream whose maker is gone without having written them."""
+    """Return the missing last events of a stream whose writer ended early. number is that of the first one."""
     made: dict[str, Any] = msgspec.json.decode(body)
     status = made["status"] if made["status"] in ("completed", "incomplete") else "failed"
     events: list[tuple[str, dict[str, Any]]] = [(f"response.{status}", {"response": made})]
@@ -66,12 +66,12 @@ def end_events(body: bytes, number: int) -> list[bytes]:
 
 
 def is_terminal(event: bytes) -> bool:
-    """Tell the last event of a stream."""
+    """Tell whether an event is the last one of a stream."""
     return event.startswith(_TERMINAL)
 
 
 def _record(made: dict[str, Any]) -> ResponseRecord:
-    """Return a record of nothing yet that will have the ids and names of this object's."""
+    """Return an empty record that will use the ids and names of this object."""
     ids = iter([item["id"] for item in made["output"]])
     calls = [item for item in made["output"] if item["type"] == "function_call"]
     call = ResponsesCall(
@@ -92,7 +92,7 @@ def _record(made: dict[str, Any]) -> ResponseRecord:
 
 
 def _written(item: Item) -> Iterator[GenerateEvent]:
-    """Yield what a model wrote that came to this item of an output."""
+    """Yield the events that make this output item."""
     if item["type"] == "function_call":
         yield ToolCallDelta(0, 0, ToolCall(id=item["call_id"], name=_name(item), arguments=item["arguments"]))
         return

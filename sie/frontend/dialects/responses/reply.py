@@ -1,8 +1,7 @@
-"""Encodes the replies of `/v1/responses`: the response object as it grows, and the events of its stream. Knows no
-clock.
+"""Encodes the replies of `/v1/responses`: the response object as it grows, and the events of its stream.
 
-Source: generation API reference, sections 5.2 and 5.4, and the types of the openai client 3.52. Items stand in the order
-in which they happened. The last event is exactly one of completed, incomplete and failed.
+Must not read the clock. Source: generation API reference, sections 5.2 and 5.4, and the types of the openai client 3.52.
+Items are in the order in which they happened. The last event is exactly one of completed, incomplete and failed.
 """
 
 from __future__ import annotations
@@ -37,29 +36,29 @@ RUNNING: Final = ("queued", "in_progress")
 """Statuses of a response that is being made."""
 StreamForm = Literal["", "kept", "cut"]
 CANCELLED: Final = "CANCELLED"
-"""Code of the error by which a response was cancelled; it is no failure."""
+"""Error code of a cancelled response. A cancelled response has not failed."""
 
 
 class ResponseRecord:
-    """One response: fold events into it, read it as an object or as a stream, at any time.
+    """One response: apply events to it, and read it as an object or as a stream at any time.
 
-    `apply` and `fail` note what is to be streamed, if the request wants a stream: `take_stream` returns that once for who
-    follows it, and `take_unkept` once for who keeps it, up to max_kept_bytes in all.
+    If the request asks for a stream, `apply` and `fail` record its events. `take_stream` returns each event once, for the
+    client. `take_unkept` returns each event once, to be stored, up to max_kept_bytes in all.
     """
 
     def __init__(
         self, response_id: str, created_s: int, call: ResponsesCall, model: str,
         *, max_kept_bytes: int = 0, new_id: Callable[[str], str] = new_id,
     ) -> None:  # fmt: skip
-        """new_id makes the id of an item of a type."""
+        """new_id returns a new id for an item of this type."""
         self.id = response_id
         self.is_streamed = call.request.stream
         self.is_followed = call.request.stream
-        """Whether anybody takes the stream as it grows."""
+        """Whether a client takes the stream as it grows."""
         self.model = model
         self.status = "queued" if call.is_background else "in_progress"
         self.is_kept = call.stores
-        """Whether it can be asked for later."""
+        """Whether it is stored, so that clients can ask for it later."""
         self._created_s = created_s
         self._completed_s: int | None = None
         self._echoed = call.echoed
@@ -75,9 +74,9 @@ class ResponseRecord:
         self._stream: list[bytes] = []
         self._unkept: list[bytes] = []
         self._room_bytes = max_kept_bytes if call.stores else 0
-        """How much more of the stream may be kept."""
+        """Bytes of the stream that may still be stored."""
         self.is_newly_cut = False
-        """Whether what was kept of the stream is to be forgotten; who does that says so here."""
+        """Whether the stored part of the stream must be deleted. The code that deletes it resets this."""
 
     @property
     def is_over(self) -> bool:
@@ -85,12 +84,12 @@ class ResponseRecord:
         return self.status not in RUNNING
 
     def apply(self, events: Sequence[GenerateEvent], now_s: int) -> None:
-        """Take what happened next; now_s is the time of day, in unix seconds."""
+        """Apply the next events; now_s is the present time, in unix seconds."""
         for event in events:
             self._apply(event, now_s)
 
     def fail(self, error: SieError) -> None:
-        """End with an error, or as cancelled; what there is so far stays."""
+        """End with an error or as cancelled. The output so far stays."""
         if self.is_over:
             return
         self._announce()
@@ -104,33 +103,33 @@ class ResponseRecord:
         self._emit("response.failed", response=self.to_object())
 
     def take_stream(self) -> bytes:
-        """Return the events since the last call, as they are sent."""
+        """Return the events since the last call, encoded to be sent."""
         stream, self._stream = self._stream, []
         return b"".join(stream)
 
     @property
     def stream_form(self) -> StreamForm:
-        """Whether its stream can be read again from its events: there are none, they are kept, or they were too much."""
+        """Whether its stream can be read again from stored events: it has none (""), they are kept, or they were cut."""
         return "" if not self.is_streamed else "kept" if self._room_bytes > 0 else "cut"
 
     @property
     def num_unkept(self) -> int:
-        """How many events are to be kept and are not yet."""
+        """The number of events that are still to be stored."""
         return len(self._unkept)
 
     def take_unkept(self) -> tuple[int, list[bytes]]:
-        """Return the events since the last call that are to be kept, and the number of the first one."""
+        """Return the number of the first event to store since the last call, and the events."""
         events, self._unkept = self._unkept, []
         return self._num_events - len(events), events
 
     def stop_keeping(self) -> None:
-        """Have none of its events kept any more."""
+        """Stop storing its events, and mark the stored ones for deletion."""
         self._room_bytes = 0
         self._unkept = []
         self.is_newly_cut = self.is_streamed
 
     def to_object(self) -> dict[str, Any]:
-        """Return the response as it is now."""
+        """Return the current state of the response."""
         is_incomplete = self.status == "incomplete"
         made: dict[str, Any] = {
             "id": self.id,
@@ -153,7 +152,7 @@ class ResponseRecord:
         return made
 
     def to_json(self) -> bytes:
-        """Return the response as it is now, as a body."""
+        """Return the current state of the response, as a body."""
         return _to_json(self.to_object())
 
     # --- events ---------------------------------------------------------------------------------------------------
@@ -203,7 +202,7 @@ class ResponseRecord:
                 self.stop_keeping()
 
     def _begin_item(self, item: Item) -> dict[str, Any]:
-        """Add an item; return what events say to name it."""
+        """Add an item; return the fields that name it in events."""
         index = len(self._items)
         self._items.append(item)
         self._emit("response.output_item.added", output_index=index, item=item)
@@ -217,7 +216,7 @@ class ResponseRecord:
 
     def _add_text(self, kind: str, text: str, logprobs: Sequence[LogprobText] = ()) -> None:
         if not text and (self._open is None or self._open.kind != kind):
-            return  # tokens that came to no text belong to no item, and end none
+            return  # tokens without text do not belong to an item, and do not end one
         if self._open is not None and self._open.kind != kind:
             self._close_text("completed")
         if self._open is None:
@@ -265,7 +264,7 @@ class ResponseRecord:
 
 
 class _OpenText:
-    """An item of text that still grows; place is what events say to name it."""
+    """A text item that still grows; place holds the fields that name it in events."""
 
     __slots__ = ("item", "kind", "logprobs", "place", "texts")
 
@@ -278,7 +277,7 @@ class _OpenText:
 
 
 class ResponseWriter:
-    """Writes the stream of a record that somebody else folds the events into; they are only the sign that some came."""
+    """Writes the stream of a record that another object applies the events to. Here, events only signal that it grew."""
 
     keep_alive = text_fields.KEEP_ALIVE
 
@@ -310,7 +309,7 @@ def _usage(usage: GenerateUsage) -> dict[str, Any]:
 
 
 def _error_code(error: SieError) -> str:
-    """Return one of the few codes that a response's error has in this API."""
+    """Return one of this API's few error codes of a response."""
     if error.http_status == 429:
         return "rate_limit_exceeded"
     return "server_error" if error.http_status >= 500 else "invalid_prompt"
@@ -325,12 +324,12 @@ def encode_deleted(response_id: str) -> bytes:
 
 
 def encode_count(num_tokens: int) -> bytes:
-    """Return the body of an answer that says how long a prompt is."""
+    """Return the body of an answer with the number of tokens in a prompt."""
     return _to_json({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
 def encode_page(items: Sequence[Item], *, has_more: bool) -> bytes:
-    """Return the body of a part of a list of items."""
+    """Return the body of one page of a list of items."""
     first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
     page = {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more}
     return _to_json(page)

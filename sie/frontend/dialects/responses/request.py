@@ -1,6 +1,6 @@
 """Decodes the bodies of `POST /v1/responses` to a typed call.
 
-What is written back is in `sie.frontend.dialects.responses.reply`. Source: generation API reference, section 5.1, and the
+`sie.frontend.dialects.responses.reply` encodes the replies. Source: generation API reference, section 5.1, and the
 types of the openai client 3.52. A field of the wrong type is 422, a wrong value 400; unknown fields are ignored.
 """
 
@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.openai.agent_fields import forget_agent_fields
+from sie.frontend.dialects.openai.agent_fields import drop_agent_fields
 from sie.frontend.dialects.openai.chat import ANY_OBJECT, ResponseFormat, read_effort, read_format
 from sie.frontend.dialects.openai.chat_messages import name_results
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
@@ -34,7 +34,7 @@ _to_json: Final = msgspec.json.Encoder().encode
 
 
 class NamespaceTool(ToolField, kw_only=True):
-    """A function; or, of type namespace, several, which the model knows as `name.function`."""
+    """A function, or a namespace of several functions, which the model knows as `name.function`."""
 
     tools: Annotated[list[ToolField], Meta(max_length=_MAX_LIST)] | None = None
 
@@ -47,7 +47,7 @@ class ReasoningField(msgspec.Struct):
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
-    """What form the answer has."""
+    """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -57,7 +57,7 @@ class TextFormat(msgspec.Struct, omit_defaults=True):
 
 
 class TextConfig(msgspec.Struct):
-    """The answer's text."""
+    """Settings of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
@@ -91,25 +91,25 @@ class ResponsesBody(TextFields, kw_only=True):
 
 
 class ResponsesCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A request, and what the API adds to generating.
+    """A request, with the fields that this API adds to text generation.
 
-    `begin` puts the conversation before it into the request, which has only this input until then.
+    The request holds only this call's input until `begin` adds the conversation before it.
     """
 
     request: GenerateRequest
     instructions: str | None
     previous_id: str | None
     items: list[Item]
-    """The input, as it is kept and listed."""
+    """The input, in the form to store and list."""
     echoed: dict[str, Any]
-    """What the answer repeats of the request."""
+    """The fields of the request that the answer repeats."""
     namespaces: dict[str, tuple[str, str]]
-    """Namespace and name of each function that the model knows by both."""
+    """Namespace and name of each function in a namespace, by its full name."""
     stores: bool
     is_background: bool
 
     def begin(self, before: Sequence[ChatMessage]) -> None:
-        """Put instructions and the conversation so far before the input. Raises BadRequest for a result without its call."""
+        """Put the instructions and the conversation so far before the input. Raises BadRequest for a result without call."""
         said = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
         self.request.messages = name_results([*said, *before, *(self.request.messages or ())], "input")
 
@@ -150,14 +150,14 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
 
 
 def _refuse_unserved(call: ResponsesBody) -> None:
-    forget_agent_fields(call, "files", "max_tool_rounds")  # source: section 5.1
+    drop_agent_fields(call, "files", "max_tool_rounds")  # source: section 5.1
     for field, reason in _UNSERVED.items():
         if getattr(call, field) is not None:
             raise wrong(field, reason)
     if (call.n or 1) > 1:
         raise wrong("n", "must be 1: a response is one answer")
     if call.background and call.store is False:
-        raise wrong("background", "needs 'store': the answer must be kept to be asked for")
+        raise wrong("background", "needs 'store', so that the client can ask for the answer later")
     if call.text is not None and call.text.verbosity not in (None, "medium"):
         raise wrong("text.verbosity", "is not served; leave it out, or give 'medium'")
     if len(call.metadata or ()) > _MAX_PAIRS:
@@ -165,7 +165,7 @@ def _refuse_unserved(call: ResponsesBody) -> None:
 
 
 def _flat_tools(tools: Sequence[NamespaceTool]) -> tuple[list[ToolField], dict[str, tuple[str, str]]]:
-    """Return the functions of namespaces beside the others, and by its full name where each of them belongs."""
+    """Return all functions in one list, and the namespace and name of those in namespaces, by full name."""
     flat: list[ToolField] = []
     namespaces: dict[str, tuple[str, str]] = {}
     for number, tool in enumerate(tools):
@@ -184,7 +184,7 @@ def _flat_tools(tools: Sequence[NamespaceTool]) -> tuple[list[ToolField], dict[s
 
 
 def _read_grammar(call: ResponsesBody, own: Grammar | None) -> Grammar | None:
-    """Return what binds the answer; chat's spelling counts only without `text`."""
+    """Return the answer's grammar. The field of the chat API counts only without `text`."""
     form = call.text.format if call.text is not None else None
     chosen = call.response_format if call.text is None else None
     if own is not None and (form is not None or chosen is not None):
@@ -204,9 +204,9 @@ def _read_logprobs(call: ResponsesBody) -> int | None:
 
 
 def _echo(call: ResponsesBody, request: GenerateRequest) -> dict[str, Any]:
-    """Return the fields of the request that its response has, too, in the client's one spelling of each.
+    """Return the fields of the request that its response repeats, each in one normal form.
 
-    The client needs the three about tools.
+    The openai client needs the three fields about tools.
     """
     reasoning = call.reasoning or ReasoningField()
     effort = request.reasoning_effort if request.thinking else "none"
@@ -243,7 +243,7 @@ def _echo_choice(given: Any, choice: ToolChoice) -> Any:
 
 
 def _echo_format(call: ResponsesBody) -> dict[str, Any]:
-    """Return what the answer is bound to; in chat's spelling its schema stands a level deeper."""
+    """Return the answer's format. The schema of a chat format is one level deeper."""
     form: TextFormat | ResponseFormat | None = call.text.format if call.text is not None else call.response_format
     if form is None:
         return {"type": "text"}

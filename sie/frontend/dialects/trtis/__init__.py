@@ -1,1 +1,1 @@
-"""The TensorRT Inference Server v1 API on the wire, over HTTP and gRPC."""
+"""Decodes and encodes the TensorRT Inference Server v1 API, over HTTP and gRPC."""

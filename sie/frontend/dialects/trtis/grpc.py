@@ -1,7 +1,7 @@
-"""The TensorRT Inference Server v1 gRPC wire format of inference, in both of its generations. Pure.
+"""Decodes and encodes gRPC inference of the TensorRT Inference Server v1 API, in both of its generations. Pure.
 
-The generation shows in the bytes of the request's header alone: what the first calls an input's `byte_size`, one number,
-has the field number of the second's `dims`, packed. Source: TRTIS v1 sheet, sections 2 and 7.
+Only the bytes of the request's header show the generation. The first has an input's `byte_size`, one number, under the
+field number of the second's packed `dims`. Source: TRTIS v1 sheet, sections 2 and 7.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SIZE_OR_DIMS: Final = 2
 
 
 class InferMessage(NamedTuple):
-    """A parsed InferRequest; version is empty for the latest, and what release 0.8 sent need be no number."""
+    """A parsed InferRequest. version is empty for the latest; a version that release 0.8 sends may be any text."""
 
     model: str
     version: str
@@ -41,14 +41,14 @@ class InferMessage(NamedTuple):
 
 
 def parse_infer(data: bytes) -> InferMessage:
-    """Return the message in data. Raises MalformedMessage for what is none."""
+    """Return the message in data. Raises MalformedMessage."""
     message, raw = parse_with_views(_REQUEST, data, _RAW_INPUT)
     version = str(message.model_version) if message.model_version > 0 else _text_version(message)
     return InferMessage(message.model_name, version, message.meta_data, raw)
 
 
 def _text_version(message: Any) -> str:
-    """Return the version as release 0.8 sends it; no version is 0 or less."""
+    """Return the version as release 0.8 sends it, or an empty text. Real versions are at least 1."""
     for field in UnknownFieldSet(message):
         if field.field_number == _VERSION and field.wire_type == BYTES:
             return bytes(field.data).decode(errors="replace")
@@ -62,7 +62,7 @@ def check_version(version: str) -> None:
 
 
 def parse_head(header: bytes) -> InferHead:
-    """Return the request's header, of whichever generation. Raises BadRequest."""
+    """Return the request's header, of either generation. Raises BadRequest."""
     head = head_of(parse(_HEADER, header))
     if not _is_first_generation(header):
         return head
@@ -71,7 +71,7 @@ def parse_head(header: bytes) -> InferHead:
 
 
 def id_of(header: bytes) -> int:
-    """Return the request's id, 0 where it cannot be read."""
+    """Return the request's id, or 0 if it cannot be read."""
     try:
         return parse(_HEADER, header).id
     except BadRequest:
@@ -95,6 +95,6 @@ def encode_infer(status: Any, header: Any, raw: Sequence[memoryview]) -> bytes:
 
 
 def encode_failure(status: Any, request_id: int) -> bytes:
-    """Return an InferResponse that tells of a failure."""
+    """Return an InferResponse with an error."""
     header = _RESPONSE_HEADER(id=request_id).SerializeToString()
     return _RESPONSE(request_status=status, meta_data=header).SerializeToString()

@@ -1,9 +1,8 @@
-"""The wire format of inference in the TensorRT Inference Server v1 API: `NV-InferRequest` and a body to a typed
-request.
+"""Decodes `NV-InferRequest` and a body of the TensorRT Inference Server v1 API to a typed request; encodes the reply.
 
-Two generations of the API share a route. The first (releases 0.8 to 0.10) says the bytes of one item of the batch as
-`byte_size`; the second says `dims`, or nothing where the model's own are fixed, and `batch_byte_size`. A request in
-which an input or output has a `byte_size` is of the first, and is answered in its form.
+Two generations of the API share a route. The first (releases 0.8 to 0.10) has `byte_size`: the bytes of one batch item.
+The second has `batch_byte_size`, and `dims` unless the model's own are fixed. A request with a `byte_size` in an input
+or output is of the first generation, and so is its answer.
 Source: NVIDIA TensorRT Inference Server, api.proto and its HTTP API, releases 0.8 and 1.15.
 """
 
@@ -25,12 +24,12 @@ from sie.values.tensor import ITEM_BYTES, MAX_RANK, Tensor, TensorRequest, Tenso
 _MAX_HEADER_CHARS: Final = 64 * 1024
 _MAX_TENSORS: Final = 1024
 _MAX_RESPONSE_CHARS: Final = 16 * 1024
-"""Of `NV-InferResponse`; a longer one leaves its classes to the header behind the body."""
+"""Limit of `NV-InferResponse`. A longer one omits its classes, which the header after the body still has."""
 _PACKAGE: Final = "nvidia.inferenceserver"
 
 
 class InputHead(NamedTuple):
-    """One input as the request announces it; sizes are 0 and dims empty where it does not say."""
+    """One input as the request announces it. Omitted sizes are 0, and omitted dims are empty."""
 
     name: str
     dims: tuple[int, ...]
@@ -39,7 +38,7 @@ class InputHead(NamedTuple):
 
 
 class OutputHead(NamedTuple):
-    """One output that is asked for; num_classes None: its elements as they are; item_bytes 0: it does not say."""
+    """One requested output. num_classes None means its elements themselves; item_bytes 0 means not given."""
 
     name: str
     num_classes: int | None
@@ -62,7 +61,7 @@ class InferHead(msgspec.Struct, frozen=True, kw_only=True):
 def parse_infer_head(text: str) -> InferHead:
     """Return the request that `NV-InferRequest` describes, in protobuf's text format.
 
-    Raises BadRequest, with the request's id in its extras (`infer_id`) where the text could be read.
+    Raises BadRequest, with the request's id in its extras (`infer_id`) if the text could be read.
     """
     if len(text) > _MAX_HEADER_CHARS:
         raise BadRequest(f"NV-InferRequest is over {_MAX_HEADER_CHARS} characters")
@@ -79,7 +78,7 @@ def parse_infer_head(text: str) -> InferHead:
 
 
 def head_of(message: Any) -> InferHead:
-    """Return what an InferRequestHeader says. Raises BadRequest for what is not supported here."""
+    """Return the content of an InferRequestHeader. Raises BadRequest if it asks for unsupported features."""
     if len(message.input) > _MAX_TENSORS or len(message.output) > _MAX_TENSORS:
         raise BadRequest(f"NV-InferRequest has more than {_MAX_TENSORS} inputs or outputs")
     for part in (*message.input, *message.output):
@@ -103,9 +102,9 @@ def head_of(message: Any) -> InferHead:
 
 
 def decode_infer(head: InferHead, body: memoryview, model: str, rule: TensorRule) -> TensorRequest:
-    """Return the request whose tensors lie back to back in the body; model is the hosted id.
+    """Return the request whose tensors are back to back in the body; model is the hosted id.
 
-    The tensors are views of the body, their shapes with the batch dimension. Raises BadRequest.
+    The tensors are views of the body. Their shapes include the batch dimension. Raises BadRequest.
     """
     check_batch(head.batch_size, rule)
     inputs: list[Tensor] = []
@@ -126,7 +125,7 @@ def decode_infer(head: InferHead, body: memoryview, model: str, rule: TensorRule
 
 
 def decode_raw_inputs(head: InferHead, raw: Sequence[memoryview], model: str, rule: TensorRule) -> TensorRequest:
-    """Return the request whose tensors come one by one, as over gRPC. Raises BadRequest."""
+    """Return the request whose tensors are separate, as over gRPC. Raises BadRequest."""
     check_batch(head.batch_size, rule)
     announced = check_inputs(head, rule)
     if len(raw) != len(announced):
@@ -155,7 +154,7 @@ def _request(head: InferHead, inputs: list[Tensor], model: str) -> TensorRequest
 
 
 def check_batch(batch_size: int, rule: TensorRule) -> None:
-    """Raise BadRequest for a batch that the model does not take; one without a batch dimension takes 1."""
+    """Raise BadRequest for a batch size that the model does not accept; without a batch dimension, only 1."""
     if batch_size < 1:
         raise BadRequest(f"inference request batch-size must be >= 1 for '{rule.name}'")
     most = rule.max_batch_size or 1
@@ -164,7 +163,7 @@ def check_batch(batch_size: int, rule: TensorRule) -> None:
 
 
 def check_inputs(head: InferHead, rule: TensorRule) -> tuple[InputHead, ...]:
-    """Return the inputs, having checked that they are the model's, each once. Raises BadRequest."""
+    """Return the inputs, after checking that each belongs to the model and appears once. Raises BadRequest."""
     seen: set[str] = set()
     for announced in head.inputs:
         if announced.name in seen:
@@ -218,7 +217,7 @@ def _shape_and_size(announced: InputHead, head: InferHead, rule: TensorRule) -> 
 
 
 def _deduced(dims: tuple[int, ...], item_bytes: int, itemsize: int) -> tuple[int, ...]:
-    """Return dims with the one variable size that the bytes of an item leave."""
+    """Return dims with the one variable size deduced from the bytes of an item."""
     known = itemsize * prod(size for size in dims if size >= 0)
     return tuple(item_bytes // known if size < 0 and known else max(size, 0) for size in dims)
 
@@ -231,17 +230,17 @@ def _fits(dims: tuple[int, ...], own: tuple[int, ...]) -> bool:
 
 
 class Answered(NamedTuple):
-    """One output of a reply: its tensor, or instead of its elements the best classes of each item of the batch."""
+    """One output of a reply: its tensor, and the best classes of each batch item to send instead of its elements."""
 
     tensor: Tensor
     classes: list[list[RankedClass]] | None = None
 
 
 def check_size(output: OutputHead, tensor: Tensor, head: InferHead, rule: TensorRule) -> None:
-    """Raise BadRequest for an output of other bytes than a request of the first generation said, which it has to.
+    """Raise BadRequest if the size of an output is not the size that the request announced.
 
-    Its client finds the outputs in the answer by the sizes that it sent itself; classes are elsewhere, and it knew no
-    strings yet.
+    A request of the first generation must announce it, because its client finds the outputs in the answer by the sizes
+    that it sent. This is not required for classes, which are elsewhere, nor for strings, which that client did not know.
     """
     is_required = head.is_first_generation and output.num_classes is None and tensor.datatype != "BYTES"
     if not output.item_bytes and not is_required:
@@ -278,7 +277,7 @@ def response_header(head: InferHead, rule: TensorRule, outputs: Sequence[Answere
 
 
 def encode_infer(message: Any, outputs: Sequence[Answered], *, as_binary: bool) -> tuple[bytes, str]:
-    """Return the body, the raw outputs and the header behind them, and the value of `NV-InferResponse`."""
+    """Return the body (the raw outputs, then the header) and the value of `NV-InferResponse`."""
     trailer = message.SerializeToString() if as_binary else text_format.MessageToString(message).encode()
     body = b"".join([*(tensor.data for tensor, classes in outputs if classes is None), trailer])
     line = one_line(message)

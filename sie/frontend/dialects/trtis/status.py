@@ -55,16 +55,16 @@ def request_status(code: str = "SUCCESS", text: str = "") -> Any:
 
 
 def status_of(error: SieError) -> Any:
-    """Return the RequestStatus of a failure; what has no code of its own is UNKNOWN."""
+    """Return the RequestStatus of an error; an error without its own code is UNKNOWN."""
     own = error.code if error.code in ("UNSUPPORTED", "ALREADY_EXISTS") else "UNKNOWN"
     code = next((code for cls, code in _CODES if isinstance(error, cls)), own)
     return request_status(code, error.message)
 
 
 def failure(error: SieError) -> tuple[int, list[tuple[str, str]], bytes]:
-    """Return status, headers and body of the answer to a failure.
+    """Return status, headers and body of the answer to an error.
 
-    The status is 400 whatever the reason is, but 401 and 403 where it is about who asks.
+    The status is 400, except 401, 403 and 429, which are about the client itself.
     """
     http_status = error.http_status if error.http_status in (401, 403, 429) else 400
     headers = [("nv-status", status_line(status_of(error)))]
@@ -80,7 +80,7 @@ def status_line(status: Any) -> str:
 
 
 class Described(msgspec.Struct, frozen=True):
-    """One version of a model, as the status tells it."""
+    """One version of a model for the status."""
 
     rule: TensorRule
     state: ModelState
@@ -91,7 +91,7 @@ class Described(msgspec.Struct, frozen=True):
 def server_status(models: Iterable[Described], *, state: str, uptime_ns: int) -> Any:
     """Return the ServerStatus message; state is a name of ServerReadyState.
 
-    Of a model's versions, the first one's configuration is shown.
+    A model's configuration is the one of its first version.
     """
     message = message_class("trtis", f"{_PACKAGE}.ServerStatus")(
         id=SERVER_ID, version=__version__, uptime_ns=uptime_ns, ready_state=state
@@ -133,7 +133,7 @@ def repository_index(names: Iterable[str]) -> Any:
 
 
 def choose_format(query: str, accept: str) -> Format:
-    """Return the form that `?format=` asks for, else `Accept: application/json`; any other word means text."""
+    """Return the format that `?format=` names, or else `Accept: application/json`; any other word means text."""
     for pair in query.split("&"):
         name, _, value = pair.partition("=")
         if name == "format":

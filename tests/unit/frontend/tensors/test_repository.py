@@ -133,7 +133,7 @@ async def test_nothing_waits_for_ever(office: Office):
     task = await office.begin(office.repository.load("m", soon(0.02)))
     office.know(v1="loading")
     office.begun(2)
-    with pytest.raises(DeadlineExceeded, match="it goes on loading"):
+    with pytest.raises(DeadlineExceeded, match="it continues to load"):
         await task
 
 
