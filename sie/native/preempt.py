@@ -3,10 +3,14 @@
 `tokenizers` and `llguidance` read a large vocabulary under the lock, in Rust that touches no Python object. A timer interrupts
 the thread there, and it gives the lock up for a moment (`src/preempt.cpp`, docs/decisions/026). Without the compiled library
 this does nothing. Must not be used around a library that works on Python objects.
+
+One thread at a time reads with a library, here and beside: another that waited for one of the library's locks under the
+interpreter lock would stop both (`tokenizers` compiles regular expressions under one for the process).
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import threading
 from collections.abc import Iterator
@@ -18,19 +22,21 @@ from sie.native import load
 
 _MODULES: Final = {"tokenizers": "tokenizers.tokenizers", "llguidance": "llguidance._lib"}
 _lock = threading.Lock()
+_turns: Final = {library: threading.Lock() for library in _MODULES}
 
 
 @contextmanager
 def preempted(library: str) -> Iterator[None]:
     """Preempt this thread within the block, in the code of `tokenizers` or `llguidance`; such blocks are not nested."""
     native = _allowed(library)
-    if native is None or native.sie_preempt_begin():
-        yield
-        return
-    try:
-        yield
-    finally:
-        native.sie_preempt_end()
+    with _turns[library]:
+        if native is None or native.sie_preempt_begin():
+            yield
+            return
+        try:
+            yield
+        finally:
+            native.sie_preempt_end()
 
 
 def free(objects: list[Any]) -> None:
@@ -49,4 +55,7 @@ def _allow(library: str) -> Any:
     """Return our compiled library once it preempts threads in that one, None where it cannot."""
     native = load()
     path = importlib.import_module(_MODULES[library]).__file__ or ""
-    return native if native is not None and native.sie_preempt_allow(path.encode()) else None
+    if native is None or not native.sie_preempt_allow(path.encode()):
+        return None
+    atexit.register(native.sie_preempt_stop)
+    return native
