@@ -41,8 +41,9 @@ def preempted(library: str) -> Iterator[None]:
 
 def free(objects: list[Any]) -> None:
     """Let go of what a list holds, which takes as long as a third of its reading. Call it on a thread beside the loop."""
-    with preempted("tokenizers"):
-        objects.clear()
+    if objects:
+        with preempted("tokenizers"):
+            objects.clear()
 
 
 def _allowed(library: str) -> Any:
