@@ -52,7 +52,7 @@ class Helper:
         async with self._lock:
             try:
                 streams = self._streams
-                if streams is None or streams[0].at_eof():  # an idle one may have been ended for lack of memory
+                if streams is None or self._has_ended():  # an idle one may have been ended for lack of memory
                     self.close()
                     streams = await self._start()
                 self._bound_memory(len(request))
@@ -77,6 +77,9 @@ class Helper:
     def is_busy(self) -> bool:
         """Whether a request is under way."""
         return self._lock.locked()
+
+    def _has_ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
 
     def close(self) -> None:
         """End the process, if there is one. May be called at any time."""
