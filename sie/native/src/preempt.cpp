@@ -25,8 +25,8 @@
 namespace {
 
 constexpr long kEveryNs = 1'000'000;
-constexpr int64_t kShortestTurnNs = 1'000'000;  // of processor time between two pauses
-constexpr int64_t kLongestTurnNs = 5'000'000;   // Python's own interval
+constexpr int64_t kTurnNs = 500'000;  // of processor time between two pauses, so that a reader comes to its end
+constexpr int64_t kFirstTurnNs = 5'000'000;
 constexpr long kPauseNs = 50'000;  // so that a waiting thread, which has to wake up first, gets the lock
 constexpr int kMostStopMs = 1'000;  // a child by fork may have copied a pause that nobody ends
 constexpr int kMostRanges = 16;
@@ -75,14 +75,11 @@ bool is_interruptible(uintptr_t place) {
     return false;
 }
 
-// Let others have the interpreter lock. Returns for how long it was away.
-int64_t pause_holder() {
-    const int64_t began = now_ns(CLOCK_MONOTONIC);
+void pause_holder() {
     void* state = save_thread();
     const timespec pause{0, kPauseNs};
     nanosleep(&pause, nullptr);
     restore_thread(state);
-    return now_ns(CLOCK_MONOTONIC) - began;
 }
 
 void on_signal(int, siginfo_t* info, void* context) {
@@ -92,10 +89,8 @@ void on_signal(int, siginfo_t* info, void* context) {
     if (is_interruptible(place_of(context)) && now_ns(CLOCK_THREAD_CPUTIME_ID) >= own.turn_ends_ns && has_lock()) {
         num_paused.fetch_add(1);  // ORDER: before is_stopped is read; sie_preempt_stop sets it before it reads this
         if (!is_stopped.load()) {
-            // A signal that came meanwhile follows at once. So each pause is paid with a turn: as long as others had the lock.
-            const int64_t away = pause_holder();
-            const int64_t turn = away < kShortestTurnNs ? kShortestTurnNs : away > kLongestTurnNs ? kLongestTurnNs : away;
-            own.turn_ends_ns = now_ns(CLOCK_THREAD_CPUTIME_ID) + turn;
+            pause_holder();
+            own.turn_ends_ns = now_ns(CLOCK_THREAD_CPUTIME_ID) + kTurnNs;  // a signal that came meanwhile follows at once
         }
         num_paused.fetch_sub(1);
     }
@@ -143,7 +138,7 @@ SIE_EXPORT int sie_preempt_begin() {
     event.sigev_value.sival_ptr = &reader;
     event.sigev_notify_thread_id = static_cast<pid_t>(syscall(SYS_gettid));
     // The first pause comes late: at the beginning of a call the library works on Python's objects, under locks of its own.
-    reader.turn_ends_ns = now_ns(CLOCK_THREAD_CPUTIME_ID) + kLongestTurnNs;
+    reader.turn_ends_ns = now_ns(CLOCK_THREAD_CPUTIME_ID) + kFirstTurnNs;
     if (timer_create(CLOCK_MONOTONIC, &event, &reader.timer) != 0) return errno;
     const itimerspec every{{0, kEveryNs}, {0, kEveryNs}};
     return timer_settime(reader.timer, 0, &every, nullptr) == 0 ? 0 : errno;
