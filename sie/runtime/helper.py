@@ -53,7 +53,7 @@ class Helper:
         async with self._lock:
             try:
                 streams = self._streams
-                if streams is None or streams[0].at_eof():  # the kernel may have killed it while idle
+                if streams is None or self._has_ended():  # the kernel may have killed it while idle
                     self.close()
                     streams = await self._start()
                 self._bound_memory(len(request))
@@ -78,6 +78,9 @@ class Helper:
     def is_busy(self) -> bool:
         """Whether a request is under way."""
         return self._lock.locked()
+
+    def _has_ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
 
     def close(self) -> None:
         """End the process, if there is one. May be called at any time."""

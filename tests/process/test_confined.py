@@ -114,6 +114,17 @@ def test_a_process_that_dies_while_idle_fails_nobody():
     with_helper(work)
 
 
+def test_a_process_that_has_just_died_fails_nobody_either():
+    async def work(helper: Helper) -> None:
+        await ask(helper, "be itself")
+        assert helper._process is not None
+        helper._process.kill()
+        helper._process.wait()  # and the loop has not seen the end of its channel
+        await ask(helper, "be itself")
+
+    with_helper(work)
+
+
 def test_an_answer_that_its_asker_left_is_nobody_elses():
     async def work(helper: Helper) -> None:
         await ask(helper, "be itself")

@@ -29,7 +29,8 @@ def _nearest(path: str, table: RouteTable) -> Route | None:
         if found is not None:
             return found.route
     parts = tail.split("/")
-    for length in range(len(parts), 1, -1):
+    deepest = 1 + max(head.count("/") for head in by_head)
+    for length in range(min(len(parts), deepest), 1, -1):
         head = "/".join(parts[:length])
         heads = [known for known in by_head if known.count("/") == length - 1]
         for near in difflib.get_close_matches(head, heads, n=1, cutoff=_NEAR):

@@ -3,6 +3,9 @@
 // A timer signals the thread every millisecond. Where that meets it in the code of a library that was named before, and
 // not in Python's or libc's, whose own locks it may hold there, the handler gives the lock up for a moment, as a callback
 // into Python might. Any other place is left alone until the next signal. See docs/decisions/026.
+//
+// Not safe by itself against the library's own locks: a thread that is stopped inside one, and another that wants it while
+// it holds the interpreter lock, wait for each other. So the caller lets one thread at a time into a library.
 
 #include "features.h"
 
@@ -22,19 +25,38 @@
 namespace {
 
 constexpr long kEveryNs = 1'000'000;
+constexpr int64_t kTurnNs = 500'000;  // of processor time between two pauses, so that a reader comes to its end
+constexpr int64_t kFirstTurnNs = 5'000'000;
 constexpr long kPauseNs = 50'000;  // so that a waiting thread, which has to wake up first, gets the lock
+constexpr int kMostStopMs = 1'000;  // a child by fork may have copied a pause that nobody ends
 constexpr int kMostRanges = 16;
 const int kSignal = SIGRTMIN + 5;
 
+#ifndef sigev_notify_thread_id  // musl names it so, glibc does not name it
+#define sigev_notify_thread_id _sigev_un._tid
+#endif
+
 struct Range {
     uintptr_t begin, end;
+};
+struct Reader {
+    timer_t timer;
+    int64_t turn_ends_ns;  // in processor time of its thread; no pause before
 };
 Range ranges[kMostRanges];
 std::atomic<int> num_ranges{0};
 int (*has_lock)();
 void* (*save_thread)();
 void (*restore_thread)(void*);
-thread_local timer_t timer;
+thread_local Reader reader;  // the handler gets its address: it must not be the first to touch it
+std::atomic<bool> is_stopped{false};
+std::atomic<int> num_paused{0};
+
+int64_t now_ns(clockid_t clock) {
+    timespec now{};
+    clock_gettime(clock, &now);
+    return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
 
 uintptr_t place_of(const void* context) {
     const auto& machine = static_cast<const ucontext_t*>(context)->uc_mcontext;
@@ -53,13 +75,25 @@ bool is_interruptible(uintptr_t place) {
     return false;
 }
 
-void on_signal(int, siginfo_t*, void* context) {
-    if (!is_interruptible(place_of(context)) || !has_lock()) return;
-    const int kept = errno;
+void pause_holder() {
     void* state = save_thread();
     const timespec pause{0, kPauseNs};
     nanosleep(&pause, nullptr);
     restore_thread(state);
+}
+
+void on_signal(int, siginfo_t* info, void* context) {
+    if (info->si_code != SI_TIMER) return;
+    const int kept = errno;
+    auto& own = *static_cast<Reader*>(info->si_value.sival_ptr);
+    if (is_interruptible(place_of(context)) && now_ns(CLOCK_THREAD_CPUTIME_ID) >= own.turn_ends_ns && has_lock()) {
+        num_paused.fetch_add(1);  // ORDER: before is_stopped is read; sie_preempt_stop sets it before it reads this
+        if (!is_stopped.load()) {
+            pause_holder();
+            own.turn_ends_ns = now_ns(CLOCK_THREAD_CPUTIME_ID) + kTurnNs;  // a signal that came meanwhile follows at once
+        }
+        num_paused.fetch_sub(1);
+    }
     errno = kept;
 }
 
@@ -101,11 +135,22 @@ SIE_EXPORT int sie_preempt_begin() {
     sigevent event{};
     event.sigev_notify = SIGEV_THREAD_ID;
     event.sigev_signo = kSignal;
-    event._sigev_un._tid = static_cast<pid_t>(syscall(SYS_gettid));
-    if (timer_create(CLOCK_MONOTONIC, &event, &timer) != 0) return errno;
+    event.sigev_value.sival_ptr = &reader;
+    event.sigev_notify_thread_id = static_cast<pid_t>(syscall(SYS_gettid));
+    // The first pause comes late: at the beginning of a call the library works on Python's objects, under locks of its own.
+    reader.turn_ends_ns = now_ns(CLOCK_THREAD_CPUTIME_ID) + kFirstTurnNs;
+    if (timer_create(CLOCK_MONOTONIC, &event, &reader.timer) != 0) return errno;
     const itimerspec every{{0, kEveryNs}, {0, kEveryNs}};
-    return timer_settime(timer, 0, &every, nullptr) == 0 ? 0 : errno;
+    return timer_settime(reader.timer, 0, &every, nullptr) == 0 ? 0 : errno;
 }
 
 // End what `sie_preempt_begin` began, on the same thread.
-SIE_EXPORT void sie_preempt_end() { timer_delete(timer); }
+SIE_EXPORT void sie_preempt_end() { timer_delete(reader.timer); }
+
+// Preempt nobody from now on. Call it without the interpreter lock before Python ends: a thread that asks for the lock
+// later is unwound, which frames of other languages do not survive.
+SIE_EXPORT void sie_preempt_stop() {
+    is_stopped.store(true);
+    const timespec moment{0, kEveryNs};
+    for (int i = 0; i < kMostStopMs && num_paused.load() != 0; i++) nanosleep(&moment, nullptr);
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -103,3 +104,71 @@ def test_an_error_of_the_library_is_its_own(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"key must be a string|expected|EOF"), preempted("tokenizers"):
         Tokenizer.from_file(str(broken))
     assert sys.getswitchinterval() == pytest.approx(0.005)
+
+
+def run(program: str, *arguments: str) -> None:
+    """Run a program in a process of its own, since threads that wait for each other stop the whole process."""
+    command = [sys.executable, "-c", program, *arguments]
+    ended = subprocess.run(command, timeout=20, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_readers_of_tokenizers_with_regular_expressions_do_not_stop_each_other(tmp_path: Path) -> None:
+    run(
+        """
+import sys, threading, time
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from sie.native.preempt import preempted
+words = r"[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s+(?!\\S)"
+tokenizer = Tokenizer(models.BPE({"a": 0}, []))
+tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words), "isolated")] * 50)
+tokenizer.save(sys.argv[1])
+def read():
+    while time.monotonic() < ends:
+        with preempted("tokenizers"):
+            Tokenizer.from_file(sys.argv[1])
+ends = time.monotonic() + 1
+threads = [threading.Thread(target=read) for _ in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+""",
+        str(tmp_path / "tokenizer.json"),
+    )
+
+
+def test_a_reader_beside_busy_threads_comes_to_its_end(path: Path) -> None:
+    run(
+        """
+import sys, threading
+from tokenizers import Tokenizer
+from sie.native.preempt import preempted
+is_over = False
+def compute():
+    while not is_over: sum(range(1000))
+threads = [threading.Thread(target=compute) for _ in range(2)]
+for thread in threads: thread.start()
+with preempted("tokenizers"):
+    Tokenizer.from_file(sys.argv[1])
+is_over = True
+""",
+        str(path),
+    )
+
+
+def test_a_process_ends_well_while_a_daemon_thread_reads(path: Path) -> None:
+    run(
+        """
+import sys, threading, time
+from tokenizers import Tokenizer
+from sie.native.preempt import preempted
+begins = threading.Event()
+def read():
+    with preempted("tokenizers"):
+        begins.set()
+        Tokenizer.from_file(sys.argv[1])
+threading.Thread(target=read, daemon=True).start()
+begins.wait()
+for _ in range(20): time.sleep(0.001)
+""",
+        str(path),
+    )
