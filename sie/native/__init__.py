@@ -1,8 +1,8 @@
-"""Loads the library of compiled kernels once for all callers, and tells what the processor can do.
+"""Loads the library of compiled kernels once for all callers, and reports the processor's features.
 
-The library is optional. Without it (`load` returns None), or where the processor lacks what a kernel needs (`has`), callers
-do the same in torch; both ways pass the same tests. Its functions take plain pointers and sizes, and are called without
-the interpreter lock. Standard library only; `sie.native.build` compiles it.
+The library is optional. Without it (`load` returns None), or without the features that a kernel needs (`has`), callers
+compute the same in torch. Both ways pass the same tests. The library's functions take plain pointers and sizes, and run
+without the interpreter lock. Standard library only; `sie.native.build` compiles it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _is_allowed = True
 
 
 class Feature(enum.IntFlag):
-    """What a kernel may need of the processor and the system. Mirrors `src/features.h`."""
+    """Features of the processor and the system that a kernel may need. Mirrors `src/features.h`."""
 
     AVX2 = 1
     AVX512 = 2
@@ -30,25 +30,25 @@ class Feature(enum.IntFlag):
 
 
 def allow(*, allowed: bool) -> None:
-    """Say, for this process, whether the library may be used (setting `native_kernels`). Call it before any `load`."""
+    """Set whether this process may use the library (setting `native_kernels`). Call it before any `load`."""
     global _is_allowed
     _is_allowed = allowed
 
 
 def load() -> ctypes.CDLL | None:
-    """Return the library, None when it is not allowed, not built, or built from other sources than those beside it."""
+    """Return the library, or None if it is not allowed, not built, or not built from the current sources."""
     return _load() if _is_allowed else None
 
 
 def loaded() -> ctypes.CDLL:
-    """Return the library where it is known to be there: `has` was asked."""
+    """Return the library, which must be available: call `has` first."""
     library = load()
     assert library is not None
     return library
 
 
 def has(feature: Feature) -> bool:
-    """Tell whether the library is there and may use all of these."""
+    """Tell whether the library is available and may use all of these features."""
     return load() is not None and feature in _features()
 
 
@@ -57,11 +57,11 @@ def _load() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(SHARED_LIBRARY))
     except OSError as error:
-        _log.info("no compiled kernels (%s): torch does everything", error)
+        _log.info("no compiled kernels (%s): torch computes everything", error)
         return None
     library.sie_native_digest.restype = ctypes.c_char_p
     if library.sie_native_digest().decode() != digest():
-        _log.warning("%s was built from other sources; `python -m sie.native` builds it anew", SHARED_LIBRARY.name)
+        _log.warning("%s was built from other sources; `python -m sie.native` rebuilds it", SHARED_LIBRARY.name)
         return None
     return library
 

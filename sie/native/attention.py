@@ -1,4 +1,4 @@
-"""Calls the library's packed attention: the record it reads, and whether it supports a shape."""
+"""Calls the library's packed attention: defines its struct, and tells whether it supports a shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_WIDTH = 512
 
 
 class AttentionCall(ctypes.Structure):
-    """One attention over packed sequences; mirrors `SieAttention` in `src/attention.h`, which says what each field is."""
+    """One attention over packed sequences; mirrors `SieAttention` in `src/attention.h`, which documents each field."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out")),
@@ -32,18 +32,18 @@ class AttentionCall(ctypes.Structure):
 
 
 def can_attend(*, is_bf16: bool, width: int) -> bool:
-    """Tell whether the library computes attention of this format (else float32) and this width of a head."""
+    """Tell whether the library computes attention in bfloat16 (else float32) for this head width."""
     needed = Feature.AVX512_BF16 if is_bf16 else Feature.AVX512
     return 0 < width <= MAX_WIDTH and width % 2 == 0 and native.has(needed)
 
 
 def scratch_bytes(longest: int, width: int, num_threads: int) -> int:
-    """Return the bytes that a call needs beside its tensors; longest is the longest sequence's tokens."""
+    """Return the bytes that a call needs besides its tensors; longest is the token count of the longest sequence."""
     library = native.loaded()
     library.sie_attention_scratch.restype = ctypes.c_int64
     return num_threads * library.sie_attention_scratch(ctypes.c_int64(longest), ctypes.c_int64(width))
 
 
 def run_attention(call: AttentionCall, scratch: int, *, is_bf16: bool) -> None:
-    """Write the attention that a record describes to its `out`. scratch is the address of `scratch_bytes`."""
+    """Write the attention that a struct describes to its `out`. scratch is the address of `scratch_bytes` bytes."""
     native.loaded().sie_attend(ctypes.byref(call), ctypes.c_int32(is_bf16), ctypes.c_void_p(scratch))

@@ -1,8 +1,8 @@
-"""Builds the native library from the C++ in `src/` with the compiler at hand: `python -m sie.native`.
+"""Builds the native library from the C++ in `src/` with the available compiler: `python -m sie.native`.
 
-Standard library only, since it also runs as a step of building the package (`hatch_build.py`), where nothing else is
-installed. The name of a source says what it may use: `x_avx512.cpp` is compiled with that level's flags, and only
-called where the processor has them (`sie.native`); all others run on any processor of the architecture.
+Standard library only, since it also runs during the package build (`hatch_build.py`), where nothing else is installed.
+A source's name gives its level: `x_avx512.cpp` is compiled with that level's flags, and called only if the processor
+supports them (`sie.native`). All other sources run on any processor of the architecture.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLAGS: Final = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math
 _AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
 _AVX512: Final = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 _AVX512_BF16: Final = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
-"""Every processor that has the one has the other; `features.cpp` sees to it."""
+"""Every processor with BF16 also has VNNI; `features.cpp` checks both."""
 _LEVELS: Final = {
     "avx2": _AVX2,
     "avx512": _AVX512,
@@ -37,11 +37,11 @@ _TIMEOUT_S: Final = 300
 
 
 class BuildError(Exception):
-    """There is no compiler, or it refused a source; the text says which."""
+    """No compiler was found, or it refused a source; the text tells which."""
 
 
 def digest() -> str:
-    """Return what tells one state of the sources from another."""
+    """Return a digest of the sources."""
     state = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         state.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -49,7 +49,7 @@ def digest() -> str:
 
 
 def build(target: Path = SHARED_LIBRARY, extra_flags: tuple[str, ...] = ()) -> None:
-    """Compile and link all sources into target. A library that is there is replaced at once, or kept on BuildError."""
+    """Compile and link all sources into target. An existing library is replaced atomically, or kept on BuildError."""
     compiler = _compiler()
     with tempfile.TemporaryDirectory() as folder:
         objects: list[str] = []
@@ -59,7 +59,7 @@ def build(target: Path = SHARED_LIBRARY, extra_flags: tuple[str, ...] = ()) -> N
             _run(
                 [*compiler, *_FLAGS, *_level_flags(source), *extra_flags, define, "-c", str(source), "-o", objects[-1]]
             )
-        # Beside the target, so that it can take its place in one step: a running server may have mapped the old one.
+        # In the target's folder, so that one rename replaces it: a running server may have mapped the old one.
         made = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             _run([*compiler, "-shared", *objects, "-o", str(made)])
@@ -79,7 +79,7 @@ def _compiler() -> list[str]:
 
 
 def _level_flags(source: Path) -> tuple[str, ...]:
-    """Return the flags of a source's level, none on another architecture: its code is then empty."""
+    """Return the flags of a source's level; none on another architecture, where its code is empty."""
     level = source.stem.rpartition("_")[2]
     return _LEVELS.get(level, ()) if platform.machine() in ("x86_64", "AMD64") else ()
 

@@ -1,6 +1,6 @@
-"""Hands a whole decoder to the library: its records, with one field for each field of `src/decoder.h`.
+"""Runs a whole decoder in the library: defines its structs, with one field for each field of `src/decoder.h`.
 
-Addresses are plain numbers; whoever fills a record keeps what it points to alive.
+Addresses are plain numbers. The caller that fills a struct must keep the memory that it points to alive.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Decoder(ctypes.Structure):
 
 
 class DecoderStep(ctypes.Structure):
-    """Mirrors `SieDecoderStep`; slots are rows of four int64, as `SieSlot` has them."""
+    """Mirrors `SieDecoderStep`; slots are rows of four int64, in the layout of `SieSlot`."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("ids", "blocks", "slots", "kept", "logits", "scratch")),
@@ -64,17 +64,17 @@ class DecoderStep(ctypes.Structure):
 
 
 def can_decode(*, is_bf16: bool) -> bool:
-    """Tell whether the library runs decoders that compute in bfloat16, or else in float32."""
+    """Tell whether the library runs decoders in bfloat16 (else float32)."""
     return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX512)
 
 
 def decoder_scratch_bytes(decoder: Decoder, step: DecoderStep) -> int:
-    """Return the bytes, 64-byte aligned, that a step needs beside its result; its tokens, slots and numbers are filled in."""
+    """Return the scratch bytes, 64-byte aligned, that a step needs; its tokens, slots and counts must be filled in."""
     library = native.loaded()
     library.sie_decoder_scratch.restype = ctypes.c_int64
     return library.sie_decoder_scratch(ctypes.byref(decoder), ctypes.byref(step))
 
 
 def run_decoder(decoder: Decoder, step: DecoderStep) -> None:
-    """Run a step: its ids must be in the vocabulary, its blocks those of the layers, its positions in the rotary tables."""
+    """Run a step. Its ids must be in the vocabulary, its blocks in the layers, its positions in the rotary tables."""
     native.loaded().sie_decode(ctypes.byref(decoder), ctypes.byref(step))

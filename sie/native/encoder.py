@@ -1,6 +1,6 @@
-"""Hands a whole encoder to the library: its records, and weights in the order in which products read them.
+"""Runs a whole encoder in the library: defines its structs, and packs weights in the order in which products read them.
 
-Addresses are plain numbers; whoever fills a record keeps what it points to alive.
+Addresses are plain numbers. The caller that fills a struct must keep the memory that it points to alive.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from sie import native
 from sie.native import Feature
 
 _PANEL = 32
-"""Columns of a packed weight that lie side by side: `kPanel` in `src/encoder.h`."""
+"""Adjacent columns of a packed weight: `kPanel` in `src/encoder.h`."""
 _BYTE_INPUTS = 64
-"""What the inputs of a weight in bytes are filled up to: `kByteInputs` in `src/products_int8.h`."""
+"""The inputs of an 8-bit weight are padded to a multiple of this: `kByteInputs` in `src/products_int8.h`."""
 ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "relu": 2, "silu": 3, "swish": 3}
-"""By the name that a checkpoint's configuration has for it; the numbers are `SieActivation`."""
+"""By the name in a checkpoint's configuration; the numbers are `SieActivation`."""
 
 
 class Dense(ctypes.Structure):
@@ -74,9 +74,9 @@ class EncoderStep(ctypes.Structure):
 
 
 def choose_level(*, is_bf16: bool, inputs: Iterable[int]) -> int | None:
-    """Return the `SieLevel` that encoders of this format (else float32) run at here, None when there is none.
+    """Return the `SieLevel` for encoders in bfloat16 (else float32) on this processor, or None if none fits.
 
-    inputs are those of all linear layers: the tiles of AMX hold 32 of them.
+    inputs are the input sizes of all linear layers: an AMX tile holds 32 inputs.
     """
     if not is_bf16:
         return 0 if native.has(Feature.AVX512) else None
@@ -86,7 +86,7 @@ def choose_level(*, is_bf16: bool, inputs: Iterable[int]) -> int | None:
 
 
 def choose_int8_level(*, is_bf16: bool) -> int | None:
-    """Return the `SieLevel` that encoders with weights of eight bits and all else in this format run at here, as above."""
+    """Return the `SieLevel` for encoders with 8-bit weights and all else in bfloat16 (else float32), or None."""
     if not is_bf16:
         return 3 if native.has(Feature.AVX512_VNNI) else None
     if native.has(Feature.AMX_INT8 | Feature.AVX512_BF16):
@@ -95,7 +95,7 @@ def choose_int8_level(*, is_bf16: bool) -> int | None:
 
 
 def pack_panels(weight: int, outputs: int, inputs: int, *, is_bf16: bool) -> NDArray[np.uint32]:
-    """Return a copy of the weight at an address, (outputs, inputs) row by row, as `Dense.panels` wants it; 64-byte aligned."""
+    """Copy a row-major weight (outputs, inputs) at an address to `Dense.panels` layout, 64-byte aligned."""
     words = inputs // 2 if is_bf16 else inputs
     panels = empty_aligned(-(-outputs // _PANEL) * _PANEL * words * 4).view(np.uint32)
     native.loaded().sie_pack_panels(
@@ -109,7 +109,7 @@ def pack_panels(weight: int, outputs: int, inputs: int, *, is_bf16: bool) -> NDA
 
 
 def pack_bytes(numbers: NDArray[np.int8]) -> NDArray[np.uint32]:
-    """Return numbers (outputs, inputs) in the same order: a word is four of them, and inputs are filled up with zeros."""
+    """Return numbers (outputs, inputs) in the same layout: a word holds four, and inputs are padded with zeros."""
     outputs, inputs = numbers.shape
     padded = np.pad(numbers, ((0, -outputs % _PANEL), (0, -inputs % _BYTE_INPUTS)))
     words = padded.reshape(-1, _PANEL, padded.shape[1] // 4, 4).transpose(0, 2, 1, 3)
@@ -119,12 +119,12 @@ def pack_bytes(numbers: NDArray[np.int8]) -> NDArray[np.uint32]:
 
 
 def pad_panels(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return a number for each output (outputs,), filled up with zeros to whole panels, as `Dense.scales` wants it."""
+    """Return one number for each output (outputs,), padded with zeros to whole panels, for `Dense.scales`."""
     return np.pad(values, (0, -len(values) % _PANEL))
 
 
 def encoder_scratch_bytes(encoder: Encoder, num_tokens: int, longest: int, num_threads: int) -> int:
-    """Return the bytes that a step of so many tokens needs beside its result."""
+    """Return the scratch bytes that a step of num_tokens tokens needs; longest is its longest sequence's tokens."""
     library = native.loaded()
     library.sie_encoder_scratch.restype = ctypes.c_int64
     sizes = (ctypes.c_int64(size) for size in (num_tokens, longest, num_threads))
@@ -137,7 +137,7 @@ def run_encoder(encoder: Encoder, step: EncoderStep) -> None:
 
 
 def empty_aligned(num_bytes: int) -> NDArray[np.uint8]:
-    """Return so many bytes, from an address that is a multiple of 64."""
+    """Return num_bytes uninitialised bytes at an address that is a multiple of 64."""
     room = np.empty(num_bytes + 64, np.uint8)
     start = -room.ctypes.data % 64
     return room[start : start + num_bytes]

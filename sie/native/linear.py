@@ -1,6 +1,6 @@
-"""Calls the library's linear layer over packed weights: the record it reads, and the layout of weights.
+"""Calls the library's linear layer over packed weights: defines its structs, and packs weights.
 
-`src/linear.h` draws the layout; `pack` and `unpack` are the same in NumPy, for one matrix at load and for tests.
+`src/linear.h` draws the layout; the `pack_` functions produce it in NumPy, for one matrix at load.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NumberT = TypeVar("NumberT", np.uint8, np.uint16)
 
 
 class WeightFormat(IntEnum):
-    """How a weight is stored."""
+    """The storage format of a weight."""
 
     BF16 = 0
     INT8 = 1
@@ -29,7 +29,7 @@ class WeightFormat(IntEnum):
 
 
 class Matrix(ctypes.Structure):
-    """A packed matrix; mirrors `SieMatrix` in `src/linear.h`, which says what each field is."""
+    """A packed matrix; mirrors `SieMatrix` in `src/linear.h`, which documents each field."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("weights", "codebook", "bias")),
@@ -49,12 +49,12 @@ class LinearCall(ctypes.Structure):
 
 
 def can_multiply(*, is_bf16: bool) -> bool:
-    """Tell whether the library computes linear layers with inputs of bfloat16, or else of float32."""
+    """Tell whether the library computes linear layers with bfloat16 (else float32) inputs."""
     return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX512)
 
 
 def scratch_bytes(rows: int, inputs: int, num_threads: int) -> int:
-    """Return the bytes, 64-byte aligned, that a call needs beside its tensors."""
+    """Return the scratch bytes, 64-byte aligned, that a call needs besides its tensors."""
     width = -(-inputs // GROUP_INPUTS) * GROUP_INPUTS
     return rows * width * 4 + num_threads * width * 64 + 128
 
@@ -70,18 +70,18 @@ def pack_bf16(bits: NDArray[np.uint16]) -> NDArray[np.uint8]:
 
 
 def pack_int8(numbers: NDArray[np.int8], scales: NDArray[np.float16]) -> NDArray[np.uint8]:
-    """Return the packed bytes of numbers (outputs, inputs) with a scale for each group of 32 (outputs, groups)."""
+    """Return the packed bytes of numbers (outputs, inputs) with scales (outputs, groups) for groups of 32."""
     return _with_scales(_tiles(numbers.view(np.uint8) ^ np.uint8(0x80), 4), scales)
 
 
 def pack_int4(numbers: NDArray[np.uint8], scales: NDArray[np.float16]) -> NDArray[np.uint8]:
-    """Return the packed bytes of numbers 0 to 15 (outputs, inputs) with a scale for each group of 32 (outputs, groups)."""
+    """Return the packed bytes of codes 0 to 15 (outputs, inputs) with scales (outputs, groups) for groups of 32."""
     quads = _tiles(numbers, 4)
     return _with_scales(quads[:, :, 0::2] | quads[:, :, 1::2] << np.uint8(4), scales)
 
 
 def _tiles(matrix: NDArray[NumberT], run: int) -> NDArray[NumberT]:
-    """Return (tiles, groups, 32 / run, 16 outputs, run inputs), zero behind the last output and input."""
+    """Return (tiles, groups, 32 / run, 16 outputs, run inputs), padded with zeros after the last output and input."""
     outputs, inputs = matrix.shape
     padded = np.pad(matrix, ((0, -outputs % TILE_OUTPUTS), (0, -inputs % GROUP_INPUTS)))
     split = padded.reshape(len(padded) // TILE_OUTPUTS, TILE_OUTPUTS, -1, GROUP_INPUTS // run, run)

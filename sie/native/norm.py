@@ -1,4 +1,4 @@
-"""Calls the library's root mean square norm: the record it reads, and whether it supports a shape."""
+"""Calls the library's root mean square norm: defines its struct, and tells whether it supports a format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sie.native import Feature
 
 
 class NormCall(ctypes.Structure):
-    """Norms of many rows; mirrors `SieRmsNorm` in `src/norm.h`, which says what each field is."""
+    """Norms of many rows; mirrors `SieRmsNorm` in `src/norm.h`, which documents each field."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("input", "weight", "output")),
@@ -21,10 +21,10 @@ class NormCall(ctypes.Structure):
 
 
 def can_normalise(*, is_bf16: bool) -> bool:
-    """Tell whether the library computes norms of bfloat16, or else of float32."""
+    """Tell whether the library computes norms in bfloat16 (else float32)."""
     return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX512)
 
 
 def run_norm(call: NormCall) -> None:
-    """Write the rows that a record describes to its `output`."""
+    """Write the norms of a struct's rows to its `output`."""
     native.loaded().sie_normalise(ctypes.byref(call))

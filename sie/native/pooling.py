@@ -9,14 +9,15 @@ from sie.native import Feature
 
 
 def can_pool(*, is_bf16: bool) -> bool:
-    """Tell whether the library pools hidden states of this format (else float32)."""
+    """Tell whether the library pools hidden states in bfloat16 (else float32)."""
     return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX512)
 
 
 def pool_mean(hidden: int, width: int, bounds: int, num_sequences: int, out: int, *, is_bf16: bool) -> None:
     """Write each sequence's mean to the address out, (num_sequences, width) float32.
 
-    hidden is the address of (t, width) values, bounds that of (num_sequences + 1,) int32 where sequences begin.
+    hidden is the address of (t, width) values. bounds is the address of (num_sequences + 1,) int32, the sequences'
+    starts and the end.
     """
     native.loaded().sie_pool_mean(
         ctypes.c_void_p(hidden),

@@ -1,8 +1,8 @@
 """Lets other threads run while a thread is in compiled code of a library that keeps the interpreter lock for seconds.
 
-`tokenizers` and `llguidance` read a large vocabulary under the lock, in Rust that touches no Python object. A timer interrupts
-the thread there, and it gives the lock up for a moment (`src/preempt.cpp`, docs/decisions/026). Without the compiled library
-this does nothing. Must not be used around a library that works on Python objects.
+`tokenizers` and `llguidance` read a large vocabulary under the lock, in Rust code that uses no Python objects. A timer
+interrupts the thread there, and it releases the lock for a moment (`src/preempt.cpp`, docs/decisions/026). Without the
+compiled library this does nothing. Must not be used around a library that works on Python objects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def preempted(library: str) -> Iterator[None]:
-    """Preempt this thread within the block, in the code of `tokenizers` or `llguidance`; such blocks are not nested."""
+    """Preempt this thread within the block, in the code of `tokenizers` or `llguidance`. Do not nest such blocks."""
     native = _allowed(library)
     if native is None or native.sie_preempt_begin():
         yield
@@ -34,7 +34,7 @@ def preempted(library: str) -> Iterator[None]:
 
 
 def free(objects: list[Any]) -> None:
-    """Let go of what a list holds, which takes as long as a third of its reading. Call it on a thread beside the loop."""
+    """Free a list's objects, which takes a third of the time of reading them. Call it on a thread beside the loop."""
     with preempted("tokenizers"):
         objects.clear()
 
@@ -46,7 +46,7 @@ def _allowed(library: str) -> Any:
 
 @lru_cache
 def _allow(library: str) -> Any:
-    """Return our compiled library once it preempts threads in that one, None where it cannot."""
+    """Return our compiled library, set to preempt threads in the given library, or None if it cannot."""
     native = load()
     path = importlib.import_module(_MODULES[library]).__file__ or ""
     return native if native is not None and native.sie_preempt_allow(path.encode()) else None

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from sie.values.errors import BadRequest, Internal
-
 POINTS: Final[dict[str, str]] = {
     "frontend.before_commit": "a request lies whole in shared memory, its descriptor was not pushed",
     "frontend.after_push": "the descriptor lies in the ring, the worker may not have been told, the client still waits",
@@ -59,7 +57,7 @@ _armed: dict[str, Failpoint] = {}
 
 
 def arm(texts: Sequence[str]) -> None:
-    """Arm the points in texts, and disarm all others. Raises BadRequest as `parse` does."""
+    """Arm the points in texts, and disarm all others. Raises ValueError as `parse` does."""
     failpoints = [parse(text) for text in texts]
     _armed.clear()
     _armed.update({failpoint.point: failpoint for failpoint in failpoints})
@@ -72,16 +70,16 @@ def reach(point: str) -> None:
 
 
 def parse(text: str) -> Failpoint:
-    """Return the failpoint of a text. Raises BadRequest that quotes the text and names the accepted form."""
+    """Return the failpoint of a text. Raises ValueError that quotes the text and names the accepted form."""
     match = _TEXT.fullmatch(text)
     if match is None:
-        raise BadRequest(f"failpoint {text!r}; the form is {FAILPOINT_FORM}")
+        raise ValueError(f"failpoint {text!r}; the form is {FAILPOINT_FORM}")
     point, action, argument = match["point"], match["action"], match["argument"]
     if point not in POINTS:
         near = difflib.get_close_matches(point, POINTS, n=1, cutoff=0.0)[0]
-        raise BadRequest(f"failpoint {text!r}: there is no point {point!r}; did you mean {near!r}?")
+        raise ValueError(f"failpoint {text!r}: there is no point {point!r}; did you mean {near!r}?")
     if action not in _ACTIONS or (action in _WITH_ARGUMENT) != (argument is not None):
-        raise BadRequest(f"failpoint {text!r}: {action!r} is no action; the form is {FAILPOINT_FORM}")
+        raise ValueError(f"failpoint {text!r}: {action!r} is no action; the form is {FAILPOINT_FORM}")
     make = _ACTIONS[action]
     return Failpoint(point, make(point, int(argument or 0)), int(match["count"]) if match["count"] else None)
 
@@ -100,7 +98,7 @@ def _spin(_point: str, _argument: int) -> Action:
 
 def _raise(point: str, _argument: int) -> Action:
     def fail() -> None:
-        raise Internal(f"failpoint {point}")
+        raise RuntimeError(f"failpoint {point}")
 
     return fail
 

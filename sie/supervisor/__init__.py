@@ -137,8 +137,8 @@ def _check_failpoints(loaded: Loaded) -> None:
     for text in loaded.settings.testing.failpoints:
         try:
             failpoints.parse(text)
-        except SieError as error:
-            raise StartError(f"failpoints (from {loaded.sources['failpoints']}): {error.message}") from error
+        except ValueError as error:
+            raise StartError(f"failpoints (from {loaded.sources['failpoints']}): {error}") from error
 
 
 def _read_models(loaded: Loaded) -> Models:

@@ -45,7 +45,6 @@ def test_a_port_that_a_stranger_shares_is_refused():
         (("--devices", "gpu"), {}, ["devices", "gpu"]),
         (("--devices", "cuda:7"), {}, ["devices", "cuda:7"]),
         (("--watchdog-s", "0"), {}, ["--watchdog-s", "1 to 3600"]),
-        ((), {"SIE_MAX_BODY_BYTE": "9"}, ["SIE_MAX_BODY_BYTE", "SIE_MAX_BODY_BYTES"]),
         ((), {"SIE_PORT": "http"}, ["SIE_PORT", "http"]),
         (("--failpoints", "worker.after_reply=kill"), {}, ["failpoints", "--failpoints", "test"]),
         (("--test", "--failpoints", "worker.afer_reply=kill"), {}, ["failpoints", "did you mean 'worker.after_reply'"]),

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from sie.config.limits import Limits
 from sie.frontend.engine.interface import Engine
 from sie.frontend.engine.request_layout import TextEncodeKey, lay_out_text
-from sie.frontend.engine.worker_link import Pending
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.inputs.mixed import mix_items
 from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion, token_limit
@@ -26,6 +25,7 @@ from sie.frontend.inputs.prompts import apply_prompt, check_prompted, count_prom
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, encode_stub_text, encode_stub_texts, is_long
 from sie.frontend.models.adapters import requested_adapter
 from sie.frontend.models.table import ModelTable
+from sie.frontend.operations.operation import Started
 from sie.frontend.operations.reply_reader import count_items
 from sie.ipc.messages import ModelEntry
 from sie.shm.extent_headers import WorkHeader
@@ -54,7 +54,7 @@ class Encoder:
         """Take over reloaded limits for what is submitted from now on."""
         self._limits = limits
 
-    async def start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> tuple[Pending, int]:
+    async def start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> Started:
         """Tokenise and submit a resolved request; return its record and the nanoseconds that reading its items took.
 
         Raises what admission, the tokenizer and `ImageReader.read` raise.
@@ -71,10 +71,10 @@ class Encoder:
         num_tokens = int(arrays[0][1][-1])
         took_ns = time.monotonic_ns() - began_ns
         if request.images is None:
-            return self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns
-        return await self._engine.submit_large(header, arrays, num_tokens, deadline_ns), took_ns
+            return Started(self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns)
+        return Started(await self._engine.submit_large(header, arrays, num_tokens, deadline_ns), took_ns)
 
-    def try_start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> tuple[Pending, int] | None:
+    def try_start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> Started | None:
         """Do as `start` does here and now; None when that would keep the event loop too long."""
         if request.images is not None:
             return None
@@ -89,7 +89,7 @@ class Encoder:
         check_cuts(entry.card, request.options.get("overflow_policy"), request.cuts)
         num_tokens = int(arrays[0][1][-1])
         took_ns = time.monotonic_ns() - began_ns
-        return self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns
+        return Started(self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns)
 
     def _key_of(self, entry: ModelEntry, request: EncodeRequest) -> TextEncodeKey:
         """Return the layout key of one text without options. Raises BadRequest for a row that is too large."""
@@ -100,7 +100,7 @@ class Encoder:
 
     def _try_start_text(
         self, entry: ModelEntry, request: EncodeRequest, texts: list[str], deadline_ns: int, began_ns: int
-    ) -> tuple[Pending, int] | None:
+    ) -> Started | None:
         """Submit one text with its layout key: the same bytes as by NumPy arrays, in less time. None as `try_start`."""
         card, key = entry.card, self._key_of(entry, request)
         request.cuts = cuts = Cuts()
@@ -118,7 +118,7 @@ class Encoder:
             parts = [_pack_bounds(0, cost), text, _pack_bounds(0, len(text))]
             layout = lay_out_text(key, cost, len(text))
         took_ns = time.monotonic_ns() - began_ns
-        return self._engine.submit_parts(layout, parts, cost, deadline_ns), took_ns
+        return Started(self._engine.submit_parts(layout, parts, cost, deadline_ns), took_ns)
 
     def _header(self, entry: ModelEntry, request: EncodeRequest) -> WorkHeader:
         """Return what the worker is told, having refused what would be too large. Raises BadRequest."""

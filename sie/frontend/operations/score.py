@@ -16,13 +16,14 @@ import numpy as np
 
 from sie.config.limits import Limits
 from sie.frontend.engine.interface import Engine
-from sie.frontend.engine.worker_link import Pending, Reply
+from sie.frontend.engine.worker_link import Reply
 from sie.frontend.inputs.pairs import Arrays, pair_arrays
 from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion
 from sie.frontend.inputs.prompts import check_prompted, count_prompted
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.frontend.models.table import ModelTable
 from sie.frontend.operations.comparisons import comparison_arrays
+from sie.frontend.operations.operation import Started
 from sie.frontend.operations.reply_reader import timing_of
 from sie.ipc.messages import ModelEntry
 from sie.shm.extent import array_view, read_extent
@@ -48,7 +49,7 @@ class Scorer:
         """Take over reloaded limits for what is submitted from now on."""
         self._limits = limits
 
-    async def start(self, entry: ModelEntry, request: ScoreRequest, deadline_ns: int) -> tuple[Pending, int]:
+    async def start(self, entry: ModelEntry, request: ScoreRequest, deadline_ns: int) -> Started:
         """Tokenise and submit a resolved request; return its record and the nanoseconds that tokenising took.
 
         Raises what admission and the tokenizer raise, and InputTooLong with overflow_policy `error`.
@@ -63,7 +64,7 @@ class Scorer:
                                 expand_to=shorter_expansion(entry.card, request.options))  # fmt: skip
         else:
             header = WorkHeader(entry.card.id, "score", len(request.documents), ())
-        return self._engine.submit(header, arrays, int(arrays[0][1][-1]), deadline_ns), took_ns
+        return Started(self._engine.submit(header, arrays, int(arrays[0][1][-1]), deadline_ns), took_ns)
 
     async def _prepare(self, entry: ModelEntry, request: ScoreRequest) -> Arrays:
         """Tokenise here and now, or on a thread when that would keep the event loop too long."""

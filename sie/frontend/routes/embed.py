@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from sie.config.limits import Limits
 from sie.frontend.dialects.cohere import rerank
@@ -23,6 +23,7 @@ from sie.frontend.http.threads import LARGE_BYTES
 from sie.frontend.models.adapters import requested_adapter
 from sie.frontend.models.not_found import model_not_found
 from sie.frontend.operations.extraction.extract import read_extractions
+from sie.frontend.operations.operation import Operation, Submission
 from sie.frontend.operations.reply_reader import read_reply
 from sie.frontend.operations.resolve import resolve_embeddings, resolve_encode, resolve_rerank, resolve_score
 from sie.frontend.operations.resolve_extract import resolve_extract
@@ -35,6 +36,8 @@ from sie.values.encode import EncodeReply, EncodeRequest, ExtractReply, ExtractR
 from sie.values.errors import BadRequest, Unavailable
 
 _NO_BYTES: Final = memoryview(b"")
+RequestT = TypeVar("RequestT")
+SubmissionT = TypeVar("SubmissionT", bound=Submission)
 _LEAST_SHOWN_MS: Final = 0.005
 """A smaller value would be shown as 0.00 in a header."""
 
@@ -200,54 +203,26 @@ class Inference:
 
     async def _run(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> tuple[EncodeReply, Reply]:
         """Return the rows of a request and the reply that holds them. The caller must release the reply."""
-        process = self._process
         adapter = requested_adapter(request)
         if adapter is not None:
-            process.adapters.check_declared(entry, adapter)
-        if entry.state == "loaded" and entry.workers:  # as `serving`, but without the cost of its coroutine
-            process.models.check_serving(entry)
-        else:
-            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
-        if adapter is not None:
-            entry = await process.adapters.serving(entry, adapter, exchange.deadline_ns if exchange.waits else 0)
-        try:
-            pending, tokenization_ns = await process.encoder.start(entry, request, exchange.deadline_ns)
-            process.watch_client(pending, exchange.protocol)
-            raw = await pending.reply()
-        except Unavailable as error:
-            return await self._run(exchange, process.models.reloaded(entry, error), request)
-        return read(exchange, entry, request, tokenization_ns, raw), raw
+            self._process.adapters.check_declared(entry, adapter)
+        entry, started, raw = await self._drive(self._process.encoder, exchange, entry, request, adapter)
+        return read(exchange, entry, request, started.tokenization_ns, raw), raw
 
     async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
-        process = self._process
-        entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
+        _, started, raw = await self._drive(self._process.scorer, exchange, entry, request)
         try:
-            pending, tokenization_ns = await process.scorer.start(entry, request, exchange.deadline_ns)
-            process.watch_client(pending, exchange.protocol)
-            raw = await pending.reply()
-        except Unavailable as error:
-            return await self._run_score(exchange, process.models.reloaded(entry, error), request)
-        try:
-            reply = read_scores(raw, request, exchange.began_ns, tokenization_ns)
+            reply = read_scores(raw, request, exchange.began_ns, started.tokenization_ns)
         finally:
             raw.release()
-        exchange.timing = reply.timing
-        exchange.num_items = len(request.documents)
-        exchange.cuts = request.cuts
+        _record(exchange, reply.timing, len(request.documents), request.cuts)
         return reply
 
     async def _run_extract(
         self, exchange: Exchange, entry: ModelEntry, request: ExtractRequest
     ) -> tuple[ExtractReply, bool]:
         """Return the extractions, and whether they are large enough to be encoded in a thread."""
-        process = self._process
-        entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
-        try:
-            submitted = await process.extractor.start(entry, request, exchange.deadline_ns)
-            process.watch_client(submitted.pending, exchange.protocol)
-            raw = await submitted.pending.reply()
-        except Unavailable as error:
-            return await self._run_extract(exchange, process.models.reloaded(entry, error), request)
+        _, submitted, raw = await self._drive(self._process.extractor, exchange, entry, request)
         arguments = (raw, submitted, request, exchange.began_ns)
         is_large = len(raw.view) >= LARGE_BYTES
         try:
@@ -257,10 +232,31 @@ class Inference:
                 reply = read_extractions(*arguments)
         finally:
             raw.release()
-        exchange.timing = reply.timing
-        exchange.num_items = len(request.texts)
-        exchange.cuts = request.cuts
+        _record(exchange, reply.timing, len(request.texts), request.cuts)
         return reply, is_large
+
+    async def _drive(
+        self, operation: Operation[RequestT, SubmissionT], exchange: Exchange, entry: ModelEntry, request: RequestT,
+        adapter: str | None = None,
+    ) -> tuple[ModelEntry, SubmissionT, Reply]:  # fmt: skip
+        """Run an operation until its reply is there, and again if its model was unloaded meanwhile.
+
+        Returns the entry that served, the submission, and the reply, which the caller must release.
+        """
+        process, models = self._process, self.models
+        while True:
+            if entry.state == "loaded" and entry.workers:  # as `serving`, but without the cost of its coroutine
+                models.check_serving(entry)
+            else:
+                entry = await models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
+            if adapter is not None:
+                entry = await process.adapters.serving(entry, adapter, exchange.deadline_ns if exchange.waits else 0)
+            try:
+                submission = await operation.start(entry, request, exchange.deadline_ns)
+                process.watch_client(submission.pending, exchange.protocol)
+                return entry, submission, await submission.pending.reply()
+            except Unavailable as error:
+                entry = models.reloaded(entry, error)
 
     @property
     def _limits(self) -> Limits:
@@ -279,10 +275,13 @@ def read(
     except BaseException:
         raw.release()
         raise
-    exchange.timing = reply.timing
-    exchange.num_items = reply.num_items
-    exchange.cuts = reply.cuts
+    _record(exchange, reply.timing, reply.num_items, reply.cuts)
     return reply
+
+
+def _record(exchange: Exchange, timing: Timing, num_items: int, cuts: Collection[int]) -> None:
+    """Record the facts of an answer that headers, metrics and traces show."""
+    exchange.timing, exchange.num_items, exchange.cuts = timing, num_items, cuts
 
 
 def _release(reply: EncodeReply, raw: Reply) -> None:

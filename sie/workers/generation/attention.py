@@ -1,12 +1,12 @@
-"""The attention function under which a causal transformers model keeps its keys and values in blocks.
+"""The attention function that lets a causal transformers model keep its keys and values in blocks.
 
-Registered with `AttentionInterface`, it gets each layer's queries, keys and values of the step's row. As with
-`sie.workers.packed.attention`, no mask function is registered, so transformers builds no mask. A layer finds its blocks on its
-own module, where `PagedCache` put them: nothing of a step travels through the model or belongs to a thread, and models
-load while others run.
+It is registered with `AttentionInterface`, and gets each layer's queries, keys and values of the step's row. As with
+`sie.workers.packed.attention`, no mask function is registered, so transformers builds no mask. A layer finds its blocks
+on its own module, where `PagedCache` put them. No step state passes through the model or belongs to a thread, so models
+can load while others run.
 
-Where blocks are gathered all of them are finite, always. Softmax gives a hidden row the weight 0, and 0 times NaN is NaN: so
-a block is cleared before it is begun, and tables are filled up with a spare block that no sequence has.
+Gathered blocks always hold finite values. Softmax gives a masked row the weight 0, and 0 times NaN is NaN. So a block
+is cleared before its first use, and tables are padded with a spare block that no sequence owns.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class NotPageableError(Exception):
 
 
 class Recorder:
-    """What the layers of a model keep, as a forward pass of one sequence tells."""
+    """Records each layer's keys, values and scoring rule during a forward pass of one sequence."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[nn.Module, LayerForm]] = []
         self.rules: list[Rule] = []
-        """How each layer's scores become weights."""
+        """How each layer turns scores into weights."""
 
     def add(self, module: nn.Module, key: Tensor, value: Tensor, window: int | None, rule: Rule) -> None:
-        """Note one layer. Raises NotPageableError for a module that attends twice."""
+        """Add one layer. Raises NotPageableError for a module that attends twice."""
         if any(module is known for known, _ in self.layers):
             raise NotPageableError("a layer attends twice in one forward pass")
         form = LayerForm((key.shape[0], key.shape[2]), (value.shape[0], value.shape[2]), key.dtype, window)
@@ -45,14 +45,14 @@ class Recorder:
 
 
 def register() -> None:
-    """Make the function known to transformers as `sie_paged`. Doing it again changes nothing."""
+    """Register the function with transformers as `sie_paged`. A second call changes nothing."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
 
 
 def start_recording(modules: Iterable[nn.Module]) -> Recorder:
-    """Let whichever of these modules attend tell about themselves, until `stop_recording`."""
+    """Record those of these modules that attend, until `stop_recording`."""
     recorder = Recorder()
     for module in modules:
         setattr(module, _PLACE, recorder)
@@ -60,7 +60,7 @@ def start_recording(modules: Iterable[nn.Module]) -> Recorder:
 
 
 def stop_recording(modules: Iterable[nn.Module]) -> None:
-    """Forget what `start_recording` put on these modules."""
+    """Remove the recorder that `start_recording` put on these modules."""
     for module in modules:
         module.__dict__.pop(_PLACE, None)
 
@@ -79,10 +79,10 @@ def attend(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Keep the step's keys and values, and attend from each of its tokens to those of its sequence.
+    """Store the step's keys and values, and attend from each token to the tokens of its sequence.
 
     query (1, h, t, d), key (1, h_kv, t, d), value (1, h_kv, t, d_v), h a multiple of h_kv. Returns (1, t, h, d_v).
-    softcap bounds scores (Gemma 2); s_aux are sinks (gpt-oss). Raises NotPageableError for what is not computed.
+    softcap bounds scores (Gemma 2); s_aux are sinks (gpt-oss). Raises NotPageableError for an unsupported argument.
     """
     place: LayerCache | Recorder | None = module.__dict__.get(_PLACE)
     rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
@@ -92,6 +92,6 @@ def attend(
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if place is None or attention_mask is not None or refused or not causal or query.shape[0] != 1:
-        raise NotPageableError(", ".join(refused) or "a layer is not causal, or has a mask of its own")
+        raise NotPageableError(", ".join(refused) or "a layer is not causal, or has its own mask")
     place.add(module, key[0], value[0], sliding_window, rule)
     return attend_one(query[0], key[0], value[0], None, rule).unsqueeze(0), None

@@ -1,6 +1,6 @@
 """Runs a decoder of the Llama kind as one call of the compiled library for each step (`sie.native.decoder`).
 
-Weights are the packed ones of the model's own layers, keys and values those of its `PagedCache`: nothing is kept twice.
+It uses the packed weights of the model's own layers, and the keys and values of its `PagedCache`. It copies neither.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sie.workers.generation.rotary import RotaryTable
 from sie.workers.model_api import Slot
 
 
-class Turning(NamedTuple):
-    """What a forward pass shows of a model's layers: how each one's scores become weights, and which table turns it."""
+class ObservedForms(NamedTuple):
+    """Facts seen in a forward pass: each layer's scoring rule and rotary table, and the scale of the embeddings."""
 
     rules: Sequence[Rule]
     tables: Sequence[RotaryTable | None]
@@ -32,10 +32,10 @@ class Turning(NamedTuple):
 
 
 class CompiledDecoder:
-    """The records of a model, and the call that runs a step. Used by one thread at a time."""
+    """Holds a model's C structs and runs steps on them. Used by one thread at a time."""
 
-    def __init__(self, model: Any, parts: DecoderParts, cache: PagedCache, seen: Turning) -> None:
-        """Take a model whose forms `choose_decoder` has looked at; cache and parts are one layer for another."""
+    def __init__(self, model: Any, parts: DecoderParts, cache: PagedCache, seen: ObservedForms) -> None:
+        """Take a model that `choose_decoder` has checked; cache and parts list the same layers in the same order."""
         self._kept = (model, parts, cache)
         self._tables = seen.tables
         self._vocabulary = parts.head.out_features
@@ -62,9 +62,9 @@ class CompiledDecoder:
         self._scratch = empty_aligned(0)
 
     def run(self, slots: Sequence[Slot]) -> Tensor:
-        """Return the logits (k, vocabulary), float32, behind the tokens that `scoring.kept_tokens` names of each slot.
+        """Return the logits (k, vocabulary), float32, after each slot's `given_tokens.kept_tokens`.
 
-        Ids must be in the vocabulary. Blocks are written to and read up to each slot's last token, no further.
+        Ids must be in the vocabulary. Blocks are written and read only up to each slot's last token.
         """
         block_tokens = self._record.block_tokens
         ids = slots[0].token_ids if len(slots) == 1 else np.concatenate([slot.token_ids for slot in slots])

@@ -1,8 +1,9 @@
 """Recognises a decoder of the Llama kind by its parts, not by its name.
 
-Embeddings, layers of attention and of two or three linear layers, each behind or between RMS norms, a norm and a head;
-linear layers packed, those that read one input joined, norms compiled; and no parameter besides. What such parts do not
-show (factors, caps) is taken from the configuration, and the comparison at load sees whether that was all.
+The parts are embeddings, layers, a norm and a head. A layer has attention and an MLP of two or three linear layers,
+each with RMS norms before it, after it or both. Linear layers must be packed, those with the same input joined, and
+norms compiled. No other parameter may exist. The parts do not show factors and caps, so these come from the
+configuration. The comparison at load detects anything else that the model does.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _ORDERS: dict[frozenset[str], tuple[str | None, str | None, str | None, str | No
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     )
 }
-"""The norms that a layer has, as a set: before attention, behind it, before the block, behind it."""
+"""By the set of a layer's norms: their names before attention, after it, before the MLP and after it."""
 
 
 class LayerParts(NamedTuple):
-    """One layer. qkv gives queries, keys and values, up the gate and what it is multiplied with."""
+    """One layer. qkv computes queries, keys and values; up computes the gate and the values that it multiplies."""
 
     attention: nn.Module
     qkv: PackedLinear
@@ -46,22 +47,22 @@ class LayerParts(NamedTuple):
     """In the order of `_ORDERS`."""
     query_norm: CompiledNorm | None
     key_norm: CompiledNorm | None
-    turns: bool
-    """Whether positions turn its queries and keys."""
+    is_rotary: bool
+    """Whether rotary factors apply to its queries and keys."""
 
     @property
     def modules(self) -> Iterator[nn.Module]:
-        """All that have parameters."""
+        """All its modules that have parameters."""
         yield from (self.qkv, self.out, self.up, self.down)
         yield from (norm for norm in (*self.norms, self.query_norm, self.key_norm) if norm is not None)
 
 
 class DecoderParts(NamedTuple):
-    """A whole decoder. activation is a number of `sie.native.encoder.ACTIVATIONS`."""
+    """A whole decoder. activation is a value of `sie.native.encoder.ACTIVATIONS`."""
 
     embeddings: nn.Embedding
     first: nn.Module
-    """The first layer as the library has it."""
+    """The library's module of the first layer."""
     layers: list[LayerParts]
     norm: CompiledNorm
     head: PackedLinear
@@ -73,19 +74,19 @@ class DecoderParts(NamedTuple):
 
 
 class UnknownPartsError(Exception):
-    """A model is no decoder of this kind; the text says in what."""
+    """A model is not a decoder of this kind; the text names the difference."""
 
 
 def find_parts(model: Any) -> DecoderParts:
-    """Return a model's parts. Raises UnknownPartsError unless they are all there and hold every parameter that it has."""
+    """Return a model's parts. Raises UnknownPartsError unless all exist and together hold every parameter."""
     body, config = model.base_model, model.config.get_text_config()
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     modules = list(getattr(body, "layers", ()))
     norm = getattr(body, "norm", None)
     if not (modules and isinstance(embeddings, nn.Embedding) and isinstance(head, PackedLinear)):
-        raise UnknownPartsError("embeddings, layers or head of another kind")
+        raise UnknownPartsError("unsupported embeddings, layers or head")
     if not isinstance(norm, CompiledNorm):
-        raise UnknownPartsError("a norm of another kind")
+        raise UnknownPartsError("an unsupported last norm")
     layers = [_layer(module) for module in modules]
     blocks = [module.mlp for module in modules]
     parts = DecoderParts(
@@ -108,7 +109,7 @@ def _layer(layer: Any) -> LayerParts:
     attention, block = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     names = frozenset(name for name, child in layer.named_children() if isinstance(child, CompiledNorm))
     if attention is None or block is None or names not in _ORDERS:
-        raise UnknownPartsError("layers of another kind")
+        raise UnknownPartsError("unsupported layers")
     norms = tuple(None if name is None else getattr(layer, name) for name in _ORDERS[names])
     up = _joined(block, ("gate_proj", "up_proj"), "gate_up_proj") or getattr(block, "up_proj", None)
     linears = (_joined(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj"), getattr(attention, "o_proj", None), up,
@@ -119,24 +120,24 @@ def _layer(layer: Any) -> LayerParts:
     if any(norm is not None and not isinstance(norm, CompiledNorm) for norm in inner) or (inner[0] is None) != (
         inner[1] is None
     ):
-        raise UnknownPartsError("norms of queries and keys of another kind")
+        raise UnknownPartsError("unsupported norms of queries and keys")
     return LayerParts(attention, *linears, norms, *inner, bool(getattr(attention, "use_rope", True)))  # type: ignore[arg-type]
 
 
 def _joined(parent: nn.Module, names: tuple[str, ...], whole: str) -> Any:
-    """Return the one layer that gives what several of these names do, or that has the name of them all."""
+    """Return the layer named `whole`, or the layer that the layers of these names were joined into."""
     return getattr(parent, whole, None) or common_layer([getattr(parent, name, None) for name in names])
 
 
 def _is_gated(layers: list[LayerParts]) -> bool:
     widths = {layer.up.out_features / layer.down.in_features for layer in layers}
     if widths not in ({1.0}, {2.0}):
-        raise UnknownPartsError("a block of another kind")
+        raise UnknownPartsError("an unsupported MLP")
     return widths == {2.0}
 
 
 def _activation(blocks: list[Any]) -> int:
-    """Return the number of the formula that all blocks use, told by its values."""
+    """Return the number of the activation that all blocks use, recognised by its values."""
     found: set[str | None] = set()
     for block in blocks:
         function = getattr(block, "act_fn", None) or getattr(block, "activation_fn", None)
@@ -144,7 +145,7 @@ def _activation(blocks: list[Any]) -> int:
         found.add(next((name for name, formula in _FORMULAS.items() if _is_close(values, formula(_SAMPLE))), None))
     name = found.pop()
     if found or name is None:
-        raise UnknownPartsError("an activation of another kind")
+        raise UnknownPartsError("an unsupported activation")
     return ACTIVATIONS[name]
 
 
@@ -156,9 +157,9 @@ def _check_complete(model: nn.Module, parts: DecoderParts) -> None:
     known = [parts.embeddings, parts.norm, parts.head, *(module for layer in parts.layers for module in layer.modules)]
     linears = {id(module) for module in known if isinstance(module, PackedLinear)}
     if linears != {id(module) for module in model.modules() if isinstance(module, PackedLinear)}:
-        raise UnknownPartsError("more linear layers")
+        raise UnknownPartsError("additional linear layers")
     own = {id(parameter) for module in known for parameter in module.parameters()}
     if own != {id(parameter) for parameter in model.parameters()}:
-        raise UnknownPartsError("more parameters")
+        raise UnknownPartsError("additional parameters")
     if len({norm.epsilon for module in known if isinstance(norm := module, CompiledNorm)}) != 1:
-        raise UnknownPartsError("norms that differ")
+        raise UnknownPartsError("norms with different epsilons")

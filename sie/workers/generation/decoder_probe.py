@@ -1,7 +1,7 @@
-"""Decides whether a model's steps run compiled: its parts must be known, and its logits those of the library's layers.
+"""Decides whether a model's steps run compiled: its parts must be known, and its logits equal to the library's.
 
-What parts do not show is seen in a forward pass: how scores are scaled and capped, which rotation reaches which layer,
-what embeddings are multiplied with. Then both ways run the same steps, over the longest window where that is not long.
+A forward pass shows the facts that the parts do not: the scale and cap of scores, each layer's rotary factors, and the
+factor of the embeddings. Then both forms run the same steps, beyond the longest window if it is short.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sie.native.attention import MAX_WIDTH
 from sie.native.decoder import can_decode
 from sie.runtime.logs import get_logger
 from sie.values.generate import Sampling
-from sie.workers.generation.compiled_decoder import CompiledDecoder, Turning
+from sie.workers.generation.compiled_decoder import CompiledDecoder, ObservedForms
 from sie.workers.generation.decoder_parts import DecoderParts, UnknownPartsError, find_parts
 from sie.workers.generation.paged_cache import PagedCache, Rule
 from sie.workers.generation.rotary import RotaryCall, RotaryTable
@@ -34,13 +34,13 @@ _log = get_logger(__name__)
 _MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Median distance of the tokens' logits, relative to their spread."""
 _LONGEST = 1100
-"""Tokens of a comparison: over the windows of small models."""
+"""Most tokens of a comparison: more than the windows of small models."""
 _NUM_DECODED = 6
 _DRAWN = (Draw(Sampling(temperature=0.0), 0, 0),)
 
 
 def choose_decoder(runner: TextGenerator, cache: PagedCache, rules: Sequence[Rule]) -> CompiledDecoder | None:
-    """Return the compiled form of a runner's model on a CPU, None when it has none. Leaves the blocks clear."""
+    """Return the compiled form of a runner's model on a CPU, or None if it has none. Clears the blocks that it used."""
     if cache.device.type != "cpu":
         return None
     model_id = runner.card.id
@@ -49,23 +49,24 @@ def choose_decoder(runner: TextGenerator, cache: PagedCache, rules: Sequence[Rul
             decoder = _compile(runner, cache, rules)
             distance = _compare(runner, cache, decoder)
     except UnknownPartsError as error:
-        _log.info("%s: each layer runs by itself: %s", model_id, error)
+        _log.info("%s: steps run without the compiled decoder: %s", model_id, error)
         return None
     if not distance < _MAX_DIFFERENCE[cache.dtype]:
-        _log.warning("%s: each layer runs by itself: compiled, its logits differ by %.2g", model_id, distance)
+        _log.warning("%s: steps run without the compiled decoder: its logits differ by %.2g", model_id, distance)
         return None
     return decoder
 
 
 def _compile(runner: TextGenerator, cache: PagedCache, rules: Sequence[Rule]) -> CompiledDecoder:
     if cache.dtype not in _MAX_DIFFERENCE or not can_decode(is_bf16=cache.dtype == torch.bfloat16):
-        raise UnknownPartsError("there are no kernels for it")
+        raise UnknownPartsError("no kernels for its format on this processor")
     parts = find_parts(runner.model)
     _check_shapes(parts, cache, rules)
     with _watching(runner.model, parts) as seen:
         runner.run_logits([Slot(_tokens(parts.embeddings, 5), 0, (0,), _DRAWN)])
     tables = _rotary_tables(parts, seen, cache.layers[0].widths[0])
-    return CompiledDecoder(runner.model, parts, cache, Turning(rules, tables, _embedding_scale(runner, parts, seen)))
+    forms = ObservedForms(rules, tables, _embedding_scale(runner, parts, seen))
+    return CompiledDecoder(runner.model, parts, cache, forms)
 
 
 def _check_shapes(parts: DecoderParts, cache: PagedCache, rules: Sequence[Rule]) -> None:
@@ -90,22 +91,22 @@ def _check_shapes(parts: DecoderParts, cache: PagedCache, rules: Sequence[Rule])
             and norms <= {width}
             and turned <= {(head, head), (heads * head, num_keys * head)}
         ):
-            raise UnknownPartsError("shapes that differ")
+            raise UnknownPartsError("unsupported shapes")
     if head % 2 or head > MAX_WIDTH or heads % num_keys or any(rule.sinks is not None for rule in rules):
-        raise UnknownPartsError("heads of another kind")
+        raise UnknownPartsError("unsupported attention heads")
     if parts.embeddings.weight.dtype != cache.dtype or not parts.embeddings.weight.is_contiguous():
-        raise UnknownPartsError("embeddings of another format")
+        raise UnknownPartsError("embeddings in an unsupported format")
 
 
 class _Seen:
-    """What a forward pass of one slot shows."""
+    """Values observed in a forward pass of one slot."""
 
     def __init__(self) -> None:
         self.given: list[tuple[Tensor, Tensor] | None] = []
-        """The cosines and sines that each layer got."""
+        """Each layer's cosines and sines."""
         self.calls: list[RotaryCall] = []
         self.first: Tensor | None = None
-        """What the first layer got."""
+        """The first layer's input."""
 
 
 @contextmanager
@@ -134,37 +135,37 @@ def _watching(model: nn.Module, parts: DecoderParts) -> Iterator[_Seen]:
 
 
 def _rotary_tables(parts: DecoderParts, seen: _Seen, head_width: int) -> list[RotaryTable | None]:
-    """Return each layer's table, one for all that got the same call's result."""
+    """Return each layer's table; layers that got the same call's output share one."""
     tables: dict[int, RotaryTable] = {}
     by_layer: list[RotaryTable | None] = []
     for layer, given in zip(parts.layers, seen.given, strict=True):
         call = next((call for call in seen.calls if given is not None and call.output[0] is given[0]), None)
-        if not layer.turns:
+        if not layer.is_rotary:
             by_layer.append(None)
             continue
         if call is None or not call.is_by_position:
-            raise UnknownPartsError("a rotation of another kind")
+            raise UnknownPartsError("an unsupported rotation")
         if id(call) not in tables:
             tables[id(call)] = RotaryTable(call)
         by_layer.append(tables[id(call)])
     widths = {table.cosines.shape[1] for table in tables.values()}
     if len(widths) > 1 or max(widths, default=0) > head_width:
-        raise UnknownPartsError("rotations of another width")
+        raise UnknownPartsError("rotations of unsupported widths")
     return by_layer
 
 
 def _embedding_scale(runner: TextGenerator, parts: DecoderParts, seen: _Seen) -> float:
-    """Return what embeddings are multiplied with: a factor that the configuration knows, and the forward pass shows."""
+    """Return the factor of the embeddings: the configured factor that the forward pass confirms."""
     config: Any = runner.model.config.get_text_config()
     table = parts.embeddings.weight[torch.from_numpy(_tokens(parts.embeddings, 5)).long()].float()
     if seen.first is None or seen.first.shape[1:] != table.shape:
-        raise UnknownPartsError("embeddings that are more than looked up")
+        raise UnknownPartsError("the first layer's input does not have the embeddings' shape")
     first = seen.first[0].float()
     shown = float((first * table).sum() / table.square().sum().clamp_min(1e-30))
     known = (1.0, parts.embeddings.embedding_dim**0.5, float(getattr(config, "embedding_multiplier", None) or 1.0))
     scale = min(known, key=lambda factor: abs(factor - shown))
     if float((first - scale * table).norm()) > 0.02 * float(first.norm()):
-        raise UnknownPartsError("embeddings that are more than multiplied")
+        raise UnknownPartsError("the first layer's input is not the embeddings times a known factor")
     return scale
 
 
@@ -173,7 +174,7 @@ def _tokens(embeddings: nn.Embedding, length: int) -> NDArray[np.int32]:
 
 
 def _compare(runner: TextGenerator, cache: PagedCache, decoder: CompiledDecoder) -> float:
-    """Return how far the logits of both ways lie apart in steps that mix prompts and decoding."""
+    """Return the median distance of both forms' logits, in steps that mix prompts and decoding."""
     windows = [layer.window for layer in cache.layers if layer.window is not None]
     config: Any = runner.model.config.get_text_config()
     most = min(
@@ -197,6 +198,6 @@ def _compare(runner: TextGenerator, cache: PagedCache, decoder: CompiledDecoder)
 
 
 def relative_distance(logits: Tensor, expected: Tensor) -> float:
-    """Return how far logits (vocabulary,) are from the expected ones, relative to these ones' spread."""
+    """Return the distance of logits (vocabulary,) from the expected logits, relative to the expected ones' spread."""
     spread = expected.float() - expected.float().mean()
     return float((logits.float() - expected.float()).norm() / spread.norm().clamp_min(1e-9))

@@ -1,4 +1,4 @@
-"""Computes the vectors of a generating model: a packed step whose keys and values are not kept, and the head after it."""
+"""Computes a generating model's vectors: a packed step that does not store keys and values, then the pooling head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sie.workers.runners.head import Head
 
 
 class UnkeptStep:
-    """Attention of whole sequences that touches no block; a `StepAttention`."""
+    """Attention over whole sequences without any block; a `StepAttention`."""
 
     def __init__(self, batch: PackedBatch, device: torch.device) -> None:
         self._bounds = list(pairwise(batch.cu_seqlens.tolist()))
@@ -32,7 +32,7 @@ class UnkeptStep:
         self._longest = batch.max_length
 
     def attend(self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Attend within each sequence; as `StepAttention`, but that nothing is kept."""
+        """Attend within each sequence, as `StepAttention`, but store nothing."""
         is_plain = rule.softcap is None and rule.sinks is None
         if is_plain and can_attend_flash(query.device, query.dtype, layer.widths):
             return attend_flash(
@@ -49,7 +49,7 @@ class UnkeptStep:
 
 
 class Embedder:
-    """What makes one vector of each sequence, with the model that generates."""
+    """Computes one vector for each sequence, with the model that generates."""
 
     def __init__(self, card: ModelCard, model: Any, cache: PagedCache, rotations: Rotations | None) -> None:
         """Take a model whose layers have their blocks in the cache."""
@@ -60,7 +60,7 @@ class Embedder:
         self._width = card.dims["dense"]
 
     def run(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
-        """Return (n, d) float32 rows, the caller's to keep; one of zeros for a sequence without a token."""
+        """Return (n, d) float32 rows, owned by the caller; a sequence without tokens gives a row of zeros."""
         filled = [row for row, ids in enumerate(token_ids) if len(ids)]
         rows = np.zeros((len(token_ids), self._width), np.float32)
         if filled:

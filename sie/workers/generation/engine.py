@@ -1,7 +1,7 @@
-"""Runs one generating model: its jobs from a request to its end, a step at a time.
+"""Runs one generating model: each job from its request to its end, one step at a time.
 
-What runs is the planner's to say, what a step gives the runner's, and where steps fail `recovery` decides. Nothing here
-waits: what cannot be sent stays in its sequence, and the next frame carries everything since the last one.
+The planner decides what runs, the runner computes it, and `step` recovers from failures. Nothing here waits: unsent
+tokens stay in their sequence, and the next frame carries everything since the last one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sie.workers.scheduling.ceilings import Ceiling, lower_ceiling
 _log = get_logger(__name__)
 _to_msgpack = msgspec.msgpack.Encoder().encode
 REASONS: Final = ("stop", "length", "stopped", "cancelled", "failed")
-"""How choices end; `stopped` by their frontend, which has found a stop string."""
+"""How choices end. `stopped`: the frontend found a stop string."""
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,22 +36,22 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int
     max_prefill_tokens: int
     max_lone_prefill_tokens: int = 0
-    """Of a step in which no choice decodes; 0: as many as in others."""
+    """Limit for a step in which no choice decodes; 0: `max_prefill_tokens`."""
     max_context_tokens: int = 0
-    """0: the card's own."""
+    """0: the card's limit."""
     max_prefills: int = 1024
     is_sharing: bool = True
     prompt_logits_bytes: int = 1 << 26
-    """Memory for the logits that judge prompts in a step, in float32."""
+    """Memory for the logits that score prompt tokens in a step, in float32."""
     oom_retry_after_s: int = 5
 
 
 class Begin(NamedTuple):
-    """What is told of a step before it runs."""
+    """Announces a step before it runs."""
 
     size: StepSize
     suspects: Collection[tuple[int, int]]
-    """(frontend, request id) of each request that is blamed if the worker dies in this step."""
+    """(frontend, request id) of each request to blame if the worker dies in this step."""
 
 
 class Engine:
@@ -64,7 +64,7 @@ class Engine:
         self.limits = limits
         pool_tokens = runner.num_blocks * runner.block_tokens
         self.max_tokens = min(limits.max_context_tokens or rule.context_length, rule.context_length, pool_tokens)
-        """Most tokens of a prompt and its answer."""
+        """Most tokens of a prompt and its answer together."""
         self.planner = Planner(
             BlockPool(runner.num_blocks),
             Limits(
@@ -75,16 +75,16 @@ class Engine:
             ),
         )
         self.jobs: list[Job] = []
-        """All jobs whose request was not answered, oldest first; those whose grammar is not there yet are not planned."""
+        """All jobs with an unanswered request, oldest first. A job is not planned before its grammar is compiled."""
         self.num_ended: dict[str, int] = dict.fromkeys(REASONS, 0)
-        """Choices by how they ended."""
+        """Ended choices by reason."""
         self.num_prompt_tokens = self.num_generated = 0
         self.num_non_finite = 0
         """Sequences that failed because a value was not finite."""
         self._prefill_ceiling: Ceiling | None = None
         self._sequence_ceiling: Ceiling | None = None
-        self._talking: dict[Link, dict[Job, None]] = {}
-        """Jobs with something to send, by the link that it goes to."""
+        self._unsent: dict[Link, dict[Job, None]] = {}
+        """Jobs with something to send, by their link."""
 
     @property
     def can_run(self) -> bool:
@@ -99,17 +99,17 @@ class Engine:
 
     @property
     def is_unsent(self) -> bool:
-        """Whether something waits for room or credit."""
-        return bool(self._talking)
+        """Whether output waits for room or credit."""
+        return bool(self._unsent)
 
     # --- jobs -----------------------------------------------------------------------------------------------------
 
     def add(self, job: Job) -> None:
-        """Take a job; it is planned from `start` on."""
+        """Take a job; the planner sees it only after `start`."""
         self.jobs.append(job)
 
     def start(self, job: Job, matchers: list[Matcher]) -> None:
-        """Let a job's prompt wait for its first step; matchers has one for each choice, or none."""
+        """Queue a job's prompt for its first step. matchers is empty or has one for each choice."""
         job.matchers = matchers
         prompt = Tokens(job.request.inputs[0])
         sequence = Sequence(job, 0, prompt, self.runner.least_length(len(prompt)))
@@ -117,13 +117,13 @@ class Engine:
         self.planner.add(sequence)
 
     def fail(self, job: Job, error: SieError) -> None:
-        """Answer a job with an error; what was not sent of it is dropped."""
+        """Answer a job with an error, and drop its unsent output."""
         self._forget(job, "failed")
         job.request.fail(error)
 
     def drop(self, link: Link) -> None:
-        """Forget the jobs of a frontend that is gone."""
-        self._talking.pop(link, None)
+        """Remove the jobs of a frontend that is gone."""
+        self._unsent.pop(link, None)
         for job in [job for job in self.jobs if job.request.link is link]:
             self._forget(job, "cancelled")
             job.request.drop()
@@ -139,15 +139,15 @@ class Engine:
                 self._count(reason, sequence.num_choices)
         job.sequences.clear()
         self.jobs.remove(job)
-        talking = self._talking.get(job.request.link)
-        if talking is not None:
-            talking.pop(job, None)
+        unsent = self._unsent.get(job.request.link)
+        if unsent is not None:
+            unsent.pop(job, None)
 
     def _count(self, reason: str, count: int = 1) -> None:
         self.num_ended[reason] += count
 
     def tend(self, now_ns: int) -> None:
-        """Do what the frontends have asked for since: end what was cancelled, stopped or is too late; send what waits."""
+        """End the jobs that were cancelled or stopped or missed their deadline; then send the waiting output."""
         for job in list(self.jobs):
             request = job.request
             if request.is_cancelled or (not job.first_token_ns and request.deadline_ns <= now_ns):
@@ -158,22 +158,22 @@ class Engine:
         self.send()
 
     def _stop(self, sequence: Sequence) -> None:
-        """End a choice whose rest nobody wants, without a word about it."""
+        """End a choice that its frontend has stopped, without a record to say so."""
         if not sequence.finish:
             self.planner.remove(sequence)
             self._count("stopped")
         sequence.job.sequences.remove(sequence)
-        self._talk(sequence.job)
+        self._mark_unsent(sequence.job)
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
     def step(
         self, now_ns: Callable[[], int], begin: Callable[[Begin], None], on_oom: Callable[[bool], None]
     ) -> StepSize | None:
-        """Run one step and return its size; None when there was nothing to run. Call `tend` right before it.
+        """Run one step and return its size, or None if there is nothing to run. Call `tend` right before it.
 
-        begin is told of each forward pass before it runs; on_oom of each without memory, and whether that cost a request
-        its answer. Raises DeviceLostError when nothing more can be computed.
+        begin is called before each forward pass. on_oom is called after each one that ran out of memory, with True if a
+        request failed because of it. Raises DeviceLostError when the device is lost.
         """
         now = now_ns()
         plan = self.planner.plan(
@@ -198,7 +198,7 @@ class Engine:
         return size
 
     def _max_prefill_tokens(self) -> int:
-        """Return the most tokens of prompts that the next step may have."""
+        """Return the most prompt tokens that the next step may have."""
         lone = self.limits.max_lone_prefill_tokens
         is_lone = lone and not any(sequence.num_left == 1 for sequence in self.planner.running)
         return lone if is_lone else self.limits.max_prefill_tokens
@@ -234,14 +234,14 @@ class Engine:
         except BadRequest as error:
             self.fail(job, error)
             return
-        except Exception:  # a matcher is the library's code, run on what a client wrote
+        except Exception:  # a matcher is library code that runs on a client's grammar
             _log.exception("a token of %s could not be taken", self.runner.card.id)
             self.fail(job, Internal("internal error during generation"))
             return
-        self._talk(job)
+        self._mark_unsent(job)
 
     def _take(self, sequence: Sequence, chosen: Chosen) -> None:
-        """Add a token to a choice, and see whether it ends it."""
+        """Add a token to a choice, and end the choice if the token completes it."""
         job, token_id = sequence.job, chosen.token_id
         if token_id in job.stops:
             self._finish(sequence, "stop")
@@ -270,9 +270,9 @@ class Engine:
         self._count(reason)
 
     def _shrink(self, parts: list[Part], num_prefill: int, now_ns: int) -> bool:
-        """Make the next steps smaller than one that found no memory; return whether that cost a request its answer.
+        """Make the next steps smaller than one that ran out of memory; return whether a request failed.
 
-        Fewer tokens of prompts first, then fewer choices, the newest of which go back to wait.
+        It first reduces the prompt tokens, then the choices. The newest choices are preempted.
         """
         if num_prefill > 1:
             self._prefill_ceiling = lower_ceiling(self._prefill_ceiling, num_prefill, now_ns)
@@ -281,33 +281,33 @@ class Engine:
             for part in sorted(parts, key=lambda part: part.sequence.age)[self._sequence_ceiling.num_tokens :]:
                 self.planner.preempt(part.sequence)
         else:
-            text = f"Model '{self.runner.card.id}': no memory for one token, even alone"
+            text = f"Model '{self.runner.card.id}': no memory for a step of one token"
             self.fail(parts[0].sequence.job, ResourceExhausted(text, retry_after_s=self.limits.oom_retry_after_s))
             return True
         return False
 
-    # --- what goes out --------------------------------------------------------------------------------------------
+    # --- output ---------------------------------------------------------------------------------------------------
 
-    def _talk(self, job: Job) -> None:
-        self._talking.setdefault(job.request.link, {})[job] = None
+    def _mark_unsent(self, job: Job) -> None:
+        self._unsent.setdefault(job.request.link, {})[job] = None
 
     def send(self) -> None:
-        """Send what there is, a frame for each frontend; without room or credit it waits."""
-        for link in list(self._talking):
+        """Send all waiting output, a frame for each frontend; without room or credit it keeps waiting."""
+        for link in list(self._unsent):
             self._send(link)
 
     def _send(self, link: Link) -> None:
-        jobs = self._talking[link]
+        jobs = self._unsent[link]
         if not self._try_frames(link, jobs):
             return
         for job in list(jobs):
             if job.sequences or self._try_end(job):
                 del jobs[job]
         if not jobs:
-            del self._talking[link]
+            del self._unsent[link]
 
     def _try_frames(self, link: Link, jobs: Collection[Job]) -> bool:
-        """Send all tokens that these jobs have for a frontend; False when there is no room or credit for the rest."""
+        """Send all unsent tokens of these jobs to a frontend; return False if room or credit runs out."""
         while True:
             records, is_all = take_records(jobs)
             if records:
@@ -325,7 +325,7 @@ class Engine:
                 return True
 
     def _try_end(self, job: Job) -> bool:
-        """Send the terminal reply of a job whose choices have all ended."""
+        """Send the terminal reply of a job whose choices have all ended; return False without room."""
         totals = GenerateTotals(
             job.num_cached,
             job.num_generated,
@@ -333,7 +333,7 @@ class Engine:
             job.first_token_ns - job.started_ns,
             job.last_token_ns - job.first_token_ns,
         )
-        # ORDER: behind the last record of each choice; the frontend forgets the request when it reads this.
+        # ORDER: after the last record of each choice; the frontend forgets the request when it reads this.
         if not job.request.try_end(_to_msgpack(totals)):
             return False
         self.jobs.remove(job)
@@ -345,6 +345,6 @@ def _capped(limit: int, ceiling: Ceiling | None, now_ns: int) -> int:
 
 
 def _suspects(parts: Collection[Part]) -> Collection[tuple[int, int]]:
-    """Return the requests of which nothing has come through a decode step yet: only these can have harmed a step."""
+    """Return the requests that have not yet survived a decode step: only these can have harmed a step."""
     jobs = {part.sequence.job.number: part.sequence.job for part in parts}
     return [job.request.inflight_entry for job in jobs.values() if not job.is_proven]

@@ -1,6 +1,7 @@
 """Holds the engines of one worker: routes each request to its engine, and answers the step loop for all of them.
 
-A model with something to run stands in the scheduler's state and competes there for its next step by the time it got.
+A model with something to run is active in the scheduler's state. There it competes for its next step by the device time
+that it has used.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from sie.workers.scheduling.scheduler import State, own_name
 from sie.workers.telemetry import WorkerMetrics
 
 _CPU_PREFILL_TOKENS = 256
-"""Takes a CPU about as long as a few steps of a stream, which it may delay."""
+"""A chunk of this size delays running streams on a CPU by about a few steps."""
 _CPU_LONE_PREFILL_TOKENS = 512
-"""With no stream to delay: weights are read and unpacked for twice as many tokens."""
+"""Without a stream to delay: one read and unpacking of the weights serves twice as many tokens."""
 _GPU_PREFILL_TOKENS = 4096
 _decoder = msgspec.msgpack.Decoder(GenerateTask)
 
 Announce = Callable[[int, Collection[tuple[int, int]]], object]
-"""Takes the time that a forward pass may take, in nanoseconds, and the (frontend, request id) that it is blamed on."""
+"""Takes the time limit of a forward pass in nanoseconds, and the (frontend, request id) of each suspect."""
 
 
 class Generators:
@@ -61,7 +62,7 @@ class Generators:
             if device == "cpu" and not generation.max_prefill_tokens
             else 0,
             max_context_tokens=generation.max_context_tokens,
-            # Those of a step are in their prompt or in the first step behind it.
+            # The suspects of a step are in their prompt or in the first step after it.
             max_prefills=max(1, max_suspects // 2),
             is_sharing=generation.prefix_cache,
             prompt_logits_bytes=generation.prompt_logits_bytes,
@@ -78,28 +79,28 @@ class Generators:
         self._pace = Pace({})
         self._num_jobs = 0
         self._short: set[str] = set()
-        """Models whose last step found no memory."""
+        """Models whose last step ran out of memory."""
         self._metrics: dict[str, GenerationMetrics] = {}
         self.engines: dict[str, Engine] = {}
-        """By model; empty where none is loaded, so that the loop's other work pays nothing for it."""
+        """By model. Empty if no generating model is loaded, so that other work in the loop has no extra cost."""
 
     @property
     def is_unsent(self) -> bool:
-        """Whether something waits for room or credit."""
+        """Whether output waits for room or credit."""
         return any(engine.is_unsent for engine in self.engines.values())
 
     @property
     def num_compiling(self) -> int:
-        """Threads that compile a grammar, whether somebody still waits for it or not."""
+        """Threads that compile a grammar, including those whose request has ended."""
         return self._compiler.num_threads
 
     def is_busy(self, model: str) -> bool:
-        """Whether a model has requests that were not answered."""
+        """Whether a model has unanswered requests."""
         engine = self.engines.get(model)
         return engine is not None and bool(engine.jobs)
 
     def add(self, runner: Runner) -> Engine | None:
-        """Return the engine of a model that was loaded, and publish its figures from now on; None if it does not generate."""
+        """Return a new engine for a loaded model, and publish its metrics from now on; None if it does not generate."""
         if not isinstance(runner, GenerateRunner):
             return None
         model = runner.card.id
@@ -108,7 +109,7 @@ class Generators:
         return engine
 
     def accept(self, request: Request, runner: Runner, now_ns: int) -> None:
-        """Take a request to generate; what is wrong with it is its answer."""
+        """Take a request to generate; answer it with an error if it is invalid."""
         engine = self.engines.get(runner.card.id) or self.add(runner)
         if engine is None:
             request.fail(BadRequest(f"Model '{runner.card.id}' does not generate text"))
@@ -125,7 +126,7 @@ class Generators:
             self._start(job, [])
 
     def _job(self, request: Request, engine: Engine) -> Job:
-        """Return what a request asks for. Raises BadRequest."""
+        """Return the job that a request asks for. Raises BadRequest."""
         card = engine.runner.card
         assert card.generate is not None
         self._num_jobs += 1
@@ -142,35 +143,35 @@ class Generators:
         )  # fmt: skip
 
     def _start(self, job: Job, compiled: Compiled) -> None:
-        if job.request.ended:  # cancelled, while its grammar was compiled
+        if job.request.ended:  # cancelled while its grammar was compiled
             return
         engine = self.engines[job.request.header.model]
         if isinstance(compiled, SieError):
             engine.fail(job, compiled)
         else:
             engine.start(job, compiled)
-        self._stand(engine)
+        self._update_active(engine)
 
     def collect(self) -> None:
-        """Take over the grammars that have been compiled."""
+        """Take over the compiled grammars."""
         self._compiler.collect(time.monotonic_ns())
 
     def tend(self, now_ns: int) -> None:
-        """Look at what the frontends did meanwhile, and send what had no room; costs about a microsecond a request."""
+        """Apply the frontends' cancellations and stops, and send waiting output; about a microsecond a request."""
         if self._compiler:
             self._compiler.tend(now_ns)
         for engine in self.engines.values():
             if engine.jobs:
                 engine.tend(now_ns)
-                self._stand(engine)
+                self._update_active(engine)
 
     def step(self, model: str) -> None:
-        """Run one step of a model, if what was to run is still there. Raises DeviceLostError."""
+        """Run one step of a model, if it still has something to run. Raises DeviceLostError."""
         engine = self.engines[model]
         started_ns = time.monotonic_ns()
         ooms: list[bool] = []
         size = engine.step(time.monotonic_ns, lambda step: self._begin(model, step), ooms.append)
-        self._stand(engine)
+        self._update_active(engine)
         took_ns = time.monotonic_ns() - started_ns
         self._state.charge(own_name(model), took_ns)
         if size is not None:
@@ -184,18 +185,18 @@ class Generators:
             engine.num_non_finite = 0
 
     def drop(self, link: Link) -> None:
-        """Forget the requests of a frontend that is gone."""
+        """Remove the requests of a frontend that is gone."""
         for engine in self.engines.values():
             engine.drop(link)
-            self._stand(engine)
+            self._update_active(engine)
 
     def forget(self, model: str) -> None:
-        """Let a model go that was unloaded: it is not busy."""
+        """Remove an unloaded model, which must not be busy."""
         self.engines.pop(model, None)
         self._metrics.pop(model, None)
 
-    def _stand(self, engine: Engine) -> None:
-        """Let a model stand for its next step exactly while it has one."""
+    def _update_active(self, engine: Engine) -> None:
+        """Activate a model in the scheduler exactly while it has a step to run."""
         model = engine.runner.card.id
         if engine.can_run:
             self._state.activate(model)
@@ -204,7 +205,7 @@ class Generators:
         self._metrics[model].publish()
 
     def _begin(self, model: str, step: Begin) -> None:
-        """A step costs its weights whatever its choices are, and then so much for each token of a prompt."""
+        """Announce a step: it reads the weights once for any number of choices, plus a time for each prompt token."""
         allowed_ns = self._pace.allowed_ns(_decode(model), 1) + self._pace.allowed_ns(model, step.size.num_prefill)
         self._announce(allowed_ns, list(step.suspects)[: self._max_suspects])
 
@@ -215,7 +216,7 @@ class Generators:
             self._pace.record(_decode(model), 1, took_ns)
 
     def _count_oom(self, model: str, ooms: list[bool]) -> None:
-        """Count a step without memory (whether it cost a request its answer), or the first one that found some again."""
+        """Count each pass that ran out of memory (ooms: whether a request failed), or the first success after it."""
         count = self._worker_metrics.count_oom
         for is_lost in ooms:
             for family in (definitions.OOM_ATTEMPTED, definitions.OOM_CACHE_CLEARS):
@@ -230,21 +231,21 @@ class Generators:
 
 
 def read_task(request: Request, card: ModelCard) -> GenerateTask:
-    """Return the task of a request. Raises BadRequest for one that the model cannot be given, whoever let it pass."""
+    """Return the task of a request. Raises BadRequest if the model cannot serve it, even if a frontend accepted it."""
     prompt = request.inputs[0]
     if request.header.num_items != 1 or prompt.dtype != "<i4" or not len(prompt):
-        raise BadRequest("prompt: one sequence of at least one token")
+        raise BadRequest("prompt must be one sequence of at least one token")
     try:
         task = _decoder.decode(request.header.task)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise BadRequest("the request is not one to generate") from error
+        raise BadRequest("the request is not a generation request") from error
     if task.max_tokens < 0:
         raise BadRequest(f"max_tokens is {task.max_tokens}, but must be at least 0")
     if task.prompt_logprobs is not None and not 0 <= task.prompt_logprobs <= MAX_PROMPT_LOGPROBS:
         raise BadRequest(f"prompt_logprobs is {task.prompt_logprobs}, but must be 0 to {MAX_PROMPT_LOGPROBS}")
     if not 1 <= task.num_choices <= MAX_CHOICES:
         raise BadRequest(f"n is {task.num_choices}, but must be 1 to {MAX_CHOICES}")
-    # An id outside the vocabulary is an assertion on a GPU, after which the process has no device any more.
+    # An id outside the vocabulary triggers a GPU assertion, and the process then loses its device.
     vocab_size = card.vocab_size or 1 << 31
     biased = [token_id for token_id, _ in task.sampling.logit_bias]
     for name, least, most in (

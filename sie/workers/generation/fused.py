@@ -1,7 +1,7 @@
-"""Replaces layers of a generating model on a GPU by one kernel instead of the library's many launches.
+"""Replaces layers of a generating model on a GPU with one kernel each, instead of the library's many launches.
 
-No family is known by name: a norm, the rotation that an attention layer calls, and a gated layer are replaced where they
-compute, on random numbers, what the kernel does. What does not stays as it is.
+No family is known by name. A norm, an attention layer's rotation or a gated layer is replaced if it gives the same
+results as the kernel on random numbers. Other layers stay as they are.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from sie.workers.generation.norms import norm_factors
 
 _log = get_logger(__name__)
 _ROTATE = "apply_rotary_pos_emb"
-"""What transformers calls it in every family's module; `unsqueeze_dim` 1 is heads before tokens."""
+"""The rotation's name in every transformers family; `unsqueeze_dim` 1 means heads before tokens."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Largest distance, relative to the largest value: the library rounds after each of its operations."""
+"""Largest difference, relative to the largest value: the library rounds after each of its operations."""
 _NUM_TOKENS = 3
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 
 def fuse_layers(model: nn.Module) -> int:
-    """Put kernels in place of what they compute in a model on a GPU, in 16 bits; return in how many places.
+    """Replace the layers of a 16-bit model on a GPU that a kernel can compute; return how many were replaced.
 
-    Without Triton, or where a kernel does not run, the model stays as it is.
+    Without Triton, or if a kernel does not run, the model stays as it is.
     """
     weight = next(model.parameters())
     if weight.device.type != "cuda" or weight.dtype == torch.float32 or find_spec("triton") is None:
@@ -61,7 +61,7 @@ def _normalise(factors: Tensor, epsilon: float, states: Tensor) -> Tensor:
 
 
 def fuse_rotations(model: nn.Module) -> int:
-    """Let each layer whose forward pass calls the library's rotation call the kernel; other models call the library's."""
+    """Make each layer that calls the library's rotation call the kernel instead; other models are not affected."""
     count = 0
     fused: dict[Any, types.FunctionType | None] = {}
     for module in model.modules():
@@ -77,7 +77,7 @@ def fuse_rotations(model: nn.Module) -> int:
 
 
 def _with_rotation(forward: types.FunctionType, module: nn.Module) -> types.FunctionType | None:
-    """Return a layer's forward function in which the rotation's name means the kernel, None where that differs."""
+    """Return a layer's forward function with the kernel under the rotation's name, or None if results differ."""
     original: Rotate | None = forward.__globals__.get(_ROTATE)
     if original is None:
         return None
@@ -119,7 +119,7 @@ def fuse_gates(model: nn.Module) -> int:
 
 
 def _is_silu(activation: nn.Module) -> bool | None:
-    """Tell whether an activation is SiLU, or GELU as approximated with tanh; None for any other."""
+    """Return True for SiLU, False for GELU in its tanh approximation, None for any other activation."""
     numbers = torch.linspace(-6, 6, 200)
     found = activation(numbers)
     for is_silu, expected in ((True, functional.silu(numbers)), (False, functional.gelu(numbers, approximate="tanh"))):
@@ -135,20 +135,20 @@ def _run_gated(gate: nn.Module, up: nn.Module, down: nn.Module, is_silu: bool, s
 
 
 def _random(module: nn.Module, *shape: int) -> Tensor:
-    """Return the same numbers every time, as the module's weights are."""
+    """Return the same numbers every time, in the module's format and on its device."""
     weight = next(module.parameters())
     numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 2
     return numbers.to(weight.device, weight.dtype)
 
 
 def _is_same(original: Callable[..., Any], fused: Callable[..., Any], *states: Tensor) -> bool:
-    """Tell whether both return the same tensors but for rounding; not where either raises."""
+    """Tell whether both return the same tensors except for rounding; False if either raises."""
     try:
         expected, found = (
             value if isinstance(value, tuple) else (value,) for value in (original(*states), fused(*states))
         )
-    except Exception as error:  # whatever a foreign architecture or a compiler raises
-        _log.info("a layer stays the library's: %s: %s", type(error).__name__, error)
+    except Exception as error:  # an unknown architecture or a compiler may raise anything
+        _log.info("a layer keeps the library's implementation: %s: %s", type(error).__name__, error)
         return False
     return len(expected) == len(found) and all(map(_is_close, expected, found))
 

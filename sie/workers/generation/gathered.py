@@ -1,8 +1,7 @@
-"""Attention over blocks that gathers what each sequence sees for torch: on CPUs, and where no kernel fits.
+"""Attention over blocks that gathers each sequence's keys and values for torch: on CPUs, and where no kernel fits.
 
-Sequences that decode run together, each filled up to the longest of its group; their grouped queries are rows of one
-query, so that a key is read once for all its heads. A part of a prompt runs by itself. Blocks that follow each other are
-read in place.
+Decoding sequences run together, each padded to the longest of its group. Their grouped queries are rows of one query,
+so that a key is read once for all its heads. A prefill chunk runs by itself. Contiguous blocks are read in place.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ _MAX_SCORES = 1 << 25
 
 
 class _Source(NamedTuple):
-    """Which rows of keys and values are seen: `rows` of the gathered blocks, or of all blocks where that is None."""
+    """The visible rows of keys and values: `rows` of the gathered blocks, or of all blocks if `blocks` is None."""
 
     blocks: Tensor | None
     rows: slice
 
 
 class _Group(NamedTuple):
-    """Decoding sequences; mask (n, 1, 1, rows) is 0 where seen, else -inf; None: all is seen."""
+    """Decoding sequences. mask (n, 1, 1, rows) is 0 for a visible row, else -inf; None: all are visible."""
 
     first: int
     count: int
@@ -40,7 +39,7 @@ class _Group(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A part of a prompt; source None: it sees itself alone, causally. mask (length, rows) as in `_Group`."""
+    """A prefill chunk. source None: it sees only itself, causally. mask (length, rows) as in `_Group`."""
 
     first: int
     length: int
@@ -54,7 +53,7 @@ class _Seen(NamedTuple):
 
 
 class GatheredStep:
-    """One step on the device. Masks and tables are made once for each window, not in each layer."""
+    """One step on the device. It builds masks and tables once for each window, not in each layer."""
 
     def __init__(self, layout: StepLayout, device: torch.device, dtype: torch.dtype) -> None:
         """Take the step's layout and the format of keys and values."""
@@ -66,7 +65,7 @@ class GatheredStep:
         self._seen: dict[int | None, _Seen] = {}
 
     def attend(self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Keep keys and values (h_kv, t, d) and attend with queries (h, t, d); return (t, h, d_v)."""
+        """Store keys and values (h_kv, t, d) and attend with queries (h, t, d); return (t, h, d_v)."""
         layer.rows_of_keys.index_copy_(0, self._rows, key.transpose(0, 1))
         layer.rows_of_values.index_copy_(0, self._rows, value.transpose(0, 1))
         seen = self._seen.get(layer.window) or self._see(layer.window)
@@ -121,20 +120,20 @@ class GatheredStep:
 
 
 def band_mask(length: int, window: int, like: Tensor) -> Tensor:
-    """Return the mask (length, length) of a sequence whose tokens see `window` positions each, their own the last."""
+    """Return the mask (length, length) of a sequence in which each token sees `window` positions up to its own."""
     ones = torch.ones(length, length, dtype=torch.bool, device=like.device)
     hidden = ones.triu(1) | ones.tril(-window)
     return torch.zeros(length, length, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
 def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
-    """Attend within one sequence, causally where there is no mask: (h, t, d), (h_kv, s, d) to (t, h, d_v)."""
+    """Attend within one sequence, causally if mask is None: (h, t, d), (h_kv, s, d) to (t, h, d_v)."""
     if rule.softcap is not None or rule.sinks is not None:
         if mask is None:
             mask = _causal(query.shape[1], query.dtype, query.device)
         grouped = query.unflatten(0, (key.shape[0], -1))
         return _weigh(grouped, key.unsqueeze(1), value.unsqueeze(1), mask, rule).flatten(0, 1).transpose(0, 1)
-    if mask is not None and _is_for_products(query, key):
+    if mask is not None and _prefers_products(query, key):
         return _multiply(query, key, value, mask, rule.scaling)
     attended = scaled_dot_product_attention(
         query[None], key[None], value[None], attn_mask=mask, is_causal=mask is None, scale=rule.scaling,
@@ -147,17 +146,18 @@ def _causal(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((length, length), -torch.inf, dtype=dtype, device=device).triu_(1)
 
 
-def _is_for_products(query: Tensor, key: Tensor) -> bool:
-    """Tell whether two products are faster than the library's kernel, three times as fast or so: a part in bfloat16.
+def _prefers_products(query: Tensor, key: Tensor) -> bool:
+    """Tell whether two products are faster than the library's kernel: for a bfloat16 chunk, about three times as fast.
 
-    Scores are rounded to bfloat16 then, as in the eager attention of every family. Very many would not fit in memory.
+    Products round scores to bfloat16, as the eager attention of every family does. Too many scores would not fit in
+    memory.
     """
     is_bf16_cpu = query.dtype == torch.bfloat16 and query.device.type == "cpu"
     return is_bf16_cpu and query.shape[1] >= _MIN_ROWS and query.shape[0] * query.shape[1] * key.shape[1] <= _MAX_SCORES
 
 
 def _multiply(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Attend by two products, the queries of a key's heads in one: (h, t, d), (h_kv, s, d) to (t, h, d_v)."""
+    """Attend by two products, each over all queries that share a key: (h, t, d), (h_kv, s, d) to (t, h, d_v)."""
     num_heads, length, _ = query.shape
     grouped = (query * scaling).reshape(key.shape[0], -1, query.shape[2])
     scores = (grouped @ key.transpose(1, 2)).view(num_heads, length, -1).add_(mask)
@@ -166,10 +166,10 @@ def _multiply(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: 
 
 
 def _attend_group(group: _Group, layer: LayerCache, query: Tensor, rule: Rule) -> Tensor:
-    """Attend with one query of each sequence, (h, n, d), to what it sees; return (n, h, d_v)."""
+    """Attend with one query of each sequence, (h, n, d), to its visible rows; return (n, h, d_v)."""
     key, value = _read(layer, group.source)
     num_heads = key.shape[0]
-    # A key's own queries become rows of one query: (n, h_kv, h / h_kv, d).
+    # The queries that share a key become rows of one query: (n, h_kv, h / h_kv, d).
     grouped = query.unflatten(0, (num_heads, -1)).permute(2, 0, 1, 3)
     key, value = (states.unflatten(1, (group.count, -1)).transpose(0, 1) for states in (key, value))
     if rule.softcap is None and rule.sinks is None:

@@ -21,14 +21,14 @@ _ROWS_AT_ONCE = 16
 
 
 def kept_tokens(slot: Slot) -> Sequence[int]:
-    """Return of which tokens of a slot the logits are wanted: those that judge the next one, and the last if it draws."""
+    """Return a slot's tokens whose logits are needed: those that score the next token, and the last if it draws."""
     scored = slot.scored
-    judging = () if scored is None else range(scored.first, scored.first + len(scored.targets))
-    return (*judging, len(slot.token_ids) - 1) if slot.draws else judging
+    scoring = () if scored is None else range(scored.first, scored.first + len(scored.targets))
+    return (*scoring, len(slot.token_ids) - 1) if slot.draws else scoring
 
 
 def drawing_rows(slots: Sequence[Slot]) -> list[int]:
-    """Return which of the rows of logits that `kept_tokens` asks for are drawn from, one for each slot with draws."""
+    """Return the indices, among the logit rows of all `kept_tokens`, to draw from: one for each slot with draws."""
     rows: list[int] = []
     num_rows = 0
     for slot in slots:
@@ -39,9 +39,9 @@ def drawing_rows(slots: Sequence[Slot]) -> list[int]:
 
 
 def score(logits: Tensor, slots: Sequence[Slot]) -> None:
-    """Write what slots want to know of given tokens to their `Scored`; logits (k, vocabulary) of what `kept_tokens` names.
+    """Write the log probabilities of given tokens to the slots' `Scored`; logits (k, vocabulary) are of `kept_tokens`.
 
-    Raises NonFinite where they are not.
+    Raises NonFinite if logits are not finite.
     """
     first = 0
     for slot in slots:
@@ -53,14 +53,14 @@ def score(logits: Tensor, slots: Sequence[Slot]) -> None:
 
 
 def _score_rows(logits: Tensor, scored: Scored, start: int, end: int) -> None:
-    """Score targets start to end - 1 by as many rows of logits (n, vocabulary)."""
+    """Score targets start to end - 1 with one row of logits (n, vocabulary) each."""
     num_top = scored.top.shape[1]
     targets = move(torch.from_numpy(scored.targets[start:end].astype("int64")), logits.device)
     logprobs = logits.log_softmax(-1)
     values, ids = logprobs.max(-1, keepdim=True) if num_top == 1 else logprobs.topk(num_top, dim=-1)
-    # A float64 holds each id and each float32: one copy.
+    # A float64 holds every id and every float32, so one copy is enough.
     rows = read(torch.cat([found.double() for found in (logprobs.gather(1, targets[:, None]), values, ids)], 1)).numpy()
-    if np.isnan(rows[:, 0]).any():  # one value that is not finite makes all of its row so
+    if np.isnan(rows[:, 0]).any():  # one non-finite logit makes its whole row NaN
         raise NonFinite("the model's logits are not finite")
     scored.own[start:end] = rows[:, 0].clip(LEAST_LOGPROB)
     scored.top[start:end] = rows[:, 1 : 1 + num_top].clip(LEAST_LOGPROB)

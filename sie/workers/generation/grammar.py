@@ -1,7 +1,4 @@
-"""Turns a grammar's text of a known kind into a matcher over one model's vocabulary, within limits.
-
-llguidance does the work.
-"""
+"""Compiles a grammar of a known kind into a matcher over one model's vocabulary, within limits, with llguidance."""
 
 from __future__ import annotations
 
@@ -29,17 +26,17 @@ _FORMS: dict[str, Any] = {
     "llguidance": str,
 }
 _LIMITS = LLParserLimits(
-    verbose_errors=False,  # verbose ones show the parser's insides
-    initial_lexer_fuel=100_000,  # a tenth of the default, which lets one mask take seconds, for which every stream waits
+    verbose_errors=False,  # verbose errors show the parser's internals
+    initial_lexer_fuel=100_000,  # a tenth of the default, with which one mask can delay every stream by seconds
 )
 _TOO_COMPLEX: Final = "lexer error"
-"""How the library's words begin where a regular expression reaches a limit behind its first token."""
+"""The start of the library's message when a regular expression reaches a limit after its first token."""
 _MAX_THREADS: Final = 4
-"""For the masks of a step: more are over before they have begun."""
+"""For the masks of a step: they are done before more threads could start."""
 
 
 class GrammarMatcher:
-    """How far one choice has followed its grammar; a `Matcher`."""
+    """Follows one choice through its grammar; a `Matcher`."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, spellings: Spellings) -> None:
         """Take the tokenizer's vocab_size, which may be larger than the model's."""
@@ -48,9 +45,9 @@ class GrammarMatcher:
         self._words = np.empty(-(-vocab_size // 32), np.int32)
 
     def fill_mask(self, allowed: NDArray[np.int32]) -> None:
-        """Write which tokens may come next; asked again, the same. Raises BadRequest when the grammar is too complex.
+        """Write the mask of the tokens that may come next. Raises BadRequest when the grammar is too complex.
 
-        Behind a complete text the only one is an end of text.
+        A repeated call gives the same mask. After a complete text only an end-of-text token may follow.
         """
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         error = self._mend(self._words)
@@ -59,7 +56,7 @@ class GrammarMatcher:
         allowed[:] = self._words[: len(allowed)]
 
     def consume(self, token_id: int) -> None:
-        """Take the token that was chosen. Raises BadRequest as `fill_mask` does, Internal for one that was not allowed."""
+        """Take the chosen token. Raises BadRequest as `fill_mask` does, Internal for a token that was not allowed."""
         if not self._matcher.consume_tokens(self._spellings.spell(self._matcher, token_id)):
             problem = _problem_of(self._matcher)
             if problem.startswith(_TOO_COMPLEX):
@@ -67,24 +64,24 @@ class GrammarMatcher:
             raise Internal(f"token {token_id} does not follow the grammar: {problem}")
 
     def fork(self) -> GrammarMatcher:
-        """Return another one that has come as far; it costs next to nothing, compiling may take seconds."""
+        """Return a copy at the same position. A copy costs almost nothing, while compiling may take seconds."""
         return GrammarMatcher(self._matcher.deep_copy(), len(self._words) * 32, self._spellings)
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but an end-of-text token may follow."""
+        """Whether only an end-of-text token may follow."""
         return self._matcher.is_stopped()
 
     @staticmethod
     def fill_masks(matchers: Sequence[Matcher], words: NDArray[np.int32]) -> list[SieError | None]:
         """Write the masks of several matchers of one model at once, on several threads (`masks.FillMasks`).
 
-        No two of them are the same. The interpreter lock is free meanwhile.
+        All matchers must differ. The interpreter lock is released meanwhile.
         """
         own = [matcher for matcher in matchers if isinstance(matcher, GrammarMatcher)]
         assert len(own) == len(matchers)
         width = len(own[0]._words)
-        # A tokenizer with more tokens than its model has wider masks.
+        # A tokenizer that has more tokens than its model gives wider masks.
         found = words if width == words.shape[1] else np.empty((len(own), width), np.int32)
         _executor().unsafe_compute_mask_ptr(
             [(matcher._matcher, row) for row, matcher in enumerate(own)], found.ctypes.data, width * 4, len(own)
@@ -95,7 +92,7 @@ class GrammarMatcher:
         return errors
 
     def _mend(self, words: NDArray[np.int32]) -> SieError | None:
-        """Make the library's mask the whole truth; return what kept it from making one."""
+        """Correct the library's mask, or return the error that kept it from making one."""
         if self._matcher.is_error():
             return BadRequest(f"grammar: {_problem_of(self._matcher)}")
         self._spellings.mend(self._matcher, words)
@@ -103,7 +100,7 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """The grammars of one model. Used from any thread."""
+    """Compiles the grammars of one model. Used from any thread."""
 
     def __init__(self, card: ModelCard) -> None:
         self._card = card
@@ -111,7 +108,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, kind: str, text: str, vocab_size: int) -> Matcher:
-        """Return a fresh matcher over the first vocab_size tokens. Raises BadRequest for a grammar that is none."""
+        """Return a fresh matcher over the first vocab_size tokens. Raises BadRequest for an invalid grammar."""
         if kind not in _FORMS:
             raise BadRequest(f"grammar kind {kind!r} is not one of {', '.join(_FORMS)}")
         try:
@@ -125,7 +122,7 @@ class GrammarCompiler:
         return GrammarMatcher(matcher, vocabulary.vocab_size, spellings)
 
     def read_vocabulary(self, vocab_size: int) -> None:
-        """Read the tokens before a grammar asks for them: of 262,144 it takes seconds, which a request should not wait."""
+        """Read the tokens before a grammar needs them: 262,144 take seconds, too long for a request to wait."""
         self._vocabulary(vocab_size)
 
     def _vocabulary(self, vocab_size: int) -> tuple[LLTokenizer, Spellings]:
@@ -138,25 +135,25 @@ class GrammarCompiler:
 
 @functools.cache
 def _executor() -> LLExecutor:
-    """Return this process's threads for masks: half of its cores at most, as a forward pass runs on the same ones."""
+    """Return this process's mask threads: at most half of its cores, as a forward pass runs on the same cores."""
     return LLExecutor(min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)))
 
 
 def _problem_of(matcher: LLMatcher) -> str:
-    """Return what is wrong, without the library's view of its own insides."""
+    """Return the matcher's error text, without the library's internals."""
     text = matcher.get_error().removesuffix("<non-verbose/>").strip()
-    return "nothing that it allows can follow" if text.startswith("NoExtension") else text
+    return "no token can follow" if text.startswith("NoExtension") else text
 
 
 def _read_tokenizer(card: ModelCard, vocab_size: int) -> LLTokenizer:
-    """Return the model's tokenizer as llguidance has it, of at least vocab_size tokens. Raises BadRequest."""
+    """Return the model's tokenizer in llguidance's form, with at least vocab_size tokens. Raises BadRequest."""
     rule = card.generate
     assert rule is not None
     ends = list(rule.eos_token_ids) or None
     with reading(card.tokenizer_file, "llguidance"):
         try:
             return LLTokenizer(card.tokenizer_file, n_vocab=vocab_size, eos_token=ends)
-        except ValueError:  # it may have tokens that the model has not
+        except ValueError:  # the tokenizer may have more tokens than the model
             try:
                 return LLTokenizer(card.tokenizer_file, eos_token=ends)
             except ValueError as error:

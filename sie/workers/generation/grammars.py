@@ -16,7 +16,7 @@ from sie.workers.model_api import GenerateRunner, Matcher
 
 _log = get_logger(__name__)
 _MAX_THREADS: Final = 4
-"""A library cannot be stopped: a grammar that never compiles keeps its thread, and the others go on."""
+"""The library cannot be stopped: a grammar that never compiles keeps its thread, and the other threads continue."""
 
 Compiled = list[Matcher] | SieError
 
@@ -28,33 +28,33 @@ class _Task(NamedTuple):
 
 
 class Compiler:
-    """The grammars of one worker that are compiled or wait for it. All but the compiling is done in the loop's thread."""
+    """Compiles the grammars of one worker on threads, and queues the rest. Its methods run in the loop's thread."""
 
     def __init__(self, timeout_s: float) -> None:
-        """A grammar may take timeout_s from when its turn has come."""
+        """Allow each grammar timeout_s from the start of its compilation."""
         self._timeout_s = timeout_s
         self._waiting: deque[_Task] = deque()
         self._under_way: dict[Job, tuple[_Task, int]] = {}
-        """With the time, CLOCK_MONOTONIC, after which nobody waits for it any more."""
+        """Each with its deadline, CLOCK_MONOTONIC."""
         self.num_threads = 0
         self._done: queue.SimpleQueue[tuple[Job, Compiled]] = queue.SimpleQueue()
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable: call `collect`."""
 
     def __bool__(self) -> bool:
-        """Whether `tend` has something to look after."""
+        """Whether `tend` has work to do."""
         return bool(self._under_way or self._waiting)
 
     def add(self, job: Job, runner: GenerateRunner, on_done: Callable[[Job, Compiled], None], now_ns: int) -> None:
-        """Compile a job's grammar; on_done(job, matchers or error) is called by `collect` or `tend`, at most once.
+        """Compile a job's grammar; `collect` or `tend` calls on_done(job, matchers or error) at most once.
 
-        By then the job's request may have ended, and if it has before its turn comes, there is no call.
+        The job's request may have ended by then. If it ends before compilation starts, on_done is not called.
         """
         self._waiting.append(_Task(job, runner, on_done))
         self._start_next(now_ns)
 
     def collect(self, now_ns: int) -> None:
-        """Hand over what has been compiled."""
+        """Hand over the compiled grammars."""
         os.eventfd_read(self.event_fd)
         while not self._done.empty():
             job, compiled = self._done.get()
@@ -65,7 +65,7 @@ class Compiler:
         self._start_next(now_ns)
 
     def tend(self, now_ns: int) -> None:
-        """Refuse grammars that have taken too long."""
+        """Fail the grammars that have taken too long."""
         for task, until_ns in list(self._under_way.values()):
             if until_ns <= now_ns:
                 del self._under_way[task.job]
@@ -89,7 +89,7 @@ class Compiler:
             compiled = [first, *(first.fork() for _ in range(1, task.num_choices))]
         except SieError as error:
             compiled = error
-        except Exception:  # the library's own, on what a client wrote
+        except Exception:  # an error of the library on a client's grammar
             _log.exception("a grammar for %s could not be compiled", runner.card.id)
             compiled = Internal("internal error while a grammar was compiled")
         self._done.put((job, compiled))

@@ -1,15 +1,15 @@
-"""The Triton kernels of a decode step: keys and values into their blocks, and attention that reads them there.
+"""The Triton kernels of a decode step: they write keys and values into their blocks, and attend to them in place.
 
-A decode step is bound by memory: every key and value that a sequence sees is read once, for all query heads that share
-it. One sequence alone would keep one processor of the GPU busy with each of its few key heads, so its tokens are cut into
-parts, attended side by side and weighed against each other afterwards. Lengths are read on the device and the grid depends
-on the number of sequences alone: a launch can be recorded, and holds for whatever lengths come later.
+Memory limits a decode step: each visible key and value is read once, for all query heads that share it. A single
+sequence would keep only one multiprocessor busy for each of its few key heads. So its tokens are split into parts that
+run in parallel, and a second kernel combines the parts. The kernels read lengths on the device, and the grid depends
+only on the number of sequences. So a captured launch stays valid for any later lengths.
 Source: FlashAttention-2, arXiv 2307.08691, section 3.1; Flash-Decoding (PyTorch blog, 2023) for the parts.
 
-Imported only where Triton is there. With TRITON_INTERPRET=1 in the environment the kernels run on a CPU, slowly.
+Imported only if Triton is installed. With TRITON_INTERPRET=1 in the environment the kernels run on a CPU, slowly.
 """
 
-# Triton is there only beside a GPU, and its functions are typed by what they are called with.
+# Triton is installed only with a GPU, and the arguments of a call decide its functions' types.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _MIN_DOT = 16
 """Least rows, columns and sums of a product on matrix units."""
 _NUM_STAGES = 5
-"""The fewest with which the next tile's keys and values are under way while one is attended: its blocks come before."""
+"""The fewest that load the next tile's keys and values during the current tile: its block numbers load before them."""
 _MAX_PARTS = tl.constexpr(64)
 _BUSY_PROGRAMS = 528
 """Programs that fill a GPU: four on each of 132 multiprocessors."""
 _LEAST_PARTS = 4
-"""For many sequences, of which one may be long."""
+"""For many sequences, since one of them may be long."""
 _LEAST_TILES = 8
-"""Tiles that a part is worth where the GPU is full without it."""
+"""Least tiles of a part when the GPU is busy without it."""
 
 
 class Tables(NamedTuple):
-    """Where n sequences that decode one token stand, all on the device.
+    """Positions and blocks of n sequences that decode one token, all on the device.
 
-    positions (n,) int64 are those of the tokens; blocks (m, n) int32 has in column i the blocks of sequence i, position p in
-    blocks[p // block_tokens, i]. Entries behind a sequence's last block are not read.
+    positions (n,) int64 are the tokens' positions. blocks (m, n) int32 has the blocks of sequence i in column i:
+    position p is in blocks[p // block_tokens, i]. Entries after a sequence's last block are not read.
     """
 
     positions: Tensor
@@ -49,9 +49,9 @@ class Tables(NamedTuple):
 
 
 def write_rows(keys: Tensor, values: Tensor, rows: Tensor, key: Tensor, value: Tensor) -> None:
-    """Put the keys and values (h_kv, t, d) of t tokens into the rows (t,) int64 of all blocks' rows (r, h_kv, d), in place.
+    """Write the keys and values (h_kv, t, d) of t tokens to rows (t,) int64 of the blocks' rows (r, h_kv, d), in place.
 
-    Of tokens that share a row any one's is kept.
+    If tokens share a row, any one of them is kept.
     """
     key, value = (states if states.stride(2) == 1 else states.contiguous() for states in (key, value))
     num_heads, num_tokens, key_width = key.shape
@@ -88,10 +88,10 @@ def _write(
 def attend_blocks(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tables, window: int | None, rule: Rule, out: Tensor
 ) -> None:
-    """Attend with one query of each sequence, (h, n, d), to its tokens up to its own; fill out (n, h, d_v).
+    """Attend with one query of each sequence, (h, n, d), to its tokens up to the query's; fill out (n, h, d_v).
 
-    keys (b, block_tokens, h_kv, d) and values, h a multiple of h_kv, have the token's own already; query, keys and values
-    are of one 16-bit format (or float32), with sums in float32. window as in `LayerForm`.
+    keys (b, block_tokens, h_kv, d) and values, h a multiple of h_kv, already hold the query's token. query, keys and
+    values have one 16-bit format (or float32), with sums in float32. window as in `LayerForm`.
     """
     query = query if query.stride(2) == 1 else query.contiguous()
     num_heads, num_sequences, width = query.shape
@@ -121,7 +121,7 @@ def attend_blocks(
 
 
 class _Form(NamedTuple):
-    """How the kernel is built for heads of a width: fixed, since a search would be part of a recording or a request."""
+    """The kernel's build options for a head width: fixed, since tuning would run inside a capture or a request."""
 
     padded: int
     value_padded: int
@@ -129,13 +129,13 @@ class _Form(NamedTuple):
 
     @classmethod
     def of(cls, width: int, value_width: int) -> _Form:
-        """Return it so that a program takes at most 75 KiB of a multiprocessor's shared memory: three fit on a Hopper."""
+        """Return options with at most 75 KiB of shared memory for a program: three fit on a Hopper multiprocessor."""
         padded, value_padded = (max(_MIN_DOT, triton.next_power_of_2(own)) for own in (width, value_width))
         return cls(padded, value_padded, 32 if max(padded, value_padded) > 128 else 64)
 
 
 def _cut(num_pairs: int) -> tuple[int, int]:
-    """Return the most parts of a sequence and the least tiles of one, for so many pairs of a sequence and a key's head."""
+    """Return the most parts of a sequence and the least tiles of a part, for a number of (sequence, key head) pairs."""
     wanted = -(-_BUSY_PROGRAMS // num_pairs)
     if wanted <= _LEAST_PARTS:
         return _LEAST_PARTS, _LEAST_TILES
@@ -144,14 +144,14 @@ def _cut(num_pairs: int) -> tuple[int, int]:
 
 @triton.jit
 def _span(position, num_parts, least_tiles, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """Return the first position that is seen, the first tile, how many tiles there are and how many one part has."""
+    """Return the first visible position, the first tile, the number of tiles, and the number of tiles in a part."""
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else position * 0
     first_tile = first // TILE
     num_tiles = position // TILE + 1 - first_tile
     return first, first_tile, num_tiles, tl.maximum(tl.cdiv(num_tiles, num_parts), least_tiles)
 
 
-@triton.jit(  # one build for any number of sequences: none is to be made on a request's way
+@triton.jit(  # one build for any number of sequences: no request should wait for a build
     do_not_specialize=["blocks_row", "num_parts", "least_tiles"], do_not_specialize_on_alignment=["positions"]
 )
 def _attend(
@@ -175,7 +175,7 @@ def _attend(
         query + head[:, None] * query_head + sequence * query_token + column[None, :],
         mask=(row < GROUP)[:, None] & (column < WIDTH)[None, :], other=0.0,
     )  # fmt: skip
-    # Powers of two in place of powers of e: one instruction each.
+    # Powers of two instead of powers of e: one instruction each.
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighed = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
@@ -184,7 +184,7 @@ def _attend(
         seen = (token >= first) & (token <= position)
         block = tl.load(blocks + (token // BLOCK_TOKENS) * blocks_row + sequence, mask=seen, other=0).to(tl.int64)
         place = (block * BLOCK_TOKENS + token % BLOCK_TOKENS) * NUM_KEYS + key_head
-        # What no token has written may be anything, and 0 times NaN is NaN: it is not read.
+        # Unwritten memory may hold NaN, and 0 times NaN is NaN: it is not read.
         key = tl.load(
             keys + place[:, None] * WIDTH + column[None, :], mask=seen[:, None] & (column < WIDTH)[None, :], other=0.0
         )
@@ -224,7 +224,7 @@ def _join(
     WINDOW: tl.constexpr, TILE: tl.constexpr, HAS_SINKS: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the parts of one sequence and one of its heads against each other."""
+    """Combine the parts of one head of one sequence by their weights."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + sequence).to(tl.int32)
     _, _, num_tiles, part_tiles = _span(position, num_parts, least_tiles, WINDOW, TILE)
@@ -238,7 +238,7 @@ def _join(
     maximum = tl.max(tl.load(maxima + place + every, mask=every < num_used, other=float("-inf")), 0)
     total = 0.0
     weighed = tl.zeros([VALUE_PADDED], tl.float32)
-    for start in range(0, num_used, 8):  # so many loads under way at once
+    for start in range(0, num_used, 8):  # eight loads in flight at once
         part = start + tl.arange(0, 8)
         is_used = part < num_used
         weights = tl.exp2(tl.load(maxima + place + part, mask=is_used, other=float("-inf")) - maximum)

@@ -1,8 +1,8 @@
-"""Keeps the books of the blocks of keys and values: shared, cached or free. Pure: numbers and hashes, no memory.
+"""Tracks which key/value cache blocks are held, cached or free. Pure: numbers and hashes, no memory.
 
-A block in use has as many holders as sequences that read it. A full one can be entered under a key, the hash of
-all tokens up to its end (`block_key`); it is then found by other sequences that begin alike, also when nobody holds it
-any more: such blocks are cached, and the one that was let go first is the first to be used for something else.
+A held block has one holder for each sequence that reads it. A full block can be entered under a key, the hash of all
+tokens up to its end (`block_key`). Other sequences with the same beginning then find it, even after its last holder has
+released it. Such a block is cached, and the block that was released first is evicted first.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _KEY_BYTES = 16
 
 
 def block_key(before: bytes, token_ids: memoryview | bytes) -> bytes:
-    """Return the key of a block: before is that of the block in front of it, or for the first one the salt."""
+    """Return the key of a block. before is the key of the previous block, or `first_key` for the first block."""
     return hashlib.blake2b(token_ids, digest_size=_KEY_BYTES, key=before).digest()
 
 
 def first_key(salt: bytes, rotary_length: int = 0) -> bytes:
-    """Return what stands for the block in front of the first one: prompts of different salts or factors share nothing."""
+    """Return the key before the first block. Prompts with different salts or rotary factors share no blocks."""
     length = rotary_length.to_bytes(8, "little")
     return hashlib.blake2b(salt, digest_size=_KEY_BYTES, salt=length, person=b"sie prefix").digest()
 
@@ -31,10 +31,10 @@ class BlockPool:
     __slots__ = ("_block_of", "_cached", "_free", "_holders", "_key_of", "num_blocks", "num_evicted")
 
     def __init__(self, num_blocks: int) -> None:
-        """Begin with all blocks free, numbers 0 to num_blocks - 1."""
+        """Start with all blocks free, numbers 0 to num_blocks - 1."""
         self.num_blocks = num_blocks
         self.num_evicted = 0
-        """Cached blocks that were taken for something else."""
+        """Cached blocks that were evicted."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._holders = [0] * num_blocks
@@ -43,21 +43,21 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give, cached ones among them."""
+        """Blocks that `allocate` can return, including cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks with a holder."""
         return self.num_blocks - self.num_free
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and that can still be found."""
+        """Blocks without a holder that `find` can still return."""
         return len(self._cached)
 
     def allocate(self) -> int | None:
-        """Return a block with one holder, its contents of no meaning; None when every block is held."""
+        """Return a block with one holder and undefined contents, or None when every block is held."""
         if self._free:
             block = self._free.pop()
         elif self._cached:
@@ -70,7 +70,7 @@ class BlockPool:
         return block
 
     def find(self, key: bytes) -> int | None:
-        """Return the block that was entered under a key; it is the caller's only after `hold`."""
+        """Return the block that was entered under a key. The caller must `hold` it before use."""
         return self._block_of.get(key)
 
     def hold(self, block: int) -> None:
@@ -80,18 +80,18 @@ class BlockPool:
         self._holders[block] += 1
 
     def num_holders(self, block: int) -> int:
-        """Return how many hold a block; where there are several, none of them may write to it."""
+        """Return the number of a block's holders; if there are several, none of them may write to it."""
         return self._holders[block]
 
     def enter(self, block: int, key: bytes) -> None:
-        """Let a full, held block be found under a key, unless another one is there or it has a key."""
+        """Make a full, held block findable under a key, unless the key or the block is already entered."""
         assert self._holders[block]
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def let_go(self, blocks: Iterable[int]) -> None:
-        """Remove a holder from each block; of those cached thereby the first named is the first to be taken again."""
+        """Remove a holder from each block. Blocks that become cached are evicted in the order given here."""
         for block in blocks:
             self._holders[block] -= 1
             assert self._holders[block] >= 0, "a block that nobody held was let go"
@@ -102,5 +102,5 @@ class BlockPool:
                     self._free.append(block)
 
     def let_go_sequence(self, blocks: Sequence[int]) -> None:
-        """Let a sequence's blocks go, its last one first: a beginning is worth more than what follows it."""
+        """Release a sequence's blocks, the last one first: the beginning is the most useful to share."""
         self.let_go(reversed(blocks))

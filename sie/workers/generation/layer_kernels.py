@@ -1,13 +1,13 @@
-"""The Triton kernels between a model's products: norms, rotations of queries and keys, gates; and a product with one
-row.
+"""The Triton kernels for a model's norms, rotations of queries and keys, gates, and products with one row.
 
-The library computes each with five to ten launches. Those of a recorded step of one sequence are some forty in each layer,
-of about two microseconds: half as long as its products. All compute in float32 and round once. A product with
-one row is bound by the memory that its weights are read from, and a library's may be made for more rows.
-Imported only where Triton is there, as `kernels`.
+The library computes each with five to ten launches. In a captured step of one sequence, a layer has about forty such
+launches of about two microseconds: half as long as its products. All kernels compute in float32 and round once. The
+speed of a product with one row is limited by reading its weights, and the library's kernel may be designed for more
+rows.
+Imported only if Triton is installed, like `kernels`.
 """
 
-# Triton is there only beside a GPU, and its functions are typed by what they are called with.
+# Triton is installed only with a GPU, and the arguments of a call decide its functions' types.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch import Tensor
 
 _WIDE = 2048
 _GATES = 1024
-"""Of one program."""
+"""For each program."""
 _OUTPUTS, _INPUTS = 4, 1024
-"""Of one program and one turn of it: 8 KiB of weights under way, 64 bytes a thread."""
+"""For each program and iteration: 8 KiB of weights in flight, 64 bytes a thread."""
 
 
 def normalise(states: Tensor, factors: Tensor, epsilon: float) -> Tensor:
-    """Return each row of states (..., d) over the root of its mean square plus epsilon, times factors (d,) float32.
+    """Divide each row of states (..., d) by the root of its mean square plus epsilon; multiply by factors (d,) float32.
 
     Source: Root Mean Square Layer Normalization, arXiv 1910.07467, equation 4.
     """
@@ -56,10 +56,10 @@ def _normalise(
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate each head's pairs of numbers half a width apart, (1, h, t, d) and (1, h_kv, t, d), by (1, t, d) each.
+    """Rotate each head's number pairs half a width apart, (1, h, t, d) and (1, h_kv, t, d), by cos and sin (1, t, d).
 
-    Returns both as new tensors, tokens before heads in memory. Source: RoFormer, arXiv 2104.09864, section 3.4.2; which
-    numbers are pairs, GPT-NeoX.
+    Returns both as new tensors, tokens before heads in memory. Source: RoFormer, arXiv 2104.09864, section 3.4.2;
+    GPT-NeoX for the choice of pairs.
     """
     _, num_heads, num_tokens, width = query.shape
     num_keys = key.shape[1]
@@ -102,7 +102,7 @@ def _rotate(
 
 
 def gate(gates: Tensor, states: Tensor, *, is_silu: bool) -> Tensor:
-    """Return states (..., d) times SiLU of gates (..., d), or times GELU as approximated with tanh."""
+    """Return states (..., d) times SiLU of gates (..., d), or times the tanh approximation of GELU."""
     width = states.shape[-1]
     gates, rows = gates.reshape(-1, width), states.reshape(-1, width)
     gates, rows = (own if own.stride(1) == 1 else own.contiguous() for own in (gates, rows))
@@ -128,9 +128,9 @@ def _gate(gates, states, out, gates_row, states_row, WIDTH: tl.constexpr, BLOCK:
 
 
 def multiply_row(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a linear layer's outputs (..., n) for one row of inputs, (..., k) with nothing but k of them.
+    """Return a linear layer's outputs (..., n) for one row of inputs: (..., k) with k numbers in total.
 
-    weight (n, k) has contiguous rows; each is read once, from memory, and that is how long it takes.
+    weight (n, k) has contiguous rows. Each row is read from memory once, and this takes nearly all of the time.
     """
     num_outputs, width = weight.shape
     states = states if states.stride(-1) == 1 else states.contiguous()

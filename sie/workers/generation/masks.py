@@ -1,7 +1,7 @@
 """Computes the tokens that grammars forbid in a step's draws, on a thread beside the forward pass.
 
-A matcher belongs to one thread at a time: whoever begins a step's masks touches its matchers again only once they are
-there, also where the forward pass fails.
+A matcher belongs to one thread at a time. The caller may use the step's matchers again only after their masks are
+ready, even if the forward pass fails.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from sie.values.errors import SieError
 from sie.workers.model_api import Draw, Matcher
 
 Hidden = NDArray[np.bool_] | SieError
-"""What a draw must not choose, (vocabulary,), or why nobody can say."""
+"""The tokens that a draw must not choose, (vocabulary,), or the error that prevented the mask."""
 FindHidden = Callable[[], Sequence[Hidden]]
-"""Returns one for each draw with a matcher, in their order; waits for them."""
+"""Waits for the masks, and returns one for each draw with a matcher, in order."""
 FillMasks = Callable[[Sequence[Matcher], NDArray[np.int32]], Sequence[SieError | None]]
-"""Writes each matcher's mask, as `Matcher.fill_mask` has it, to its row (k, words), and returns its error."""
+"""Writes each matcher's mask (`Matcher.fill_mask`) to its row (k, words), and returns its error."""
 
 
 class MaskThread:
-    """A thread for the masks of one model; it is started by the first one."""
+    """A thread for the masks of one model. The first mask starts it."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "masks")
 
     @contextmanager
     def beside(self, find: FindHidden) -> Generator[FindHidden]:
-        """Find masks while the caller does something else; left at whatever time, nothing is under way any more."""
+        """Find masks while the caller does other work. Leaving the context always waits for them."""
         found = self._pool.submit(find)
         try:
             yield found.result
@@ -53,7 +53,7 @@ def fill_each(matchers: Sequence[Matcher], words: NDArray[np.int32]) -> list[Sie
 
 
 def find_hidden(draws: Sequence[Draw], vocab_size: int, fill: FillMasks = fill_each) -> Sequence[Hidden]:
-    """Return what each draw with a matcher must not choose; what a grammar leaves as the only choice is never forbidden."""
+    """Return the tokens that each draw with a matcher must not choose; a grammar's only choice is never forbidden."""
     own = [draw for draw in draws if draw.matcher is not None]
     words = np.empty((len(own), -(-vocab_size // 32)), np.int32)
     errors = fill([draw.matcher for draw in own if draw.matcher is not None], words)
@@ -64,7 +64,7 @@ def find_hidden(draws: Sequence[Draw], vocab_size: int, fill: FillMasks = fill_e
 
 
 def _forbid(hidden: NDArray[np.bool_], forbidden: Sequence[int]) -> None:
-    """Hide these tokens, too, unless nothing would be left."""
+    """Hide these tokens too, unless no other token is allowed."""
     allowed = [token_id for token_id in forbidden if not hidden[token_id]]
     hidden[allowed] = True
     if allowed and hidden.all():

@@ -1,7 +1,7 @@
-"""The root mean square norms of a generating model on a CPU: one compiled call instead of eight of the library.
+"""The root mean square norms of a generating model on a CPU: one compiled call instead of eight library calls.
 
-A model has several in each layer, and over a prompt they take as long as its products. No family is known by name: a
-module that is called a norm is replaced when it computes what one of two formulas does.
+A model has several in each layer, and for a prompt they take as long as its products. No family is known by name: a
+module named as an RMS norm is replaced if its results match one of two formulas.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from torch import Tensor, nn
 from sie.native.norm import NormCall, can_normalise, run_norm
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Of a value, relative: in bfloat16 two roundings of 1/256 each, where the compiled one has one."""
+"""Relative to a value: in bfloat16 the library rounds twice by 1/256, the compiled norm once."""
 
 
 class CompiledNorm(nn.Module):
-    """Each row over the root of its mean square, times a weight; its input is (..., width), rows contiguous."""
+    """Divides each row by the root of its mean square, times a weight; input (..., width), rows contiguous."""
 
     def __init__(self, original: nn.Parameter, weight: Tensor, epsilon: float) -> None:
-        """Take the weight (width,), float32, and what it was made of, for a model that looks at it."""
+        """Take the weight (width,), float32, and the original parameter, for a model that reads it."""
         super().__init__()
         self.weight = original
-        self._weight = weight.detach().contiguous()  # not converted with the model: its address is taken once
+        self._weight = weight.detach().contiguous()  # never converted with the model: its address is read only once
         self._call = NormCall(weight=self._weight.data_ptr(), width=len(weight), epsilon=epsilon)
 
     @property
     def factors(self) -> Tensor:
-        """What each value is multiplied with, (width,) float32; it stays where it is."""
+        """The factor of each value, (width,) float32; its address does not change."""
         return self._weight
 
     @property
     def epsilon(self) -> float:
-        """What is added to the mean of squares."""
+        """The number added to the mean of squares."""
         return self._call.epsilon
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return the norms, in the format of the states."""
+        """Return the normalised states, in the format of the input."""
         call = self._call
         if states.is_contiguous():
             out = torch.empty_like(states)
@@ -61,7 +61,7 @@ class CompiledNorm(nn.Module):
 
 
 def compile_norms(model: nn.Module, dtype: torch.dtype) -> int:
-    """Put compiled norms in place of a model's own, on the CPU; return how many. dtype is what the model computes in."""
+    """Replace a model's norms on the CPU with compiled ones; return how many. dtype is the model's compute format."""
     if dtype not in _TOLERANCE or not can_normalise(is_bf16=dtype == torch.bfloat16):
         return 0
     count = 0
@@ -75,7 +75,7 @@ def compile_norms(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def _compiled(norm: Any, dtype: torch.dtype) -> CompiledNorm | None:
-    """Return a compiled norm that computes the same as one of the library's, None where there is none."""
+    """Return a compiled norm with the same results as a library norm, or None if no formula matches."""
     for factors, epsilon in norm_factors(norm):
         states = torch.randn(4, len(factors), generator=torch.Generator().manual_seed(0)).to(dtype) * 3
         expected = norm(states)
@@ -89,7 +89,7 @@ def _compiled(norm: Any, dtype: torch.dtype) -> CompiledNorm | None:
 
 
 def norm_factors(norm: Any) -> list[tuple[Tensor, float]]:
-    """Return what a norm of the library may multiply with, (width,) float32, and its epsilon; none for another module."""
+    """Return a library norm's possible factors, (width,) float32, each with its epsilon; empty for another module."""
     weight: nn.Parameter | None = getattr(norm, "weight", None)
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or weight.dim() != 1 or not isinstance(epsilon, float) or len(list(norm.parameters())) != 1:

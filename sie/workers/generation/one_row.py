@@ -1,7 +1,8 @@
-"""Chooses at load what multiplies one row on a GPU, the library or a kernel, for each shape by measurement.
+"""Chooses at load the faster product with one row on a GPU, the library's or a kernel's, for each shape by measurement.
 
-A stream by itself decodes as fast as its weights are read. How near to that a library comes depends on the shape, the
-device and its version, so both are timed: in a recording, as they will run, over weights that no cache can hold together.
+A single stream decodes as fast as its weights are read. How close the library comes to that speed depends on the shape,
+the device and the library's version. So both are timed in a CUDA graph, as they will run, over more weights than a
+cache can hold.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from sie.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 _TOLERANCE = 2e-2
-"""Largest distance between the two, relative to the largest output: the rounding of 16 bits, and sums in other orders."""
+"""Largest difference, relative to the largest output: 16-bit rounding, and sums in another order."""
 _MOST_LAYERS = 24
 _REPEATS = 5
 _LEAST_GAIN = 0.97
-"""Of the library's time; less than that is noise."""
+"""Share of the library's time; a smaller gain is noise."""
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Takes states (1, 1, k), a weight (n, k) and a bias (n,); returns (1, 1, n)."""
 Measure = Callable[[Multiply, Tensor, Sequence[nn.Linear]], float]
-"""Returns how long a product takes over layers of one shape."""
+"""Returns the time of a product over layers of one shape."""
 
 
 class _Shape(NamedTuple):
@@ -38,9 +39,9 @@ class _Shape(NamedTuple):
 
 
 def choose_products(model: nn.Module, measure: Measure | None = None) -> int:
-    """Let the linear layers of a model on a GPU, in 16 bits, multiply one row by what is faster; return how many changed.
+    """Make a 16-bit model's linear layers on a GPU multiply one row by the faster product; return how many changed.
 
-    Whatever fails leaves the library's.
+    After any failure a layer keeps the library's product.
     """
     by_shape: dict[_Shape, list[nn.Linear]] = {}
     for layer in model.modules():
@@ -51,12 +52,12 @@ def choose_products(model: nn.Module, measure: Measure | None = None) -> int:
     for shape, layers in by_shape.items():
         try:
             with torch.inference_mode():
-                is_faster = _is_faster(layers, measure or measure_recorded)
-        except Exception as error:  # whatever a compiler or the device's library raises
-            _log.info("products of one row stay the library's: %s: %s", type(error).__name__, error)
+                is_faster = _is_faster(layers, measure or measure_captured)
+        except Exception as error:  # a compiler or the device's library may raise anything
+            _log.info("products with one row keep the library's implementation: %s: %s", type(error).__name__, error)
             return count
         if is_faster:
-            _log.info("%d by %d: one row is multiplied by the kernel", shape.outputs, shape.inputs)
+            _log.info("layers of %d by %d: the kernel multiplies one row", shape.outputs, shape.inputs)
             for layer in layers:
                 setattr(layer, "forward", partial(_multiply, layer))  # noqa: B010  # its parameter has a name of its own
             count += len(layers)
@@ -92,8 +93,8 @@ def _multiply(layer: nn.Linear, states: Tensor) -> Tensor:
     return multiply_row(states, layer.weight, layer.bias)
 
 
-def measure_recorded(multiply: Multiply, states: Tensor, layers: Sequence[nn.Linear]) -> float:
-    """Return the least milliseconds that a recording of one product with each layer takes."""
+def measure_captured(multiply: Multiply, states: Tensor, layers: Sequence[nn.Linear]) -> float:
+    """Return the least milliseconds of a CUDA graph that holds one product with each layer."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(states.device)
     stream.wait_stream(torch.cuda.current_stream(states.device))
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""One layer's keys and values in blocks, and the blocks of all layers of a model."""
+"""Holds each layer's keys and values in blocks, and the blocks of all layers of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sie.workers.device.device import move
 
 
 class LayerForm(NamedTuple):
-    """What one layer keeps of a token, (heads, width), and how far it looks back; window None: at everything."""
+    """Shapes (heads, width) of a token's key and value in one layer, and its attention window; None: no limit."""
 
     key_shape: tuple[int, int]
     value_shape: tuple[int, int]
@@ -27,10 +27,10 @@ class LayerForm(NamedTuple):
 
 
 class StepAttention(Protocol):
-    """How the tokens of the running step attend."""
+    """Computes the attention of the running step."""
 
     def attend(self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Keep keys and values (h_kv, t, d) and attend with queries (h, t, d); return (t, h, d_v)."""
+        """Store keys and values (h_kv, t, d) and attend with queries (h, t, d); return (t, h, d_v)."""
         ...
 
 
@@ -40,7 +40,7 @@ class LayerCache:
     __slots__ = ("cache", "keys", "rows_of_keys", "rows_of_values", "values", "window")
 
     def __init__(self, cache: PagedCache, form: LayerForm) -> None:
-        # Cleared memory of a CPU is claimed when it is first written to, not here.
+        # On a CPU, zeroed memory is claimed at the first write, not here.
         shape = (cache.num_blocks + 1, cache.block_tokens)
         self.cache = cache
         self.window = form.window
@@ -51,7 +51,7 @@ class LayerCache:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Of a key's head and a value's."""
+        """Widths of a key head and a value head."""
         return self.keys.shape[3], self.values.shape[3]
 
 
@@ -61,7 +61,7 @@ class PagedCache:
     def __init__(
         self, layers: Sequence[tuple[nn.Module, LayerForm]], num_blocks: int, block_tokens: int, device: torch.device
     ) -> None:
-        """Give each layer's module its blocks; there is one more than num_blocks, the spare one."""
+        """Give each layer's module its blocks: num_blocks and one spare block."""
         self.device = device
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
@@ -72,7 +72,7 @@ class PagedCache:
             setattr(module, _PLACE, layer)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, (from, to); none is both."""
+        """Copy blocks, (from, to); no block may be both."""
         if pairs:
             source, target = move(torch.tensor(pairs, dtype=torch.int64).T.contiguous(), self.device)
             for layer in self.layers:

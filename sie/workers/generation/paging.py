@@ -1,8 +1,8 @@
 """Proves once at load that a causal model runs on paged keys and values, and computes the number of blocks.
 
-No family is known by name. Each layer must come through the attention function, with the window that the configuration
-gives it; then the library's own attention over a whole sequence is the oracle of a step that mixes parts of prompts and
-decoding. A model that fails is refused, and the reason names what is in the way.
+No family is known by name. Each layer must call the attention function, with its configured window. Then steps that mix
+prefill chunks and decoding are compared with the library's own attention over a whole sequence. A model that fails is
+refused, and the error names the reason.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _KNOWN_LAYERS = ("full_attention", "sliding_attention", "attention")
 _MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 """Median distance of the tokens' logits, relative to their spread.
 
-A single one may be far off in 16 bits: behind meaningless tokens a few activations are huge, and so is their rounding,
-under any attention. Of tokens that saw the wrong keys most are off by about 1.
+In 16 bits a single token may be far off: after meaningless tokens a few activations are huge, and so is their rounding,
+under any attention. With wrong keys, most tokens are off by about 1.
 """
 _MIN_BLOCKS = 6
-"""What the comparison takes, with the smallest blocks."""
+"""Blocks that the comparison needs, with the smallest blocks."""
 _NUM_DECODED = 8
 _DRAWN = (Draw(Sampling(temperature=0.0), 0, 0),)
 
@@ -50,9 +50,9 @@ _DRAWN = (Draw(Sampling(temperature=0.0), 0, 0),)
 def make_pageable(
     card: ModelCard, model: Any, device: torch.device, settings: Generation, weights: str
 ) -> TextGenerator:
-    """Return the runner of a model that is on its device; weights names their format.
+    """Return the runner of a model that is on its device; weights names the weight format.
 
-    Raises ModelLoadFailed for a model that is refused.
+    Raises ModelLoadFailed for a model that cannot run on paged keys and values.
     """
     block_tokens = settings.kv_block_tokens
     sequence = _probe_sequence(model, block_tokens)
@@ -76,17 +76,17 @@ def make_pageable(
         runner.reads_in_place = False
         _compare(runner, cache, sequence, expected)
     runner.decoder = choose_decoder(runner, cache, recorder.rules)
-    if runner.record_decoding(settings.max_sequences, per_choice):
+    if runner.capture_decoding(settings.max_sequences, per_choice):
         try:
             _compare(runner, cache, sequence, expected)
         except ModelLoadFailed as error:
-            _log.warning("decode steps are not recorded: %s", error)
-            runner.forget_recording()
+            _log.warning("decode steps run without CUDA graphs: %s", error)
+            runner.drop_graphs()
     return runner
 
 
 def _blocks_of_a_choice(card: ModelCard, block_tokens: int, settings: Generation) -> int:
-    """Return the most blocks of one choice: its whole context, and one for a block that it shared and had copied."""
+    """Return the most blocks of one choice: its whole context, and one for the copy of a shared block."""
     rule = card.generate
     assert rule is not None
     context = min(rule.context_length, settings.max_context_tokens or rule.context_length)
@@ -94,7 +94,7 @@ def _blocks_of_a_choice(card: ModelCard, block_tokens: int, settings: Generation
 
 
 def _probe_sequence(model: Any, block_tokens: int) -> NDArray[np.int32]:
-    """Return the same tokens at every load, over a block and a little more where the model has positions for them."""
+    """Return the same tokens at every load: slightly more than a block, if the model has enough positions."""
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     padding = getattr(config, "pad_token_id", None)
@@ -108,7 +108,7 @@ def _run_whole(model_id: str, model: Any, sequence: NDArray[np.int32], device: t
     ids = torch.from_numpy(sequence.astype(np.int64))[None].to(device)
     try:
         logits = model(input_ids=ids, use_cache=False).logits[0]
-    except Exception as error:  # a foreign architecture may raise whatever it likes
+    except Exception as error:  # an unknown architecture may raise anything
         raise refuse(model_id, f"it does not run: {type(error).__name__}: {error}") from error
     if not torch.isfinite(logits).all():
         raise refuse(model_id, f"its values overflow in {model.dtype}; choose another dtype")
@@ -116,7 +116,7 @@ def _run_whole(model_id: str, model: Any, sequence: NDArray[np.int32], device: t
 
 
 def _record(model_id: str, model: Any, sequence: NDArray[np.int32], device: torch.device) -> Recorder:
-    """Return what the layers that keep keys and values tell, in their order; leaves the model under paged attention."""
+    """Record the layers that keep keys and values, in order. Leaves the model with paged attention."""
     ids = torch.from_numpy(sequence.astype(np.int64))[None].to(device)
     positions = torch.arange(len(sequence), device=device)[None]
     modules = list(model.modules())
@@ -131,7 +131,7 @@ def _record(model_id: str, model: Any, sequence: NDArray[np.int32], device: torc
         attention.stop_recording(modules)
     num_layers = model.config.get_text_config().num_hidden_layers
     if len(recorder.layers) != num_layers:
-        text = f"{len(recorder.layers)} of its {num_layers} layers go through transformers' attention interface"
+        text = f"{len(recorder.layers)} of its {num_layers} layers use transformers' attention interface"
         raise _cannot_page(model_id, model, text)
     return recorder
 
@@ -142,7 +142,7 @@ def _cannot_page(model_id: str, model: Any, reason: str) -> ModelLoadFailed:
 
 
 def _check_layers(model_id: str, config: Any, forms: list[LayerForm]) -> None:
-    """Refuse windows that reach a layer only through a mask: short probes would never see them."""
+    """Refuse a model whose windows reach its layers only through a mask: a short probe cannot detect them."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(forms)
     unknown = sorted({str(kind) for kind in kinds} - {*_KNOWN_LAYERS})
     if unknown:
@@ -150,11 +150,11 @@ def _check_layers(model_id: str, config: Any, forms: list[LayerForm]) -> None:
     by_mask = [i for i, kind in enumerate(kinds) if kind == "sliding_attention" and forms[i].window is None]
     is_on = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if by_mask or (is_on and all(form.window is None for form in forms)):
-        raise refuse(model_id, "its sliding window reaches its layers only as a mask, which is never built")
+        raise refuse(model_id, "its layers get the sliding window only as a mask, and masks are never built")
 
 
 def _count_blocks(model_id: str, block_bytes: int, most: int, device: torch.device, settings: Generation) -> int:
-    """Return how many blocks fit, and no more than all choices of full length could fill. Raises ModelLoadFailed."""
+    """Return the number of blocks that fit, at most `most` (all choices at full length). Raises ModelLoadFailed."""
     num_bytes = settings.kv_cache_bytes or _CPU_CACHE_BYTES
     if device.type == "cuda" and not settings.kv_cache_bytes:
         num_bytes = int(torch.cuda.mem_get_info(device)[0] * settings.kv_cache_share)
@@ -179,7 +179,7 @@ def _compare(runner: TextGenerator, cache: PagedCache, sequence: NDArray[np.int3
                 Slot(sequence[-1 - number : length - number], number, other),
             ]
             distances.append(relative_distance(runner.run_logits(slots)[0], expected[last - 1]))
-    except Exception as error:  # whatever a foreign architecture raises
+    except Exception as error:  # an unknown architecture may raise anything
         raise _cannot_page(runner.card.id, runner.model, f"{type(error).__name__}: {error}") from error
     cache.clear((*own, *other))
     if not median(distances) < _MAX_DIFFERENCE[expected.dtype]:

@@ -1,10 +1,10 @@
 """Decides what the next step of a generating model runs, and which blocks its sequences have. Pure: no clock, no torch.
 
-Every choice whose prompt has been read decodes in each step. Beside them run parts of prompts, up to a budget: half of it
-is for the shortest, so that a short prompt does not wait for a long one, and the rest for the oldest, so that no one
-waits for ever. A sequence is admitted when there are free blocks for all of its tokens and a block for each choice that
-is then running. When a decoding choice finds no block, the newest sequence goes back to wait: its blocks are let go, and
-later its tokens are read again. So the oldest always runs to its end.
+Every choice whose prompt has been read decodes in each step. Prefill chunks run beside them, up to a token budget. Half
+of it goes to the shortest prompts, so that a short prompt does not wait for a long one. The rest goes to the oldest, so
+that none waits for ever. A sequence is admitted when there are free blocks for all its tokens, plus one for each choice
+that then runs. When a decoding choice finds no block, the newest sequence is preempted: its blocks are released, and
+its tokens are read again later. So the oldest always runs to its end.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from sie.workers.generation.sequences import Job, Sequence
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for all of a model's steps."""
+    """Limits on every step of a model."""
 
     block_tokens: int
     max_prefills: int
-    """Most prompts of which a step runs a part."""
+    """Most prefill chunks in a step."""
     is_sharing: bool = True
-    """Whether blocks of equal beginnings are shared."""
+    """Whether sequences with equal beginnings share blocks."""
     max_scored: int = 1 << 30
-    """Most tokens of prompts that a step judges."""
+    """Most prompt tokens that a step scores."""
 
 
 class Part(NamedTuple):
-    """The next `count` tokens of a sequence. is_last: there are no more, so that a token is drawn."""
+    """The next `count` tokens of a sequence. is_last: no more follow, so a token is drawn."""
 
     sequence: Sequence
     count: int
@@ -40,32 +40,32 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one step runs: parts, and their blocks to copy (from, to) before. Copies come again until `Planner.copied`."""
+    """One step: its parts, and the blocks (from, to) to copy first. Copies are planned again until `Planner.copied`."""
 
     parts: list[Part]
     copies: list[tuple[int, int]]
 
 
 class Planner:
-    """The sequences of one model, and its books of blocks."""
+    """Schedules the sequences of one model, and assigns its blocks."""
 
     def __init__(self, pool: BlockPool, limits: Limits) -> None:
         self.pool = pool
         self.limits = limits
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        """Both oldest first."""
+        """`waiting` and `running` are sorted, oldest first."""
         self.num_preempted = self.num_lookups = self.num_hits = 0
         self._was_alone = False
         self._copies: dict[int, int] = {}
-        """Blocks by the block that is to be copied to them: until a step with them has run."""
+        """Source block by the target that it must be copied to, until a step has made the copy."""
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its turn."""
+        """Queue a sequence."""
         insort(self.waiting, sequence, key=_age)
 
     def fork(self, sequence: Sequence, choice: int) -> Sequence:
-        """Add another choice behind a prompt that has just been read; it shares its blocks."""
+        """Add another choice to a prompt that has just been read; both share the prompt's blocks."""
         other = sequence.fork(choice)
         for block in other.blocks:
             self.pool.hold(block)
@@ -73,16 +73,16 @@ class Planner:
         return other
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, waiting or running, and let its blocks go."""
+        """Remove a waiting or running sequence, and release its blocks."""
         self._let_go(sequence)
         (self.running if sequence in self.running else self.waiting).remove(sequence)
 
     def copied(self, plan: Plan) -> None:
-        """Note that the copies of a plan were made, or that those whom they were for have failed."""
+        """Note that the copies of a plan were made, or that their sequences have failed."""
         self.pool.let_go([self._copies.pop(target) for _, target in plan.copies])
 
     def advance(self, part: Part) -> None:
-        """Note that a part has run: what it filled can be shared from now on."""
+        """Note that a part has run: the blocks that it filled can be shared from now on."""
         sequence = part.sequence
         before, sequence.num_computed = sequence.num_computed, sequence.num_computed + part.count
         if self.limits.is_sharing:
@@ -91,9 +91,10 @@ class Planner:
                 self.pool.enter(sequence.blocks[index], self._key(sequence, index))
 
     def plan(self, max_prefill_tokens: int, max_sequences: int) -> Plan | None:
-        """Choose the next step, with at most so many tokens of prompts; None when nothing can run.
+        """Return the next step, with at most max_prefill_tokens prompt tokens, or None when nothing can run.
 
-        At most max_sequences choices run at once; a request of more does so by itself. What must be alone gets every other step: the neighbours of a prompt that takes many must not stand still.
+        At most max_sequences choices run at once. A request with more choices runs by itself. A job that must run alone
+        gets every other step, so that other sequences progress while its long prompt is read.
         """
         for turn in ("others", "alone") if self._was_alone else ("alone", "others", "alone"):
             alone = next((sequence.job for sequence in self.running if _must_be_alone(sequence.job)), None)
@@ -107,7 +108,7 @@ class Planner:
         return None
 
     def _copies_of(self, parts: Collection[Part]) -> list[tuple[int, int]]:
-        """Return the copies that parts need; others' wait for their step, as this one's failure may be told of its own."""
+        """Return the copies that these parts need. Other copies wait: a failed step may cost only its own requests."""
         if not self._copies:
             return []
         size = self.limits.block_tokens
@@ -115,10 +116,10 @@ class Planner:
         return [(source, target) for target, source in self._copies.items() if target in begun]
 
     def _compose(self, alone: Job | None, max_prefill_tokens: int, admitted: Collection[Sequence]) -> list[Part]:
-        """Return the parts of a step: of all but those that must be alone, or of the one job that is."""
+        """Return the parts of a step: of the one job `alone`, or of all jobs that may share a step."""
         parts: list[Part] = []
         for sequence in list(self.running):
-            # Without blocks: an older one has just taken them.
+            # No blocks: an older sequence has just taken them.
             if sequence.num_left != 1 or not sequence.blocks or not _is_turn(sequence.job, alone):
                 continue
             if sequence not in admitted and self._make_room(sequence):
@@ -140,7 +141,7 @@ class Planner:
         return parts
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Give a sequence a block of its own for its next position; False when it had to go back itself."""
+        """Give a sequence its own block for its next position; return False if it was preempted itself."""
         index = sequence.num_computed // self.limits.block_tokens
         is_new = index == len(sequence.blocks)
         while is_new or self._is_shared(sequence.blocks[index]):
@@ -155,24 +156,24 @@ class Planner:
                 sequence.blocks.append(block)
                 return True
             source, sequence.blocks[index] = sequence.blocks[index], block
-            # Its hold on the source passes to the copy, which may have to wait for a step that does not fail.
+            # The sequence's hold on the source passes to the copy, which may wait until a step succeeds.
             self._copies[block] = source
         return True
 
     def _is_shared(self, block: int) -> bool:
-        """Whether a block has holders beside one sequence and the copies that are to be made of it."""
+        """Tell whether a block has other holders than one sequence and the pending copies of the block."""
         holders = self.pool.num_holders(block)
         return holders > 1 and holders - sum(source == block for source in self._copies.values()) > 1
 
     def preempt(self, sequence: Sequence) -> None:
-        """Send a running sequence back to wait, without its blocks."""
+        """Move a running sequence back to the queue, and release its blocks."""
         self._let_go(sequence)
         self.running.remove(sequence)
         self.add(sequence)
         self.num_preempted += 1
 
     def restart(self, sequence: Sequence, rotary_length: int) -> None:
-        """Let a running sequence be read again from its beginning, with the rotary factors of another length."""
+        """Queue a running sequence to be read again from its beginning, with the rotary factors of another length."""
         self._let_go(sequence)
         self.running.remove(sequence)
         sequence.rotate_as(rotary_length)
@@ -187,7 +188,7 @@ class Planner:
         sequence.num_computed = 0
 
     def _admit(self, max_sequences: int) -> list[Sequence]:
-        """Let waiting sequences run, in order, as far as there is room: nobody passes the one in front."""
+        """Start waiting sequences in order, while there is room. No sequence overtakes another."""
         admitted: list[Sequence] = []
         num_running = sum(sequence.num_choices for sequence in self.running) if self.waiting else 0
         while self.waiting:
@@ -203,7 +204,7 @@ class Planner:
         return admitted
 
     def _try_hold_all(self, sequence: Sequence, num_spare: int) -> bool:
-        """Give a waiting sequence blocks for all its tokens, shared as far as it begins like others, or none."""
+        """Give a waiting sequence blocks for all its tokens, or none. Blocks of a known beginning are shared."""
         block_tokens = self.limits.block_tokens
         shared = self._find_shared(sequence)
         num_needed = -(-len(sequence.tokens) // block_tokens) - len(shared)
@@ -217,12 +218,12 @@ class Planner:
         sequence.num_computed = len(shared) * block_tokens
         self.num_lookups += 1
         self.num_hits += bool(shared)
-        if not sequence.job.started_ns:  # later it finds what it wrote itself
+        if not sequence.job.started_ns:  # after that it finds its own blocks
             sequence.job.num_cached = sequence.num_computed
         return True
 
     def _find_shared(self, sequence: Sequence) -> list[int]:
-        """Return the blocks that hold as much of a sequence's beginning as may be shared."""
+        """Return the longest run of shareable blocks that hold a sequence's beginning."""
         if not self.limits.is_sharing:
             return []
         found: list[int] = []
@@ -234,7 +235,7 @@ class Planner:
         return found
 
     def _key(self, sequence: Sequence, index: int) -> bytes:
-        """Return the key of a sequence's full block; those in front of it have theirs."""
+        """Return the key of a sequence's full block, after computing the keys of earlier blocks."""
         keys, size = sequence.keys, self.limits.block_tokens
         while len(keys) <= index:
             start = len(keys) * size
@@ -244,13 +245,13 @@ class Planner:
 
 
 def share_budget(lengths: list[int], max_tokens: int, max_parts: int) -> list[int]:
-    """Return how many tokens of each prompt run: half of max_tokens for the shortest, the rest for the first ones.
+    """Return how many tokens of each prompt run: half of max_tokens for the shortest, the rest for the oldest.
 
-    lengths are of the prompts' tokens that are left, oldest first; at most max_parts prompts get some.
+    lengths are the prompts' remaining tokens, oldest first; at most max_parts prompts get tokens.
     """
     counts = [0] * len(lengths)
     by_age = range(len(lengths))
-    # The oldest one's part comes first, so that max_parts cannot leave it out.
+    # The oldest prompt comes first, so that max_parts cannot leave it out.
     _give(counts, lengths, by_age[:1], max_tokens - max_tokens // 2, max_parts)
     _give(counts, lengths, sorted(by_age, key=lengths.__getitem__), max_tokens // 2, max_parts)
     _give(counts, lengths, by_age, max_tokens - sum(counts), max_parts)

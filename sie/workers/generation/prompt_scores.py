@@ -1,7 +1,7 @@
-"""Keeps the log probabilities of a prompt's own tokens while its request runs: the known ones and the sent ones. Pure.
+"""Holds the log probabilities of a prompt's own tokens while its request runs, and tracks known and sent ones. Pure.
 
-A token is judged by the logits of the position before it, so the first one has none, and each is known once the model has
-read what stands before it. Nothing is told of them before the first token of an answer.
+The logits of the position before a token score it. So the first token has no score, and each other score is known once
+the model has read the tokens before it. No score is sent before the first token of an answer.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from sie.values.generate import PromptPiece
 from sie.workers.model_api import Scored
 
 LEAST_LOGPROB = -9999.0
-"""In the place of minus infinity, which JSON has not; as OpenAI has it."""
+"""Replaces minus infinity, which JSON cannot express; OpenAI's value."""
 _NUMBER_BYTES = 4
 
 
 class PromptScores:
-    """Those of one prompt: entry i is of its token i + 1."""
+    """The scores of one prompt: entry i is for its token i + 1."""
 
     def __init__(self, num_prompt: int, num_top: int) -> None:
         self.num_top = num_top
@@ -30,16 +30,16 @@ class PromptScores:
 
     @property
     def num_unsent(self) -> int:
-        """Entries that their reader has not."""
+        """Entries that are not sent yet."""
         return self.num_scores - self.num_sent
 
     @property
     def entry_bytes(self) -> int:
-        """What one takes in a frame."""
+        """Bytes of one entry in a frame."""
         return _NUMBER_BYTES * (1 + 2 * self.num_top)
 
     def count_rows(self, start: int, count: int) -> int:
-        """Return of how many of count positions from start on the logits are needed."""
+        """Return how many of count positions from start on need their logits."""
         return max(0, min(start + count, self.num_scores) - max(start, self.num_known))
 
     def limit(self, start: int, count: int, max_rows: int) -> int:
@@ -48,7 +48,7 @@ class PromptScores:
         return count if over <= 0 else max(0, max(start, self.num_known) + max_rows - start)
 
     def wanted(self, token_ids: NDArray[np.int32], start: int, count: int) -> Scored | None:
-        """Return what a step is to find out that reads count of the prompt's tokens (t,) from start on; None for nothing."""
+        """Return the tokens to score in a step that reads count prompt tokens (t,) from start on, or None."""
         num_rows = self.count_rows(start, count)
         if not num_rows:
             return None

@@ -1,7 +1,6 @@
-"""The tables by which queries and keys turn with their position, computed as the model's own rotary module does, in
-float32.
+"""Tables of rotary factors for queries and keys by position, in float32, computed by the model's own rotary module.
 
-A table is made once and grows; so rotations that depend on a whole sequence's length have none.
+A table is built once and grows. So rotary factors that depend on a whole sequence's length cannot use one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _LEAST_POSITIONS = 1024
 
 
 class RotaryCall:
-    """One call of a rotary module in a forward pass, which can be made again for other positions."""
+    """A recorded call of a rotary module in a forward pass, repeatable for other positions."""
 
     def __init__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, Tensor]
@@ -29,7 +28,7 @@ class RotaryCall:
 
     @property
     def is_by_position(self) -> bool:
-        """Whether a position turns alike in every step."""
+        """Whether a position has the same factors in every step."""
         return not scalings_of(self.module)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,11 +53,11 @@ class RotaryTable:
 
     @property
     def num_positions(self) -> int:
-        """Positions that it has."""
+        """Number of positions in the table."""
         return len(self.cosines)
 
     def reach(self, num_positions: int) -> None:
-        """Make it as long as that, and somewhat longer; what it had before is no longer valid."""
+        """Extend the table to at least num_positions. The old tensors and their addresses become invalid."""
         length = 1 << (num_positions - 1).bit_length()
         with torch.inference_mode():
             cosines, sines = self._call.at(torch.arange(length)[None])

@@ -1,4 +1,4 @@
-"""A loaded causal model: one step of slots in, one token for each draw out (`sie.workers.generation`)."""
+"""Runs a loaded causal model: takes one step of slots, and returns one token for each draw."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sie.workers.generation.embedding import Embedder
 from sie.workers.generation.gathered import GatheredStep
 from sie.workers.generation.given_tokens import drawing_rows, kept_tokens, score
 from sie.workers.generation.grammar import GrammarCompiler, GrammarMatcher
-from sie.workers.generation.graphs import Answers, DecodeGraphs, try_record
+from sie.workers.generation.graphs import Answers, DecodeGraphs, try_capture
 from sie.workers.generation.masks import FindHidden, MaskThread, find_hidden
 from sie.workers.generation.paged_cache import PagedCache
 from sie.workers.generation.sampling import choose
@@ -36,7 +36,7 @@ from sie.workers.packed.rotation import Lengths, find_rotations
 class TextGenerator:
     """A causal transformers model under paged attention; a `GenerateRunner`.
 
-    A step may run again: it writes the same keys and values, and draws the same numbers.
+    A step can be repeated: it writes the same keys and values, and draws the same numbers.
     """
 
     def __init__(self, card: ModelCard, model: Any, cache: PagedCache, dtype: str) -> None:
@@ -47,7 +47,7 @@ class TextGenerator:
         self.num_blocks = cache.num_blocks
         self.memory_bytes = _count_bytes(model, cache)
         self.read_bytes = _count_read(model)
-        """Bytes of weights that a step of one token reads: all but the table of token embeddings."""
+        """Bytes of weights that a step of one token reads: all except the table of token embeddings."""
         self.model = model
         self._cache = cache
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
@@ -58,18 +58,18 @@ class TextGenerator:
         self._masks = MaskThread()
         self._graphs: DecodeGraphs | None = None
         self.decoder: CompiledDecoder | None = None
-        """What runs the steps of a model that has a compiled form."""
+        """Runs the steps of a model that has a compiled form."""
         self.reads_in_place = can_attend(
             cache.device, cache.dtype, {width for form in cache.layers for width in form.widths}
         )
-        """Whether a GPU's kernels read the blocks; else they are gathered."""
+        """Whether a GPU's kernels read the blocks in place; if not, the blocks are gathered."""
         self._embedder = Embedder(card, model, cache, self._rotations) if "dense" in card.outputs else None
 
     def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> list[tuple[Chosen, ...]]:
-        """Return what each slot's draws chose (`GenerateRunner`).
+        """Return the tokens that each slot's draws chose (`GenerateRunner`).
 
-        Raises BadRequest for an id outside the vocabulary and a grammar that allows nothing, NonFinite when a draw's
-        logits are.
+        Raises BadRequest for an id outside the vocabulary or a grammar that allows no token, NonFinite when a draw's
+        logits are not finite.
         """
         drawing = [slot for slot in slots if slot.draws]
         draws: list[Draw] = [draw for slot in drawing for draw in slot.draws]
@@ -83,10 +83,10 @@ class TextGenerator:
         return [tuple(next(chosen) for _ in slot.draws) for slot in slots]
 
     def _hiding(self, draws: Sequence[Draw]) -> AbstractContextManager[FindHidden | None]:
-        """Return what finds what the grammars of a step hide, begun at once where a core has nothing else to do.
+        """Return a function that gives the grammar masks of a step; it starts at once if a core is free.
 
-        Where each core has its part of the forward pass, whose parts wait for each other, a thread beside it makes a step
-        longer than the masks take behind it.
+        When the forward pass uses every core, its threads wait for each other. A mask thread beside it then costs more
+        time than computing the masks afterwards.
         """
         if all(draw.matcher is None for draw in draws):
             return nullcontext()
@@ -96,7 +96,7 @@ class TextGenerator:
 
     @torch.inference_mode()
     def run_logits(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
-        """Return the logits (k, vocabulary) behind the tokens that `kept_tokens` names of each slot. Raises BadRequest."""
+        """Return the logits (k, vocabulary) after the `kept_tokens` of each slot. Raises BadRequest."""
         return self._run(slots, copies).logits
 
     def _run(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> Answers:
@@ -105,14 +105,14 @@ class TextGenerator:
         self._cache.copy(copies)
         if self.decoder is not None:
             return Answers(self.decoder.run(slots))
-        recorded = None if self._graphs is None else self._graphs.run(slots)
-        if recorded is not None and all(slot.draws for slot in slots):
-            return recorded
-        if recorded is not None:
+        captured = None if self._graphs is None else self._graphs.run(slots)
+        if captured is not None and all(slot.draws for slot in slots):
+            return captured
+        if captured is not None:
             kept = [i for i, slot in enumerate(slots) if kept_tokens(slot)]
-            return Answers(recorded.logits[move(torch.tensor(kept, dtype=torch.int64), self._cache.device)])
+            return Answers(captured.logits[move(torch.tensor(kept, dtype=torch.int64), self._cache.device)])
         layout = lay_out(slots, self.block_tokens, self.num_blocks)
-        if not self.reads_in_place:  # the kernels read no row that was not written
+        if not self.reads_in_place:  # the kernels read only rows that were written
             self._cache.clear(layout.unfilled)
         rows = [
             end - len(slot.token_ids) + 1 + token
@@ -126,7 +126,7 @@ class TextGenerator:
         return StepOutputs(self.run_tokens(step.inputs))
 
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
-        """Return the dense rows of a card that has that output (`sie.workers.runners.TokenRunner`)."""
+        """Return the dense rows, for a card with that output (`sie.workers.runners.TokenRunner`)."""
         assert self._embedder is not None
         self._take_device()
         for ids in token_ids:
@@ -134,7 +134,7 @@ class TextGenerator:
         return self._embedder.run(token_ids)
 
     def least_length(self, length: int) -> int:
-        """Return the least length with the rotary factors of a sequence of this length (`GenerateRunner`)."""
+        """Return the least length that has the same rotary factors as a sequence of this length (`GenerateRunner`)."""
         return 0 if self._rotations is None else self._rotations.least_length(length)
 
     def compile_grammar(self, kind: str, text: str) -> Matcher:
@@ -142,31 +142,31 @@ class TextGenerator:
         return self._grammars.compile(kind, text, self.vocab_size)
 
     def prepare_grammars(self) -> None:
-        """Do what the first grammar would have to wait for. Raises BadRequest for a tokenizer that cannot be read."""
+        """Read the vocabulary before the first grammar needs it. Raises BadRequest for an unreadable tokenizer."""
         self._grammars.read_vocabulary(self.vocab_size)
 
     def _take_device(self) -> None:
-        """Let this thread, which is not that of the load, launch on the model's GPU: Triton and recordings go by that."""
+        """Select the model's GPU in this thread, which did not load the model: Triton and CUDA graphs require it."""
         if self._cache.device.type == "cuda":
             torch.cuda.set_device(self._cache.device)
 
     def _check(self, token_ids: NDArray[np.integer]) -> None:
-        """Raise BadRequest for an id outside the vocabulary, which would end the process on a GPU."""
+        """Raise BadRequest for an id outside the vocabulary: on a GPU it would end the process."""
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab_size:
             raise BadRequest(f"a token id is outside the vocabulary of {self.vocab_size}")
 
-    def record_decoding(self, max_sequences: int, max_blocks: int) -> bool:
-        """Record decode steps as CUDA graphs, where the kernels read the blocks; return whether that went well."""
+    def capture_decoding(self, max_sequences: int, max_blocks: int) -> bool:
+        """Capture decode steps as CUDA graphs, if the kernels read blocks in place; return whether that succeeded."""
         if self.reads_in_place:
-            self._graphs = try_record(self._cache, self._run_model, max_sequences, max_blocks)
+            self._graphs = try_capture(self._cache, self._run_model, max_sequences, max_blocks)
         return self._graphs is not None
 
-    def forget_recording(self) -> None:
-        """Run decode steps kernel by kernel from now on."""
+    def drop_graphs(self) -> None:
+        """Run decode steps without CUDA graphs from now on."""
         self._graphs = None
 
     def _forward(self, layout: StepLayout, rows: Sequence[int]) -> Tensor:
-        """Return the logits (k, vocabulary) behind the given tokens of the step's row."""
+        """Return the logits (k, vocabulary) after these tokens of the step's row."""
         cache = self._cache
         step = MixedStep if self.reads_in_place else GatheredStep
         cache.step = step(layout, cache.device, cache.dtype)
@@ -183,9 +183,9 @@ class TextGenerator:
             cache.step = None
 
     def _run_model(self, token_ids: Tensor, positions: Tensor, kept: Tensor | None, lengths: Lengths | None) -> Tensor:
-        """Return the logits (k, vocabulary) of the kept rows (k,) of a row (1, t); None: of all.
+        """Return the logits (k, vocabulary) of the kept tokens (k,) in a row (1, t); None: of all.
 
-        lengths are the tokens' rotary lengths (t,), read where the model's factors follow them.
+        lengths are the tokens' rotary lengths (t,), used if the model's rotary factors depend on them.
         """
         rows = {"logits_to_keep": kept} if self._takes_rows and kept is not None else {}
         rotations = self._rotations
@@ -195,7 +195,7 @@ class TextGenerator:
 
 
 def _restart_length(model: Any) -> int:
-    """Return the length at which the library's own generation drops a cache of keys (Phi-3 and its kin), 0 for never."""
+    """Return the length at which the library's own generation drops its key cache (Phi-3 and others), or 0 if never."""
     name = "original_max_position_embeddings"
     is_dropped = name in type(model).prepare_inputs_for_generation.__code__.co_names
     original = getattr(model.config, name, None)

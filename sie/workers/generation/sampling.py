@@ -1,10 +1,9 @@
 """Turns a step's logits into tokens: penalties, bias, temperature, filters and the draw, in the order of `Sampling`.
 
-All draws of a step go together, on the device, with one wait for it; log probabilities, and a nucleus of very many tokens,
-cost another. What a draw chooses depends on its own logits and
-`Sampling` alone: the number it draws comes from (seed, choice, position), and which way it goes through the code never
-depends on the draws beside it.
-Source: the generation sheet, section 3.1 (its meaning of each field, and their order).
+All draws of a step run together on the device, with one wait for it. Log probabilities, and a nucleus of very many
+tokens, cost a second wait. The result of a draw depends only on its own logits and `Sampling`: its random number comes
+from (seed, choice, position), and its code path never depends on other draws.
+Source: the generation sheet, section 3.1 (the meaning of each field, and their order).
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from sie.workers.generation.masks import FindHidden, Hidden, find_hidden
 from sie.workers.model_api import Chosen, Draw
 
 _GREEDY_BELOW = 1e-7
-"""A lower temperature takes the likeliest token."""
+"""Below this temperature, a draw takes the likeliest token."""
 _NUM_CANDIDATES = 1024
-"""Likeliest tokens that nearly always hold all that a draw keeps; where they do not, all tokens are sorted for it."""
+"""The likeliest tokens, which nearly always include all that a draw keeps; if not, all its tokens are sorted."""
 _NOT_FINITE = -1
-"""In the place of a token: its logits are not finite."""
+"""Replaces a token when its logits are not finite."""
 _FURTHER = -2
-"""In the place of a token: what it is drawn from is not all among the candidates."""
+"""Replaces a token when the candidates do not include every token that the draw keeps."""
 _MASK64 = (1 << 64) - 1
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """Return a number in [0, 1) that only the arguments decide, with 53 random bits.
+    """Return a number in [0, 1) with 53 random bits, determined by the arguments.
 
     Source: SplitMix64's finaliser, Steele, Lea and Flood 2014, over each argument in turn.
     """
@@ -57,9 +56,9 @@ def choose(
 ) -> list[Chosen]:
     """Choose one token for each draw; draws[i] is from logits[rows[i]].
 
-    logits (k, vocabulary), any float; best (k,) what `likeliest` gives for them, where that is there. hidden: where somebody
-    has begun to compute what grammars hide. Raises NonFinite when a draw's logits are, BadRequest for a grammar that
-    allows nothing.
+    logits (k, vocabulary), any float. best (k,): the result of `likeliest`, if already computed. hidden: returns the
+    grammar masks, if their computation has started. Raises NonFinite when a draw's logits are not finite, BadRequest
+    for a grammar that allows no token.
     """
     if all(_is_plain(draw) for draw in draws):
         found = read(likeliest(logits) if best is None else best).tolist()
@@ -73,7 +72,7 @@ def choose(
         own = [i for i in sampled if _is_filtered(draws[i].sampling) == is_filtered]
         if own:
             token_ids = _drawn(token_ids, scores, own, draws, _draw_filtered if is_filtered else _draw_unfiltered)
-    # All that was launched is behind one wait.
+    # One wait for everything launched so far.
     chosen = _checked(read(token_ids).tolist())
     further = [i for i, token_id in enumerate(chosen) if token_id == _FURTHER]
     if further:
@@ -83,9 +82,9 @@ def choose(
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """Return the likeliest token of each row (k, vocabulary), (k,) int64, of equals the first; -1 for what is not finite."""
+    """Return the likeliest token of each row (k, vocabulary) as (k,) int64, the first of equals; -1 if not finite."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        numbers = logits.numpy()  # whose maximum of a vocabulary takes a tenth of the time
+        numbers = logits.numpy()  # numpy finds the maximum in a tenth of the time
         places = numbers.argmax(1)
         return torch.from_numpy(np.where(np.isfinite(numbers[np.arange(len(places)), places]), places, _NOT_FINITE))
     best, token_ids = logits.max(-1)
@@ -101,19 +100,19 @@ def _checked(token_ids: list[int]) -> list[int]:
 def _drawn(
     token_ids: Tensor, scores: Tensor, own: Sequence[int], draws: Sequence[Draw], draw: Callable[..., Tensor]
 ) -> Tensor:
-    """Return token_ids (n,) with those of own draws drawn, but for what is not finite."""
+    """Return token_ids (n,) with the tokens of own draws drawn, except for rows that are not finite."""
     index = _to(own, scores.device)
     found = draw(scores[index], [draws[i] for i in own])
     return token_ids.index_copy(0, index, torch.where(token_ids[index] == _NOT_FINITE, _NOT_FINITE, found))
 
 
 def is_greedy(sampling: Sampling) -> bool:
-    """Tell whether the likeliest token is taken, and no number is drawn."""
+    """Tell whether a draw takes the likeliest token, without a random number."""
     return sampling.temperature < _GREEDY_BELOW or sampling.top_k == 1
 
 
 def _is_plain(draw: Draw) -> bool:
-    """Tell whether the likeliest token by the model's own logits is all that is wanted."""
+    """Tell whether a draw needs only the likeliest token of the unchanged logits."""
     return (
         is_greedy(draw.sampling)
         and not draw.forbidden
@@ -132,7 +131,7 @@ def _has_penalty(draw: Draw) -> bool:
 
 
 def _is_filtered(sampling: Sampling) -> bool:
-    """Tell whether top_k or top_p keeps some tokens only; min_p needs no order."""
+    """Tell whether top_k or top_p removes tokens; min_p needs no order."""
     return sampling.top_k > 0 or 0 < sampling.top_p < 1
 
 
@@ -144,7 +143,7 @@ def _to(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _adjusted(raw: Tensor, draws: Sequence[Draw], hidden: Sequence[Hidden]) -> Tensor:
-    """Return the logits (n, vocabulary) with penalties and bias, and -inf for what must not be chosen."""
+    """Return the logits (n, vocabulary) with penalties and bias, and -inf for forbidden tokens."""
     scores = raw
     by_grammar = iter(hidden)
     for i, draw in enumerate(draws):
@@ -165,7 +164,7 @@ def _adjusted(raw: Tensor, draws: Sequence[Draw], hidden: Sequence[Hidden]) -> T
 
 
 class _Edit(NamedTuple):
-    """What changes a row of logits: counted ids, ids with a bias, and what is hidden: as a mask, or by its ids."""
+    """Changes to a row of logits: ids with counts, ids with a bias, and hidden tokens as a mask or as ids."""
 
     seen: tuple[Tensor, Tensor] | None
     biased: tuple[Tensor, Tensor] | None
@@ -192,7 +191,7 @@ def _edit(draw: Draw, vocab_size: int, by_grammar: Hidden | None) -> _Edit | Non
 
 
 def _penalise(row: Tensor, seen: tuple[Tensor, Tensor], sampling: Sampling) -> None:
-    """Lower what is in the history: by presence, by each time, then by the factor of repetition."""
+    """Apply the presence, frequency and repetition penalties, in this order, to the tokens in the history."""
     ids, counts = (move(numbers, row.device) for numbers in seen)
     values = row[ids] - sampling.presence_penalty - sampling.frequency_penalty * counts
     factor = sampling.repetition_penalty
@@ -211,7 +210,7 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 def _drop_unlikely(kept: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Return probabilities with 0 for those under min_p times the largest."""
+    """Return probabilities with 0 for tokens below min_p times the largest."""
     least = [draw.sampling.min_p if 0 < draw.sampling.min_p < 1 else 0.0 for draw in draws]
     if not any(least):
         return kept
@@ -223,7 +222,7 @@ def _draw_unfiltered(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _draw_filtered(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Draw among the likeliest tokens, best first and of equals the first; -2 where these are not all that it takes."""
+    """Draw among the likeliest tokens, sorted by probability, then id; -2 if the draw may need other tokens too."""
     probabilities = _probabilities(scores, draws)
     vocab_size = scores.shape[1]
     width = min(max(_NUM_CANDIDATES, *(draw.sampling.top_k + 1 for draw in draws)), vocab_size)
@@ -232,7 +231,7 @@ def _draw_filtered(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     chosen = ids.gather(1, _invert(_drop_unlikely(kept, draws), draws)[:, None])[:, 0]
     if width == vocab_size:
         return chosen
-    # Of equals topk leaves any out: what is as likely as its last one has to be looked for among all.
+    # topk may leave out any of several equals: if a kept token ties with its last one, all tokens must be sorted.
     return chosen.masked_fill_(((kept > 0) & (kept <= values[:, -1:])).any(-1), _FURTHER)
 
 
@@ -244,14 +243,14 @@ def _draw_sorted(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _first_of_equals(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what topk found, (n, k) each, with equals in the order of their ids: its own order is that of its algorithm."""
+    """Return the results of topk, (n, k) each, with equals in the order of their ids, which topk does not guarantee."""
     ids, order = ids.sort(dim=-1)
     values, places = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(1, places)
 
 
 def _keep_likeliest(values: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Return probabilities (n, k), best first, with 0 behind each draw's top_k and nucleus."""
+    """Return probabilities (n, k), best first, with 0 after each draw's top_k and nucleus."""
     top_p = [draw.sampling.top_p if 0 < draw.sampling.top_p < 1 else math.inf for draw in draws]
     top_k = [float(draw.sampling.top_k or math.inf) for draw in draws]
     before = values.cumsum(-1, dtype=torch.float64) - values
@@ -261,21 +260,21 @@ def _keep_likeliest(values: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _invert(weights: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Return the place in each row (n, v) of weights where each draw's number falls; never one without weight.
+    """Return the index in each row (n, v) of weights where the draw's number falls; its weight is never 0.
 
-    Of weights that are not finite any place: they are told of once all is launched, and until then no place is outside.
+    For weights that are not finite, any valid index is returned: the error is raised after everything is launched.
     """
     numbers = [uniform(draw.sampling.seed, draw.choice, draw.position) for draw in draws]
     sums = weights.cumsum(-1, dtype=torch.float64)
     total = sums[:, -1:].contiguous()
     target = move(torch.tensor(numbers, dtype=torch.float64), weights.device)[:, None] * total
     places = torch.searchsorted(sums, target, right=True)
-    # Rounding may put a target at the total, behind the last weight.
+    # Rounding may put a target at the total, after the last weight.
     last = torch.searchsorted(sums, total, right=False)
     return torch.minimum(places, last)[:, 0].clamp_(max=weights.shape[1] - 1)
 
 
-# --- what a draw wants to know --------------------------------------------------------------------------------------
+# --- log probabilities ----------------------------------------------------------------------------------------------
 
 
 def _with_logprobs(raw: Tensor, chosen: Sequence[int], draws: Sequence[Draw]) -> list[Chosen]:
@@ -285,7 +284,7 @@ def _with_logprobs(raw: Tensor, chosen: Sequence[int], draws: Sequence[Draw]) ->
         logprobs = raw[_to(wanted, raw.device)].log_softmax(-1)
         own = logprobs.gather(1, _to([chosen[i] for i in wanted], raw.device)[:, None])
         values, ids = logprobs.topk(min(max(draws[i].logprobs or 0 for i in wanted), raw.shape[1]), dim=-1)
-        # A float64 holds each id and each float32: one copy.
+        # A float64 holds every id and every float32, so one copy is enough.
         rows = read(torch.cat((own.double(), values.double(), ids.double()), 1)).tolist()
         width = values.shape[1]
         for i, (logprob, *best) in zip(wanted, rows, strict=True):

@@ -1,7 +1,7 @@
-"""A request to generate while it runs: a job, and a sequence of tokens for each of its choices. Pure.
+"""Holds a running request to generate: a job, and a sequence of tokens for each of its choices. Pure.
 
-A job begins as one sequence, its prompt, which draws the first token of every choice; then each choice is a sequence of
-its own. What a job was asked by, `Job.request`, is opaque here.
+A job starts with one sequence, its prompt, which draws the first token of every choice. Then each choice has its own
+sequence. `Job.request` is opaque here.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LEAST_CAPACITY = 32
 
 
 class Tokens:
-    """The ids of one sequence, which only grows."""
+    """The token ids of one sequence, which only grows."""
 
     __slots__ = ("_ids", "_length")
 
     def __init__(self, token_ids: NDArray[np.int32]) -> None:
-        """Begin with a copy of token_ids (t,)."""
+        """Start with a copy of token_ids (t,)."""
         self._length = len(token_ids)
         self._ids = np.empty(self._length + _LEAST_CAPACITY, np.int32)
         self._ids[: self._length] = token_ids
@@ -41,12 +41,12 @@ class Tokens:
         self._length += 1
 
     def view(self, start: int, end: int) -> NDArray[np.int32]:
-        """Return the ids at positions start to end - 1: valid until the next `append`."""
+        """Return a view of the ids at positions start to end - 1, valid until the next `append`."""
         return self._ids[start : min(end, self._length)]
 
 
 class Job:
-    """One request to generate. number tells which came first."""
+    """One request to generate. A lower number is older."""
 
     __slots__ = (
         "first_token_ns", "forbidden", "is_alone", "is_proven", "last_token_ns", "matchers", "num_cached",
@@ -68,22 +68,22 @@ class Job:
         self.num_prompt = num_prompt
         self.number = number
         self.is_alone = is_alone
-        """Its request was running when a worker died: until it is proven, it shares no step."""
+        """Whether its request was running when a worker died: until it is proven, it shares no step."""
         self.is_proven = False
-        """Whether it has come through a decode step: until then its request is suspected if the worker dies."""
+        """Whether it has survived a decode step: until then its request is a suspect if the worker dies."""
         ends = () if task.ignore_eos else eos_token_ids
         self.stops = frozenset((*ends, *task.stop_token_ids))
         self.forbidden = tuple(set(eos_token_ids) - self.stops)
         self.scores = None if task.prompt_logprobs is None else PromptScores(num_prompt, task.prompt_logprobs)
         self.matchers: list[Matcher] = []
-        """One for each choice, where there is a grammar and once it is compiled."""
+        """One for each choice, once its grammar, if any, is compiled."""
         self.sequences: list[Sequence] = []
-        """Its sequences that go on, or of which something is to be sent."""
+        """Its sequences that still run or have unsent output."""
         self.num_cached = self.num_generated = 0
         self.started_ns = self.first_token_ns = self.last_token_ns = 0
 
     def choice_draw(self, choice: int, tokens: Tokens) -> Draw:
-        """Return the draw of the next token of a choice whose sequence holds these tokens."""
+        """Return the draw of a choice's next token, after these tokens."""
         task = self.task
         sampling = task.sampling
         counts = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
@@ -101,7 +101,7 @@ class Job:
 
 
 class Sequence:
-    """One choice of a job; before the prompt has been read, the first one stands for all."""
+    """One choice of a job. Until the prompt has been read, the first choice represents all."""
 
     __slots__ = (
         "age", "blocks", "choice", "finish", "first_key", "is_first", "job", "keys", "logprobs", "num_computed",
@@ -109,39 +109,39 @@ class Sequence:
     )  # fmt: skip
 
     def __init__(self, job: Job, choice: int, tokens: Tokens, rotary_length: int = 0) -> None:
-        """Begin with a prompt, whose positions have the rotary factors of rotary_length (`Slot`)."""
+        """Start with a prompt, whose positions have the rotary factors of rotary_length (`Slot`)."""
         self.job = job
         self.choice = choice
         self.age = (job.number, choice)
-        """The smaller, the older; it decides who waits for whom."""
+        """A smaller age is older; younger sequences wait for older ones."""
         self.tokens = tokens
         self.blocks: list[int] = []
         self.rotate_as(rotary_length)
         self.num_computed = 0
-        """Positions whose keys and values are in its blocks."""
+        """Number of positions whose keys and values are in its blocks."""
         self.num_sent = self.num_unsent = 0
-        """Tokens of the answer that its reader has, and has not."""
+        """Sent and unsent tokens of the answer."""
         self.logprobs: list[TokenLogprob] = []
-        """Of the tokens that are not sent, where they are wanted."""
+        """Of the unsent tokens, if requested."""
         self.finish = ""
         self.is_first = choice == 0
-        """Whether its next draw is that of all choices: it is the prompt."""
+        """Whether its next draw is for all choices, since it holds the prompt."""
 
     def rotate_as(self, rotary_length: int) -> None:
-        """Take the rotary factors of another length; nothing of what it has computed is its own any more."""
+        """Take the rotary factors of another length. The keys and values computed before become invalid."""
         self.rotary_length = rotary_length
         self.first_key = first_key(self.job.task.salt, rotary_length)
         self.keys: list[bytes] = []
-        """Of its full blocks, as far as they were needed."""
+        """Keys of its full blocks, as far as they were needed."""
 
     @property
     def num_left(self) -> int:
-        """Tokens that the next steps have to read before one can be drawn."""
+        """Tokens that must be read before the next draw."""
         return len(self.tokens) - self.num_computed
 
     @property
     def num_choices(self) -> int:
-        """Choices that it is, or becomes."""
+        """Choices that it represents."""
         return self.job.task.num_choices if self.is_first else 1
 
     @property
@@ -151,19 +151,19 @@ class Sequence:
 
     @property
     def max_shared(self) -> int:
-        """Most tokens from the beginning on that need not be run: not the last, nor where the prompt is judged."""
+        """Most leading tokens that may be shared instead of run: not the last, nor unscored ones of a scored prompt."""
         scores = self.job.scores
         return len(self.tokens) - 1 if scores is None else min(len(self.tokens) - 1, scores.num_known)
 
     def scored(self, count: int) -> Scored | None:
-        """Return what is to be found out of the prompt while the next `count` tokens are read."""
+        """Return the prompt tokens to score while the next `count` tokens are read."""
         job = self.job
         if job.scores is None:
             return None
         return job.scores.wanted(self.tokens.view(0, job.num_prompt), self.num_computed, count)
 
     def draws(self) -> tuple[Draw, ...]:
-        """Return the draws behind its last token; none where only the prompt is read."""
+        """Return the draws after its last token; empty if the request only reads the prompt."""
         job = self.job
         if not job.task.max_tokens:
             return ()
@@ -172,7 +172,7 @@ class Sequence:
         return (job.choice_draw(self.choice, self.tokens),)
 
     def fork(self, choice: int) -> Sequence:
-        """Return another choice behind the same prompt, which has its blocks, too; the caller holds them for it."""
+        """Return another choice of the same prompt, with the same blocks; the caller must `hold` them."""
         other = Sequence(self.job, choice, Tokens(self.tokens.view(0, len(self.tokens))), self.rotary_length)
         other.blocks = list(self.blocks)
         other.keys = list(self.keys)

@@ -1,8 +1,8 @@
 """Joins linear layers that read the same input into one layer, whose output they share.
 
-Queries, keys and values, or the two halves of a gated layer: no family is known by name. Which layers get one and the
-same tensor is seen in a forward pass. Fewer, larger products read their weights faster, and each call less is time that
-the device does not wait.
+Examples are queries, keys and values, or the two halves of a gated layer. No family is known by name: a forward pass
+shows which layers get the same tensor. Fewer, larger products read their weights faster, and fewer calls mean less idle
+time of the device.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sie.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 _MAX_DIFFERENCE = 1e-4
-"""Of the logits, relative to the largest: sums of other lengths are rounded otherwise."""
+"""Of the logits, relative to the largest: sums of other lengths round differently."""
 
 
 class SharedLinear(nn.Module):
-    """Layers in one: outputs one behind the other. It remembers them until each of the layers has had its own."""
+    """Several layers in one, with concatenated outputs. It caches the outputs until each layer has read its own."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        """Take layers of equal inputs; their weights become views of the common one."""
+        """Take layers with the same input; their weights become views of the common weight."""
         super().__init__()
         weights = torch.cat([layer.weight.data for layer in layers])
         has_bias = layers[0].bias is not None
@@ -37,18 +37,18 @@ class SharedLinear(nn.Module):
         for layer in layers:
             layer.weight.data = weights[first : first + layer.out_features]
             first += layer.out_features
-        # In a list, since a module's own attributes take microseconds to set: input, outputs, how many layers want them.
+        # Input, outputs, and layers still to read. In a list, since setting a module's attribute takes microseconds.
         self._last: list[Any] = [None, None, 0]
         self._num_layers = len(layers)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return all outputs; once for each tensor, told by its identity."""
+        """Return all outputs; compute them once for each tensor, compared by identity."""
         last = self._last
         if last[0] is not states:
             last[:] = states, self.layer(states), self._num_layers
         output: Tensor = last[1]
         last[2] -= 1
-        if not last[2]:  # kept, those of a long prompt would take gigabytes of a GPU
+        if not last[2]:  # outputs of a long prompt would hold gigabytes of GPU memory
             last[:] = None, None, 0
         return output
 
@@ -56,7 +56,7 @@ class SharedLinear(nn.Module):
 
 
 class Share(nn.Module):
-    """One of the layers of a `SharedLinear`, in the place of the original. Only the first owns it, as modules do."""
+    """Replaces one original layer of a `SharedLinear`. Only the first one has it as a submodule."""
 
     def __init__(self, shared: SharedLinear, first: int, last: int, *, owns: bool) -> None:
         super().__init__()
@@ -68,12 +68,12 @@ class Share(nn.Module):
 
     @property
     def source(self) -> SharedLinear:
-        """The layers in one that it is a part of."""
+        """The joined layer that it is a part of."""
         return self._holder[0]
 
     @property
     def outputs(self) -> slice:
-        """Which outputs of the common layer are its own."""
+        """Its outputs within the joined layer."""
         return slice(self._first, self._last)
 
     def forward(self, states: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Share(nn.Module):
 
 
 def common_layer(parts: Sequence[Any]) -> nn.Module | None:
-    """Return the layer whose outputs these modules are, one behind the other and nothing besides; None for any others."""
+    """Return the layer whose outputs are exactly these modules' outputs, in order, or None for other modules."""
     shares = [part for part in parts if isinstance(part, Share)]
     if not shares or len(shares) != len(parts):
         return None
@@ -96,11 +96,11 @@ def common_layer(parts: Sequence[Any]) -> nn.Module | None:
 
 
 def share_inputs(model: Any, sample: Tensor) -> int:
-    """Join a float32 model's layers, in place; return how many became others' parts. sample is token ids (1, t).
+    """Join a float32 model's layers in place; return how many were joined. sample is token ids (1, t).
 
-    Where the joined model fails or gives other logits, everything is put back.
+    If the joined model fails or its logits differ, all original layers are restored.
     """
-    with torch.no_grad():  # not inference_mode: what is made here stays
+    with torch.no_grad():  # not inference_mode: the new parameters remain in the model
         with _watching(model) as calls:
             expected = model(input_ids=sample, use_cache=False).logits
         groups = _groups(model, calls)
@@ -110,8 +110,8 @@ def share_inputs(model: Any, sample: Tensor) -> int:
         try:
             found = model(input_ids=sample, use_cache=False).logits
             is_same = float((found - expected).abs().max()) <= _MAX_DIFFERENCE * float(expected.abs().max())
-        except Exception as error:  # whatever a foreign architecture raises, it runs as it was
-            _log.info("layers stay apart: %s: %s", type(error).__name__, error)
+        except Exception as error:  # an unknown architecture may raise anything; it runs with its original layers
+            _log.info("linear layers are not joined: %s: %s", type(error).__name__, error)
             is_same = False
     if not is_same:
         for parent, name, layer in originals:
@@ -122,7 +122,7 @@ def share_inputs(model: Any, sample: Tensor) -> int:
 
 @contextmanager
 def _watching(model: nn.Module) -> Iterator[list[tuple[nn.Linear, Tensor]]]:
-    """Note which linear layer gets which tensor; holding the tensors keeps their identities apart."""
+    """Record each linear layer's input tensor; holding the tensors keeps their identities distinct."""
     calls: list[tuple[nn.Linear, Tensor]] = []
 
     def note(layer: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -137,7 +137,7 @@ def _watching(model: nn.Module) -> Iterator[list[tuple[nn.Linear, Tensor]]]:
 
 
 def _groups(model: nn.Module, calls: list[tuple[nn.Linear, Tensor]]) -> list[tuple[nn.Module, list[str]]]:
-    """Return, for each parent, the names of its layers that got one tensor and are alike."""
+    """Return, for each parent, the names of its layers that got the same tensor and agree on having a bias."""
     places = {child: (parent, name) for parent in model.modules() for name, child in parent.named_children()}
     tied = [id(weight) for _, weight in model.named_parameters(remove_duplicate=False)]
     by_input: dict[tuple[int, int, bool], list[str]] = {}

@@ -1,7 +1,6 @@
-"""Runs one forward pass of a generating model: slots from a plan's parts, and the recovery when the pass fails.
+"""Runs one forward pass of a generating model: makes slots from a plan's parts, and recovers if the pass fails.
 
-No part of a failed pass has given a token, so its parts can run again: writing the same keys and values twice changes
-nothing.
+A failed pass gives no tokens, so its parts can run again. Writing the same keys and values twice changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Result = tuple[Chosen, ...] | SieError
 
 
 class StepSize(NamedTuple):
-    """What a step runs: sequences, choices among them that decode, and tokens of prompts."""
+    """The size of a step: its sequences, the choices among them that decode, and its prompt tokens."""
 
     num_sequences: int
     num_decode: int
@@ -30,7 +29,7 @@ class StepSize(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> StepSize:
-        """Return the size of a step of these parts; the only token of a prompt counts as decoded."""
+        """Return the size of a step of these parts; a prompt part of one token counts as decoding."""
         counts = [part.count for part in parts]
         return cls(len(parts), counts.count(1), sum(count for count in counts if count > 1))
 
@@ -41,9 +40,9 @@ class StepSize(NamedTuple):
 
 
 def run_parts(runner: GenerateRunner, plan: Plan, begin: Callable[[Sequence[Part]], None]) -> list[Result] | None:
-    """Return what each part gave: tokens, none where a prompt goes on, or its own error; None without memory.
+    """Return each part's tokens (empty if its prompt continues) or its own error; None when out of memory.
 
-    When a pass of several parts fails, each runs by itself. Raises DeviceLostError when nothing more can be computed.
+    When a pass of several parts fails, each runs by itself. Raises DeviceLostError when the device is lost.
     """
     begin(plan.parts)
     try:
@@ -81,7 +80,7 @@ def _recover(
         return [error]
     results: list[Result] = []
     for part in plan.parts:
-        # Its own copy alone: another's would overwrite what that one has written since.
+        # Only its own copy: another part's copy would overwrite data that the other part has written since.
         block = part.sequence.blocks[part.sequence.num_computed // runner.block_tokens]
         own = Plan([part], [copy for copy in plan.copies if copy[1] == block])
         result = run_parts(runner, own, begin)

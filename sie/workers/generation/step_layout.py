@@ -1,7 +1,7 @@
-"""Lays out the tokens of a generating step: in its row, in the blocks of keys and values, and what each may see.
+"""Lays out the tokens of a generating step: their order in its row, their key/value rows, and their visible blocks.
 
-Pure arithmetic on numbers of blocks, in numpy. A step's row holds the sequences that decode one token first, those of
-like length side by side, and behind them the parts of prompts one after another.
+Pure arithmetic on block numbers, in numpy. A step's row starts with the sequences that decode one token, sorted by
+length. The prefill chunks follow one after another.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from sie.workers.model_api import Slot
 
 
 class DecodeGroup(NamedTuple):
-    """Tokens first to first + n of a step's row, each the last of its sequence, that read their blocks together.
+    """Tokens first to first + n - 1 of a step's row, each the last of its sequence, that read their blocks together.
 
-    table (n, m) int64 has the blocks that each one sees, filled up with the block behind the last. Of the m * block_tokens
-    rows there it sees those from starts[i] up to and not including ends[i], both (n,) int64.
+    table (n, m) int64 has each token's visible blocks, padded with the spare block. Of the m * block_tokens rows in the
+    table, token i sees those from starts[i] up to, but not including, ends[i], both (n,) int64.
     """
 
     first: int
@@ -29,10 +29,10 @@ class DecodeGroup(NamedTuple):
 
 
 class PromptPart(NamedTuple):
-    """Tokens first to first + length of a step's row, which follow each other in one sequence.
+    """A prefill chunk: tokens first to first + length - 1 of a step's row, consecutive in one sequence.
 
-    blocks (m,) int64 are those they see. In the rows there the first of them stands at `offset`, and sees no more than
-    `window` rows, itself the last; None: all before it.
+    blocks (m,) int64 are the visible blocks. `offset` is the first token's row in them. A token sees at most `window`
+    rows, up to its own; None: all rows up to its own.
     """
 
     first: int
@@ -43,17 +43,17 @@ class PromptPart(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """What the tokens of a step see in layers of one window."""
+    """The visible rows of a step's tokens in layers with the same window."""
 
     groups: tuple[DecodeGroup, ...]
     parts: tuple[PromptPart, ...]
 
 
 class StepLayout(NamedTuple):
-    """One step's row: token_ids, positions and rows (t,) int64; rows count through all blocks.
+    """One step's row: token_ids, positions and rows (t,) int64; rows are numbered across all blocks.
 
-    ends[i] is where the last token of the i-th slot stands in the row. unfilled are the blocks that the step begins and
-    does not fill. decodes and prompts are the slots in the row's order.
+    ends[i] is the index of the i-th slot's last token in the row. unfilled are the blocks that the step starts but does
+    not fill. decodes and prompts are the slots in the row's order.
     """
 
     token_ids: NDArray[np.int64]
@@ -68,17 +68,17 @@ class StepLayout(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step."""
+        """Number of tokens in the step."""
         return len(self.token_ids)
 
     def rotary_lengths(self) -> NDArray[np.int64]:
-        """Return of each token (t,) the length of the sequence whose rotary factors it has (`Slot`)."""
+        """Return, for each token (t,), the sequence length that sets its rotary factors (`Slot`)."""
         slots = (*self.decodes, *self.prompts)
         least = np.repeat([slot.rotary_length for slot in slots], [len(slot.token_ids) for slot in slots])
         return np.maximum(self.positions + 1, least)
 
     def reach(self, window: int | None) -> Reach:
-        """Return what the tokens see where a token sees `window` positions, its own the last of them; None: all."""
+        """Return the visible rows if each token sees `window` positions up to its own; None: all of them."""
         groups = tuple(
             _decode_group(self, first, last, window) for first, last in _spans(self.decodes, self.block_tokens, window)
         )
@@ -91,7 +91,7 @@ class StepLayout(NamedTuple):
 
 
 def lay_out(slots: Sequence[Slot], block_tokens: int, spare_block: int) -> StepLayout:
-    """Return a step's row. spare_block is a block that nothing is ever written to."""
+    """Return a step's row. spare_block is a block that no sequence owns."""
     lengths = [len(slot.token_ids) for slot in slots]
     order = sorted(range(len(slots)), key=lambda i: (lengths[i] > 1, slots[i].start if lengths[i] == 1 else 0))
     ends = [0] * len(slots)
@@ -135,7 +135,7 @@ def _num_blocks(slot: Slot, block_tokens: int, window: int | None) -> int:
 
 
 def _spans(decodes: Sequence[Slot], block_tokens: int, window: int | None) -> list[tuple[int, int]]:
-    """Cut the decoding sequences so that none is filled up to over twice the blocks it sees."""
+    """Split the decoding sequences so that none is padded to over twice its visible blocks."""
     spans: list[tuple[int, int]] = []
     first = least = most = 0
     for i, slot in enumerate(decodes):

@@ -1,4 +1,4 @@
-"""Publishes the figures of a generating model: its sequences, blocks and steps, in the worker's counter page."""
+"""Publishes the metrics of a generating model in the worker's counter page: sequences, blocks and steps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sie.workers.generation.engine import REASONS, Engine
 
 
 class GenerationMetrics:
-    """The figures of one generating model on one worker."""
+    """The metrics of one generating model on one worker."""
 
     def __init__(self, page: CounterPage, engine: Engine) -> None:
-        """Make all samples, so that a scraper sees each from its beginning on."""
+        """Create all samples at once, so that a scraper sees each one from its start."""
         model = engine.runner.card.id
         planner, pool = engine.planner, engine.planner.pool
 
@@ -49,7 +49,7 @@ class GenerationMetrics:
         ]
 
     def publish(self) -> None:
-        """Write what the engine's books say now."""
+        """Write the engine's current values."""
         for set_gauge, read in self._gauges:
             set_gauge(read())
         for counted in self._counters:
@@ -57,7 +57,7 @@ class GenerationMetrics:
 
 
 class _Counted:
-    """A counter that follows a number of the engine's, which begins at 0 whenever the model is loaded."""
+    """A counter that follows a number of the engine, which starts at 0 at every load of the model."""
 
     def __init__(self, add: Callable[[float], None], read: Callable[[], int]) -> None:
         self._add = add

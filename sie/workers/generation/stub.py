@@ -1,7 +1,7 @@
-"""The runner of a stub that generates: it repeats its prompt, by way of paged memory that holds tokens.
+"""Runs a stub that generates: it repeats its prompt, from paged memory that holds tokens.
 
-The rule is in `sie.catalog.stub`. What it continues it reads from its blocks, as a model reads keys and values from
-its own, so that a wrong block shows in the text. Never imports torch.
+`sie.catalog.stub` defines the rule. The stub reads the prompt from its blocks, as a model reads keys and values, so
+that a wrong block shows in the text. Never imports torch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from sie.workers.runners.stub_faults import StubFaults
 _VOCABULARY: Final = END_OF_TEXT + 1
 _LN2: Final = math.log(2.0)
 _LOGPROBS: Final = -_LN2 * np.arange(1, _VOCABULARY + 1)
-"""Of each token by its distance from the one that should come."""
+"""Log probability of a token by its distance from the expected token."""
 
 
 class StubGenerator:
-    """Continue prompts with themselves, after the time that the stub's options ask for.
+    """Continues prompts with themselves, after the delays of the stub's options.
 
     Building it takes the card's `load_ms`.
     """
@@ -36,7 +36,7 @@ class StubGenerator:
     dtype = "float32"
 
     def __init__(self, card: ModelCard, block_tokens: int, slot: int = 0) -> None:
-        """Slot is the worker's."""
+        """Take a stub's card; slot is the worker's slot."""
         if card.stub is None:
             raise Internal(f"model {card.id!r} is not a stub")
         self.card = card
@@ -53,7 +53,7 @@ class StubGenerator:
             self._faults.load()
 
     def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Sequence[tuple[Chosen, ...]]:
-        """Return what each slot's draws chose; sleeps `latency_ms`, and `per_token_us` for each token of the step."""
+        """Return the tokens that each slot's draws chose; sleep `latency_ms`, and `per_token_us` for each token."""
         for source, target in copies:
             self._memory[target] = self._memory[source]
         for slot in slots:
@@ -78,7 +78,7 @@ class StubGenerator:
         return 0
 
     def compile_grammar(self, kind: str, text: str) -> Matcher:
-        """Return what follows the text of the grammar, whatever its kind, after `grammar_ms`."""
+        """Return a matcher of the grammar's literal text, for any kind, after `grammar_ms`."""
         time.sleep(self._options.grammar_ms / 1e3)
         if not text.strip():
             raise BadRequest(f"the {kind} grammar is blank")
@@ -107,26 +107,26 @@ class LiteralMatcher:
         self._num_taken = 0
 
     def fill_mask(self, allowed: NDArray[np.int32]) -> None:
-        """Allow the text's next byte, at its end the end of text."""
+        """Allow only the text's next byte, or the end of text after its last byte."""
         token_id = END_OF_TEXT if self.is_complete else self._text[self._num_taken]
         allowed[:] = 0
         allowed.view(np.uint32)[token_id >> 5] = 1 << (token_id & 31)
 
     def consume(self, token_id: int) -> None:
-        """Go on to the next byte. Raises Internal for a token that is not it."""
+        """Advance to the next byte. Raises Internal if the token is not that byte."""
         if self.is_complete or self._text[self._num_taken] != token_id:
             raise Internal(f"token {token_id} does not follow the grammar")
         self._num_taken += 1
 
     def fork(self) -> LiteralMatcher:
-        """Return another one that has come as far."""
+        """Return a copy at the same position."""
         other = LiteralMatcher(self._text)
         other._num_taken = self._num_taken
         return other
 
     @property
     def is_complete(self) -> bool:
-        """Whether the whole text is there."""
+        """Whether the whole text has been consumed."""
         return self._num_taken == len(self._text)
 
 
@@ -135,7 +135,7 @@ def _bytes_of(ids: NDArray[np.int32]) -> bytes:
 
 
 def _score(scored: Scored, first_id: int) -> None:
-    """Judge tokens as if the prompt had ended before each of them: then its first one, which memory holds, should come."""
+    """Score each token as if the prompt ended before it: the expected token is then the prompt's first, from memory."""
     ranks = np.arange(scored.top.shape[1])
     scored.own[:] = _LOGPROBS[(scored.targets - first_id) % _VOCABULARY]
     scored.top_ids[:] = (first_id + ranks) % _VOCABULARY
@@ -143,7 +143,7 @@ def _score(scored: Scored, first_id: int) -> None:
 
 
 def _choose(draw: Draw, ids: NDArray[np.int32]) -> Chosen:
-    """Return the token behind ids (t,), as the draw wants it."""
+    """Return the token after ids (t,) for a draw."""
     num_prompt = draw.num_prompt
     number = len(ids) - num_prompt
     ends = number == num_prompt and END_OF_TEXT not in draw.forbidden

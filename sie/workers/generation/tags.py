@@ -1,8 +1,8 @@
-"""Lists the tokens that llguidance never takes for text, even if an answer's text contains theirs.
+"""Corrects masks for the tokens that llguidance never takes for text, even if the answer contains their text.
 
-The library sets apart every added token that is special or written `<...>`, such as Qwen's `<tool_call>`, which is text to
-the tokenizer. It never allows one where a grammar has its text, but where only one text can follow it may force one all
-the same, and refuse it behind that. Seen in llguidance 1.9.1.
+The library treats every added token that is special or written `<...>` as special, such as Qwen's `<tool_call>`, which
+is text to the tokenizer. It never allows such a token where a grammar has its text. But if only one text can follow, it
+may force such a token, and then refuse it. Seen in llguidance 1.9.1.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _CALL_TAGS: Final = ("<tool_call>", "</tool_call>")
 
 
 class Spellings(NamedTuple):
-    """How tokens that are set apart are written in others, and which of them are text."""
+    """The spellings, in other tokens, of the tokens that the library treats as special; and which of these are text."""
 
     pieces: Mapping[int, list[int]]
-    """Of each token that is set apart, ones of its text's bytes."""
+    """By special token, the tokens that spell its text byte by byte."""
     tags: tuple[int, ...]
-    """Those around calls and reasoning that the tokenizer does not call special: models are trained to write these."""
+    """Tokens around calls and reasoning that are not special to the tokenizer: models are trained to write them."""
 
     def mend(self, matcher: LLMatcher, words: NDArray[np.int32]) -> None:
-        """Allow the beginning of a text in the place of a token that only looks like it, and tags that fit as text."""
+        """Replace a wrongly forced special token with the start of its text, and allow tags where their text fits."""
         token_id = _only_token(words)
         pieces = self.pieces.get(token_id, [])
         if pieces and not matcher.validate_tokens([token_id]) and matcher.validate_tokens(pieces[:1]):
@@ -41,13 +41,13 @@ class Spellings(NamedTuple):
                 _allow(words, tag)
 
     def spell(self, matcher: LLMatcher, token_id: int) -> list[int]:
-        """Return what a matcher is to be given for a token: itself where the grammar names it, else its text."""
+        """Return the tokens to give a matcher for a token: itself if the grammar allows it, else its spelling."""
         is_tag = token_id in self.tags and not matcher.validate_tokens([token_id])
         return self.pieces[token_id] if is_tag else [token_id]
 
 
 def read_spellings(card: ModelCard, tokenizer: LLTokenizer) -> Spellings:
-    """Return the spellings of a model's tokens, from the file that its tokenizer was read from."""
+    """Return the spellings of a model's special tokens, read from its tokenizer file."""
     apart = [
         token for token in read_added_tokens(card.tokenizer_file)
         if token.content and token.id < tokenizer.vocab_size and tokenizer.is_special_token(token.id)
@@ -61,7 +61,7 @@ def read_spellings(card: ModelCard, tokenizer: LLTokenizer) -> Spellings:
 
 
 def _only_token(words: NDArray[np.int32]) -> int:
-    """Return the only token that a mask allows; -1 where it allows another number of them."""
+    """Return the only token that a mask allows, or -1 if it allows none or several."""
     if np.count_nonzero(words) != 1:
         return -1
     place = int(words.astype(np.bool_).argmax())

@@ -1,4 +1,4 @@
-"""Turns tokens into records and frames: everything since the last sent index, in pieces of bounded size. Pure."""
+"""Turns unsent tokens into records and frames of bounded size. Pure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TOP_BYTES: Final = 15
 
 
 class Taken(NamedTuple):
-    """What the next frame holds. is_all: nothing is left for another one."""
+    """Contents of the next frame. is_all: nothing is left for another frame."""
 
     records: list[tuple[Sequence, TokenRecord]]
     is_all: bool
 
 
 def take_records(jobs: Iterable[Job], max_bytes: int = MAX_FRAME_BYTES) -> Taken:
-    """Return what the next frame of these jobs holds, at most about max_bytes of it as msgpack; changes nothing."""
+    """Return the contents of these jobs' next frame, at most about max_bytes as msgpack; change nothing."""
     records: list[tuple[Sequence, TokenRecord]] = []
     left = max_bytes
     for job in jobs:
@@ -52,7 +52,7 @@ def take_records(jobs: Iterable[Job], max_bytes: int = MAX_FRAME_BYTES) -> Taken
 
 
 def note_sent(sequence: Sequence, record: TokenRecord) -> None:
-    """Note that a record was sent; a sequence whose last record that was is done with."""
+    """Note that a record was sent, and remove its sequence if it was the last record."""
     scores = sequence.job.scores
     if scores is not None and record.prompt is not None:
         scores.note_sent(record.prompt)
@@ -64,7 +64,7 @@ def note_sent(sequence: Sequence, record: TokenRecord) -> None:
 
 
 def _prompt_record(job: Job, scores: PromptScores, count: int) -> tuple[Sequence, TokenRecord]:
-    """Return a record with what is known of the prompt alone: no choice has been told of."""
+    """Return a record that has only prompt scores, under the first choice."""
     first = job.sequences[0]
     return first, TokenRecord(job.request.request_id, first.choice, 0, (), prompt=scores.piece(count))
 

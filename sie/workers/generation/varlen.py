@@ -1,7 +1,8 @@
 """Attention over blocks on a GPU in half precision.
 
-Tokens that decode read their blocks in place (`kernels`). Parts of prompts go through torch's flash attention, with what
-they see brought together first; what that does not compute (capped scores, sinks, widths of its own) `gathered` does.
+Decoding tokens read their blocks in place (`kernels`). Prefill chunks use torch's flash attention, after their visible
+keys and values are gathered. `gathered` computes the cases that it does not support: capped scores, sinks, or different
+widths of keys and values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _MAX_WIDTH = 256
 _LEAST_CAPABILITY = (8, 0)
-"""Of the GPU: the first with bfloat16."""
+"""Of the GPU: the first one with bfloat16."""
 
 
 def can_attend(device: torch.device, dtype: torch.dtype, widths: set[int]) -> bool:
@@ -39,15 +40,15 @@ def can_attend(device: torch.device, dtype: torch.dtype, widths: set[int]) -> bo
 
 
 class DecodeStep:
-    """A step in which every sequence has one token; a `StepAttention`. Recorded, its tensors can get other values."""
+    """A step in which every sequence has one token; a `StepAttention`. Its tensors may change after a graph capture."""
 
     def __init__(self, rows: Tensor, tables: Tables) -> None:
-        """Take the rows (n,) int64 that keep the tokens' keys and values, and where their sequences stand."""
+        """Take the rows (n,) int64 that store the tokens' keys and values, and the sequences' positions and blocks."""
         self._rows = rows
         self._tables = tables
 
     def attend(self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Keep keys and values (h_kv, n, d) and attend with queries (h, n, d); return (n, h, d_v)."""
+        """Store keys and values (h_kv, n, d) and attend with queries (h, n, d); return (n, h, d_v)."""
         from sie.workers.generation import kernels
 
         kernels.write_rows(layer.rows_of_keys, layer.rows_of_values, self._rows, key, value)
@@ -67,7 +68,7 @@ class MixedStep:
         self._prompts = None if not layout.prompts else PromptStep(_only_prompts(layout), rows[count:], device, dtype)
 
     def attend(self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Keep keys and values (h_kv, t, d) and attend with queries (h, t, d); return (t, h, d_v)."""
+        """Store keys and values (h_kv, t, d) and attend with queries (h, t, d); return (t, h, d_v)."""
         parts = (self._decodes, slice(self._num_decodes)), (self._prompts, slice(self._num_decodes, None))
         found = [
             step.attend(layer, query[:, own], key[:, own], value[:, own], rule)
@@ -78,7 +79,7 @@ class MixedStep:
 
 
 class _Seen(NamedTuple):
-    """What parts of prompts see of their blocks: rows (s,), None where that is the step's own keys and values."""
+    """The visible rows (s,) of prefill chunks; None: only the step's own keys and values."""
 
     rows: Tensor | None
     bounds: Tensor
@@ -86,7 +87,7 @@ class _Seen(NamedTuple):
 
 
 class PromptStep:
-    """The parts of prompts of one step, one behind the other; a `StepAttention`."""
+    """The prefill chunks of one step, one after another; a `StepAttention`."""
 
     def __init__(self, layout: StepLayout, rows: Tensor, device: torch.device, dtype: torch.dtype) -> None:
         """Take a layout without sequences that decode, and its rows (t,) on the device."""
@@ -100,7 +101,7 @@ class PromptStep:
         self._gathered: GatheredStep | None = None
 
     def attend(self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """As `StepAttention.attend`."""
+        """Store keys and values and attend, as `StepAttention.attend`."""
         if rule.softcap is not None or rule.sinks is not None or not self._is_flash(layer):
             if self._gathered is None:
                 self._gathered = GatheredStep(self._layout, self._device, self._dtype)
@@ -135,7 +136,7 @@ class PromptStep:
 
 
 def _seen_rows(slot: Slot, block_tokens: int, window: int | None) -> NDArray[np.int64]:
-    """Return the rows of the positions that any token of a part sees, its last the part's last."""
+    """Return the rows of all positions that a chunk's tokens see, up to its last token."""
     first = 0 if window is None else max(0, slot.start - window + 1)
     positions = np.arange(first, slot.start + len(slot.token_ids))
     blocks = np.array(slot.blocks[: positions[-1] // block_tokens + 1], np.int64)
@@ -159,7 +160,7 @@ def _tables(layout: StepLayout, device: torch.device) -> Tables:
 
 
 def fill_blocks(blocks: NDArray[np.int32], slots: Sequence[Slot], block_tokens: int) -> None:
-    """Write the blocks that each slot's token sees into its column (m,); what is below them stays."""
+    """Write the blocks that each slot's token sees to its column (m,); entries below them stay unchanged."""
     for column, slot in enumerate(slots):
         num_seen = slot.start // block_tokens + 1
         blocks[:num_seen, column] = slot.blocks[:num_seen]

@@ -1,4 +1,4 @@
-"""Brings a generating model into the weight format that its settings mean on its device."""
+"""Converts a generating model to the weight format that its settings choose for its device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WeightsSetting = Literal["auto", "float32", "bfloat16", "int8", "int4"]
 
 
 class Format(NamedTuple):
-    """dtype is what the model computes in; bits what its linear layers are packed to, None where torch keeps them."""
+    """dtype is the model's compute format; bits is the packed size of linear weights, None if torch keeps them."""
 
     name: str
     dtype: torch.dtype
@@ -25,7 +25,7 @@ class Format(NamedTuple):
 def choose_format(setting: WeightsSetting, dtype_setting: DtypeSetting, device: torch.device) -> Format:
     """Return the format that `weights` and `dtype` ask for.
 
-    Raises BadRequest for 8 and 4 bits on a GPU, which has no kernels for them here.
+    Raises BadRequest for 8 and 4 bits on a GPU, since no kernels support them there.
     """
     is_integer = setting in ("int8", "int4")
     if is_integer and device.type != "cpu":
@@ -38,7 +38,7 @@ def choose_format(setting: WeightsSetting, dtype_setting: DtypeSetting, device: 
 
 
 def join_and_pack(model: Any, form: Format) -> None:
-    """Join the linear layers of a float32 model on the CPU and pack them, in place; what is not packed stays float32."""
+    """Join and pack the linear layers of a float32 model on the CPU, in place; other parameters stay float32."""
     share_inputs(model, torch.arange(1, 5)[None] % model.get_input_embeddings().weight.shape[0])
     if form.bits is not None:
         pack_linears(model, form.bits, form.dtype, model.get_output_embeddings())

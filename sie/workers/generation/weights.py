@@ -1,8 +1,8 @@
 """The weight formats of a generating model on a CPU, and the layers that compute with them.
 
-A model that generates reads all of its weights for every token, so their bytes are its speed. Linear layers are packed as
-the compiled kernels read them (`sie.native.linear`): bfloat16 as it is, or eight or four bits with a float16 scale for
-each 32 inputs of an output. Without the kernels the same weights, rounded alike, are computed by torch.
+A generating model reads all its weights for every token, so their size sets its speed. Linear layers are packed for the
+compiled kernels (`sie.native.linear`): as bfloat16, or in eight or four bits with a float16 scale for each 32 inputs of
+an output. Without the kernels, torch computes with the same rounded weights.
 """
 
 from __future__ import annotations
@@ -34,29 +34,30 @@ Bits = Literal[16, 8, 4]
 
 _FORMATS: dict[Bits, WeightFormat] = {16: WeightFormat.BF16, 8: WeightFormat.INT8, 4: WeightFormat.INT4}
 _CODES = np.array([-127, -100, -80, -62, -47, -34, -21, -9, 3, 15, 28, 41, 55, 71, 89, 112], np.int8)
-# The 16 values of least squared error for normal weights, of which each group's largest becomes -1 (Lloyd's algorithm on
-# 400,000 groups of 32; weighted by the square of the scale), in whole 127ths: kernels multiply integers.
+# The 16 values with the least squared error for normal weights, if each group's largest weight becomes -1. Found by
+# Lloyd's algorithm on 400,000 groups of 32, weighted by the square of the scale. In units of 1/127, since kernels
+# multiply integers.
 CODEBOOK = _CODES.astype(np.float32) / 127
 _STEPS = 254
-"""Half a code is the finest distance between two values' middles."""
+"""The midpoints of adjacent values lie on a grid of half codes."""
 _NEAREST = torch.bucketize(
     (torch.arange(2 * _STEPS) + 0.5) / _STEPS - 1, torch.from_numpy(CODEBOOK[1:] + CODEBOOK[:-1]) / 2
 )
-"""Places in the codebook by steps above -1; looking them up takes a quarter of the time of searching."""
+"""Indices into the codebook by steps above -1; a lookup takes a quarter of the time of a search."""
 _LEAST_BITS: Bits = 4
 _STARTS = (-1.0, -0.9, 1.0, 0.9)
-"""Scales that are tried, in parts of a group's largest weight; the best one is set to the best for its numbers, once more.
-More of them gain 3 % of the error."""
+"""Scales to try, relative to a group's largest weight. The best one is then refined once for its own codes.
+More scales would reduce the error by only 3 %."""
 _CHUNK_OUTPUTS = 512
-"""Rows packed at a time, so that the copies of a head with a whole vocabulary stay small and near."""
+"""Rows packed at a time, so that the temporary copies of an output head stay small and in cache."""
 _local = threading.local()
 
 
 class Quantised:
-    """A matrix of rounded weights (outputs, inputs) in numbers and scales; of 16 bits in its own bits."""
+    """A matrix of rounded weights (outputs, inputs): codes and scales, or plain bfloat16 for 16 bits."""
 
     def __init__(self, weight: Tensor, bits: Bits) -> None:
-        """Round weight (outputs, inputs), float32 or bfloat16; nothing of it is kept."""
+        """Round weight (outputs, inputs), float32 or bfloat16, without keeping a reference to it."""
         self.bits: Bits = bits
         self.shape: tuple[int, int] = (weight.shape[0], weight.shape[1])
         packed: list[NDArray[np.uint8]] = []
@@ -86,7 +87,7 @@ def round_int8(weight: Tensor) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
 
 
 def round_int4(weight: Tensor) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    """Return the numbers 0 to 15, places in `CODEBOOK`, and the scales (outputs, groups) of float32 weights."""
+    """Return the numbers 0 to 15, indices into `CODEBOOK`, and the scales (outputs, groups) of float32 weights."""
     groups = _groups(weight)
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))[..., 0]
     scales, most = largest.new_zeros(largest.shape), largest.new_full(largest.shape, -1.0)
@@ -100,7 +101,7 @@ def round_int4(weight: Tensor) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
 
 
 def _best_scales(groups: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales of least squared error for the numbers that these ones give, and by how much that is less."""
+    """Return the scales with the least squared error for the codes under `scales`, and the reduction of the error."""
     values = torch.from_numpy(CODEBOOK).take(_nearest(groups, scales))
     product, square = (values * groups).sum(2), (values * values).sum(2)
     return product / square, product * product / square
@@ -113,7 +114,7 @@ def _nearest(groups: Tensor, scales: Tensor) -> Tensor:
 
 
 def _groups(weight: Tensor) -> Tensor:
-    """View (outputs, inputs) as (outputs, groups, 32), zero behind the last input."""
+    """Return (outputs, inputs) as (outputs, groups, 32), padded with zeros after the last input."""
     return nn.functional.pad(weight, (0, -weight.shape[1] % GROUP_INPUTS)).unflatten(1, (-1, GROUP_INPUTS))
 
 
@@ -122,7 +123,7 @@ def _flat(numbers: Tensor, weight: Tensor) -> Tensor:
 
 
 def dequantise(weight: Tensor, bits: Bits) -> Tensor:
-    """Return what a weight is once it was rounded, float32 (outputs, inputs)."""
+    """Return the values of a weight after rounding, float32 (outputs, inputs)."""
     if bits == 16:
         return weight.to(torch.bfloat16).float()
     numbers, scales = round_int8(weight.float()) if bits == 8 else round_int4(weight.float())
@@ -134,7 +135,7 @@ def dequantise(weight: Tensor, bits: Bits) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer over packed weights; in place of `nn.Linear`, and of the same result but for rounding.
+    """A linear layer over packed weights; it replaces `nn.Linear`, with the same result except for rounding.
 
     Its input is (..., inputs) float32 or bfloat16, and so is its output (..., outputs). Not for two threads at once.
     """
@@ -149,7 +150,7 @@ class PackedLinear(nn.Module):
             bias=None if self._bias is None else self._bias.data_ptr(),
             inputs=self.in_features, outputs=self.out_features, format=_FORMATS[quantised.bits],
         )  # fmt: skip
-        """What it is to the kernels; its addresses hold as long as this layer."""
+        """The layer in the kernels' form; its addresses are valid as long as this layer exists."""
         self._call = LinearCall(matrix=self.matrix, num_threads=num_threads)
 
     @property
@@ -176,7 +177,7 @@ class PackedLinear(nn.Module):
 
 
 def _scratch(nbytes: int) -> int:
-    """Return the address of at least so many bytes, 64-byte aligned; this thread's own until it asks again."""
+    """Return the address of at least nbytes bytes, 64-byte aligned; valid in this thread until its next call."""
     found: tuple[NDArray[np.uint8], int] | None = getattr(_local, "scratch", None)
     if found is None or found[0].nbytes < nbytes:
         buffer = empty_aligned(nbytes)
@@ -185,11 +186,11 @@ def _scratch(nbytes: int) -> int:
 
 
 def pack_linears(model: nn.Module, bits: Bits, dtype: torch.dtype, head: nn.Module | None = None) -> int:
-    """Put the linear layers of a model on the CPU into a format, in place; return the bytes that all of them take.
+    """Pack the linear layers of a model on the CPU, in place; return the bytes of all of them.
 
-    dtype is what the model computes in, float32 or bfloat16. A layer whose kernel is not there keeps its rounded weights in
-    dtype, for torch. Tied weights are packed for the head and stay as they are for the embedding. head is the layer that gives
-    the logits: it has eight bits at least, since its rounding goes into each of them directly.
+    dtype is the model's compute format, float32 or bfloat16. Without a kernel, a layer keeps its rounded weights in
+    dtype, for torch. Tied weights are packed for the head, and stay unpacked for the embedding. head is the layer that
+    computes the logits: it has at least eight bits, since its rounding error affects every logit directly.
     """
     compiled = can_multiply(is_bf16=dtype == torch.bfloat16)
     nbytes = 0
@@ -211,7 +212,7 @@ def pack_linears(model: nn.Module, bits: Bits, dtype: torch.dtype, head: nn.Modu
 
 
 def _weight_of(layer: Any) -> Tensor | None:
-    """Return the weight (outputs, inputs) of a linear layer, also of GPT-2's, which has it transposed; None for others."""
+    """Return the weight (outputs, inputs) of a linear layer, or of GPT-2's transposed one; None for other layers."""
     if type(layer) is nn.Linear:
         return layer.weight.detach()
     if type(layer).__name__ == "Conv1D" and getattr(layer, "weight", None) is not None:

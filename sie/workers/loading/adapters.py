@@ -43,7 +43,7 @@ class AdapterHost:
     def __init__(
         self, host: Host, send_report: Callable[[AdapterReport], None], set_count: Callable[[str, int], None]
     ) -> None:
-        """set_count is told the number of a model's loaded adapters whenever it changes."""
+        """Call set_count with a model and its number of loaded adapters, whenever the number changes."""
         self._host = host
         self._send = send_report
         self._set_count = set_count
@@ -64,9 +64,7 @@ class AdapterHost:
             self._start_unload(message.model, message.adapter)
 
     def refusal(self, model: str, adapter: str) -> Unavailable | None:
-        """Return None if new work may run with this adapter, else LORA_LOADING, whatever the reason: a retry reveals
-        it.
-        """
+        """Return None if new work may run with this adapter, else LORA_LOADING for any reason; a retry reveals it."""
         found = self._adapters(self._host.runner(model))
         if found is not None and adapter in found and (model, adapter) not in self._unloading:
             return None
@@ -77,7 +75,7 @@ class AdapterHost:
         )
 
     def load(self, spec: AdapterSpec) -> None:
-        """Start to load an adapter, unless it is loading or loaded. One that is not freed yet stays loaded."""
+        """Start to load an adapter, unless it is loading or loaded. An unloading adapter stays loaded."""
         key = spec.model, spec.id
         runner = self._host.runner(spec.model)
         found = self._adapters(runner)

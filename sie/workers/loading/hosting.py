@@ -97,7 +97,7 @@ class Host:
             free_model()
 
     def load(self, card: ModelCard) -> None:
-        """Start loading a model, unless it is loading or loaded. One that is not freed yet stays loaded.
+        """Start loading a model, unless it is loading or loaded. An unloading model stays loaded.
 
         A successor staged with the same card is loaded at once.
         """
@@ -125,7 +125,7 @@ class Host:
     def start_unload(self, model: str) -> None:
         """Take no new work for a model; `finish_unload` frees it once none of its items waits.
 
-        A load that has not started is cancelled. A running load cannot be, and the model is unloaded when it ends.
+        A load that has not started is cancelled. A running load continues, and the model is unloaded when it ends.
         """
         hosted = self.models.get(model)
         if hosted is None:

@@ -1,7 +1,7 @@
 """Loads encoders, scorers, classifiers, detectors and generators from their files, and reports progress.
 
-It also checks that each model runs packed or paged with equal results. Runs in a thread beside the step loop. Only this
-module leads a worker to import transformers.
+It also checks that packed or paged steps give equal results. Runs in a thread beside the step loop. A worker imports
+transformers only through this module.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def load_extractor(
         runner = TokenClassifyRunner(card, tokens, execution=execution, whole=whole, dtype=form.name)
     else:
         pairs = ScoreModel(model, device, None)
-        # An encoder-decoder shares no pass that could be packed, and its head reads only a sequence's own end.
+        # An encoder-decoder has no pass that could be packed, and its head reads only a sequence's own end.
         is_one = not model.config.is_encoder_decoder
         execution, view = choose_scoring(card.id, pairs) if is_one else (Execution(packed=False), "model")
         runner = PairClassifyRunner(card, pairs, execution=execution, view=view, dtype=form.name)

@@ -1,7 +1,7 @@
 """Applies LoRA adapters to their rows of a step, and swaps in the layers that do so.
 
 y = W x + scale * B (A x) on the rows of the adapter's own sequences. So one packed step serves any mixture of adapters
-and the model itself. Layers are replaced while a model has adapters; a step without adapters only takes a branch in
+and the model itself. Layers are replaced while a model has adapters. A step without adapters only costs a branch in
 each of them. Source: arXiv 2106.09685, section 4.1.
 
 Gathering each adapter's rows was the fastest simple way: 7 to 15 % over the bare layers of a 384-wide model at 1,024
@@ -82,7 +82,7 @@ class StepRows:
                 self.parts.append((name, None if everywhere else torch.from_numpy(rows).to(self._device)))
 
     def fill(self, num_rows: int) -> None:
-        """Add num_rows padding rows after the step's. An adapter of all rows changes them, too."""
+        """Add num_rows padding rows after the step's rows. An adapter of all rows changes them too."""
         self.num_rows += num_rows
 
 
@@ -118,7 +118,7 @@ class LoraAdapters:
     """The adapters of one loaded model. `read` may run on a thread beside the steps, everything else between steps."""
 
     def __init__(self, model: nn.Module, rows: StepRows, run: Callable[[PackedBatch], Tensor]) -> None:
-        """`run` takes a packed batch and returns its (t, d) hidden states."""
+        """Take a model; `run` takes a packed batch and returns its (t, d) hidden states."""
         self._model = model
         self._rows = rows
         self._run = run

@@ -28,8 +28,8 @@ def read_lora(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return (A (r, inputs), scale * B (outputs, r)) in float32 on the CPU, by layer name.
 
-    shapes holds (inputs, outputs) of each linear layer of the model. prefix precedes these names in an adapter that was
-    trained with a head around the model. Raises Internal with the reason for files that are damaged or do not fit,
+    shapes holds (inputs, outputs) of each linear layer of the model. If an adapter was trained with a head around the
+    model, prefix precedes these names. Raises Internal with the reason for files that are damaged or do not fit,
     BadRequest for a model with none of the adapter's layers.
     """
     config = read_lora_config(spec.id, spec.directory or "")

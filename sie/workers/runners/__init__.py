@@ -1,1 +1,1 @@
-"""Runners: one kind of model each, on packed steps. They know nothing of rings, requests or dtypes."""
+"""Runs models on packed steps, each runner one kind of model. Never uses rings, requests or dtype settings."""

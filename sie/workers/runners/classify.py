@@ -1,4 +1,4 @@
-"""The runners of classifiers whose logits the frontend reads: one row for each token, or one for each pair of texts."""
+"""Runs classifiers whose logits the frontend reads: one row for each token, or one for each pair of texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sie.workers.runners.stand_in import ModelHead
 
 
 class TokenModel:
-    """A model with a transformer and a head that reads every token, run together or apart."""
+    """A model with a transformer and a head that reads every token, run together or separately."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self.backbone = Backbone(cast("PreTrainedModel", model.base_model), device)
@@ -34,7 +34,7 @@ class TokenModel:
         return self.run_whole(batch) if whole else self.run_head(self.backbone.run(batch, execution), batch)
 
     def run_whole(self, batch: PackedBatch) -> Tensor:
-        """Run the model as the library does, each length's sequences as a batch of their own."""
+        """Run the model as the library does, with a separate batch for each sequence length."""
         parts: list[Tensor] = []
         for start, count, length in batch.runs:
             rectangle = batch.input_ids[start : start + count * length].reshape(count, length)
@@ -42,18 +42,18 @@ class TokenModel:
         return torch.cat(parts).float()
 
     def run_head(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
-        """Run what follows the transformer on its hidden states (t, d), all sequences as one."""
+        """Run the head on the transformer's hidden states (t, d), with all sequences as one."""
         return self._head(hidden[None], input_ids=self.backbone.move(batch.input_ids)[None])[0].float()
 
 
 class TokenClassifyRunner:
-    """A loaded model that gives each token a class. Built by `sie.workers.loading.loader`; used by one thread at a time."""
+    """A loaded model that classifies tokens. Built by `sie.workers.loading.loader`; used by one thread at a time."""
 
     def __init__(self, card: ModelCard, model: TokenModel, *, execution: Execution, whole: bool, dtype: str) -> None:
         self.card = card
         self.execution = execution
         self.whole = whole
-        """Whether the model cannot be parted from its head."""
+        """Whether the model cannot be separated from its head."""
         self.dtype = dtype
         """Format of the weights: float32, bfloat16 or float16."""
         self.memory_bytes = model.memory_bytes + model.backbone.compiled_bytes
@@ -81,7 +81,7 @@ class TokenClassifyRunner:
 
 
 class PairClassifyRunner:
-    """A loaded model that gives each pair of texts a class. Built by `sie.workers.loading.loader`; used by one thread."""
+    """A loaded model that classifies pairs of texts. Built by `sie.workers.loading.loader`; used by one thread."""
 
     def __init__(self, card: ModelCard, model: ScoreModel, *, execution: Execution, view: HeadView, dtype: str) -> None:
         self.card = card
@@ -97,7 +97,7 @@ class PairClassifyRunner:
         return StepOutputs(logits=self.run_logits(step.inputs))
 
     def run_logits(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
-        """Return (n, classes) float32 logits, the caller's to keep. Raises as `Backbone.check` does."""
+        """Return (n, classes) float32 logits, owned by the caller. Raises as `Backbone.check` does."""
         batch = pack_pairs(pairs)
         self._model.backbone.check(self.card.id, batch)
         with torch.inference_mode():

@@ -1,6 +1,6 @@
 """Compares a query with its documents by their vectors: cosine, dot product of weights, MaxSim.
 
-All in float32, on the model's device. The query is kept from the step it ran in, each document is reduced to its score
+All in float32, on the model's device. A query's vectors are kept after its step. Each document is reduced to its score
 in its own step. Sources: ColBERT, arXiv 2004.12832, section 3.3 (MaxSim); M3-Embedding, arXiv 2402.03216, section 3.1.
 """
 
@@ -24,7 +24,7 @@ _CHUNK_BYTES = 64 << 20
 
 
 class TextVectors(NamedTuple):
-    """What one text has to compare; None for an output that was not asked for. Any, for the caller knows which were."""
+    """One text's vectors to compare; None for an output that was not requested. Any: the caller knows which were."""
 
     dense: Any
     """Tensor (d,)"""
@@ -37,9 +37,9 @@ class TextVectors(NamedTuple):
 def compare(
     texts: Sequence[TextVectors], sides: Sequence[Side], late: LateInteraction | None, device: torch.device
 ) -> NDArray[np.float32]:
-    """Return the (n,) scores of a step's texts, 0 for a query, which is kept in its comparison from here on.
+    """Return the (n,) scores of a step's texts, 0 for a query, and store each query in its comparison.
 
-    device is the model's. A document whose comparison has no query yet is a mistake of the caller's.
+    device is the model's. The caller must not pass a document before its comparison has a query.
     """
     documents: dict[Comparison, list[int]] = {}
     for item, (text, side) in enumerate(zip(texts, sides, strict=True)):
@@ -55,7 +55,7 @@ def compare(
 
 
 def _query_of(text: TextVectors, comparison: Comparison, late: LateInteraction | None) -> TextVectors:
-    """Return a query ready to be compared, in memory of its own and not the step's."""
+    """Return a query ready for comparison, in its own memory rather than the step's."""
     dense = None if text.dense is None else normalize(text.dense, dim=-1)
     rows = text.multivector
     if rows is not None:
@@ -72,7 +72,7 @@ def _normalizes(comparison: Comparison, late: LateInteraction | None) -> bool:
 def _scores(
     comparison: Comparison, documents: Sequence[TextVectors], late: LateInteraction | None, device: torch.device
 ) -> Tensor:
-    """Return the weighted sum of what each compared output says, (n,)."""
+    """Return the weighted sum of the scores of all compared outputs, (n,)."""
     query: TextVectors | None = comparison.query
     assert query is not None, "a document came before its query"
     total = torch.zeros(len(documents), device=device)
@@ -93,9 +93,10 @@ def _scores(
 
 
 def max_sims(query: Tensor, rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return (n,): for each document the sum over the query's vectors of the largest dot product with one of its own.
+    """Return (n,): for each document, the sum over the query's vectors of the largest dot product with its vectors.
 
-    query is (q, d), rows (r, d) the documents' vectors back to back, counts how many each has; -inf for one with none.
+    query is (q, d). rows (r, d) are the documents' vectors back to back, and counts their numbers. A document without
+    vectors gives -inf.
     """
     owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(rows.device)
     scores = rows.new_zeros(len(counts))
@@ -107,7 +108,7 @@ def max_sims(query: Tensor, rows: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def sparse_dots(query: Entries, documents: Sequence[Entries]) -> NDArray[np.float32]:
-    """Return (n,): the sum over the indices that a document shares with the query of the product of their values."""
+    """Return (n,): for each document, the sum of value products over the indices that it shares with the query."""
     own, weights = query
     if not len(own):
         return np.zeros(len(documents), np.float32)

@@ -1,7 +1,8 @@
 """Runs a transformer of the BERT kind as one call of the compiled library for each step.
 
-A model is recognised by its parts, not by its name: embeddings, layers of attention and two linear layers, each with
-its norm, and no parameter besides (a pooler is not read). `sie.workers.runners.probe` then compares the two ways it can run.
+A model is recognised by its parts, not by its name: embeddings, and layers of attention and two linear layers, each
+with its norm. It must have no other parameter, except a pooler's, which is not used. `sie.workers.runners.probe` then
+compares both ways to run the model.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _UNREAD = "pooler."
 
 
 class _Names(NamedTuple):
-    """Where a family keeps its parts."""
+    """A family's names of its parts."""
 
     layers: str
     attention: tuple[str, str, str]
     linears: tuple[str, str, str]
-    """Behind attention, and of the block."""
+    """After attention, and of the MLP."""
     norms: tuple[str, str]
 
 
@@ -63,7 +64,7 @@ _FAMILIES = (
         ("sa_layer_norm", "output_layer_norm"),
     ),
 )
-"""BERT and its kin (RoBERTa, XLM-R, CamemBERT, MiniLM, ELECTRA without a projection); DistilBERT."""
+"""BERT and similar models (RoBERTa, XLM-R, CamemBERT, MiniLM, ELECTRA without a projection); DistilBERT."""
 
 
 class _Parts(NamedTuple):
@@ -72,19 +73,19 @@ class _Parts(NamedTuple):
     types: nn.Embedding | None
     norm: nn.LayerNorm
     layers: list[tuple[tuple[Linear, ...], tuple[nn.LayerNorm, ...]]]
-    """Query, key, value, out, up, down; the norm after attention, and after the block."""
+    """Query, key, value, out, up, down; the norms after attention and after the MLP."""
 
 
 class CompiledEncoder:
-    """A model's weights in the library's order, and the call that runs a step. Used by one thread at a time."""
+    """Holds a model's weights in the library's layout, and runs steps on them. Used by one thread at a time."""
 
     def __init__(self, model: nn.Module, parts: _Parts, activation: int, level: int) -> None:
         self._kept: list[Any] = [model]
-        """What the records point to."""
+        """Objects whose memory the structs point to."""
         self._dtype = parts.words.weight.dtype
         self._is_bf16 = self._dtype == torch.bfloat16
         self.memory_bytes = 0
-        """Of the weights in the library's order, which are there beside the model's own."""
+        """Bytes of the weights in the library's layout, in addition to the model's own."""
         config: Any = model.config
         self._width: int = parts.words.embedding_dim
         layers = (Layer * len(parts.layers))(*(self._layer(*layer) for layer in parts.layers))
@@ -137,7 +138,7 @@ class CompiledEncoder:
         return Layer(projections, *map(self._linear, (out, up, down)), *map(self._norm, norms))
 
     def _linear(self, *parts: Linear) -> Dense:
-        """Pack linear layers that read the same as one."""
+        """Pack linear layers with the same input as one layer."""
         rounded = [part for part in parts if isinstance(part, RoundedLinear)]
         if rounded:
             return self._rounded(rounded)
@@ -174,7 +175,7 @@ class CompiledEncoder:
 
 
 def compile_encoder(model: nn.Module) -> CompiledEncoder | None:
-    """Return the compiled form of a model on the CPU, None when it has other parts than those, or the library cannot run it."""
+    """Return the compiled form of a model on the CPU, or None if its parts differ or the library cannot run it."""
     parts = _parts_of(model)
     if parts is None or parts.words.weight.device.type != "cpu":
         return None
@@ -190,7 +191,7 @@ def compile_encoder(model: nn.Module) -> CompiledEncoder | None:
 
 
 def find_linears(model: nn.Module) -> list[nn.Linear]:
-    """Return the linear layers of a model of one of the families, which are all that it has; none of any other model."""
+    """Return all linear layers of a model of one of the families; an empty list for any other model."""
     parts = _parts_of(model)
     linears = [] if parts is None else [linear for layer, _ in parts.layers for linear in layer]
     return [linear for linear in linears if isinstance(linear, nn.Linear)]
@@ -209,7 +210,7 @@ def _choose_level(parts: _Parts, *, is_bf16: bool) -> int | None:
 
 
 def _find_parts(model: nn.Module, names: _Names) -> _Parts | None:
-    """Return a model's parts, None unless they are all there and hold every parameter that it has."""
+    """Return a model's parts, or None unless all exist and together hold every parameter."""
     try:
         has_types = hasattr(_part(model, _EMBEDDINGS), "token_type_embeddings")
         parts = _Parts(
@@ -233,7 +234,7 @@ def _find_parts(model: nn.Module, names: _Names) -> _Parts | None:
 
 
 def _part(model: nn.Module, path: str) -> Any:
-    """Return a submodule; `_has_plain_shapes` looks at its kind. Raises AttributeError when there is none."""
+    """Return a submodule; `_has_plain_shapes` checks its kind. Raises AttributeError if it does not exist."""
     return model.get_submodule(path)
 
 
@@ -247,7 +248,7 @@ def _modules(parts: _Parts) -> Iterator[nn.Module]:
 
 
 def _has_plain_shapes(model: nn.Module, parts: _Parts) -> bool:
-    """Tell whether parts are of the plain kinds, in one format, with shapes that fit each other and the library."""
+    """Tell whether parts are plain modules in one format, with shapes that fit each other and the library."""
     config: Any = model.config
     width = parts.words.embedding_dim
     heads = int(getattr(config, "num_attention_heads", 0))

@@ -1,7 +1,7 @@
-"""The runner of a dual encoder: texts and images of a step in, one float32 row for each item out, in one space.
+"""Runs a dual encoder: takes a step's texts and images, and returns a float32 row for each item, in one vector space.
 
-Images are all of one size, so the image tower runs on rectangles. Texts run packed where the probe proves it, for
-CLIP's way of pooling; otherwise each length is a rectangle through the library's own get_text_features.
+All images have one size, so the image tower runs on rectangles. Texts with CLIP's pooling run packed if the probe
+passes. Otherwise each text length is a rectangle for the library's own get_text_features.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sie.workers.runners.probe import MAX_DIFFERENCE, choose_execution, differen
 
 _log = logging.getLogger(__name__)
 _LEGACY_EOS = 2
-"""The end token that old CLIP configurations name wrongly: the end is the highest id of a text then."""
+"""The wrong end token in old CLIP configurations; the end is then the highest id of a text."""
 
 
 class TextTower:
@@ -50,16 +50,17 @@ class TextTower:
         return torch.cat(parts)
 
     def run_packed(self, batch: PackedBatch) -> Tensor:
-        """Return the features of CLIP: each text's hidden state at its end token, projected."""
+        """Return CLIP's features: each text's hidden state at its end token, projected."""
         hidden = self.backbone.run(batch, self.execution)
         ends = torch.from_numpy(find_ends(batch, self._model.text_model.config.eos_token_id))
         return self._model.text_projection(hidden[move(ends, hidden.device)])
 
 
 def find_ends(batch: PackedBatch, eos_token_id: int) -> NDArray[np.int64]:
-    """Return (n,): the token of the packed row that stands for each text.
+    """Return (n,): the index, in the packed row, of the token that represents each text.
 
-    The first end token, or the text's first token when it has none. Source: transformers 5.23 CLIPTextModel.forward.
+    This is the text's first end token, or its first token if it has no end token. Source: transformers 5.23
+    CLIPTextModel.forward.
     """
     ends = np.empty(len(batch.order), np.int64)
     for text, start in enumerate(batch.cu_seqlens[:-1]):
@@ -82,7 +83,7 @@ class ImageTower:
         """Return (m, d) features in the model's format. Raises Internal for an image of another size."""
         shape = (self._rule.height, self._rule.width, 3)
         if any(image.shape != shape for image in images):
-            raise Internal("an image did not reach the worker in the model's size")
+            raise Internal("an image that reached the worker does not have the model's size")
         on_host = torch.empty((len(images), *shape), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         np.stack(images, out=on_host.numpy())
         pixels = on_host.to(self._device, non_blocking=True)
@@ -103,7 +104,7 @@ class DualRunner:
 
     @property
     def execution(self) -> Execution:
-        """How its texts run."""
+        """How texts run."""
         return self._texts.execution
 
     def run(self, step: RowStep) -> StepOutputs:
@@ -113,8 +114,8 @@ class DualRunner:
     def run_wants(self, inputs: Sequence[NDArray[np.int32] | ImageItem], wants: Sequence[Want]) -> StepOutputs:
         """Return dense rows; each input is a text's token ids (t_i,) or the images of an item.
 
-        A text without a token has a row of zeros; an item of several images is the mean of their vectors, each of
-        unit length. Raises what `Backbone.check` raises.
+        A text without tokens gives a row of zeros. An item of several images gives the mean of their vectors at unit
+        length. Raises as `Backbone.check` does.
         """
         rows = np.zeros((len(inputs), self.card.dims["dense"]), np.float32)
         images = [(row, item) for row, item in enumerate(inputs) if isinstance(item, ImageItem)]
@@ -144,9 +145,9 @@ class DualRunner:
 
 
 def build_dual_runner(card: ModelCard, model: PreTrainedModel, device: torch.device, dtype: str) -> DualRunner:
-    """Return the runner of a model on its device, its towers tried once.
+    """Return the runner of a model on its device, after one trial of its towers.
 
-    Raises ModelLoadFailed for a model whose features are not finite in this format, or not as wide as its card says.
+    Raises ModelLoadFailed if the features are not finite in this format, or their width differs from the card.
     """
     assert card.image is not None
     texts, images = TextTower(model, device), ImageTower(model, card.image, device)
@@ -166,7 +167,7 @@ def build_dual_runner(card: ModelCard, model: PreTrainedModel, device: torch.dev
 
 
 def _probe_texts(texts: TextTower) -> list[NDArray[np.int32]]:
-    """Return probe sequences that end as texts do, where that is known."""
+    """Return probe sequences that end with the end token, if it is known."""
     end = getattr(texts.backbone.model.config, "eos_token_id", None)
     sequences = probe_sequences(texts.backbone)
     if isinstance(end, int) and 0 <= end < texts.backbone.vocab_size:
@@ -176,7 +177,7 @@ def _probe_texts(texts: TextTower) -> list[NDArray[np.int32]]:
 
 
 class _PackedEmbeddings(nn.Module):
-    """CLIP's sum of token and position, for a row of any length: its own counts the row's tokens, not each text's."""
+    """CLIP's sum of token and position for a packed row: the library's version counts positions over the whole row."""
 
     def __init__(self, embeddings: Any) -> None:
         super().__init__()
@@ -190,7 +191,7 @@ class _PackedEmbeddings(nn.Module):
 
 
 def _try_packing(model_id: str, texts: TextTower, probe: PackedBatch, expected: Tensor) -> None:
-    """Let texts run packed if that gives the library's own features."""
+    """Make texts run packed if the features equal the library's."""
     model: Any = texts.backbone.model
     own, attention = model.embeddings, model.config._attn_implementation or "eager"
     model.embeddings = _PackedEmbeddings(own)

@@ -1,8 +1,8 @@
-"""The runner of an encoder: token ids of a step in, one float32 row for each text out, without padding.
+"""Runs an encoder without padding: takes a step's token ids, and returns one float32 row for each text.
 
-Two ways lead to the same hidden states. Packed: the whole step is one row, under `sie.workers.packed.attention`. In
-rectangles: sequences of equal length form a batch without a mask, for architectures whose attention does not go
-through the registry. `sie.workers.runners.probe` says which one a model takes.
+Two ways give the same hidden states. Packed: the whole step is one row, with `sie.workers.packed.attention`. In
+rectangles: sequences of equal length form a batch without a mask, for architectures whose attention does not use the
+registry. `sie.workers.runners.probe` chooses the way for a model.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from sie.workers.runners.head import Head
 
 
 class Execution(msgspec.Struct, frozen=True):
-    """How a model runs a step, as its probe found out."""
+    """How a model runs a step, as its probe decided."""
 
     packed: bool
     position_offset: int = 0
-    """What its first token's position is (RoBERTa and its kin count from padding_idx + 1); packed only."""
+    """Position of the first token (RoBERTa and similar models count from padding_idx + 1); packed only."""
 
 
 class Backbone:
-    """A transformer that turns a packed batch into packed hidden states, whatever way it runs inside."""
+    """A transformer that turns a packed batch into packed hidden states, packed or in rectangles."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self.model = model
@@ -50,11 +50,11 @@ class Backbone:
         self.lora_rows = StepRows(device)
         self._rotations = find_rotations(model)
         self.compiled: CompiledEncoder | None = None
-        """Runs the packed steps in which no adapter takes part, where the model has such a form."""
+        """Runs the packed steps without adapters, if the model has a compiled form."""
         self._compiled_tokens = 0
         rounded = [module for module in model.modules() if isinstance(module, RoundedLinear)]
         self.rounded_bytes = sum(linear.nbytes for linear in rounded)
-        """Bytes of linear layers in eight bits; 0: it has none."""
+        """Bytes of 8-bit linear layers; 0 if it has none."""
 
     def run(self, batch: PackedBatch, execution: Execution) -> Tensor:
         """Return (t, d) hidden states in the model's format, in the batch's order."""
@@ -63,7 +63,7 @@ class Backbone:
         return self.run_packed(batch, execution.position_offset)[0] if execution.packed else self.run_rectangles(batch)
 
     def use_compiled(self, compiled: CompiledEncoder, max_tokens: int | None) -> None:
-        """Run the steps of at most so many tokens, None for all, in the model's compiled form."""
+        """Run steps of at most max_tokens tokens (None: all steps) in the model's compiled form."""
         self.compiled = compiled
         self._compiled_tokens = sys.maxsize if max_tokens is None else max_tokens
 
@@ -73,14 +73,14 @@ class Backbone:
 
     @property
     def compiled_bytes(self) -> int:
-        """Bytes of weights that are none of the model's parameters: rounded ones, and those of its compiled form."""
+        """Bytes of the weights outside the model's parameters: rounded weights, and those of its compiled form."""
         return self.rounded_bytes + (0 if self.compiled is None else self.compiled.memory_bytes)
 
     def run_packed(self, batch: PackedBatch, position_offset: int) -> tuple[Tensor, int]:
-        """Run the step as one row; return (t, d) and how often a layer attended.
+        """Run the step as one row; return (t, d) and the number of attention calls.
 
-        On a CPU oneDNN keeps code for every width of the row that it has seen, about a MiB for a small model. So the
-        row is filled up to one of few widths, with a sequence that nobody reads.
+        On a CPU oneDNN keeps code for every row width that it has seen, about a MiB for a small model. So the row is
+        padded to one of a few widths, with a sequence that nobody reads.
         """
         num_tokens = len(batch.input_ids)
         filler = rounded_tokens(num_tokens) - num_tokens if self.device.type == "cpu" else 0
@@ -101,7 +101,7 @@ class Backbone:
         return hidden[0, :num_tokens], boundaries.num_calls
 
     def run_rectangles(self, batch: PackedBatch) -> Tensor:
-        """Run each length's sequences as a batch of their own, with the library's own attention and positions."""
+        """Run a separate batch for each sequence length, with the library's own attention and positions."""
         parts: list[Tensor] = []
         first = 0
         for start, count, length in batch.runs:
@@ -118,9 +118,9 @@ class Backbone:
     def type_arguments(
         self, batch: PackedBatch, start: int, count: int, length: int | None = None
     ) -> dict[str, Tensor]:
-        """Return the keyword argument that carries the types of count sequences from token start on, when there are any.
+        """Return the keyword argument with the token types of count sequences from token start on, if there are any.
 
-        length None takes the rest of the batch as one row.
+        length None: the rest of the batch is one row.
         """
         if batch.token_types is None:
             return {}
@@ -128,7 +128,7 @@ class Backbone:
         return {"token_type_ids": self.move(batch.token_types[start:end].reshape(count, -1))}
 
     def check(self, model_id: str, batch: PackedBatch) -> None:
-        """Raise BadRequest for an id or type that is in no table, InputTooLong for a position that is in none."""
+        """Raise BadRequest for an id or type outside its table, InputTooLong for a position outside its table."""
         lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())
         if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
@@ -162,13 +162,13 @@ class EncodeRunner:
         return StepOutputs(self.run_tokens(step.inputs, step.loras))
 
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]], loras: Sequence[str] = ()) -> NDArray[np.float32]:
-        """Return (n, d) float32 rows, the caller's to keep; the checkpoint's last normalise is not applied.
+        """Return (n, d) float32 rows, owned by the caller, without the checkpoint's last normalise.
 
-        loras names each item's adapter, empty for none; it is empty itself when no item has one.
+        loras names each item's adapter, empty for none. It is itself empty if no item has one.
 
-        Each item is (t_i,); one without a token (an empty text, where no special token is added) has a row of zeros, as
-        sentence-transformers' mean of nothing has. Raises BadRequest for an id that is not in the vocabulary and
-        InputTooLong for a sequence with more tokens than the model has positions: on a GPU either would end the process.
+        Each item is (t_i,). An item without tokens (an empty text without special tokens) gives a row of zeros, as in
+        sentence-transformers. Raises BadRequest for an id outside the vocabulary, and InputTooLong for a sequence with
+        more tokens than the model has positions: on a GPU either would end the process.
         """
         lengths = [len(ids) for ids in token_ids]
         if not all(lengths) or not lengths:
@@ -199,19 +199,19 @@ def dense_rows(head: Head, hidden: Tensor, batch: PackedBatch) -> NDArray[np.flo
 
 
 def lora_adapters(backbone: Backbone, execution: Execution) -> LoraAdapters:
-    """Return the place for a model's adapters, which is empty."""
+    """Return an empty set of adapters for a model."""
     return LoraAdapters(backbone.model, backbone.lora_rows, lambda batch: backbone.run(batch, execution))
 
 
 def weight_bytes(weights: Iterable[Tensor]) -> int:
-    """Return the bytes of all weights; those that are shared count once."""
+    """Return the bytes of all weights; shared weights count once."""
     return sum({weight.data_ptr(): weight.nbytes for weight in weights}.values())
 
 
 def _max_positions(model: nn.Module) -> int | None:
-    """Return how many tokens the table of learned positions reaches, None for a model without one.
+    """Return how many tokens the table of learned positions supports, or None for a model without such a table.
 
-    A table with a padding row is counted from behind that row, as RoBERTa does.
+    In a table with a padding row, positions start after that row, as in RoBERTa.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe")):

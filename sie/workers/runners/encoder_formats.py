@@ -1,4 +1,4 @@
-"""Brings an encoder into the weight format that `encoder_weights` means on a device."""
+"""Converts an encoder to the weight format that `encoder_weights` chooses for a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = get_logger(__name__)
 
 
 class EncoderFormat(NamedTuple):
-    """dtype is what the model computes in, is_int8 whether its linear layers do so in eight bits."""
+    """dtype is the model's compute format; is_int8 tells whether its linear layers use eight bits."""
 
     name: str
     dtype: torch.dtype
@@ -31,7 +31,7 @@ class EncoderFormat(NamedTuple):
 def choose_encoder_format(weights: EncoderWeights, dtype_setting: DtypeSetting, device: torch.device) -> EncoderFormat:
     """Return the format that `encoder_weights` and `dtype` ask for.
 
-    Raises BadRequest for 8 bits on a GPU, which has no kernels for them here.
+    Raises BadRequest for 8 bits on a GPU, since no kernels support them there.
     """
     if weights == "int8" and device.type != "cpu":
         raise BadRequest("encoder_weights: int8 is served on a CPU only; use bfloat16 or float16 on a GPU")
@@ -40,9 +40,9 @@ def choose_encoder_format(weights: EncoderWeights, dtype_setting: DtypeSetting, 
 
 
 def round_encoder(model_id: str, model: PreTrainedModel, form: EncoderFormat) -> None:
-    """Round the linear layers of a float32 model's transformer to eight bits, in place, if the format wants that.
+    """Round the linear layers of a float32 model's transformer to eight bits, in place, if the format requires it.
 
-    Raises ModelLoadFailed for a model that the compiled library does not know.
+    Raises ModelLoadFailed for a model that the compiled library does not support.
     """
     if not form.is_int8:
         return
@@ -61,9 +61,10 @@ def round_encoder(model_id: str, model: PreTrainedModel, form: EncoderFormat) ->
 
 
 def warn_without_kernels(model_id: str, backbone: Backbone) -> None:
-    """Say so where rounded layers are computed by torch: the vectors are the same, the speed is not what was asked for."""
+    """Log a warning if torch computes rounded layers: vectors are the same, but the requested speed is not reached."""
     if backbone.rounded_bytes and backbone.compiled is None:
         _log.warning(
-            "%s: encoder_weights int8 has no compiled kernels here; torch computes the same, slower than without it",
+            "%s: encoder_weights int8 has no compiled kernels here; torch gives the same vectors, slower than "
+            "without int8",
             model_id,
         )

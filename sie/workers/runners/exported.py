@@ -1,4 +1,4 @@
-"""The runner of a `torch.export` program, built from an archive that was checked and written anew.
+"""Runs a `torch.export` program, built from an archive that was checked and rewritten.
 
 Inputs are copied: a program may change them in place, and the extents are read-only.
 """
@@ -25,11 +25,11 @@ from sie.workers.model_api import OutputTensor, TensorInputs
 from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes
 
 _FAULTS = (RuntimeError, ValueError, KeyError, AssertionError, TypeError, AttributeError)
-"""What torch raises for a program that it cannot read; a broken one is no fault of ours."""
+"""Errors that torch raises for a program that it cannot read; a broken program is not our fault."""
 
 
 def load_exported(card: ModelCard, device: str, progress: Callable[[float, str], None]) -> ExportedRunner:
-    """Return the ready runner of a card. Raises ModelLoadFailed for an archive that could run code, or is broken."""
+    """Return the ready runner of a card. Raises ModelLoadFailed for an archive that is broken or could run code."""
     assert card.tensor is not None
     path = Path(card.directory) / card.tensor.config["default_model_filename"]
     target = resolve_device(device)
@@ -65,7 +65,7 @@ class ExportedRunner:
         self._device = device
 
     def run_tensors(self, requests: Sequence[TensorInputs]) -> list[tuple[OutputTensor, ...]]:
-        """Return each request's outputs. Raises BadRequest for what the program rejects, else Internal."""
+        """Return each request's outputs. Raises BadRequest for inputs that the program rejects, else Internal."""
         wanted = requests[0].task.outputs or tuple(spec.name for spec in self._rule.outputs)
         tensors = [self._input(name, requests) for name in self._inputs]
         results = self._run(tensors)
@@ -73,7 +73,7 @@ class ExportedRunner:
         return cut_rows(self.card.id, requests, wanted, arrays, self._datatypes)
 
     def _input(self, name: str, requests: Sequence[TensorInputs]) -> torch.Tensor:
-        """Return one input of all requests, on the device; BF16 is its bits on our side."""
+        """Return one input of all requests, on the device; BF16 arrives as its bits."""
         parts = [as_array(*input_of(request, name)) for request in requests]
         tensor = torch.from_numpy(np.concatenate(parts) if len(parts) > 1 else parts[0].copy())
         if input_of(requests[0], name)[0].datatype == "BF16":

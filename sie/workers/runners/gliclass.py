@@ -1,7 +1,7 @@
-"""The runner of a GLiClass model: token ids of a step in, one logit for each label out.
+"""Runs a GLiClass model: takes a step's token ids, and returns one logit for each label.
 
-The library's model reads sequences side by side. Some of its poolings count padding in, so sequences run in rectangles
-of equal length and number of labels, and no result depends on its neighbours.
+The library's model runs sequences as a batch. Some of its poolings include padding. So sequences run in rectangles of
+equal length and number of labels, and no result depends on its neighbours.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GliclassRunner:
         return StepOutputs(token_logits=self.run_token_logits(step.inputs))
 
     def run_token_logits(self, token_ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """Return the logits (labels_i, 1) of each sequence (t_i,). Raises BadRequest for an id that is in no table."""
+        """Return the logits (labels_i, 1) of each sequence (t_i,). Raises BadRequest for an unknown token id."""
         answer = [np.empty((0, 1), np.float32)] * len(token_ids)
         shapes = [(len(ids), int((ids == self._rule.label_token_id).sum())) for ids in token_ids]
         in_order = sorted((item for item, shape in enumerate(shapes) if shape[1]), key=shapes.__getitem__)

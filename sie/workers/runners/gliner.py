@@ -1,7 +1,7 @@
-"""The runner of a GLiNER model: windows of texts in, entities and relations out.
+"""Runs a GLiNER model: takes windows of texts, and returns entities and relations.
 
-The library's collator, model and decoder do the work; its data loader, its progress bars and its comparison of every two
-spans are not used. Windows of one task run together, in order of length, so that little of a batch is padding.
+The library's collator, model and decoder do the work. Its data loader, its progress bars and its pairwise comparison of
+spans are not used. Windows of one task run together, sorted by length, so that batches have little padding.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from sie.workers.runners.encode import weight_bytes
 
 _DEFAULT_THRESHOLD = 0.5
 _LEAST_ADJACENCY_THRESHOLD = 0.5
-"""A low threshold for entities must not make nearly every two of them a pair."""
+"""A low threshold for entities must not make nearly every two entities a pair."""
 _MAX_BATCH_WORDS = 8192
-"""Most words of a batch, padding included: the spans of all of them are in memory at once."""
+"""Most words of a batch, including padding: the spans of all words are in memory at once."""
 
 Words = list[tuple[str, int, int]]
-"""The words of a window: text, and where it begins and ends."""
+"""The words of a window: text, start and end."""
 
 
 class GlinerRunner:
@@ -58,9 +58,9 @@ class GlinerRunner:
         return StepOutputs(extract=self.run_extract(step.inputs, step.tasks))
 
     def run_extract(self, inputs: Sequence[NDArray[np.uint8]], tasks: Sequence[ExtractTask]) -> list[Extraction]:
-        """Return what each window holds; inputs are UTF-8, positions are code points of their own window.
+        """Return each window's extraction; inputs are UTF-8, positions are code points within the window.
 
-        Raises BadRequest for a threshold that lets more spans of a window pass than are looked at.
+        Raises BadRequest for a threshold that leaves too many spans of a window.
         """
         found = [Extraction()] * len(inputs)
         texts = [bytes(window).decode() for window in inputs]
@@ -101,10 +101,10 @@ class GlinerRunner:
         return list(zip(spans, relations if task.relation_labels else [[]] * len(windows), strict=True))
 
     def _check_spans(self, logits: torch.Tensor, lengths: Sequence[int], threshold: float) -> None:
-        """Refuse a threshold that leaves the decoder, which is Python, too many spans.
+        """Raise BadRequest for a threshold that leaves too many spans for the decoder, which is Python code.
 
-        logits (n, words, widths, labels), or of a model that finds ends (n, words, labels, start | end | inside), whose
-        decoder tries every start with every end.
+        logits are (n, words, widths, labels). For a model that finds ends they are (n, words, labels,
+        start | end | inside), and the decoder tries every start with every end.
         """
         is_word = torch.arange(logits.shape[1])[None] < torch.tensor(lengths)[:, None]
         passes = (torch.sigmoid(logits) > threshold) & is_word.to(logits.device)[:, :, None, None]
@@ -121,14 +121,14 @@ class GlinerRunner:
 
 
 def _choose_best(spans: list[Any], flat_ner: bool = True, multi_label: bool = False) -> list[Any]:
-    """Return what the library's `greedy_search` returns, in the order of the words."""
+    """Return the result of the library's `greedy_search`, in the order of the words."""
     best_first = sorted(spans, key=lambda span: -span.score)
     kept = choose_spans([(span.start, span.end + 1) for span in best_first], flat=flat_ner, multi_label=multi_label)
     return sorted((best_first[place] for place in kept), key=lambda span: span.start)
 
 
 def _batches(members: list[int], lengths: list[int], max_words: int) -> Iterator[list[int]]:
-    """Yield the members, given in order of their lengths, in batches of one, or of at most max_words with padding."""
+    """Yield the members, sorted by length, in batches of at most max_words with padding, or of one member."""
     start = 0
     for place, length in enumerate(lengths):
         if place > start and (place - start + 1) * length > max_words:
@@ -138,7 +138,7 @@ def _batches(members: list[int], lengths: list[int], max_words: int) -> Iterator
 
 
 def _extraction(text: str, words: Words, spans: list[Any], relations: list[Any]) -> Extraction:
-    """Return the library's answer with positions in the window instead of numbers of words."""
+    """Return the library's answer with positions in the window instead of word indices."""
 
     def place(span: Any) -> tuple[int, int]:
         return words[span.start][1], words[span.end][2]
@@ -157,7 +157,7 @@ def _extraction(text: str, words: Words, spans: list[Any], relations: list[Any])
 
 
 def _in_float32(output: Any) -> Any:
-    """Return the model's output with its logits in float32: scores of 16 bits would tie, and miss a threshold."""
+    """Return the model's output with float32 logits: 16-bit scores would tie, or miss a threshold."""
     for name in ("logits", "rel_logits"):
         logits = getattr(output, name, None)
         if isinstance(logits, torch.Tensor):
@@ -166,10 +166,10 @@ def _in_float32(output: Any) -> Any:
 
 
 def _limit_candidates(core: Any, max_candidates: int) -> None:
-    """Let relations be looked for between the first entities of a window only.
+    """Limit the search for relations to the first entities of a window.
 
-    The library pairs every span over the threshold with every other: memory grows with the square of a number that
-    a client's threshold decides. The entities themselves are not touched.
+    The library pairs every span over the threshold with every other one. So memory would grow with the square of a
+    number that a client's threshold controls. The entities themselves do not change.
     """
     represent = core.represent_spans
 

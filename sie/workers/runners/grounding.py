@@ -1,8 +1,8 @@
-"""The runner of Grounding DINO: images and a text of labels in, boxes with a score for each token out.
+"""Runs Grounding DINO: takes images and a text of labels, and returns boxes with a score for each token.
 
-Image and text are read together, so images run in rectangles: those of one size that look for the same. A text's first
-layers do not depend on the image; they run once for as long as the text is remembered. The model computes in float32:
-it corrects its boxes layer by layer, and in 16 bits they would move by pixels.
+The model reads image and text together. So images of the same size with the same text run as a rectangle. A text's
+first layers do not depend on the image, and their result is cached. The model computes in float32: it refines its boxes
+layer by layer, and in 16 bits they would shift by pixels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sie.workers.runners.detect import PixelScale, Recent, check_queries, group_
 from sie.workers.runners.encode import weight_bytes
 
 _MAX_TEXTS: Final = 64
-"""Texts that are remembered: at most 256 rows each of the text layers' width."""
+"""Cached texts: each has at most 256 rows of the text layers' width."""
 _PROBE_SIDE: Final = 64
 
 
@@ -40,7 +40,7 @@ class GroundingRunner:
         self._device = device
         self._scale = PixelScale(card.image, device)
         self._vocab_size: int = model.config.text_config.vocab_size
-        self._text = _RememberedText(model.model.text_backbone)
+        self._text = _CachedText(model.model.text_backbone)
         model.model.text_backbone = self._text
 
     def run(self, step: RowStep) -> StepOutputs:
@@ -72,14 +72,14 @@ class GroundingRunner:
         return torch.cat([scores.amax(dim=-1, keepdim=True), found.pred_boxes, scores], dim=-1)
 
 
-class _RememberedText(nn.Module):
-    """Stands in for the text layers: all rows of a batch are one text, which may have run before."""
+class _CachedText(nn.Module):
+    """Replaces the text layers: all rows of a batch are one text, whose result may be cached."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
         self.layers = layers
         self.key = b""
-        """What the next batch's text is told from others by."""
+        """The cache key of the next batch's text."""
         self._recent: Recent[bytes, Tensor] = Recent(_MAX_TEXTS)
 
     def forward(self, input_ids: Tensor, mask: Tensor, types: Tensor, positions: Tensor, **_: Any) -> BaseModelOutput:
@@ -91,9 +91,9 @@ class _RememberedText(nn.Module):
 
 
 def build_grounding_runner(card: ModelCard, model: Any, device: torch.device) -> GroundingRunner:
-    """Return the runner of a model on its device, tried once.
+    """Return the runner of a model on its device, after one trial.
 
-    Raises ModelLoadFailed for values that are not finite.
+    Raises ModelLoadFailed if its values are not finite.
     """
     rule = card.extract
     assert isinstance(rule, Detection)
@@ -103,7 +103,7 @@ def build_grounding_runner(card: ModelCard, model: Any, device: torch.device) ->
         side *= 2
     query = np.ones(3, np.int32)
     grey = SearchedImage(np.full((side, side, 3), 128, np.uint8), (query,), query.tobytes())
-    # A score is never under 0, so this asks for all boxes.
+    # A score is never below 0, so this requests all boxes.
     if not np.isfinite(runner.run_boxes([grey], [-1.0])[0]).all():
         raise refuse(card.id, "its values are not finite")
     return runner

@@ -1,4 +1,4 @@
-"""The head after the transformer: pooling and the dense, normalise and layer-norm modules of the checkpoint."""
+"""Runs the head after the transformer: pooling and the checkpoint's dense, normalise and layer-norm modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sie.workers.packed.pooling import pool
 
 
 class Head:
-    """The steps of a card's pipeline, in float32 on one device. The checkpoint's last normalise is not among them."""
+    """Runs the steps of a card's pipeline in float32 on one device, except the checkpoint's last normalise."""
 
     def __init__(self, model_id: str, steps: tuple[PipelineStep, ...], device: torch.device) -> None:
         pooling, *rest = steps
@@ -35,12 +35,12 @@ class Head:
 
 
 def build_layers(model_id: str, steps: Iterable[PipelineStep], device: torch.device) -> nn.Sequential:
-    """Return the layers of steps after the transformer or the pooling, in float32. Raises ModelLoadFailed."""
+    """Return the layers for steps after the transformer or the pooling, in float32. Raises ModelLoadFailed."""
     return nn.Sequential(*(_build_layer(model_id, step) for step in steps)).to(device).eval()
 
 
 class _Dense(nn.Module):
-    """A linear layer and its activation, with an optional way around both."""
+    """A linear layer and its activation, with an optional residual connection around both."""
 
     def __init__(self, config: dict[str, Any], activation: nn.Module) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _Normalize(nn.Module):
 
 
 class _LayerNorm(nn.Module):
-    """Named as in the checkpoint, so that its weights fit."""
+    """A layer norm under the checkpoint's name, so that its weights load."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def _build_layer(model_id: str, step: PipelineStep) -> nn.Module:
 
 
 def build_activation(model_id: str, name: str) -> nn.Module:
-    """Return an activation that torch.nn has and that needs no argument. Raises ModelLoadFailed for another one."""
+    """Return an activation of torch.nn that needs no arguments. Raises ModelLoadFailed for any other."""
     cls = getattr(nn, name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise refuse(model_id, f"torch.nn has no activation {name!r}")

@@ -1,7 +1,7 @@
-"""The runner of an ONNX model: onnxruntime's session, fed with views of the requests' extents.
+"""Runs an ONNX model in an onnxruntime session, with views of the requests' extents as inputs.
 
-Requests that run together are put behind each other along their first dimension and their outputs cut apart again; one
-alone is run without a copy of its inputs.
+Requests that run together are concatenated along their first dimension, and their outputs are split again. A single
+request runs without a copy of its inputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TYPES = {
     "tensor(double)": "FP64", "tensor(string)": "BYTES",
 }  # fmt: skip
 _BFLOAT16 = 16
-"""TensorProto.DataType of a type that NumPy has not."""
+"""TensorProto.DataType of bfloat16, which NumPy lacks."""
 _FATAL_ONLY = 4
 
 
@@ -45,7 +45,7 @@ def load_onnx(card: ModelCard, device: str, num_threads: int, progress: Callable
     path = Path(card.directory) / card.tensor.config["default_model_filename"]
     progress(0.1, "onnxruntime reads the model")
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = _FATAL_ONLY  # what goes wrong is raised, and told to whom it concerns
+    options.log_severity_level = _FATAL_ONLY  # errors are raised and reported by the caller
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.load_model_format", "ONNX")
@@ -73,7 +73,7 @@ def _providers(device: str) -> list[Any]:
 
 
 def _check_session(card: ModelCard, session: Any) -> None:
-    """Raise ModelLoadFailed when the file is another one than the card was made from."""
+    """Raise ModelLoadFailed if the file is not the one that the card describes."""
     assert card.tensor is not None
     inputs = {value.name: _TYPES.get(value.type) for value in session.get_inputs()}
     outputs = {value.name: _TYPES.get(value.type) for value in session.get_outputs()}
@@ -98,7 +98,7 @@ class OnnxRunner:
         self._datatypes = {spec.name: spec.datatype for spec in self._rule.outputs}
 
     def run_tensors(self, requests: Sequence[TensorInputs]) -> list[tuple[OutputTensor, ...]]:
-        """Return each request's outputs. Raises BadRequest for what the model rejects, else Internal."""
+        """Return each request's outputs. Raises BadRequest for inputs that the model rejects, else Internal."""
         first = requests[0].task
         wanted = list(first.outputs or self._datatypes)
         feed: dict[str, NDArray[Any]] = {}
@@ -122,7 +122,7 @@ class OnnxRunner:
             raise
 
     def _run_values(self, wanted: list[str], feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
-        """Run with values that say their own type; BF16 is its bits, uint16, on both sides."""
+        """Run with values that carry their own type; BF16 is passed as its bits, uint16, in both directions."""
         types = {spec.name: spec.datatype for spec in self._rule.inputs}
         value = onnxruntime.OrtValue
         values = {
@@ -139,5 +139,5 @@ def _from_value(value: Any) -> NDArray[Any]:
     if value.data_type() != "tensor(bfloat16)":
         return value.numpy()
     shape = tuple(value.shape())
-    bits = ctypes.string_at(value.data_ptr(), 2 * prod(shape))  # a copy: the value's memory goes with it
+    bits = ctypes.string_at(value.data_ptr(), 2 * prod(shape))  # a copy: the value frees its memory
     return np.frombuffer(bits, "<u2").reshape(shape)

@@ -1,6 +1,6 @@
-"""The runner of models with outputs besides dense: one forward pass of a step, then each output's own head.
+"""Runs models with outputs besides dense: one forward pass for a step, then the head of each output.
 
-Queries of a model that has a table of weights for them (`StaticQueries`) never reach the transformer.
+If a model has a table of query weights (`StaticQueries`), its queries do not run through the transformer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_ENTRIES: Entries = (np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 class Heads(NamedTuple):
-    """What a model computes from its hidden states; None for an output that it does not have."""
+    """The heads that a model applies to its hidden states; None for an output that it does not have."""
 
     dense: Head | None = None
     sparse: SparseHead | None = None
@@ -54,7 +54,7 @@ class OutputsRunner:
         self.memory_bytes += sum(head.memory_bytes for head in others if head is not None)
 
     def run(self, step: RowStep) -> StepOutputs:
-        """Return what each item wants, or the scores of a comparison; see `RowRunner`."""
+        """Return the outputs that each item requests, or the scores of a comparison; see `RowRunner`."""
         if step.operation == "compare":
             return StepOutputs(scores=self.run_comparisons(step.inputs, cast("Sequence[Side]", step.wants)))
         return self.run_wants(step.inputs, step.wants, step.loras)
@@ -62,11 +62,11 @@ class OutputsRunner:
     def run_wants(
         self, inputs: Sequence[NDArray[np.int32]], wants: Sequence[Want], loras: Sequence[str] = ()
     ) -> StepOutputs:
-        """Return what each input wants. Each is (t_i,); one without a token has zeros, no entries and no vectors.
+        """Return the outputs that each input (t_i,) requests; one without tokens gives zeros, no entries, no vectors.
 
-        loras names each item's adapter, empty for none; it is empty itself when no item has one.
+        loras names each item's adapter, empty for none. It is itself empty if no item has one.
 
-        Raises what `Backbone.check` raises, and NonFinite.
+        Raises as `Backbone.check` does, and NonFinite.
         """
         table, filled = self._heads.static_queries, self._filled(inputs, wants)
         looked_up = [item for item, want in enumerate(wants) if table is not None and want.is_query]
@@ -87,7 +87,7 @@ class OutputsRunner:
     def _filled(
         self, inputs: Sequence[NDArray[np.int32]], wants: Sequence[Want]
     ) -> list[tuple[NDArray[np.int32], int]]:
-        """Return the tokens of each input, short queries filled up, and how many of them are seen."""
+        """Return each input's tokens, with short queries padded, and how many of the tokens are attended to."""
         expand = self._heads.expansion
         return [
             expand(ids, want.expand_to) if expand is not None and want.is_query else (ids, len(ids))
@@ -95,7 +95,7 @@ class OutputsRunner:
         ]
 
     def _spread(self, outputs: StepOutputs, run: list[int], wants: Sequence[Want]) -> StepOutputs:
-        """Put the outputs of the items that ran among what the others have, which is nothing."""
+        """Return the outputs of the items that ran, with empty outputs for the others."""
         dims, num_items = self.card.dims, len(wants)
         dense = sparse = vectors = None
         if _wanted("dense", wants):
@@ -136,7 +136,7 @@ class OutputsRunner:
             return self._backbone.run(batch, self.execution), batch
 
     def run_comparisons(self, inputs: Sequence[NDArray[np.int32]], sides: Sequence[Side]) -> NDArray[np.float32]:
-        """Return (n, 1) scores; see the protocol. Vectors never leave the device. Raises as `run_wants` does."""
+        """Return (n, 1) scores; see the protocol. Vectors stay on the device. Raises as `run_wants` does."""
         filled = self._filled(inputs, sides)
         run = [item for item in range(len(inputs)) if len(filled[item][0])]
         with torch.inference_mode():
@@ -148,7 +148,7 @@ class OutputsRunner:
             return compare(found, sides, self.card.late, self._backbone.device)[:, None]
 
     def _no_vectors(self) -> TextVectors:
-        """Return what a text without a token has."""
+        """Return the vectors of a text without tokens."""
         dims, device = self.card.dims, self._backbone.device
         dense = torch.zeros(dims.get("dense", 0), device=device)
         return TextVectors(dense, _NO_ENTRIES, torch.empty((0, dims.get("multivector", 0)), device=device))
@@ -182,7 +182,7 @@ class OutputsRunner:
     def _vectors(
         self, head: Callable[..., list[T]], hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]
     ) -> list[T | None] | None:
-        """Return the rows of each item that wants them, in the head's own form."""
+        """Return the rows of each item that requests them, in the head's own form."""
         if not (wanted := _wanted("multivector", wants)):
             return None
         own, sequences = _select(hidden, batch, wanted)
@@ -195,9 +195,9 @@ def _wanted(output: str, wants: Sequence[Want]) -> set[int]:
 
 
 def _select(hidden: Tensor, batch: PackedBatch, wanted: set[int]) -> tuple[Tensor, PackedBatch]:
-    """Return the hidden states of some sequences of a batch, in its order, as a batch of their own.
+    """Return the hidden states of some sequences of a batch, in its order, as a separate batch.
 
-    Only its input_ids and cu_seqlens are to be read.
+    Only the new batch's input_ids and cu_seqlens are valid.
     """
     if len(wanted) == len(batch.order):
         return hidden, batch
@@ -210,7 +210,7 @@ def _select(hidden: Tensor, batch: PackedBatch, wanted: set[int]) -> tuple[Tenso
 
 
 def _place(values: list[T], batch: PackedBatch, wanted: set[int]) -> list[T | None]:
-    """Return one value for each item of the step, None for those that want none."""
+    """Return one value for each item of the step, None for an item that requests none."""
     placed: list[T | None] = [None] * len(batch.order)
     for item, value in zip((item for item in batch.order if item in wanted), values, strict=True):
         placed[item] = value

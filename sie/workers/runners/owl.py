@@ -1,7 +1,7 @@
-"""The runner of OWL-ViT and OWLv2: images and labels of a step in, boxes out.
+"""Runs OWL-ViT and OWLv2: takes a step's images and labels, and returns boxes.
 
-Both towers run by themselves: every image of a step in one batch, whatever is looked for, and every label once for as
-long as it is remembered. The heads work in float32: in 16 bits boxes would move by pixels.
+The two towers run separately. All images of a step form one batch, whatever their labels are. Each label runs once, and
+its result is cached. The heads compute in float32: in 16 bits boxes would shift by pixels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sie.workers.runners.square import to_square
 FLOAT32_HEADS: Final = frozenset({"class_head", "box_head"})
 """The modules whose weights stay in float32."""
 _MAX_LABELS: Final = 4096
-"""Labels that are remembered, each as one row of the text tower's width."""
+"""Cached labels, each as one row of the text tower's width."""
 
 
 class OwlRunner:
@@ -49,9 +49,9 @@ class OwlRunner:
         return StepOutputs(boxes=self.run_boxes(step.inputs, [task.threshold or 0.0 for task in step.tasks]))
 
     def run_boxes(self, images: Sequence[SearchedImage], thresholds: Sequence[float]) -> list[NDArray[np.float32]]:
-        """Return (b, 6) float32 for each image: score, centre, size, and which of its queries it is.
+        """Return (b, 6) float32 for each image: score, centre, size, and the index of the matching query.
 
-        Raises BadRequest for a token id outside the vocabulary, Internal for an image of another size than the model's.
+        Raises BadRequest for a token id outside the vocabulary, Internal for an image without the model's size.
         """
         answer = [np.empty((0, 6), np.float32)] * len(images)
         with torch.inference_mode():
@@ -75,14 +75,14 @@ class OwlRunner:
         else:
             shape = (self._rule.height, self._rule.width, 3)
             if any(image.shape != shape for image in images):
-                raise Internal("an image did not reach the worker in the model's size")
+                raise Internal("an image that reached the worker does not have the model's size")
             values = stack_pixels(images, self._device)
         feature_map = self._model.image_embedder(self._scale(values).to(self._model.dtype))[0].float()
         features = feature_map.flatten(1, 2)
         return features, self._model.box_predictor(features, feature_map)
 
     def _embed(self, queries: Sequence[NDArray[np.int32]]) -> Tensor:
-        """Return (q, d) float32, a row of unit length for each label; those not remembered run as one batch."""
+        """Return (q, d) float32, a row of unit length for each label; labels that are not cached run as one batch."""
         keys = [ids.tobytes() for ids in queries]
         rows = {key: self._labels.get(key) for key in keys}
         missing = {key: ids for key, ids in zip(keys, queries, strict=True) if rows[key] is None}
@@ -93,7 +93,7 @@ class OwlRunner:
         return torch.stack([row for row in (rows[key] for key in keys) if row is not None])
 
     def _run_texts(self, queries: Sequence[NDArray[np.int32]]) -> Tensor:
-        """Run the text tower. Padding changes nothing: a token sees only those before it, and the end's is taken."""
+        """Run the text tower. Padding has no effect: tokens see only earlier ones, and the end token's row is used."""
         check_queries(queries, self._towers.text_model.config.vocab_size)
         input_ids = np.zeros((len(queries), max(map(len, queries))), np.int64)
         for row, ids in zip(input_ids, queries, strict=True):
@@ -104,12 +104,12 @@ class OwlRunner:
 
 
 def build_owl_runner(card: ModelCard, model: Any, device: torch.device, dtype: str) -> OwlRunner:
-    """Return the runner of a model on its device, tried once. Raises ModelLoadFailed for values that are not finite."""
+    """Return the runner of a model on its device, after one trial. Raises ModelLoadFailed for non-finite values."""
     runner = OwlRunner(card, model, device, dtype)
     side = runner.card.image.height if runner.card.image is not None and runner.card.image.height else 8
     query = np.ones(1, np.int32)
     grey = SearchedImage(np.full((side, side, 3), 128, np.uint8), (query,), query.tobytes())
-    # A score is never under 0, so this asks for all boxes.
+    # A score is never below 0, so this requests all boxes.
     if not np.isfinite(runner.run_boxes([grey], [-1.0])[0]).all():
         raise refuse(card.id, f"its values overflow in {dtype}; choose another dtype")
     return runner

@@ -1,7 +1,7 @@
 """Proves once at load that a model runs packed and that packing changes nothing.
 
-The library's own attention, one sequence at a time, is the oracle. No family is known by name: whether packing works
-and where positions begin is found by trying.
+The reference is the library's own attention, one sequence at a time. No family is known by name: trials show whether
+packing works and where positions start.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from sie.workers.runners.score import HeadView, ScoreModel
 _log = logging.getLogger(__name__)
 _LENGTHS = (5, 37, 5, 160, 1, 23)
 MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-# Mean relative distance of a token's hidden state; a token that saw another sequence is off by far more.
+# Mean relative distance of a token's hidden state; attention to another sequence gives a far larger one.
 _MAX_ROUNDED_DIFFERENCE = 0.2
-# The same where inputs are rounded to eight bits: the last bit of a value decides which step it becomes, so two ways to
-# compute one model are nearly as far from each other as each is from float32: MiniLM's by 0.06, a wrong packing's by 1.3.
+# The same for inputs rounded to eight bits: the last bit of a value decides its code. So two ways to compute one model
+# differ from each other nearly as much as each differs from float32: 0.06 for MiniLM, but 1.3 for wrong packing.
 _SHORT_STEP_TOKENS = 32
 _TIMED_RUNS = 3
 _MAX_HEAD_DIFFERENCE = 0.1
-# Of logits, relative to their spread; a head that misses a row it reads is off by about the spread itself.
+# Of logits, relative to their spread; a head that lacks a row that it needs is off by about the whole spread.
 
 
 def choose_execution(model_id: str, backbone: Backbone) -> Execution:
-    """Run the model both ways and return how it is to be run from now on; leaves it set up for that.
+    """Run the model both ways, choose how it runs from now on, and configure it for that.
 
-    Raises ModelLoadFailed when the model does not even run under the library's own attention, or gives values that
-    are not finite in this format.
+    Raises ModelLoadFailed if the model gives values that are not finite in this format. An error under the library's
+    own attention passes through.
     """
     model = backbone.model
     batch = pack_sequences(probe_sequences(backbone))
@@ -60,7 +60,7 @@ def choose_execution(model_id: str, backbone: Backbone) -> Execution:
                     _choose_compiled(model_id, backbone, batch, offset, expected)
                     return Execution(packed=True, position_offset=offset)
             reason = "packed results differ"
-        except Exception as error:  # whatever a foreign architecture raises, the other way still works
+        except Exception as error:  # an unknown architecture may raise anything; rectangles still work
             reason = f"{type(error).__name__}: {error}"
         model.set_attn_implementation(own)
     _log.info("%s runs in rectangles of equal length: %s", model_id, reason)
@@ -74,15 +74,15 @@ def _max_difference(backbone: Backbone, expected: Tensor) -> float:
 def _choose_compiled(
     model_id: str, backbone: Backbone, batch: PackedBatch, position_offset: int, expected: Tensor
 ) -> None:
-    """Let a model run in its compiled form, if it has one that gives the same, in the steps in which that is faster.
+    """Use a model's compiled form, if it gives the same values, for the steps in which it is faster.
 
-    On a processor that the library's products know better, large steps are the library's.
+    On a processor for which the library's products are better optimised, the library runs large steps.
     """
     compiled = compile_encoder(backbone.model)
     if compiled is None:
         return
     if not difference(compiled.run(batch, position_offset), expected) < _max_difference(backbone, expected):
-        _log.warning("%s: its compiled form gives other values and is not used", model_id)
+        _log.warning("%s: its compiled form gives different values and is not used", model_id)
         return
     short = pack_sequences(probe_sequences(backbone)[:1])
     for part, max_tokens in ((batch, None), (short, _SHORT_STEP_TOKENS)):
@@ -95,7 +95,7 @@ def _choose_compiled(
 
 
 def _fastest_s(run: Callable[[], object]) -> float:
-    """Return the processor time of this thread in the fastest of a few runs: a busy machine must not decide."""
+    """Return this thread's processor time in the fastest of a few runs, so that a busy machine has no influence."""
     times: list[float] = []
     for _ in range(_TIMED_RUNS):
         started_s = time.thread_time()
@@ -105,10 +105,10 @@ def _fastest_s(run: Callable[[], object]) -> float:
 
 
 def choose_scoring(model_id: str, scorer: ScoreModel) -> tuple[Execution, HeadView]:
-    """Return how a model that scores pairs is to be run: its transformer, and what its head has to see.
+    """Choose how a model that scores pairs runs: its transformer's execution, and its head's view.
 
-    The head is judged under the library's own attention, on equal hidden states, so that a small difference is no
-    accident of rounding. Raises ModelLoadFailed as `choose_execution` does.
+    The head is compared under the library's own attention, on equal hidden states, so that rounding does not cause the
+    difference. Raises ModelLoadFailed as `choose_execution` does.
     """
     batch = pack_sequences(probe_sequences(scorer.backbone))
     with torch.inference_mode():
@@ -121,7 +121,7 @@ def choose_scoring(model_id: str, scorer: ScoreModel) -> tuple[Execution, HeadVi
             view: HeadView = (
                 "model" if _spread(found, expected) > _MAX_HEAD_DIFFERENCE else _head_view(scorer, batch, hidden)
             )
-        except Exception as error:  # whatever a foreign architecture raises, the whole model still works
+        except Exception as error:  # an unknown architecture may raise anything; the whole model still works
             _log.info("%s: its head does not run by itself: %s", model_id, error)
             view = "model"
     if view == "model":
@@ -131,9 +131,9 @@ def choose_scoring(model_id: str, scorer: ScoreModel) -> tuple[Execution, HeadVi
 
 
 def choose_token_classification(model_id: str, classifier: TokenModel) -> tuple[Execution, bool]:
-    """Return how a model that classifies tokens is to be run, and whether it has to run whole.
+    """Choose how a model that classifies tokens runs, and whether it must run whole.
 
-    The head is judged as in `choose_scoring`. Raises ModelLoadFailed as `choose_execution` does.
+    The head is compared as in `choose_scoring`. Raises ModelLoadFailed as `choose_execution` does.
     """
     batch = pack_sequences(probe_sequences(classifier.backbone))
     with torch.inference_mode():
@@ -143,7 +143,7 @@ def choose_token_classification(model_id: str, classifier: TokenModel) -> tuple[
         try:
             found = classifier.run_head(classifier.backbone.run_rectangles(batch), batch)
             is_whole = found.shape != expected.shape or _spread(found, expected) > _MAX_HEAD_DIFFERENCE
-        except Exception as error:  # whatever a foreign architecture raises, the whole model still works
+        except Exception as error:  # an unknown architecture may raise anything; the whole model still works
             _log.info("%s: its head does not run by itself: %s", model_id, error)
             is_whole = True
     if is_whole:
@@ -153,7 +153,7 @@ def choose_token_classification(model_id: str, classifier: TokenModel) -> tuple[
 
 
 def _head_view(scorer: ScoreModel, batch: PackedBatch, hidden: Tensor) -> HeadView:
-    """Return whether the head looks at more than each sequence's ends: noise tells, since it differs everywhere."""
+    """Return whether the head reads more than each sequence's ends; noise shows it, since it differs everywhere."""
     torch_random = torch.Generator().manual_seed(0)
     noise = torch.randn(hidden.shape, generator=torch_random).to(hidden) * hidden.std()
     every, ends = scorer.run_head(noise, batch, "all"), scorer.run_head(noise, batch, "ends")
@@ -161,12 +161,12 @@ def _head_view(scorer: ScoreModel, batch: PackedBatch, hidden: Tensor) -> HeadVi
 
 
 def _spread(logits: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to how far the expected logits lie apart."""
+    """Return the largest difference, relative to the spread of the expected logits."""
     return float((logits - expected).abs().max() / (expected - expected.mean()).abs().max().clamp_min(1e-9))
 
 
 def probe_sequences(backbone: Backbone) -> list[NDArray[np.int32]]:
-    """Return the same tokens at every load; the padding token is left out, for some families skip its position."""
+    """Return the same tokens at every load, without the padding token, whose position some families skip."""
     random = np.random.default_rng(0)
     padding = backbone.model.config.pad_token_id
     ids = np.array([i for i in range(min(backbone.vocab_size, 30_000)) if i != padding], dtype=np.int32)
@@ -175,12 +175,13 @@ def probe_sequences(backbone: Backbone) -> list[NDArray[np.int32]]:
 
 
 def _position_offsets(backbone: Backbone) -> list[int]:
-    """Return where a family may count its positions from: 0, or behind the padding row."""
+    """Return the possible first positions of a family: 0, or the row after the padding row."""
     padding = getattr(backbone.model.config, "pad_token_id", None)
     return [0] if padding is None else [0, padding + 1]
 
 
 def difference(hidden: Tensor, expected: Tensor) -> float:
+    """Return the mean relative distance of hidden states (t, d) from the expected ones; inf if shapes differ."""
     if hidden.shape != expected.shape:
         return float("inf")
     distance = (hidden.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(1e-9)

@@ -1,6 +1,6 @@
-"""Tells whether a tensor model treats its rows alone, by random rows that run alone and together.
+"""Checks whether a tensor model treats its rows independently: random rows run alone and together.
 
-A model that passes may still mix rows that random values do not reach, so an operator turns this on.
+A model that passes may still mix rows for other values, so an operator must enable this check.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from sie.workers.runners.tensor_arrays import as_array
 
 _log = get_logger(__name__)
 _ROWS: Final = ((1, 2), (3, 1), (2, 2))
-"""Rows of two requests, alone and together."""
+"""Numbers of rows of two requests, which run alone and together."""
 _SIZES: Final = (8, 64, 224)
-"""For dimensions of any size; the first that the model takes."""
+"""Sizes to try for dimensions of any size; the first that the model accepts is used."""
 _TOLERANCE: Final = {"FP16": 2e-2, "BF16": 2e-2}
-"""Of the largest value; 1e-3 for other numbers."""
+"""Relative to the largest value; 1e-3 for other types."""
 
 
 def probe_rows(runner: TensorRunner, rule: TensorRule) -> TensorRule:
-    """Return the rule, joining requests where every row gave the same alone and beside others."""
-    refusal = "it takes or gives strings" if _has_strings(rule) else ""
+    """Return the rule, set to join requests if every row gave the same values alone and beside others."""
+    refusal = "it has string inputs or outputs" if _has_strings(rule) else ""
     for size in () if refusal else _SIZES:
         try:
-            refusal = "" if _treats_rows_alone(runner, rule, size) else "rows give other values beside others"
+            refusal = "" if _treats_rows_independently(runner, rule, size) else "rows give other values beside others"
             break
-        except Exception as error:  # whatever a model does with random values, it serves on
+        except Exception as error:  # a model may fail on random values and still be served
             refusal = str(error) or type(error).__name__
     if refusal:
         _log.info("%s: requests are not joined: %s", rule.name, refusal)
@@ -44,7 +44,7 @@ def _has_strings(rule: TensorRule) -> bool:
     return any(spec.datatype == "BYTES" for spec in (*rule.inputs, *rule.outputs))
 
 
-def _treats_rows_alone(runner: TensorRunner, rule: TensorRule, size: int) -> bool:
+def _treats_rows_independently(runner: TensorRunner, rule: TensorRule, size: int) -> bool:
     rng = np.random.default_rng(0)
     for counts in _ROWS:
         requests = [_random_request(rule, count, size, rng) for count in counts]
@@ -67,7 +67,7 @@ def _random(spec: TensorSpec, shape: tuple[int, ...], rng: np.random.Generator) 
     dtype = np.dtype(DATATYPES[spec.datatype])
     if dtype.kind == "f":
         return rng.standard_normal(shape).astype(dtype)
-    return rng.integers(0, 2, shape).astype(dtype)  # indices that any table has
+    return rng.integers(0, 2, shape).astype(dtype)  # valid indices for any table
 
 
 def _are_alike(alone: OutputTensor, together: OutputTensor) -> bool:

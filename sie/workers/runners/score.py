@@ -1,7 +1,7 @@
-"""The runner of a model that scores pairs: its transformer on the packed step, then its own head (`ModelHead`).
+"""Runs a model that scores pairs: its transformer on the packed step, then its own head (`ModelHead`).
 
-For the head, sequences of one length are a rectangle of the packed row; and since most heads read only the first token
-or the last, the probe lets those see just the two ends of every sequence, all in one call.
+For the head, sequences of one length form a rectangle of the packed row. Most heads read only the first or the last
+token. If the probe confirms this, the head gets only the two ends of every sequence, in one call.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from sie.workers.runners.encode import Backbone, Execution
 from sie.workers.runners.stand_in import ModelHead
 
 HeadView = Literal["ends", "all", "model"]
-"""What the head sees: each sequence's first and last token, every token, or the model cannot be parted from it."""
+"""The head's input: each sequence's first and last token ("ends"), every token, or the model runs whole ("model")."""
 
 
 class ScoreModel:
-    """A model with a transformer and a head, run together or apart."""
+    """A model with a transformer and a head, run together or separately."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device, rule: ScoreRule | None) -> None:
-        """Take a model apart; without a rule its logits are wanted as they are."""
+        """Split a model into its transformer and its head; without a rule, logits are returned unchanged."""
         self.backbone = Backbone(cast("PreTrainedModel", model.base_model), device)
         self.memory_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}.values())
         self._model = model
@@ -47,7 +47,7 @@ class ScoreModel:
         return self.run_head(self.backbone.run(batch, execution), batch, view)
 
     def run_whole(self, batch: PackedBatch) -> Tensor:
-        """Run the model as the library does, each length's sequences as a batch of their own."""
+        """Run the model as the library does, with a separate batch for each sequence length."""
         parts: list[Tensor] = []
         for start, count, length in batch.runs:
             rectangle = batch.input_ids[start : start + count * length].reshape(count, length)
@@ -57,10 +57,10 @@ class ScoreModel:
         return torch.cat(parts)
 
     def run_head(self, hidden: Tensor, batch: PackedBatch, view: HeadView) -> Tensor:
-        """Run what follows the transformer on its hidden states (t, d)."""
+        """Run the head on the transformer's hidden states (t, d)."""
         input_ids = self.backbone.move(batch.input_ids)
         last = batch.cu_seqlens[1:] - 1
-        # A head that looks for the last token that is no padding must see all, should a sequence end in such a token.
+        # If a sequence ends in a padding token, a head that searches for the last other token needs all tokens.
         if view == "ends" and not (batch.input_ids[last] == self._padding).any():
             ends = self.backbone.move(np.stack((batch.cu_seqlens[:-1], last), axis=1).astype(np.int64))
             return self._scores(self._head(hidden[ends], input_ids=input_ids[ends], **self._arguments))
@@ -111,7 +111,7 @@ class ScoreRunner:
         return StepOutputs(scores=self.run_pairs(step.inputs))
 
     def run_pairs(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
-        """Return (n, 1) float32 scores, the caller's to keep. Raises as `Backbone.check` does."""
+        """Return (n, 1) float32 scores, owned by the caller. Raises as `Backbone.check` does."""
         batch = pack_pairs(pairs)
         self._model.backbone.check(self.card.id, batch)
         with torch.inference_mode():
@@ -123,6 +123,6 @@ class ScoreRunner:
 
 
 def pack_pairs(pairs: Sequence[Pair]) -> PackedBatch:
-    """Pack pairs, with their token types where all of them have some."""
+    """Pack pairs, with their token types if all of them have some."""
     types = [pair.token_types for pair in pairs if pair.token_types is not None]
     return pack_sequences([pair.token_ids for pair in pairs], types if len(types) == len(pairs) else None)

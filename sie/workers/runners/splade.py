@@ -1,8 +1,8 @@
-"""Sparse vectors: the logits of a masked language model pooled over each sequence, and bge-m3's lexical weights.
+"""Computes sparse vectors: a masked language model's logits pooled over each sequence, or bge-m3's lexical weights.
 
-Logits are never there for a whole step: tokens by vocabulary is gigabytes. Whole sequences go through the language
-model's head together until a chunk is full; a longer one is pooled piece by piece. Formulas: SPLADE v2, arXiv
-2109.10086, section 3 (max), arXiv 2107.05720 (sum); M3-Embedding, arXiv 2402.03216, section 3.1 (lexical).
+Logits are never computed for a whole step at once: tokens by vocabulary would be gigabytes. Whole sequences run through
+the language model's head in chunks. A sequence that is longer than a chunk is pooled piece by piece. Formulas: SPLADE
+v2, arXiv 2109.10086, section 3 (max), arXiv 2107.05720 (sum); M3-Embedding, arXiv 2402.03216, section 3.1 (lexical).
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _MAX_DIFFERENCE = 1e-3
 
 
 class SparseHead(Protocol):
-    """What turns packed hidden states into sparse vectors."""
+    """Turns packed hidden states into sparse vectors."""
 
     def weights(self) -> Iterable[Tensor]:
-        """Return its weights; some may be the encoder's own."""
+        """Return its weights, which may include some of the encoder's."""
         ...
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
         """Return the vectors of the batch's sequences, in the batch's order; hidden is (t, d).
 
-        Raises NonFinite.
+        Raises NonFinite if a value is not finite.
         """
         ...
 
 
 class LanguageHead:
-    """The part of a masked language model after its encoder: packed hidden states to logits."""
+    """Runs the part of a masked language model after its encoder: packed hidden states to logits."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -59,13 +59,13 @@ class LanguageHead:
 
 
 def take_head(model_id: str, model: PreTrainedModel) -> tuple[PreTrainedModel, LanguageHead]:
-    """Return a masked language model's encoder and its head, proven to be the model when put together.
+    """Return a masked language model's encoder and head, after checking that together they equal the model.
 
-    Raises ModelLoadFailed for one that cannot be taken apart.
+    Raises ModelLoadFailed for a model that cannot be split.
     """
     encoder = model.base_model
     if encoder is model or not isinstance(encoder, PreTrainedModel):
-        raise refuse(model_id, f"{type(model).__name__} has no encoder of its own")
+        raise refuse(model_id, f"{type(model).__name__} has no separate encoder")
     ids = torch.arange(4, 12, device=model.device)[None]
     with torch.inference_mode():
         expected = model(input_ids=ids).logits[0]
@@ -73,15 +73,15 @@ def take_head(model_id: str, model: PreTrainedModel) -> tuple[PreTrainedModel, L
         head = LanguageHead(model)
         try:
             logits = head(hidden)
-        except Exception as error:  # whatever a foreign architecture raises without its encoder
+        except Exception as error:  # an unknown architecture may raise anything without its encoder
             raise refuse(model_id, f"the head of {type(model).__name__} cannot be run by itself: {error}") from error
         if logits.shape != expected.shape or float((logits - expected).abs().max()) > _MAX_DIFFERENCE:
-            raise refuse(model_id, f"the head of {type(model).__name__} gives other logits by itself")
+            raise refuse(model_id, f"the head of {type(model).__name__} gives different logits by itself")
     return encoder, head
 
 
 class SpladeHead:
-    """Pool log1p(relu(logit)), or log1p of that, over each sequence's tokens."""
+    """Pools log1p(relu(logit)), or log1p of that, over each sequence's tokens."""
 
     def __init__(self, options: SparseOutput, head: LanguageHead, vocab_size: int) -> None:
         self._head = head
@@ -90,7 +90,7 @@ class SpladeHead:
         self._chunk_tokens = max(16, _CHUNK_BYTES // (4 * vocab_size))
 
     def weights(self) -> Iterable[Tensor]:
-        """Return the whole language model's; the head's last layer is often the embeddings again."""
+        """Return all weights of the language model; the head's last layer often shares the embeddings."""
         return self._head.model.parameters()
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
@@ -101,7 +101,7 @@ class SpladeHead:
         return entries
 
     def _pooled(self, hidden: Tensor, bounds: list[int]) -> Iterator[Tensor]:
-        """Yield (k, vocabulary) float32 of the next k sequences, again and again until all were there."""
+        """Yield (k, vocabulary) float32 of the next k sequences, until all sequences are done."""
         for first, last in _chunks(bounds, self._chunk_tokens):
             start, end = bounds[first], bounds[last]
             if end - start > self._chunk_tokens:  # one long sequence
@@ -114,14 +114,14 @@ class SpladeHead:
             yield self._finish(torch.cat([self._pool(same) for same in _by_length(logits, bounds[first : last + 1])]))
 
     def _pool(self, logits: Tensor) -> Tensor:
-        """Pool (k, length, vocabulary) over the length: the largest logits as they are, or the sum of their weights."""
+        """Pool (k, length, vocabulary) over the length: the largest raw logits, or the sum of their weights."""
         return logits.amax(1).float() if self._is_max else self._weights(logits.float()).sum(1)
 
     def _join(self, pooled: Tensor) -> Tensor:
         return pooled.amax(0, keepdim=True) if self._is_max else pooled.sum(0, keepdim=True)
 
     def _finish(self, pooled: Tensor) -> Tensor:
-        # The weight rises with the logit, so the largest logit has the largest weight: one log1p a sequence.
+        # The weight grows with the logit, so the largest logit has the largest weight: one log1p for each sequence.
         return self._weights(pooled) if self._is_max else pooled
 
     def _weights(self, logits: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class SpladeHead:
 
 
 class LexicalHead:
-    """Give each token id the largest relu(linear(hidden)) among its tokens; special tokens have none."""
+    """Gives each token id the largest relu(linear(hidden)) of its tokens; special tokens get no weight."""
 
     def __init__(self, options: SparseOutput, special_ids: Sequence[int], device: torch.device) -> None:
         weights = load_file(Path(options.weights_file), device=str(device))
@@ -141,7 +141,7 @@ class LexicalHead:
         self._special_ids = np.array(special_ids, np.int64)
 
     def weights(self) -> Iterable[Tensor]:
-        """Return the linear layer's."""
+        """Return the linear layer's weights."""
         return [self._weight] if self._bias is None else [self._weight, self._bias]
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
@@ -170,7 +170,7 @@ class StaticTable:
         self.memory_bytes = self._weights.nbytes
 
     def __call__(self, token_ids: NDArray[np.int32]) -> Entries:
-        """Return the weights of the token ids (t,), each once. Raises NonFinite."""
+        """Return the weights of the distinct token ids among (t,). Raises NonFinite."""
         indices = np.unique(token_ids)
         values = self._weights[indices]
         if not np.isfinite(values).all():
@@ -191,7 +191,7 @@ def take_entries(weights: Tensor) -> list[Entries]:
 
 
 def _chunks(bounds: list[int], max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences of at most max_tokens tokens together; one that is longer is a range of its own."""
+    """Yield ranges of sequences with at most max_tokens tokens together; a longer sequence is its own range."""
     first = 0
     for last in range(1, len(bounds)):
         if last - first > 1 and bounds[last] - bounds[first] > max_tokens:

@@ -1,8 +1,8 @@
-"""Prepares an image as OWLv2 sees it: padded below and to the right to a square, blurred and resized, on the device.
+"""Prepares an image for OWLv2 on the device: pads it below and to the right to a square, blurs it and resizes it.
 
-All of it is linear and acts on rows and columns alike, so each row of the result is a weighted sum of a few rows of the
-image, and then each column one of a few columns. Values stay between those of the image: the library's clipping, which
-undoes only rounding, is left out.
+All operations are linear and treat rows and columns alike. So each row of the result is a weighted sum of a few rows of
+the image, and then each column is one of a few columns. Values stay within the image's range. The library's clipping
+only undoes rounding, so it is omitted here.
 Source: transformers 5.23 image_processing_pil_owlv2.py (pad, resize), scipy 1.17 ndimage gaussian_filter1d and zoom.
 """
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 _TRUNCATE = 4.0
-"""Standard deviations after which scipy cuts its kernel off."""
+"""Standard deviations at which scipy truncates its kernel."""
 
 
 def to_square(image: NDArray[np.uint8], side: int, device: torch.device) -> Tensor:
-    """Return (3, side, side) float32 of an image (h, w, 3); values are those of the image, 0 to 255."""
+    """Return (3, side, side) float32 of an image (h, w, 3); values keep the image's range, 0 to 255."""
     height, width, channels = image.shape
     longest = max(height, width)
-    # The image is a view that nobody may write to, of which torch would warn.
+    # torch.tensor copies: torch would warn about the image, which is a read-only view.
     rows = torch.tensor(image.reshape(height, width * channels)).to(device).float()
     rows = _weighted(rows, longest, height, side)
     columns = rows.reshape(side, width, channels).permute(1, 0, 2).reshape(width, side * channels)
@@ -33,16 +33,16 @@ def to_square(image: NDArray[np.uint8], side: int, device: torch.device) -> Tens
 
 
 def _weighted(rows: Tensor, longest: int, count: int, side: int) -> Tensor:
-    """Return (side, x), the rows of the result from the image's own (count, x)."""
+    """Return the rows of the result (side, x), computed from the image's rows (count, x)."""
     places, weights = (torch.from_numpy(array).to(rows.device) for array in taps(longest, count, side))
     return embedding_bag(places, rows, per_sample_weights=weights, mode="sum")
 
 
 @lru_cache(maxsize=256)
 def taps(longest: int, count: int, side: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return (places, weights), both (side, k): which of `longest` rows make each row of the result.
+    """Return (places, weights), both (side, k): the rows, of `longest`, that make each row of the result.
 
-    Rows from `count` on are padding, which is zero, and have no weight.
+    Rows from `count` on are zero padding and get the weight 0.
     """
     positions = (np.arange(side) + 0.5) * (longest / side) - 0.5
     lower = np.floor(positions)
@@ -57,7 +57,7 @@ def taps(longest: int, count: int, side: int) -> tuple[NDArray[np.int64], NDArra
 
 
 def _kernel(sigma: float) -> NDArray[np.float64]:
-    """Return the weights of a Gaussian, as many on each side of the middle."""
+    """Return the weights of a Gaussian, symmetric about the middle."""
     radius = int(_TRUNCATE * sigma + 0.5)
     if not radius:
         return np.ones(1)
@@ -67,7 +67,7 @@ def _kernel(sigma: float) -> NDArray[np.float64]:
 
 
 def _mirrored(places: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Return places within a row of `length`, those beyond an end mirrored at the middle of its last element."""
+    """Return places within a row of `length`; places beyond an end are mirrored at the centre of its last element."""
     if length == 1:
         return np.zeros_like(places)
     places = np.abs(places) % (2 * (length - 1))

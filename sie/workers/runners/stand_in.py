@@ -1,7 +1,7 @@
 """Runs a model's head by itself, for any architecture: no head is known by name.
 
-The model's own forward runs with a stand-in where its transformer was, which answers with hidden states that are there
-already. So a transformer that runs packed, in a way of ours, keeps the head that its authors wrote.
+The model's own forward runs with a stand-in for its transformer, which returns hidden states that are already computed.
+So a transformer that runs packed here keeps the head that its authors wrote.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 
 
 class ModelHead:
-    """What a model does after its transformer: hidden states to logits.
+    """Runs the part of a model after its transformer: hidden states to logits.
 
-    Between two calls the model is whole. Used by one thread at a time.
+    The model is restored after each call. Used by one thread at a time.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -25,9 +25,9 @@ class ModelHead:
         self._stand_in = _StandIn(getattr(self._transformer, "pooler", None))
 
     def __call__(self, hidden: Tensor, **arguments: Any) -> Tensor:
-        """Return the model's logits as if its transformer had answered with hidden (n, length, d).
+        """Return the model's logits as if its transformer had returned hidden (n, length, d).
 
-        arguments are those of the model's forward. A pooler of the transformer's own pools the hidden states, too.
+        arguments are for the model's forward. The transformer's pooler, if any, also runs on the hidden states.
         """
         model, name = self.model, self.model.base_model_prefix
         self._stand_in.hidden = hidden
@@ -47,7 +47,7 @@ class _StandIn(nn.Module):
         self._pooler = pooler
 
     def forward(self, *_args: Any, **_kwargs: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
-        """Answer, whatever the question."""
+        """Return the stored hidden states, whatever the arguments are."""
         hidden = self.hidden
         assert hidden is not None
         pooled = None if self._pooler is None else self._pooler(hidden)

@@ -1,4 +1,4 @@
-"""The runner of a stub model: rows from a hash of the text, after the time that its options ask for.
+"""Runs a stub model: it returns rows from a hash of the text, after the delays of its options.
 
 The formulas are in `sie.catalog.stub`.
 
@@ -31,13 +31,13 @@ _WORD = re.compile(r"\S+")
 
 
 class StubRunner:
-    """Answer texts with every output that the card names, pairs with scores, texts and labels with extractions.
+    """Gives texts every output that the card names, pairs their scores, and texts with labels their extractions.
 
     Building it takes the card's `load_ms`.
     """
 
     def __init__(self, card: ModelCard, slot: int = 0) -> None:
-        """Slot is the worker's; one of the faults on purpose goes by it."""
+        """Take a stub's card; slot is the worker's slot, which one of the deliberate faults uses."""
         if card.stub is None:
             raise Internal(f"model {card.id!r} is not a stub")
         self.card = card
@@ -59,7 +59,7 @@ class StubRunner:
         return self.run_wants(step.inputs, step.wants, step.loras)
 
     def run_texts(self, texts: Sequence[bytes | memoryview], loras: Sequence[str] = ()) -> NDArray[np.float32]:
-        """Return (n, dense) float32 rows; sleeps `latency_ms` and `per_token_us` for each token of the step."""
+        """Return (n, dense) float32 rows; sleep `latency_ms`, and `per_token_us` for each token of the step."""
         self._take_time(texts)
         return self._dense(_adapted(texts, loras))
 
@@ -106,14 +106,14 @@ class StubRunner:
                 raise RuntimeError(f"CUDA error: unspecified launch failure (a stub's step of {tokens} tokens)")
             if 0 < options.oom_tokens < tokens:
                 raise MemoryError(f"a stub's step of {tokens} tokens, over oom_tokens")
-            held = b"\1" * (tokens * options.kib_per_token << 10)  # not zeros, which might never take a page
+            held = b"\1" * (tokens * options.kib_per_token << 10)  # not zeros, which might never use a page
             time.sleep(options.latency_ms / 1e3 + tokens * options.per_token_us / 1e6)
             del held
 
     def run_wants(
         self, inputs: Sequence[bytes | memoryview | ImageItem], wants: Sequence[Want], loras: Sequence[str] = ()
     ) -> StepOutputs:
-        """Return what each item wants; takes the time of one step."""
+        """Return the outputs that each item requests; takes the time of one step."""
         inputs = [_bytes_of(item) if isinstance(item, ImageItem) else item for item in inputs]
         wanted = {output for want in wants for output in want.output_types}
         self._take_time(inputs)
@@ -147,19 +147,19 @@ def _identity(request: TensorInputs) -> tuple[OutputTensor, ...]:
 
 @lru_cache(maxsize=256)
 def _outputs_of(task: TensorTask) -> list[tuple[TensorForm, int]]:
-    """Return each output, and the number of the input whose bytes it has."""
+    """Return each output, and the index of the input whose bytes it repeats."""
     found = {form.name.replace("INPUT", "OUTPUT"): (form, index) for index, form in enumerate(task.inputs)}
     wanted = [(name, *found[name]) for name in task.outputs or found]
     return [(TensorForm(name, form.datatype, form.shape), index) for name, form, index in wanted]
 
 
 def _bytes_of(item: ImageItem) -> bytes:
-    """Return what stands for an item of images in the formulas."""
+    """Return the bytes that represent an item of images in the formulas."""
     return b"".join([struct.pack("<2I", *image.shape[:2]) + image.tobytes() for image in item.images])
 
 
 class StubAdapters:
-    """The adapters of a stub: names, which change its digests."""
+    """The adapters of a stub: their names change its digests."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -177,17 +177,17 @@ class StubAdapters:
         time.sleep(spec.stub.load_ms / 1e3)
 
     def install(self, name: str, weights: None) -> int:
-        """Let texts name the adapter, which has no bytes."""
+        """Accept the adapter's name in texts; it has no bytes."""
         self._names.add(name)
         return 0
 
     def remove(self, name: str) -> None:
-        """Forget the adapter."""
+        """Remove the adapter."""
         self._names.discard(name)
 
 
 def _adapted(texts: Sequence[bytes | memoryview], loras: Sequence[str]) -> Sequence[bytes | memoryview]:
-    """Return what is hashed for each text."""
+    """Return the bytes to hash for each text."""
     if not loras:
         return texts
     return [adapted_text(bytes(text), lora) if lora else text for text, lora in zip(texts, loras, strict=True)]

@@ -1,4 +1,4 @@
-"""Makes a stub model fail on purpose, so that each failure can be seen from outside without breaking a device.
+"""Makes a stub model fail deliberately, so that each failure can be tested from outside without a broken device.
 
 Settings refuse such a stub without `test`.
 """
@@ -19,10 +19,10 @@ Text = bytes | memoryview | NDArray[np.uint8]
 
 
 class StubFaults:
-    """The faults that one stub's options ask for."""
+    """The faults that one stub's options request."""
 
     def __init__(self, options: StubOptions, slot: int) -> None:
-        """Slot is the worker's."""
+        """Take the stub's options; slot is the worker's slot."""
         self._lost_file = Path(options.lost_file) if options.lost_file else None
         self._slot = slot
         self._fail = options.fail
@@ -31,20 +31,20 @@ class StubFaults:
         self._hang_on = options.hang_on.encode()
 
     def load(self) -> None:
-        """Fail a load: raise OSError, which says nothing of its kind to whoever loads, or as `step` does."""
+        """Fail a load: raise OSError, which does not tell the loader the cause, or RuntimeError as `step` does."""
         self._need_device()
         if self._fail == "load":
             raise OSError("a stub's load fails (fail=load)")
 
     def step(self, texts: Sequence[Text]) -> None:
-        """Fail the step that is about to run these texts, end the worker, or never return.
+        """Fail the step for these texts, end the worker, or never return, if a fault matches.
 
-        Raises MemoryError, or RuntimeError with the words of a lost CUDA device, as PyTorch would.
+        Raises MemoryError, or RuntimeError with PyTorch's message for a lost CUDA device.
         """
         self._need_device()
         contents = [bytes(text) for text in texts]
         if self._kill_on and any(self._kill_on in text for text in contents):
-            os.abort()  # a crash in native code: SIGKILL would look like an operator's, which blames no input
+            os.abort()  # a crash in native code: SIGKILL looks like an operator's action, and then no input is blamed
         if self._hang_on and any(self._hang_on in text for text in contents):
             _hang()
         if self._fail in ("oom", "sticky") and any(self._fail_on in text for text in contents):
@@ -57,7 +57,7 @@ class StubFaults:
             raise RuntimeError("CUDA error: no CUDA-capable device is detected (a stub's, lost_file)")
 
     def spoil(self, values: NDArray[np.float32], texts: Sequence[Text]) -> NDArray[np.float32]:
-        """Return the rows (n, d), one for each text, with NaN at the start of those that `fail=nan` concerns."""
+        """Return the rows (n, d), one for each text, with NaN at the start of rows that `fail=nan` matches."""
         if self._fail == "nan":
             for row, text in zip(values, texts, strict=True):
                 if self._fail_on in bytes(text):

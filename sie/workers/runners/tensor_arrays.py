@@ -1,6 +1,6 @@
-"""The parts that runners of tensors share: bytes to NumPy arrays and back, and the blame for a runtime's error.
+"""Provides the parts that tensor runners share: conversion of bytes to NumPy arrays and back, and error analysis.
 
-BF16 crosses as its bits in uint16. The elements of BYTES are UTF-8 for a runtime, which knows no other strings.
+BF16 is passed as its bits in uint16. The elements of BYTES must be UTF-8, since runtimes support no other strings.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _ABOUT_INPUTS = re.compile(
     re.IGNORECASE,
 )
 _SOURCE = re.compile(r"\s\S+\.(?:cc|h|cpp|cu|cuh):\d+[^\n]*?\)(?=\s)|\[ONNXRuntimeError\] : \d+ : \w+ : |\s+\Z")
-"""Where in onnxruntime's own source an error was raised, and its number."""
+"""Matches an error's location in onnxruntime's source, and its number."""
 
 
 def as_array(form: TensorForm, data: NDArray[np.uint8]) -> NDArray[Any]:
-    """Return a tensor's bytes as an array of its shape, a view where NumPy has the type; BYTES are `str` objects.
+    """Return a tensor's bytes as an array of its shape, a view if NumPy has the type; BYTES give `str` objects.
 
-    Raises BadRequest for bytes that are not such a tensor.
+    Raises BadRequest if the bytes do not match the form.
     """
     try:
         if form.datatype == "BYTES":
             return _strings(form, data)
         if form.datatype == "BOOL":
-            return (data != 0).reshape(form.shape)  # a bool of another value than 0 or 1 is not one to NumPy
+            return (data != 0).reshape(form.shape)  # NumPy accepts only 0 and 1 as a bool
         return data.view(DATATYPES[form.datatype]).reshape(form.shape)
     except (ValueError, KeyError) as error:
         raise BadRequest(f"Input '{form.name}' does not hold {form.datatype} of shape {list(form.shape)}") from error
@@ -56,7 +56,7 @@ def _strings(form: TensorForm, data: NDArray[np.uint8]) -> NDArray[Any]:
 
 
 def as_output(name: str, datatype: str, array: Any) -> OutputTensor:
-    """Return a runtime's output as the bytes that cross: little-endian, C order, without a copy where it is so."""
+    """Return a runtime's output as bytes: little-endian, C order, without a copy if it already has this layout."""
     array = np.asarray(array)
     if datatype == "BYTES":
         framed = frame_elements(
@@ -69,24 +69,24 @@ def as_output(name: str, datatype: str, array: Any) -> OutputTensor:
 
 
 def rows_of(requests: Sequence[TensorInputs]) -> list[int]:
-    """Return where each request's rows begin along the first dimension, and where the last one's end."""
+    """Return the start of each request's rows along the first dimension, and the end of the last one's."""
     if len(requests) == 1:
         return [0, 1]
     return list(itertools.accumulate((request.task.inputs[0].shape[0] for request in requests), initial=0))
 
 
 def input_of(request: TensorInputs, name: str) -> tuple[TensorForm, NDArray[np.uint8]]:
-    """Return one input of a request; the requests of a step all have the same."""
+    """Return one input of a request; all requests of a step have the same inputs."""
     return next((form, data) for form, data in zip(request.task.inputs, request.data, strict=True) if form.name == name)
 
 
 def names_sizes(text: str) -> bool:
-    """Tell whether an error is about sizes or indices, which a model takes from what it was given."""
+    """Tell whether an error is about sizes or indices, which depend on the inputs."""
     return bool(_ABOUT_INPUTS.search(text))
 
 
 def without_source(error: BaseException) -> str:
-    """Return a runtime's message on one line, without the place in its source."""
+    """Return a runtime's message on one line, without its source location."""
     return " ".join(_SOURCE.sub(" ", f" {error} ").split())
 
 
@@ -97,15 +97,15 @@ def cut_rows(
     arrays: Sequence[NDArray[Any]],
     datatypes: Mapping[str, str],
 ) -> list[tuple[OutputTensor, ...]]:
-    """Return each request's part of what one run gave, by the rows that it brought; arrays are in the order of names.
+    """Return each request's part of the outputs of one run, by its number of rows; arrays are in the order of names.
 
-    Raises Internal when the rows are not those that went in: each request is run by itself then
+    Raises Internal if the number of rows differs from the inputs': each request then runs by itself
     (`sie.workers.recovery`).
     """
     bounds = rows_of(requests)
     is_shared = len(requests) > 1
     if is_shared and any(array.ndim == 0 or len(array) != bounds[-1] for array in arrays):
-        raise Internal(f"Model '{model_id}' gives another number of rows than it was given")
+        raise Internal(f"Model '{model_id}' returns a different number of rows than it received")
     return [
         tuple(
             as_output(name, datatypes[name], array[start:end] if is_shared else array)

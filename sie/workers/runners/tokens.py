@@ -1,8 +1,8 @@
-"""Vectors of tokens: chooses the tokens of a text that have one, and projects hidden states to them.
+"""Computes vectors of tokens: chooses the tokens that get one, and projects their hidden states.
 
 Source: ColBERT, arXiv 2004.12832, sections 3.2 and 3.3 (query augmentation, punctuation filter); M3-Embedding, arXiv
-2402.03216, section 3.1. Queries that are filled up: the expansion tokens have vectors and see the text; whether the
-text sees them is the checkpoint's choice.
+2402.03216, section 3.1. In padded queries the expansion tokens have vectors and attend to the text. The checkpoint
+decides whether the text attends to them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sie.workers.stall_notices import read_tokenizer
 
 
 class QueryExpansion:
-    """Fills queries up to a length with a token of the checkpoint's choice."""
+    """Pads queries to a length with a token that the checkpoint names."""
 
     def __init__(self, model_id: str, late: LateInteraction, tokenizer: Tokenizer) -> None:
         token_id = tokenizer.token_to_id(late.expansion_token)
@@ -35,9 +35,9 @@ class QueryExpansion:
         self._is_attended = late.attend_to_expansion
 
     def __call__(self, token_ids: NDArray[np.int32], length: int | None = None) -> tuple[NDArray[np.int32], int]:
-        """Return the filled up query and how many of its tokens, from the first, are seen by others.
+        """Return the padded query, and how many of its first tokens the others attend to.
 
-        length takes the place of the checkpoint's own, which is the longest.
+        length replaces the checkpoint's length, which is also the maximum.
         """
         missing = min(len(self._filler), len(self._filler) if length is None else length) - len(token_ids)
         if missing <= 0:
@@ -47,7 +47,7 @@ class QueryExpansion:
 
 
 class TokenHead:
-    """Turns packed hidden states into vectors of tokens, in float32, the last normalise left out."""
+    """Turns packed hidden states into vectors of tokens in float32, without the last normalise."""
 
     def __init__(self, card: ModelCard, device: torch.device) -> None:
         late = card.late
@@ -75,13 +75,13 @@ class TokenHead:
     def _project(
         self, hidden: Tensor, batch: PackedBatch, is_query: NDArray[np.bool_]
     ) -> tuple[Tensor, NDArray[np.int64]]:
-        """Return all rows back to back, and how many each sequence has."""
+        """Return all rows back to back, and the number of rows of each sequence."""
         kept = self._kept(batch, np.repeat(is_query, np.diff(batch.cu_seqlens)))
         rows = self._layers(hidden[move(torch.from_numpy(kept.nonzero()[0]), hidden.device)].float())
         return rows, np.add.reduceat(kept, batch.cu_seqlens[:-1], dtype=np.int64)
 
     def _kept(self, batch: PackedBatch, of_query: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return (t,): whether a token has a vector; of_query says of what kind its text is."""
+        """Return (t,): whether a token gets a vector; of_query tells whether its text is a query."""
         kept = np.ones(len(batch.input_ids), np.bool_)
         if len(self._skipped):
             filtered = np.where(of_query, self._late.skip_in_queries, self._late.skip_in_documents)
@@ -92,7 +92,7 @@ class TokenHead:
 
 
 def _skipped_ids(card: ModelCard) -> list[int]:
-    """Return the ids of the words that are one token; one that is not would stand for any unknown token."""
+    """Return the ids of the skipped words that are one token; other words would match every unknown token."""
     assert card.late is not None
     if not card.late.skipped_words:
         return []
@@ -102,7 +102,7 @@ def _skipped_ids(card: ModelCard) -> list[int]:
 
 
 def _linear(path: str, device: torch.device) -> nn.Sequential:
-    """Read a projection: `linear.weight` among a model's weights, or a layer's own `weight` and `bias`."""
+    """Return a projection from a file with a model's `linear.weight`, or with a layer's own `weight` and `bias`."""
     with safe_open(Path(path), framework="pt", device=str(device)) as file:
         names = set(file.keys())
         prefix = "linear." if "linear.weight" in names else ""

@@ -4,7 +4,7 @@ import pytest
 
 from sie.catalog.spec import ModelSpec
 from sie.ipc.messages import ModelEntry, ModelReport
-from sie.supervisor.lifecycle import Stage
+from sie.supervisor.lifecycle import Event, Stage
 from sie.supervisor.models import ModelRegistry
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, WireError, to_wire
@@ -86,7 +86,7 @@ def test_readiness_waits_for_preloaded_models_only():
 def test_what_readiness_waits_for_is_said_with_its_reason():
     book = Book(preload=True)
     assert book.registry.missing_reasons() == "m (loading)"
-    book.registry.records["m"].waits_for_memory = True
+    book.registry.records["m"].apply(Event.SHORT)
     assert book.registry.missing_reasons() == "m (waits for memory)"
     error = to_wire(Internal("Model 'm' cannot be loaded: no such file:\n/srv/models/m/weights.bin"))
     book.registry.fail(book.registry.records["m"], error, 0.0)

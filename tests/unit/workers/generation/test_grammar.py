@@ -98,7 +98,7 @@ def test_a_grammar_that_is_none_is_the_clients_mistake(runner, kind, grammar):
 
 def test_a_grammar_that_allows_no_text_is_the_clients_mistake(runner):
     matcher = runner.compile_grammar("regex", r"[^\s\S]")
-    with pytest.raises(BadRequest, match=r"grammar: nothing that it allows can follow$"):
+    with pytest.raises(BadRequest, match=r"grammar: no token can follow$"):
         matcher.fill_mask(np.zeros(9, np.int32))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sie.workers.generation
-from sie.workers.generation.graphs import Answers, DecodeGraphs, StepInputs, _Recorded
+from sie.workers.generation.graphs import Answers, DecodeGraphs, StepInputs, _Captured
 from sie.workers.generation.sampling import likeliest
 from sie.workers.generation.varlen import DecodeStep, can_attend
 from sie.workers.packed import flash
@@ -108,12 +108,12 @@ class EagerGraph:
 
 def eager_graphs(runner, sizes, max_blocks):
     graphs = DecodeGraphs.__new__(DecodeGraphs)
-    graphs._cache, graphs._recorded = runner._cache, {}
+    graphs._cache, graphs._captured = runner._cache, {}
     graphs._copied = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     for size in sizes:
-        graph = EagerGraph(runner, lambda size=size: graphs._recorded[size])
+        graph = EagerGraph(runner, lambda size=size: graphs._captured[size])
         found = Answers(torch.zeros(size, 101), torch.zeros(size, dtype=torch.int64))
-        graphs._recorded[size] = _Recorded(graph, StepInputs(size, max_blocks, torch.device("cpu")), found)
+        graphs._captured[size] = _Captured(graph, StepInputs(size, max_blocks, torch.device("cpu")), found)
     return graphs
 
 
@@ -178,7 +178,7 @@ class WrongGraphs:
 @pytest.mark.usefixtures("in_place")
 def test_a_recording_that_gives_other_logits_is_not_used(load_tiny, monkeypatch):
     monkeypatch.setattr("sie.workers.generation.runner.can_attend", lambda *_: True)
-    monkeypatch.setattr("sie.workers.generation.runner.try_record", lambda *_: WrongGraphs())
+    monkeypatch.setattr("sie.workers.generation.runner.try_capture", lambda *_: WrongGraphs())
     runner = load(load_tiny("llama")[1])
     assert runner.reads_in_place
     assert answers(runner) == answers(load_tiny("llama")[0])

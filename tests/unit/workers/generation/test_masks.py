@@ -103,7 +103,7 @@ def test_a_grammar_that_fails_ends_its_own_request_only(runner, place):
     other = rig.submit(PROMPT, grammar_kind="regex", grammar="abc")
     rig.run()
     assert isinstance(broken.error, BadRequest)
-    assert broken.error.message == "grammar: nothing that it allows can follow"
+    assert broken.error.message == "grammar: no token can follow"
     assert first.finish == ["length"]
     assert bytes(other.tokens[0]) == b"abc"
     rig.assert_all_given_back()
