@@ -63,7 +63,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
         if outside:
             raise refuse(self.id, f"{name} leads out of the model's directory")
         if not is_plain:  # a read of a pipe waits for ever
-            raise refuse(self.id, f"{name} is neither a file nor a directory")
+            raise refuse(self.id, f"{name} is not a file")
         return path
 
     def folder(self, name: str) -> Checkpoint:

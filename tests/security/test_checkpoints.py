@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import os
 import shutil
@@ -16,12 +18,15 @@ import transformers
 
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import parse_model_spec
+from sie.config.settings import Settings
 from sie.frontend.inputs.tokenize import Tokenizer
+from sie.runtime.progress import Progress
+from sie.supervisor import card_helper
 from sie.values.card import ModelCard
-from sie.values.errors import Internal, ModelLoadFailed
+from sie.values.errors import Internal, ModelLoadFailed, WireError
 from tests.gguf_models import write_tiny_llama
 from tests.process.harness import Server, eventually, start_server
-from tests.process.wire import encode, extents_in_use, get, post_json
+from tests.process.wire import encode, extents_in_use, post_json
 from tests.tiny_models import save_poisoned
 
 Change = Callable[[Path], object]
@@ -89,7 +94,7 @@ def card_of(directory: Path) -> ModelCard:
 @pytest.mark.timeout(10)
 def test_pipe_in_place_of_a_file_is_refused_and_never_waited_for(checkpoint: Path, tmp_path: Path, file: str):
     directory = changed(checkpoint, tmp_path / "m", replace(file, os.mkfifo))
-    with pytest.raises(ModelLoadFailed, match=rf"{file}.* neither"):
+    with pytest.raises(ModelLoadFailed, match=rf"{file} is not a file"):
         card_of(directory)
 
 
@@ -140,6 +145,21 @@ def test_tokenizer_on_which_its_library_panics_is_no_readable_one(
     directory = changed(checkpoint, tmp_path / "m", rewrite("tokenizer.json", normalizer=normalizer))
     with pytest.raises(Internal, match="has no readable tokenizer"):
         Tokenizer.load(card_of(directory))
+
+
+@pytest.mark.parametrize("line", ["x" * (17 << 20), '{"type":"rea', '{"type":"ready","card":5}'])
+def test_answer_of_the_helper_that_cannot_be_read_is_a_failed_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+):
+    (tmp_path / "line").write_text(line + "\n")
+    helper = tmp_path / "helper"
+    helper.write_text(f"#!/bin/sh\nexec cat {tmp_path}/line\n")
+    helper.chmod(0o700)
+    monkeypatch.setattr(card_helper.sys, "executable", str(helper))
+    preparer = card_helper.Preparer(Settings(), Progress(io.StringIO(), "json"))
+    found = asyncio.run(preparer.prepare(parse_model_spec("m=stub:dense=8")))
+    assert isinstance(found, WireError)
+    assert "cannot be read" in found.message
 
 
 # --- a running server --------------------------------------------------------------------------------------------------
@@ -194,7 +214,7 @@ def test_weights_and_numbers_that_do_not_fit_are_a_refusal_for_good(server: Serv
         lambda: (found := encode(server.port, model, ["w1"])).status != 503 and found, "the load has ended", 30
     )
     assert reply.status == 502, reply
-    error = get(server.port, f"/v1/models/{model}").json()["last_error"]
+    error = reply.json()["detail"]
     assert error["error_class"] == "CONFIG", error
     assert reason in error["message"]
     assert server.worker == worker
