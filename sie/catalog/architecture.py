@@ -27,7 +27,7 @@ def read_model_config(model_id: str, directory: str, changes: dict[str, Any]) ->
     """
     from transformers import CONFIG_MAPPING
 
-    config: dict[str, Any] = _plain(decode_json(Path(directory, "config.json").read_bytes(), dict[str, Any]))
+    config: dict[str, Any] = plain_config(decode_json(Path(directory, "config.json").read_bytes(), dict[str, Any]))
     remote = config.pop("auto_map", None)
     config.update(changes)
     model_type = str(config.get("model_type", ""))
@@ -56,19 +56,19 @@ def build_refusal(model_id: str, config: PretrainedConfig, error: Exception) -> 
     return refuse(model_id, f"transformers cannot build {name}: {type(error).__name__}: {_one_line(error)}")
 
 
-def _plain(value: Any) -> Any:
+def plain_config(value: Any) -> Any:
     """Return a configuration without the kernels that it chooses, which transformers may fetch from a hub and run.
 
     What transformers 5 writes where JSON has no number, {"__float__": "NaN"}, is a number.
     """
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain_config(item) for item in value]
     if not isinstance(value, dict):
         return value
     text = value.get("__float__")
     if len(value) == 1 and text in ("Infinity", "-Infinity", "NaN"):
         return float(text)
-    return {key: _plain(item) for key, item in value.items() if not key.endswith(_KERNELS)}
+    return {key: plain_config(item) for key, item in value.items() if not key.endswith(_KERNELS)}
 
 
 def _rope_types(config: PretrainedConfig) -> list[Any]:

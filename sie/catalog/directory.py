@@ -17,6 +17,7 @@ from sie.catalog.generation import as_generator, is_generator
 from sie.catalog.gli import read_library_card
 from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
+from sie.catalog.quantised import refuse_quantised
 from sie.catalog.remote_code import replace_remote_code
 from sie.catalog.scoring import Scoring, read_scoring
 from sie.catalog.sparse import read_m3_heads, read_router, read_splade
@@ -64,6 +65,15 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
         reason = f"its configuration holds a value of the wrong kind: {type(error).__name__}: {error}"
         raise refuse(spec.id, reason) from error
     return card if card.kind == "generator" or spec.ignore_remote_code else replace_remote_code(card)
+
+
+def check_before_weights(model_id: str, directory: str) -> None:
+    """Raise ModelLoadFailed if a checkpoint's configuration alone refuses it; directory needs no other file yet."""
+    checkpoint = open_checkpoint(model_id, directory)
+    check_served(checkpoint, checkpoint.read_object("config.json"))
+    modules = read_modules(checkpoint)
+    folder = modules[0].folder if modules else ""
+    refuse_quantised(checkpoint, f"{folder}/" if folder else "")
 
 
 def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:

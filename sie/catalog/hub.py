@@ -21,6 +21,8 @@ Progress = Callable[[float, str], None]
 """Takes the fraction that is done, 0 to 1, and what is being done."""
 
 ALLOWED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "artifact.metadata"]
+CONFIGURATION = ["*config.json", "modules.json"]
+"""What says, in a few kilobytes, whether the weights are worth fetching."""
 IGNORED = ["onnx/*", "openvino/*", "coreml/*", "runs/*", "checkpoint-*/*"]
 _DIGESTS = {64: "sha256", 40: "sha1"}  # a blob is named by its LFS or by its git hash
 _CHUNK_BYTES = 1 << 20
@@ -50,6 +52,34 @@ def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOW
         raise refuse(spec.id, where + _first_line(error), error_class) from error
     _verify(spec, Path(directory), on_progress)
     return directory
+
+
+def find_cached(spec: ModelSpec, allowed: Sequence[str] = ALLOWED) -> str:
+    """Return the directory of the model's snapshot, or empty unless all of those files are known to be on this machine.
+
+    Never asks the hub.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        from huggingface_hub import get_cached_repo_tree
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+    except ImportError:  # an older library keeps no list of a snapshot's files
+        return ""
+    try:
+        get_cached_repo_tree(spec.id, revision=spec.revision)
+        return huggingface_hub.snapshot_download(  # pyright: ignore[reportUnknownMemberType]
+            spec.id,
+            revision=spec.revision,
+            allow_patterns=list(allowed),
+            ignore_patterns=IGNORED,
+            local_files_only=True,
+        )
+    except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):  # a snapshot without a list may be partial
+        return ""
+    except HFValidationError as error:
+        raise refuse(spec.id, _first_line(error)) from error
 
 
 def classify(error: BaseException) -> str:

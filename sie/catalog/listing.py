@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -13,23 +14,34 @@ from sie.catalog.model_file import read_model_file
 from sie.catalog.profiles import DEFAULT_PROFILE, Profiles, entry_ids, fold_default, known_profiles
 from sie.catalog.spec import ModelSpec, parse_adapter_spec, parse_model_spec, repository_specs
 from sie.config.sections import Models
-from sie.config.settings import Loaded
+from sie.config.settings import Loaded, Settings
 from sie.config.sources import SettingsError, Source
 from sie.values.card import AdapterSpec, ModelCard
-from sie.values.errors import BadRequest, SieError
+from sie.values.errors import BadRequest, SieError, WireError
 
 Start = Literal["preload", "lazy", "explicit"]
-_HEADINGS = ("MODEL", "START", "OUTPUTS", "MAX TOKENS", "ARCHITECTURE", "SOURCE")
+Check = Literal["ok", "refused", "unknown"]
+Prepare = Callable[[Settings, Sequence[ModelSpec]], Mapping[str, ModelCard | WireError]]
+"""Returns by id what preparing each model gives, without downloading any; without the models that there was no time for."""
+_UNKNOWN: Final = ("NOT_FETCHED", "TIMEOUT")
+"""Values of error_class that leave open whether a model can be served."""
+_HEADINGS = ("MODEL", "START", "CHECK", "OUTPUTS", "MAX TOKENS", "ARCHITECTURE", "SOURCE")
 
 
 class ModelRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One configured model; card is None for one on the hub and for one whose files are refused (then error)."""
+    """One configured model; card is None unless its files are on this machine and not refused.
+
+    check says whether its files pass all that is looked at before its weights are read: error is why not, and
+    not_checked why that is unknown.
+    """
 
     id: str
     start: Start
     source: str
+    check: Check
     card: ModelCard | None = None
     error: str | None = None
+    not_checked: str | None = None
     profiles: Profiles = {}
     loras: tuple[str, ...] = ()
 
@@ -136,10 +148,16 @@ def check_adapters(loaded: Loaded) -> list[AdapterSpec]:
     return list(specs.values())
 
 
-def list_models(loaded: Loaded) -> list[ModelRow]:
-    """Return one row a model, in the order in which they were named."""
-    rows = [_read(spec, start) for spec, start in check_models(loaded).values()]
+def list_models(loaded: Loaded, prepare: Prepare | None = None) -> list[ModelRow]:
+    """Return one row a model, in the order in which they were named.
+
+    Without prepare only configurations are read, and what is wrong with a tokenizer or a template is not found.
+    """
+    specs = check_models(loaded)
+    rows = [_read(spec, start) for spec, start in specs.values()]
     rows += _repository_rows(loaded.settings.models)
+    if prepare is not None:
+        rows = _with_checks(rows, loaded.settings, prepare, [spec for spec, _ in specs.values()])
     adapters = check_adapters(loaded)
     return [
         msgspec.structs.replace(row, loras=tuple(spec.id for spec in adapters if spec.model == row.id)) for row in rows
@@ -147,7 +165,7 @@ def list_models(loaded: Loaded) -> list[ModelRow]:
 
 
 def render_table(rows: list[ModelRow]) -> str:
-    """Return the rows as aligned columns, below each what its profiles are offered as, and the reason if it cannot be served."""
+    """Return the rows as aligned columns, below each its profiles, and why it cannot be served or checked."""
     table = [_HEADINGS, *map(_cells, rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(_HEADINGS))]
     lines: list[str] = []
@@ -162,6 +180,8 @@ def render_table(rows: list[ModelRow]) -> str:
             lines.append("  accept_token_ids: true")
         if row is not None and row.error:
             lines.append(f"  cannot be served: {row.error}")
+        if row is not None and row.not_checked:
+            lines.append(f"  not checked: {row.not_checked}")
         if row is not None and row.loras:
             lines.append(f"  adapters: {', '.join(row.loras)}")
     return "\n".join(lines)
@@ -175,14 +195,38 @@ def _parse(text: str, name: str, source: Source) -> ModelSpec:
 
 
 def _read(spec: ModelSpec, start: Start) -> ModelRow:
-    row = ModelRow(spec.id, start, _source(spec), profiles=_profiles(spec))
+    row = ModelRow(spec.id, start, _source(spec), "unknown", profiles=_profiles(spec))
     if spec.stub is None and spec.directory is None:
         return row
     try:
         card = _read_card(spec)
     except SieError as error:
-        return msgspec.structs.replace(row, error=error.message)
-    return msgspec.structs.replace(row, card=card, profiles=card.profiles)
+        return msgspec.structs.replace(row, check="refused", error=error.message)
+    check = "ok" if spec.stub is not None or spec.tensor is not None else "unknown"
+    return msgspec.structs.replace(row, check=check, card=card, profiles=card.profiles)
+
+
+def _with_checks(
+    rows: list[ModelRow], settings: Settings, prepare: Prepare, specs: Sequence[ModelSpec]
+) -> list[ModelRow]:
+    """Return the rows with what preparing the models gives, where that is not known yet."""
+    refused = {row.id for row in rows if row.error is not None}
+    asked = [spec for spec in specs if spec.stub is None and spec.id not in refused]
+    if not asked:
+        return rows
+    found = prepare(settings, asked)
+    ids = {spec.id for spec in asked}
+    return [_with_check(row, found.get(row.id)) if row.id in ids else row for row in rows]
+
+
+def _with_check(row: ModelRow, found: ModelCard | WireError | None) -> ModelRow:
+    if isinstance(found, ModelCard):
+        return msgspec.structs.replace(row, check="ok", card=found, profiles=found.profiles)
+    if found is not None and found.extras.get("error_class") not in _UNKNOWN:
+        return msgspec.structs.replace(row, check="refused", error=found.message, card=None)
+    return msgspec.structs.replace(
+        row, check="unknown", not_checked=found.message if found is not None else "there was no time left to check it"
+    )
 
 
 def _read_card(spec: ModelSpec) -> ModelCard:
@@ -206,7 +250,7 @@ def _repository_rows(models: Models) -> list[ModelRow]:
     rows: list[ModelRow] = []
     for model in find_models(tuple(str(Path(directory).absolute()) for directory in models.repositories)):
         if not model.versions:
-            rows.append(ModelRow(model.name, start, f"{model.repository}/{model.name}", error=model.reason))
+            rows.append(ModelRow(model.name, start, f"{model.repository}/{model.name}", "refused", error=model.reason))
         rows += [_read(spec, start) for spec in repository_specs(model, models.default_max_batch_size)]
     return rows
 
@@ -225,12 +269,13 @@ def _shown(profiles: Profiles, entry_id: str) -> str:
 
 def _cells(row: ModelRow) -> tuple[str, ...]:
     if row.card is None:
-        return (row.id, row.start, "-", "-", "-", row.source)
+        return (row.id, row.start, row.check, "-", "-", "-", row.source)
     sizes = row.card.dims
     outputs = ",".join(f"{output} {sizes[output]}" if output in sizes else output for output in row.card.wire_outputs)
     return (
         row.id,
         row.start,
+        row.check,
         outputs or "-",
         str(row.card.max_sequence_length or "-"),
         row.card.architecture,

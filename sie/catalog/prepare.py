@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import BinaryIO
+from pathlib import Path
+from typing import BinaryIO, Final
 
 import msgspec
 
 from sie.catalog.architecture import read_model_config
 from sie.catalog.cards import complete_card, make_card
 from sie.catalog.chat_pairs import read_pair_template
+from sie.catalog.directory import check_before_weights
 from sie.catalog.files import open_checkpoint
 from sie.catalog.generation import finish_generator
 from sie.catalog.gguf_file import find_gguf
-from sie.catalog.hub import Progress, fetch
+from sie.catalog.hub import CONFIGURATION, Progress, fetch, find_cached
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
 from sie.catalog.spec import ModelSpec, RepositoryModel
 from sie.catalog.text_ends import with_text_ends
@@ -28,7 +30,9 @@ from sie.catalog.tokenizer import convert_tokenizer
 from sie.catalog.weights import with_num_weights
 from sie.runtime import confined
 from sie.values.card import ModelCard
-from sie.values.errors import Internal, SieError, WireError, to_wire
+from sie.values.errors import Internal, ModelLoadFailed, SieError, WireError, to_wire
+
+NOT_FETCHED: Final = "NOT_FETCHED"
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +42,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str
     is_adapter: bool = False
     """Whether the spec is that of an adapter on the hub, which only has to be fetched."""
+    is_check: bool = False
+    """Whether nothing may be downloaded: a hub model that is not on this machine is an error of class NOT_FETCHED."""
     chat_template: str = ""
     """Path of the template for generators without one of their own; empty for none."""
     repositories: tuple[str, ...] = ()
@@ -81,7 +87,7 @@ Message = Report | Ready | Fetched | Found | Failed
 def prepare(request: Request, on_progress: Progress) -> ModelCard:
     """Return the card of a model whose files are all on this machine, tokenizer included; downloads what is not.
 
-    Raises ModelLoadFailed.
+    With is_check it downloads nothing. Raises ModelLoadFailed.
     """
     spec = request.spec
     if spec.stub is not None:
@@ -90,7 +96,7 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
         from sie.catalog.tensor_rule import read_tensor_card  # imports protobuf
 
         return read_tensor_card(spec)
-    directory = spec.directory or fetch(spec, on_progress)
+    directory = spec.directory or (_find(spec) if request.is_check else _fetch(spec, on_progress))
     if gguf := find_gguf(spec.id, directory):
         return finish_generator(_read_gguf(spec, gguf, request, on_progress), request.chat_template)
     card = make_card(spec, directory)
@@ -109,6 +115,23 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
     if card.generate is not None:
         card = finish_generator(card, request.chat_template)
     return with_num_weights(card)
+
+
+def _fetch(spec: ModelSpec, on_progress: Progress) -> str:
+    """Return the directory of a model's snapshot; its weights are fetched only if its configuration does not refuse it."""
+    directory = fetch(spec, lambda _fraction, _text: on_progress(0.0, "reading the configuration"), CONFIGURATION)
+    check_before_weights(spec.id, directory)
+    commit = Path(directory).name
+    return fetch(msgspec.structs.replace(spec, revision=commit), on_progress)
+
+
+def _find(spec: ModelSpec) -> str:
+    """Return what `_fetch` would, and raise what it would, as far as this machine's cache tells."""
+    if directory := find_cached(spec, CONFIGURATION):
+        check_before_weights(spec.id, directory)
+    if directory := find_cached(spec):
+        return directory
+    raise ModelLoadFailed("it is not downloaded yet", extras={"error_class": NOT_FETCHED})
 
 
 def _read_gguf(spec: ModelSpec, path: str, request: Request, on_progress: Progress) -> ModelCard:

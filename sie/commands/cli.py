@@ -81,10 +81,11 @@ def serve(config_file: str | None, **flags: Any) -> int:
 
 @cli.command(cls=ConfiguredCommand, params=[click.Option(["--json", "as_json"], is_flag=True, help="Print JSON.")])
 def models(config_file: str | None, as_json: bool, **flags: Any) -> None:
-    """List the models that `serve` would serve."""
+    """List the models that `serve` would serve, and check their files. Downloads nothing and reads no weights."""
     from sie.catalog.listing import list_models, render_table
+    from sie.supervisor.card_helper import check_models
 
-    rows = list_models(with_bundled_model(_warned(_load(config_file, flags))))
+    rows = list_models(with_bundled_model(_warned(_load(config_file, flags))), check_models)
     click.echo(msgspec.json.format(msgspec.json.encode(rows)).decode() if as_json else render_table(rows))
 
 

@@ -1,7 +1,7 @@
 """Serves HTTP and websockets of one frontend process: the RSGI callable, dispatch, and the one error boundary.
 
-`sie.frontend.routes.table` names the handler of each route; whatever a handler raises becomes an error in its
-dialect's own shape in `App._fail`, and nowhere else.
+`sie.frontend.routes.table` names the handler of each route. Only `App._fail` turns an exception of a handler into an
+error in the shape of its dialect.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from sie.values.errors import ENDS_OF_WORK, BadRequest, ClientGone, Internal, Si
 _log = get_logger(__name__)
 _CLOSE: Final = ("connection", "close")
 _API_VERSION: Final = "0.10.1"
-"""Release of the reference server whose API this one speaks; a version of our own would have SDKs warn their users."""
+"""Release of the reference server whose API this server implements. SDKs would warn about any other version."""
 _MUST_CLOSE: Final = frozenset({408, 413})
-"""After these the rest of a body may still be on its way."""
+"""After these statuses the rest of a body may still arrive."""
 _BODY_UNREAD: Final = frozenset({401, 403, 429, 503})
-"""These may be known from the headers alone."""
+"""These statuses may be sent after the headers, before the body is read."""
 _MAX_DISCARDED_BYTES: Final = 256 * 1024
 _TENSOR_DIALECTS: Final = frozenset({"kserve", "trtis"})
 
 
 class App:
-    """What Granian calls. One instance per process."""
+    """The RSGI application that Granian calls. One instance per process."""
 
     def __init__(self, connect: Callable[[asyncio.AbstractEventLoop], FrontendProcess]) -> None:
         self._connect = connect
@@ -73,12 +73,12 @@ class App:
         calm_collector()
 
     def scheduler(self, loop: asyncio.AbstractEventLoop, serve: Any, **_options: Any) -> Scheduler:
-        """Return what Granian's threads hand requests to, in place of Granian's own (granian 2.8, `_new_cbscheduler`)."""
+        """Return the replacement for Granian's own scheduler of incoming requests (granian 2.8, `_new_cbscheduler`)."""
         intake = Intake(loop, self._fast_path.take, serve, self._fast_path.spawn)
         return Scheduler(loop, intake.schedule)
 
     def __rsgi_del__(self, _loop: asyncio.AbstractEventLoop) -> None:
-        """Leave, when Granian has finished every request."""
+        """Close the process after Granian has finished every request."""
         self._process.close()
 
     async def __rsgi__(self, scope: Any, protocol: Any) -> None:
@@ -103,7 +103,7 @@ class App:
             exchange.release_body(self._process.bodies)
 
     async def guard(self, exchange: Exchange, work: Awaitable[None]) -> None:
-        """Do what answers a request; whatever it raises becomes the answer."""
+        """Await the work that answers a request, and answer with the error if it raises."""
         try:
             await work
         except ENDS_OF_WORK:
@@ -114,21 +114,21 @@ class App:
                 await self._discard_body(exchange)
 
     def fail(self, exchange: Exchange, error: BaseException) -> None:
-        """Answer with an error; one that is no `SieError` is logged, and the client told no more than that."""
+        """Answer with an error. Any other than a `SieError` is logged, and the client gets only `internal error`."""
         if isinstance(error, SieError):
             self._fail(exchange, error)
         else:
             route = exchange.route
             _log.error("%s %s failed", exchange.scope.method, route.template if route else "?", exc_info=error)
             self._fail(exchange, Internal("internal error"))
-        error.__traceback__ = None  # its frames hold the future that holds the error: a ring, with the request in it
+        error.__traceback__ = None  # its frames hold the future that holds it: a reference cycle with the request
 
     async def _discard_body(self, exchange: Exchange) -> None:
-        """Take a small body after the answer: a client that is still sending it would else be reset, and never read why."""
+        """Read a small body after the answer: else a client that still sends is reset and never reads the answer."""
         process = self._process
         announced = exchange.headers.get("content-length") or ""
         if announced.isdigit() and 0 < int(announced[:12]) <= _MAX_DISCARDED_BYTES:
-            with contextlib.suppress(SieError):  # it may well have left by now
+            with contextlib.suppress(SieError):  # the client may have left
                 await process.bodies.read(
                     exchange.headers, exchange.protocol, exchange.began_ns + process.timeout_ns(None)
                 )
@@ -151,10 +151,10 @@ class App:
         await process.status.serve(protocol, may_go_on)
 
     async def _dispatch_for_holder(self, exchange: Exchange, access: Access) -> None:
-        """Dispatch what the key in a request allows. What is no route, or not its method, needs a key as well."""
+        """Dispatch a request if its key allows it. Unknown paths and wrong methods need a key, too."""
         route = exchange.route
         if exchange.scope.method == "OPTIONS" and self._is_preflight(exchange):
-            return  # a browser sends no key before it has been told that it may
+            return  # a browser sends its key only after the preflight
         if exchange.holder is None:  # the fast path has admitted some requests already
             access.admit(exchange, route.need if route is not None else "any")
         try:
@@ -164,7 +164,7 @@ class App:
                 exchange.holder.end()
 
     def _is_preflight(self, exchange: Exchange) -> bool:
-        """Answer a browser that asks whether a page of another origin may use this server; return whether it did."""
+        """Answer a CORS preflight of an allowed origin. Return whether the request was one."""
         cors = self._process.cors
         answer = cors.preflight(exchange.headers) if cors is not None else None
         if answer is None:
@@ -198,7 +198,7 @@ class App:
                 exchange.leave()
 
     async def _find_handler(self, route: Route) -> Handler:
-        """Return the handler of a route at its first request, and keep it."""
+        """Return the handler of a route at its first request, and cache it."""
         assert isinstance(route, Row)
         if route.imports:
             pool = self._services.embed.pool
@@ -207,10 +207,10 @@ class App:
         return handler
 
     async def _stream(self, exchange: Exchange, answer: Streamed) -> None:
-        """Send an answer as it comes. It is recorded and counted when it ends."""
+        """Send a streamed answer. It is recorded and counted when it ends."""
         process = self._process
         headers = [*STREAM_HEADERS, *answer.headers]
-        for part in (process.access, process.cors):  # the other recorders write down what has ended
+        for part in (process.access, process.cors):  # the other recorders need the end of the request
             headers = part.record(exchange, 200, headers, None) if part is not None else headers
 
         def begin() -> Any:
@@ -250,7 +250,9 @@ class App:
         settings = self._process.settings
         admin_from = settings.server.admin_from
         if self._process.access is None or admin_from == "nobody":
-            client = "localhost" if settings.access.uds else exchange.scope.client  # a Unix socket ends on this host
+            client = (
+                "localhost" if settings.access.uds else exchange.scope.client
+            )  # the clients of a Unix socket are on this host
             has_body = route.envelope == "sie" and route.method == "POST"
             check_admin(admin_from, client, exchange.headers, has_body=has_body)
 
@@ -264,8 +266,8 @@ class App:
         """Answer with an error in the shape of the route's dialect."""
         envelope = exchange.route.envelope if exchange.route is not None else "sie"
         if isinstance(error, ClientGone):
-            # To nobody mostly, but Granian would complain of an answer that never came, and a client that closed only
-            # its own direction, in the middle of its body, reads it.
+            # Mostly nobody reads it. But Granian logs a missing response, and a client that closed only its own
+            # direction, in the middle of its body, does read it.
             _, headers, body = error_envelopes.failure(envelope, BadRequest(error.message))
             exchange.protocol.response_bytes(400, [*headers, _CLOSE], body)
             for record in self._process.recorders:
@@ -274,9 +276,7 @@ class App:
             return
         status, headers, body = error_envelopes.failure(envelope, error)
         if envelope not in _TENSOR_DIALECTS:
-            if (
-                envelope != "sie"
-            ):  # SIE's clients read OpenAI's `error` before our `detail`, and this header before both
+            if envelope != "sie":  # SIE's clients prefer this header to OpenAI's `error`, and both to our `detail`
                 headers = [*headers, (ERROR_CODE, error.code)]
             headers = [*headers, *self._identity, *id_headers(exchange)]
         if error.http_status == 401:
@@ -295,7 +295,7 @@ class App:
         body: bytes,
         error: SieError | None = None,
     ) -> None:
-        """Send an answer that is whole, and count it."""
+        """Send a complete answer, and count it."""
         process = self._process
         if exchange.cuts and error is None:
             headers = [*headers, exchange.cut_header()]
@@ -306,4 +306,4 @@ class App:
         exchange.protocol.response_bytes(status, headers, body)
         count_exchange(process.metrics, exchange, status, error)
         if len(body) >= MIN_BYTES:
-            process.unread.add(exchange, len(body))
+            process.unread.add(exchange, len(body), is_error=error is not None)

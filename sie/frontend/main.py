@@ -1,4 +1,4 @@
-"""Starts a frontend slot: a Granian server of its own, with one child process, which our supervisor alone restarts."""
+"""Starts a frontend slot: its own Granian server with one child process, which only our supervisor restarts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from sie.runtime.logs import LOG_CONFIG, configure
 
 _HEADER_TIMEOUT_MS = 30_000
 _MIN_BACKPRESSURE = 65_536
-"""Granian's own bound counts connections, idle ones too; admission is ours, so it must not be the first to act."""
+"""Granian's limit counts all connections, also idle ones. Our admission must act before it does."""
 
 
 class _Server(MPServer):
-    """A Granian that serves a listening Unix socket that it was handed, where there is one.
+    """A Granian server that can serve an inherited listening Unix socket.
 
-    Granian itself can only bind a path, which has one owner, while ours is shared by all frontends; what is replaced
-    here is where it does so (granian 2.8, `MPServer._init_shared_socket`).
+    Granian itself can only bind a path, which has one owner, but all frontends share ours. So the method that binds is
+    replaced here (granian 2.8, `MPServer._init_shared_socket`).
     """
 
     listen_fd = -1
@@ -47,9 +47,9 @@ class _Server(MPServer):
         crl: list[Path],
         client_verify: bool,
     ) -> None:
-        """Take the files by the names that they were given: those of memory that was inherited resolve to nothing.
+        """Pass the names of the files unresolved: the names of inherited in-memory files cannot be resolved.
 
-        What is replaced here also tries the files, which the supervisor has done (granian 2.8, `build_ssl_context`).
+        Granian's own method also checks the files, which the supervisor has done (granian 2.8, `build_ssl_context`).
         """
         files = [str(path) if path is not None else None for path in (cert, key, ca)]
         self.ssl_ctx = (cert is not None, files[0], files[1], password, str(proto), files[2], crl, client_verify)
@@ -70,7 +70,7 @@ def load_app(launch: Launch) -> Callable[..., Any]:
     configure(launch.log_format, launch.log_level, f"frontend-{launch.slot}")  # type: ignore[arg-type]
     app = App(connect(launch))
     mp._new_cbscheduler = app.scheduler  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]  # called once, behind `__rsgi_init__`
-    # Granian looks for `__rsgi__` and its kin before it thinks of calling what it is given.
+    # Granian looks for `__rsgi__` and its hooks before it would call the object.
     return cast("Callable[..., Any]", app)
 
 
@@ -89,7 +89,7 @@ def main() -> int:
         http=HTTPModes.http1,
         websockets=True,
         backlog=launch.backlog,
-        # Over it they wait in the kernel. Without a descriptor for the next one Granian would try again without pause.
+        # Connections over it wait in the kernel. Without a free descriptor Granian would retry without pause.
         backpressure=child_setup.max_connections(max(_MIN_BACKPRESSURE, launch.backlog)),
         http1_settings=HTTP1Settings(header_read_timeout=_HEADER_TIMEOUT_MS),
         log_level=LogLevels.warning,

@@ -1,6 +1,6 @@
-"""One frontend process besides HTTP: its control channel, memory, attachments and clock.
+"""Runs the parts of a frontend process besides HTTP: its control channel, memory, attachments and clock.
 
-Everything runs on Granian's event loop, except the few calls that `connect` makes before that loop runs.
+Everything runs on Granian's event loop, except the few calls of `connect` before that loop runs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 Headers = list[tuple[str, str]]
 Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
-"""What writes down a request that ends, by (exchange, status, headers, error); returns the headers to answer with."""
+"""Records a request that ends, from (exchange, status, headers, error). Returns the headers of the response."""
 
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
@@ -69,7 +69,7 @@ _MS_PER_DAY: Final = 86_400_000
 
 
 class FrontendProcess:
-    """What the handlers share."""
+    """The state and services that all handlers of one process share."""
 
     def __init__(
         self, launch: Launch, settings: Settings, channel: Channel, pages: list[CounterPage],
@@ -79,9 +79,9 @@ class FrontendProcess:
         self.pages = pages
         self.is_draining = False
         self.closes_connections = False
-        """Whether each answer says that its connection ends with it."""
+        """Whether each response closes its connection."""
         self.certificates: messages.Certificates | None = None
-        """Those in force, once they were renewed; for gRPC."""
+        """The certificates in force after a renewal, or None; for gRPC."""
         self._launch = launch
         self._loop = loop
         self._channel = channel
@@ -130,7 +130,7 @@ class FrontendProcess:
         self._asked_load: dict[str, float] = {}
         self._derive(settings)
         self.requests: set[asyncio.Task[None]] = set()
-        """What answers requests, where that takes a task."""
+        """The tasks that serve requests."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leaving = Leaving(
             lambda: not (self.requests or self.engine.num_pending), self._turn_away, settings.server.drain_timeout_s,
@@ -140,7 +140,7 @@ class FrontendProcess:
 
     @functools.cached_property
     def generator(self) -> Generator:
-        """What starts requests to generate; imported when the first one comes."""
+        """The starter of requests to generate. It is imported with the first such request."""
         from sie.frontend.generation.start import Generator
 
         return Generator(self.engine, self.models, self.settings.generation, self.generation_metrics)
@@ -152,11 +152,11 @@ class FrontendProcess:
 
     @property
     def uptime_s(self) -> float:
-        """How long the server has run, by a clock that nobody sets."""
+        """Seconds since the server started, on a monotonic clock."""
         return time.monotonic() - self._launch.started_s
 
     def _derive(self, settings: Settings) -> None:
-        """Keep what is computed from settings that a reload may change."""
+        """Compute the state that depends on settings which a reload may change."""
         self.settings = settings
         self.models.default = settings.models.default_model
         self._timeout_ns = int(settings.limits.request_timeout_s * 1e9)
@@ -166,10 +166,10 @@ class FrontendProcess:
         self.recorders: tuple[Recorder, ...] = tuple(
             part.record for part in (self.access, self.cors, self.tracing, self.access_log) if part is not None
         )
-        """Told of every request that ends. Traces before the access log: a line of it names the trace."""
+        """Called for every request that ends. Traces come before the access log, whose lines name the trace."""
 
     def _reconfigure(self, settings: Settings) -> None:
-        """Take over reloaded settings. Requests that are under way end by the limits they began with."""
+        """Apply reloaded settings. Requests under way keep the limits they began with."""
         self._derive(settings)
         for part in (self.engine, self.encoder, self.scorer, self.extractor):
             part.reconfigure(settings.limits)
@@ -178,7 +178,7 @@ class FrontendProcess:
         self._limit_unread_time()
         set_level(settings.server.log_level)
 
-    # --- what handlers ask ----------------------------------------------------------------------------------------
+    # --- checks for handlers --------------------------------------------------------------------------------------
 
     def timeout_ns(self, header: str | None) -> int:
         """Return a request's time limit; `X-SIE-Timeout-Ms` may only lower the setting. Raises BadRequest."""
@@ -189,13 +189,13 @@ class FrontendProcess:
         return min(self._timeout_ns, int(header) * 1_000_000)
 
     def check_accepting(self) -> None:
-        """Refuse a request before its body is read while nothing more is taken. Raises Unavailable or Overloaded."""
+        """Refuse a request before its body is read if the server takes no more. Raises Unavailable or Overloaded."""
         if self.is_draining:
             raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
         self.engine.check_open()
 
     def check_machine_profile(self, wanted: str | None) -> None:
-        """Refuse a request that asks for another machine. Source: SIE API reference, section 12."""
+        """Raise BadRequest for a request that wants another machine profile. Source: SIE API reference, section 12."""
         wanted = (wanted or "").strip()
         if not wanted:
             return
@@ -209,13 +209,13 @@ class FrontendProcess:
     # --- the supervisor -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to listen to the supervisor; called before the event loop runs."""
+        """Start to listen to the supervisor. Called before the event loop runs."""
         self._loop.add_reader(self._channel.fileno(), self._on_control)
         self._loop.call_soon(lambda: self._spawn(self._run_clock()))
-        self._loop.call_soon(lambda: self._spawn(self._say_ready()))
+        self._loop.call_soon(lambda: self._spawn(self._report_ready()))
 
     def close(self) -> None:
-        """End what the process holds; nothing is in flight any more."""
+        """Release the resources of the process. Called when no request is under way."""
         self.status.close()
         if self.tracing is not None:
             self.tracing.close()
@@ -231,7 +231,7 @@ class FrontendProcess:
         task.add_done_callback(self._on_spawned_end)
 
     def _on_spawned_end(self, task: asyncio.Task[Any]) -> None:
-        """Let go of a task; without what failed here a process has no deadlines, or never serves, so it ends as well."""
+        """Forget a task. If it failed, end the process: without it there are no deadlines, or it never serves."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.critical("a task of this process failed; ending it", exc_info=error)
@@ -254,7 +254,7 @@ class FrontendProcess:
                 self._on_message(*received)
         except ChannelClosedError:
             _log.warning("the supervisor is gone: stopping")
-            os._exit(1)  # an orphan must not answer; Granian would wait for what is in flight
+            os._exit(1)  # an orphan must not answer, and Granian would wait for requests under way
 
     def _on_message(self, message: messages.Message, fds: list[int]) -> None:
         match message:
@@ -266,7 +266,7 @@ class FrontendProcess:
                 self._attaching.begin(slot, generation, fds)
             case messages.WorkerDown(slot, generation, suspects):
                 self._attaching.end(generation)
-                self.engine.bury(slot, generation, suspects)
+                self.engine.fail_over(slot, generation, suspects)
                 self.engine.place_held()
             case messages.WorkerLate(slot, generation, is_late, running):
                 self.engine.set_late(slot, generation, running, is_late=is_late)
@@ -294,13 +294,13 @@ class FrontendProcess:
                 _log.warning("unexpected control message %s", type(message).__name__)
 
     def _turn_away(self) -> None:
-        """Have clients connect anew, to somebody else."""
+        """Close connections after their next response, so that clients connect to another process."""
         self.closes_connections = True
         self.status.close()
 
-    async def _say_ready(self) -> None:
-        """Tell the supervisor once our listener answers; a server opens it at about the time the loop starts."""
-        while self._launch.listen_fd < 0:  # else the supervisor listens already
+    async def _report_ready(self) -> None:
+        """Tell the supervisor when our listener answers. The server opens it at about the time the loop starts."""
+        while self._launch.listen_fd < 0:  # else the supervisor already listens
             try:
                 _, writer = await asyncio.open_connection(self._launch.host, self._launch.port)
             except OSError:
@@ -318,7 +318,7 @@ class FrontendProcess:
     # --- the clock ------------------------------------------------------------------------------------------------
 
     async def _run_clock(self) -> None:
-        """Every tick: deadlines, stalled bodies, clients that left, event-loop lag; and now and then the rest."""
+        """On every tick, handle deadlines, stalled bodies, clients that left and event-loop lag; rarely, the rest."""
         touched_s = time.monotonic()
         while True:
             due_s = time.monotonic() + _TICK_S
@@ -372,7 +372,7 @@ class FrontendProcess:
 
 
 def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:
-    """Return what writes traces; OpenTelemetry is imported only when they are wanted."""
+    """Return the writer of traces, or None. OpenTelemetry is imported only if tracing is enabled."""
     if not settings.tracing.enabled:
         return None
     from sie.frontend.telemetry.tracing import RequestTracing
@@ -381,7 +381,7 @@ def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:
 
 
 def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendProcess]:
-    """Return what joins the supervisor from Granian's child process, once that has its event loop."""
+    """Return a function that joins the supervisor from Granian's child process, given its event loop."""
 
     def join(loop: asyncio.AbstractEventLoop) -> FrontendProcess:
         child_setup.die_with_parent()
@@ -397,7 +397,7 @@ def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendPro
             first, _ = channel.receive(_CONFIGURE_TIMEOUT_S)
             if not isinstance(first, messages.Keys):
                 raise ChannelClosedError(f"expected Keys, got {type(first).__name__}")
-            frontend.access.replace(first)  # whoever has a key is let in from the first connection on
+            frontend.access.replace(first)  # valid keys work from the first connection on
         frontend.start()
         return frontend
 

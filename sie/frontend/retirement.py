@@ -1,9 +1,9 @@
 """Ends a frontend process: asks for a successor, and closes idle connections so that they do not delay the end.
 
-Granian ends when its connections have. Two kinds of them never do before the time limit of their headers: one that is
-accepted in the very moment of the signal, and any that wait while no accept succeeds, since its loop looks at its
-listener first and at the signal second (granian 2.8, `acceptor_impl_loop`). So a process that was told to finish leaves
-by itself once nothing is in flight and no client reads any more.
+Granian ends when its connections have ended. Two kinds last until the time limit of their headers. One is a connection
+accepted at the moment of the signal. The other are connections that wait while no accept succeeds, because Granian's
+loop checks its listener before the signal (granian 2.8, `acceptor_impl_loop`). So a process that was told to finish
+exits by itself when no request is under way and no client reads any more.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from sie.runtime.logs import get_logger
 _log = get_logger(__name__)
 _LOOK_S: Final = 0.5
 _NUM_QUIET_LOOKS: Final = 2
-"""Looks in a row that must find nothing: between two of them a request may be with neither Granian nor us."""
+"""Consecutive checks that must find nothing: between two checks a request may be with neither Granian nor us."""
 
 _NUM_STUCK_LOOKS: Final = 10
-"""Looks in a row in which no client reads anything. What it has not read by then is lost to it."""
+"""Consecutive checks in which no client reads anything. After them, unread bytes are lost."""
 
 
 class Leaving:
-    """The end of one process.
+    """Ends one process when its work is done.
 
-    is_idle tells whether nothing is in flight; close_streams ends what would never end; in_granian tells Granian's child
-    from a process that serves by itself, and hears of its end by itself.
+    is_idle returns whether no request is under way. close_streams ends streams that would never end. in_granian: the
+    process is Granian's child; any other process serves by itself and handles its own SIGTERM.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Leaving:
         self._unread: dict[int, TcpState] = {}
 
     def begin(self) -> None:
-        """Leave as soon as nothing is in flight, at the latest at the end of `drain_timeout_s`; Granian was told, too."""
+        """Exit when no request is under way, after `drain_timeout_s` at the latest. Granian was told to finish, too."""
         if self._in_granian and self._until_s is None:
             self._until_s = time.monotonic() + self._drain_timeout_s
 
     def tick(self, now_s: float) -> None:
-        """Look, now and then, whether it is time to begin, or to go. Does not return from the latter."""
+        """Check now and then whether to begin or to exit. Does not return if it exits."""
         if now_s - self._looked_s < _LOOK_S:
             return
         self._looked_s = now_s
@@ -70,13 +70,13 @@ class Leaving:
         self._unread = unread
         num_looks = _NUM_STUCK_LOOKS if unread else _NUM_QUIET_LOOKS
         if self._num_quiet >= num_looks or now_s >= self._until_s:
-            os._exit(0)  # Granian's threads would have the last word on any other way out
+            os._exit(0)  # on any other exit Granian's threads would decide the end
 
     def _check_files(self) -> None:
-        """Make room for a successor when the limit of open files was lowered for good.
+        """Retire for a successor if the hard limit of open files was lowered; undo a lower soft limit.
 
-        How many connections Granian takes was computed from the limit at the start (`sie.frontend.main`). Over the new
-        one every accept fails, and Granian tries again without pause, at the price of a core.
+        Granian's maximum of connections was computed from the limit at the start (`sie.frontend.main`). Over the new
+        limit every accept fails, and Granian retries without pause, which costs a core.
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft >= self._num_files:
@@ -96,6 +96,6 @@ class Leaving:
 
 
 def _unread() -> dict[int, TcpState]:
-    """Return the connections whose peers have yet to take what was sent to them: then there may be more to send."""
+    """Return the connections with unread bytes; there may be more to send on them."""
     states = {fd: state for fd in open_files() if (state := measure(fd)) is not None}
     return {fd: state for fd, state in states.items() if state.queued}

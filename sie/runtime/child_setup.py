@@ -12,7 +12,7 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 _OWN_FILES = 1024
-"""Descriptors that are kept for shared memory, workers and files."""
+"""Descriptors reserved for shared memory, workers and files."""
 
 
 def die_with_parent(expected_parent_pid: int | None = None) -> None:
@@ -34,7 +34,7 @@ def pin_to(cores: tuple[int, ...]) -> None:
 
 
 def max_connections(wanted: int) -> int:
-    """Return how many connections may be open at once, having raised the limit of open files as far as it goes."""
+    """Raise the limit of open files as far as possible, and return how many connections may be open at once."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return wanted if hard == resource.RLIM_INFINITY else max(1, min(wanted, hard - min(_OWN_FILES, hard // 2)))

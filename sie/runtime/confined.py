@@ -1,6 +1,6 @@
-"""Keeps a process that reads what strangers made from doing harm: what it gives up, and the loop in which it answers.
+"""Confines a process that reads untrusted files, and runs its answer loop.
 
-`give_up_privileges` is for every such process, those that fetch and convert among them. `main` is a process that only
+`give_up_privileges` is for every such process, including those that fetch and convert. `main` runs a process that only
 computes: `python -m sie.runtime.confined MODULE PARENT`. It imports MODULE, gives up files, network, processes and
 signals, and answers each request with MODULE's `answer(request: bytes) -> bytes`. Must import nothing slow.
 `sie.runtime.helper` starts it and bounds its memory and time.
@@ -22,14 +22,15 @@ from typing import Final
 from sie.runtime import child_setup
 
 SIZE: Final = struct.Struct("<I")
-"""What stands before each request and answer: its size."""
+"""The prefix of each request and answer: its size."""
 _CHANNEL: Final = 0
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _PR_SET_SECCOMP: Final = 22
 _SECCOMP_MODE_FILTER: Final = 2
 _EPERM: Final = 1
 
-# A filter of calls is a program of classic BPF over (nr, arch, ...). Source: seccomp(2), linux/filter.h, linux/seccomp.h.
+# A filter of system calls is a classic BPF program over (nr, arch, ...).
+# Source: seccomp(2), linux/filter.h, linux/seccomp.h.
 _INSTRUCTION: Final = struct.Struct("<HBBI")
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _NUMBER_OFFSET, _MACHINE_OFFSET = 0, 4
@@ -40,11 +41,11 @@ _CALLS: Final[dict[str, tuple[int, tuple[int, ...]]]] = {
     "x86_64": (0xC000003E, (0, 1, 9, 10, 11, 12, 13, 14, 15, 24, 25, 28, 39, 60, 96, 131, 186, 201, 202, 219, 228, 231, 318, 334)),
     "aarch64": (0xC00000B7, (63, 64, 222, 226, 215, 214, 134, 135, 139, 124, 216, 233, 172, 93, 169, 132, 178, 98, 128, 113, 94, 278, 293)),
 }  # fmt: skip
-"""The calls of a process that computes, by machine: what the kernel calls it, and their numbers. Files stay as they are open."""
+"""By machine: the kernel's code for it, and the numbers of the system calls for computing. Open files stay usable."""
 
 
 def give_up_privileges(parent_pid: int | None = None) -> None:
-    """Die with the parent and before any other process for lack of memory, leave no core, and never gain a privilege."""
+    """Die with the parent, be the first to die if memory is short, leave no core dump, and never gain a privilege."""
     child_setup.die_with_parent(parent_pid)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -53,7 +54,7 @@ def give_up_privileges(parent_pid: int | None = None) -> None:
 
 
 def give_up_everything() -> bool:
-    """Only compute from now on. Return False where the kernel filters no calls; the limits hold there, too."""
+    """Only compute from now on. Return False if the kernel cannot filter system calls; the limits still apply."""
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
         resource.setrlimit(limit, (0, 0))
     machine, numbers = _CALLS.get(os.uname().machine, (0, ()))
@@ -71,7 +72,7 @@ def give_up_everything() -> bool:
 
 
 def _filter_of(machine: int, numbers: tuple[int, ...]) -> bytes:
-    """Return a program that allows these calls of this machine, and lets every other one fail with EPERM."""
+    """Return a filter that allows these system calls on this machine; every other one fails with EPERM."""
     rows = [
         (_LOAD_WORD, 0, 0, _MACHINE_OFFSET),
         (_JUMP_IF_EQUAL, 0, len(numbers) + 1, machine),
@@ -95,7 +96,7 @@ def main(arguments: list[str]) -> int:
     answer: Callable[[bytes], bytes] = importlib.import_module(module).answer
     give_up_privileges(int(parent))
     give_up_everything()
-    _write(b"")  # ORDER: after the last privilege is gone; the parent sends nothing before
+    _write(b"")  # ORDER: after the last privilege is given up; the parent sends nothing before
     while (request := _read()) is not None:
         _write(answer(request))
     return 0
@@ -107,7 +108,7 @@ def _read() -> bytes | None:
 
 
 def _read_exactly(size: int) -> bytes | None:
-    """Return so many bytes; None at the end of the channel."""
+    """Return this many bytes, or None at the end of the channel."""
     parts: list[bytes] = []
     while size:
         part = os.read(_CHANNEL, min(size, 1 << 20))

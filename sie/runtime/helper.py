@@ -1,4 +1,4 @@
-"""Starts a confined process when it is first asked, bounds its memory and time, and ends it when it exceeds them.
+"""Starts a confined process at the first request, bounds its memory and time, and ends it when it exceeds them.
 
 `sie.runtime.confined` is the other side. A helper belongs to one event loop and answers one request at a time.
 """
@@ -21,17 +21,17 @@ _START_TIMEOUT_S: Final = 30.0
 """A start takes 0.1 s of processor time, and far longer on a host without a free core."""
 _OWN_MEMORY_BYTES: Final = 256 << 20
 _MEMORY_PER_BYTE: Final = 32
-"""Address space for each byte of a request: it is decoded, worked on and encoded, at up to four bytes a character."""
+"""Address space for each byte of a request: it is decoded, processed and encoded, at up to four bytes a character."""
 _LONG_S: Final = 0.05
-"""A request that takes longer goes on with the processor time that nobody else wants. The process ends with it, since no
-process may raise its priority again."""
+"""A longer request continues at the lowest priority. The process ends with it, since no process may raise its priority
+again."""
 _LOWEST_PRIORITY: Final = 19
 _KEPT_VARIABLES: Final = ("TZ", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
-"""A helper sees nothing else of the environment, where keys may stand."""
+"""A helper gets no other environment variables, because they may contain keys."""
 
 
 class HelperFailed(Exception):
-    """The process ended, or answered too much; the next request starts another one."""
+    """The process ended, or its answer was too large. The next request starts another process."""
 
 
 class Helper:
@@ -45,14 +45,15 @@ class Helper:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, request: bytes, *, timeout_s: float, max_reply_bytes: int) -> bytes:
-        """Return the answer. Neither a wait for an earlier request nor the start of a process counts as its time.
+        """Return the answer. timeout_s excludes the wait for an earlier request and the start of a process.
 
-        Raises TimeoutError, and HelperFailed for a process that ends, for lack of memory too, or that answers more.
+        Raises TimeoutError. Raises HelperFailed if the process ends, also for lack of memory, or answers more than
+        max_reply_bytes.
         """
         async with self._lock:
             try:
                 streams = self._streams
-                if streams is None or streams[0].at_eof():  # an idle one may have been ended for lack of memory
+                if streams is None or streams[0].at_eof():  # the kernel may have killed it while idle
                     self.close()
                     streams = await self._start()
                 self._bound_memory(len(request))
@@ -69,7 +70,7 @@ class Helper:
             except (asyncio.IncompleteReadError, ConnectionError, ProcessLookupError) as error:
                 self.close()
                 raise HelperFailed("the process ended") from error
-            except BaseException:  # an answer that nobody waits for must not be taken for the next one's
+            except BaseException:  # a late answer must not be taken for the answer to the next request
                 self.close()
                 raise
 
@@ -87,7 +88,7 @@ class Helper:
             streams[1].transport.abort()
         if process is not None:
             process.kill()
-            threading.Thread(target=process.wait, daemon=True).start()  # to free its memory may take a while
+            threading.Thread(target=process.wait, daemon=True).start()  # freeing its memory may take a while
 
     async def _start(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         self._streams = await asyncio.open_unix_connection(sock=self._spawn())
@@ -122,11 +123,11 @@ class Helper:
 async def _read(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
     (size,) = SIZE.unpack(await reader.readexactly(SIZE.size))
     if size > max_bytes:
-        raise HelperFailed("it answers too much")
+        raise HelperFailed("its answer is too large")
     return await reader.readexactly(size)
 
 
 def _environment() -> dict[str, str]:
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-    # With a zone by name the C library reads the zone's file once, before files are given up, and not at every use.
+    # With a zone by name the C library reads the zone's file only once, before the process gives up files.
     return {"TZ": ":/etc/localtime", **kept}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -21,8 +23,10 @@ from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import Internal, WireError, from_wire, to_wire
 
 _MAX_LINE_BYTES = 16 << 20
+_UNEXPECTED = "the prepare helper sent an unexpected message"
 _MAX_READERS = 4
-"""Helpers that read repository models at the same time. There may be many models, and each takes about a second."""
+"""Helpers that read repository models, or check models, at the same time. There may be many models, and each takes about a second."""
+_CHECK_TIMEOUT_S: Final = 60.0
 
 
 class Preparer:
@@ -39,13 +43,16 @@ class Preparer:
         """Apply reloaded settings to helpers that start from now on."""
         self._timeout_s = settings.models.load_timeout_s
 
-    async def prepare(self, spec: ModelSpec) -> ModelCard | WireError:
-        """Return the card of a model that is now on disk, or the error."""
-        async with self._readers if spec.tensor is not None else contextlib.nullcontext():
-            last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, chat_template=self._chat_template))
+    async def prepare(self, spec: ModelSpec, *, is_check: bool = False) -> ModelCard | WireError:
+        """Return the card of a model that is now on disk, or the error. With is_check nothing is downloaded."""
+        request = Request(
+            spec=spec, cache_dir=self._cache_dir, is_check=is_check, chat_template=self._chat_template
+        )  # fmt: skip
+        async with self._readers if spec.tensor is not None or is_check else contextlib.nullcontext():
+            last = await self._run(request)
         if isinstance(last, Ready):
             return last.card
-        return last.error if isinstance(last, Failed) else failed(spec, "the prepare helper mixed things up", "ENGINE")
+        return last.error if isinstance(last, Failed) else failed(spec, _UNEXPECTED, "ENGINE")
 
     async def find_models(self, repositories: tuple[str, ...], only: str = "") -> list[RepositoryModel] | WireError:
         """Return the models of the repositories, all or only the one named `only`, or the error."""
@@ -53,7 +60,7 @@ class Preparer:
         last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, repositories=repositories))
         if isinstance(last, Found):
             return last.models
-        return last.error if isinstance(last, Failed) else failed(spec, "the prepare helper mixed things up", "ENGINE")
+        return last.error if isinstance(last, Failed) else failed(spec, _UNEXPECTED, "ENGINE")
 
     async def fetch_adapter(self, adapter: AdapterSpec) -> str | WireError:
         """Return the directory of an adapter that is now on disk, or the error."""
@@ -61,7 +68,7 @@ class Preparer:
         last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, is_adapter=True))
         if isinstance(last, Fetched):
             return last.directory
-        reason = reason_of(from_wire(last.error)) if isinstance(last, Failed) else "the prepare helper mixed things up"
+        reason = reason_of(from_wire(last.error)) if isinstance(last, Failed) else _UNEXPECTED
         return to_wire(refuse_adapter(adapter.id, reason))
 
     async def _run(self, request: Request) -> Ready | Fetched | Found | Failed:
@@ -93,6 +100,30 @@ class Preparer:
         except ValueError as error:  # asyncio's of a line over the limit, and msgspec's of half a line
             return Failed(failed(spec, f"the prepare helper's answer cannot be read: {error}", "ENGINE"))
         return Failed(failed(spec, "the prepare helper ended without an answer", "ENGINE"))
+
+
+def check_models(settings: Settings, specs: Sequence[ModelSpec]) -> dict[str, ModelCard | WireError]:
+    """Return the card or the error that `Preparer.prepare` has for each model, by id, without downloading any.
+
+    All together may take _CHECK_TIMEOUT_S; models that are not done by then have no entry.
+    """
+    return asyncio.run(_check_models(settings, specs))
+
+
+async def _check_models(settings: Settings, specs: Sequence[ModelSpec]) -> dict[str, ModelCard | WireError]:
+    progress = Progress(sys.stderr, "text")
+    preparer = Preparer(settings, progress)
+    found: dict[str, ModelCard | WireError] = {}
+
+    async def check(spec: ModelSpec) -> None:
+        found[spec.id] = await preparer.prepare(spec, is_check=True)
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CHECK_TIMEOUT_S), asyncio.TaskGroup() as group:
+            for spec in specs:
+                group.create_task(check(spec))
+    progress.close()
+    return found
 
 
 def failed(spec: ModelSpec, reason: str, error_class: str) -> WireError:

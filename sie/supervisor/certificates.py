@@ -82,19 +82,27 @@ class CertificateFiles:
 
     def _read(self) -> tuple[dict[str, bytes], dict[str, int]]:
         contents = {name: read_tls_file(name, path) for name, path in self._paths.items() if path}
-        fds = {name: _copy(content) for name, content in contents.items()}
+        fds: dict[str, int] = {}
         try:
+            for name, content in contents.items():
+                fds[name] = _copy(content)
             check_certificates(self._access, {name: _path(fd) for name, fd in fds.items()})
-        except StartError:
+        except BaseException as error:
             for fd in fds.values():
                 os.close(fd)
+            if isinstance(error, OSError):
+                raise StartError(f"tls_cert, tls_key: they cannot be copied to memory: {error.strerror}") from error
             raise
         return contents, fds
 
 
 def _copy(content: bytes) -> int:
     fd = os.memfd_create("tls", os.MFD_CLOEXEC)
-    os.write(fd, content)
+    try:
+        os.write(fd, content)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 

@@ -141,11 +141,11 @@ class Children:
         self._loop.remove_reader(self._listener)
         self._listener.close()
 
-    def kill_peer(self, accuser: Child, slot: int) -> None:
+    def kill_peer(self, reporter: Child, slot: int) -> None:
         """Kill the child in `slot` on the other side of an attachment because it broke the protocol."""
-        peers = self.frontends if accuser.role == "worker" else self.workers
+        peers = self.frontends if reporter.role == "worker" else self.workers
         for peer in peers[slot : slot + 1]:
-            _log.error("%s says that %s broke the protocol; killing it", accuser.name, peer.name)
+            _log.error("%s says that %s broke the protocol; killing it", reporter.name, peer.name)
             peer.kill_as_faulty()
 
     def reconfigure(self, settings: Settings) -> None:

@@ -1,12 +1,12 @@
-"""The states of a model or an adapter, and the events that change them. Pure: knows no message, no process and no clock.
+"""Defines the states of a model or an adapter and the events that change them. Pure: uses no message, process or clock.
 
-There are two tables. `Place` is the state on one worker. `Stage` is the state on this server: what the server means to do
-with it, and so what requests for it do. An event that a table does not list for a state cannot happen in that state.
-The form is that of h11, `h11/_state.py`.
+There are two tables. `Place` is the state on one worker. `Stage` is the state on this server: the server's intention,
+which also decides how requests for it are treated. An event that a table does not list for a state cannot happen in
+that state. The form is that of h11, `h11/_state.py`.
 
     request, load:   idle, failed, released, dismissed ──▶ loading ──▶ serving
     reload beside:   serving ──▶ renewing ──▶ leaving ──▶ reloading ──▶ serving
-    reload:          serving ──▶ leaving ──▶ reloading ──▶ serving; what serves nobody: ──▶ clearing ──▶ loading
+    reload:          serving ──▶ leaving ──▶ reloading ──▶ serving; not serving: ──▶ clearing ──▶ loading
     no memory:       loading ◀──▶ waiting; reloading ◀──▶ reload_waiting
 """
 
@@ -21,7 +21,7 @@ from sie.values.card import ModelState
 
 
 class Place(Enum):
-    """Where a load stands on one worker. ASKED: the load was sent, and the worker has not answered."""
+    """The state of a load on one worker. ASKED: the load was sent, and the worker has not answered."""
 
     ABSENT = "absent"
     ASKED = "asked"
@@ -61,13 +61,13 @@ def next_place(place: Place, event: PlaceEvent) -> Place:
 
 
 class Stage(Enum):
-    """What the server means to do with a model.
+    """The server's intention for a model.
 
-    IDLE: nobody asked for it yet. FAILED: its last load failed. RELEASED: the server unloads it, and any request loads it
-    again. DISMISSED: an administrator unloaded it. LOADING: it loads. WAITING: its load waits for memory. SERVING: it has
-    been loaded; while no worker has it, requests wait for the restart of its workers. RENEWING: it serves while its
-    successor is loaded beside it. LEAVING: it served and is unloaded to be loaded again. RELOADING, RELOAD_WAITING: as
-    LOADING and WAITING, after LEAVING. CLEARING: as LEAVING for one that serves nobody.
+    IDLE: no request has wanted it yet. FAILED: its last load failed. RELEASED: the server unloads it, and any request
+    loads it again. DISMISSED: an administrator unloaded it. LOADING: it loads. WAITING: its load waits for memory.
+    SERVING: it has been loaded; while no worker has it, requests wait for the restart of its workers. RENEWING: it
+    serves while its successor is loaded beside it. LEAVING: it served and is unloaded to be loaded again. RELOADING,
+    RELOAD_WAITING: as LOADING and WAITING, after LEAVING. CLEARING: as LEAVING, for a model that does not serve.
     """
 
     IDLE = "idle"
@@ -105,12 +105,12 @@ class Stage(Enum):
 
 
 class Event(Enum):
-    """What happens to a model.
+    """An event in the life of a model.
 
-    WANT: a request, a retry or an administrator starts a load. SHORT, FITS: its load has to wait for memory, or is sent.
-    LOADED: a worker has loaded it. FAIL: its load failed and no worker has it. KEEP: a load failed, and a worker has it.
-    RELEASE: the server unloads it. DISMISS: an administrator unloads it. RENEW: a reload beside what serves begins.
-    RELOAD: a reload begins by unloading it. GONE: no worker has it any more, for a reload to go on.
+    WANT: a request, a retry or an administrator starts a load. SHORT, FITS: its load must wait for memory, or is sent.
+    LOADED: a worker has loaded it. FAIL: its load failed and no worker has it. KEEP: a load failed, and a worker has
+    it. RELEASE: the server unloads it. DISMISS: an administrator unloads it. RENEW: a reload beside the serving copy
+    begins. RELOAD: a reload begins by unloading it. GONE: no worker has it any more, so a reload can go on.
     """
 
     WANT = "want"
@@ -127,7 +127,7 @@ class Event(Enum):
 
 
 class LifecycleError(Exception):
-    """An event that cannot happen in a state: our own fault."""
+    """An event that cannot happen in a state: a fault of the server."""
 
 
 _WANTED: Final = frozenset((
@@ -138,7 +138,7 @@ _ANYWHERE: Final[dict[Event, Stage]] = {
     Event.LOADED: Stage.SERVING, Event.FAIL: Stage.FAILED, Event.RELEASE: Stage.RELEASED,
     Event.DISMISS: Stage.DISMISSED, Event.RELOAD: Stage.CLEARING,
 }  # fmt: skip
-"""Where an event leads unless a state says otherwise."""
+"""The next stage after an event, unless the current stage has its own entry."""
 _STAGES: Final[dict[Stage, dict[Event, Stage]]] = {
     Stage.IDLE: {Event.WANT: Stage.LOADING, Event.KEEP: Stage.IDLE},
     Stage.FAILED: {Event.WANT: Stage.LOADING, Event.KEEP: Stage.FAILED},
@@ -156,7 +156,7 @@ _STAGES: Final[dict[Stage, dict[Event, Stage]]] = {
         Event.SHORT: Stage.RELOAD_WAITING, Event.FITS: Stage.SERVING, Event.KEEP: Stage.SERVING,
         Event.RENEW: Stage.RENEWING, Event.RELOAD: Stage.LEAVING,
     },
-    # Another worker may get it meanwhile: the reload goes on.
+    # Another worker may get it meanwhile, and the reload continues.
     Stage.RENEWING: {
         Event.LOADED: Stage.RENEWING, Event.KEEP: Stage.SERVING, Event.RENEW: Stage.RENEWING,
         Event.RELOAD: Stage.LEAVING, Event.SHORT: Stage.RELOAD_WAITING, Event.FITS: Stage.RELOADING,

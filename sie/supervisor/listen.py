@@ -27,7 +27,7 @@ def resolve_host(host: str, setting: str = "host") -> str:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "no name of a host"
+        reason = getattr(error, "strerror", None) or "not a host name"
         raise StartError(f"{setting}: {host!r} is neither an address nor a name of this host: {reason}") from error
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return str(found[0][4][0])
@@ -93,7 +93,7 @@ class Place(NamedTuple):
         return self.held.fd if isinstance(self.held, UnixListener) else -1
 
     def stop_listening(self) -> None:
-        """Close a Unix socket, in whose queue a new client would wait for nobody. Does nothing for TCP."""
+        """Close a Unix socket: new clients would wait in its queue for ever. Does nothing for TCP."""
         if isinstance(self.held, UnixListener):
             self.held.close()
 
@@ -174,7 +174,7 @@ class UnixListener:
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(found.st_mode):
-            raise StartError(f"uds: {self._path} exists and is no socket")
+            raise StartError(f"uds: {self._path} exists and is not a socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             result = probe.connect_ex(str(self._path))

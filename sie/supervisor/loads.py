@@ -197,7 +197,7 @@ class Loads:
         self.broadcast()
 
     def keep(self, record: Record, error: WireError) -> None:
-        """Record the reason why a model cannot be loaded anew, and keep serving it as it was loaded."""
+        """Record the reason why a model cannot be reloaded, and keep serving the loaded copy."""
         self.cancel_staged(record.spec.id)
         self._refuse(record, error)
         if record.loaded_on:
@@ -346,7 +346,7 @@ class Loads:
 
     def _load(self, record: Record) -> None:
         """Send a model to the workers once it is prepared and fits in memory."""
-        if record.preparing:  # which loads it afterwards
+        if record.preparing:  # `_prepare` loads it afterwards
             return
         if record.is_stale and (card := self._staged_reloads.take(record.spec.id)) is not None:
             record.card, record.is_stale = card, False
@@ -371,7 +371,7 @@ class Loads:
         self._children.send_all(workers, messages.Load(card))
 
     async def _prepare(self, record: Record) -> None:
-        record.is_stale = False  # what changes from here on is for another read
+        record.is_stale = False  # later changes need another read
         prepared = await self._preparer.prepare(record.spec)
         record.preparing = False
         if self._registry.records.get(record.spec.id) is not record:  # it was removed meanwhile

@@ -30,9 +30,9 @@ _COOL_DOWNS = {"OOM": 2, "STORAGE": 2, "UNKNOWN": 20}
 class Record(msgspec.Struct):
     """One model. card is None until a hub model is fetched. `sie.supervisor.lifecycle` explains stage and places.
 
-    is_pinned: only an explicit unload removes it. is_stale: the next load reads its files again. preparing: a helper reads
-    its files. may_fail: readiness stops waiting for it after a failed load. is_excused: an administrator unloaded it, so
-    readiness does not wait for it until it is loaded again. reports: of the workers that have it loaded.
+    is_pinned: only an explicit unload removes it. is_stale: the next load reads its files again. preparing: a helper
+    reads its files. may_fail: readiness stops waiting for it after a failed load. is_excused: an administrator unloaded
+    it, so readiness does not wait for it until it is loaded again. reports: those of the workers that have it loaded.
     """
 
     spec: ModelSpec
@@ -287,14 +287,14 @@ class ModelRegistry:
 
 
 def _why_missing(record: Record) -> str:
-    """Return why a model is not loaded, as anybody may read it: in one line, and without the server's paths."""
+    """Return why a model is not loaded, for any reader: in one line, and without the server's paths."""
     if record.error is not None:
         return f"failed: {' '.join(without_paths(record.error).message.split())}"[:_MAX_REASON]
     return "waits for memory" if record.stage.waits_for_memory else _state(record, is_loaded=False)
 
 
 def _start(record: Record) -> None:
-    """Start to want a model. Where a worker has not begun to unload it yet, it serves on."""
+    """Mark a model as wanted. It keeps serving on workers that have not begun to unload it."""
     record.apply(Event.WANT)
     if record.loaded_on:
         record.apply(Event.LOADED)

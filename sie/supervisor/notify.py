@@ -15,7 +15,7 @@ _MAX_STATUS_CHARS = 1024
 
 
 class Notifier:
-    """Sends state to the service manager. address is `$NOTIFY_SOCKET`; empty means that nobody listens."""
+    """Sends state to the service manager. address is `$NOTIFY_SOCKET`; empty without a service manager."""
 
     def __init__(self, address: str) -> None:
         self._address = "\0" + address[1:] if address.startswith("@") else address

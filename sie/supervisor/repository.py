@@ -30,7 +30,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 
 class _Begun(msgspec.Struct):
-    """What an action has begun: fields as in `Managed`."""
+    """The models that an action changes; fields as in `Managed`."""
 
     models: list[str] = []
     has_changed: bool = False
@@ -185,7 +185,7 @@ class Repositories:
         if not specs:
             self._refuse(model)
             return []
-        self._registry.records.pop(_unversioned(model).hosted_id, None)  # the reason of an earlier time
+        self._registry.records.pop(_unversioned(model).hosted_id, None)  # an earlier reason
         return [self._add(spec) for spec in specs]
 
     def _is_foreign(self, model_id: str) -> bool:
@@ -194,7 +194,7 @@ class Repositories:
         return record is not None and record.spec.tensor is None
 
     def _refuse(self, model: RepositoryModel) -> None:
-        """Record why a model has no version to serve. Versions that serve go on, and tell the reason, too."""
+        """Record why a model has no version to serve. Serving versions stay, and report the reason, too."""
         source = _unversioned(model)
         error = to_wire(BadRequest(model.reason, extras={"error_class": "CONFIG"}))
         _log.error("%s", model.reason)

@@ -355,11 +355,11 @@ class Loop:
         self._pace.adapt(card.id, num_tokens, self._busy_ns() - started_busy_ns)
 
     def _attempt(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
-        """Run items of a failed step once more. Raises what the runner raises."""
+        """Run items of a failed step once more. Raises the runner's errors."""
         self._forward(runner, card, items, sum(item.num_tokens for item in items))
 
     def _forward(self, runner: Runner, card: ModelCard, items: list[Waiting], num_tokens: int) -> None:
-        """Run one forward pass and answer it. Raises what the runner raises."""
+        """Run one forward pass and answer it. Raises the runner's errors."""
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = self._announce(self._pace.allowed_ns(card.id, num_tokens), running.values(), num_tokens)
         outputs = forward(runner, items)

@@ -170,11 +170,11 @@ class RowRunner(Protocol):
     def run(self, step: RowStep) -> StepOutputs:
         """Return the outputs that the items want, from one forward pass; the caller owns the arrays.
 
-        Dense rows come without the checkpoint's last normalisation. An item without tokens gets zeros, no entries and no
-        vectors. A comparison keeps its query for the documents of later steps; the query's own score is 0, and a
+        Dense rows come without the checkpoint's last normalisation. An item without tokens gets zeros, no entries and
+        no vectors. A comparison keeps its query for the documents of later steps; the query's own score is 0, and a
         document without a vector to compare has -inf. An extractor puts an error of one item into that item's
-        `Extraction.error`, and groups the inputs that must run together itself. Raises BadRequest, for example for an id
-        outside the vocabulary; an exception fails the whole step.
+        `Extraction.error`, and groups the inputs that must run together itself. Raises BadRequest, for example for an
+        id outside the vocabulary; an exception fails the whole step.
         """
         ...
 
@@ -255,8 +255,8 @@ class Slot(NamedTuple):
     token_ids (t,) int32 are at positions start, start + 1, ... The keys and values of position p are in block blocks[p
     // block_tokens], row p % block_tokens; those before start exist already. Without draws no token is chosen, as after
     every prefill chunk except the last. When the prompt is complete, the choices of a request have one draw each, from
-    one slot. scored: the log probabilities to compute for the tokens themselves. rotary_length: a position has the rotary
-    factors of a sequence of so many tokens, or of one that ends with it if that is longer.
+    one slot. scored: the log probabilities to compute for the tokens themselves. rotary_length: a position has the
+    rotary factors of a sequence of this length, or of one that ends with the position if that is longer.
     """
 
     token_ids: NDArray[np.int32]
@@ -287,8 +287,7 @@ class GenerateRunner(Protocol):
     num_blocks: int
     """The number of blocks of keys and values that fit in memory, numbered from 0."""
     restart_length: int
-    """A sequence that grows to so many tokens has all its keys computed again, with the rotary factors of this length; 0:
-    none has."""
+    """A sequence that reaches this length has all its keys computed again, with its rotary factors; 0: none does."""
 
     def least_length(self, length: int) -> int:
         """Return the least length with the rotary factors of a sequence of this length; 0: those of the shortest."""

@@ -106,7 +106,7 @@ class Recovery:
         self._metrics.count_oom(definitions.OOM_FAILED if num_lost else definitions.OOM_SUCCEEDED, card.id)
 
     def _shrink(self, card: ModelCard, items: list[Waiting], error: Exception) -> tuple[int, int]:
-        """Free what a failed step still holds. Return the maximum items and tokens of the next steps."""
+        """Free the memory that a failed step still holds. Return the maximum items and tokens of the next steps."""
         forget_frames(error)
         free_cached()
         self._metrics.count_oom(definitions.OOM_CACHE_CLEARS, card.id)

@@ -39,7 +39,7 @@ def importing() -> Iterator[None]:
 def reading(path: str, library: str = "tokenizers") -> Iterator[None]:
     """Announce a stall while the block reads a tokenizer file, if the file is large, and keep it short.
 
-    Other threads run meanwhile where the compiled library is there (`sie.native.preempt`).
+    Other threads run meanwhile if the compiled library is installed (`sie.native.preempt`).
     """
     with _stalling(seconds_to_read(path)), preempted(library):
         failpoints.reach("load.tokenizer")
@@ -47,7 +47,7 @@ def reading(path: str, library: str = "tokenizers") -> Iterator[None]:
 
 
 def read_tokenizer(path: str) -> Tokenizer:
-    """Return the tokenizer of a file. Raises what the library raises."""
+    """Return the tokenizer of a file. Raises the library's errors."""
     from tokenizers import Tokenizer  # a worker with only stubs never needs it
 
     with reading(path):

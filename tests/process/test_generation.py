@@ -20,6 +20,7 @@ from tests.process.wire import get, post_json, samples, total, wait_no_extents
 
 CHAT = "/v1/chat/completions"
 TEXTS = "/v1/completions"
+AS_JSON = {"content-type": "application/json"}
 HELLO = [{"role": "user", "content": "hello"}]
 ECHO = "user: hello\nassistant: "
 """What the stub reads of HELLO, and answers over and over."""
@@ -53,6 +54,24 @@ def chunks(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, An
     *blocks, last = [block for block in events(server, path, body) if not block.startswith(":")]
     assert last == "data: [DONE]"
     return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"model": "slow", "messages": HELLO, "max_tokens": 99, "stream": True}),
+        ("/v1/generate/slow", {"prompt": "hello" * 99, "max_new_tokens": 99, "stream": True}),
+        ("/v2/models/slow/generate_stream", {"text_input": "hello" * 99, "parameters": {"max_tokens": 99}}),
+    ],
+)
+def test_body_does_not_count_as_held_while_its_answer_streams(
+    server: Server, path: str, fields: dict[str, Any]
+) -> None:
+    body = bytes(4 << 20).replace(b"\0", b" ") + json.dumps(fields).encode()
+    with httpx.stream("POST", server.url + path, content=body, headers=AS_JSON, timeout=30) as response:
+        assert response.status_code == 200
+        next(response.iter_bytes())
+        assert total(server.port, "sie_held_bytes") < 1 << 20
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import select
 import socket
 import time
@@ -96,6 +97,23 @@ def test_bodies_under_way_are_bounded_and_the_largest_is_refused_first(server: S
     wait_all_read(server)
 
 
+def test_announced_bodies_that_do_not_come_cut_nobody(server: Server):
+    num_cut = metric(server, "sie_held_bytes_cuts_total")
+    with contextlib.ExitStack() as stack:
+        honest = stack.enter_context(connect(server.port))
+        body = msgpack.packb({"items": [{"text": "a"}], "pad": bytes(8 * MIB)})
+        head = raw_request(PATH, headers={**PACKED, **bearer(INFER), "content-length": str(len(body))}, length=False)
+        honest.sendall(head + body[: 2 * MIB])
+        announced = {**PACKED, **bearer(INFER), "content-length": str(256 * 1024)}
+        for _ in range(MAX_BYTES // (256 * 1024) + 10):
+            stack.enter_context(connect(server.port)).sendall(raw_request(PATH, headers=announced, length=False))
+        assert metric(server, "sie_held_bytes") < MAX_BYTES / 2
+        honest.sendall(body[2 * MIB :])
+        assert read_response(honest).status == 200
+    assert metric(server, "sie_held_bytes_cuts_total") == num_cut
+    wait_all_read(server)
+
+
 @pytest.mark.timing
 def test_a_client_that_reads_nothing_is_cut_in_time(server: Server):
     with connect(server.port) as sock:
@@ -119,6 +137,16 @@ def test_a_key_has_its_request_back_when_the_answer_is_read(server: Server):
             sock.sendall(ask(100, ONE))
             assert read_response(sock).status == 200
             assert send_raw(server.port, ask(100, ONE)).status == 200
+
+
+def test_a_long_refusal_gives_a_key_its_request_back_once(server: Server):
+    for path, fields in (("/v1/embeddings", {"model": "x" * 20_000}), (PATH, {"items": [{"text": "a"}], "model": 1})):
+        body = json.dumps({"input": "a", "params": {"output_types": ["y" * 20_000]}, **fields}).encode()
+        refused = send_raw(server.port, raw_request(path, body, {"content-type": "application/json", **bearer(ONE)}))
+        assert refused.status in {400, 404}
+        assert len(refused.body) > 16_384
+    eventually(lambda: metric(server, "sie_held_bytes") == 0, "it is read")
+    assert metric(server, "sie_api_key_running") == 0
 
 
 @pytest.mark.timing

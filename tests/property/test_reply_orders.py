@@ -163,7 +163,7 @@ class Desk:
         self.worker.is_dead = True
         left = (1,) if self.second is not None else ()
         self._tell(workers=left, recovering=not left)
-        self.rig.engine.bury(0, self.worker.generation, ())
+        self.rig.engine.fail_over(0, self.worker.generation, ())
 
     def restart(self, _task: asyncio.Task[Any]) -> None:
         """Have another worker in place of one that died, which gets what waited for it."""

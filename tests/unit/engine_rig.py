@@ -247,7 +247,7 @@ class Rig:
         for model in list(self.entries):
             left = tuple(slot for slot in self.entries[model].workers if slot != worker.slot)
             self.tell(model, workers=left, recovering=not left and model in recovering)
-        self.engine.bury(worker.slot, worker.generation, suspects)
+        self.engine.fail_over(worker.slot, worker.generation, suspects)
         self.engine.place_held()
 
     def submit(self, *items: Sequence[int], model: str = "m", deadline_ns: int = FAR_NS, **header: Any) -> Pending:
@@ -308,7 +308,7 @@ class Rig:
 
     def close(self) -> None:
         for link in self.engine._all_links():
-            self.engine.bury(link.slot, link.generation, ())
+            self.engine.fail_over(link.slot, link.generation, ())
         for pending in list(self.engine._held.values()):
             pending.future.cancel()
         for worker in (*self.workers, *self.hand_workers):

@@ -42,8 +42,8 @@ class Exchange(Protocol):
 class Access:
     """Checks the requests of one frontend process.
 
-    pages are the counter pages, our own first; through them the frontends share the limits. count_failure is called with
-    the reason of each refusal. settle ends the requests of a key whose answers were read since the last look.
+    pages are the counter pages, our own first; through them the frontends share the limits. count_failure is called
+    with the reason of each refusal. settle ends the requests of a key whose answers were read since the last look.
     """
 
     def __init__(
@@ -135,9 +135,9 @@ class Access:
     def admit_watcher(self, headers: Headers, query: str, need: Need) -> Callable[[], bool]:
         """Admit a websocket. Return a function that tells whether it may continue, as its key may be revoked meanwhile.
 
-        The key is in a header, or in the subprotocol `sie.bearer.KEY` for clients that cannot set headers. A browser needs
-        its subprotocol confirmed, so it sends a ticket (`?ticket=`) instead. Raises as `identify` does. Limits do not
-        apply.
+        The key is in a header, or in the subprotocol `sie.bearer.KEY` for clients that cannot set headers. A browser
+        needs its subprotocol confirmed, so it sends a ticket (`?ticket=`) instead. Raises as `identify` does. Limits do
+        not apply.
         """
         if self._is_open(need):
             return lambda: True
@@ -161,7 +161,7 @@ class Access:
         is_ours = self._secret != b"" and hmac.compare_digest(signature.encode(), self._sign(claim).encode())
         holder = self._by_name.get(name)
         if not is_ours or holder is None or int(until_s) * 1_000_000_000 < self._now_ns():
-            raise self._refused("unknown", Unauthorized("The ticket is not valid, or not any more"))
+            raise self._refused("unknown", Unauthorized("The ticket is not valid or has expired"))
         return holder
 
     def _sign(self, claim: str) -> str:

@@ -1,8 +1,8 @@
 """Refuses foreign `Host` and `Origin` headers on a loopback address without API keys. Pure. Must stay cheap: one look-up.
 
-A page in a browser on this host reaches such a server, too. A foreign page sends its own `Origin`. A page whose host name
-was rebound to a loopback address is of the same origin as the server, so only its `Host` tells it from our own pages.
-Clients that are no browsers may send neither header.
+A page in a browser on this host reaches such a server, too. A foreign page sends its own `Origin`. A page whose host
+name was rebound to a loopback address is of the same origin as the server, so only its `Host` tells it from our own
+pages. Clients other than browsers may omit both headers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HostCheck:
     """The check of one frontend process."""
 
     def __init__(self, own_hosts: tuple[str, ...], allowed_hosts: tuple[str, ...], origins: tuple[str, ...]) -> None:
-        """own_hosts are names of the listening address; pages of allowed_hosts, and those of origins (or `*`), may ask."""
+        """own_hosts: the names of the listening address. Pages of allowed_hosts and of origins (or `*`) are allowed."""
         self._allowed = frozenset(map(host_of, allowed_hosts))
         self._own = self._allowed | frozenset(map(host_of, own_hosts)) - {""}
         self._origins = frozenset(origins)
@@ -55,7 +55,7 @@ class HostCheck:
 
 
 def open_host_check(settings: Settings, launch: Launch) -> HostCheck | None:
-    """Return the check, or None where API keys, a Unix socket, another address or `allowed_host = "*"` make it needless."""
+    """Return the check, or None where API keys, a Unix socket, another address or `allowed_host = "*"` make it unnecessary."""
     access, server = settings.access, settings.server
     if access.api_keys or launch.listen_fd >= 0 or not is_loopback(launch.host) or "*" in access.allowed_hosts:
         return None

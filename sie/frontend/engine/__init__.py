@@ -1,1 +1,1 @@
-"""The engine of a frontend: requests to workers over shared memory, and their replies."""
+"""Sends a frontend's requests to workers over shared memory, and brings their replies."""

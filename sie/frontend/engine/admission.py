@@ -11,14 +11,14 @@ _MAX_RETRY_S = 60
 
 
 def retry_after_s(queued_tokens: int, tokens_per_s: float) -> int:
-    """Return the whole seconds after which the queue, as fast as it now moves, will be empty: 1 to 60."""
+    """Return the whole seconds, 1 to 60, until the queue is empty at its present rate."""
     if tokens_per_s <= 0:
         return _MIN_RETRY_S
     return max(_MIN_RETRY_S, min(_MAX_RETRY_S, math.ceil(queued_tokens / tokens_per_s)))
 
 
 def check_queue(queued_tokens: int, num_tokens: int, max_queued_tokens: int, tokens_per_s: float) -> None:
-    """Raise Overloaded when num_tokens more would pass max_queued_tokens; an empty queue takes any one request."""
+    """Raise Overloaded if num_tokens more would exceed max_queued_tokens. An empty queue takes any one request."""
     if queued_tokens and queued_tokens + num_tokens > max_queued_tokens:
         raise overloaded("the queue holds max_queued_tokens", queued_tokens, tokens_per_s)
 

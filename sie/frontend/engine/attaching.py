@@ -15,7 +15,7 @@ _log = get_logger(__name__)
 
 
 class Attaching:
-    """The workers that were offered this frontend's memory, and have yet to answer; on_attached is told who did."""
+    """The workers that were offered this frontend's memory and have not answered. Calls on_attached for each answer."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Attaching:
         self._pending: dict[int, tuple[int, PendingAttachment]] = {}
 
     def begin(self, slot: int, generation: int, fds: list[int]) -> None:
-        """Send our offer and go on; the worker answers when its step is done. fds are the socket to it and its pidfd."""
+        """Send our offer without waiting; the worker answers after its step. fds: the socket to it, and its pidfd."""
         try:
             sock = socket.socket(fileno=fds[0])
             pending = PendingAttachment(sock, fds[1], generation, self._space, self._ring_capacity)
@@ -42,7 +42,7 @@ class Attaching:
         self._loop.add_reader(pending.sock_fd, self._finish, generation)
 
     def end(self, generation: int) -> None:
-        """Give up a worker that died, if it has not answered."""
+        """Forget the pending attachment of a worker that died."""
         found = self._pending.pop(generation, None)
         if found is not None:
             self._loop.remove_reader(found[1].sock_fd)

@@ -1,4 +1,4 @@
-"""Sees clients leave while their requests wait, and gives their work up."""
+"""Watches the connections of waiting requests, and abandons the work when a client leaves."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sie.frontend.engine.worker_link import Pending
 from sie.values.errors import ClientGone
 
 _WATCH_AFTER_NS: Final = 50_000_000
-"""A request that waited this long gets a watcher of its client's connection; most are answered before."""
+"""A request that waits longer than this gets a connection watcher; most are answered sooner."""
 
 
 class ClientWatch:
-    """The requests of one frontend that wait, with the connections that they came by."""
+    """The waiting requests of one frontend, with their connections."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -23,11 +23,11 @@ class ClientWatch:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, pending: Pending, protocol: Any) -> None:
-        """See to it that the work is given up when its client leaves before the answer is there."""
+        """Abandon the request if its client leaves before the answer is ready."""
         self._unwatched.append((pending, protocol))
 
     def tick(self, now_ns: int) -> None:
-        """Begin to watch the clients whose requests have waited for a while."""
+        """Start to watch the clients of requests older than `_WATCH_AFTER_NS`."""
         unwatched = self._unwatched
         while unwatched and (unwatched[0][0].future.done() or now_ns - unwatched[0][0].submitted_ns > _WATCH_AFTER_NS):
             pending, protocol = unwatched.popleft()

@@ -1,9 +1,9 @@
-"""Carries every request between operations and workers: submit, reply, resubmit after a death, hedge, give up in time.
+"""Carries every request between operations and workers: submit, reply, resubmit after a death, hedge, abandon in time.
 
 Dialects know only `submit` and the `Reply` that its future brings. A request's bytes lie in this frontend's own
-segment, so that a worker's death costs time and not the answer: what it had not answered goes, from the same bytes,
-to a live worker, or waits in `held` for the restart, until its deadline. What a late worker has not answered goes to
-another worker, too, from a copy.
+segment, so a worker's death costs time and not the answer: its unanswered requests go, from the same bytes, to a live
+worker. Without one they wait in `held` for the restart, until their deadlines. The unanswered requests of a late
+worker go to another worker as well, as copies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from sie.config.limits import Limits
 from sie.config.settings import Settings
 from sie.frontend.engine import admission
-from sie.frontend.engine.hedging import make_copy, may_run_twice, pair, part
+from sie.frontend.engine.hedging import make_copy, may_run_twice, pair, unpair
 from sie.frontend.engine.placement import choose_worker
 from sie.frontend.engine.quarantine import QuarantinedInputs, poison
 from sie.frontend.engine.reply_drain import Answers, end, overdue
@@ -40,11 +40,11 @@ from sie.shm.space import OutboundSpace
 from sie.values.errors import ClientGone, Overloaded, SieError, Unavailable, WorkerLost
 
 _log = get_logger(__name__)
-_MAX_STRIKES = 2
+_MAX_DEATHS = 2
 _MAX_HEDGED_BYTES = 8 << 20
-"""Of a late worker's requests so much is copied in one tick, or one request: about two milliseconds."""
+"""Most bytes of a late worker's requests to copy in one tick, one request excepted: about two milliseconds."""
 _PIECE_BYTES = 1 << 20
-"""Of a large payload so much is copied between two turns of the event loop: about a millisecond."""
+"""Most bytes of a large payload to copy between two turns of the event loop: about a millisecond."""
 
 
 class ShmEngine:
@@ -68,13 +68,13 @@ class ShmEngine:
         self._held: dict[int, Pending] = {}
         self._ids = itertools.count(1)
         self._quarantined = QuarantinedInputs()
-        self._answers = Answers(find_model, self._take_back)
+        self._answers = Answers(find_model, self._requeue)
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
     @property
     def num_pending(self) -> int:
-        """Requests that a worker has, or that wait for one."""
+        """Number of requests at a worker or waiting for one."""
         return len(self._held) + sum(len(link.pending) for link in self._all_links())
 
     @property
@@ -89,15 +89,15 @@ class ShmEngine:
 
     @property
     def tokens_per_s(self) -> float:
-        """How fast answers come back, smoothed; what `Retry-After` is computed from."""
+        """The rate at which answers come back, smoothed. `Retry-After` is computed from it."""
         return self._answers.tokens_per_s
 
     def reconfigure(self, limits: Limits) -> None:
-        """Take over reloaded limits for what is submitted from now on."""
+        """Apply reloaded limits to requests submitted from now on."""
         self._limits = limits
 
     def check_open(self) -> None:
-        """Refuse a request before its body is read when no worker could take even one token more.
+        """Refuse a request before its body is read if no worker could take even one more token.
 
         Raises Overloaded.
         """
@@ -113,9 +113,9 @@ class ShmEngine:
     ) -> Pending:
         """Hand one request to a worker and return its record; await `pending.reply()` for the Reply.
 
-        arrays are what the header's operation needs, by name; an `id:profile` in header.model becomes the model that
-        workers know. Raises Overloaded when memory or the queue is full, PoisonInput for a quarantined input, Unavailable
-        when no worker has the model.
+        arrays: those of the header's operation, by name. An `id:profile` in header.model becomes the model that workers
+        know. Raises Overloaded if memory or the queue is full, PoisonInput for a quarantined input, Unavailable if no
+        worker has the model.
         """
         layout = lay_out(header, arrays)
         with self._lease(layout) as lease:
@@ -125,7 +125,7 @@ class ShmEngine:
     def submit_parts(
         self, layout: RequestLayout, parts: Sequence[bytes | memoryview], num_tokens: int, deadline_ns: int
     ) -> Pending:
-        """Do as `submit` does for a request that is laid out already and whose arrays are there as bytes."""
+        """Do as `submit` for a request that already has a layout and whose arrays are bytes."""
         with self._lease(layout) as lease:
             write_parts(lease.view, layout.head, layout.places, parts)
             return self._hand_over(lease, layout, "", num_tokens, deadline_ns)
@@ -133,7 +133,7 @@ class ShmEngine:
     async def submit_large(
         self, header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]], num_tokens: int, deadline_ns: int
     ) -> Pending:
-        """Do as `submit` does, and let the event loop turn while the arrays, which may be of megabytes, are copied."""
+        """Do as `submit`, but let the event loop turn between copies: the arrays may have megabytes."""
         layout = lay_out(header, arrays)
         with self._lease(layout) as lease:
             own = [array for _, array in arrays]
@@ -149,9 +149,9 @@ class ShmEngine:
         deadline_ns: int,
         stream: TokenStream,
     ) -> Pending:
-        """Do as `submit_large` does for work whose tokens go to stream; deadline_ns is that of the first token.
+        """Do as `submit_large` for work whose tokens go to stream. deadline_ns is the deadline of the first token.
 
-        Such work, which stays long, gets at most half of the request segment: over it, Overloaded.
+        Such work stays long, so it gets at most half of the request segment. Raises Overloaded beyond that.
         """
         layout = lay_out_once(header, arrays)
         held = sum(pending.lease.nbytes for pending in self._all_pending() if pending.stream is not None)
@@ -175,7 +175,7 @@ class ShmEngine:
         self, lease: Lease, layout: RequestLayout, adapter: str, num_tokens: int, deadline_ns: int,
         *, stream: TokenStream | None = None,
     ) -> Pending:  # fmt: skip
-        """Give a written request to a worker, or hold it until there is one."""
+        """Submit a written request to a worker, or hold it until a worker is available."""
         pending = Pending(
             next(self._ids),
             layout.model,
@@ -199,7 +199,7 @@ class ShmEngine:
         return pending
 
     def _choose(self, pending: Pending) -> WorkerLink | None:
-        """Return the worker for a new request, or None when it has to wait for one that is being restarted."""
+        """Return the worker for a new request, or None if the request must wait for a restarting worker."""
         candidates = self._candidates(pending)
         link = choose_worker(candidates)
         if link is None:
@@ -214,20 +214,20 @@ class ShmEngine:
         return link
 
     def _try_submit(self, link: WorkerLink, pending: Pending) -> bool:
-        """Give a request to a worker; False when that turns out to have gone. Raises Overloaded when its ring is full."""
+        """Submit a request to a worker; return False if that worker has gone. Raises Overloaded if its ring is full."""
         try:
             if link.try_submit(pending):
                 return True
-        except ConnectionError:  # met by a large payload, whose memory is announced on the socket
+        except ConnectionError:  # only for a large payload: its memory is announced on the socket
             self._set_aside(link)
             return False
         except ProtocolError as error:
-            self._accuse(link, error)
+            self._report_fault(link, error)
             return False
         raise self._overloaded("the ring is full")
 
     def _candidates(self, pending: Pending) -> list[WorkerLink]:
-        if pending.num_strikes >= _MAX_STRIKES:
+        if pending.num_deaths >= _MAX_DEATHS:
             return []
         entry, links = self._find_model(pending.model), self._links
         workers = entry.workers if entry is not None and not pending.adapter else workers_with(entry, pending.adapter)
@@ -249,7 +249,7 @@ class ShmEngine:
     def _overloaded(self, reason: str) -> SieError:
         return admission.overloaded(reason, self.queued_tokens, self.tokens_per_s)
 
-    # --- giving up ------------------------------------------------------------------------------------------------
+    # --- abandoning -----------------------------------------------------------------------------------------------
 
     def abandon(self, pending: Pending, error: SieError) -> None:
         """End the client's wait with an error and tell the worker not to run it; the lease stays with the worker."""
@@ -261,14 +261,14 @@ class ShmEngine:
             set_cancelled(pending.lease.view)
 
     def finish(self, pending: Pending) -> None:
-        """Do as `abandon` does for a request that nobody waits for any more, since all that was wanted of it is there."""
+        """Do as `abandon` for a request whose remaining output is not needed."""
         if not pending.future.done():
             self.abandon(pending, ClientGone("nothing more is wanted"))
 
     def expire(self, now_ns: int) -> None:
-        """Abandon what is past its deadline, give replies back, and measure how fast answers come; the process's tick."""
+        """Abandon overdue requests, release replies, and measure the rate of answers. The process's tick calls this."""
         for pending in self._all_pending():
-            # A wait that was cancelled ended the future alone: no worker may ever come to end the lease of a held request.
+            # A cancelled wait ends only the future, and no worker may ever end the lease of a held request.
             is_due = pending.link is None if pending.future.done() else pending.deadline_ns <= now_ns
             if is_due:
                 self.abandon(pending, overdue(pending))
@@ -291,7 +291,7 @@ class ShmEngine:
 
     def attach(self, slot: int, attachment: Attachment) -> None:
         """Start to use a worker. Its replies are read whenever its bell rings."""
-        link = WorkerLink(slot, attachment, self._accuse)
+        link = WorkerLink(slot, attachment, self._report_fault)
         self._links[slot] = link
         loop = asyncio.get_running_loop()
         loop.add_reader(attachment.bell_fd, self._on_bell, link)
@@ -299,16 +299,16 @@ class ShmEngine:
         self.place_held()
 
     def place_held(self) -> None:
-        """Give waiting requests to workers that have their model now; call when models or workers changed."""
+        """Submit waiting requests to workers that now have their model; call when models or workers changed."""
         for pending in list(self._held.values()):
             link = choose_worker(filter(self._has_room, self._candidates(pending)))
-            with contextlib.suppress(Overloaded):  # it goes on waiting
+            with contextlib.suppress(Overloaded):  # it keeps waiting
                 if link is not None and self._try_submit(link, pending):
                     del self._held[pending.request_id]
 
     def fail_held(self) -> None:
-        """End the wait of requests whose model will not come back; `quarantine` ends that of the others."""
-        for pending in [held for held in self._held.values() if held.num_strikes < _MAX_STRIKES]:
+        """End the requests whose model will not come back. `quarantine` ends those with too many deaths."""
+        for pending in [held for held in self._held.values() if held.num_deaths < _MAX_DEATHS]:
             entry = self._find_model(pending.model)
             if entry is None or not (entry.recovering or entry.workers):
                 self.abandon(pending, WorkerLost(f"Model '{pending.model}' was lost with its worker"))
@@ -316,13 +316,13 @@ class ShmEngine:
                 self.abandon(pending, loading(pending.model, pending.adapter))
 
     def set_late(self, slot: int, generation: int, running: tuple[int, ...], *, is_late: bool) -> None:
-        """Note that a worker is late, or no longer. running are the requests of its late step."""
+        """Record whether a worker is late. running: the requests of its late step."""
         link = self._links.get(slot)
         if link is not None and link.generation == generation:
             link.is_late, link.late_step = is_late, frozenset(running)
 
     def _hedge(self, link: WorkerLink) -> None:
-        """Give requests of a late worker to others, too, as far as there is memory and room. The rest waits for a tick."""
+        """Copy requests of a late worker to others, as memory and queues allow. The rest waits for the next tick."""
         left_bytes, max_tokens = _MAX_HEDGED_BYTES, self._limits.max_queued_tokens
         for pending in [pending for pending in link.pending.values() if may_run_twice(pending)]:
             other = choose_worker(filter(self._has_room, self._candidates(pending)))
@@ -339,18 +339,18 @@ class ShmEngine:
                     pair(pending, copy)
 
     def _on_socket(self, link: WorkerLink) -> None:
-        """Read announcements; at the end of file give it no more work, and wait for word of its death."""
+        """Read announcements. At the end of file, give the worker no more work until its death is confirmed."""
         try:
             if link.attachment.read_socket():
                 return
         except ProtocolError as error:
-            self._accuse(link, error)
+            self._report_fault(link, error)
             return
         asyncio.get_running_loop().remove_reader(link.attachment.sock_fd)
         self._set_aside(link)
 
-    def _accuse(self, link: WorkerLink, error: ProtocolError) -> None:
-        """Believe nothing that this worker says any more; its requests wait until the supervisor has ended it."""
+    def _report_fault(self, link: WorkerLink, error: ProtocolError) -> None:
+        """Stop reading from this worker and report it; its requests wait until the supervisor has ended it."""
         _log.error("worker-%d broke the protocol: %s", link.slot, error)
         loop = asyncio.get_running_loop()
         loop.remove_reader(link.attachment.bell_fd)
@@ -359,15 +359,16 @@ class ShmEngine:
         self._send(PeerFault(link.slot))
 
     def _set_aside(self, link: WorkerLink) -> None:
-        """Give a worker no more work, and wait for word of its death."""
+        """Give a worker no more work; `fail_over` follows when its death is confirmed."""
         if self._links.get(link.slot) is link:
             del self._links[link.slot]
             self._dying[link.generation] = link
 
-    def bury(self, slot: int, generation: int, suspects: tuple[int, ...]) -> None:
-        """Take back the work of a worker that is proven dead, and give it to others.
+    def fail_over(self, slot: int, generation: int, suspects: tuple[int, ...]) -> None:
+        """Take back the requests of a worker that is proven dead, and queue them for other workers.
 
-        ORDER: its ring is drained a last time first, since what it has answered must not run again.
+        suspects: its requests in the fatal step, if they may have caused the death. ORDER: its ring is drained a last
+        time first, since an answered request must not run again.
         """
         link = self._dying.pop(generation, None)
         if link is None:
@@ -385,52 +386,53 @@ class ShmEngine:
         link.is_alive = False
         orphans, link.pending = list(link.pending.values()), {}
         for pending in orphans:
-            self._rehome(pending, pending.request_id in suspects)
+            self._resubmit(pending, pending.request_id in suspects)
         # Replies already handed out keep the mapping alive through their views; the rest goes now.
         link.attachment.close()
 
-    def _rehome(self, pending: Pending, is_suspect: bool) -> None:
+    def _resubmit(self, pending: Pending, is_suspect: bool) -> None:
+        """Queue a request of a dead worker for another one, or end it where it must not run again."""
         if pending.future.done():
             pending.lease.end()
             return
-        rival = part(pending)
+        rival = unpair(pending)
         if rival is not None:  # another worker has it already
             pending.lease.end()
             if is_suspect:
-                self._strike(rival)
+                self._mark_suspect(rival)
             return
         if not pending.may_run_again():
             end(pending, WorkerLost("worker_lost: the worker died while it generated; what it had sent stands"))
             return
         if is_suspect:
-            self._strike(pending)
-        self._take_back(pending)
+            self._mark_suspect(pending)
+        self._requeue(pending)
 
-    def _take_back(self, pending: Pending) -> None:
+    def _requeue(self, pending: Pending) -> None:
         pending.link = None
         self._held[pending.request_id] = pending
 
-    def _strike(self, pending: Pending) -> None:
-        """Count a death against a request.
+    def _mark_suspect(self, pending: Pending) -> None:
+        """Count a worker's death against a request.
 
-        The first time it ran among others, so any of them may be to blame: each goes on alone. The second time it is
-        refused, but its client hears so only when all frontends have: it might ask another one at once.
+        After the first death any request of the step may be to blame, so each runs alone from then on. After the second
+        death it is refused. Its client is told only when all frontends know: it might retry on another one at once.
         """
-        pending.num_strikes += 1
+        pending.num_deaths += 1
         pending.flags |= FLAG_ALONE
-        if pending.num_strikes >= _MAX_STRIKES:
+        if pending.num_deaths >= _MAX_DEATHS:
             self._send(Quarantine(pending.digest()))
 
     def quarantine(self, digest: bytes) -> None:
-        """Refuse this input from now on: it killed two workers, the second time alone. The supervisor says so to all."""
+        """Refuse an input from now on: it killed two workers, the second alone. The supervisor tells all frontends."""
         self._quarantined.add(digest)
-        for pending in [held for held in self._held.values() if held.num_strikes and held.digest() == digest]:
+        for pending in [held for held in self._held.values() if held.num_deaths and held.digest() == digest]:
             self.abandon(pending, poison())
 
     def _on_bell(self, link: WorkerLink) -> None:
         try:
             self._answers.drain(link)
         except ProtocolError as error:
-            self._accuse(link, error)
+            self._report_fault(link, error)
         if self._held:
-            self.place_held()  # what a dead worker left may have been more than the others' rings could take
+            self.place_held()  # a dead worker's requests may have been more than the others' rings could take

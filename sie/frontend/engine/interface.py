@@ -1,4 +1,4 @@
-"""The engine as operations see it: submit a prepared request, and give it up. Shared memory is one implementation."""
+"""Defines the engine that operations use: submit a prepared request, and abandon it. `ShmEngine` implements it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sie.shm.extent_headers import WorkHeader
 from sie.values.errors import SieError
 
 Arrays = Sequence[tuple[str, NDArray[Any]]]
-"""The arrays that an operation needs, by name; `sie.shm.extent_headers` says which."""
+"""The arrays that an operation needs, by name; `sie.shm.extent_headers` lists them."""
 
 
 class Engine(Protocol):
     """Takes prepared requests to a worker and brings their replies (`sie.frontend.engine.engine.ShmEngine`).
 
-    Every submit raises Overloaded when memory or the queue is full, PoisonInput for a quarantined input, and Unavailable
-    when no worker has the model. `Pending.reply` of what it returns gives the `Reply`.
+    Every submit raises Overloaded if memory or the queue is full, PoisonInput for a quarantined input, and Unavailable
+    if no worker has the model. Await `reply()` of the returned `Pending` for the `Reply`.
     """
 
     def submit(self, header: WorkHeader, arrays: Arrays, num_tokens: int, deadline_ns: int) -> Pending:
@@ -31,11 +31,11 @@ class Engine(Protocol):
     def submit_parts(
         self, layout: RequestLayout, parts: Sequence[bytes | memoryview], num_tokens: int, deadline_ns: int
     ) -> Pending:
-        """Submit a request that is laid out already and whose arrays are bytes."""
+        """Submit a request that already has a layout and whose arrays are bytes."""
         ...
 
     async def submit_large(self, header: WorkHeader, arrays: Arrays, num_tokens: int, deadline_ns: int) -> Pending:
-        """Submit a request whose arrays take long to copy, without stopping the event loop for it."""
+        """Submit a request whose arrays take long to copy, without blocking the event loop."""
         ...
 
     async def submit_stream(
@@ -49,5 +49,5 @@ class Engine(Protocol):
         ...
 
     def finish(self, pending: Pending) -> None:
-        """Give up a request of which nothing more is wanted."""
+        """Abandon a request whose remaining output is not needed."""
         ...

@@ -7,7 +7,7 @@ from typing import Final, Protocol, TypeVar
 
 
 class Worker(Protocol):
-    """What is known of a worker: its number, the tokens submitted to it and not yet answered, and whether it is late."""
+    """The facts about a worker: its slot, its submitted and unanswered tokens, and whether it is late."""
 
     slot: int
     outstanding_tokens: int
@@ -19,7 +19,7 @@ WorkerT = TypeVar("WorkerT", bound=Worker)
 
 
 def choose_worker(workers: Iterable[WorkerT]) -> WorkerT | None:
-    """Return the worker with the fewest outstanding tokens, the lowest slot of equals; None when there is none.
+    """Return the worker with the fewest outstanding tokens, or None without workers. The lowest slot wins a tie.
 
     A late worker is chosen only if all are late.
     """

@@ -1,4 +1,4 @@
-"""Remembers the inputs that killed two workers, which are refused. An input is known by its content, not by its sender."""
+"""Refuses the inputs that killed two workers, for a time. An input is identified by its content, not by its sender."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _decoder = msgspec.msgpack.Decoder(WorkHeader)
 _task_decoder = msgspec.msgpack.Decoder(GenerateTask)
 _encoder = msgspec.msgpack.Encoder()
 _QUARANTINE_S = 600.0
-"""Long enough to stop a retry loop; short enough that a fault which was not the input's heals by itself."""
+"""Long enough to stop a retry loop. Short enough that an innocent input is soon accepted again."""
 
 
 class QuarantinedInputs:
-    """Digests of refused inputs, each until its time is over."""
+    """Digests of refused inputs, each until it expires."""
 
     def __init__(self) -> None:
         self._until_s: dict[bytes, float] = {}
@@ -53,12 +53,12 @@ def digest_of(extent: memoryview) -> bytes:
 
 
 def _input_of(task: bytes) -> bytes:
-    """Return a task to generate without its seed, which may be random, and its salt, which says who sent it."""
+    """Return a task to generate without its seed, which may be random, and its salt, which depends on the sender."""
     asked = _task_decoder.decode(task)
     sampling = msgspec.structs.replace(asked.sampling, seed=0)
     return _encoder.encode(msgspec.structs.replace(asked, sampling=sampling, salt=b""))
 
 
 def poison() -> PoisonInput:
-    """Return what the client of a refused input hears."""
+    """Return the error for the client of a refused input."""
     return PoisonInput("This input was running when a worker died, twice; it is refused")

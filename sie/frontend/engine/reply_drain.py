@@ -1,6 +1,6 @@
 """Reads the workers' descriptors: each ends its request or feeds its stream. Also measures how fast answers come back.
 
-What a worker wrote is checked here, before anything is settled: a request whose reply cannot be read waits like the
+Each descriptor is checked here before its request is settled. A request with an unreadable reply waits like the
 worker's others, until the supervisor has ended that worker.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from sie.frontend.engine.hedging import part
+from sie.frontend.engine.hedging import unpair
 from sie.frontend.engine.token_stream import read_frame
 from sie.frontend.engine.worker_link import Pending, Reply, WorkerLink, read_error
 from sie.ipc.messages import ModelEntry
@@ -21,7 +21,7 @@ _MIN_RATE_SPAN_S = 0.5
 
 
 class Answers:
-    """The answers of one engine's workers. hold takes a request back that has to wait for a worker."""
+    """The answers of one engine's workers. hold queues a request that must wait for a worker again."""
 
     def __init__(self, find_model: Callable[[str], ModelEntry | None], hold: Callable[[Pending], None]) -> None:
         self._find_model = find_model
@@ -29,15 +29,15 @@ class Answers:
         self._tokens_done = 0
         self.measured_ns = time.monotonic_ns()
         self.tokens_per_s = 0.0
-        """How fast answers come back, smoothed; what `Retry-After` is computed from."""
+        """The rate at which answers come back, smoothed. `Retry-After` is computed from it."""
 
     def drain(self, link: WorkerLink) -> None:
-        """Take all that a worker has said. Raises ProtocolError for what it may not say."""
+        """Handle all descriptors that a worker has sent. Raises ProtocolError for an invalid one."""
         for descriptor in link.attachment.drain():
             self._on_descriptor(link, descriptor)
 
     def measure(self, now_ns: int, *, is_busy: bool) -> None:
-        """Take a sample of the rate, twice a second at most; an idle server's stays as it was."""
+        """Take a sample of the rate, at most twice a second. The rate of an idle server stays unchanged."""
         elapsed_s = (now_ns - self.measured_ns) / 1e9
         if elapsed_s < _MIN_RATE_SPAN_S:
             return
@@ -70,7 +70,7 @@ class Answers:
             pending.future.set_result(reply)
 
     def _on_tokens(self, link: WorkerLink, descriptor: Descriptor) -> None:
-        """Feed what one or more steps gave to the streams they are for; the extent goes back at once."""
+        """Feed the tokens of one or more steps to their streams, and release the extent at once."""
         if descriptor.kind != TOKENS:
             raise ProtocolError(f"a worker sent kind {descriptor.kind}")
         records = read_frame(link.attachment.view(descriptor))
@@ -79,16 +79,17 @@ class Answers:
         for record in records:
             pending = link.pending.get(record.request_id)
             if pending is None or pending.stream is None:
-                raise ProtocolError(f"tokens for request {record.request_id}, which is no outstanding stream")
+                raise ProtocolError(f"tokens for request {record.request_id}, which is not an outstanding stream")
             pending.stream.feed(record, now_ns)
 
     def _on_error(self, pending: Pending, error: SieError) -> None:
-        """Pass a worker's error on; where its model is being restored, an unload or a restart only crossed our way.
+        """End the request with a worker's error, unless another worker may still answer.
 
-        A retryable error of one worker is no answer while another worker has the same request.
+        A retryable error of one worker is ignored while another worker has the same request. MODEL_NOT_LOADED while the
+        model is being restored means that an unload or a restart overtook the request, so it waits again.
         """
         if pending.rival is not None and error.retryable and not pending.future.done():
-            part(pending)
+            unpair(pending)
             pending.lease.end()
             return
         entry = self._find_model(pending.model)
@@ -101,14 +102,14 @@ class Answers:
 
 
 def end(pending: Pending, error: SieError) -> None:
-    """End a request that no worker has any more: its lease, and with this error its client's wait."""
+    """End a request that is not at a worker any more: its lease, and its client's wait with this error."""
     pending.lease.end()
     if not pending.future.done():
         pending.future.set_exception(error)
 
 
 def overdue(pending: Pending) -> SieError:
-    """Return what a request hears whose deadline passed."""
+    """Return the error for a request whose deadline passed."""
     if pending.stream is not None:
         return pending.stream.overdue()
     return DeadlineExceeded("the request's deadline passed before its answer was there")

@@ -16,18 +16,18 @@ from sie.shm.extent_headers import ArrayRef, WorkHeader
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _MAX_KEPT_TASK_BYTES: Final = 2048
-"""A longer task is a client's long list of labels; layouts are kept by the thousand, and such a list by itself never."""
+"""The layout of a longer task is not cached: thousands are cached, and such a task is a long list of labels."""
 
 
 class RequestLayout(NamedTuple):
-    """What is the same for all requests of one shape. model is the one that workers know, whatever entry was asked."""
+    """The part that all requests of one shape share. model is the name that workers know, not the requested entry."""
 
     header: bytes
     refs: tuple[ArrayRef, ...]
     nbytes: int
     model: str
     head: bytes
-    """What the extent begins with: its prologue and the header."""
+    """The first bytes of the extent: its prologue and the header."""
     places: tuple[slice, ...]
     """Where each array lies in the extent."""
 
@@ -43,20 +43,21 @@ def lay_out(header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]]) -> R
 
 
 def lay_out_once(header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]]) -> RequestLayout:
-    """Return the layout of a request whose header is its own, as one with a random seed is: it is not kept."""
+    """Return the layout of a request with a unique header, such as one with a random seed. It is not cached."""
     return _lay_out.__wrapped__(header, tuple([(name, array.dtype.str, array.shape) for name, array in arrays]))
 
 
 def lay_out_bytes(header: WorkHeader, sizes: Sequence[int]) -> RequestLayout:
-    """Return the layout of a request whose arrays are bytes (uint8), called by their numbers; not kept here."""
+    """Return the layout of a request whose arrays are bytes (uint8), named by their numbers. It is not cached here."""
     return _lay_out.__wrapped__(header, tuple([(str(index), "|u1", (size,)) for index, size in enumerate(sizes)]))
 
 
 @lru_cache(maxsize=4096)
 def lay_out_text(key: TextEncodeKey, num_tokens: int, text_bytes: int | None) -> RequestLayout:
-    """Return the layout of a request to encode one text, of so many bytes; None: as its token ids.
+    """Return the layout of a request to encode one text.
 
-    Its arrays are as in `WorkHeader`: the bounds of its tokens, then the ids, or the text and its bounds.
+    text_bytes: the size of the text, or None to send its token ids. The arrays are as in `WorkHeader`: the bounds of
+    the tokens, then the ids, or the text and its bounds.
     """
     model, output_dtype, normalize, truncate_dim, output_types = key
     shapes = [("cu_seqlens", "<i4", (2,))]

@@ -1,7 +1,7 @@
-"""Carries the tokens of one request from a worker to the request's handler, and tells when they are overdue.
+"""Carries the tokens of one request from a worker to the request's handler, and reports when they are overdue.
 
-A worker's records are checked as they come: each choice's in order, none missing, none after its last. While the client
-was sent nothing, a worker's death only starts the stream anew; afterwards it ends it.
+A worker's records are checked as they come: each choice's in order, none missing, none after its last. A worker's death
+restarts the stream while the client was sent nothing. After that it ends the stream.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ENDED: Final = -1
 
 
 def read_frame(view: memoryview) -> tuple[TokenRecord, ...]:
-    """Return the records of a `TOKENS` extent, of which nothing is kept. Raises ProtocolError."""
+    """Return the records of a `TOKENS` extent, copied out of it. Raises ProtocolError."""
     return read_extent(view, _frame_decoder)[0].records
 
 
@@ -66,9 +66,9 @@ class StreamTimes(msgspec.Struct, frozen=True):
 
 
 class TokenStream:
-    """What one request's worker has given, and its handler has not taken yet.
+    """The records from one request's worker that its handler has not taken yet.
 
-    on_news is called whenever `take` has something new to return or to raise.
+    on_news is called whenever `take` has a new record to return or an error to raise.
     """
 
     def __init__(self, num_choices: int, times: StreamTimes, on_news: Callable[[], None]) -> None:
@@ -79,21 +79,21 @@ class TokenStream:
         self._pending: StreamRequest | None = None
         self._ends_ns = 0
         self.first_ns = 0
-        """When the first token came; 0 before."""
+        """The arrival time of the first token; 0 before it."""
         self.is_sent = False
         """Whether the client was sent anything; its handler says so."""
         self.num_restarts = 0
-        """How often all that was taken became void, since another worker begins anew."""
+        """The number of restarts: each makes all earlier records void, since another worker begins again."""
         self.totals: GenerateTotals | None = None
-        """What the worker says of the whole, once it is over."""
+        """The worker's totals for the request, once it is over."""
 
     def join(self, pending: StreamRequest) -> None:
-        """Belong to a submitted request from now on."""
+        """Attach this stream to a submitted request."""
         self._pending = pending
         pending.future.add_done_callback(self._on_end)
 
     def take(self) -> list[TokenRecord]:
-        """Return the records since the last call. Raises what ended the request, once there is none left."""
+        """Return the records since the last call. Raises the error that ended the request once no record is left."""
         records, self._records = self._records, []
         future = self._pending.future if self._pending is not None else None
         if not records and future is not None and future.done():
@@ -104,13 +104,13 @@ class TokenStream:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing will come any more that `take` has not returned."""
+        """Whether `take` has returned every record, and no more will come."""
         return not self._records and self._pending is not None and self._pending.future.done()
 
     # --- the engine's side ----------------------------------------------------------------------------------------
 
     def feed(self, record: TokenRecord, now_ns: int) -> None:
-        """Take a record over. Raises ProtocolError for one that does not follow what came before."""
+        """Store a record for `take`. Raises ProtocolError for a record out of order."""
         pending, choice = self._pending, record.choice
         if not 0 <= choice < len(self._num_sent) or record.index != self._num_sent[choice]:
             raise ProtocolError(f"tokens of choice {choice} from number {record.index} on, out of order")
@@ -124,7 +124,7 @@ class TokenStream:
         self._on_news()
 
     def try_restart(self, now_ns: int) -> bool:
-        """Forget what came, as another worker will begin anew; False when the client was sent some of it already."""
+        """Drop all records because another worker begins again. Returns False if the client was already sent some."""
         if self.is_sent:
             return False
         if self.first_ns and self._pending is not None:
@@ -137,7 +137,7 @@ class TokenStream:
         return True
 
     def overdue(self) -> SieError:
-        """Return what a stream past its deadline ends with."""
+        """Return the error for a stream past its deadline."""
         if not self.first_ns:
             return DeadlineExceeded("the request's deadline passed before its first token was there")
         pending = self._pending
@@ -146,7 +146,7 @@ class TokenStream:
         return DeadlineExceeded("no token came for stream_idle_timeout_s")
 
     def stop(self, choice: int) -> None:
-        """Ask the worker, if one has it, for no more of a choice."""
+        """Ask the worker, if one has the request, to stop generating a choice."""
         pending = self._pending
         if pending is not None and pending.is_at_worker:
             set_stopped(pending.lease.view, choice)
@@ -157,7 +157,7 @@ class TokenStream:
             try:
                 self.totals, _ = read_extent(reply.view, _totals_decoder)
             except ProtocolError:
-                self.totals = None  # it says nothing that the records did not
+                self.totals = None  # the records already said the same
             finally:
                 reply.release()
         self._on_news()

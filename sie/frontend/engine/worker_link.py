@@ -19,7 +19,7 @@ from sie.shm.pool import Lease
 from sie.values.errors import Internal, SieError, WireError, from_wire
 
 _MAX_STAGED: Final = 8
-"""So many requests of one turn of the event loop are worth a bell of their own: the worker begins meanwhile."""
+"""After this many requests in one turn of the event loop the bell is rung at once: the worker begins meanwhile."""
 _MAX_KEPT_RELEASES: Final = 8
 _LARGE_REPLY_BYTES: Final = 64 * 1024
 _error_decoder: Final = msgspec.msgpack.Decoder(WireError)
@@ -29,9 +29,9 @@ class Pending(msgspec.Struct, eq=False):  # a Struct is made in a third of the t
     """One submitted request until its terminal reply.
 
     The lease outlives the client: a time-out or a disconnect ends the future, but only a terminal descriptor, or the
-    worker's proven death, ends the lease. num_strikes counts workers that died in a step with this request in it. A
-    request to generate has a stream, which takes its tokens, and its reply as soon as that is there. rival is the same
-    request at another worker (`sie.frontend.engine.hedging`).
+    worker's proven death, ends the lease. num_deaths counts workers that died in a step with this request in it. A
+    request to generate has a stream, which takes its tokens and, when it comes, its reply. rival is the same request at
+    another worker (`sie.frontend.engine.hedging`).
     """
 
     request_id: int
@@ -46,7 +46,7 @@ class Pending(msgspec.Struct, eq=False):  # a Struct is made in a third of the t
     stream: TokenStream | None = None
     link: WorkerLink | None = None
     rival: Pending | None = None
-    num_strikes: int = 0
+    num_deaths: int = 0
     flags: int = 0
 
     @property
@@ -55,10 +55,10 @@ class Pending(msgspec.Struct, eq=False):  # a Struct is made in a third of the t
         return self.link is not None and self.request_id in self.link.pending
 
     async def reply(self) -> Reply:
-        """Wait for the reply, which the caller releases. Raises what ended the request.
+        """Wait for the reply, which the caller releases. Raises the error that ended the request.
 
         A caller that is cancelled in the turn in which the reply arrives never gets it, so it is released here. Await a
-        reply by this alone: the bare future would drop it, and its extent would stay leased for ever.
+        reply only by this method: awaiting the bare future would drop it, and its extent would stay leased for ever.
         """
         future = self.future
         try:
@@ -73,15 +73,15 @@ class Pending(msgspec.Struct, eq=False):  # a Struct is made in a third of the t
         return digest_of(self.lease.view[: self.length])
 
     def may_run_again(self) -> bool:
-        """Whether another worker may run it from the start; a stream is made ready for that."""
+        """Return whether another worker may run it from the start. Resets its stream for that."""
         return self.stream is None or self.stream.try_restart(time.monotonic_ns())
 
 
 class Reply:
     """A terminal reply's extent, read-only. `release` gives it back to the worker, once, after its bytes were copied.
 
-    It names no `Pending`, whose future it is the result of: such a ring would be left to the collector, which comes so
-    rarely that thousands of requests wait for it.
+    It must not refer to its `Pending`, whose future holds this reply. Only the garbage collector would free such a
+    cycle, and it runs so rarely that thousands of requests would pile up.
     """
 
     __slots__ = ("_address", "_link", "num_tokens", "submitted_ns", "view")
@@ -102,12 +102,12 @@ class Reply:
 
 
 class WorkerLink:
-    """One worker, as the engine sees it."""
+    """The engine's record of one worker."""
 
     def __init__(
         self, slot: int, attachment: Attachment, on_fault: Callable[[WorkerLink, ProtocolError], None]
     ) -> None:
-        """on_fault is called when a worker is found to break the protocol after its request was taken."""
+        """on_fault is called when a worker breaks the protocol after it was given its request."""
         self._on_fault = on_fault
         self.slot = slot
         self.attachment = attachment
@@ -115,7 +115,7 @@ class WorkerLink:
         self.outstanding_tokens = 0
         self.is_alive = True
         self.is_late = False
-        """Whether its step is over its allowance by more than a second, as the supervisor says."""
+        """Whether its step is over its allowance by more than a second, as the supervisor reported."""
         self.late_step: frozenset[int] = frozenset()
         """The requests of that step."""
         self._releases: list[int] = []
@@ -128,7 +128,7 @@ class WorkerLink:
         return self.attachment.generation
 
     def try_submit(self, pending: Pending) -> bool:
-        """Give one request over; False when the ring is full. The worker hears of it as `_flush_soon` says."""
+        """Hand over one request; return False if the ring is full. `_flush_soon` describes when the worker is woken."""
         staged = self.attachment.stage(
             SUBMIT, pending.flags, pending.request_id, pending.lease.address, pending.length,
             pending.deadline_ns, pending.num_tokens,
@@ -145,14 +145,14 @@ class WorkerLink:
         return staged
 
     def settle(self, pending: Pending) -> None:
-        """Take a request off the books; it is one of `pending`."""
+        """Remove a request from `pending`, and its tokens from the outstanding ones."""
         del self.pending[pending.request_id]
         self.outstanding_tokens -= pending.num_tokens
 
     def release(self, address: int, nbytes: int = 0) -> None:
-        """Give a reply's extent back, with the next request: alone it would wake the worker for nothing.
+        """Release a reply's extent together with the next request: alone it would wake the worker for nothing.
 
-        Not so when it is large, or one of many, which is what the worker may be short of.
+        A large extent, or many small ones, go back at once: the worker may be short of memory.
         """
         if not self.is_alive:
             return
@@ -161,12 +161,12 @@ class WorkerLink:
             self._flush_soon()
 
     def give_back(self) -> None:
-        """Give back what no request took along; called by the process's tick."""
+        """Release the extents that did not leave with a request; called by the process's tick."""
         if self._releases and self.is_alive and not self._flush_due:
             self._flush_soon()
 
     def _flush_soon(self) -> None:
-        """Ring the worker's bell once for all that this turn of the event loop brings: it is a system call, and wakes it."""
+        """Ring the worker's bell once for this turn of the event loop: each ring is a system call and wakes it."""
         self._flush_due = True
         asyncio.get_running_loop().call_soon(self._flush)
 
@@ -190,7 +190,7 @@ _EMPTY: Final = memoryview(b"")
 
 
 def read_error(reply: Reply) -> SieError:
-    """Return the error that a worker answered with, and give its extent back."""
+    """Return the error from a worker's reply, and release its extent."""
     try:
         wire, _ = read_extent(reply.view, _error_decoder)
         return from_wire(wire)

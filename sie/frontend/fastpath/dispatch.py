@@ -101,7 +101,7 @@ class FastPath:
             self._fail(exchange, error)
             return
         if work is None:
-            exchange.route = None  # `serve` finds it, as that of every request without a submitter
+            exchange.route = None  # `serve` finds the route again, as for every request without a submitter
             self.spawn(self._boundary.serve(exchange))
         else:
             work.pending.future.add_done_callback(partial(self._end, exchange, work))

@@ -1,4 +1,4 @@
-"""Chooses the parser of a model's answers, by the model's rule and by what the request allows it to write. Pure."""
+"""Chooses the parser of a model's answers from the model's rule and the request's tools and grammar. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def callable_tools(request: GenerateRequest) -> tuple[Tool, ...]:
 
 
 def choose_parser(request: GenerateRequest, rule: GenerateRule, prompt_end: str) -> ParserFactory:
-    """Return what makes the parser of each choice. prompt_end is the text that its prompt ends with."""
+    """Return the factory of the parsers, one for each choice. prompt_end: the last text of the prompt."""
     return partial(_make_parser, request, rule, prompt_end.rstrip())
 
 
@@ -33,5 +33,5 @@ def _make_parser(request: GenerateRequest, rule: GenerateRule, prompt_end: str) 
             parser = FirstCall(parser)
     is_bound = request.grammar is not None or (bool(names) and request.tool_choice.mode == "required")
     if rule.reasoning_tags is None or request.messages is None or is_bound:
-        return parser  # what binds every token leaves no room for reasoning
+        return parser  # a grammar over every token leaves no room for reasoning
     return ReasoningParser(rule.reasoning_tags, parser, is_open=prompt_end.endswith(rule.reasoning_tags[0]))

@@ -1,8 +1,8 @@
-"""Chooses the grammar that binds an answer: the request's own, the demanded calls, or both as alternatives.
+"""Chooses the grammar that constrains an answer: the request's own, the required calls, or both as alternatives.
 
-A demanded call is bound from its first token. A strict tool binds only its own arguments: any text may stand around its
-calls. Grammars are written in llguidance's Lark and checked here, so that a client hears what is wrong with which field
-before anything is queued; a worker compiles them over its model's tokens.
+A required call is constrained from its first token. A strict tool constrains only its own arguments: any text may stand
+around its calls. Grammars are written in llguidance's Lark and checked here, so that a client is told which field is
+wrong, and why, before its request is queued. A worker compiles them over its model's tokens.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sie.values.generate import JSON_SPACE, GenerateRequest, GenerateRule, Gramm
 _HEADER: Final = "%llguidance {}\n"
 _ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
 _DATA: Final = frozenset({"const", "default", "enum", "example", "examples"})
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 _NAMED: Final = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
-"""Keywords whose values are schemas by names."""
+"""Keywords whose values map names to schemas."""
 _MAX_ERROR_CHARS: Final = 400
 
 
 def constrain(request: GenerateRequest, rule: GenerateRule) -> Grammar | None:
-    """Return the grammar that every token of an answer follows, None where there is none.
+    """Return the grammar that every token of an answer must follow, or None.
 
     Raises BadRequest for a grammar or a strict tool's parameters that cannot be compiled.
     """
@@ -44,7 +44,7 @@ def constrain(request: GenerateRequest, rule: GenerateRule) -> Grammar | None:
 
 
 def schema_bytes(request: GenerateRequest) -> int:
-    """Return how large the schemas are that tools add to the grammar of an answer; 0 where tools bind none of it."""
+    """Return the bytes of the schemas that tools add to an answer's grammar; 0 if tools do not constrain it."""
     tools = callable_tools(request) if request.messages is not None else ()
     is_bound = request.tool_choice.mode == "required" or request.grammar is not None
     if not is_bound and not any(tool.strict for tool in tools):
@@ -59,7 +59,7 @@ def _lark(text: str) -> Grammar:
 
 
 def _as_rule(grammar: Grammar) -> str | None:
-    """Return a grammar as the body of a rule; None for one that cannot be an alternative, and binds everything then."""
+    """Return a grammar as the body of a rule, or None if it can only constrain the whole answer."""
     if grammar.kind == "json_schema":
         schema: Any = msgspec.json.decode(grammar.value)
         is_object = isinstance(schema, dict)
@@ -68,7 +68,7 @@ def _as_rule(grammar: Grammar) -> str | None:
 
 
 def _json_rule(schema: dict[str, Any], space: str) -> str:
-    """Return the body of a rule for JSON with this between its parts, unless the schema itself says what."""
+    """Return the body of a rule for JSON with this white space between its parts; the schema's own setting wins."""
     own = schema.get("x-guidance", {})
     if isinstance(own, dict):
         schema = {**schema, "x-guidance": {"whitespace_pattern": space, **cast("dict[str, Any]", own)}}
@@ -86,16 +86,16 @@ class _Calls:
         self._any_body = " | ".join(f"body_{number}" for number in range(len(tools)))
 
     def demanded(self, answer: str = "") -> str:
-        """Return the grammar of nothing but calls, or of the answer that a rule's body describes."""
+        """Return the grammar of calls alone. With answer, the body of a rule, that text is the alternative."""
         calls = 'call ("\\n" call)*' if self._is_parallel else "call"
         call = f'"<tool_call>\\n" ({self._any_body}) "\\n</tool_call>"' if self._is_tagged else self._any_body
         rules = [f"start: {calls} | answer" if answer else f"start: {calls}", f"call: {call}"]
-        if answer:  # whose white space has to be that of the calls: both begin alike
+        if answer:  # its white space must be that of the calls: both begin alike
             return self._join([*rules, f"answer: {answer}"])
-        return self._join(rules, space="[ ]?")  # in one line, as models are shown calls
+        return self._join(rules, space="[ ]?")  # on one line, as chat templates show calls to models
 
     def amid_text(self) -> str:
-        """Return the grammar of any text, in which calls are well-formed."""
+        """Return the grammar of any text that contains only well-formed calls."""
         if self._is_tagged:
             times = "*" if self._is_parallel else "?"
             return self._join([
@@ -114,7 +114,7 @@ class _Calls:
         return _HEADER + "\n".join([*rules, *bodies]) + "\n"
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
-        """Return the schema of one tool's call; without strict, parameters that cannot be compiled are any object."""
+        """Return the schema of one tool's call. Without strict, parameters that do not compile become any object."""
         parameters = _as_object(tool)
         problem = problem_of(Grammar(kind="json_schema", value=_to_json(parameters)))
         if problem and tool.strict:
@@ -125,7 +125,7 @@ class _Calls:
 
 
 def _as_object(tool: Tool) -> dict[str, Any]:
-    """Return a tool's parameters as a schema that allows objects alone: nothing else is a call. Raises BadRequest."""
+    """Return a tool's parameters as a schema that allows only objects, as a call must have. Raises BadRequest."""
     parameters = tool.parameters or _ANY_OBJECT
     kinds = parameters.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
@@ -138,9 +138,9 @@ def _wrong_parameters(tool: Tool, problem: str) -> BadRequest:
 
 
 def _move(schema: Any, place: str, *, has_names: bool = False) -> Any:
-    """Return a schema, or a part of one, whose own references hold when it stands at a place of another schema.
+    """Return a schema, or a part of one, with its references changed for its new place in another schema.
 
-    has_names: its keys are names of the client's, not keywords.
+    has_names: its keys are the client's names, not keywords.
     """
     if isinstance(schema, list):
         return [_move(part, place) for part in cast("list[Any]", schema)]
@@ -162,9 +162,9 @@ def _to_json(value: Any) -> str:
 
 
 def _checked(grammar: Grammar) -> Grammar:
-    """Return a client's grammar as a worker takes it.
+    """Return a client's grammar in a form that workers accept.
 
-    Raises BadRequest for one that is empty, not served or cannot be compiled.
+    Raises BadRequest for a grammar that is empty, is not served or cannot be compiled.
     """
     _refuse(grammar, "" if grammar.value.strip() else "it is empty, which would bind nothing")
     if grammar.kind == "ebnf":
@@ -184,7 +184,7 @@ def _refuse(grammar: Grammar, problem: str) -> None:
 
 
 def problem_of(grammar: Grammar) -> str:
-    """Return what is wrong with a grammar, empty when it can be compiled. Slow for a large one; imports llguidance."""
+    """Return the error in a grammar, or an empty text if it compiles. Slow for a large one; imports llguidance."""
     from llguidance import LLMatcher
 
     forms: dict[str, Any] = {

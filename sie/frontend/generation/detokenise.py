@@ -1,7 +1,7 @@
 """Turns tokens that arrive one by one into text. Pure.
 
-Whatever the pieces in which tokens come, the texts joined are that of all of them decoded at once. A character comes with
-the token that completes it. Bytes that no token completes become U+FFFD.
+However the tokens are split, the joined texts equal the text of all tokens decoded at once. A character comes with the
+token that completes it. Bytes that no token completes become U+FFFD.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ _REPLACEMENT: Final = "\ufffd"
 
 
 class TokenDecoder(Protocol):
-    """The text of one answer. Ids come in order, each once."""
+    """Decodes one answer. Ids come in order, each once."""
 
     def push(self, token_id: int) -> str:
-        """Return the text that is certain now and was not before."""
+        """Return the text that became certain with this token."""
         ...
 
     def flush(self) -> str:
-        """Return what is left when no token follows."""
+        """Return the remaining text after the last token."""
         ...
 
 
 class ByteDecoder:
-    """Decode tokens that are bytes: text is their UTF-8, U+FFFD for what is none, as `tokenizers` has it (ByteLevel)."""
+    """Decodes tokens that are bytes as UTF-8, with U+FFFD for invalid bytes, as `tokenizers` does (ByteLevel)."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], skipped: Container[int]) -> None:
         self._token_bytes = token_bytes
@@ -44,11 +44,11 @@ class ByteDecoder:
 
 
 class TextDecoder:
-    """Decode tokens whose text depends on those before them: a word behind another one has a space, the first has none.
+    """Decodes tokens whose text depends on earlier tokens: every word but the first has a space before it.
 
-    bytes_of are the tokens that stand for one byte each where no other token fits: none, or one for each byte. Decoded at
-    once, a run of them with one broken byte is U+FFFD throughout (`tokenizers`, ByteFallback). Here each character comes
-    when it is complete, as from `tokenizers`' DecodeStream, and broken bytes count as the bytes of U+FFFD.
+    bytes_of: the tokens that stand for one byte each where no other token fits; empty, or one token for each byte.
+    Decoded at once, a run of them with one invalid byte is U+FFFD throughout (`tokenizers`, ByteFallback). Here each
+    character comes when it is complete, as from `tokenizers`' DecodeStream; invalid bytes count as the bytes of U+FFFD.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class TextDecoder:
         self._id_of = {byte: token_id for token_id, byte in bytes_of.items()}
         self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        """Holds the bytes of a character that is not complete."""
+        """Holds the bytes of an incomplete character."""
         self._before: list[int] = []
-        """The latest tokens that gave text, and those behind them that gave none."""
+        """The latest tokens that gave text, and the tokens after them that gave no text."""
         self._num_shown = 0
-        """Characters of their text that were returned."""
+        """Number of characters of their text already returned."""
         self._held = ""
         """The last character of their text while it is U+FFFD, since the next token may complete it."""
 
@@ -95,7 +95,7 @@ class TextDecoder:
         if text and not self._held:
             self._cut(len(token_ids))
         elif len(self._before) > _MAX_BEFORE:
-            # Without text they may still decide how the next one begins, and so does what was before them.
+            # Tokens without text, and those before them, may still decide how the next text begins.
             self._cut(_MAX_BEFORE)
         else:
             self._num_shown += len(text)

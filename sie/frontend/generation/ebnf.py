@@ -13,18 +13,18 @@ _MAX_ERROR_CHARS: Final = 200
 
 
 def read_ebnf(grammar: Grammar) -> Grammar:
-    """Return a grammar of the same texts in Lark; its rule `root` is where they begin. Imports llguidance.
+    """Return the same grammar in Lark; its start rule is `root`. Imports llguidance.
 
-    Raises BadRequest with what is wrong. The library's parser recurses with each bracket and has no class for its errors.
+    Raises BadRequest with the reason. The library's parser recurses with each bracket and has no own error class.
     """
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
         return msgspec.structs.replace(grammar, kind="lark", value=gbnf_to_lark(grammar.value))
     except RecursionError:
-        problem = "its brackets lie too deep in each other"
+        problem = "its brackets are nested too deeply"
     except IndexError:
-        problem = "it breaks off"
-    except Exception as error:  # of a rule that is not there it raises no other
+        problem = "it ends too early"
+    except Exception as error:  # the class that the library raises for a missing rule
         problem = str(error)[:_MAX_ERROR_CHARS]
     raise BadRequest(f"Field '{grammar.field}': {problem}", extras={"param": grammar.field})

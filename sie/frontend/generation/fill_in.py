@@ -1,6 +1,6 @@
-"""Builds prompts of models that fill a gap: the text before it and the text after it, with the marks of their training.
+"""Builds prompts for models that fill a gap: the texts before and after it, with the marks of their training.
 
-The marks are tokens, known by their names; what a model writes behind the last one belongs into the gap.
+The marks are tokens, found by their names. The model writes the text of the gap after the last mark.
 Sources: arXiv 2207.14255 (fill in the middle, prefix first) and the model cards of CodeLlama, Qwen2.5-Coder, CodeGemma,
 StarCoder, SantaCoder and DeepSeek-Coder.
 """
@@ -23,11 +23,11 @@ _ENDS: Final = (
     "\u2581<EOT>", "<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|file_sep|>", "<file_sep>",
     "<|file_separator|>", "<|repo_name|>",
 )  # fmt: skip
-"""Tokens with which some of them end what they fill in, beside their end of text."""
+"""Tokens with which some models end the filled-in text, besides their end-of-text token."""
 
 
 class GapMarks(NamedTuple):
-    """The ids of a tokenizer's marks, of what ends a filling, and of what it puts before every text."""
+    """The ids of a tokenizer's marks, of the tokens that end a filling, and of those before every text (begin)."""
 
     prefix: int
     suffix: int
@@ -37,7 +37,7 @@ class GapMarks(NamedTuple):
 
 
 def find_marks(vocabulary: Vocabulary) -> GapMarks | None:
-    """Return a tokenizer's marks; None for one of a model that fills no gaps."""
+    """Return a tokenizer's marks, or None if its model cannot fill gaps."""
     for names in _NAMES:
         prefix, suffix, middle = map(vocabulary.token_id, names)
         if prefix is not None and suffix is not None and middle is not None:
@@ -52,15 +52,15 @@ def _beginning(vocabulary: Vocabulary) -> tuple[int, ...]:
 
 
 def require_marks(vocabulary: Vocabulary, model: str) -> GapMarks:
-    """Return a tokenizer's marks. Raises BadRequest for one without."""
+    """Return a tokenizer's marks. Raises BadRequest if it has none."""
     marks = find_marks(vocabulary)
     if marks is None:
-        text = f"Field 'suffix' is not served by '{model}': its tokenizer has no tokens for what is before and behind a gap"
+        text = f"Field 'suffix' is not served by '{model}': its tokenizer has no tokens for the texts around a gap"
         raise BadRequest(text, extras={"param": "suffix"})
     return marks
 
 
 def gap_ids(text: str, suffix: str, vocabulary: Vocabulary, marks: GapMarks) -> list[int]:
-    """Return the prompt for what stands between two texts. Raises BadRequest for what is not valid Unicode."""
+    """Return the prompt for the gap between two texts. Raises BadRequest for invalid Unicode."""
     before, behind = vocabulary.encode_behind(text), vocabulary.encode_behind(suffix)
     return [*marks.begin, marks.prefix, *before, marks.suffix, *behind, marks.middle]

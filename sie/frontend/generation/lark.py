@@ -1,7 +1,7 @@
 """Checks a client's Lark grammar. Refuses the constructs that may take hours to compile. Pure.
 
-An intersection (`A & B`) or a complement (`~A`) of regular expressions may have more states than there is memory for, and
-llguidance (1.9) looks at them before any limit of its own counts, where nothing can stop it.
+An intersection (`A & B`) or a complement (`~A`) of regular expressions may have more states than memory can hold.
+llguidance (1.9) builds them before its own limits apply, and cannot be stopped there.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import msgspec
 _TOKEN: Final = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/')
 """A comment, a text or a regular expression."""
 _OPERATOR: Final = re.compile(r"&|~(?!\s*\d)")
-"""A tilde before a number repeats what is in front of it."""
-_REFUSAL: Final = "intersections (&) and complements (~) are not served: what they take to compile has no bound"
+"""A tilde before a number is a repetition, not a complement."""
+_REFUSAL: Final = "intersections (&) and complements (~) are not served: the time to compile them has no bound"
 _OPEN: Final = "a text or a regular expression has no end"
 
 
 def refusal_of(text: str) -> str:
-    """Return why a grammar in Lark is not taken; empty for one that is."""
+    """Return the reason to refuse a grammar in Lark, or an empty text."""
     rest = _TOKEN.sub(" ", text)
     if _OPERATOR.search(rest):
         return _REFUSAL
-    return _OPEN if '"' in rest or "/" in rest else ""  # else what is in it could be hidden here
+    return _OPEN if '"' in rest or "/" in rest else ""  # else an operator could hide in it
 
 
 def refusal_of_composed(text: str) -> str:
-    """Return the same of llguidance's own form: JSON that holds grammars, or Lark."""
+    """Return the reason to refuse a grammar in llguidance's own form: JSON that holds grammars, or Lark."""
     try:
         composed: Any = msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError):

@@ -11,7 +11,7 @@ _ESCAPE: Final = re.compile(r"\\.", re.DOTALL)
 
 
 def common_end(text: str, marker: str) -> int:
-    """Return how many characters at the end of text may be the beginning of a marker, all of which is not there."""
+    """Return how many characters at the end of text may be the beginning of an incomplete marker."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length
@@ -19,12 +19,12 @@ def common_end(text: str, marker: str) -> int:
 
 
 def has_odd_quotes(json_text: str) -> bool:
-    """Tell whether a piece of JSON ends within a string if it begins without one, and the other way round."""
+    """Return whether the number of quotes is odd: then the piece begins or ends within a string, not both."""
     return _ESCAPE.sub("", json_text).count('"') % 2 == 1
 
 
 class JsonScanner:
-    """Finds the end of a JSON object or array in text that comes in pieces; it does not check what is in it."""
+    """Finds the end of a JSON object or array in text that comes in pieces. Does not check its contents."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -32,7 +32,7 @@ class JsonScanner:
         self._is_escaped = False
 
     def scan(self, text: str) -> int | None:
-        """Return the number of characters up to and with the end, or None when it is behind this piece."""
+        """Return the number of characters up to and including the end, or None if this piece does not contain it."""
         for position, char in enumerate(text):
             if self._in_string:
                 self._read_in_string(char)

@@ -1,7 +1,7 @@
-"""The interface between an answer's text and its parts for the client: text, reasoning and tool calls. Pure.
+"""Defines the interface of parsers, which split an answer's text into text, reasoning and tool calls. Pure.
 
-A parser belongs to one choice. It gets the text in whatever pieces it comes, and what it returns must not depend on
-them: the pieces of each kind joined are the same for every split.
+A parser belongs to one choice. Text arrives in pieces of any size, and the result must not depend on them: the joined
+pieces of each kind are the same for every split.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Text(NamedTuple):
 
 
 class Reasoning(NamedTuple):
-    """Text of the reasoning before it."""
+    """Text of the reasoning before the answer."""
 
     text: str
 
@@ -28,24 +28,24 @@ Piece = Text | Reasoning | ToolCall
 
 
 class OutputParser(Protocol):
-    """What takes a model's text apart."""
+    """Splits a model's text into its parts."""
 
     @property
     def markers(self) -> Collection[str]:
-        """Texts that it looks for: where one is a special token, it is in the text all the same. Others never are."""
+        """Texts that the parser looks for. Special tokens are removed from the text, except those among the markers."""
         ...
 
     def push(self, text: str) -> list[Piece]:
-        """Return what is certain now and was not before."""
+        """Return the pieces that became certain with this text."""
         ...
 
     def flush(self, *, is_cut: bool = False) -> list[Piece]:
-        """Return what is left when no text follows. is_cut: the model did not end there, so a call may lack its end."""
+        """Return the remaining pieces after the last text. is_cut: the answer was cut, so a call may lack its end."""
         ...
 
 
 class PlainText:
-    """The parser of an answer that is text and nothing else."""
+    """Parses an answer that is only text."""
 
     markers: Collection[str] = ()
 

@@ -1,9 +1,9 @@
-"""Turns a conversation into the token ids of its prompt. Pure: somebody else renders its template in between.
+"""Turns a conversation into the token ids of its prompt. Pure: `templates` renders the template between the two halves.
 
-A client's own text never becomes a special token. Where one of its texts holds what the tokenizer would read as such,
-that place is marked before the template sees it, with two characters that occur in none of the texts. What the
-template then writes is cut at the marks, and what was marked is read as plain text. Texts without special ones are not
-touched, so their prompts are token by token those of the library. Idea: transformers 5.23
+A client's own text never becomes a special token. A part of its text that the tokenizer would read as a special token
+is marked before the template sees it, with two characters that none of the texts contain. The template's output is cut
+at the marks, and marked parts are read as plain text. Texts without special tokens stay unchanged, so their prompts
+have the same tokens as the library's. Idea: transformers 5.23
 (`mark_control_tokens`, `encode_marked_chat`).
 """
 
@@ -25,13 +25,13 @@ from sie.values.generate import ChatMessage, GenerateRequest, GenerateRule, Tool
 
 _PRIVATE_USE: Final = range(0xE000, 0xF900)
 _MANY_MARKS: Final = 64
-"""Each begins a piece of its own, which takes some 20 microseconds to read."""
+"""Each mark starts a new piece, which takes about 20 microseconds to read."""
 _DEVELOPER: Final = "developer"
-"""A role of newer APIs; few templates know it, and to the others it is the system's."""
+"""A role of newer APIs. Few templates know it; for the others it becomes `system`."""
 
 
 class Marks:
-    """The two characters around special texts in a client's strings, and where those are."""
+    """The two characters around special texts in a client's strings; adds and removes them."""
 
     def __init__(self, special_texts: Sequence[str], texts: Iterable[str]) -> None:
         self._special = find_special(tuple(special_texts))
@@ -43,7 +43,7 @@ class Marks:
             raise BadRequest("the texts use all private characters of Unicode") from None
 
     def put(self, value: Any) -> Any:
-        """Return JSON data with every special text in its strings and keys marked; a template knows no key that has one."""
+        """Return JSON data with every special text in its strings and keys marked. No template uses such a key."""
         if isinstance(value, str):
             return self._special.sub(f"{self.start}\\g<0>{self.end}", value)
         if isinstance(value, dict):
@@ -55,7 +55,7 @@ class Marks:
     def cut(self, text: str) -> list[tuple[str, bool]]:
         """Return a text's pieces without the marks, each with whether it was marked.
 
-        A template may have torn the two marks of a place apart; a single one still separates what it stands between.
+        A template may have separated the two marks of a pair. A single mark still separates the pieces around it.
         """
         marks = self.start + self.end
         parts: list[str | None] = re.split(f"{self.start}([^{marks}]*){self.end}|[{marks}]", text)
@@ -67,7 +67,7 @@ class Marks:
 
 
 def chat_variables(request: GenerateRequest, rule: GenerateRule) -> dict[str, Any]:
-    """Return what a template gets of a request, as plain data."""
+    """Return a template's variables for a request, as plain data."""
     roles = {} if _DEVELOPER in _source(request, rule) else {_DEVELOPER: "system"}
     variables: dict[str, Any] = {
         "messages": [_message(message, roles) for message in request.messages or ()],
@@ -85,30 +85,30 @@ def chat_variables(request: GenerateRequest, rule: GenerateRule) -> dict[str, An
 
 
 class Draft(NamedTuple):
-    """What a template is to write."""
+    """The input for a template, before it is rendered."""
 
     packed: bytes
     """See `templates.pack`."""
     marks: Marks
-    """Those in its texts."""
+    """The marks in its texts."""
     begun: str | None
-    """The beginning of an answer that goes on behind it."""
+    """The given beginning of the answer, which the model continues."""
 
 
 class Rendered(NamedTuple):
-    """What a template wrote, with the marks in it."""
+    """A template's output, with the marks in it."""
 
     text: str
     marks: Marks
 
     @property
     def is_long(self) -> bool:
-        """Whether to read it may take over about 2 ms, so that it leaves the event loop."""
+        """Whether tokenising may take over about 2 ms, so that it must run on a thread."""
         return self.text.count(self.marks.start) > _MANY_MARKS or is_long([self.text], LONG_TEXT_BYTES)
 
 
 def draft_chat(request: GenerateRequest, rule: GenerateRule) -> Draft:
-    """Return what a conversation's template is to write. Raises BadRequest where there is no template."""
+    """Return the input for a conversation's template. Raises BadRequest if the model has no template."""
     source = _source(request, rule)
     if not source:
         text = "has no chat template: ask it on /v1/completions, or give the server one with the setting chat_template"
@@ -122,14 +122,14 @@ def draft_chat(request: GenerateRequest, rule: GenerateRule) -> Draft:
 
 
 def finish_chat(draft: Draft, text: str, rule: GenerateRule) -> Rendered:
-    """Return a conversation as its model's template wrote it, with the beginning of the answer."""
+    """Return the rendered conversation, followed by the given beginning of the answer."""
     if draft.begun is None:
         return Rendered(text, draft.marks)
     return Rendered(_without_reasoning(text, rule) + draft.begun, draft.marks)
 
 
 def _without_reasoning(text: str, rule: GenerateRule) -> str:
-    """Return a prompt behind which the answer itself stands: reasoning that the template begins is over at once.
+    """Return a prompt that the answer itself follows: reasoning that the template begins is ended at once.
 
     Source: chat template of Qwen 3, which writes this where `enable_thinking` is false.
     """
@@ -145,7 +145,7 @@ def _source(request: GenerateRequest, rule: GenerateRule) -> str:
 
 
 def chat_ids(rendered: Rendered, vocabulary: Vocabulary) -> list[int]:
-    """Return the prompt that a template wrote."""
+    """Return the token ids of a rendered prompt."""
     ids: list[int] = []
     for piece, is_marked in rendered.marks.cut(rendered.text):
         if ids or is_marked:
@@ -156,10 +156,10 @@ def chat_ids(rendered: Rendered, vocabulary: Vocabulary) -> list[int]:
 
 
 def fit(ids: list[int], max_tokens: int | None, context_length: int, *, truncate: bool) -> tuple[list[int], int]:
-    """Return the prompt and how many tokens each choice may have, within the context together.
+    """Return the prompt and the most tokens of each choice, which together fit the context.
 
-    truncate: an overlong prompt loses its oldest tokens, so many that max_tokens fit, or a quarter of the context where
-    that is not given. Raises BadRequest for an empty prompt, and for one without room for a single token where one is wanted.
+    truncate: an overlong prompt loses its oldest tokens until max_tokens fit, or a quarter of the context without
+    max_tokens. Raises BadRequest for an empty prompt, and InputTooLong if no room is left for a wanted token.
     """
     if not ids:
         raise BadRequest("The prompt is empty: it has no token", extras={"param": "messages"})
@@ -178,16 +178,16 @@ def fit(ids: list[int], max_tokens: int | None, context_length: int, *, truncate
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raise BadRequest for an id that a client made and that the model has not."""
+    """Raise BadRequest for a client's token id that the model does not have."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         text = f"Field '{param}' holds an id outside the vocabulary [0, {vocab_size})"
         raise BadRequest(text, extras={"param": param})
 
 
 def _message(message: ChatMessage, roles: Mapping[str, str]) -> dict[str, Any]:
-    """Return a message as templates know it; reasoning under each name that some template reads.
+    """Return a message in the form that templates expect, with its reasoning under each name that some template reads.
 
-    roles has the template's own name of a role that it knows by another one.
+    roles: the template's own names for roles that it calls otherwise.
     """
     shown: dict[str, Any] = {"role": roles.get(message.role, message.role), "content": message.content}
     if message.name is not None:
@@ -202,7 +202,7 @@ def _message(message: ChatMessage, roles: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """Return a call; its arguments as the object that templates write as JSON, unless they are none."""
+    """Return a call with its arguments as an object, which templates write as JSON; invalid ones stay text."""
     try:
         arguments = msgspec.json.decode(call.arguments, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
@@ -219,7 +219,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
 
 
 def _strings(value: Any) -> Iterable[str]:
-    """Yield every string in JSON data, keys of objects among them."""
+    """Yield every string in JSON data, including the keys of objects."""
     if isinstance(value, str):
         yield value
     else:

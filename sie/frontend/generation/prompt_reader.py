@@ -13,7 +13,7 @@ from sie.values.generate import LogprobText, PromptPiece, PromptScored
 
 
 class PromptReader:
-    """Those of one prompt; number is what its event is called."""
+    """The log probabilities of one prompt. number: the prompt number in its event."""
 
     def __init__(self, number: int, vocabulary: Vocabulary, token_ids: Sequence[int]) -> None:
         self._number = number
@@ -22,7 +22,7 @@ class PromptReader:
         self._tokens = [self._named(token_ids[0], 0.0)]
 
     def read(self, piece: PromptPiece) -> None:
-        """Take the next tokens. Raises Internal for a piece that does not follow the last one."""
+        """Read the next tokens. Raises Internal for a piece that does not follow the last one."""
         first = len(self._tokens)
         own = np.frombuffer(piece.own, "<f4")
         last = first + len(own)
@@ -34,7 +34,7 @@ class PromptReader:
             self._tokens.append(self._named(token_id, value, tuple(map(self._named, ids, values))))
 
     def finish(self) -> PromptScored:
-        """Return the whole. Raises Internal when something is missing."""
+        """Return the complete log probabilities. Raises Internal if some are missing."""
         if len(self._tokens) != len(self._token_ids):
             raise Internal("a worker left out log probabilities of a prompt")
         return PromptScored(self._number, tuple(self._tokens))

@@ -30,7 +30,7 @@ _REASONS: Final = frozenset({"stop", "length"})
 
 
 class ChoiceReader:
-    """Reads the records of one choice; number is what its events are called."""
+    """Reads the records of one choice. number: the choice number in its events."""
 
     def __init__(self, number: int, vocabulary: Vocabulary, stops: Sequence[str], parser: OutputParser) -> None:
         self.number = number
@@ -46,10 +46,10 @@ class ChoiceReader:
         self._num_decoded = 0
         self._num_passed = 0
         self._logprobs: deque[tuple[int, LogprobText]] = deque()
-        """Of tokens whose text was not passed on yet, each with the number of characters before it."""
+        """The logprobs of tokens whose text was not passed on yet, each with the number of characters before it."""
 
     def read(self, record: TokenRecord) -> list[GenerateEvent]:
-        """Return what a record comes to; nothing once the choice is finished."""
+        """Return the events of a record; none once the choice is finished."""
         events: list[GenerateEvent] = []
         for position, token_id in enumerate(record.token_ids):
             if self.is_finished:
@@ -73,7 +73,7 @@ class ChoiceReader:
         return events
 
     def _finish(self, reason: str) -> list[GenerateEvent]:
-        """End with what the worker says; what was held back may still hold a stop string."""
+        """End with the worker's reason. The text held back until now may still contain a stop string."""
         rest = self._decoder.flush()
         self._num_decoded += len(rest)
         passed = self._stops.push(rest)
@@ -129,9 +129,9 @@ class ChoiceReader:
 
 
 class Reader:
-    """Reads the records of one prompt's choices; their events have numbers from first_number on.
+    """Reads the records of one prompt's choices, which have numbers from first_number on.
 
-    make_prompt: what reads its own tokens' logprobs, where these are wanted.
+    make_prompt: makes the reader of the prompt's own logprobs, if the request wants them.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Reader:
         self._prompt = make_prompt() if make_prompt is not None else None
 
     def read(self, record: TokenRecord) -> list[GenerateEvent]:
-        """Return what a record, checked already, comes to. Raises Internal where it is not what was asked for."""
+        """Return the events of a checked record. Raises Internal if it does not match the request."""
         self.num_cached = max(self.num_cached, record.num_cached)
         if self._prompt is None:
             return self.choices[record.choice].read(record)
@@ -158,7 +158,7 @@ class Reader:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice is."""
+        """Whether every choice is finished."""
         return all(choice.is_finished for choice in self.choices)
 
     @property
@@ -168,5 +168,5 @@ class Reader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """How many of them were reasoning."""
+        """Reasoning tokens of all answers."""
         return sum(choice.num_reasoning_tokens for choice in self.choices)

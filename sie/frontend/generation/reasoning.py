@@ -7,10 +7,10 @@ from sie.frontend.generation.parsers import OutputParser, Piece, Reasoning
 
 
 class ReasoningParser:
-    """Passes what stands between the tags on as reasoning, and what follows to another parser.
+    """Returns the text between the tags as reasoning, and passes the text after them to another parser.
 
-    Reasoning comes first or not at all. White space at both of its ends, and before what follows, is nobody's. is_open:
-    the prompt has the begin already. Reasoning that nothing ends is reasoning to the last character.
+    Reasoning comes first or not at all. White space around it is dropped. is_open: the prompt already contains the
+    opening tag. Reasoning without a closing tag lasts to the last character.
     """
 
     def __init__(self, tags: tuple[str, str], inner: OutputParser, *, is_open: bool) -> None:
@@ -18,11 +18,11 @@ class ReasoningParser:
         self._begin, self._end = tags
         self._inner = inner
         self._held = ""
-        """What may become a tag, and white space that may turn out to be an end's."""
+        """Text that may become a tag, and white space that may turn out to end the reasoning."""
         self._state = "inside" if is_open else "before"
         self._has_begun = False
         self._may_repeat = is_open
-        """Whether a begin may still come: some models write the one that their prompt ends with again."""
+        """Whether an opening tag may still come: some models repeat the one at the end of their prompt."""
 
     def push(self, text: str) -> list[Piece]:
         """See `OutputParser`."""
@@ -42,7 +42,7 @@ class ReasoningParser:
         """See `OutputParser`."""
         held, self._held = self._held, ""
         if self._state == "inside":
-            # A begin that was cut off is no reasoning yet, and white space at the end is nobody's.
+            # White space at the end is dropped.
             rest = held.rstrip()
             return [Reasoning(rest)] if rest else []
         pieces = self._inner.push(held) if self._state == "before" and held else []

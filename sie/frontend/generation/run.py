@@ -1,4 +1,4 @@
-"""Runs one request to generate: its prompts on the engine, their events, and the end of all of them."""
+"""Runs one request to generate: its prompts on the engine, their events, and its end."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from sie.values.generate import (
 )
 
 _LONG_S: Final = 86_400.0
-"""The engine ends what takes too long; this only bounds one wait."""
+"""Only bounds one wait; the engine ends requests that take too long."""
 
 
 class TokenMeter(Protocol):
-    """What is told how long tokens took, in seconds."""
+    """Records the time that tokens took, in seconds."""
 
     def record_first_token(self, model: str, elapsed_s: float) -> None: ...
     def record_next_token(self, model: str, gap_s: float) -> None: ...
 
 
 class Part:
-    """One prompt: its submitted request, and what reads its tokens. new_reader makes a fresh reader, as often as needed."""
+    """One prompt: its submitted request and its reader of tokens. new_reader makes a fresh one after a restart."""
 
     __slots__ = ("last_ns", "new_reader", "num_prompt_tokens", "num_restarts", "pending", "reader", "stream")
 
@@ -57,9 +57,9 @@ class Part:
 
 
 class Run:
-    """A request that was submitted. Take its events with `wait` or `async for`, or all of it with `whole`, once.
+    """A submitted request. Take its events once, with `wait` or `async for`, or the whole answer with `whole`.
 
-    Whoever takes them gives up (`give_up`) when he does not take them to their end.
+    A caller that stops before the last event must call `give_up`.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Run:
         *, meter: TokenMeter, prompts: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.model = model
-        """Id of the model that answers."""
+        """Id of the answering model."""
         self.prompts = prompts
-        """Texts of its prompts, for a request that wants them back; else none."""
+        """Texts of its prompts, if the request wants them back; else empty."""
         self.parts = parts
         self.is_over = False
         """Whether the last event was taken."""
@@ -88,9 +88,9 @@ class Run:
         return [part.pending for part in self.parts]
 
     async def wait(self, timeout_s: float) -> list[GenerateEvent]:
-        """Return the next events, at least one, or none when timeout_s passes first; the caller sends them now.
+        """Return the next events, or an empty list after timeout_s; the caller must send them now.
 
-        Raises what ended the request, after the events before it.
+        Raises the error that ended the request, after the events before it.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -109,7 +109,7 @@ class Run:
                 yield event
 
     async def whole(self) -> GenerateReply:
-        """Return the whole answer. A worker's death on the way is made good by another one. Raises what ended it."""
+        """Return the whole answer. After a worker's death another one starts again. Raises the error that ended it."""
         self._choices = {choice.number: ChoiceReply() for part in self.parts for choice in part.reader.choices}
         while not self.is_over:
             for event in self._collect():
@@ -123,27 +123,27 @@ class Run:
         return GenerateReply(model=self.model, choices=list(self._choices.values()), usage=self.usage(), scored=scored)
 
     async def gather(self) -> list[GenerateEvent]:
-        """Return all events of a request of one prompt. A worker's death on the way is made good. Raises what ended it."""
+        """Return all events of a request with one prompt. Restarts and raises as `whole` does."""
         (part,) = self.parts
         events: list[GenerateEvent] = []
         while not self.is_over:
             num_restarts = part.num_restarts
             news = self._collect()
             if part.num_restarts != num_restarts:
-                events = events[:1]  # that the prompt was read stays true
+                events = events[:1]  # `Started` stays true after a restart
             events += news
             if not self.is_over:
                 await self._news.wait()
         return events
 
     def give_up(self, error: SieError) -> None:
-        """Let the workers go on with nothing of it; who still waits gets this error."""
+        """Abandon all its requests on the engine; a caller that still waits gets this error."""
         for part in self.parts:
             if not part.pending.future.done():
                 self._engine.abandon(part.pending, error)
 
     def usage(self) -> GenerateUsage:
-        """Return what it cost so far."""
+        """Return the usage so far."""
         first_ns = min((part.stream.first_ns for part in self.parts if part.stream.first_ns), default=0)
         last_ns = max(part.last_ns for part in self.parts)
         return GenerateUsage(
@@ -156,7 +156,7 @@ class Run:
         )
 
     def timing(self, began_ns: int) -> Timing:
-        """Return where the time of a request went whose headers were read at began_ns, up to now."""
+        """Return the timing of a request up to now; began_ns: when its headers were read."""
         first = self.parts[0]
         submitted_ns, now_ns = first.pending.submitted_ns, time.monotonic_ns()
         totals = first.stream.totals
@@ -169,7 +169,7 @@ class Run:
         )
 
     def _collect(self) -> list[GenerateEvent]:
-        """Return what has happened since the last call."""
+        """Return the events since the last call."""
         self._news.clear()
         if self._error is not None:
             raise self._error
@@ -193,7 +193,7 @@ class Run:
         return events
 
     def _read(self, part: Part, events: list[GenerateEvent]) -> None:
-        """Add what a part's worker has sent to events."""
+        """Add the events of a part's new records."""
         if part.num_restarts != part.stream.num_restarts:
             self._begin_anew(part)
         reader = part.reader
@@ -228,7 +228,7 @@ class Run:
 
 
 def _add(choices: dict[int, ChoiceReply], event: GenerateEvent) -> None:
-    """Put an event into the choice that it is about."""
+    """Add an event to its choice."""
     match event:
         case TextDelta(choice, text, logprobs):
             choices[choice].text += text

@@ -16,7 +16,7 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Temperature = Annotated[float, Meta(ge=0, le=1e6)]
 TopK = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Share = Annotated[float, Meta(ge=-1e9, le=1e9)]
-"""Outside 0 to 1 it is off."""
+"""A value outside 0 to 1 turns the filter off."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=1e6)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -25,7 +25,7 @@ StopTexts = Annotated[list[StopText], Meta(max_length=65_536)]
 
 
 class SamplingNumbers(msgspec.Struct, kw_only=True):
-    """How tokens are chosen. None: not given."""
+    """The sampling fields of a request. None: not given."""
 
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -39,7 +39,7 @@ class SamplingNumbers(msgspec.Struct, kw_only=True):
 
 
 def write_sampling(fields: SamplingNumbers, request: GenerateRequest) -> None:
-    """Have a request's tokens chosen as its fields say."""
+    """Copy the sampling fields into a request."""
     request.temperature = fields.temperature
     request.top_p = fields.top_p
     request.top_k = fields.top_k

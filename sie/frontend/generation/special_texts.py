@@ -1,8 +1,8 @@
-"""Finds a tokenizer's special texts in other text: the longest one at each place, in time that grows with the text
-alone. Pure.
+"""Finds a tokenizer's special texts in other text: the longest one at each place, in time that depends only on the
+text's length. Pure.
 
-Some tokenizers have thousands of them (Gemma 3: 6,249). Alternatives tried one after another take half a second for
-50,000 times the character with which they begin; here those with a common beginning are tried together.
+Some tokenizers have thousands of them (Gemma 3: 6,249). A pattern that tries them one after another takes half a second
+for 50,000 copies of their first character. So texts with a common beginning share a branch here.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, Final
 
 _Tree = dict[str, Any]
 _END: Final = ""
-"""Key of a tree in which a text ends; every other one is a character."""
+"""Key that marks the end of a text in a tree; every other key is a character."""
 _MAX_DEPTH: Final = 40
-"""Most branches on the way to a text; the pattern's compiler goes as deep."""
+"""Most nested branches on the way to a text; the regex compiler recurses to the same depth."""
 
 
 @functools.lru_cache(maxsize=32)
 def find_special(texts: tuple[str, ...]) -> re.Pattern[str]:
-    """Return the pattern of these texts; one of none matches nowhere."""
+    """Return the pattern of these texts. Without texts it matches nowhere."""
     tree: _Tree = {}
     for text in filter(None, texts):
         node = tree
@@ -39,9 +39,9 @@ def _one_by_one(texts: Sequence[str]) -> str:
 
 
 def _write(tree: _Tree) -> tuple[str, int]:
-    """Return the pattern of what goes on from a node, and how many branches lie within each other there.
+    """Return the pattern of the texts below a node, and its depth of nested branches.
 
-    Without recursion: a text may be long.
+    Does not recurse, because a text may be long.
     """
     done: dict[int, tuple[str, int]] = {}
     stack = [tree]
@@ -57,7 +57,7 @@ def _write(tree: _Tree) -> tuple[str, int]:
 
 
 def _join(node: _Tree, done: dict[int, tuple[str, int]]) -> tuple[str, int]:
-    """Return the same of a node whose children are done; those that go on alike are one."""
+    """Return the pattern and depth of a node whose children are done. Children with equal patterns share one."""
     alike: dict[str, list[str]] = {}
     depth = 0
     for char, child in node.items():

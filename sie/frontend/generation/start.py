@@ -36,7 +36,7 @@ from sie.values.generate import GenerateRequest, GenerateRule, GenerateTask, Gra
 
 _encode_task: Final = msgspec.msgpack.Encoder().encode
 _EXPECTED_TOKENS: Final = 256
-"""What a choice counts for at most, beside its prompt, when work is shared out: few use all that they may."""
+"""Most tokens that a choice counts for, besides its prompt, when a worker is chosen: few use all they may."""
 _GREEDY_BELOW: Final = 1e-7
 _MAX_SEED: Final = (1 << 63) - 1
 _PROMPT_END_CHARS: Final = 64
@@ -54,7 +54,7 @@ class Generator:
         self._meter = meter
         self._pool = ThreadPoolExecutor(2, "prompt")
         self._grammars = ThreadPoolExecutor(2, "grammar")
-        """A schema may take seconds to be checked, for which nobody else's prompt waits."""
+        """A schema may take seconds to check, so grammars do not share the prompts' threads."""
         self._times = StreamTimes(int(settings.stream_idle_timeout_s * 1e9), int(settings.generation_timeout_s * 1e9))
         self._templates = Templates(settings.template_timeout_s)
         self._vocabularies: dict[str, tuple[Tokenizer | None, Vocabulary]] = {}
@@ -62,10 +62,11 @@ class Generator:
     async def start(
         self, entry: ModelEntry, request: GenerateRequest, deadline_ns: int, *, salt: bytes = b"", echoes: bool = False
     ) -> Run:
-        """Submit a request to the model of an entry that is served.
+        """Submit a request to the model of a served entry.
 
-        deadline_ns is that of the first token. Prompts share what is cached only under an equal salt. echoes: the run knows
-        its prompts' texts. Raises BadRequest for what the model or the settings do not allow, and what the engine raises.
+        deadline_ns: the deadline of the first token. Prompts share cache blocks only under an equal salt. echoes: the
+        run keeps its prompts' texts. Raises BadRequest for anything that the model or the settings do not allow, and
+        the engine's errors.
         """
         rule = generate_rule(entry.card)
         check_request(request, self._settings)
@@ -104,9 +105,9 @@ class Generator:
         self._templates.close()
 
     async def prompt_ids(self, entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
-        """Return the tokens of a request's prompts, for who only counts them. Raises as `start` does.
+        """Return the tokens of a request's prompts, for a caller that only counts them. Raises as `start` does.
 
-        One that is too long is so, or as short as the request has it cut.
+        An overlong prompt is returned whole, or cut if the request has it cut.
         """
         rule = generate_rule(entry.card)
         check_request(request, self._settings)
@@ -118,7 +119,7 @@ class Generator:
         return fit(ids, request.max_tokens, context, truncate=request.truncate_prompt)
 
     async def vocabulary(self, entry: ModelEntry) -> Vocabulary:
-        """Return the tokens of an entry's model. Raises Internal when its tokenizer cannot be read."""
+        """Return the vocabulary of an entry's model. Raises Internal if its tokenizer cannot be read."""
         card = entry.card
         tokenizer = await self._models.tokenizer(entry) if card.tokenizer_file else None
         known = self._vocabularies.get(card.id)
@@ -141,7 +142,7 @@ class Generator:
         vocabulary: Vocabulary,
         marks: GapMarks | None = None,
     ) -> tuple[list[list[int]], str]:
-        """Return the tokens of each prompt, and the text that a chat's ends with."""
+        """Return the tokens of each prompt, and the last characters of a chat's prompt."""
         if request.token_lists is not None:
             for ids in request.token_lists:
                 check_ids(ids, vocabulary.size, "prompt")
@@ -161,14 +162,14 @@ class Generator:
 
 
 def generate_rule(card: ModelCard) -> GenerateRule:
-    """Return how a model generates. Raises BadRequest for one that does not."""
+    """Return a model's rule for generation. Raises BadRequest if it does not generate."""
     if card.generate is None:
         raise BadRequest(f"Model '{card.id}' does not generate text", extras={"param": "model"})
     return card.generate
 
 
 def check_request(request: GenerateRequest, settings: Generation) -> None:
-    """Raise BadRequest for what is over a limit of the settings; it names field and setting."""
+    """Raise BadRequest for a field over a limit of the settings. The error names the field and the setting."""
     grammar = request.grammar or Grammar(kind="json_schema", value="")
     for field, count, setting in (
         ("n", request.num_choices, "max_choices"),
@@ -188,9 +189,9 @@ def check_request(request: GenerateRequest, settings: Generation) -> None:
 def plan_task(
     request: GenerateRequest, rule: GenerateRule, vocab_size: int, salt: bytes, grammar: Grammar | None = None
 ) -> GenerateTask:
-    """Return what a worker is asked for: what the request says, else the model's own defaults, else the API's.
+    """Return the task for a worker: the request's values, else the model's defaults, else the API's.
 
-    max_tokens is each prompt's own. Raises BadRequest for a bias of a token that the model has not.
+    max_tokens is set later, for each prompt. Raises BadRequest for a bias of a token that the model does not have.
     """
     check_ids(list(request.logit_bias), vocab_size, "logit_bias")
     temperature = _first(request.temperature, rule.temperature, 1.0)
@@ -214,7 +215,7 @@ def plan_task(
 
 
 def _own_seed(sampling: Sampling, prompt: int) -> Sampling:
-    """Return the sampling of one prompt of several: equal prompts shall not get equal answers."""
+    """Return the sampling of one of several prompts, with its own seed, so that equal prompts get different answers."""
     return sampling if not prompt else msgspec.structs.replace(sampling, seed=(sampling.seed + prompt) & _MAX_SEED)
 
 
@@ -235,7 +236,7 @@ def _readers(
 def _echoes(
     request: GenerateRequest, vocabulary: Vocabulary, prompts: Sequence[list[int]], read: Sequence[list[int]]
 ) -> list[str]:
-    """Return the texts of prompts: as they were given, or of the tokens where these were, or where not all are read."""
+    """Return the texts of prompts: as given, or decoded from the tokens if tokens were given or the prompt was cut."""
     if request.texts is None:
         return [vocabulary.decode(ids) for ids in prompts]
     return [
@@ -251,7 +252,7 @@ def _encode_texts(vocabulary: Vocabulary, texts: Sequence[str], suffix: str, mar
 
 
 def _share(value: float, off: float) -> float:
-    """Return a share of probability; outside 0 to 1 it is off."""
+    """Return a share of probability, or off for a value outside 0 to 1."""
     return value if 0 < value < 1 else off
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopFilter:
-    """Pass text on up to a stop string, and hold back only what may still become the beginning of one.
+    """Passes text on up to a stop string. Holds back only text that may be the beginning of one.
 
-    Of several, the one counts that is complete first, read character by character, and of those the longest; so it does not
-    matter in which pieces the text comes.
+    The stop string that is complete first counts, character by character, and the longest of those. So the result does
+    not depend on how the text is split.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -17,10 +17,10 @@ class StopFilter:
         self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.found: str | None = None
-        """The stop string that was met; nothing is passed on any more."""
+        """The stop string that was found. No text is passed on after it."""
 
     def push(self, text: str) -> str:
-        """Return the part of the text so far, not returned yet, that belongs to the answer for certain."""
+        """Return the text, not returned yet, that certainly belongs to the answer."""
         if not self._stops:
             return text
         if self.found is not None:
@@ -36,7 +36,7 @@ class StopFilter:
         return held[: len(held) - keep]
 
     def flush(self) -> str:
-        """Return what was held back, when no text follows."""
+        """Return the text held back, after the last text."""
         held, self._held = self._held, ""
         return held
 
@@ -46,7 +46,7 @@ class StopFilter:
         return min(ends)[2] if ends else None
 
     def _num_open(self, text: str) -> int:
-        """Return how many of the last characters are the beginning of some stop string, at most."""
+        """Return the largest number of last characters that are the beginning of a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[len(text) - size :]
             if any(len(stop) > size and stop.startswith(tail) for stop in self._stops):

@@ -1,8 +1,8 @@
-"""Renders chat templates in Jinja's sandbox: the module that a confined process runs (`sie.runtime.confined`).
+"""Renders chat templates in Jinja's sandbox. A confined process runs this module (`sie.runtime.confined`).
 
-A template is the operator's: it comes with a checkpoint or from a file, never from a client. It sees plain data, cannot
-change it, and has the globals and filters that transformers gives it. `sie.frontend.generation.templates` bounds what it
-may cost. Source: transformers 5.23 utils/chat_template_utils.py.
+A template comes from the operator, with a checkpoint or in a file, never from a client. It sees plain data, cannot
+change it, and has the same globals and filters as in transformers. `sie.frontend.generation.templates` bounds its
+cost. Source: transformers 5.23 utils/chat_template_utils.py.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 for _name in ("jinja2.constants", "jinja2.debug", "html", "pprint", "textwrap", "unicodedata"):
-    importlib.import_module(
-        _name
-    )  # filters import these when a template first uses them, which a confined process cannot
+    importlib.import_module(_name)  # filters import these at their first use, which a confined process cannot
 
 _MAX_REASON_CHARS: Final = 2000
 
 
 def answer(request: bytes) -> bytes:
-    """Return `r` and what a template makes of variables, or the reason why it makes nothing behind `b` or `m`.
+    """Return `r` and the rendered template, or `b` or `m` and the reason for a failure.
 
-    request: JSON of the template's source and its variables. `b`: the template is broken, whatever the messages.
+    request: JSON of the template's source and its variables. `b`: the template is broken. `m`: it fails for these
+    messages.
     """
     source, variables = json.loads(request)
     try:
@@ -42,7 +41,7 @@ def answer(request: bytes) -> bytes:
         return _reason(b"m", f"The chat template refused the messages: {error}")
     except MemoryError:
         return _reason(b"m", "The chat template wants more memory than a template may have")
-    except Exception as error:  # it may fail like any program
+    except Exception as error:  # a template may fail like any program
         return _reason(b"m", f"The chat template cannot render these messages: {type(error).__name__}: {error}")
 
 
@@ -59,7 +58,7 @@ def _compile(source: str) -> jinja2.Template:
 
 
 class _GenerationTag(ext.Extension):
-    """Lets `{% generation %}` through, which marks what the model writes, for training; here it means nothing."""
+    """Accepts `{% generation %}`, which marks the model's text for training, and ignores it."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 wants a set here
 
@@ -69,7 +68,7 @@ class _GenerationTag(ext.Extension):
 
 
 class _PlainNamespace(Namespace):
-    """A namespace without names that begin with an underscore, by which a template could reach Python itself."""
+    """A namespace without names that begin with an underscore: through them a template could reach Python itself."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         for name in dict(*args[1:], **kwargs):
@@ -87,7 +86,7 @@ def _check_name(name: Any) -> None:
 
 
 class _PlainDict:
-    """What `dict` is in a template."""
+    """Replaces `dict` in a template."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -112,7 +111,7 @@ def _strftime_now(form: str) -> str:
 
 @functools.cache
 def _environment() -> sandbox.ImmutableSandboxedEnvironment:
-    environment: Any = sandbox.ImmutableSandboxedEnvironment(  # any: its tables are untyped
+    environment: Any = sandbox.ImmutableSandboxedEnvironment(  # Any, because its tables are untyped
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
@@ -122,5 +121,5 @@ def _environment() -> sandbox.ImmutableSandboxedEnvironment:
     return environment
 
 
-# The first failure and the first date read files: both are had before the process gives those up.
+# The first failure and the first date read files, so both happen here, before the process loses access to files.
 answer(b"[\"{{ strftime_now('%c') }}{{ 1 / 0 }}\", {}]")

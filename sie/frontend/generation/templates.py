@@ -1,7 +1,7 @@
 """Has chat templates rendered in confined processes, one for each model, and bounds their time, memory and output.
 
-A checkpoint's template is a stranger's program: `{{ 'x' * 2000000000 }}` would take the memory and the interpreter lock of
-the process that renders it. `sie.frontend.generation.template_sandbox` is what runs there. Must never render here.
+A checkpoint's template is an untrusted program: `{{ 'x' * 2000000000 }}` would take the memory and the GIL of the
+process that renders it. That process runs `sie.frontend.generation.template_sandbox`. Must never render here.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from sie.values.errors import BadRequest
 
 _SANDBOX: Final = "sie.frontend.generation.template_sandbox"
 _MAX_HELPERS: Final = 8
-"""Of 20 MB each. The one that was idle for longest makes room for a further model's."""
+"""Each takes 20 MB. The one that was idle for longest is ended to make room for another model's."""
 _OUTPUT_FACTOR: Final = 8
 _OUTPUT_BYTES: Final = 64 << 10
-"""A prompt may be so many times as large as template and messages together, and so much larger. Somebody must tokenise it."""
+"""The largest prompt: _OUTPUT_FACTOR times the size of template and messages, plus this. It must be tokenised."""
 
 
 def pack(source: str, variables: dict[str, Any]) -> bytes:
@@ -26,7 +26,7 @@ def pack(source: str, variables: dict[str, Any]) -> bytes:
 
 
 def read_reply(reply: bytes) -> str:
-    """Return the text in what `template_sandbox.answer` returns. Raises BadRequest with what is wrong."""
+    """Return the text in an answer of `template_sandbox`. Raises BadRequest with the reason of a failure."""
     kind, text = reply[:1], reply[1:].decode(errors="surrogatepass")
     if kind == b"b":
         raise BadRequest(text, code="CHAT_TEMPLATE_BROKEN")
@@ -36,14 +36,14 @@ def read_reply(reply: bytes) -> str:
 
 
 class Templates:
-    """The processes that render; models share none, so that no template delays, or sees, what is another model's."""
+    """The rendering processes. Each model has its own, so no template delays or sees another model's requests."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._helpers: dict[str, Helper] = {}
 
     async def render(self, model: str, request: bytes) -> str:
-        """Return what a model's template makes of a request that `pack` made. Raises BadRequest with what is wrong."""
+        """Return the rendered text of a request from `pack`. Raises BadRequest with the reason of a failure."""
         try:
             reply = await self._helper(model).ask(
                 request, timeout_s=self._timeout_s, max_reply_bytes=_OUTPUT_BYTES + _OUTPUT_FACTOR * len(request)
@@ -63,7 +63,7 @@ class Templates:
 
     def _helper(self, model: str) -> Helper:
         helper = self._helpers.pop(model, None) or Helper(_SANDBOX)
-        self._helpers[model] = helper  # the last used is the last
+        self._helpers[model] = helper  # the most recently used one is last
         if len(self._helpers) > _MAX_HELPERS:
             idle = next(
                 (name for name, other in self._helpers.items() if other is not helper and not other.is_busy), None

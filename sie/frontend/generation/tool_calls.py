@@ -1,12 +1,12 @@
 """Finds tool calls in a model's text, for the formats that models are trained on. Pure.
 
     hermes   any text, and anywhere in it <tool_call>{"name": ..., "arguments": {...}}</tool_call>, repeatedly
-    llama    nothing but calls: {"name": ..., "parameters": {...}}, perhaps behind <|python_tag|>, separated by ;
-    gemma    nothing but calls, as llama's or in an array, perhaps in a fence ```json or ```tool_code
-    json     as gemma
+    llama    only calls: {"name": ..., "parameters": {...}}, perhaps after <|python_tag|>, separated by ;
+    gemma    only calls, as for llama or in an array, perhaps in a fence ```json or ```tool_code
+    json     as for gemma
 
-What only looks like a call (no JSON, no name, or not one of the request's tools) is text, as it was written. A call that
-`max_tokens` or a stop string cut is dropped: it is neither a call nor text. White space around calls is nobody's.
+Text that only looks like a call (no JSON, no name, or not one of the request's tools) stays text, as written. A call
+that `max_tokens` or a stop string cut is dropped: it is neither a call nor text. White space around calls is dropped.
 Source: chat templates of Hermes 2 Pro, Qwen 2.5 and 3, Llama 3.1 and 3.2, and the prompt guide of Gemma 3.
 """
 
@@ -26,10 +26,10 @@ from sie.values.generate import ToolCall
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _OPENERS: Final = ("<|python_tag|>", "```json", "```tool_call", "```tool_code", "```")
 _CALL_OPENERS: Final = ("<|python_tag|>", "```tool_call", "```tool_code")
-"""Those that only calls follow."""
+"""The openers that only calls follow."""
 _TYPED: Final = '{"type":"function"'
 _LEAST_TAG: Final = len("<tool")
-"""So much of an opening tag is more than a sign that text may have, too."""
+"""A shorter beginning of an opening tag may also be ordinary text."""
 _MAX_NAME: Final = 256
 _SPACE: Final = re.compile(r"\s+")
 _SEPARATORS: Final = " \t\r\n;,"
@@ -37,7 +37,7 @@ NewId = Callable[[], str]
 
 
 def new_call_id() -> str:
-    """Return the id of a call; no other has it."""
+    """Return a new, unique id for a call."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -54,7 +54,7 @@ _decode_calls = msgspec.json.Decoder(list[_Written]).decode
 
 
 def read_calls(text: str, names: Collection[str], new_id: NewId) -> list[ToolCall] | None:
-    """Return the calls in JSON text, one object or an array of them; None when it holds anything else."""
+    """Return the calls in JSON text, one object or an array of objects, or None if it holds anything else."""
     try:
         written = _decode_calls(text) if text.lstrip().startswith("[") else [_decode_call(text)]
     except (msgspec.MsgspecError, RecursionError, ValueError):
@@ -69,14 +69,14 @@ def read_calls(text: str, names: Collection[str], new_id: NewId) -> list[ToolCal
 
 
 def is_begun_call(json_text: str, names: Collection[str]) -> bool:
-    """Tell whether JSON whose end is missing may be a call, as far as it was written."""
+    """Return whether incomplete JSON may be the beginning of a call."""
     head = _SPACE.sub("", json_text[: 2 * _MAX_NAME]).lstrip("[")
     starts = (_TYPED, *(f'{{"name":"{name}"' for name in names))
     return any(start.startswith(head) or head.startswith(start) for start in starts)
 
 
 def _arguments(call: _Written) -> str | None:
-    """Return the arguments' own text; some models write the object as a string. None for what is no object."""
+    """Return the JSON text of the arguments, or None if not an object. Some models write the object as a string."""
     text = (bytes(call.arguments) or bytes(call.parameters) or b"{}").decode()
     if text.startswith('"'):
         text = msgspec.json.decode(text, type=str)
@@ -88,7 +88,7 @@ def _arguments(call: _Written) -> str | None:
 
 
 class TaggedCalls:
-    """The parser of calls between two tags, anywhere in the text (hermes)."""
+    """Parses calls between two tags, anywhere in the text (hermes)."""
 
     markers = (_OPEN, _CLOSE)
 
@@ -97,10 +97,10 @@ class TaggedCalls:
         self._new_id = new_id
         self._held = ""
         self._gap = ""
-        """White space before the call that is being read: text again, should it be no call."""
+        """White space before the call that is being read. It becomes text again if the call is not valid."""
         self._is_inside = False
         self._num_passed = 0
-        """Characters of the call that is being read up to the last closing tag in a string; 0: there was none."""
+        """Characters of the call that is being read, up to the last closing tag within a string; 0 without one."""
         self._is_behind_call = False
 
     def push(self, text: str) -> list[Piece]:
@@ -117,7 +117,7 @@ class TaggedCalls:
             calls = read_calls(self._held, self._names, self._new_id)
             if calls is None and is_cut and is_begun_call(self._held, self._names):
                 return []
-            if calls is None and self._num_passed:  # the string that seemed to go on behind a closing tag has no end
+            if calls is None and self._num_passed:  # the string that seemed to contain a closing tag has no end
                 return [*self._end_call(self._held.index(_CLOSE)), *self.push(""), *self.flush(is_cut=is_cut)]
             return [*calls] if calls is not None else [Text(self._gap + _OPEN + self._held)]
         held, self._held = self._held, ""
@@ -128,7 +128,7 @@ class TaggedCalls:
         return [Text(held)] if held else []
 
     def _read_text(self) -> list[Piece] | None:
-        """Return what stands before the next call, None when more text has to come first."""
+        """Return the text before the next call, or None if more text must come first."""
         before, found, rest = self._held.partition(_OPEN)
         if self._is_behind_call:
             before = before.lstrip()
@@ -146,7 +146,7 @@ class TaggedCalls:
     def _read_inside(self) -> list[Piece] | None:
         """Return the call, or the text that looked like one; a tag in one of its strings does not end it."""
         while (end := self._held.find(_CLOSE, self._num_passed)) >= 0:
-            # What was passed ended in a string: a quote more is its end.
+            # The text passed so far ended within a string: one more quote ends it.
             if has_odd_quotes(self._held[self._num_passed : end]) == (self._num_passed > 0):
                 is_call = not self._num_passed or read_calls(self._held[:end], self._names, self._new_id) is not None
                 return self._end_call(end if is_call else self._held.index(_CLOSE))
@@ -154,7 +154,7 @@ class TaggedCalls:
         return None
 
     def _end_call(self, end: int) -> list[Piece]:
-        """Take what stands before the closing tag at `end` for a call, or else for text."""
+        """Return the text before the closing tag at `end` as a call, or as text if it is not a call."""
         written, self._held = self._held[:end], self._held[end + len(_CLOSE) :]
         calls = read_calls(written, self._names, self._new_id)
         self._is_inside, self._is_behind_call, self._num_passed = False, calls is not None, 0
@@ -162,7 +162,7 @@ class TaggedCalls:
 
 
 class BareCalls:
-    """The parser of answers that are calls from their first character on, or else text (llama, gemma, json)."""
+    """Parses answers that are calls from their first character on, or else text (llama, gemma, json)."""
 
     markers = _OPENERS
 
@@ -170,7 +170,7 @@ class BareCalls:
         self._names = names
         self._new_id = new_id
         self._prefix: str = ""
-        """What stands before JSON, as far as it was not passed on."""
+        """The text before JSON that was not passed on."""
         self._json: list[str] = []
         self._scanner: JsonScanner | None = None
         self._is_text = False
@@ -203,10 +203,10 @@ class BareCalls:
         return self._scanner is not None and is_begun_call("".join(self._json), self._names)
 
     def _look(self) -> list[Piece]:
-        """Look for the beginning of JSON; all that begins otherwise is text."""
+        """Look for the beginning of JSON; an answer that begins otherwise is text."""
         start = self._prefix.lstrip(_SEPARATORS if self._is_behind_call else None)
         if any(opener.startswith(start) for opener in _OPENERS):
-            return []  # empty, or what may become one
+            return []  # empty, or the beginning of an opener
         opener = next((opener for opener in _OPENERS if start.startswith(opener)), "")
         rest = start.removeprefix(opener).lstrip()
         if not rest:
@@ -235,7 +235,7 @@ class BareCalls:
 
 
 class FirstCall:
-    """Passes one call on and nothing after it, for a request that wants no two (`parallel_tool_calls` false)."""
+    """Passes on one call and nothing after it, for a request with `parallel_tool_calls` false."""
 
     def __init__(self, inner: OutputParser) -> None:
         self.markers = inner.markers

@@ -1,6 +1,6 @@
 """Turns text into token ids for a generating model, and gives the text of each token.
 
-The tokens of a model with a tokenizer file are that file's. A stub has no file: its tokens are bytes
+A model with a tokenizer file has the tokens of that file. A stub has no file: its tokens are bytes
 (`sie.catalog.stub`).
 """
 
@@ -24,11 +24,11 @@ _NUM_BYTES: Final = 256
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHORS: Final = ("\n", "|", "x")
 _SPACE: Final = "\u2581"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's character for a space."""
 
 
 class _DecoderForm(msgspec.Struct):
-    """What a tokenizer file says of its decoder."""
+    """The decoder section of a tokenizer file."""
 
     type: str
     decoders: list[_DecoderForm] = []
@@ -41,14 +41,14 @@ class Vocabulary(Protocol):
     """Ids are 0 to size - 1."""
 
     def encode(self, text: str, *, whole: bool) -> list[int]:
-        """Return a text's ids, special texts read as special tokens.
+        """Return a text's ids; special texts become special tokens.
 
-        whole: with those that the tokenizer puts around every text. Raises BadRequest for what is not valid Unicode.
+        whole: adds the tokens that the tokenizer puts around every text. Raises BadRequest for invalid Unicode.
         """
         ...
 
     def encode_behind(self, text: str, *, plain: bool = False) -> list[int]:
-        """Return the ids of a text that goes on behind another one; plain: it is a special token's, but means none."""
+        """Return the ids of a text that continues another. plain: reads a special token's text as plain text."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -56,20 +56,20 @@ class Vocabulary(Protocol):
         ...
 
     def decoder(self, kept: Collection[str] = ()) -> TokenDecoder:
-        """Return what turns the tokens of one answer into text as they come; special tokens but these are left out."""
+        """Return a decoder for the tokens of one answer, which leaves out all special tokens except those in kept."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what one token stands for; alone that may be no whole character."""
+        """Return the bytes of one token; they may be an incomplete character."""
         ...
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of the token that the tokenizer calls so; None for none."""
+        """Return the id of the token with this name, or None."""
         ...
 
 
 class StubVocabulary:
-    """Bytes, and the special tokens behind them in the order of the card's."""
+    """The tokens of a stub: bytes, then the special tokens in the order of its card."""
 
     def __init__(self, card: ModelCard) -> None:
         rule = card.generate
@@ -136,7 +136,7 @@ class FileVocabulary:
         self._anchors = [(text, self._ids(text, whole=False)) for text in _ANCHORS]
         spell = functools.partial(
             _token_bytes, tokenizer, self._is_byte_level
-        )  # not a method: a cycle waits for the collector
+        )  # not a method: that would make a reference cycle, which only the garbage collector frees
         self.token_bytes = functools.lru_cache(maxsize=65536)(spell)
 
     def encode(self, text: str, *, whole: bool) -> list[int]:
@@ -144,10 +144,10 @@ class FileVocabulary:
         return self._ids(text, whole=whole)
 
     def encode_behind(self, text: str, *, plain: bool = False) -> list[int]:
-        """See `Vocabulary`. A special token's text is read in two parts, neither of which is it.
+        """See `Vocabulary`. With plain, the text is read in two parts, so that it never is a special token.
 
-        What is read stands behind a short text that does not merge with it, as a tokenizer may put a space before the
-        beginning; idea: transformers 5.23 utils/chat_template_utils.py.
+        The text is read after a short text that does not merge with it, because a tokenizer may put a space before the
+        beginning of a text. Idea: transformers 5.23 utils/chat_template_utils.py.
         """
         parts = (text[:1], text[1:]) if plain else (text,)
         return [token_id for part in parts if part for token_id in self._behind(part)]
@@ -183,7 +183,7 @@ class FileVocabulary:
 
     def _ids(self, text: str, *, whole: bool) -> list[int]:
         try:
-            # The batch call, as it alone lets other threads run meanwhile.
+            # Only the batch call releases the GIL meanwhile.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=whole)[0].ids
         except TypeError as error:
             raise unicode_error([text], error) from None
@@ -204,7 +204,7 @@ def _token_bytes(tokenizer: tokenizers.Tokenizer, is_byte_level: bool, token_id:
 
 
 def _decoder_steps(decoder: decoders.Decoder | None) -> list[str]:
-    """Return the types of a decoder's steps in their order, those of nested sequences among them."""
+    """Return the types of a decoder's steps in order, including those of nested sequences."""
     if decoder is None:
         return []
 
@@ -215,7 +215,7 @@ def _decoder_steps(decoder: decoders.Decoder | None) -> list[str]:
 
 
 def _byte_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, int]:
-    """Return the byte of each token that stands for one; nothing where some bytes have no token."""
+    """Return the byte of each byte token; empty if some bytes have no token."""
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(_NUM_BYTES)]
     found = {token_id: byte for byte, token_id in enumerate(ids) if token_id is not None}
     return found if len(found) == _NUM_BYTES else {}

@@ -121,7 +121,7 @@ class KServeGrpc:
 
     # --- inference ------------------------------------------------------------------------------------------------
 
-    # These requests are very frequent, so avoidable coroutines and closures are avoided.
+    # These requests are very frequent, so this code avoids unnecessary coroutines and closures.
 
     def infer(self, exchange: Exchange, message: bytes) -> Awaitable[bytes]:
         """Answer `ModelInfer`."""

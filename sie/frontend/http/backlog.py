@@ -1,4 +1,4 @@
-"""Measures the unacknowledged bytes of a response, and cuts slow connections. Must never copy a socket's descriptor.
+"""Measures the unacknowledged bytes of a response, and cuts slow connections. Must never keep a copy of a descriptor.
 
 Granian buffers everything it is given, so its return value says nothing. Only the kernel knows the acknowledged bytes.
 The socket is one of this process's own descriptors, found by the client's address. That works in every sandbox, even
@@ -23,9 +23,9 @@ _TCP_INFO_BYTES: Final = 128
 _BYTES_ACKED: Final = struct.Struct("=120xQ")
 """`tcpi_bytes_acked`. Source: Linux, include/uapi/linux/tcp.h, struct tcp_info."""
 _EMPTY_NS: Final = 50_000_000
-"""Granian writes within this time what the kernel has room for."""
+"""Granian fills the free space of the kernel's queue within this time."""
 _NEARLY_BYTES: Final = 64 * 1024
-"""A client may delay an acknowledgement for 40 ms, and ask again meanwhile."""
+"""So little may be read already: a client may delay an acknowledgement for 40 ms, and send its next request before."""
 _MAX_FILES: Final = 1 << 16
 _Address = tuple[str, int]
 _T = TypeVar("_T")
@@ -34,9 +34,9 @@ _T = TypeVar("_T")
 class Backlog:
     """The bytes that were sent to one client and that it has not acknowledged.
 
-    The kernel is first queried when half of the limit may be unacknowledged; a smaller backlog needs no query. That first
-    query does not tell how many bytes were acknowledged before it. So a client that never caught up until then is cut
-    somewhere between half of the limit and the whole limit.
+    The kernel is first queried when half of the limit may be unacknowledged; a smaller backlog needs no query. That
+    first query does not tell how many bytes were acknowledged before it. So a client that never caught up until then is
+    cut somewhere between half of the limit and the whole limit.
     """
 
     def __init__(self, client: str, limit_bytes: int, sockets: Sockets | None = None) -> None:
@@ -63,7 +63,7 @@ class Backlog:
 
     @property
     def num_bytes(self) -> int:
-        """The backlog at the last query, and what was added since; 0 for a connection that cannot be measured."""
+        """The backlog at the last query, plus the bytes added since; 0 for a connection that cannot be measured."""
         return self._unacked if self._client is not None else 0
 
     def measure(self) -> int:
@@ -105,8 +105,7 @@ class Backlog:
     def cut(self) -> None:
         """Shut the connection down at once, and drop the bytes that are still queued."""
         if self._client is not None:
-            fd = self._fd if self._fd >= 0 else self._sockets.find(self._client)
-            _use(fd, self._client, lambda sock: sock.shutdown(socket.SHUT_RDWR))
+            _shut_down(self._fd if self._fd >= 0 else self._sockets.find(self._client), self._client)
 
     def _query(self) -> TcpState | None:
         assert self._client is not None
@@ -116,9 +115,9 @@ class Backlog:
 
 
 class Sockets:
-    """The TCP connections of this process by their clients. One look at all descriptors finds them all.
+    """The TCP connections of this process by their clients. One scan of all descriptors finds them all.
 
-    To ask each socket for its peer takes long, where there are thousands. So a descriptor is asked once for each inode.
+    Querying the peers of thousands of sockets takes long. So a descriptor is queried once for each inode.
     """
 
     def __init__(self) -> None:
@@ -127,7 +126,7 @@ class Sockets:
         self._is_fresh = False
 
     def expire(self) -> None:
-        """Look at the descriptors again for the next client that is not known."""
+        """Have the next unknown client cause a new scan of the descriptors."""
         self._is_fresh = False
 
     def find(self, client: _Address) -> int:
@@ -140,7 +139,7 @@ class Sockets:
         return fd if fd is not None else -1
 
     def _look(self) -> None:
-        """Read which descriptors are connections, and to whom."""
+        """Scan the descriptors for connections and their clients."""
         before, self._peers = self._peers, {}
         for fd in open_files():
             try:
@@ -153,7 +152,7 @@ class Sockets:
 
 
 class TcpState(NamedTuple):
-    """What the peer of a connection has read."""
+    """The progress of a connection's peer."""
 
     acked: int
     """Bytes acknowledged since the connection was opened."""
@@ -162,7 +161,7 @@ class TcpState(NamedTuple):
 
 
 def measure(fd: int) -> TcpState | None:
-    """Return the state of a connection by its descriptor, also of one over a Unix socket; None of what is no connection."""
+    """Return the state of the connection behind a descriptor, also of one over a Unix socket, or None without one."""
     return _with_socket(fd, _measure)
 
 
@@ -187,13 +186,13 @@ def _parse(client: str) -> _Address | None:
 @lru_cache(1024)
 def _plain(host: str) -> str:
     """Return an IP address in its shortest form. An IPv4-mapped IPv6 address becomes IPv4."""
-    address = ipaddress.ip_address(host)
+    address = ipaddress.ip_address(host.partition("%")[0])  # a scope is a number or a name
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)
 
 
 def open_files() -> Iterable[int]:
-    """Return the open descriptors, or all possible ones where none is left to look with."""
+    """Return the open descriptors, or all possible ones if no descriptor is free to list them."""
     try:
         return map(int, os.listdir("/proc/self/fd"))  # noqa: PTH208  # there may be thousands
     except OSError:
@@ -203,7 +202,8 @@ def open_files() -> Iterable[int]:
 def limit_unread_time(timeout_s: float) -> None:
     """Have the kernel reset the connections whose clients read nothing, or acknowledge nothing, for this time.
 
-    A connection has the limit of its listener, which is one of this process's descriptors. Source: tcp(7), TCP_USER_TIMEOUT.
+    A connection has the limit of its listener, which is one of this process's descriptors. Source: tcp(7),
+    TCP_USER_TIMEOUT.
     """
     for fd in open_files():
         try:
@@ -232,9 +232,26 @@ def _address(sock: socket.SocketType) -> _Address | None:
 def _use(fd: int, client: _Address, work: Callable[[socket.SocketType], _T]) -> _T | None:
     """Run work on the socket behind fd, or return None if fd is not, or is no longer, the client's connection.
 
-    The descriptor stays with its owner. It is never copied: a copy would keep a connection open after its owner closes it.
+    The descriptor stays with its owner, whose threads may close it at any time. What is only read may then be another
+    connection's.
     """
     return _with_socket(fd, lambda sock: work(sock) if _address(sock) == client else None)
+
+
+def _shut_down(fd: int, client: _Address) -> None:
+    """Shut down a client's connection, and never the next one with the same descriptor.
+
+    A copy of the descriptor keeps the connection while it is checked and shut down, and no longer: until then its owner
+    cannot end it.
+    """
+    try:
+        copy = os.dup(fd)
+    except OSError:  # closed meanwhile
+        return
+    try:
+        _use(copy, client, lambda sock: sock.shutdown(socket.SHUT_RDWR))
+    finally:
+        os.close(copy)
 
 
 def _with_socket(fd: int, work: Callable[[socket.SocketType], _T | None]) -> _T | None:
@@ -242,7 +259,8 @@ def _with_socket(fd: int, work: Callable[[socket.SocketType], _T | None]) -> _T 
     try:
         if fd < 0 or not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return None
-        sock = socket.SocketType(socket.AF_INET, socket.SOCK_STREAM, 0, fd)  # without Python around it
+        # Without Python around it. The family is the one with the longest address: Python cuts others to its length.
+        sock = socket.SocketType(socket.AF_INET6, socket.SOCK_STREAM, 0, fd)
     except OSError:
         return None
     try:

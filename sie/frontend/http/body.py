@@ -147,11 +147,13 @@ class BodyReader:
     ) -> bytes:  # fmt: skip
         """Return the whole body. body is Granian's future of a small body that was requested before.
 
-        held counts the bytes of the body; the caller must `release` it. Without it they count until the end of the read. Raises InputTooLong (413) over max_body_bytes.
-        Raises BadRequest for malformed length headers, and for chunks that are cut, malformed or too many. Raises SieError
-        408 when the body stalls for body_idle_timeout_s, is slower than min_body_bytes_per_s, or misses the request's
-        deadline. Raises Overloaded when all bodies and answers together are too large, and this is the largest. Raises
-        ClientGone when the client left or cut the body short.
+        held counts the bytes of the body; the caller must `release` it. Without it they count until the end of the
+        read.
+
+        Raises InputTooLong (413) over max_body_bytes. Raises BadRequest for malformed length headers, and for chunks
+        that are cut, malformed or too many. Raises SieError 408 when the body stalls for body_idle_timeout_s, is slower
+        than min_body_bytes_per_s, or misses the request's deadline. Raises Overloaded when all bodies and answers
+        together are too large, and this is the largest. Raises ClientGone when the client left or cut the body short.
         """
         if body is not None and body.done():
             return self.take(body)
@@ -165,8 +167,9 @@ class BodyReader:
         try:
             if body is None and (length is None or length > _WHOLE_BYTES):
                 return await self._read_chunks(reading, protocol, length, kept)
-            self._held.put(kept, length or 0)
-            return await (protocol() if body is None else body)
+            data: bytes = await (protocol() if body is None else body)
+            self._held.put(kept, len(data))  # what was only announced is no reason to cut others
+            return data
         except asyncio.CancelledError:
             if reading.error is None:
                 raise

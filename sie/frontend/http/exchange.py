@@ -10,7 +10,7 @@ from sie.frontend.http.body import Body, BodyReader, HeldBody
 from sie.frontend.http.routes import Route
 
 _MOST_NAMED: Final = 1000
-"""Of the items in a header, which clients read up to 8 KiB of."""
+"""Most items to name in a header, of which clients read up to 8 KiB."""
 
 
 class Exchange:

@@ -1,7 +1,7 @@
 """Bounds the bytes that one process holds for its clients: bodies that arrive, answers that wait to be read.
 
-Over the limit the greediest connection is cut first. What a worker is busy with counts, too, but ends by itself. Must not
-cut for a sum that is out of date: before a cut, each holding is measured.
+Over the limit the largest holder is cut first. Bytes of requests at a worker count, too, but those requests end by
+themselves. Must not cut for an outdated sum: before a cut, each holding is measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Holding(Protocol):
         ...
 
     def cut(self) -> None:
-        """Let go of the bytes: refuse the body, or end the connection."""
+        """Release the bytes: refuse the body, or end the connection."""
         ...
 
 
@@ -62,18 +62,14 @@ class HeldBytes:
             return
         for holding in list(self._holdings):
             self.put(holding, min(holding.num_held, holding.measure()))
-        while self.num_bytes > self.max_bytes:
-            greediest = max(
-                (holding for holding in self._holdings if holding.can_be_cut),
-                key=lambda holding: holding.num_held,
-                default=None,
-            )
-            if greediest is None:
-                return
-            self._warn(greediest)
-            self.put(greediest, 0)
-            greediest.is_cut = True
-            greediest.cut()
+        waiting = [holding for holding in self._holdings if holding.can_be_cut]
+        waiting.sort(key=lambda holding: holding.num_held)
+        while waiting and self.num_bytes > self.max_bytes:
+            largest = waiting.pop()
+            self._warn(largest)
+            self.put(largest, 0)
+            largest.is_cut = True
+            largest.cut()
             self._on_cut()
 
     def _warn(self, holding: Holding) -> None:

@@ -1,4 +1,4 @@
-"""Finds the route that an unknown path was meant for. Pure. Must stay cheap: strangers ask for any path."""
+"""Suggests a route for an unknown path. Pure. Must stay cheap: anybody may send unknown paths."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Final
 from sie.frontend.http.routes import Route, RouteTable
 
 _MAX_CHARS: Final = 200
-"""No route is near a longer path."""
+"""A longer path gets no suggestion."""
 _NEAR: Final = 0.8
-"""Least likeness of two beginnings of a path; `/v1/` alone, which most have, is less."""
+"""Least similarity of the beginnings of two paths; the common `/v1/` alone is less."""
 
 
 def hint_for(path: str, table: RouteTable) -> str:

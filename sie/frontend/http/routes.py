@@ -18,7 +18,7 @@ _START_CHARS: Final = 8
 
 
 class Route(msgspec.Struct, frozen=True, eq=False):
-    """What a request's route says of it, over HTTP or gRPC. Two routes are never equal, so one is a cheap dictionary key.
+    """The facts about a route, over HTTP or gRPC. Routes compare by identity, so one is a cheap dictionary key.
 
     By default a route needs a key for inference.
     """
@@ -58,7 +58,7 @@ class Match(NamedTuple):
 
 
 class RouteTable:
-    """Rows in the order of the documentation. Where a template has several rows, its first one stands for its path."""
+    """Rows in the order of the documentation. If a template has several rows, the first one represents its path."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows

@@ -1,9 +1,9 @@
-"""Counts the answers that their clients have yet to read. Must cost a small answer nothing.
+"""Counts the answers that their clients have not read yet. Must cost nothing for a small answer.
 
-A whole answer is given to Granian at once; only the kernel knows how much of it was read (`Backlog`). Until all was, it counts
-towards `max_held_bytes`, and its request towards its key's `max_concurrent`. On one connection a request is handed over
-only after the answer before it has left Granian. An answer under MIN_BYTES is thereby bounded by the number of
-connections. How long a client may read nothing is the kernel's to limit (`limit_unread_time`).
+A whole answer is given to Granian at once; only the kernel knows how much of it was read (`Backlog`). Until all of it
+was read, it counts towards `max_held_bytes`, and its request towards its key's `max_concurrent`. On one connection a
+request is handed over only after the answer before it has left Granian. So the number of connections bounds the answers
+under MIN_BYTES. The kernel limits how long a client may read nothing (`limit_unread_time`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIN_BYTES: Final = 16 * 1024
 """A smaller answer is not counted."""
 _NO_LIMIT: Final = 1 << 62
 _SOON_S: Final = 0.002
-"""When most clients have read an answer, and may send the next request of their key."""
+"""After this time most clients have read an answer, and may send the next request of their key."""
 _WATCH_S: Final = 0.05
 _CHECK_NS: Final = 100_000_000
 _MIN_REST: Final = 20
@@ -40,7 +40,7 @@ class Unread:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether the client has yet to read what it was sent."""
+        """Whether the client has unread bytes."""
         return not self._backlog.is_moving
 
     def add(self, num_bytes: int) -> bool:
@@ -93,20 +93,25 @@ class UnreadAnswers:
         """Return the counter of an answer that comes in parts, with its own limit. `keep` or `end` must follow."""
         return Unread(self._held, Backlog(client, limit_bytes))
 
-    def add(self, exchange: Exchange, num_bytes: int) -> None:
-        """Count an answer that was just sent. The request of its key ends when it is read."""
+    def add(self, exchange: Exchange, num_bytes: int, *, is_error: bool = False) -> None:
+        """Count an answer that was just sent. The request of its key ends when it is read.
+
+        is_error: the request has ended, or was never admitted, so its key stays as it is.
+        """
         unread = Unread(self._held, Backlog(exchange.scope.client, _NO_LIMIT, self._sockets))
         unread.add(num_bytes)
-        self.keep(exchange, unread)
+        self.keep(exchange, unread, is_error=is_error)
 
-    def keep(self, exchange: Exchange, unread: Unread) -> None:
+    def keep(self, exchange: Exchange, unread: Unread, *, is_error: bool = False) -> None:
         """Count the rest of an answer that was sent. The request of its key ends when it is read."""
         if unread.num_held < MIN_BYTES:
             unread.end()
             return
         client: str = exchange.scope.client
-        key = unread.key = exchange.holder
-        exchange.holder = None
+        key = None
+        if not is_error:
+            key, exchange.holder = exchange.holder, None
+            unread.key = key
         before = self._answers.pop(client, None)
         if before is not None:
             before.end()
@@ -129,7 +134,7 @@ class UnreadAnswers:
             self._watched.discard(key)
 
     def tick(self, now_ns: int) -> None:
-        """Look now and then at what was read. The process's tick calls this."""
+        """Check now and then which answers were read. The process's tick calls this."""
         if not self._answers or now_ns < self._check_ns:
             return
         self._update(list(self._answers))

@@ -129,15 +129,16 @@ class ResponseFile:
             self.events.num_new_bytes = 0
         self._num_added += 1
 
-    def update(self, response_id: str, status: str, body: bytes, num_event_bytes: int = 0) -> bool:
+    def update(self, response_id: str, status: str, body: bytes) -> bool:
         """Replace the status and body of a response under way. Return False if it was cancelled or deleted meanwhile.
 
-        num_event_bytes: the size of its events since the last call.
+        Its events so far count towards the limit on bytes from now on.
         """
         done = self._db.execute(
-            "UPDATE responses SET nbytes = nbytes - length(body) + ?, status = ?, body = ? "
+            "UPDATE responses SET nbytes = ? + length(input) + length(history) + "
+            "(SELECT coalesce(sum(length(data)), 0) FROM events WHERE response = number), status = ?, body = ? "
             "WHERE id = ? AND (status IN ('queued', 'in_progress') OR (status = 'cancelled' AND ? = 'cancelled'))",
-            (len(body) + num_event_bytes, status, body, response_id, status),
+            (len(body), status, body, response_id, status),
         )
         return done.rowcount > 0
 

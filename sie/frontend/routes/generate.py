@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sie.frontend.dialects.anthropic import reply as messages_reply
 from sie.frontend.dialects.anthropic import request as messages
@@ -118,14 +118,12 @@ class TextRoutes:
 
     async def generate(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `/v1/generate/{model}`."""
-        process, settings = self._process, self._process.settings
+        process = self._process
         model = exchange.model = native_generate.named_model(exchange.model, process.models)
         if exchange.headers.get("x-sie-remote") not in (None, "forbid"):
             raise BadRequest("Header 'X-SIE-Remote' must be 'forbid'")
-        body = await self.read_body(exchange, waits=settings.models.wait_for_load)
-        request = await decode_body(
-            exchange, self._pool, self._process.models, native_generate.decode_generate, body, model, settings.limits
-        )
+        waits = process.settings.models.wait_for_load
+        request = await self._read(exchange, native_generate.decode_generate, model, waits=waits)
         return await self.answer_from(
             exchange,
             self.service.find_exactly(exchange, model),
@@ -149,10 +147,8 @@ class TextRoutes:
             return await answer_members(process, self._pool, exchange, is_stream=is_stream)
         self.service.begin(exchange, entry)
         refuse_coding(exchange.headers)
-        body = await self.read_body(exchange, waits=False)
         decode = functools.partial(kserve_generate.decode_text_input, is_stream=is_stream)
-        limits = process.settings.limits
-        request, shown = await decode_body(exchange, self._pool, process.models, decode, body, rule_of(entry), limits)
+        request, shown = await self._read(exchange, decode, rule_of(entry), waits=False)
         return await self.answer_from(
             exchange,
             entry,
@@ -217,12 +213,11 @@ class TextRoutes:
             finally:
                 run.give_up(ClientGone("nobody waits for the answer any more"))
 
-    async def _read(self, exchange: Exchange, decode: Callable[..., _T]) -> _T:
-        body = await self.read_body(exchange)
-        content_type = exchange.headers.get("content-type")
-        decoded = await decode_body(
-            exchange, self._pool, self._process.models, decode, body, content_type, self._process.settings.limits
-        )
+    async def _read(self, exchange: Exchange, decode: Callable[..., _T], *told: Any, waits: bool = True) -> _T:
+        """Read and decode the body, and let go of it. told is what decode needs instead of the content type."""
+        body = await self.read_body(exchange, waits=waits)
+        args = (*(told or (exchange.headers.get("content-type"),)), self._process.settings.limits)
+        decoded = await decode_body(exchange, self._pool, self._process.models, decode, body, *args)
         exchange.release_body(self._process.bodies)  # generating may take long
         return decoded
 

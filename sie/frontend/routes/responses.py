@@ -299,9 +299,7 @@ class Responses:
             (record.id, number, events) for record in records for number, events in [record.take_unkept()] if events
         ]
         cut = [record for record in records if record.is_newly_cut]
-        states = [
-            (record.id, record.status, record.to_json(), record.num_kept_bytes) for record in records if is_update
-        ]
+        states = [(record.id, record.status, record.to_json()) for record in records if is_update]
 
         def keep(file: ResponseFile) -> None:
             file.events.add(

@@ -1,8 +1,8 @@
-"""Rotates each sequence of a row by the rotary factors of its own length, whatever its neighbours' lengths are.
+"""Rotates each sequence of a row by the rotary factors of its own length, independent of its neighbours' lengths.
 
-A rotary module of transformers with dynamic or longrope scaling takes the factors of the longest position that it is
-given; a dynamic one also keeps them for shorter sequences that come later. No formula is repeated here: the module itself
-is asked, once for each set of factors.
+A rotary module of transformers with dynamic or longrope scaling uses the factors of the longest position in its input.
+A dynamic one also keeps them for shorter sequences that come later. No formula is repeated here: the module itself is
+called, once for each set of factors.
 Source: transformers 5.23 modeling_rope_utils.py, dynamic_rope_update.
 """
 
@@ -22,22 +22,22 @@ Factors = tuple[Tensor, Tensor]
 """Cosines and sines (1, t, width)."""
 Ask = Callable[[Tensor, Tensor], Factors]
 Lengths = NDArray[np.int64] | Tensor
-"""Of each token of a row (t,), the tokens of the sequence whose factors it gets. A tensor is for a CUDA graph."""
+"""For each token of a row (t,), the length of the sequence whose factors it gets. A tensor is for a CUDA graph."""
 
 
 class Scaling(NamedTuple):
-    """How factors follow a length: they are equal up to `most` tokens; beyond, equal again, or each length's own."""
+    """How factors depend on a length: equal up to `most` tokens; above, equal again, or each length has its own."""
 
     most: int
     is_each: bool
 
     def least_length(self, lengths: Any) -> Any:
-        """Return the least length that has the factors of each given one; 0: those of the shortest sequences."""
+        """Return the least length with the same factors as each given one; 0: the factors of the shortest sequences."""
         return np.where(lengths <= self.most, 0, lengths if self.is_each else self.most + 1)
 
 
 def scalings_of(module: nn.Module) -> dict[str | None, Scaling]:
-    """Return the scalings that follow a length, by the layers' type, None for all; empty for any other module."""
+    """Return the scalings that depend on a length, by layer type (None: all layers); empty for any other module."""
     kinds: Any = getattr(module, "rope_type", None)
     if isinstance(kinds, str):
         kinds = {None: kinds}
@@ -54,30 +54,30 @@ def scalings_of(module: nn.Module) -> dict[str | None, Scaling]:
 
 
 def find_rotations(model: nn.Module) -> Rotations | None:
-    """Return what rotates a model's sequences by their own lengths; None for a model whose factors are fixed."""
+    """Return the `Rotations` of a model, or None if its factors are fixed."""
     scalings = {module: found for module in model.modules() if (found := scalings_of(module))}
     return Rotations(scalings) if scalings else None
 
 
 class Rotations:
-    """The rotary modules of one model whose factors follow a length. Used by one thread at a time."""
+    """The rotary modules of one model whose factors depend on a length. Used by one thread at a time."""
 
     def __init__(self, scalings: dict[nn.Module, dict[str | None, Scaling]]) -> None:
-        """Take the place of the modules' forward passes."""
+        """Replace the modules' forward passes."""
         self._scalings = scalings
         self._lengths: Lengths | None = None
         for module in scalings:
             module.forward = partial(self._rotate, module, module.forward)
 
     def least_length(self, length: int) -> int:
-        """Return the least length that has the factors of a sequence of this length."""
+        """Return the least length with the same factors as a sequence of this length."""
         return max(int(one.least_length(length)) for found in self._scalings.values() for one in found.values())
 
     @contextmanager
     def row(self, lengths: Lengths) -> Iterator[None]:
         """Let forward passes of one row take each token's factors from these lengths.
 
-        Outside, the sequences of a forward pass are of one length.
+        Outside this context, the sequences of a forward pass have one length.
         """
         self._lengths = lengths
         try:
@@ -97,7 +97,7 @@ class Rotations:
         if lengths is not None and position_ids.shape != (1, len(lengths)):
             raise ValueError(f"positions of shape {tuple(position_ids.shape)} for a row of {len(lengths)} tokens")
         if isinstance(lengths, Tensor):
-            return _rotate_recorded(ask, x, position_ids, lengths, scaling)
+            return _rotate_in_graph(ask, x, position_ids, lengths, scaling)
         if scaling.is_each:  # position 0 makes a dynamic module forget the longest sequence that it has seen
             ask(x, torch.zeros_like(position_ids[..., :1]))
         if lengths is None:
@@ -106,7 +106,7 @@ class Rotations:
 
 
 def _rotate_parts(ask: Ask, x: Tensor, position_ids: Tensor, lengths: NDArray[np.int64]) -> Factors:
-    """Return the factors of a row (1, t) whose tokens have those of lengths (t,)."""
+    """Return the factors of a row (1, t) whose tokens belong to sequences of lengths (t,)."""
     each: list[int] = np.unique(lengths).tolist()
     if len(each) == 1:
         return _ask_as(ask, x, position_ids, each[0])
@@ -119,10 +119,10 @@ def _rotate_parts(ask: Ask, x: Tensor, position_ids: Tensor, lengths: NDArray[np
     return cosines, sines
 
 
-def _rotate_recorded(ask: Ask, x: Tensor, position_ids: Tensor, lengths: Tensor, scaling: Scaling) -> Factors:
-    """Return the same where lengths are known to the device only: of two sets of factors, both are computed."""
+def _rotate_in_graph(ask: Ask, x: Tensor, position_ids: Tensor, lengths: Tensor, scaling: Scaling) -> Factors:
+    """Return the same if only the device knows the lengths, as in a CUDA graph: both sets of factors are computed."""
     if scaling.is_each:
-        raise ValueError("a length has its own rotary factors, so that its steps cannot be recorded")
+        raise ValueError("a length has its own rotary factors, so its steps cannot be recorded")
     short = ask(x, position_ids.clamp(max=scaling.most - 1))
     long = _ask_as(ask, x, position_ids, scaling.most + 1)
     is_long = (lengths > scaling.most)[None, :, None]
@@ -131,7 +131,7 @@ def _rotate_recorded(ask: Ask, x: Tensor, position_ids: Tensor, lengths: Tensor,
 
 
 def _ask_as(ask: Ask, x: Tensor, position_ids: Tensor, length: int) -> Factors:
-    """Return the factors of positions (1, t) in a sequence of this length, whose last position the module gets, too."""
+    """Return the factors of positions (1, t) in a sequence of this length. The module also gets its last position."""
     if not length:
         return ask(x, position_ids)
     last = position_ids.new_full((1, 1), length - 1)

@@ -55,9 +55,16 @@ def hub() -> Iterator[FakeHub]:
 def prepare(tmp_path: Path) -> Prepare:
     """Return a function that runs the helper and returns its last message, after checking all of them."""
 
-    def run(spec: ModelSpec, hub: FakeHub | None = None, *, is_adapter: bool = False, **environment: str) -> Message:
+    def run(
+        spec: ModelSpec,
+        hub: FakeHub | None = None,
+        *,
+        is_adapter: bool = False,
+        is_check: bool = False,
+        **environment: str,
+    ) -> Message:
         request = msgspec.json.encode(
-            Request(spec=spec, cache_dir=str(tmp_path / "cache"), is_adapter=is_adapter)
+            Request(spec=spec, cache_dir=str(tmp_path / "cache"), is_adapter=is_adapter, is_check=is_check)
         ).decode()
         kept = {key: os.environ[key] for key in ("PATH", "HOME", "PYTHONPATH") if key in os.environ}
         settings = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*"}
@@ -105,6 +112,57 @@ def test_of_an_adapter_only_its_two_files_are_fetched(prepare: Prepare) -> None:
         assert isinstance(message, Fetched)
         assert hub.downloads() == {"adapter_config.json", "adapter_model.safetensors"}
         assert {path.name for path in Path(message.directory).iterdir()} == hub.downloads()
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"config.json": {**CONFIG, "quantization_config": {"quant_method": "awq"}}}, "quantised with AWQ"),
+        ({"quantize_config.json": {"bits": 4}}, "quantised with GPTQ"),
+        ({"hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}}, "quantised with ModelOpt"),
+        ({"modules.json": [{"path": "0_T", "type": "sentence_transformers.models.Transformer"}],
+          "0_T/config.json": {**CONFIG, "quantization_config": {"quant_method": "fp8"}}}, "quantised with FP8"),
+        ({"config.json": {**CONFIG, "model_type": "whisper"}}, "a kind that is not served yet"),
+    ],
+)  # fmt: skip
+def test_what_small_files_refuse_is_refused_before_its_weights_are_fetched(
+    hub: FakeHub, prepare: Prepare, files: dict[str, Any], reason: str
+) -> None:
+    hub.files.update({name: json.dumps(content).encode() for name, content in files.items()})
+    hub.served.update(hub.files)
+    message = prepare(SPEC, hub)
+    assert _error_class(message) == "CONFIG"
+    assert reason in message.error.message  # type: ignore[union-attr]
+    assert not {name for name in hub.downloads() if name.endswith((".safetensors", "tokenizer.json"))}
+
+
+def test_a_check_downloads_nothing(hub: FakeHub, prepare: Prepare) -> None:
+    assert _error_class(prepare(SPEC, hub, is_check=True)) == "NOT_FETCHED"
+    assert hub.requests == []
+    fetched = prepare(SPEC, hub)
+    hub.requests.clear()
+    assert _directory(prepare(SPEC, hub, is_check=True)) == _directory(fetched)
+    (_directory(fetched) / "model.safetensors").unlink()
+    assert _error_class(prepare(SPEC, hub, is_check=True)) == "NOT_FETCHED"
+    assert hub.requests == []
+
+
+def test_a_check_tells_what_the_configuration_refused(hub: FakeHub, prepare: Prepare) -> None:
+    hub.files["quantize_config.json"] = hub.served["quantize_config.json"] = b'{"bits": 4}'
+    refused = prepare(SPEC, hub)
+    hub.requests.clear()
+    assert prepare(SPEC, hub, is_check=True) == refused
+    assert _error_class(refused) == "CONFIG"
+    assert hub.requests == []
+
+
+def test_the_hub_is_asked_once_for_what_a_revision_is(hub: FakeHub, prepare: Prepare) -> None:
+    prepare(SPEC, hub)
+    asked = [path for _, path, _ in hub.requests if path.startswith("/api/")]
+    assert len(asked) == len(set(asked)) == 2
+    hub.requests.clear()
+    prepare(SPEC, hub)
+    assert len(hub.requests) == 1
 
 
 def test_cached_model_starts_while_the_hub_is_down(hub: FakeHub, prepare: Prepare) -> None:

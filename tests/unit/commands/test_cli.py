@@ -16,6 +16,7 @@ import sie
 from sie.commands import cli
 from sie.config import bundled
 from sie.config.settings import Loaded, all_keys
+from sie.supervisor import card_helper
 from tests import onnx_models
 
 EX_CONFIG = 78
@@ -175,11 +176,12 @@ def test_models_shows_cards_as_a_table(capsys):
     assert cli.main(["models", "--model", STUB, "--lazy-model", "org/name@main", "--model", "gone=/nonexistent"]) == 0
     heading, *rows = capsys.readouterr().out.splitlines()
     assert heading.split()[:2] == ["MODEL", "START"]
-    assert rows[0].split() == ["a", "preload", "dense", "8", "8192", "stub", "stub"]
+    assert rows[0].split() == ["a", "preload", "ok", "dense", "8", "8192", "stub", "stub"]
     assert rows[1].split()[0] == "gone"
     assert rows[2].startswith("  cannot be served: ")
     assert "/nonexistent" in rows[2]
-    assert rows[3].split() == ["org/name", "lazy", "-", "-", "-", "hub@main"]
+    assert rows[3].split() == ["org/name", "lazy", "unknown", "-", "-", "-", "hub@main"]
+    assert rows[4] == "  not checked: it is not downloaded yet"
 
 
 def test_models_shows_adapters_below_their_model(capsys):
@@ -206,6 +208,71 @@ def test_adapter_that_cannot_be_declared_stops_the_start(supervisor: FakeSupervi
     error = capsys.readouterr().err
     assert error.startswith("sie: lora (from flag --lora): ")
     assert reason in error
+
+
+def _checkpoint(directory: Path, **files: object) -> str:
+    """Write a small encoder's files without weights in them, with some instead of its own; return the directory."""
+    config = {
+        "model_type": "bert", "architectures": ["BertModel"], "hidden_size": 32, "vocab_size": 100,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    defaults = {"config": config, "tokenizer": {}, "tokenizer_config": {}}
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"weights")
+    for name, content in {**defaults, **files}.items():
+        if content is not None:
+            (directory / f"{name}.json").write_bytes(msgspec.json.encode({**defaults.get(name, {}), **content}))
+    return str(directory)
+
+
+def test_models_says_what_preparing_them_refuses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    directories = {
+        "good": _checkpoint(tmp_path / "good"),
+        "wordless": _checkpoint(tmp_path / "wordless", tokenizer=None),
+        "quantised": _checkpoint(tmp_path / "quantised", config={"quantization_config": {"quant_method": "awq"}}),
+    }
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf/m.gguf").write_bytes(b"GGUF, but no more than that")
+    directories["gguf"] = str(tmp_path / "gguf")
+    models = [word for name, directory in directories.items() for word in ("--model", f"{name}={directory}")]
+    models += ["--lazy-model", "org/far", "--cache-dir", str(tmp_path / "cache")]
+    assert cli.main(["models", "--json", *models]) == 0
+    found = {row["id"]: row for row in msgspec.json.decode(capsys.readouterr().out)}
+    reasons = {
+        "wordless": "neither a tokenizer.json nor a vocabulary",
+        "quantised": "quantised with AWQ",
+        "gguf": "the GGUF file is damaged",
+    }
+    for name, reason in reasons.items():
+        assert found[name]["check"] == "refused", found[name]
+        assert reason in found[name]["error"]
+    assert found["good"]["check"] == "ok"
+    assert "error" not in found["good"]
+    assert (found["org/far"]["check"], found["org/far"]["not_checked"]) == ("unknown", "it is not downloaded yet")
+
+
+def test_models_shows_in_its_table_what_preparing_them_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    directories = (_checkpoint(tmp_path / "good"), _checkpoint(tmp_path / "wordless", tokenizer=None))
+    models = [word for directory in directories for word in ("--model", f"{Path(directory).name}={directory}")]
+    assert cli.main(["models", *models, "--cache-dir", str(tmp_path / "cache")]) == 0
+    good, wordless, reason = capsys.readouterr().out.splitlines()[1:]
+    assert good.split()[:3] == ["good", "preload", "ok"]
+    assert wordless.split()[:3] == ["wordless", "preload", "refused"]
+    assert reason.startswith("  cannot be served: ")
+    assert "neither a tokenizer.json nor a vocabulary" in reason
+
+
+def test_models_says_which_it_had_no_time_to_check(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(card_helper, "_CHECK_TIMEOUT_S", 0.01)
+    assert cli.main(["models", "--json", "--model", f"a={_checkpoint(tmp_path / 'a')}"]) == 0
+    (row,) = msgspec.json.decode(capsys.readouterr().out)
+    assert (row["check"], row["not_checked"]) == ("unknown", "there was no time left to check it")
+    assert row["card"]["dims"] == {"dense": 32}
 
 
 @pytest.fixture
@@ -237,9 +304,11 @@ def test_profile_whose_adapter_is_not_declared_stops_the_start(supervisor: FakeS
 def test_models_shows_what_profiles_are_offered_as(capsys, catalog):
     assert cli.main(["models", "--lazy-model", STUB, "--catalog", catalog]) == 0
     _, *rows = capsys.readouterr().out.splitlines()
-    assert rows[0].split() == ["a", "lazy", "dense", "8", "8192", "stub", "stub"], "the flag says where a model is"
+    assert rows[0].split() == ["a", "lazy", "ok", "dense", "8", "8192", "stub", "stub"], (
+        "the flag says where a model is"
+    )
     assert rows[1] == "  a:short: max_seq_length=8"
-    assert rows[2].split() == ["intfloat/e5-small", "preload", "-", "-", "-", "hub@v1"]
+    assert rows[2].split() == ["intfloat/e5-small", "preload", "unknown", "-", "-", "-", "hub@v1"]
     assert rows[3] == '  intfloat/e5-small: query_template="query: {text}", doc_template="passage: {text}"'
 
 
@@ -279,9 +348,9 @@ def test_models_shows_every_output_and_the_size_of_those_with_one(capsys):
     stubs = ["b=stub:generate", "c=stub:dense=8,sparse=9,score"]
     assert cli.main(["models", *(part for stub in stubs for part in ("--model", stub))]) == 0
     heading, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert heading[2] == "OUTPUTS"
-    assert [row[2] for row in rows] == ["generate", "dense"]
-    assert " ".join(rows[1][2:5]) == "dense 8,sparse 9,score"
+    assert heading[3] == "OUTPUTS"
+    assert [row[3] for row in rows] == ["generate", "dense"]
+    assert " ".join(rows[1][3:6]) == "dense 8,sparse 9,score"
 
 
 def test_models_as_json_can_be_read_back(capsys):

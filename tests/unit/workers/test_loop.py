@@ -175,7 +175,7 @@ async def test_work_of_a_frontend_that_was_replaced_never_runs(rig: Rig) -> None
     assert await successor.rows(theirs) == [checksum([2])]
     assert worker.ran == [[[2]]]
     successor.close()
-    rig.engine.bury(0, generation, ())
+    rig.engine.fail_over(0, generation, ())
     rig.engine.abandon(pending, Overloaded("the test is over"))
     assert isinstance(await rig.error(pending), Overloaded)
 
@@ -218,7 +218,7 @@ async def test_large_reply_for_a_frontend_that_has_gone_harms_nobody(rig: Rig) -
 
 
 @pytest.mark.parametrize("deed", ["kind", "release", "doorbell", "socket", "retire"])
-def test_frontend_that_breaks_the_protocol_is_accused_and_dropped(deed: str) -> None:
+def test_frontend_that_breaks_the_protocol_is_reported_and_dropped(deed: str) -> None:
     @in_rig()
     async def run(rig: Rig) -> None:
         worker = rig.start_worker("m")

@@ -76,8 +76,6 @@ class ResponseRecord:
         self._unkept: list[bytes] = []
         self._room_bytes = max_kept_bytes if call.stores else 0
         """How much more of the stream may be kept."""
-        self.num_kept_bytes = 0
-        """Of the stream so far, if it is kept."""
         self.is_newly_cut = False
         """Whether what was kept of the stream is to be forgotten; who does that says so here."""
 
@@ -127,7 +125,7 @@ class ResponseRecord:
 
     def stop_keeping(self) -> None:
         """Have none of its events kept any more."""
-        self._room_bytes = self.num_kept_bytes = 0
+        self._room_bytes = 0
         self._unkept = []
         self.is_newly_cut = self.is_streamed
 
@@ -200,7 +198,6 @@ class ResponseRecord:
             self._stream.append(event)
         if self._room_bytes > 0:
             self._room_bytes -= len(event)
-            self.num_kept_bytes += len(event)
             self._unkept.append(event)
             if self._room_bytes <= 0:
                 self.stop_keeping()

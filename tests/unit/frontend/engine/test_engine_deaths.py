@@ -104,7 +104,7 @@ async def test_more_orphans_than_the_living_can_take_follow_when_there_is_room(r
 async def test_word_of_an_older_generation_s_death_changes_nothing(rig: Rig) -> None:
     worker = rig.start_worker("m")
     pending = rig.submit([1])
-    rig.engine.bury(worker.slot, worker.generation - 1, ())
+    rig.engine.fail_over(worker.slot, worker.generation - 1, ())
     await rig.serve(worker)
 
     assert await rig.rows(pending) == [checksum([1])]
@@ -174,7 +174,7 @@ async def test_input_that_kills_twice_is_refused_and_quarantined_for_all(rig: Ri
     assert isinstance(message, Quarantine)
     rig.engine.quarantine(message.digest)
     assert isinstance(await rig.error(poison), PoisonInput)
-    assert isinstance(await rig.error(same), PoisonInput), "it waits with a strike and holds the same input"
+    assert isinstance(await rig.error(same), PoisonInput), "it waits as a suspect and holds the same input"
     assert rig.engine.num_extents == 0
 
 
@@ -241,7 +241,7 @@ def _forge(worker: Worker, kind: int, request_id: int, length: int = 0) -> None:
     ("kind", "is_own_id", "length"),
     [(REPLY, False, 64), (ERROR, False, 0), (RELEASE, True, 64), (REPLY, True, 2 * MIB), (ERROR, True, 8)],
 )
-def test_worker_that_breaks_the_protocol_is_accused_and_its_work_goes_elsewhere(kind, is_own_id, length) -> None:
+def test_worker_that_breaks_the_protocol_is_reported_and_its_work_goes_elsewhere(kind, is_own_id, length) -> None:
     @in_rig()
     async def run(rig: Rig) -> None:
         broken = rig.start_worker("m")

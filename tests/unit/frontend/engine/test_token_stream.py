@@ -197,7 +197,7 @@ async def test_input_that_kills_workers_is_known_whatever_its_seed_and_sender(ri
 
 
 @pytest.mark.parametrize("case", ["gap", "repeat", "choice", "after its last", "stranger"])
-def test_worker_that_sends_tokens_out_of_order_is_accused(case: str) -> None:
+def test_worker_that_sends_tokens_out_of_order_is_reported(case: str) -> None:
     @in_rig()
     async def check(rig: Rig) -> None:
         worker, heard = rig.start_hand_worker(), Heard()

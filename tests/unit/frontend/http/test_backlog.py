@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+import sie.frontend.http.backlog as backlog_module
 from sie.frontend.http.backlog import Backlog, _parse
 
 LIMIT = 1 << 20
@@ -81,6 +84,29 @@ def test_address_that_is_none_is_never_over(pair: Pair) -> None:
     assert pair[0].fileno() >= 0
 
 
+def test_a_cut_never_meets_the_next_connection_on_the_same_descriptor(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """Granian's threads close and accept while this one looks, so the number may be another's before it is used."""
+    ours, client, address = pair
+    backlog, find_address = Backlog(address, LIMIT), backlog_module._address
+    backlog.add(LIMIT)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
+        accepted, _ = listener.accept()
+        with accepted:
+
+            def close_behind(sock: socket.SocketType) -> Any:
+                address = find_address(sock)
+                os.dup2(accepted.fileno(), ours.fileno())
+                return address
+
+            monkeypatch.setattr(backlog_module, "_address", close_behind)
+            backlog.cut()
+            accepted.sendall(b"well")
+            assert other.recv(4) == b"well"
+    client.settimeout(5)
+    while client.recv(65536):
+        pass
+
+
 @pytest.mark.parametrize(
     ("text", "parsed"),
     [
@@ -93,3 +119,18 @@ def test_address_that_is_none_is_never_over(pair: Pair) -> None:
 )
 def test_addresses(text: str, parsed: tuple[str, int] | None) -> None:
     assert _parse(text) == parsed
+
+
+def test_client_over_ipv6_is_measured() -> None:
+    with (
+        socket.create_server(("::1", 0), family=socket.AF_INET6) as listener,
+        socket.create_connection(listener.getsockname()[:2]) as client,
+    ):
+        ours, _ = listener.accept()
+        with ours:
+            ours.send(bytes(4096))
+            backlog = Backlog(f"[::1]:{client.getsockname()[1]}", LIMIT)
+            backlog.add(4096)
+            backlog.measure()
+            assert backlog.num_bytes in {0, 4096}
+            assert backlog._fd == ours.fileno()

@@ -172,3 +172,29 @@ def test_a_client_that_left_ends_its_answer():
         assert (held.num_bytes, key.num_ended) == (0, 1)
 
     run(test)
+
+
+def test_to_cut_half_of_many_looks_at_each_a_few_times():
+    class Counted:
+        num_held = num_looks = 0
+        is_cut = False
+
+        @property
+        def can_be_cut(self) -> bool:
+            Counted.num_looks += 1
+            return True
+
+        def measure(self) -> int:
+            return self.num_held
+
+        def cut(self) -> None:
+            pass
+
+    num = 1000
+    held = HeldBytes(num * MIN_BYTES // 2)
+    holdings = [Counted() for _ in range(num)]
+    for holding in holdings:
+        held.put(holding, MIN_BYTES)
+    held.tick()
+    assert sum(holding.is_cut for holding in holdings) == num // 2
+    assert Counted.num_looks <= 4 * num

@@ -159,7 +159,7 @@ async def test_work_of_a_dead_worker_waits_for_its_adapter(rig: Rig) -> None:
     with_adapter, plain = rig.submit([1], lora="a"), rig.submit([2])
     first.is_dead = True
     rig.entries["m"] = entry((), a=LOADING)
-    rig.engine.bury(0, first.generation, ())
+    rig.engine.fail_over(0, first.generation, ())
     second = rig.start_worker("m", slot=1)
     rig.entries["m"] = entry((1,), a=LOADING)
     rig.engine.place_held()

@@ -94,7 +94,8 @@ def test_bytes_of_events_count_against_the_limit(tmp_path: Path) -> None:
     for number in range(6):
         file.add("", kept(f"r{number}"))
         file.events.add([(f"r{number}", 0, [event])])
-        file.update(f"r{number}", "completed", b"{}", len(event))
+        for status in ("in_progress", "completed"):
+            assert file.update(f"r{number}", status, b"{}")
     file.add("", kept("last"))
     there = [number for number in range(6) if file.follow(f"r{number}", "", -1) is not None]
     assert there == [4, 5]

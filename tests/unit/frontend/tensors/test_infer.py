@@ -507,7 +507,7 @@ async def test_a_dead_workers_requests_are_answered_by_another_from_the_same_byt
     spare.load(card.id, card)
     office.worker.is_dead = True
     office.know(ModelEntry(card=card, state="loaded", workers=(spare.slot,)))
-    office.rig.engine.bury(office.worker.slot, office.worker.generation, ())
+    office.rig.engine.fail_over(office.worker.slot, office.worker.generation, ())
     office.rig.engine.place_held()
     (answer,) = await office.answer(task)
     np.testing.assert_array_equal(answer["OUTPUT0"], np.arange(5))

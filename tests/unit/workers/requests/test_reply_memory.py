@@ -164,7 +164,7 @@ async def test_replies_without_credit_are_sent_when_the_frontend_reads(rig: Rig)
     requests = [other.submit([i]) for i in range(1, 5)]
     (_, link) = worker.loop._links.values()
     while link.attachment.push(RELEASE, 0, 0, 0, 0):
-        pass  # fills the ring with what the frontend will accuse it for
+        pass  # fills the ring with what the frontend will report it for
     worker.turn(2)
     assert not link.flush()
     assert len(worker.ran[0]) == 4
