@@ -6,7 +6,7 @@ Imports transformers when called, never when imported. Only the prepare helper a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from sie.catalog.files import decode_json, refuse
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from sie.values.errors import ModelLoadFailed
+
+_KERNELS: Final = ("attn_implementation", "attn_implementation_internal", "experts_implementation")
 
 
 def read_model_config(model_id: str, directory: str, changes: dict[str, Any]) -> PretrainedConfig:
@@ -26,7 +28,7 @@ def read_model_config(model_id: str, directory: str, changes: dict[str, Any]) ->
     """
     from transformers import CONFIG_MAPPING
 
-    config: dict[str, Any] = _with_floats(decode_json(Path(directory, "config.json").read_bytes(), dict[str, Any]))
+    config: dict[str, Any] = plain_config(decode_json(Path(directory, "config.json").read_bytes(), dict[str, Any]))
     remote = config.pop("auto_map", None)
     config.update(changes)
     model_type = str(config.get("model_type", ""))
@@ -49,20 +51,25 @@ def build_refusal(model_id: str, config: PretrainedConfig, error: Exception) -> 
         return refuse(
             model_id, f"its rope type {error.args[0]!r} is not one that transformers {__version__} computes: {known}"
         )
+    if "ignore_mismatched_sizes" in str(error):  # it has logged which, and says to look there
+        return refuse(model_id, "weights are of the wrong shape for its config.json")
     name = (config.architectures or [config.model_type])[0]
     return refuse(model_id, f"transformers cannot build {name}: {type(error).__name__}: {_one_line(error)}")
 
 
-def _with_floats(value: Any) -> Any:
-    """Replace transformers 5's form of floats that JSON lacks, {"__float__": "NaN"}, with numbers."""
+def plain_config(value: Any) -> Any:
+    """Return a configuration without the kernels that it chooses, which transformers may fetch from a hub and run.
+
+    transformers 5's form of floats that JSON lacks, {"__float__": "NaN"}, is replaced by a number.
+    """
     if isinstance(value, list):
-        return [_with_floats(item) for item in value]
+        return [plain_config(item) for item in value]
     if not isinstance(value, dict):
         return value
     text = value.get("__float__")
     if len(value) == 1 and text in ("Infinity", "-Infinity", "NaN"):
         return float(text)
-    return {key: _with_floats(item) for key, item in value.items()}
+    return {key: plain_config(item) for key, item in value.items() if not key.endswith(_KERNELS)}
 
 
 def _rope_types(config: PretrainedConfig) -> list[Any]:

@@ -56,10 +56,14 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     permanent fault and STORAGE for a fault that may be repaired on disk.
     """
     checkpoint = open_checkpoint(spec.id, directory)
-    library_card = read_library_card(spec, checkpoint)
-    if library_card is not None:
-        return library_card
-    card = _read_card(spec, checkpoint)
+    try:
+        library_card = read_library_card(spec, checkpoint)
+        if library_card is not None:
+            return library_card
+        card = _read_card(spec, checkpoint)
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        reason = f"its configuration holds a value of the wrong kind: {type(error).__name__}: {error}"
+        raise refuse(spec.id, reason) from error
     return card if card.kind == "generator" or spec.ignore_remote_code else replace_remote_code(card)
 
 

@@ -49,7 +49,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     def find(self, name: str) -> Path | None:
         """Return the path of a file or folder of the checkpoint, or None when it does not exist.
 
-        Raises ModelLoadFailed when the path leads outside the checkpoint.
+        Raises ModelLoadFailed when the path leads outside the checkpoint, and for a pipe or another special file.
         """
         path = self.root / name
         try:
@@ -57,10 +57,13 @@ class Checkpoint(msgspec.Struct, frozen=True):
             outside = not real.is_relative_to(self.boundary)
             if not outside and not real.exists():
                 return None
+            is_plain = outside or real.is_file() or real.is_dir()
         except OSError as error:
             raise refuse(self.id, f"{name}: {error.strerror}", "STORAGE") from error
         if outside:
             raise refuse(self.id, f"{name} leads out of the model's directory")
+        if not is_plain:  # a read of a pipe waits for ever
+            raise refuse(self.id, f"{name} is not a file")
         return path
 
     def folder(self, name: str) -> Checkpoint:

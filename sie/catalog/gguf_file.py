@@ -18,6 +18,7 @@ import msgspec
 from sie.catalog.files import refuse
 from sie.catalog.generation import make_rule
 from sie.catalog.tokenizer import keep_tokenizer
+from sie.catalog.unserved import check_layers
 from sie.values.card import ModelCard
 from sie.values.generate import GenerateRule
 
@@ -58,6 +59,7 @@ def read_gguf_card(model_id: str, path: str, cache_dir: str) -> ModelCard:
     fields, counts = _read_fields(model_id, reader)
     if fields.get("split.count", 0) not in (0, 1):
         raise refuse(model_id, "the GGUF file is one part of several; merge them into one")
+    check_layers(model_id, {name: value for name, value in fields.items() if name.endswith(".block_count")})
     with reading_with(lambda *_arguments, **_options: reader):  # the file is read only once
         config = _read_config(model_id, path)
         tokenizer_file = _convert_tokenizer(model_id, path, int(reader.data_offset), cache_dir)

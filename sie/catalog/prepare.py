@@ -149,14 +149,14 @@ def main(arguments: list[str]) -> int:
     try:
         request = msgspec.json.decode(arguments[0], type=Request)
         last = _answer(request, lambda fraction, text: _send(lines, Report(fraction, text)))
+        _send(lines, last)
     except SieError as error:
         _send(lines, Failed(to_wire(error)))
         return 1
-    except Exception as error:  # the reader must always get a last line
+    except BaseException as error:  # the reader must always get a last line, also after a panic in Rust
         reason = f"{type(error).__name__}: {error}"
         _send(lines, Failed(to_wire(Internal(reason, extras={"error_class": "UNKNOWN"}))))
         return 1
-    _send(lines, last)
     return 0
 
 

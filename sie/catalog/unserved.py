@@ -36,17 +36,30 @@ _KINDS: Final = {
         "rf_detr", "rt_detr", "rt_detr_v2", "table-transformer", "yolos",
     ),
 }  # fmt: skip
+_MAX_LAYERS: Final = 10_000
 _KIND_OF: Final = {model_type: kind for kind, model_types in _KINDS.items() for model_type in model_types}
 
 
 def check_served(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
     """Raise ModelLoadFailed for a checkpoint of a kind that is known not to be served; the message names the kind."""
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    check_layers(
+        checkpoint.id,
+        {name: value for part in parts for name, value in part.items() if name == "n_layer" or name.endswith("layers")},
+    )
     model_type = str(config.get("model_type", ""))
     kind = _KIND_OF.get(model_type)
     if kind is None:
         kind = _kind_by_parts(config)
     if kind is not None:
         raise refuse(checkpoint.id, f"its model_type {model_type!r} ({kind}) is of a kind that is not served yet")
+
+
+def check_layers(model_id: str, counts: dict[str, Any]) -> None:
+    """Raise ModelLoadFailed for a count of layers that no model has: to make a billion of them takes for ever."""
+    for name, count in counts.items():
+        if isinstance(count, int) and count > _MAX_LAYERS:
+            raise refuse(model_id, f"{name} is {count}: over {_MAX_LAYERS} layers")
 
 
 def _kind_by_parts(config: dict[str, Any]) -> str | None:

@@ -98,7 +98,8 @@ def tensor_shape(model_id: str, path: str, name: str) -> tuple[int, ...]:
 def with_num_weights(card: ModelCard) -> ModelCard:
     """Return the card with the number of weights in its directory, or unchanged when it is unknown.
 
-    A file that cannot be read is not an error here: the load will report its fault.
+    A file that cannot be read is not an error here: the load will report its fault. Raises ModelLoadFailed for more
+    weights than a file has room for: other models would be unloaded to make room for them.
     """
     if not card.directory:
         return card
@@ -111,9 +112,10 @@ def with_num_weights(card: ModelCard) -> ModelCard:
         headers = [_read_header(str(checkpoint.root / file)) for file in shards]
     except (OSError, ModelLoadFailed, ValueError):
         return card
-    return msgspec.structs.replace(
-        card, num_weights=sum(math.prod(tensor.shape) for header in headers for tensor in header.values())
-    )
+    num_weights = sum(math.prod(tensor.shape) for header in headers for tensor in header.values())
+    if num_weights > sum((checkpoint.root / file).stat().st_size for file in shards):  # each takes a byte or more
+        raise refuse(card.id, "its safetensors file is damaged: it has fewer bytes than weights", "STORAGE")
+    return msgspec.structs.replace(card, num_weights=num_weights)
 
 
 def _read_header(path: str) -> dict[str, _Tensor]:

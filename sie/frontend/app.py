@@ -35,7 +35,7 @@ from sie.frontend.telemetry.access_log import id_headers
 from sie.frontend.telemetry.counting import count_exchange
 from sie.runtime.child_setup import calm_collector
 from sie.runtime.logs import get_logger
-from sie.values.errors import BadRequest, ClientGone, Internal, SieError
+from sie.values.errors import ENDS_OF_WORK, BadRequest, ClientGone, Internal, SieError
 
 _log = get_logger(__name__)
 _CLOSE: Final = ("connection", "close")
@@ -106,12 +106,14 @@ class App:
         """Await the work that answers a request, and answer with the error if it raises."""
         try:
             await work
-        except Exception as error:
+        except ENDS_OF_WORK:
+            raise
+        except BaseException as error:
             self.fail(exchange, error)
             if isinstance(error, SieError) and error.http_status in _BODY_UNREAD and not exchange.body_bytes:
                 await self._discard_body(exchange)
 
-    def fail(self, exchange: Exchange, error: Exception) -> None:
+    def fail(self, exchange: Exchange, error: BaseException) -> None:
         """Answer with an error. Any other than a `SieError` is logged, and the client gets only `internal error`."""
         if isinstance(error, SieError):
             self._fail(exchange, error)

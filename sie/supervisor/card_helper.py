@@ -90,12 +90,15 @@ class Preparer:
 
     async def _follow(self, helper: asyncio.subprocess.Process, spec: ModelSpec) -> Ready | Fetched | Found | Failed:
         assert helper.stdout is not None
-        async for line in helper.stdout:
-            message = msgspec.json.decode(line, type=Message)
-            if isinstance(message, Report):
-                self._progress.update(spec.id, message.fraction, message.text)
-            else:
-                return message
+        try:
+            async for line in helper.stdout:
+                message = msgspec.json.decode(line, type=Message)
+                if isinstance(message, Report):
+                    self._progress.update(spec.id, message.fraction, message.text)
+                else:
+                    return message
+        except ValueError as error:  # asyncio's of a line over the limit, and msgspec's of half a line
+            return Failed(failed(spec, f"the prepare helper's answer cannot be read: {error}", "ENGINE"))
         return Failed(failed(spec, "the prepare helper ended without an answer", "ENGINE"))
 
 

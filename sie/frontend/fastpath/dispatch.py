@@ -16,7 +16,7 @@ from sie.frontend.engine.worker_link import Pending, Reply
 from sie.frontend.http.response import Response
 from sie.frontend.http.routes import Route
 from sie.frontend.routes.table import TABLE
-from sie.values.errors import Unavailable
+from sie.values.errors import ENDS_OF_WORK, Unavailable
 
 if TYPE_CHECKING:
     from sie.frontend.http.exchange import Exchange
@@ -52,7 +52,7 @@ class ErrorBoundary(Protocol):
 
     def guard(self, exchange: Exchange, work: Awaitable[None]) -> Coroutine[Any, Any, None]: ...
 
-    def fail(self, exchange: Exchange, error: Exception) -> None: ...
+    def fail(self, exchange: Exchange, error: BaseException) -> None: ...
 
     def respond(self, exchange: Exchange, status: int, headers: list[tuple[str, str]], body: bytes) -> None: ...
 
@@ -95,7 +95,9 @@ class FastPath:
     def _submit(self, exchange: Exchange, try_submit: TrySubmit) -> None:
         try:
             work = try_submit(exchange)
-        except Exception as error:
+        except ENDS_OF_WORK:
+            raise
+        except BaseException as error:
             self._fail(exchange, error)
             return
         if work is None:
@@ -120,7 +122,7 @@ class FastPath:
         else:
             _end_key_use(exchange)
 
-    def _fail(self, exchange: Exchange, error: Exception) -> None:
+    def _fail(self, exchange: Exchange, error: BaseException) -> None:
         self._boundary.fail(exchange, error)
         _end_key_use(exchange)
 

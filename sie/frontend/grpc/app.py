@@ -27,7 +27,7 @@ from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.counting import count_exchange
 from sie.proto import message_class
 from sie.runtime.logs import get_logger
-from sie.values.errors import ClientGone, InputTooLong, Internal, SieError
+from sie.values.errors import ENDS_OF_WORK, ClientGone, InputTooLong, Internal, SieError
 
 _log = get_logger(__name__)
 _DECOMPRESSED_TIMES: Final = 16
@@ -147,7 +147,9 @@ class Service:
         except asyncio.CancelledError:
             failure = ClientGone("the client left before its answer was there")
             raise
-        except Exception:
+        except ENDS_OF_WORK:
+            raise
+        except BaseException:
             _log.exception("%s failed", method.route.template)
             failure = Internal("internal error")
             raise failure from None

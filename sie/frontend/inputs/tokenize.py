@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
 from sie.native.preempt import preempted
 from sie.values.card import ModelCard
-from sie.values.errors import BadRequest, InputTooLong, Internal, SieError
+from sie.values.errors import ENDS_OF_WORK, BadRequest, InputTooLong, Internal, SieError
 
 Int32Array = NDArray[np.int32]
 BytesArray = NDArray[np.uint8]
@@ -218,7 +218,9 @@ def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer
     try:
         with preempted("tokenizers"):
             tokenizer = tokenizers.Tokenizer.from_file(path)
-    except Exception as exc:  # the library raises bare Exception for a missing and for a malformed file
+    except ENDS_OF_WORK:
+        raise
+    except BaseException as exc:  # bare Exception for a missing and for a malformed file, and panics of the library
         raise Internal(f"Model '{card.id}' has no readable tokenizer") from exc
     tokenizer.no_padding()
     tokenizer.no_truncation()

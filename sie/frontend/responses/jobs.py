@@ -14,7 +14,7 @@ from sie.frontend.dialects.responses.reply import CANCELLED, ResponseRecord
 from sie.frontend.generation.run import Run
 from sie.runtime.logs import get_logger
 from sie.values.encode import Timing
-from sie.values.errors import BadRequest, ClientGone, Internal, SieError, Unavailable
+from sie.values.errors import ENDS_OF_WORK, BadRequest, ClientGone, Internal, SieError, Unavailable
 from sie.values.generate import GenerateEvent
 
 _log = get_logger(__name__)
@@ -131,7 +131,9 @@ class Job:
             error = cancelled()
         except SieError as raised:
             error = raised
-        except Exception:
+        except ENDS_OF_WORK:
+            raise
+        except BaseException:
             _log.exception("response %s failed", self.record.id)
             error = Internal("internal error")
         self._is_ending = True

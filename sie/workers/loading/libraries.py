@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from sie.catalog.architecture import plain_config
 from sie.catalog.files import refuse
 from sie.catalog.gli import GLINER_CONFIG, LABELS_TOKENIZER
 from sie.config.limits import Limits
@@ -174,7 +175,7 @@ def _settings(card: ModelCard, name: str) -> dict[str, Any]:
 
     `dtype` in an encoder's configuration would become torch's default for the whole process during the build.
     """
-    settings: dict[str, Any] = msgspec.json.decode(Path(card.directory, name).read_bytes())
+    settings: dict[str, Any] = plain_config(msgspec.json.decode(Path(card.directory, name).read_bytes()))
     for part in (settings, *(settings[key] for key in _ENCODERS if isinstance(settings.get(key), dict))):
         for key in ("dtype", "torch_dtype"):
             part.pop(key, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -35,6 +35,7 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.extract import Detection, TokenClassification
 from sie.workers.device.device import DtypeSetting, choose_dtype, resolve_device
+from sie.workers.device.faults import is_out_of_memory
 from sie.workers.generation.fused import fuse_layers
 from sie.workers.generation.norms import compile_norms
 from sie.workers.generation.one_row import choose_products
@@ -63,6 +64,10 @@ from sie.workers.stall_notices import read_tokenizer
 Progress = Callable[[float, str], None]
 """Takes the fraction done, 0 to 1, and the current activity."""
 ChooseClass = Callable[[str, PretrainedConfig], type[Any]]
+_BUILD_ERRORS: Final = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""What libraries raise for a configuration that makes no sense, or does not fit its weights."""
 
 
 def load_encoder(
@@ -276,7 +281,9 @@ def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None =
             local_files_only=True,
             output_loading_info=True,
         )
-    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+    except _BUILD_ERRORS as error:
+        if is_out_of_memory(error):
+            raise
         raise build_refusal(card.id, config, error) from error
     _check_complete(card, report, unused)
     return model.eval().requires_grad_(False)
@@ -298,7 +305,9 @@ def _read_gguf(card: ModelCard) -> PreTrainedModel:
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except (ValueError, KeyError, NotImplementedError) as error:
+    except _BUILD_ERRORS as error:
+        if is_out_of_memory(error):
+            raise
         raise refuse(card.id, f"transformers cannot read this GGUF file: {error}") from error
     model.config.use_cache = False
     _check_complete(card, report)

@@ -1,0 +1,220 @@
+"""A checkpoint of a stranger costs the server nothing but that model: its load is refused, or its requests are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import transformers
+
+from sie.catalog.prepare import Request, prepare
+from sie.catalog.spec import parse_model_spec
+from sie.config.settings import Settings
+from sie.frontend.inputs.tokenize import Tokenizer
+from sie.runtime.progress import Progress
+from sie.supervisor import card_helper
+from sie.values.card import ModelCard
+from sie.values.errors import Internal, ModelLoadFailed, WireError
+from tests.gguf_models import write_tiny_llama
+from tests.process.harness import Server, eventually, start_server
+from tests.process.wire import encode, extents_in_use, post_json
+from tests.tiny_models import save_poisoned
+
+Change = Callable[[Path], object]
+PANICS_AT_LOAD = {"type": "Precompiled", "precompiled_charsmap": "//////////8="}
+PANICS_AT_USE = {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_poisoned(tmp_path_factory.mktemp("checkpoint") / "model", transformers.BertModel)
+
+
+def changed(checkpoint: Path, directory: Path, change: Change) -> Path:
+    """Return a copy of a checkpoint with one file that harms."""
+    shutil.copytree(checkpoint, directory)
+    change(directory)
+    return directory
+
+
+def rewrite(name: str, **values: Any) -> Change:
+    """Return a change of some values in a JSON file."""
+
+    def change(directory: Path) -> None:
+        path = directory / name
+        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **values}))
+
+    return change
+
+
+def replace(name: str, make: Change) -> Change:
+    """Return a change of a file into something else."""
+
+    def change(directory: Path) -> None:
+        (directory / name).unlink()
+        make(directory / name)
+
+    return change
+
+
+def claim(**values: Any) -> Change:
+    """Return a change of what a safetensors file says of its first tensor."""
+
+    def change(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        data = path.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        header[next(name for name in header if name != "__metadata__")].update(values)
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[end:])
+
+    return change
+
+
+def card_of(directory: Path) -> ModelCard:
+    return prepare(
+        Request(spec=parse_model_spec(f"m={directory}"), cache_dir=str(directory / "cache")), lambda *_: None
+    )
+
+
+# --- what is refused before a worker hears of it -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.timeout(10)
+def test_pipe_in_place_of_a_file_is_refused_and_never_waited_for(checkpoint: Path, tmp_path: Path, file: str):
+    directory = changed(checkpoint, tmp_path / "m", replace(file, os.mkfifo))
+    with pytest.raises(ModelLoadFailed, match=rf"{file} is not a file"):
+        card_of(directory)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        rewrite("config.json", architectures=5),
+        rewrite("config.json", architectures=["A", {}], matryoshka_dimensions=5),
+        rewrite("config.json", num_hidden_layers=10**9),
+        rewrite("config_sentence_transformers.json", prompts={"a": 5}),
+        claim(shape=[1 << 40, 1 << 40, 1 << 40]),
+        claim(shape=[1 << 40]),
+    ],
+)
+def test_files_that_say_what_cannot_be_are_a_refusal_for_good_or_of_the_disk(
+    checkpoint: Path, tmp_path: Path, change: Change
+):
+    with pytest.raises(ModelLoadFailed) as caught:
+        card_of(changed(checkpoint, tmp_path / "m", change))
+    assert caught.value.extras["error_class"] in ("CONFIG", "STORAGE")
+
+
+@pytest.mark.parametrize("layers", [2**31, 10**6])
+def test_gguf_of_countless_layers_is_refused(tmp_path: Path, layers: int):
+    path = write_tiny_llama(tmp_path / "m.gguf")
+    data = path.read_bytes()
+    place = data.index(b"llama.block_count") + len("llama.block_count") + 4
+    path.write_bytes(data[:place] + struct.pack("<I", layers) + data[place + 4 :])
+    with pytest.raises(ModelLoadFailed, match="layers"):
+        card_of(path)
+
+
+@pytest.mark.parametrize("place", ["", "text_config"])
+@pytest.mark.parametrize("name", ["_attn_implementation", "attn_implementation"])
+def test_checkpoint_names_no_kernel_to_fetch(checkpoint: Path, tmp_path: Path, name: str, place: str):
+    from sie.catalog.architecture import read_model_config
+
+    values = {name: "someone/kernel"}
+    values = {place: values} if place else values
+    config = read_model_config("m", str(changed(checkpoint, tmp_path / "m", rewrite("config.json", **values))), {})
+    assert "someone/kernel" not in str(config.to_dict()) + str(config._attn_implementation)
+
+
+@pytest.mark.parametrize("normalizer", [PANICS_AT_LOAD])
+def test_tokenizer_on_which_its_library_panics_is_no_readable_one(
+    checkpoint: Path, tmp_path: Path, normalizer: dict[str, str]
+):
+    directory = changed(checkpoint, tmp_path / "m", rewrite("tokenizer.json", normalizer=normalizer))
+    with pytest.raises(Internal, match="has no readable tokenizer"):
+        Tokenizer.load(card_of(directory))
+
+
+@pytest.mark.parametrize("line", ["x" * (17 << 20), '{"type":"rea', '{"type":"ready","card":5}'])
+def test_answer_of_the_helper_that_cannot_be_read_is_a_failed_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+):
+    (tmp_path / "line").write_text(line + "\n")
+    helper = tmp_path / "helper"
+    helper.write_text(f"#!/bin/sh\nexec cat {tmp_path}/line\n")
+    helper.chmod(0o700)
+    monkeypatch.setattr(card_helper.sys, "executable", str(helper))
+    preparer = card_helper.Preparer(Settings(), Progress(io.StringIO(), "json"))
+    found = asyncio.run(preparer.prepare(parse_model_spec("m=stub:dense=8")))
+    assert isinstance(found, WireError)
+    assert "cannot be read" in found.message
+
+
+# --- a running server --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("hostile")
+    flags = ["--model", "stub/a=stub:dense=8"]
+    for name, change in {
+        "at-load": rewrite("tokenizer.json", normalizer=PANICS_AT_LOAD),
+        "at-use": rewrite("tokenizer.json", normalizer=PANICS_AT_USE),
+        "shapes": rewrite("config.json", intermediate_size=2**45),
+        "padding": rewrite("config.json", pad_token_id=10**9),
+    }.items():
+        flags += ["--lazy-model", f"{name}={changed(checkpoint, root / name, change)}"]
+    with start_server(*flags, "--dtype", "float32", "--frontends", "1") as running:
+        yield running
+
+
+@pytest.mark.parametrize("model", ["at-load", "at-use"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/encode/{}", {"items": [{"text": "w1"}]}),
+        ("/v1/encode/{}", {"items": [{"text": "w1 " * 20_000}]}),
+        ("/v1/embeddings", {"model": "{}", "input": "w1"}),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_panic_of_a_tokenizer_is_an_answer_in_the_dialects_shape(
+    server: Server, model: str, path: str, body: dict[str, Any]
+):
+    body = msgspec.json.decode(msgspec.json.encode(body).replace(b'"{}"', json.dumps(model).encode()))
+
+    def ask() -> Any:
+        reply = post_json(server.port, path.format(model), body)
+        return reply if reply.status != 503 else None
+
+    reply = eventually(ask, "the model is loaded", 30)
+    error = reply.json()
+    assert reply.status == 500, reply
+    assert "error" in error or "detail" in error
+    assert encode(server.port, "stub/a", ["x"]).status == 200
+    eventually(lambda: extents_in_use(server.port) == 0, "no extent is left behind")
+
+
+@pytest.mark.parametrize(("model", "reason"), [("shapes", "wrong shape"), ("padding", "Padding_idx")])
+def test_weights_and_numbers_that_do_not_fit_are_a_refusal_for_good(server: Server, model: str, reason: str):
+    worker = server.worker
+    reply = eventually(
+        lambda: (found := encode(server.port, model, ["w1"])).status != 503 and found, "the load has ended", 30
+    )
+    assert reply.status == 502, reply
+    error = reply.json()["detail"]
+    assert error["error_class"] == "CONFIG", error
+    assert reason in error["message"]
+    assert server.worker == worker
