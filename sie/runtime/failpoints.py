@@ -111,7 +111,13 @@ def _leak(_point: str, kib: int) -> Action:
 def _hold(_point: str, milliseconds: int) -> Action:
     """Sleep while holding the interpreter lock, so that no other thread runs."""
     library = ctypes.PyDLL(None)
-    return lambda: library.usleep(milliseconds * 1000)
+
+    def hold() -> None:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a signal would end the sleep
+        library.usleep(milliseconds * 1000)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    return hold
 
 
 _ACTIONS: Final[dict[str, Callable[[str, int], Action]]] = {
