@@ -34,8 +34,9 @@ from sie.frontend.routes.table import ENCODE, INFER, TABLE, WEBSOCKETS, Handler,
 from sie.frontend.telemetry.access_log import id_headers
 from sie.frontend.telemetry.counting import count_exchange
 from sie.runtime.child_setup import calm_collector
+from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.runtime.logs import get_logger
-from sie.values.errors import ENDS_OF_WORK, BadRequest, ClientGone, Internal, SieError
+from sie.values.errors import BadRequest, ClientGone, Internal, SieError
 
 _log = get_logger(__name__)
 _CLOSE: Final = ("connection", "close")

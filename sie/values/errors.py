@@ -23,14 +23,10 @@ Raise where the fault is known; each dialect translates once. Sources: SIE API r
 
 from __future__ import annotations
 
-import asyncio
 import re
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import msgspec
-
-ENDS_OF_WORK: Final = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
-"""What is raised to end work. All else is a failure, also where it is no `Exception`: a panic of a library in Rust is not."""
 
 
 class SieError(Exception):

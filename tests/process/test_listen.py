@@ -183,7 +183,7 @@ def test_what_a_killed_server_left_is_replaced_and_nothing_else_is(short_path):
         assert ask(short_path, raw_request("/readyz", method="GET")).status == 200
     short_path.write_text("mine")
     status, said = run_to_end(*STUB, "--uds", str(short_path))
-    assert (status, "is no socket" in said) == (EX_CONFIG, True), said
+    assert (status, "is not a socket" in said) == (EX_CONFIG, True), said
     assert short_path.read_text() == "mine"
     status, said = run_to_end(*STUB, "--uds", str(short_path.parent / "none" / "s"))
     assert (status, "uds" in said) == (EX_CONFIG, True), said

@@ -16,7 +16,8 @@ from sie.frontend.engine.worker_link import Pending, Reply
 from sie.frontend.http.response import Response
 from sie.frontend.http.routes import Route
 from sie.frontend.routes.table import TABLE
-from sie.values.errors import ENDS_OF_WORK, Unavailable
+from sie.runtime.ends_of_work import ENDS_OF_WORK
+from sie.values.errors import Unavailable
 
 if TYPE_CHECKING:
     from sie.frontend.http.exchange import Exchange

@@ -26,8 +26,9 @@ from sie.frontend.models.admin import check_admin
 from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.counting import count_exchange
 from sie.proto import message_class
+from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.runtime.logs import get_logger
-from sie.values.errors import ENDS_OF_WORK, ClientGone, InputTooLong, Internal, SieError
+from sie.values.errors import ClientGone, InputTooLong, Internal, SieError
 
 _log = get_logger(__name__)
 _DECOMPRESSED_TIMES: Final = 16

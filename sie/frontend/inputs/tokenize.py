@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
 from sie.native.preempt import preempted
+from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.values.card import ModelCard
-from sie.values.errors import ENDS_OF_WORK, BadRequest, InputTooLong, Internal, SieError
+from sie.values.errors import BadRequest, InputTooLong, Internal, SieError
 
 Int32Array = NDArray[np.int32]
 BytesArray = NDArray[np.uint8]

@@ -12,9 +12,10 @@ from typing import Any, Final
 
 from sie.frontend.dialects.responses.reply import CANCELLED, ResponseRecord
 from sie.frontend.generation.run import Run
+from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.runtime.logs import get_logger
 from sie.values.encode import Timing
-from sie.values.errors import ENDS_OF_WORK, BadRequest, ClientGone, Internal, SieError, Unavailable
+from sie.values.errors import BadRequest, ClientGone, Internal, SieError, Unavailable
 from sie.values.generate import GenerateEvent
 
 _log = get_logger(__name__)

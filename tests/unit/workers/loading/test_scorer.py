@@ -365,9 +365,12 @@ def test_logit_score_equals_cross_encoder(
 @pytest.mark.parametrize(
     ("template", "part"),
     [
-        ("{{ messages[0].content }} only", "not one place for the document"),
+        ("{{ messages[0].content }} only", "not have exactly one place for the document"),
         ("{{ messages[1].content }} {{ messages[0].content }}<|im_end|>", "document before the query"),
-        ("{{ messages[0].content | upper }} {{ messages[1].content }}<|im_end|>", "not one place for the query"),
+        (
+            "{{ messages[0].content | upper }} {{ messages[1].content }}<|im_end|>",
+            "not have exactly one place for the query",
+        ),
         ("{{ messages[0].content }} {{ messages[1].content }} w1", "no special token behind"),
         ("{{ raise_exception('no') }}", "does not take a pair"),
     ],
