@@ -62,7 +62,8 @@ class Exchange:
 
     async def read_body(self, bodies: BodyReader) -> bytes:
         """Read the whole body, and record its size. Raises as `BodyReader.read` does."""
-        self.held_body = HeldBody()
+        if self.body is None or not self.body.done():  # one that has arrived is neither waited for nor counted
+            self.held_body = HeldBody()
         body = await bodies.read(self.headers, self.protocol, self.deadline_ns, self.body, self.held_body)
         self.body_bytes = len(body)
         return body
