@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sie.commands.target_options import target_options
+from sie.commands.target_options import named_target, target_options, url_option
+from sie.commands.terminal import fail
 from sie.loadgen import DIALECTS
 
 if TYPE_CHECKING:
@@ -22,12 +23,7 @@ _POSITIVE = click.FloatRange(0, 1_000_000, min_open=True)
 
 @click.command()
 @click.option("--model", required=True, help="Id of the model to ask.")
-@click.option(
-    "--url",
-    default="http://127.0.0.1:8080",
-    show_default=True,
-    help="http[s]://HOST:PORT, grpc[s]://HOST:PORT or unix:PATH.",
-)
+@url_option("http[s]://HOST:PORT, grpc[s]://HOST:PORT or unix:PATH.")
 @click.option(
     "--dialect", type=click.Choice(DIALECTS), default=DIALECTS[0], show_default=True, help="Wire protocol to speak."
 )
@@ -36,13 +32,13 @@ _POSITIVE = click.FloatRange(0, 1_000_000, min_open=True)
     type=click.Choice(["binary", "json"]),
     default="binary",
     show_default=True,
-    help="msgpack, base64 or raw tensors, whichever the dialect has; or plain JSON.",
+    help="binary: msgpack, base64 or raw tensors, as the dialect has it; json: plain JSON.",
 )
 @click.option(
     "--texts",
     default="mixed",
     show_default=True,
-    help="Tokens of each text: 12, 12:0.6,64:0.3,230:0.1 with weights, or mixed, which is that.",
+    help="Tokens of each text: 12; or lengths with weights, 12:0.6,64:0.3,230:0.1; mixed stands for these.",
 )
 @click.option("--items", type=_COUNT, default=1, show_default=True, help="Texts in a request.")
 @click.option("--label", "labels", multiple=True, help="Label to extract; repeatable.")
@@ -52,14 +48,14 @@ _POSITIVE = click.FloatRange(0, 1_000_000, min_open=True)
     multiple=True,
     default=(32,),
     show_default=True,
-    help="Closed loop over so many; repeatable. An open loop has the most of them.",
+    help="Closed loop over this number of connections; repeatable. An open loop uses the largest number.",
 )
 @click.option(
     "--rate",
     "rates",
     type=_POSITIVE,
     multiple=True,
-    help="Open loop: requests a second, whatever the answers do; repeatable.",
+    help="Open loop: requests a second, sent without waiting for answers; repeatable.",
 )
 @click.option(
     "--arrivals",
@@ -73,24 +69,28 @@ _POSITIVE = click.FloatRange(0, 1_000_000, min_open=True)
     "find_max_ms",
     type=_POSITIVE,
     metavar="MS",
-    help="Find the highest rate with p99 below MS; begins at --rate.",
+    help="Find the highest rate with p99 below MS milliseconds; begins at --rate.",
 )
 @click.option("--seconds", type=_SECONDS, default=10.0, show_default=True, help="Length of each load.")
 @click.option(
     "--warmup", type=_SECONDS, default=1.0, show_default=True, help="Seconds of load before the first one that counts."
 )
-@click.option("--within-ms", type=_POSITIVE, default=100.0, show_default=True, help="What a good answer may take.")
-@click.option("--distinct", type=_COUNT, default=128, show_default=True, help="Different requests that take turns.")
-@click.option("--seed", type=int, default=1, show_default=True, help="Other texts with the same lengths.")
+@click.option("--within-ms", type=_POSITIVE, default=100.0, show_default=True, help="Longest time of a good answer.")
+@click.option(
+    "--distinct", type=_COUNT, default=128, show_default=True, help="Number of different requests, sent in turn."
+)
+@click.option(
+    "--seed", type=int, default=1, show_default=True, help="Another seed gives other texts with the same lengths."
+)
 @target_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(
     *, url: str, key: str, ca_file: str, cert_file: str, key_file: str, within_ms: float, as_json: bool, **planned: Any
 ) -> int:
-    """Measure a server that runs already.
+    """Measure a running server.
 
-    Requests of the same lengths in turn, answers compared with what the server says to each request alone. Exit status
-    1: no good answer, or a wrong one.
+    Sends requests of fixed lengths in turn, and compares each answer with the server's answer to the same request
+    alone. Exit status 1: there was no good answer, or a wrong one.
 
     \b
       sie bench --model sentence-transformers/all-MiniLM-L6-v2
@@ -101,17 +101,16 @@ def bench(
     from sie.loadgen.dialects import WrongAnswerError
     from sie.loadgen.generator import RefusedError
     from sie.loadgen.plan import Plan, measure
-    from sie.loadgen.target import TargetError, parse_target
+    from sie.loadgen.target import TargetError
 
     plan = Plan(**planned)
     try:
-        target = parse_target(url, key=key, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
+        target = named_target(url, key=key, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
         if not as_json:
             _print_head(plan, url)
         measured = list(measure(target, plan))
     except (TargetError, RefusedError, WrongAnswerError, ValueError) as error:
-        click.echo(f"sie: {error}", err=True)
-        return 1
+        return fail(str(error))
     _print_json(measured, plan, url, within_ms) if as_json else _print_table(measured, plan, within_ms)
     return int(not any(one.run.num_good for one in measured))
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from sie.commands.target_options import target_options
+from sie.commands.target_options import named_target, target_options, url_option
+from sie.commands.terminal import HARMLESS, fail, note
 
 if TYPE_CHECKING:
     from sie.commands.chat_client import Answer, Message
@@ -20,122 +22,126 @@ if TYPE_CHECKING:
 
 _HELP = """\
 /reset          forget the conversation; the system message stays
-/system [TEXT]  begin anew with this system message, or with none
+/system [TEXT]  start again with this system message, or without one
+/model [ID]     ask another model from now on, or show which one
 /help           show this
-Ctrl-C ends a running answer, Ctrl-D leaves. A line that begins with a space is never a command."""
+/bye            leave
+Enter sends, Alt-Enter begins a new line, the arrows go back to earlier questions. Ctrl-C ends a running
+answer, Ctrl-D leaves. A line that begins with a space is never a command."""
+_LEAVING = frozenset(("/bye", "/exit", "/quit"))
 
-# Do not send a model's text to a terminal unchanged: escape sequences rename windows, move the cursor, fill clipboards.
-_HARMLESS = dict.fromkeys((*range(32), *range(127, 160)), "�") | {9: "\t", 10: "\n", 13: None}
+
+def chat_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of `talk`: system, temperature, max_tokens."""
+    for option in (
+        click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer. Default: all that fit."),
+        click.option(
+            "--temperature", type=click.FloatRange(0, 2), help="0: the most likely token. Default: the model's."
+        ),
+        click.option("--system", default="", help="System message to begin with."),
+    ):
+        command = option(command)
+    return command
 
 
 @click.command()
 @click.argument("question", nargs=-1)
-@click.option(
-    "--url", default="http://127.0.0.1:8080", show_default=True, help="http[s]://HOST:PORT[/PATH] or unix:PATH."
-)
+@url_option("http[s]://HOST:PORT[/PATH] or unix:PATH.")
 @click.option(
     "--model", help="Id of the model to ask. Without it the server's default, or the only one that generates."
 )
-@click.option("--system", default="", help="System message to begin with.")
-@click.option("--temperature", type=click.FloatRange(0, 2), help="0 takes the likeliest token. Default: the model's.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer. Default: all that fit.")
+@chat_options
 @target_options
-def chat(
-    *,
-    question: tuple[str, ...],
-    url: str,
-    model: str | None,
-    system: str,
-    temperature: float | None,
-    max_tokens: int | None,
-    **access: str,
-) -> int:
-    """Talk to a model that a server serves.
+def chat(*, question: tuple[str, ...], url: str, **options: Any) -> int:
+    """Talk to a model of a running server.
 
-    Asks the QUESTION, or what comes through a pipe, and prints the answer; without either it is a conversation. After
-    each answer: its tokens, tokens a second, and the time to the first one. Exit status 1: no whole answer to the
-    question.
+    Asks the QUESTION, or the text from a pipe, and prints the answer; without either, holds a conversation. Prints
+    after each answer its number of tokens, tokens a second, and the time to the first text. Exit status 1: the answer
+    is missing or not complete.
 
     \b
       sie chat
       sie chat "What is a fox?" --max-tokens 100
       git diff | sie chat --system "Write a commit message for this change." --model mine
     """  # fmt: skip
-    from sie.loadgen.target import TargetError, parse_target
+    from sie.loadgen.target import TargetError
 
+    access = {name: options.pop(name) for name in ("key", "ca_file", "cert_file", "key_file")}
     try:
-        target = parse_target(url, **access)
+        target = named_target(url, **access)
         if url.startswith("grpc"):
             raise TargetError(f"{url!r}: text is generated over HTTP")
-        talk = _Conversation(target, system, model=model, temperature=temperature, max_tokens=max_tokens)
-        if not question and sys.stdin.isatty():
-            target.connect().close()  # report a missing server before the user types
-            return _converse(talk, url)
+        return talk(target, question, **options)
     except TargetError as error:
-        return _fail(str(error))
+        return fail(str(error))
+
+
+def talk(target: Target, question: Sequence[str], **options: Any) -> int:
+    """Answer one question, from the arguments or a pipe, or hold a conversation. Return the exit status.
+
+    options: model, system, temperature and max_tokens. Raises TargetError if no server answers.
+    """
+    conversation = _Conversation(target, **options)
+    if not question and sys.stdin.isatty():
+        target.connect().close()  # report a missing server before the user types
+        return _converse(conversation, target.url)
     text = " ".join(question) or sys.stdin.read().strip()
-    return _ask_once(talk, text) if text else _fail("there is no question")
+    return _ask_once(conversation, text) if text else fail("there is no question")
 
 
 def _ask_once(talk: _Conversation, text: str) -> int:
-    from sie.commands.chat_client import ChatError
+    from sie.commands.http_client import ServerError
 
     try:
         return 0 if talk.say(text) else 130
-    except ChatError as error:
-        return _fail(str(error))
+    except ServerError as error:
+        return fail(str(error))
 
 
-def _converse(talk: _Conversation, url: str) -> int:
+def _converse(conversation: _Conversation, url: str) -> int:
     """Take questions and commands until the end of input."""
-    from sie.commands.chat_client import ChatError
+    from sie.commands.http_client import ServerError
+    from sie.commands.line_editor import LineEditor
 
-    with contextlib.suppress(ImportError):  # some builds of Python lack it
-        import readline  # noqa: F401  `input` then has a history and can be edited
-
-    _note(f"Talking to {url}. /help shows the commands, Ctrl-D leaves.")
-    while (line := _read_line()) is not None:
+    editor = LineEditor()
+    note(f"Talking to {url}. /help shows the commands, Ctrl-D leaves.")
+    while (line := editor.read()) not in {None, *_LEAVING}:
+        assert line is not None
         if line.startswith("/"):
-            _note(_obey(talk, *line.split(maxsplit=1)))
+            note(_obey(conversation, *line.split(maxsplit=1)))
         elif line.strip():
             try:
-                talk.say(line.strip())
-            except ChatError as error:
-                _fail(str(error))
+                conversation.say(line.strip())
+            except ServerError as error:
+                fail(str(error))
     return 0
 
 
-def _read_line() -> str | None:
-    """Return a line, an empty one for Ctrl-C, None at the end of input."""
-    try:
-        return input("> ")
-    except KeyboardInterrupt:
-        click.echo()
-        return ""
-    except EOFError:
-        click.echo()
-        return None
-
-
-def _obey(talk: _Conversation, command: str, text: str = "") -> str:
+def _obey(conversation: _Conversation, command: str, text: str = "") -> str:
     """Run a command; return the message for the user."""
-    if command == "/help":
+    if command in {"/help", "/?"}:
         return _HELP
     if command == "/reset" and not text:
-        talk.reset(talk.system)
+        conversation.reset(conversation.system)
         return "The conversation is forgotten."
     if command == "/system":
-        talk.reset(text.strip())
-        return "A new conversation, " + ("with this system message." if talk.system else "without a system message.")
-    return f"{command} is no command, or not used like that.\n{_HELP}"
+        conversation.reset(text.strip())
+        return f"A new conversation, {'with this' if conversation.system else 'without a'} system message."
+    if command == "/model":
+        if text:
+            conversation.model = text.strip()
+        model = conversation.model or "the server's default model"
+        return f"The next question goes to {model}."
+    return f"{command} is unknown, or not used like that.\n{_HELP}"
 
 
 class _Conversation:
     """The messages so far, and the options of every request."""
 
-    def __init__(self, target: Target, system: str, **options: Any) -> None:
+    def __init__(self, target: Target, *, system: str, model: str | None, **options: Any) -> None:
         self._target = target
         self._options = options
+        self.model = model
         self.reset(system)
 
     def reset(self, system: str) -> None:
@@ -144,7 +150,7 @@ class _Conversation:
         self._messages: list[Message] = []
 
     def say(self, text: str) -> bool:
-        """Ask, print the answer as it arrives, and remember both; False when Ctrl-C ended it. Raises ChatError.
+        """Ask, print the answer as it arrives, and remember both; False when Ctrl-C ended it. Raises ServerError.
 
         The received part of an interrupted answer is remembered. If it is empty, the question is dropped too.
         """
@@ -152,7 +158,7 @@ class _Conversation:
 
         asked = [*self._messages, Message("user", text)]
         opening = [Message("system", self.system)] if self.system else []
-        question = Question(messages=[*opening, *asked], **self._options)
+        question = Question(messages=[*opening, *asked], model=self.model, **self._options)
         answer, screen = Answer(), _Screen()
         try:
             with contextlib.closing(ask(self._target, question, answer)) as pieces:
@@ -167,7 +173,7 @@ class _Conversation:
             if answer.text:
                 self._messages = [*asked, Message("assistant", answer.text)]
             if answer.first_s is not None:
-                _note(_figures(answer))
+                note(_figures(answer))
 
 
 class _Screen:
@@ -183,7 +189,7 @@ class _Screen:
         if not self._is_terminal:
             text = "" if is_reasoning else text
         else:
-            text = text.translate(_HARMLESS)
+            text = text.translate(HARMLESS)
             if self._is_reasoning and not is_reasoning:
                 click.echo("\n", nl=not self._ends_line)
             self._is_reasoning = is_reasoning
@@ -209,12 +215,3 @@ def _figures(answer: Answer) -> str:
     if answer.finish_reason is None:
         parts.append("ended early")
     return " · ".join(part for part in parts if part)
-
-
-def _note(text: str) -> None:
-    click.secho(text.translate(_HARMLESS), err=True, dim=True)
-
-
-def _fail(text: str) -> int:
-    click.echo(f"sie: {text.translate(_HARMLESS)}", err=True)
-    return 1

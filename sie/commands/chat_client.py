@@ -12,15 +12,12 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
+from sie.commands.http_client import Connection, ServerError, authorization, conversing, refusal
 from sie.loadgen.target import Target, TargetError
 
 PATH: Final = "/v1/chat/completions"
 _SILENCE_S = 300.0
 """Longest wait for a byte. A working server sends comments, by default every ten seconds."""
-
-
-class ChatError(Exception):
-    """The answer is missing or incomplete; the text gives the reason for people."""
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -121,49 +118,30 @@ class _Chunk(msgspec.Struct, frozen=True):
 _decode = msgspec.json.Decoder(_Chunk).decode
 
 
-class _Connection(http.client.HTTPConnection):
-    """HTTP/1.1 over the socket that a target opens: TCP, TLS or a Unix socket."""
-
-    def __init__(self, target: Target) -> None:
-        super().__init__(target.host or "localhost", target.port or None)
-        self._target = target
-
-    def connect(self) -> None:
-        self.sock = self._target.connect()
-        self.sock.settimeout(_SILENCE_S)
-
-
 def ask(target: Target, question: Question, answer: Answer) -> Generator[Piece, None, None]:
     """Send a question; yield its answer's texts as they arrive, and record them and their times in `answer`.
 
-    Closing the iterator ends the request, and with it the server's work. Raises ChatError.
+    Closing the iterator ends the request, and with it the server's work. Raises ServerError.
     """
     body = msgspec.to_builtins(question) | {"stream": True, "stream_options": {"include_usage": True}}
-    headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
-    if target.key:
-        headers["Authorization"] = f"Bearer {target.key}"
-    connection = _Connection(target)
-    try:
-        connection.connect()
+    headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **authorization(target)}
+    connection = Connection(target, _SILENCE_S)
+    with conversing(connection, target, _SILENCE_S):
+        try:
+            connection.connect()
+        except TargetError as error:
+            raise ServerError(str(error)) from error
         answer.asked_s = time.monotonic()
         connection.request("POST", target.path + PATH, msgspec.json.encode(body), headers)
         response = connection.getresponse()
         if response.status != 200:
-            raise ChatError(_refusal(response))
+            raise ServerError(refusal(PATH, response.status, response.read()))
         for event in _events(response):
             yield from answer.take(event, time.monotonic())
-    except TargetError as error:
-        raise ChatError(str(error)) from error
-    except TimeoutError as error:
-        raise ChatError(f"{target.url} has sent nothing for {_SILENCE_S:g} s") from error
-    except (OSError, http.client.HTTPException) as error:
-        raise ChatError(f"the connection to {target.url} broke: {error or type(error).__name__}") from error
-    finally:
-        connection.close()
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[_Chunk]:
-    """Yield the chunks of a stream up to `[DONE]`. Raises ChatError for an error in it, or if it ends before."""
+    """Yield the chunks of a stream up to `[DONE]`. Raises ServerError for an error in it, or if it ends before."""
     while line := response.readline():
         if not line.startswith(b"data: "):  # comments, and the empty lines between events
             continue
@@ -172,18 +150,11 @@ def _events(response: http.client.HTTPResponse) -> Iterator[_Chunk]:
             return
         chunk = _read(data)
         if chunk is None:
-            raise ChatError("the server's stream is not one of chat completions")
+            raise ServerError("the server's stream is not one of chat completions")
         if chunk.error is not None:
-            raise ChatError(chunk.error.message)
+            raise ServerError(chunk.error.message)
         yield chunk
-    raise ChatError("the server broke off its answer")
-
-
-def _refusal(response: http.client.HTTPResponse) -> str:
-    chunk = _read(response.read())
-    if chunk is not None and chunk.error is not None:
-        return chunk.error.message
-    return f"the server answers {PATH} with status {response.status}"
+    raise ServerError("the server broke off its answer")
 
 
 def _read(data: bytes) -> _Chunk | None:

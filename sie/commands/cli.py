@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import click
 import msgspec
@@ -17,16 +17,21 @@ from sie import __version__
 from sie.commands.bench import bench
 from sie.commands.chat import chat
 from sie.commands.keys import keys
+from sie.commands.pull import pull
+from sie.commands.run import run
+from sie.commands.running import ps, stop
 from sie.commands.service import service
+from sie.commands.top import top
 from sie.config.bundled import with_bundled_model
 from sie.config.display import RENDERERS
-from sie.config.flags import ConfiguredCommand
+from sie.config.flags import ConfiguredCommand, ModelsCommand, with_models
 from sie.config.settings import Loaded, load_settings
-from sie.config.sources import SettingsError
+from sie.config.sources import SettingsError, did_you_mean
 from sie.doctor import AREAS
 
 EX_CONFIG = 78
 
+_MAX_HELP_CHARS: Final = 90
 _CONTEXT = {"max_content_width": 120, "help_option_names": ["-h", "--help"]}
 
 
@@ -45,7 +50,35 @@ def main(args: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
-@click.group(context_settings=_CONTEXT)
+_GROUPS: Final = {
+    "Serve": ("serve", "run", "pull", "list", "doctor", "config", "keys", "service"),
+    "Use a server": ("chat", "ps", "top", "stop", "bench"),
+    "This command": ("completion", "version"),
+}
+
+
+class _Commands(click.Group):
+    """The group of all commands. Its help has headings, and an unknown command gets the nearest name."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that the arguments begin with."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            hint = did_you_mean(args[0], self.list_commands(ctx)) or "; `sie --help` lists the commands"
+            ctx.fail(f"{args[0]!r}: unknown command{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each command's first line under its heading."""
+        for heading, names in _GROUPS.items():
+            with formatter.section(heading):
+                commands = [(name, self.commands[name].get_short_help_str(_MAX_HELP_CHARS)) for name in names]
+                formatter.write_dl(commands, col_max=12)
+
+
+@click.group(cls=_Commands, context_settings=_CONTEXT)
+@click.version_option(__version__, "-V", "--version", prog_name="sie", message="%(prog)s %(version)s")
 def cli() -> None:
     """One inference server: one engine, several wire dialects.
 
@@ -53,20 +86,22 @@ def cli() -> None:
 
     \b
       sie serve
-      sie serve --model my/model=/srv/models/mine --port 9000
+      sie serve org/name mine=/srv/models/mine ./model.gguf --port 9000
+      sie run ./model.gguf
     """
 
 
-@cli.command(cls=ConfiguredCommand)
-def serve(config_file: str | None, **flags: Any) -> int:
+@cli.command(cls=ModelsCommand)
+def serve(named: tuple[str, ...], config_file: str | None, **flags: Any) -> int:
     """Serve models until SIGTERM.
 
-    Every flag is also a SIE_* variable and a TOML key: `sie config` shows the current values.
+    Each MODEL is the id of a repository on the hub, ID=DIR, or a path to a directory or a .gguf file. Every flag is
+    also a SIE_* variable and a TOML key: `sie config` shows the current values.
     """
     from sie.catalog.listing import check_adapters
 
     def load() -> Loaded:
-        return with_bundled_model(_load(config_file, flags))
+        return with_bundled_model(_load(config_file, with_models(flags, named)))
 
     loaded = _warned(load())
     check_adapters(loaded)
@@ -79,13 +114,16 @@ def serve(config_file: str | None, **flags: Any) -> int:
         raise SettingsError(str(error)) from error
 
 
-@cli.command(cls=ConfiguredCommand, params=[click.Option(["--json", "as_json"], is_flag=True, help="Print JSON.")])
-def models(config_file: str | None, as_json: bool, **flags: Any) -> None:
-    """List the models that `serve` would serve, and check their files. Downloads nothing and reads no weights."""
+@cli.command("list", cls=ModelsCommand, params=[click.Option(["--json", "as_json"], is_flag=True, help="Print JSON.")])
+def list_(named: tuple[str, ...], config_file: str | None, as_json: bool, **flags: Any) -> None:
+    """List the models that `serve` would serve, and check their files.
+
+    Downloads nothing and reads no weights. `sie models` is the same command.
+    """
     from sie.catalog.listing import list_models, render_table
     from sie.supervisor.card_helper import check_models
 
-    rows = list_models(with_bundled_model(_warned(_load(config_file, flags))), check_models)
+    rows = list_models(with_bundled_model(_warned(_load(config_file, with_models(flags, named)))), check_models)
     click.echo(msgspec.json.format(msgspec.json.encode(rows)).decode() if as_json else render_table(rows))
 
 
@@ -93,7 +131,10 @@ def models(config_file: str | None, as_json: bool, **flags: Any) -> None:
     cls=ConfiguredCommand,
     params=[
         click.Option(
-            ["--format", "output_format"], type=click.Choice(list(RENDERERS)), default="text", help="How to print them."
+            ["--format", "output_format"],
+            type=click.Choice(list(RENDERERS)),
+            default="text",
+            help="Output format [text].",
         )
     ],
 )
@@ -102,26 +143,28 @@ def config(config_file: str | None, output_format: str, **flags: Any) -> None:
     click.echo(RENDERERS[output_format](_warned(_load(config_file, flags))), nl=False)
 
 
-cli.add_command(bench)
-cli.add_command(chat)
-cli.add_command(keys)
-cli.add_command(service)
+cli.add_command(list_, "models")
+for _command in (bench, chat, keys, ps, pull, run, service, stop, top):
+    cli.add_command(_command)
 
 
 @cli.command(
     cls=ConfiguredCommand,
     params=[
         click.Option(["--json", "as_json"], is_flag=True, help="Print JSON."),
-        click.Option(["--only"], type=click.Choice(AREAS), multiple=True, help="Look at this alone; repeatable."),
+        click.Option(["--only"], type=click.Choice(AREAS), multiple=True, help="Check only this area; repeatable."),
         click.Option(
-            ["--wait-s"], type=click.FloatRange(0, 3600), default=0.0, help="Look again until no error is left."
+            ["--wait-s"],
+            type=click.FloatRange(0, 3600),
+            default=0.0,
+            help="Repeat the checks for up to this time, until no error is left.",
         ),
     ],
 )
 def doctor(config_file: str | None, as_json: bool, only: tuple[str, ...], wait_s: float, **flags: Any) -> int:
     """Check this host and these settings, and say how to correct faults.
 
-    Exit status 1 when there is an error: then the server would not start, or not serve.
+    Exit status 1: there is an error, and the server would not start, or would not serve.
     """
     from sie.doctor import examine, render_json, render_text
 

@@ -66,17 +66,22 @@ def _host_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("name", type=click.Choice(list(PLACES)), default="sie.service")
 @_host_options
 def print_unit(name: str, executable: str | None, config: str, user: str) -> None:
-    """Print one of the files that `install` writes, as this host would get it."""
+    """Print a file that `install` would write on this host."""
     click.echo(render(name, _host(executable, config, user, Path("/"))), nl=False)
 
 
 @service.command()
 @_host_options
 @click.option("--gpu/--no-gpu", default=None, help="Give the service the GPUs [if this host has NVIDIA's driver].")
-@click.option("--root", type=click.Path(path_type=Path), default="/", help="Write beneath this directory: an image's.")
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path),
+    default="/",
+    help="Write beneath this directory, for example of an image.",
+)
 @click.option("--force", is_flag=True, help="Overwrite files that `sie service` did not write.")
 def install(*, executable: str | None, config: str, user: str, gpu: bool | None, root: Path, force: bool) -> None:
-    """Write the unit, its user, its directories and the kernel settings it profits from.
+    """Write the unit, its user, its directories and helpful kernel settings.
 
     Existing settings stay. A repeated install changes only files that differ.
     """
@@ -112,9 +117,14 @@ def _warn_of_hidden(executable: str) -> None:
 
 
 @service.command()
-@click.option("--root", type=click.Path(path_type=Path), default="/", help="Remove beneath this directory: an image's.")
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path),
+    default="/",
+    help="Remove beneath this directory, for example of an image.",
+)
 def uninstall(root: Path) -> None:
-    """Stop the service and remove the files of `install`; settings, caches and the user stay."""
+    """Stop the service and remove the files of `install`; settings, caches, responses and the user stay."""
     is_live = root.resolve() == Path("/") and _systemd_runs()
     if is_live and _is_ours(root / PLACES["sie.service"]):
         _call("systemctl", "disable", "--now", "sie.service")
@@ -123,7 +133,7 @@ def uninstall(root: Path) -> None:
     if is_live:
         _call("systemctl", "daemon-reload")
     left = [str(path) for name in _LEFT if (path := root / name.lstrip("/")).exists()]
-    click.echo(f"left, yours to remove: {', '.join([*left, 'the user that the server ran as'])}")
+    click.echo(f"not removed: {', '.join([*left, 'the user that the server ran as'])}")
 
 
 def _host(executable: str | None, config: str, user: str, root: Path) -> Host:
@@ -247,6 +257,6 @@ def _say_next(host: Host) -> None:
         f"\nNext:\n"
         f"  name the models in {host.config}\n"
         f"  {host.executable} doctor --config {host.config}\n"
-        f"  systemctl enable --now sie        # one that runs already: systemctl restart sie\n"
-        f"  sysctl --load=/{PLACES['sie.sysctl.conf']}        # the next boot does it, too"
+        f"  systemctl enable --now sie        # if it already runs: systemctl restart sie\n"
+        f"  sysctl --load=/{PLACES['sie.sysctl.conf']}        # or reboot"
     )

@@ -1,16 +1,30 @@
-"""The flags of client commands: the API key and the TLS files."""
+"""The flags of client commands: the server's address, the API key and the TLS files."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.core import ParameterSource
 
+from sie.config.sources import URL_VARIABLE
+
+if TYPE_CHECKING:
+    from sie.loadgen.target import Target
+
+DEFAULT_URL: Final = "http://127.0.0.1:8080"
 _Command = Callable[..., Any]
 
 _OPTIONS = (
-    click.option("--key", envvar="BENCH_API_KEY", show_envvar=True, default="", help="API key."),
+    click.option(
+        "--key",
+        envvar=["SIE_API_KEY", "BENCH_API_KEY"],
+        show_envvar=True,
+        default="",
+        help="API key. OPENAI_API_KEY counts, too, if the server was named by --url or SIE_URL.",
+    ),
     click.option(
         "--ca",
         "ca_file",
@@ -25,8 +39,27 @@ _OPTIONS = (
 )
 
 
+def url_option(forms: str) -> Callable[[_Command], _Command]:
+    """Add `--url`, whose help lists the accepted forms of an address."""
+    return click.option(
+        "--url", envvar=URL_VARIABLE, show_envvar=True, default=DEFAULT_URL, show_default=True, help=forms
+    )
+
+
 def target_options(command: _Command) -> _Command:
-    """Add the options of `sie.loadgen.target.parse_target` besides the address: key, ca_file, cert_file, key_file."""
+    """Add the options of `named_target` besides the address: key, ca_file, cert_file, key_file."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
+
+
+def named_target(url: str, *, key: str, **tls_files: str) -> Target:
+    """Return the server that the current command's flags and variables name. Raises TargetError.
+
+    The key of another service must not reach a server that the user did not name, so `OPENAI_API_KEY` counts only
+    beside an explicit address.
+    """
+    from sie.loadgen.target import parse_target
+
+    is_named = click.get_current_context().get_parameter_source("url") is not ParameterSource.DEFAULT
+    return parse_target(url, key=key or (os.environ.get("OPENAI_API_KEY", "") if is_named else ""), **tls_files)

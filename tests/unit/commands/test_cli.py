@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it exits with, and how fast help is there."""
+"""The command line: its output, its exit statuses, and the speed of its help."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_start_that_is_refused_is_one_line_and_status_78(supervisor: FakeSuper
         (["--port", "x"], "sie: --port: 'x' is not an integer from 0 to 65535"),
         (["--port"], "sie: Option '--port' requires an argument."),
         (["--log-format", "xml"], "sie: Invalid value for '--log-format': 'xml' is not one of 'text', 'json'."),
-        (["stray"], "sie: Got unexpected extra argument (stray)"),
+        (["a b"], "sie: model (from flag --model): model spec 'a b'"),
         (["--config", "/nonexistent/sie.toml"], "sie: /nonexistent/sie.toml: cannot be read: No such file"),
         (["--model", "/srv/m"], "sie: model (from flag --model): model spec '/srv/m' is a path without an id"),
         (["--model", STUB, "--lazy-model", "a"], "sie: lazy_model (from flag --lazy-model): 'a' is named twice"),
@@ -146,13 +146,52 @@ def test_a_wrong_variable_stops_the_start(supervisor, monkeypatch, capsys):
 
 def test_an_unknown_command_is_a_usage_error(capsys):
     assert cli.main(["serv"]) == 2
-    assert "serve" in capsys.readouterr().err
+    assert "'serv': unknown command; did you mean serve?" in capsys.readouterr().err
+    assert cli.main(["xyzzy"]) == 2
+    assert "'xyzzy': unknown command; `sie --help` lists the commands" in capsys.readouterr().err
 
 
-def test_help_lists_every_setting_once(capsys):
-    assert cli.main(["serve", "--help"]) == 0
-    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
-    assert sorted(rows) == sorted(["--config", *(key.flag for key in all_keys())])
+def test_help_lists_every_command_once_and_the_version_is_a_flag_too(capsys):
+    assert cli.main(["--help"]) == 0
+    rows = [
+        line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ") and line[2] != " "
+    ]
+    listed = [row for row in rows if row in cli.cli.commands]
+    assert sorted(listed) == sorted(set(cli.cli.commands) - {"models"}), "models is another name of list"
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"sie {sie.__version__}\n"
+
+
+def test_the_long_help_lists_every_setting_once_and_the_short_one_the_common_ones(capsys):
+    def flags(option: str) -> list[str]:
+        assert cli.main(["serve", option]) == 0
+        return [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+
+    every = flags("--help-all")
+    assert sorted(every) == sorted(["--config", "--help-all", *(key.flag for key in all_keys())])
+    short = flags("--help")
+    assert {"--model", "--port", "--devices", "--api-keys"} < set(short) < set(every)
+    assert len(short) < 35
+
+
+def test_arguments_of_serve_are_models_and_a_path_gets_the_id_of_its_last_part(
+    supervisor: FakeSupervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert cli.main(["serve", STUB, "./mine", "/srv/b.gguf", "~/c", "d.gguf", "org/name@v1", "--model", "z=stub:"]) == 5
+    assert supervisor.loaded.settings.models.preload == (
+        STUB, f"mine={tmp_path}/mine", "b=/srv/b.gguf", "c=/home/someone/c", f"d={tmp_path}/d.gguf", "org/name@v1", "z=stub:",
+    )  # fmt: skip
+
+
+def test_help_shows_units_files_and_how_to_turn_a_switch_off(capsys):
+    assert cli.main(["serve", "--help-all"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--tls-cert FILE" in text
+    assert "--min-body-bytes-per-s N" in text
+    assert "kept. [2592000]" in text
+    assert "[on; --no-native-kernels turns it off]" in text
 
 
 def test_models_shows_what_repositories_hold(tmp_path: Path, capsys):

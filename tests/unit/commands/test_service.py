@@ -1,4 +1,4 @@
-"""`sie service`: what it writes for a host, what it refuses to touch, and that systemd finds nothing wrong with it."""
+"""`sie service`: the files for a host, the files that it refuses to touch, and that systemd accepts them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_install_writes_everything_once_and_uninstall_leaves_what_is_the_operato
     assert run("uninstall", "--root", tmp_path) == 0
     said = capsys.readouterr().out
     assert said.count("removed    ") == len(first) - 1
-    assert f"left, yours to remove: {tmp_path}/etc/sie, " in said
+    assert f"not removed: {tmp_path}/etc/sie, " in said
     assert tree(tmp_path) == {"etc/sie/sie.toml": "[server]\nport = 9\n"}
 
 

@@ -1,0 +1,136 @@
+"""The command `sie run`: talks to a model, and serves it for that time if no server does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import click
+import msgspec
+
+from sie.commands.chat import chat_options, talk
+from sie.commands.target_options import named_target, target_options, url_option
+from sie.commands.terminal import fail
+from sie.config.flags import model_spec
+
+if TYPE_CHECKING:
+    from sie.loadgen.target import Target
+
+_POLL_S = 0.1
+_STOP_TIMEOUT_S = 60.0
+
+
+@click.command()
+@click.argument("model")
+@click.argument("question", nargs=-1)
+@url_option("A server that may have the model already.")
+@chat_options
+@target_options
+def run(
+    *,
+    model: str,
+    question: tuple[str, ...],
+    url: str,
+    system: str,
+    temperature: float | None,
+    max_tokens: int | None,
+    **access: str,
+) -> int:
+    """Talk to MODEL, and serve it for that time if no server does.
+
+    MODEL is named as for `sie serve`: an id on the hub, ID=DIR, or a path. A server at --url that has the model is
+    used. Otherwise one is started on a Unix socket of its own, and stopped at the end; the model is downloaded if need be.
+    With a QUESTION, or text from a pipe, it prints one answer; without either it is a conversation.
+
+    \b
+      sie run ./model.gguf
+      sie run org/name "What is a fox?"
+    """
+    from sie.loadgen.target import TargetError
+
+    spec = model_spec(model)
+    model_id = spec.partition("=")[0].partition("@")[0]
+    options = {"system": system, "model": model_id, "temperature": temperature, "max_tokens": max_tokens}
+    try:
+        target = named_target(url, **access)
+        if _look(target, model_id) is not None:
+            return talk(target, question, **options)
+        with _serving(spec, model_id) as own:
+            return 1 if own is None else talk(own, question, **options)
+    except TargetError as error:
+        return fail(str(error))
+
+
+class _LastError(msgspec.Struct, frozen=True):
+    permanent: bool = False
+
+
+class _Model(msgspec.Struct, frozen=True):
+    """A model as `/v1/models/ID` describes it."""
+
+    state: str = ""
+    last_error: _LastError | None = None
+
+
+def _look(target: Target, model_id: str) -> _Model | None:
+    """Return the model's state at a server, or None if no server answers there or it does not know the model."""
+    from sie.commands.http_client import ServerError, call
+    from sie.loadgen.target import TargetError
+
+    try:
+        status, body = call(target, "GET", f"/v1/models/{quote(model_id)}")  # a file's name may be in any alphabet
+        return msgspec.json.decode(body, type=_Model) if status == 200 else None
+    except (TargetError, ServerError, msgspec.DecodeError):
+        return None
+
+
+@contextmanager
+def _serving(spec: str, model_id: str) -> Generator[Target | None]:
+    """Serve one model on a private Unix socket; yield its address, or None if the model could not be loaded.
+
+    The server's bar and its warnings go to this terminal. It ignores this terminal's Ctrl-C, which ends an answer. It
+    has the settings of `sie serve`, but only the socket's mode protects it: keys and TLS would shut out this client.
+    """
+    from sie.loadgen.target import parse_target
+    from sie.runtime.child_setup import die_with_parent
+
+    with tempfile.TemporaryDirectory(prefix="sie-run-") as directory:
+        path = Path(directory, "http")
+        server = subprocess.Popen(  # noqa: S603  # our own command
+            [sys.executable, "-m", "sie", "serve", "--model", spec, "--uds", str(path), "--uds-mode", "600",
+             "--state-dir", str(Path(directory, "state")), "--frontends", "1", "--grpc-port", "0", "--log-level", "warning",
+             "--api-keys", "", "--tls-cert", "", "--tls-key", "", "--tls-client-ca", ""],
+            env={name: value for name, value in os.environ.items() if name != "SIE_API_KEY"},  # a client's, not a server's
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent,  # noqa: PLW1509  # no other thread runs here
+        )  # fmt: skip
+        try:
+            target = parse_target(f"unix:{path}")
+            yield target if _wait_until_loaded(server, target, model_id) else None
+        finally:
+            server.send_signal(signal.SIGTERM)
+            try:
+                server.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+
+def _wait_until_loaded(server: subprocess.Popen[bytes], target: Target, model_id: str) -> bool:
+    """Wait until the server has loaded its model. Return False if it ended before, or the load failed for good."""
+    while server.poll() is None:
+        model = _look(target, model_id) if Path(target.uds).exists() else None
+        if model is not None and model.state == "loaded":
+            return True
+        if model is not None and model.last_error is not None and model.last_error.permanent:
+            return False
+        time.sleep(_POLL_S)
+    return False

@@ -1,0 +1,139 @@
+"""The commands `sie ps` and `sie stop`: look at a running server, unload a model of it, or stop it.
+
+Their imports happen when they run, because every other `sie` command imports this file too.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sie.commands.target_options import named_target, target_options, url_option
+from sie.commands.terminal import HARMLESS, fail
+
+if TYPE_CHECKING:
+    from sie.commands.server_status import Frame
+
+_COLUMNS = ("MODEL", "STATE", "DEVICE", "MEMORY", "QUEUE", "OUTPUTS")
+_AFTER_DRAIN_S = 15.0
+"""A server may take this long to end after drain_timeout_s."""
+
+
+@click.command()
+@url_option("http[s]://HOST:PORT[/PATH] or unix:PATH.")
+@target_options
+@click.option("--json", "as_json", is_flag=True, help="Print the server's whole status frame as JSON.")
+def ps(*, url: str, as_json: bool, **access: str) -> int:
+    """Show a running server and its models.
+
+    Exit status 1: no server answers, or it is not ready.
+    """
+    from sie.commands.http_client import ServerError, frames
+    from sie.commands.server_status import read_frame
+    from sie.loadgen.target import TargetError
+
+    try:
+        with closing(frames(named_target(url, **access))) as feed:
+            data = next(feed, b"")
+        if not data:
+            return fail(f"{url} ended the feed at once")
+        frame = read_frame(data)
+    except (TargetError, ServerError, ValueError) as error:
+        return fail(str(error))
+    click.echo(data.decode() if as_json else _render(frame, url))
+    return int(not frame.ready)
+
+
+def _render(frame: Frame, url: str) -> str:
+    from sie.commands.server_status import model_cells, problems, shown_uptime
+
+    ready = "ready" if frame.ready else "not ready"
+    about = f"sie {frame.server.version} at {url}: {ready}, up {shown_uptime(frame.server.uptime_seconds)}, pid {frame.server.pid}"
+    table = [list(_COLUMNS), *map(model_cells, frame.models)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    rows = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join([about, *problems(frame), "", *rows]).translate(HARMLESS)
+
+
+@click.command()
+@click.argument("model", required=False)
+@url_option("With MODEL: http[s]://HOST:PORT[/PATH] or unix:PATH.")
+@target_options
+@click.option("--port", type=click.IntRange(1, 65535), help="Without MODEL: the port of the server on this host.")
+@click.option("--config", "config_file", metavar="FILE", help="Without MODEL: the settings file of that server.")
+def stop(*, model: str | None, url: str, port: int | None, config_file: str | None, **access: str) -> int:
+    """Stop the server on this host, or only unload MODEL.
+
+    Accepted requests finish first, within drain_timeout_s. The server is found by its port's lock file in runtime_dir.
+
+    \b
+      sie stop
+      sie stop --port 9000
+      sie stop mine
+    """
+    return _stop_server(port, config_file) if model is None else _unload(model, url, access)
+
+
+def _unload(model: str, url: str, access: dict[str, str]) -> int:
+    from sie.commands.http_client import ServerError, call, refusal
+    from sie.loadgen.target import TargetError
+
+    path = "/v1/models/unload"
+    try:
+        status, body = call(named_target(url, **access), "POST", path, {"model_id": model})
+    except (TargetError, ServerError) as error:
+        return fail(str(error))
+    if status not in {200, 202}:
+        return fail(refusal(path, status, body))
+    click.echo(f"{model} is unloaded" if status == 200 else f"{model} is unloading: its last requests are running")
+    return 0
+
+
+def _stop_server(port: int | None, config_file: str | None) -> int:
+    from sie.config.settings import load_settings
+    from sie.supervisor.host_resources import SERVICE_DIRECTORY, lock_holder
+
+    flags: dict[str, Any] = {} if port is None else {"port": str(port)}
+    server = load_settings(config_file, os.environ, flags).settings.server
+    for directory in dict.fromkeys((server.runtime_dir, SERVICE_DIRECTORY)):
+        pid = lock_holder(Path(directory), server.port)
+        if pid is not None:
+            return _end(pid, server.port, server.drain_timeout_s + _AFTER_DRAIN_S)
+    return fail(f"no server on this host has port {server.port}: no lock is held in {server.runtime_dir}")
+
+
+def _end(pid: int, port: int, timeout_s: float) -> int:
+    """Ask the server to end, and wait until it has."""
+    unit = _unit_of(pid)
+    if unit:
+        return fail(f"the server on port {port} (pid {pid}) is the systemd service {unit}: run `systemctl stop {unit}`")
+    try:
+        pidfd = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            click.echo(f"stopping the server on port {port} (pid {pid})", err=True)
+            ended, _, _ = select.select([pidfd], [], [], timeout_s)
+        finally:
+            os.close(pidfd)
+    except ProcessLookupError:
+        return 0
+    except OSError as error:
+        return fail(f"cannot stop the server on port {port} (pid {pid}): {error.strerror}")
+    return 0 if ended else fail(f"the server on port {port} (pid {pid}) has not ended within {timeout_s:g} s")
+
+
+def _unit_of(pid: int) -> str:
+    """Return the systemd service that a process belongs to, or an empty text. Source: proc_pid_cgroup(5)."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return ""
+    names = [Path(line.rpartition(":")[2]).name for line in lines]
+    # A login's own service (user@1000.service) is above its scopes, so only the last part counts.
+    return next((name for name in names if name.startswith("sie") and name.endswith(".service")), "")
