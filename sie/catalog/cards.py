@@ -6,7 +6,7 @@ import msgspec
 
 from sie.catalog.directory import read_card
 from sie.catalog.files import refuse
-from sie.catalog.profiles import Options, known_profiles
+from sie.catalog.profiles import Options, known_dimensions, known_profiles
 from sie.catalog.spec import ModelSpec
 from sie.catalog.stub import stub_card
 from sie.values.card import ModelCard
@@ -30,6 +30,12 @@ def complete_card(card: ModelCard, spec: ModelSpec) -> ModelCard:
         card = msgspec.structs.replace(card, encoder_weights=weights)
     elif spec.encoder_weights is not None:
         raise refuse(card.id, f"encoder_weights is for encoders of texts and classifiers, not for a {card.kind}")
+    if spec.reranker is not None and (card.score is None or card.score.template is None):
+        raise refuse(card.id, f"its section describes a reranker, but its files are those of a {card.kind}")
+    if spec.pooling is not None and (not card.pipeline or card.pipeline[0].config["modes"] != [spec.pooling]):
+        reason = "its section sets pooling, which is for encoders without a modules.json"
+        raise refuse(card.id, f"{reason}; its own files say how it pools" if card.pipeline else reason)
+    card = _with_dimensions(card, spec)
     if spec.accept_token_ids:
         if not card.tokenizer_file or "dense" not in card.outputs:
             raise refuse(
@@ -41,6 +47,8 @@ def complete_card(card: ModelCard, spec: ModelSpec) -> ModelCard:
 
 def _has_encoder(card: ModelCard) -> bool:
     """Tell whether a model is a transformer that reads texts, alone or with a classifier or score head."""
+    if card.static_vectors is not None:
+        return False
     return card.kind in ("encoder", "cross-encoder") or isinstance(card.extract, TokenClassification | ZeroShot)
 
 
@@ -60,6 +68,20 @@ def _shorten(card: ModelCard, limit: int) -> ModelCard:
     if rule is not None:
         rule = msgspec.structs.replace(rule, context_length=limit)
     return msgspec.structs.replace(card, max_sequence_length=limit, late=late, stub=stub, generate=rule)
+
+
+def _with_dimensions(card: ModelCard, spec: ModelSpec) -> ModelCard:
+    """Add the shorter dimensions that the operator, or else the checkpoint or the catalogue, declares."""
+    native = card.dims.get("dense", 0)
+    if spec.dimensions is None:
+        known = card.matryoshka or known_dimensions(card.id)
+        return msgspec.structs.replace(card, matryoshka=known) if native else card
+    if not native:
+        raise refuse(card.id, f"its section sets dimensions, which a {card.kind} without dense vectors has not")
+    longest = 0 if isinstance(spec.dimensions, bool) else max(spec.dimensions, default=0)
+    if longest > native:
+        raise refuse(card.id, f"its section sets dimensions to {longest}, but its vectors have {native}")
+    return msgspec.structs.replace(card, matryoshka=spec.dimensions)
 
 
 def _with_profiles(card: ModelCard, spec: ModelSpec) -> ModelCard:

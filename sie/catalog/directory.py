@@ -22,12 +22,14 @@ from sie.catalog.remote_code import replace_remote_code
 from sie.catalog.scoring import Scoring, read_scoring
 from sie.catalog.sparse import read_m3_heads, read_router, read_splade
 from sie.catalog.spec import ModelSpec
+from sie.catalog.static_vectors import is_static, read_static
 from sie.catalog.text_ends import END_KEYS, TextEnds, read_text_ends
 from sie.catalog.towers import read_towers
 from sie.catalog.unserved import check_served
 from sie.catalog.weights import check_weights
 from sie.values.card import LateInteraction, ModelCard, PipelineStep, SparseOutput, StaticQueries
 from sie.values.extract import ExtractRule
+from sie.values.output_kinds import DENSE, MULTIVECTOR, SPARSE
 
 _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json"
@@ -83,6 +85,8 @@ def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
     if detector is not None:
         return detector
     modules = read_modules(checkpoint)
+    if is_static(modules, checkpoint.read_object("config.json")):
+        return _static_card(spec, checkpoint, modules)
     static = None
     if modules and modules[0].name == "Router":
         static, modules = read_router(checkpoint, modules)
@@ -97,10 +101,10 @@ def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
     rule = read_extraction(transformer, modules, config)
     if rule is not None:
         return _extract_card(spec, transformer, config, rule)
-    scoring = read_scoring(checkpoint, transformer, modules, config)
+    scoring = read_scoring(checkpoint, transformer, modules, config, spec.reranker)
     if scoring is not None:
         return _score_card(spec, checkpoint, transformer, config, scoring)
-    outputs = _read_outputs(checkpoint, transformer, modules, config)
+    outputs = _read_outputs(checkpoint, transformer, modules, config, spec.pooling)
     if static is not None and outputs.sparse is None:
         raise refuse(spec.id, "its queries have a sparse vector and its documents have none")
     card = _card(spec, checkpoint, transformer, config, msgspec.structs.replace(outputs, static_queries=static))
@@ -112,7 +116,7 @@ class _Outputs(msgspec.Struct, frozen=True, kw_only=True):
 
     dims: dict[str, int]
     settings: _TransformerSettings
-    similarity: str = "cosine"
+    similarity: str = DENSE.similarity
     pipeline: tuple[PipelineStep, ...] = ()
     normalize: bool = False
     sparse: SparseOutput | None = None
@@ -123,27 +127,40 @@ class _Outputs(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def compares(self) -> bool:
         """Whether it is also offered as a scorer: a ColBERT, or a bge-m3 model even with missing heads."""
-        return self.late is not None or bool(self.missing) or {"dense", "sparse"} <= self.dims.keys()
+        is_m3 = self.sparse is not None and self.sparse.kind == "lexical" and "dense" in self.dims
+        return self.late is not None or bool(self.missing) or is_m3
 
 
 def _read_outputs(
-    checkpoint: Checkpoint, transformer: Checkpoint, modules: list[Module] | None, config: dict[str, Any]
+    checkpoint: Checkpoint,
+    transformer: Checkpoint,
+    modules: list[Module] | None,
+    config: dict[str, Any],
+    pooling: str | None,
 ) -> _Outputs:
-    """Detect the kind of checkpoint and return its outputs."""
+    """Detect the kind of checkpoint and return its outputs; pooling is the operator's, for one without modules."""
     hidden_size = _hidden_size(transformer, config)
     settings = _read_settings(transformer)
     if is_late(checkpoint, modules, config):
         _check_settings(transformer, settings, "feature-extraction", _LATE_KEYS)
         late, width = read_late(checkpoint, transformer, modules, hidden_size)
-        return _Outputs(dims={"multivector": width}, settings=settings, similarity="maxsim", late=late)
+        return _Outputs(dims={"multivector": width}, settings=settings, similarity=MULTIVECTOR.similarity, late=late)
     is_masked_lm = settings.transformer_task == "fill-mask" or bool(modules and modules[0].name == "MLMTransformer")
-    if is_masked_lm or (modules is None and _architecture(config).endswith("ForMaskedLM")):
+    if is_masked_lm:
         _check_settings(transformer, settings, "fill-mask")
         sparse = read_splade(checkpoint, modules)
-        return _Outputs(dims={"sparse": config["vocab_size"]}, settings=settings, similarity="dot", sparse=sparse)
+        return _Outputs(
+            dims={"sparse": config["vocab_size"]}, settings=settings, similarity=SPARSE.similarity, sparse=sparse
+        )
     _check_settings(transformer, settings, "feature-extraction")
+    if modules is None and _architecture(config).endswith("ForMaskedLM"):  # it does not say which it was trained for
+        pipeline = default_pipeline(config, hidden_size, pooling)
+        dims = {"dense": pipeline.dims, "sparse": config["vocab_size"]}
+        return _Outputs(dims=dims, settings=settings, pipeline=pipeline.steps, sparse=read_splade(checkpoint, None))
     pipeline = (
-        default_pipeline(config, hidden_size) if modules is None else read_pipeline(checkpoint, modules, hidden_size)
+        default_pipeline(config, hidden_size, pooling)
+        if modules is None
+        else read_pipeline(checkpoint, modules, hidden_size)
     )
     heads = read_m3_heads(checkpoint, hidden_size)
     dims = {"dense": pipeline.dims}
@@ -191,9 +208,7 @@ def _card(
     spec: ModelSpec, checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any], outputs: _Outputs
 ) -> ModelCard:
     tokenizer = transformer.find("tokenizer.json")
-    sentence = checkpoint.read_json("config_sentence_transformers.json", _SentenceSettings) or _SentenceSettings()
-    if sentence.truncate_dim is not None:
-        raise refuse(spec.id, "truncate_dim in config_sentence_transformers.json cannot be run; ask for `dimensions`")
+    sentence = _sentence_settings(checkpoint)
     prompts, default_prompt = _prompts(checkpoint)
     ends = read_text_ends(transformer, outputs.settings.tokenizer_settings)
     if outputs.late is not None:  # the marker is added before the prompt, so remove it from the prompt
@@ -226,6 +241,16 @@ def _card(
     )
 
 
+def _static_card(spec: ModelSpec, checkpoint: Checkpoint, modules: list[Module] | None) -> ModelCard:
+    card = read_static(checkpoint, modules, checkpoint.read_object("config.json"))
+    sentence = _sentence_settings(checkpoint)
+    prompts, default_prompt = _prompts(checkpoint)
+    return msgspec.structs.replace(
+        card, revision=spec.revision, prompts=prompts, default_prompt=default_prompt,
+        similarity=sentence.similarity_fn_name or card.similarity,
+    )  # fmt: skip
+
+
 def _score_card(
     spec: ModelSpec, checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any], scoring: Scoring
 ) -> ModelCard:
@@ -236,7 +261,7 @@ def _score_card(
     prompts, default_prompt = ({}, None) if task is None else _prompts(checkpoint)
     limits = (scoring.max_tokens, _max_sequence_length(transformer, config, settings))
     tokenizer = transformer.find("tokenizer.json")
-    is_template = scoring.kind == "causal-reranker"  # its template has all special tokens of a pair
+    is_template = scoring.rule.from_chat or scoring.rule.template is not None  # it has all special tokens of a pair
     ends = TextEnds() if is_template else read_text_ends(transformer, settings.tokenizer_settings)
     return ModelCard(
         id=spec.id,
@@ -272,6 +297,14 @@ def _extract_card(spec: ModelSpec, transformer: Checkpoint, config: dict[str, An
         tokenizer_file=str(tokenizer) if tokenizer else "",
         extract=rule,
     )
+
+
+def _sentence_settings(checkpoint: Checkpoint) -> _SentenceSettings:
+    sentence = checkpoint.read_json("config_sentence_transformers.json", _SentenceSettings) or _SentenceSettings()
+    if sentence.truncate_dim is not None:
+        reason = "truncate_dim in config_sentence_transformers.json cannot be run; ask for `dimensions`"
+        raise refuse(checkpoint.id, reason)
+    return sentence
 
 
 def _prompts(checkpoint: Checkpoint) -> tuple[dict[str, str], str | None]:
@@ -328,7 +361,9 @@ def _check_settings(
         raise refuse(transformer.id, f"its transformer_task is {settings.transformer_task!r}; only {task} can be run")
     if (settings.modality_config or {}).get("text", _TEXT_MODALITY[task]) != _TEXT_MODALITY[task]:
         raise refuse(transformer.id, "its modality_config reads text in a way that cannot be run")
-    if task == "text-generation" and (settings.processing_kwargs or {}).keys() <= {"chat_template"}:
+    if task in ("text-generation", "sequence-classification") and (settings.processing_kwargs or {}).keys() <= {
+        "chat_template"
+    }:
         settings.processing_kwargs = None  # read with the template
     for key in _CHANGES_VECTORS:
         if getattr(settings, key) and key not in allowed:

@@ -22,7 +22,7 @@ Progress = Callable[[float, str], None]
 
 ALLOWED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "artifact.metadata"]
 CONFIGURATION = ["*config.json", "modules.json"]
-"""What says, in a few kilobytes, whether the weights are worth fetching."""
+"""Small files that show whether the weights are worth downloading."""
 IGNORED = ["onnx/*", "openvino/*", "coreml/*", "runs/*", "checkpoint-*/*"]
 _DIGESTS = {64: "sha256", 40: "sha1"}  # a blob is named by its LFS or by its git hash
 _CHUNK_BYTES = 1 << 20

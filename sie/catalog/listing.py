@@ -22,7 +22,7 @@ from sie.values.errors import BadRequest, SieError, WireError
 Start = Literal["preload", "lazy", "explicit"]
 Check = Literal["ok", "refused", "unknown"]
 Prepare = Callable[[Settings, Sequence[ModelSpec]], Mapping[str, ModelCard | WireError]]
-"""Returns by id what preparing each model gives, without downloading any; without the models that there was no time for."""
+"""Prepares models without downloading any. Returns the results by id; models without a result ran out of time."""
 _UNKNOWN: Final = ("NOT_FETCHED", "TIMEOUT")
 """Values of error_class that leave open whether a model can be served."""
 _HEADINGS = ("MODEL", "START", "CHECK", "OUTPUTS", "MAX TOKENS", "ARCHITECTURE", "SOURCE")
@@ -31,8 +31,8 @@ _HEADINGS = ("MODEL", "START", "CHECK", "OUTPUTS", "MAX TOKENS", "ARCHITECTURE",
 class ModelRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """One configured model; card is None unless its files are on this machine and not refused.
 
-    check says whether its files pass all that is looked at before its weights are read: error is why not, and
-    not_checked why that is unknown.
+    check says whether its files pass all checks before its weights are read. error is the reason if they do not, and
+    not_checked the reason if that is unknown.
     """
 
     id: str
@@ -109,6 +109,9 @@ def _add_from_file(loaded: Loaded, specs: dict[str, tuple[ModelSpec, Start]]) ->
             max_sequence_length=model.max_sequence_length,
             encoder_weights=model.encoder_weights,
             ignore_remote_code=model.ignore_remote_code,
+            reranker=model.reranker,
+            pooling=model.pooling,
+            dimensions=model.dimensions,
             accept_token_ids=model.accept_token_ids,
             profiles=profiles,
         )
@@ -151,7 +154,7 @@ def check_adapters(loaded: Loaded) -> list[AdapterSpec]:
 def list_models(loaded: Loaded, prepare: Prepare | None = None) -> list[ModelRow]:
     """Return one row a model, in the order in which they were named.
 
-    Without prepare only configurations are read, and what is wrong with a tokenizer or a template is not found.
+    Without prepare only configurations are read, and faults of a tokenizer or a template are not found.
     """
     specs = check_models(loaded)
     rows = [_read(spec, start) for spec, start in specs.values()]
@@ -165,7 +168,7 @@ def list_models(loaded: Loaded, prepare: Prepare | None = None) -> list[ModelRow
 
 
 def render_table(rows: list[ModelRow]) -> str:
-    """Return the rows as aligned columns, below each its profiles, and why it cannot be served or checked."""
+    """Return the rows as aligned columns. Below each follow its profiles, and why it cannot be served or checked."""
     table = [_HEADINGS, *map(_cells, rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(_HEADINGS))]
     lines: list[str] = []
@@ -209,7 +212,7 @@ def _read(spec: ModelSpec, start: Start) -> ModelRow:
 def _with_checks(
     rows: list[ModelRow], settings: Settings, prepare: Prepare, specs: Sequence[ModelSpec]
 ) -> list[ModelRow]:
-    """Return the rows with what preparing the models gives, where that is not known yet."""
+    """Return the rows with the results of preparing the models, for rows that have none yet."""
     refused = {row.id for row in rows if row.error is not None}
     asked = [spec for spec in specs if spec.stub is None and spec.id not in refused]
     if not asked:

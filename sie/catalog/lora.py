@@ -1,6 +1,7 @@
 """Reads a LoRA adapter's directory: `adapter_config.json` as peft writes it, and the path of its weights.
 
-Pure except for reading files. Refuses by name each field that would change the vectors and is not supported, and each
+Pure except for reading files. A pattern is an untrusted program that may run for ever under the interpreter lock, so a
+worker has `answer` run in a confined process. Refuses by name each field that would change the vectors and is not supported, and each
 unknown field that is not empty.
 Source: arXiv 2106.09685 (LoRA), 2312.03732 (rank-stabilised); peft 0.21, tuners/lora/config.py and tuners_utils.py.
 """
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +29,11 @@ _TRAINING_ONLY = frozenset({
     "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 })  # fmt: skip
 """Fields that do not affect the forward pass; fan_in_fan_out matters only when weights are merged."""
+_MAX_PATTERN_CHARS = 1 << 18
+_MAX_PLAIN_ENTRIES = 256
+_MAX_REASON_CHARS = 1000
+_ALL = "all-linear"
+_PLAIN_NAME = re.compile(r"[\w.-]+")
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the model's own weights unchanged."""
 
@@ -43,6 +50,16 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     layers_pattern: list[str] | str | None = None
     rank_pattern: dict[str, Annotated[int, Meta(ge=1, le=65536)]] = {}
     alpha_pattern: dict[str, float] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no pattern of its own and no long table is matched, so that matching is quick."""
+        tables = (*self.rank_pattern, *self.alpha_pattern)
+        return (
+            not [pattern for pattern in _patterns(self) if pattern != _ALL]
+            and len(tables) <= _MAX_PLAIN_ENTRIES
+            and all(map(_PLAIN_NAME.fullmatch, tables))
+        )
 
     def rank(self, module: str) -> int:
         """Return the rank of a module's update."""
@@ -64,7 +81,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def targets_all(self) -> bool:
         """Whether the adapter targets all linear layers of the model."""
-        return self.target_modules == "all-linear"
+        return self.target_modules == _ALL
 
     def _has_layer(self, module: str) -> bool:
         wanted = self.layers_to_transform
@@ -74,6 +91,25 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
         expressions = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns or ()] or [r".*?\.[^.]*\.(\d+)\."]
         found = next(filter(None, (re.match(expression, module) for expression in expressions)), None)
         return found is not None and int(found[1]) in ([wanted] if isinstance(wanted, int) else wanted)
+
+
+class LoraRule(NamedTuple):
+    """What a config says of one module; rank and scale matter where the adapter has weights for it."""
+
+    is_target: bool
+    rank: int
+    scale: float
+
+
+def apply_config(config: LoraConfig, modules: Sequence[str]) -> list[LoraRule]:
+    """Return the rule of each module."""
+    return [LoraRule(config.targets(module), config.rank(module), config.scale(module)) for module in modules]
+
+
+def answer(request: bytes) -> bytes:
+    """Do the work of `apply_config`, on its arguments and result as JSON. A confined process runs this."""
+    config, modules = msgspec.json.decode(request, type=tuple[LoraConfig, list[str]])
+    return msgspec.json.encode(apply_config(config, modules))
 
 
 def read_lora_config(adapter_id: str, directory: str) -> LoraConfig:
@@ -90,9 +126,12 @@ def read_lora_config(adapter_id: str, directory: str) -> LoraConfig:
     known = {name: value for name, value in raw.items() if name in LoraConfig.__struct_fields__}
     try:
         config = msgspec.convert(known, LoraConfig)
-        for pattern in (*config.rank_pattern, *config.alpha_pattern, *_patterns(config)):
+        patterns = (*config.rank_pattern, *config.alpha_pattern, *_patterns(config))
+        if sum(map(len, patterns)) > _MAX_PATTERN_CHARS:
+            raise refuse_adapter(adapter_id, f"{CONFIG_FILE}: patterns of over {_MAX_PATTERN_CHARS} characters")
+        for pattern in patterns:
             re.compile(pattern)
-    except (msgspec.ValidationError, re.error) as error:
+    except (msgspec.ValidationError, re.error, OverflowError, RecursionError) as error:
         raise refuse_adapter(adapter_id, f"{CONFIG_FILE}: {error}") from error
     return config
 
@@ -111,6 +150,8 @@ def find_lora_weights(adapter_id: str, directory: str) -> str:
 
 def refuse_adapter(adapter_id: str, reason: str) -> Internal:
     """Return the error for an adapter that cannot be served."""
+    if len(reason) > _MAX_REASON_CHARS:  # it quotes the files of strangers
+        reason = f"{reason[:_MAX_REASON_CHARS]}..."
     return Internal(f"Adapter '{adapter_id}' cannot be loaded: {reason}")
 
 

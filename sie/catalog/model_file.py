@@ -17,9 +17,10 @@ from typing import Annotated, Any
 import msgspec
 
 from sie.catalog.profiles import Profile, Profiles, flatten, known_profiles
+from sie.catalog.rerankers import Reranker, check_reranker, fill_in_like
 from sie.catalog.spec import check_model_id, check_revision
 from sie.config.sources import did_you_mean, read_toml
-from sie.values.card import EncoderWeights
+from sie.values.card import EncoderWeights, Pooling
 from sie.values.errors import BadRequest
 
 
@@ -37,6 +38,12 @@ class FileModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """None means the setting of this name."""
     ignore_remote_code: bool = False
     """Whether an encoder with its own code (`auto_map`) is served by transformers' own class, as if it had no code."""
+    reranker: Reranker | None = None
+    """How the model reads a pair, and its score; in place of what its files and the catalogue say."""
+    pooling: Pooling | None = None
+    """How a checkpoint without `modules.json` becomes one vector; None means as sentence-transformers does."""
+    dimensions: bool | tuple[Annotated[int, msgspec.Meta(ge=1)], ...] | None = None
+    """The shorter `dimensions` that it was trained for: any, or those listed; None means as known."""
     accept_token_ids: bool = False
     """Whether `/v1/embeddings` accepts token ids, which must come from the model's own tokenizer."""
     profiles: dict[str, Any] = {}
@@ -58,7 +65,11 @@ def _read(path: str, model_id: str, raw: Any) -> tuple[FileModel, Profiles]:
     where = f'{path}: [models."{model_id}"]'
     try:
         check_model_id(model_id)
+        if isinstance(raw, dict) and isinstance(raw.get("reranker"), dict):
+            raw = {**raw, "reranker": fill_in_like(raw["reranker"])}
         model: FileModel = _convert(raw, FileModel, where)
+        if model.reranker is not None:
+            check_reranker(model.reranker)
         if model.revision is not None:
             check_revision(model.revision)
         if model.directory is not None:

@@ -67,17 +67,23 @@ def read_pipeline(checkpoint: Checkpoint, modules: list[Module], hidden_size: in
     if not modules or modules[0].name != "Transformer":
         first = modules[0].name if modules else "nothing"
         raise refuse(checkpoint.id, f"modules.json begins with {first}; only a Transformer can be run")
+    pipeline = read_sentence_steps(checkpoint, modules[1:], hidden_size)
+    kinds = [step.kind for step in pipeline.steps]
+    if kinds.count("pooling") != 1 or kinds[0] != "pooling":
+        raise refuse(checkpoint.id, "modules.json must have exactly one Pooling, directly after the Transformer")
+    return pipeline
+
+
+def read_sentence_steps(checkpoint: Checkpoint, modules: list[Module], width: int) -> Pipeline:
+    """Read the modules that follow the first one, which gives vectors of this width."""
     steps: list[PipelineStep] = []
-    dims = hidden_size
-    for module in modules[1:]:
+    for module in modules:
         if module.name == "Dropout":  # does nothing outside training
             continue
-        step, dims = _read_step(checkpoint, module.name, module.folder, dims)
+        step, width = _read_step(checkpoint, module.name, module.folder, width)
         steps.append(step)
-    if [step.kind for step in steps].count("pooling") != 1 or steps[0].kind != "pooling":
-        raise refuse(checkpoint.id, "modules.json must have exactly one Pooling, directly after the Transformer")
-    normalize = steps[-1].kind == "normalize"
-    return Pipeline(steps=tuple(steps[:-1] if normalize else steps), dims=dims, normalize=normalize)
+    normalize = bool(steps) and steps[-1].kind == "normalize"
+    return Pipeline(steps=tuple(steps[:-1] if normalize else steps), dims=width, normalize=normalize)
 
 
 def read_token_steps(
@@ -100,11 +106,14 @@ def read_token_steps(
     return tuple(steps[:-1] if normalize else steps), dims, normalize
 
 
-def default_pipeline(config: dict[str, Any], hidden_size: int) -> Pipeline:
-    """Return sentence-transformers' pipeline for a bare checkpoint: mean, or the last token for a causal model."""
+def default_pipeline(config: dict[str, Any], hidden_size: int, mode: str | None = None) -> Pipeline:
+    """Return the pipeline of a bare checkpoint: one pooling.
+
+    Without a mode it is the mean, or the last token for a causal model, as in sentence-transformers.
+    """
     architectures = config.get("architectures") or [""]
     causal = str(architectures[0]).endswith("ForCausalLM") and config.get("is_causal", True)
-    pooling = PipelineStep(kind="pooling", config={"modes": ["lasttoken" if causal else "mean"]})
+    pooling = PipelineStep(kind="pooling", config={"modes": [mode or ("lasttoken" if causal else "mean")]})
     return Pipeline(steps=(pooling,), dims=hidden_size, normalize=False)
 
 

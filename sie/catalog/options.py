@@ -14,8 +14,9 @@ from typing import Any, Final
 from sie.config.sources import did_you_mean
 from sie.values.encode import OUTPUT_DTYPES
 from sie.values.errors import BadRequest
+from sie.values.output_kinds import KINDS
 
-OUTPUT_TYPES: Final = ("dense", "sparse", "multivector")
+OUTPUT_TYPES: Final = tuple(KINDS)
 OVERFLOW_POLICIES: Final = ("default", "error", "truncate_text")
 
 _TYPES: Final[dict[str, tuple[type, str]]] = {
@@ -49,7 +50,7 @@ REFUSED: Final[dict[str, str]] = {
     "lora": "an adapter is named by lora_id",
     "muvera": "fixed dimensional encodings of multivectors are not computed by this version",
     "smve": "sparse encodings of multivectors are not computed by this version",
-    "pooling": "the checkpoint's own files say how it pools",
+    "pooling": "the checkpoint's own files say how it pools, or its section of the server's file of models",
 }
 """Options in the reference that this server does not support, with the reason."""
 

@@ -108,7 +108,7 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
         path = convert_tokenizer(card.id, card.directory, request.cache_dir)
         card = msgspec.structs.replace(card, tokenizer_file=path)
     card = with_text_ends(card, request.cache_dir)
-    if card.kind == "causal-reranker" and card.score is not None and card.score.template is None:
+    if card.score is not None and card.score.from_chat:
         on_progress(1.0, "reading the chat template")
         score = msgspec.structs.replace(card.score, template=read_pair_template(card))
         card = msgspec.structs.replace(card, score=score)
@@ -118,7 +118,7 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
 
 
 def _fetch(spec: ModelSpec, on_progress: Progress) -> str:
-    """Return the directory of a model's snapshot; its weights are fetched only if its configuration does not refuse it."""
+    """Return the directory of a model's snapshot. The weights are fetched only if the configuration can be served."""
     directory = fetch(spec, lambda _fraction, _text: on_progress(0.0, "reading the configuration"), CONFIGURATION)
     check_before_weights(spec.id, directory)
     commit = Path(directory).name
@@ -126,7 +126,7 @@ def _fetch(spec: ModelSpec, on_progress: Progress) -> str:
 
 
 def _find(spec: ModelSpec) -> str:
-    """Return what `_fetch` would, and raise what it would, as far as this machine's cache tells."""
+    """Return the directory that `_fetch` would return, or raise its error, from this machine's cache only."""
     if directory := find_cached(spec, CONFIGURATION):
         check_before_weights(spec.id, directory)
     if directory := find_cached(spec):

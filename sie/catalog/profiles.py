@@ -44,8 +44,16 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     profiles: dict[str, Profile]
 
 
+class _Matryoshka(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The shorter vectors that models were trained for, where their files do not list them: any, or these."""
+
+    models: tuple[str, ...]
+    dimensions: bool | tuple[int, ...]
+
+
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: tuple[_Entry, ...]
+    matryoshka: tuple[_Matryoshka, ...]
 
 
 def model_of(entry_id: str) -> str:
@@ -61,6 +69,11 @@ def fold_default(entry_id: str) -> str:
 def known_profiles(model_id: str) -> Profiles:
     """Return the built-in profiles of a model, usually empty. The case of the id does not matter."""
     return _known().get(model_id.lower(), {})
+
+
+def known_dimensions(model_id: str) -> bool | tuple[int, ...]:
+    """Return the shorter dimensions that the authors of a model name outside of its files; usually none."""
+    return _dimensions().get(model_id.lower(), False)
 
 
 def flatten(profiles: Mapping[str, Profile], inherited: Profiles) -> Profiles:
@@ -114,9 +127,16 @@ def _default_first(profiles: Profiles) -> list[str]:
 
 
 @cache
-def _known() -> dict[str, Profiles]:
+def _file() -> _File:
     text = files("sie.catalog").joinpath("profiles.toml").read_text(encoding="utf-8")
-    known: dict[str, Profiles] = {}
-    for entry in msgspec.convert(tomllib.loads(text), _File).model:
-        known.update(dict.fromkeys((model.lower() for model in entry.models), flatten(entry.profiles, {})))
-    return known
+    return msgspec.convert(tomllib.loads(text), _File)
+
+
+@cache
+def _known() -> dict[str, Profiles]:
+    return {model.lower(): flatten(entry.profiles, {}) for entry in _file().model for model in entry.models}
+
+
+@cache
+def _dimensions() -> dict[str, bool | tuple[int, ...]]:
+    return {model.lower(): entry.dimensions for entry in _file().matryoshka for model in entry.models}

@@ -1,7 +1,8 @@
 """Decides how to serve checkpoints with their own Python code (`auto_map`). Must never run that code.
 
-transformers' own class for the checkpoint's `model_type` replaces it. `remote_code.toml` lists classes of well-known
-checkpoints, and how they differ from the library's classes. An encoder with unknown code is refused, because code may
+A class of transformers replaces it: the one for the checkpoint's `model_type`, or for another. `remote_code.toml` lists
+classes of well-known checkpoints, and how they differ from the library's classes: in values of the configuration, in
+names of weights, or in layers, of which `sie.workers.loading.variants` has some. An encoder with unknown code is refused, because code may
 change attention, pooling or tokens. `ignore_remote_code = true` in its section of the file of models allows it.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import tomllib
 from functools import cache
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -29,8 +30,21 @@ class _Code(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     classes: tuple[str, ...]
     model_types: tuple[str, ...]
+    where: dict[str, Any] = {}
+    """Values of config.json that select this entry among those for the same classes."""
+    expects: dict[str, Any] = {}
+    """Values that config.json must have where it has the key, because other ones are not computed."""
     served_as_type: str = ""
     """The library's model_type of the architecture, if it differs."""
+    values: dict[str, Any] = {}
+    """Values for the library's configuration, for keys that config.json lacks under these names."""
+    names: dict[str, str] = {}
+    """The library's names of keys of config.json."""
+    rope: Literal["", "ntk", "dynamic"] = ""
+    """The scaling of rotary positions that the library's class does not read from config.json."""
+    weights: tuple[tuple[str, ...], ...] = ()
+    layers: Literal["", "alibi", "experts"] = ""
+    """Both as in `ModelCard`: `weight_names` and `layers`."""
     bidirectional: bool = False
     adds_eos: bool = False
     names_pooling: bool = False
@@ -62,7 +76,7 @@ def replace_remote_code(card: ModelCard) -> ModelCard:
     reference = _model_class(config, _auto_class(card))
     if not reference:
         return card
-    code = _find(reference, str(config["model_type"]))
+    code = _find(reference, config)
     if code is None:
         raise _unknown(card.id, reference, "config.json", "compute other values than transformers' own class")
     if code.refusal:
@@ -70,7 +84,8 @@ def replace_remote_code(card: ModelCard) -> ModelCard:
     if code.names_pooling:
         _check_pooling(card, config)
     changes = _config_changes(card.id, reference, code, config)
-    return _with_eos(msgspec.structs.replace(card, config_changes=changes), transformer, code, settings)
+    card = msgspec.structs.replace(card, config_changes=changes, weight_names=code.weights, layers=code.layers)
+    return _with_eos(card, transformer, code, settings)
 
 
 def _auto_class(card: ModelCard) -> str:
@@ -112,21 +127,63 @@ def _local(reference: Any) -> str:
     return str(reference or "").rpartition("--")[2]
 
 
-def _find(reference: str, model_type: str) -> _Code | None:
+def _find(reference: str, config: dict[str, Any]) -> _Code | None:
+    model_type = str(config["model_type"])
     return next(
-        (code for code in _known().model if reference in code.classes and model_type in code.model_types),
+        (
+            code
+            for code in _known().model
+            if reference in code.classes
+            and model_type in code.model_types
+            and all(config.get(key) == value for key, value in code.where.items())
+        ),
         None,
     )
 
 
 def _config_changes(model_id: str, reference: str, code: _Code, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with which the library's class computes what the code would."""
+    for key, value in code.expects.items():
+        if config.get(key, value) not in (value, None):
+            reason = f"config.json sets {key} to {config[key]!r}; of {reference} only {value!r} is computed"
+            raise refuse(model_id, reason)
     changes: dict[str, Any] = {"model_type": code.served_as_type} if code.served_as_type else {}
+    changes |= {key: value for key, value in code.values.items() if key not in config}
+    changes |= {name: config[key] for key, name in code.names.items() if config.get(key) is not None}
+    if code.rope:
+        changes |= _rope_changes(model_id, code.rope, {**config, **changes})
     if not code.bidirectional:
         return changes
     if config.get("is_causal") is True:
         reason = f"config.json sets is_causal, but {reference} sees both ways; newer revisions of such models say false"
         raise refuse(model_id, f"{reason}. Otherwise {_advice(reference)}")
     return {**changes, "is_causal": False}
+
+
+def _rope_changes(model_id: str, kind: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the library's form of scaled rotary positions, or nothing for positions that are not scaled.
+
+    "ntk" is fixed: 1 / (base * factor) ** (2i / d) / factor ** (2 / d), which is the library's linear scaling of
+    another base. Source: text-embeddings-inference, backends/candle/src/models/gte.rs. "dynamic" is the library's, over
+    the positions of the training. Source: the same, nomic.rs.
+    """
+    scaling = config.get("rope_scaling") or {}
+    base = float(config.get("rope_theta") or 10_000.0)
+    if kind == "dynamic":
+        factor = config.get("rotary_scaling_factor")
+        if not factor:
+            return {}
+        rope = {"rope_type": "dynamic", "rope_theta": base, "factor": float(factor)}
+        return {"rope_parameters": rope, "max_position_embeddings": int(config.get("max_trained_positions") or 2048)}
+    if not scaling:
+        return {}
+    if scaling.get("type", scaling.get("rope_type")) != "ntk" or scaling.get("mixed_b") is not None:
+        raise refuse(
+            model_id, f"rope_scaling in config.json is {scaling}; only a fixed ntk without mixed_b is computed"
+        )
+    factor, width = float(scaling["factor"]), int(config["hidden_size"]) // int(config["num_attention_heads"])
+    rope = {"rope_type": "linear", "rope_theta": base * factor, "factor": factor ** (2 / width)}
+    return {"rope_scaling": None, "rope_theta": None, "rope_parameters": rope}
 
 
 def _check_pooling(card: ModelCard, config: dict[str, Any]) -> None:

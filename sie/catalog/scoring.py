@@ -1,7 +1,7 @@
 """Recognises checkpoints that score pairs, and reads their rules: sequence classifiers and causal rerankers.
 
 Follows sentence-transformers 6.2 (`CrossEncoder`). A causal model is a reranker when its `modules.json` ends in a
-LogitScore, or when `rerankers.toml` has an entry for its id.
+LogitScore, when `rerankers.toml` has an entry for its id, or when the operator describes it.
 """
 
 from __future__ import annotations
@@ -36,27 +36,38 @@ class Scoring(msgspec.Struct, frozen=True):
 
 
 def read_scoring(
-    checkpoint: Checkpoint, transformer: Checkpoint, modules: list[Module] | None, config: dict[str, Any]
+    checkpoint: Checkpoint,
+    transformer: Checkpoint,
+    modules: list[Module] | None,
+    config: dict[str, Any],
+    described: Reranker | None = None,
 ) -> Scoring | None:
-    """Return a checkpoint's scoring rules, or None if it encodes. Raises ModelLoadFailed if they cannot be run."""
-    entry = find_reranker(checkpoint.id)
+    """Return a checkpoint's scoring rules, or None if it encodes. Raises ModelLoadFailed if they cannot be run.
+
+    described is the operator's own description, which replaces what the catalogue and the checkpoint say.
+    """
+    entry = described or find_reranker(checkpoint.id, is_bare=modules is None)
+    names = [module.name for module in modules or ()]
+    if str((config.get("architectures") or [""])[0]).endswith(_CLASSIFIER) and names in ([], ["Transformer"]):
+        rule = _classifier_rule(checkpoint, transformer, config, entry)
+        return Scoring("cross-encoder", "sequence-classification", rule, entry.max_tokens if entry else None)
     if entry is not None:
         return Scoring("causal-reranker", None, _causal_rule(checkpoint, transformer, entry), entry.max_tokens)
-    names = [module.name for module in modules or ()]
     if modules and names == ["Transformer", "LogitScore"]:
         return Scoring("causal-reranker", "text-generation", _logit_rule(checkpoint, modules[1].folder, config))
-    is_classifier = str((config.get("architectures") or [""])[0]).endswith(_CLASSIFIER)
-    if is_classifier and names in ([], ["Transformer"]):
-        return Scoring("cross-encoder", "sequence-classification", _classifier_rule(checkpoint, transformer, config))
     return None
 
 
-def _classifier_rule(checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any]) -> ScoreRule:
+def _classifier_rule(
+    checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any], entry: Reranker | None
+) -> ScoreRule:
     num_labels = len(config["id2label"]) if "id2label" in config else config.get("num_labels", 2)
     if num_labels != 1:
         raise refuse(checkpoint.id, f"its classifier has {num_labels} labels; a model that scores pairs has one")
-    if _has_chat_template(transformer):
-        raise refuse(checkpoint.id, "it reads pairs through a chat template, which cannot be run for a classifier")
+    if entry is not None:
+        return ScoreRule(activation=entry.activation, divisor=entry.divisor, template=entry.template)
+    if _reads_chats(transformer):
+        return ScoreRule(activation=_activation(checkpoint, config), from_chat=True)
     return ScoreRule(
         activation=_activation(checkpoint, config),
         token_types=reads_token_types(transformer, config),
@@ -67,11 +78,14 @@ def _causal_rule(checkpoint: Checkpoint, transformer: Checkpoint, entry: Reranke
     tokenizer = transformer.find("tokenizer.json")
     if tokenizer is None:
         raise refuse(checkpoint.id, "a reranker's tokens are looked up in tokenizer.json, and there is none")
+    if not entry.true_token:
+        raise refuse(checkpoint.id, "its reranker section needs a true_token, because it is not a classifier")
     return ScoreRule(
         activation=entry.activation,
+        divisor=entry.divisor,
         template=entry.template,
         true_token_id=token_id(checkpoint.id, tokenizer, entry.true_token),
-        false_token_id=token_id(checkpoint.id, tokenizer, entry.false_token),
+        false_token_id=token_id(checkpoint.id, tokenizer, entry.false_token) if entry.false_token else None,
     )
 
 
@@ -84,7 +98,9 @@ def _logit_rule(checkpoint: Checkpoint, folder: str, config: dict[str, Any]) -> 
     size = int(config["vocab_size"])
     if tokens[0] is None or not all(token is None or 0 <= token < size for token in tokens):
         raise refuse(checkpoint.id, f"{folder}: token ids {tokens} are not in the vocabulary")
-    return ScoreRule(activation=_activation(checkpoint, config), true_token_id=tokens[0], false_token_id=tokens[1])
+    return ScoreRule(
+        activation=_activation(checkpoint, config), from_chat=True, true_token_id=tokens[0], false_token_id=tokens[1]
+    )
 
 
 def _activation(checkpoint: Checkpoint, config: dict[str, Any]) -> str:
@@ -117,7 +133,15 @@ def reads_token_types(transformer: Checkpoint, config: dict[str, Any]) -> bool:
     return tokenizer.get("tokenizer_class") not in _UNTYPED_TOKENIZERS
 
 
-def _has_chat_template(transformer: Checkpoint) -> bool:
+def _reads_chats(transformer: Checkpoint) -> bool:
+    """Tell whether a classifier reads pairs through its chat template.
+
+    Source: sentence_transformers 6.2 base/modules/transformer.py: it does if there is one, unless the ways of reading
+    that `sentence_bert_config.json` lists leave messages out.
+    """
+    listed = transformer.read_object("sentence_bert_config.json").get("modality_config")
+    if isinstance(listed, dict) and "message" not in listed:
+        return False
     if transformer.find("chat_template.jinja") is not None:
         return True
     return bool(transformer.read_object("tokenizer_config.json").get("chat_template"))

@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 
 from sie.catalog.profiles import fold_default
-from sie.values.card import AdapterSpec, EncoderWeights, StubOptions
+from sie.catalog.rerankers import Reranker
+from sie.values.card import AdapterSpec, EncoderWeights, Pooling, StubOptions
 from sie.values.errors import BadRequest
+from sie.values.output_kinds import KINDS, RAGGED
 
 SPEC_FORM = "ID[=DIRECTORY][@REVISION] or ID=stub:[key=value,...]"
 ADAPTER_FORM = "MODEL=ID[=DIRECTORY][@REVISION] or MODEL=ID=stub:[load_ms=N]"
@@ -25,9 +27,9 @@ MAX_STUB_WIDTH = 65_536
 _ID = re.compile(r"[A-Za-z0-9._/-]+")
 _REVISION = re.compile(r"[A-Za-z0-9._/-]+")
 _DEFAULT_STUB = StubOptions()
-_STUB_WIDTHS = ("dense", "sparse", "multivector")
-_NOT_OF_TENSORS = {"dense", "sparse", "multivector", "score", "extract", "image", "max_tokens", "per_token_us"}
-_NOT_OF_TEXTS = {"dense", "sparse", "multivector", "score", "extract", "image", "tensor"}
+_STUB_OPTIONS = [*(field for field in StubOptions.__struct_fields__ if field != "widths"), *RAGGED]
+_NOT_OF_TENSORS = {*KINDS, "score", "extract", "image", "max_tokens", "per_token_us"}
+_NOT_OF_TEXTS = {*KINDS, "score", "extract", "image", "tensor"}
 _STUB_MINIMUM = {"dense": 1, "max_tokens": 1, "blocks": 1}
 
 
@@ -70,8 +72,7 @@ class RepositoryModel(msgspec.Struct, frozen=True, kw_only=True):
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The source of one served model: a directory, a stub, a model repository, or (none set) the hub's `id`.
 
-    max_sequence_length, encoder_weights, ignore_remote_code, accept_token_ids and profiles are the operator's settings,
-    from the file that `sie.catalog.model_file` reads.
+    max_sequence_length and what follows are the operator's settings, from the file that `sie.catalog.model_file` reads.
     """
 
     id: str
@@ -84,6 +85,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The setting's value, for every encoder without its own."""
     ignore_remote_code: bool = False
     """Whether an encoder with unknown code is served by transformers' own class."""
+    reranker: Reranker | None = None
+    pooling: Pooling | None = None
+    dimensions: bool | tuple[int, ...] | None = None
     accept_token_ids: bool = False
     profiles: dict[str, dict[str, Any]] = {}
     tensor: TensorSource | None = None
@@ -186,27 +190,31 @@ def _parse_stub(options: str, text: str) -> StubOptions:
     pairs: dict[str, str] = {}
     for pair in filter(None, options.split(",")):
         key, equals, value = pair.partition("=")
-        if key not in StubOptions.__struct_fields__:
-            near = difflib.get_close_matches(key, StubOptions.__struct_fields__, n=1, cutoff=0.0)
+        if key not in _STUB_OPTIONS:
+            near = difflib.get_close_matches(key, _STUB_OPTIONS, n=1, cutoff=0.0)
             raise BadRequest(f"model spec {text!r}: unknown stub option {key!r}; did you mean {near[0]!r}?")
-        if key in pairs or not (equals or isinstance(getattr(_DEFAULT_STUB, key), bool)):
+        if key in pairs or not (equals or isinstance(getattr(_DEFAULT_STUB, key, 0), bool)):
             raise BadRequest(f"model spec {text!r}: stub option {key!r} needs exactly one value, as {key}=VALUE")
         pairs[key] = value if equals else "true"
     try:
-        stub = msgspec.convert(pairs, StubOptions, strict=False)
+        widths = {key: pairs[key] for key in RAGGED if key in pairs}
+        own = {key: value for key, value in pairs.items() if key not in widths}
+        stub = msgspec.convert({**own, "widths": widths}, StubOptions, strict=False)
     except msgspec.ValidationError as error:
         raise BadRequest(f"model spec {text!r}: {error}") from None
     for key in pairs:
-        value, least = getattr(stub, key), _STUB_MINIMUM.get(key, 0)
+        value, least = _option_of(stub, key), _STUB_MINIMUM.get(key, 0)
         if not isinstance(value, str) and (not math.isfinite(value) or value < least):
             raise BadRequest(f"model spec {text!r}: stub option {key!r} is {value}, but must be at least {least}")
     if stub.tensor and (others := _NOT_OF_TENSORS & set(pairs)):
         raise BadRequest(f"model spec {text!r}: a stub that takes tensors has no option {min(others)!r}")
     if stub.generate and (others := _NOT_OF_TEXTS & set(pairs)):
         raise BadRequest(f"model spec {text!r}: a stub that generates has no option {min(others)!r}")
-    for key in _STUB_WIDTHS:
-        if getattr(stub, key) > MAX_STUB_WIDTH:
-            raise BadRequest(
-                f"model spec {text!r}: stub option {key!r} is {getattr(stub, key)}, the most is {MAX_STUB_WIDTH}"
-            )
+    for key in KINDS:
+        if (width := _option_of(stub, key)) > MAX_STUB_WIDTH:
+            raise BadRequest(f"model spec {text!r}: stub option {key!r} is {width}, the most is {MAX_STUB_WIDTH}")
     return stub
+
+
+def _option_of(stub: StubOptions, key: str) -> Any:
+    return stub.widths.get(key, 0) if key in RAGGED else getattr(stub, key)

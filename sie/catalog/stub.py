@@ -45,6 +45,7 @@ from sie.values.card import ImageRule, ModelCard, StubOptions
 from sie.values.errors import BadRequest
 from sie.values.extract import StubExtract
 from sie.values.generate import GenerateRule
+from sie.values.output_kinds import KINDS
 from sie.values.tensor import TensorRule, TensorSpec
 
 BYTES_PER_TOKEN = 4
@@ -67,7 +68,7 @@ def stub_card(spec: ModelSpec) -> ModelCard:
                          tensor=_stub_rule(spec.id))  # fmt: skip
     if spec.stub.generate:
         return _generator_card(spec.id, spec.stub)
-    widths = {"dense": spec.stub.dense, "sparse": spec.stub.sparse, "multivector": spec.stub.multivector}
+    widths = {"dense": spec.stub.dense, **spec.stub.widths}
     flags = {"score": spec.stub.score, "extract": spec.stub.extract}
     dims = {output: width for output, width in widths.items() if width}
     return ModelCard(
@@ -78,7 +79,7 @@ def stub_card(spec: ModelSpec) -> ModelCard:
         image=ImageRule() if spec.stub.image else None,
         outputs=(*dims, *(output for output, wanted in flags.items() if wanted)),
         dims=dims,
-        similarity="cosine" if spec.stub.dense else "dot" if spec.stub.sparse else "maxsim",
+        similarity=KINDS[next(iter(dims))].similarity,
         max_sequence_length=spec.stub.max_tokens,
         matryoshka=True,
         stub=spec.stub,

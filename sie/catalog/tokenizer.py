@@ -15,12 +15,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sie.catalog.files import refuse
 
 _SOURCES = ("*.json", "*.txt", "*.model", "*.tiktoken")
 _VOCABULARIES = ("*vocab*", "*.model", "*.tiktoken")
 _FOLDER = "tokenizers"
 _SENTENCEPIECE = "*.model"
+
+
+class _TokenizerForm(msgspec.Struct):
+    """The beginning and end of a `tokenizer.json`: decoding it finds a cut file, without its objects."""
+
+    model: msgspec.Raw
 
 
 def convert_tokenizer(model_id: str, directory: str, cache_dir: str) -> str:
@@ -35,20 +43,37 @@ def convert_tokenizer(model_id: str, directory: str, cache_dir: str) -> str:
 def keep_tokenizer(model_id: str, cache_dir: str, fingerprint: str, convert: Callable[[], str]) -> str:
     """Return the path of the cached `tokenizer.json` of a fingerprint; convert makes its text if it is missing.
 
-    Raises ModelLoadFailed when it cannot be written, and the errors of convert.
+    A file that was cut or damaged is made anew. Raises ModelLoadFailed when it cannot be written, and the errors of
+    convert.
     """
     path = Path(cache_dir, _FOLDER, f"{fingerprint}.json")
-    if path.is_file():
+    if _is_whole(path):
         return str(path)
     text = convert()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(text)
-        Path(file.name).replace(path)  # ORDER: after the last byte; a reader sees the whole file or no file
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())  # else a power cut may leave the name without the bytes
+                Path(file.name).replace(path)  # ORDER: after the last byte; a reader sees the whole file or no file
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
     except OSError as error:
         raise refuse(model_id, f"its tokenizer cannot be written to {path}: {error.strerror}", "STORAGE") from error
     return str(path)
+
+
+def _is_whole(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        msgspec.json.decode(path.read_bytes(), type=_TokenizerForm)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True
 
 
 def _fingerprint(directory: str) -> str:
@@ -75,7 +100,7 @@ def _convert(model_id: str, directory: str) -> str:
         if any(Path(directory).glob(_SENTENCEPIECE)) and find_spec("sentencepiece") is None:
             # transformers then assumes that the file is tiktoken's, and requires that library instead.
             reason = "there is no tokenizer.json, and to make one of its SentencePiece model takes a library"
-            raise refuse(model_id, f"{reason}: `pip install 'sie[sentencepiece]'`", "DEPENDENCY") from error
+            raise refuse(model_id, f"{reason}: `pip install 'ringserve[sentencepiece]'`", "DEPENDENCY") from error
         raise refuse(model_id, f"there is no tokenizer.json, and none can be made: {error}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -56,7 +56,7 @@ def check_served(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
 
 
 def check_layers(model_id: str, counts: dict[str, Any]) -> None:
-    """Raise ModelLoadFailed for a count of layers that no model has: to make a billion of them takes for ever."""
+    """Raise ModelLoadFailed for a count of layers that no model has, because building a billion layers never ends."""
     for name, count in counts.items():
         if isinstance(count, int) and count > _MAX_LAYERS:
             raise refuse(model_id, f"{name} is {count}: over {_MAX_LAYERS} layers")

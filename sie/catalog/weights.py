@@ -68,6 +68,14 @@ def _check_dtypes(checkpoint: Checkpoint, files: Iterable[str]) -> None:
             raise quantised_tensor(checkpoint.id, name, tensors[name].dtype)
 
 
+def weight_files(checkpoint: Checkpoint) -> list[Path]:
+    """Return the paths of a checkpoint's weight files; `check_weights` must have passed."""
+    if (path := checkpoint.find("model.safetensors")) is not None:
+        return [path]
+    index = checkpoint.read_json("model.safetensors.index.json", _Index) or _Index()
+    return [checkpoint.root / shard for shard in sorted(set(index.weight_map.values()))]
+
+
 def find_tensor(checkpoint: Checkpoint, name: str) -> str:
     """Return the absolute path of the weight file that holds a tensor; `check_weights` must have passed.
 
@@ -83,16 +91,24 @@ def find_tensor(checkpoint: Checkpoint, name: str) -> str:
 
 
 def tensor_shape(model_id: str, path: str, name: str) -> tuple[int, ...]:
-    """Return a tensor's shape from the header of a safetensors file. Raises ModelLoadFailed.
+    """Return a tensor's shape from the header of a safetensors file. Raises ModelLoadFailed."""
+    shapes = tensor_shapes(model_id, path)
+    if name not in shapes:
+        raise refuse(model_id, f"{Path(path).name} has no readable tensor {name!r}")
+    return shapes[name]
+
+
+def tensor_shapes(model_id: str, path: str) -> dict[str, tuple[int, ...]]:
+    """Return all tensors' shapes from the header of a safetensors file; none if it is damaged. Raises ModelLoadFailed.
 
     Source: safetensors' format: eight bytes of length, then that many bytes of JSON.
     """
     try:
-        return tuple(_read_header(path)[name].shape)
+        return {name: tuple(tensor.shape) for name, tensor in _read_header(path).items()}
     except OSError as error:
         raise refuse(model_id, f"{path}: {error.strerror}", "STORAGE") from error
-    except (ValueError, KeyError) as error:
-        raise refuse(model_id, f"{Path(path).name} has no readable tensor {name!r}") from error
+    except ValueError:
+        return {}
 
 
 def with_num_weights(card: ModelCard) -> ModelCard:
@@ -105,15 +121,12 @@ def with_num_weights(card: ModelCard) -> ModelCard:
         return card
     try:
         checkpoint = open_checkpoint(card.id, card.directory)
-        index = checkpoint.read_json("model.safetensors.index.json", _Index) or _Index()
-        shards = (
-            ["model.safetensors"] if checkpoint.find("model.safetensors") else sorted(set(index.weight_map.values()))
-        )
-        headers = [_read_header(str(checkpoint.root / file)) for file in shards]
+        shards = weight_files(checkpoint)
+        headers = [_read_header(str(path)) for path in shards]
     except (OSError, ModelLoadFailed, ValueError):
         return card
     num_weights = sum(math.prod(tensor.shape) for header in headers for tensor in header.values())
-    if num_weights > sum((checkpoint.root / file).stat().st_size for file in shards):  # each takes a byte or more
+    if num_weights > sum(path.stat().st_size for path in shards):  # each takes a byte or more
         raise refuse(card.id, "its safetensors file is damaged: it has fewer bytes than weights", "STORAGE")
     return msgspec.structs.replace(card, num_weights=num_weights)
 

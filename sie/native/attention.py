@@ -28,6 +28,8 @@ class AttentionCall(ctypes.Structure):
         ("is_causal", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
+        ("bias_reach", ctypes.c_int32),
+        ("biases", ctypes.c_void_p),
     ]
 
 

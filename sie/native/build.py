@@ -48,16 +48,24 @@ def digest() -> str:
     return state.hexdigest()[:32]
 
 
-def build(target: Path = SHARED_LIBRARY, extra_flags: tuple[str, ...] = ()) -> None:
-    """Compile and link all sources into target. An existing library is replaced atomically, or kept on BuildError."""
-    compiler = _compiler()
+def build(target: Path = SHARED_LIBRARY, extra_flags: tuple[str, ...] = (), parts: tuple[str, ...] = ("",)) -> None:
+    """Compile and link the sources into target. An existing library is replaced atomically, or kept on BuildError.
+
+    parts are what the names of the sources begin with. As many compilers run as there are processors.
+    """
+    from concurrent.futures import ThreadPoolExecutor  # every process imports this module, and hardly one builds
+
+    compiler, define = _compiler(), f'-DSIE_NATIVE_DIGEST="{digest()}"'
     with tempfile.TemporaryDirectory() as folder:
-        objects: list[str] = []
-        for source in sorted(SOURCES.glob("*.cpp")):
-            objects.append(str(Path(folder, f"{source.stem}.o")))
-            define = f'-DSIE_NATIVE_DIGEST="{digest()}"'
-            _run(
-                [*compiler, *_FLAGS, *_level_flags(source), *extra_flags, define, "-c", str(source), "-o", objects[-1]]
+
+        def compiled(source: Path) -> str:
+            made = str(Path(folder, f"{source.stem}.o"))
+            _run([*compiler, *_FLAGS, *_level_flags(source), *extra_flags, define, "-c", str(source), "-o", made])
+            return made
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(
+                pool.map(compiled, sorted(path for path in SOURCES.glob("*.cpp") if path.name.startswith(parts)))
             )
         # In the target's folder, so that one rename replaces it: a running server may have mapped the old one.
         made = target.with_name(f".{target.name}.{os.getpid()}")

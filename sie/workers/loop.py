@@ -263,7 +263,7 @@ class Loop:
             request = Request(link, descriptor)
         except ProtocolError as error:
             _log.error("a request of frontend-%d cannot be read: %s", link.slot, error)
-            send_error(link, descriptor.request_id, Internal("the request did not reach the worker whole"))
+            send_error(link, descriptor.request_id, Internal("the request reached the worker incomplete"))
             return
         model = request.header.model
         runner = self._host.runner(model)
@@ -344,14 +344,18 @@ class Loop:
     def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
         num_tokens = sum([item.num_tokens for item in items])
         started_ns, started_busy_ns = time.monotonic_ns(), self._busy_ns()
+        is_usual = True
         try:
             self._forward(runner, card, items, num_tokens)
         except Exception as error:
+            is_usual = False
             self._recovery.recover(runner, card, items, error)
         # Skipped if an error ends the worker: its page must still name the running step.
         ended_ns = time.monotonic_ns()
         self._publish_heartbeat(ended_ns)
         self._measure(card, items, num_tokens, ended_ns - started_ns)
+        if is_usual:  # else one run that was ended would allow the next one ten times as long
+            self._pace.record(card.id, num_tokens, ended_ns - started_ns)
         self._pace.adapt(card.id, num_tokens, self._busy_ns() - started_busy_ns)
 
     def _attempt(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
@@ -384,18 +388,17 @@ class Loop:
         num_rows = len(items) if card.tensor is None else sum(item.num_rows for item in items)
         self._metrics.observe_step(took_ns / 1e9, num_tokens)
         self._metrics.observe_batch(card.id, num_rows, num_tokens, took_ns / 1e9)
-        self._pace.record(card.id, num_tokens, took_ns)
 
     def _finish_iteration(self) -> None:
         """Send remaining replies, free unloading models without work, and publish metrics."""
         self._send_replies()
         for model in self._host.unloading():
             if not (model in self._state.queues or model in self._parked or self._generators.is_busy(model)):
+                self._adapters.forget(model)  # these two refer to its memory, which `finish_unload` frees
+                self._generators.forget(model)
                 self._host.finish_unload(model)
                 self._periodic_ns = 0  # report the free memory soon: loads may wait for it
                 self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
-                self._adapters.forget(model)
-                self._generators.forget(model)
         self._adapters.settle(lambda model: (*self._state.queues.get(model, ()), *self._parked.get(model, ())))
         self._metrics.set_queue_depths(self._state.queues)
         self._metrics.set_extents_in_use(sum([link.num_leased for link in self._links.values()]))

@@ -26,6 +26,7 @@ from sie.values.extract import Detection, Gliclass, Gliner
 from sie.workers import stall_notices
 from sie.workers.device.faults import EXIT_STATUS, DeviceLostError
 from sie.workers.device.memory import measure
+from sie.workers.loading import light_imports
 from sie.workers.loading.hosting import Host
 from sie.workers.loop import Loop
 from sie.workers.model_api import Runner
@@ -35,6 +36,8 @@ from sie.workers.telemetry import GpuTelemetry, WorkerMetrics, gpu_identity
 
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S = 10.0
+_RUN_PART = 0.7
+"""Part of watchdog_s after which a model's run is ended; looked at eight times in that time."""
 _CPU_STEP_TOKENS = 1024
 """On a CPU, linear layers are as fast at 256 tokens as at 2,048; a smaller step keeps a new request's wait short."""
 _GPU_STEP_TOKENS = 16384
@@ -61,8 +64,8 @@ def main() -> int:
     native.allow(allowed=settings.devices.native_kernels)
     counters = CounterPage.open(fds[0], writable=True)
     metrics = WorkerMetrics(counters, str(launch.slot))
-    host = Host(launch.device, _builder(launch, settings), channel.send)
     page = InflightPage.open(fds[1], writable=True)
+    host = Host(launch.device, _builder(launch, settings, page), channel.send)
     loop = Loop(
         settings,
         channel=channel,
@@ -118,7 +121,9 @@ def _budget(launch: Launch, settings: Settings) -> Budget:
     )
 
 
-def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callable[[float, str], None]], Runner]:
+def _builder(
+    launch: Launch, settings: Settings, page: InflightPage
+) -> Callable[[ModelCard, Callable[[float, str], None]], Runner]:
     """Return the function that loads a model. The first model that needs torch imports it; stubs never do."""
 
     def build(card: ModelCard, progress: Callable[[float, str], None]) -> Runner:
@@ -131,10 +136,11 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
 
             return StubRunner(card, launch.slot)
         if card.kind == "tensor":
-            return _load_tensor_model(card, launch, settings, progress)
+            return _load_tensor_model(card, launch, settings, page, progress)
         if isinstance(card.extract, Gliner | Gliclass):
             return _load_library_model(card, launch, settings, progress)
         with stall_notices.importing():
+            light_imports.prepare()
             from sie.workers.loading.loader import (
                 load_detector,
                 load_dual_encoder,
@@ -161,23 +167,29 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
 
 
 def _load_tensor_model(
-    card: ModelCard, launch: Launch, settings: Settings, progress: Callable[[float, str], None]
+    card: ModelCard, launch: Launch, settings: Settings, page: InflightPage, progress: Callable[[float, str], None]
 ) -> Runner:
     if card.tensor is not None and card.tensor.platform == "pytorch_exported":
         with stall_notices.importing():
             from sie.workers.runners.exported import load_exported  # imports torch
 
         return load_exported(card, launch.device, progress)
-    from sie.workers.runners.onnx import load_onnx  # imports onnxruntime, not torch
+    from sie.workers.runners.onnx import RunLimit, load_onnx  # imports onnxruntime, not torch
+
+    def allowed_until_ns() -> int:
+        status = page.read()
+        return status.started_ns + status.allowed_ns
 
     num_threads = settings.devices.threads_per_worker or max(1, len(launch.cores))
-    return load_onnx(card, launch.device, num_threads, progress)
+    limit = RunLimit(_RUN_PART * settings.supervisor.watchdog_s, allowed_until_ns)
+    return load_onnx(card, launch.device, num_threads, progress, limit)
 
 
 def _load_library_model(
     card: ModelCard, launch: Launch, settings: Settings, progress: Callable[[float, str], None]
 ) -> Runner:
     with stall_notices.importing():
+        light_imports.prepare()
         from sie.workers.loading.libraries import load_gliclass, load_gliner  # imports torch
 
     dtype = settings.models.dtype

@@ -6,16 +6,16 @@ to `sie.workers.requests.finish`. One thread at a time calls it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.shm.extent_headers import TensorForm, TensorTask, WorkHeader
 from sie.values.card import AdapterSpec, ModelCard
 from sie.values.extract import Extraction, ExtractTask
 from sie.values.generate import Sampling, TokenLogprob
+from sie.values.work import TensorForm, TensorTask, WorkHeader
 
 
 class Pair(NamedTuple):
@@ -122,17 +122,17 @@ class Side(NamedTuple):
 class StepOutputs(NamedTuple):
     """The outputs of one forward pass for the n items of a step; None for an output that no item wants.
 
-    dense is (n, d) float32 and counts only for items that want it. sparse holds, for each item that wants it, indices
-    (e,) int32, ascending, and values (e,) float32, positive and finite. multivector holds rows (r, d) float32, not
-    normalised. Both hold None for other items. scores (n, 1) float32, from pairs or comparisons, come without other
+    dense is (n, d) float32 and counts only for items that want it. ragged has the outputs of `sie.values.output_kinds.RAGGED`
+    by name, one value for each item, None for items that do not want it. With rounding `weights` a value is indices
+    (e,) int32, ascending, and values (e,) float32, positive and finite (`sparse`). With rounding `rows` it is rows
+    (r, d) float32, not normalised (`multivector`). scores (n, 1) float32, from pairs or comparisons, come without other
     outputs. So do an extractor's outputs: extract with one value an item, token_logits (t_i, classes) float32 for each
     item, boxes (b_i, 5 + k) float32 for each item, or logits (n, classes) float32. tensors, also alone, holds the
     wanted outputs of each infer request.
     """
 
     dense: NDArray[np.float32] | None = None
-    sparse: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]] | None] | None = None
-    multivector: Sequence[NDArray[np.float32] | None] | None = None
+    ragged: Mapping[str, Sequence[Any]] = {}
     scores: NDArray[np.float32] | None = None
     extract: Sequence[Extraction] | None = None
     token_logits: Sequence[NDArray[np.float32]] | None = None

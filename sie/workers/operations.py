@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from sie.shm.extent_headers import WorkHeader
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Overloaded, SieError, Unavailable
 from sie.values.extract import ExtractTask, TokenClassification, ZeroShot
+from sie.values.work import WorkHeader
 from sie.workers.model_api import RowStep, Side, StepOutputs
 from sie.workers.requests.quantise import output_layout
 from sie.workers.requests.request import Request

@@ -1,4 +1,4 @@
-// What an attention over packed sequences is asked for. Mirrored by sie.native.attention.
+// The arguments of attention over packed sequences. Mirrored by sie.native.attention.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -8,18 +8,26 @@ struct SieAttention {
     const void *query, *key, *value;
     void* out;
     int64_t query_token, query_head, key_token, key_head, value_token, value_head, out_token, out_head;
-    const int32_t* bounds;  // (num_sequences + 1): where each begins
-    const int32_t* seen;    // (num_sequences): how many tokens of each, from the first, are attended to; null: all
+    const int32_t* bounds;  // (num_sequences + 1): where each sequence begins
+    const int32_t* seen;    // (num_sequences): number of first tokens of each sequence that can be attended to; null: all
     int32_t num_sequences, num_heads, num_key_heads, width;
     float scale;  // above zero
     int32_t is_causal;
-    int32_t window;  // a token attends to those less than so many positions away; 0: to all
+    int32_t window;  // a token attends to tokens less than this number of positions away; 0: to all
     int32_t num_threads;
+    int32_t bias_reach;   // at least the longest sequence's tokens and 16
+    const float* biases;  // (num_heads, 2 bias_reach): what scores get before they are scaled, of a key at a query's position
+                          // plus i - bias_reach; null: nothing
 };
 
-// Bytes that each thread of an attention needs beside its tensors, for sequences of at most so many tokens.
+constexpr int kQueryRows = 12;     // queries whose sums stay in registers
+constexpr int kChunkKeys = 512;    // keys whose scores are kept; more keys take several turns
+constexpr int kChunkRows = 8 * kQueryRows;  // queries that go through a chunk of keys together
+
+// Bytes that each thread of an attention needs beside its tensors, for sequences of at most `longest` tokens.
 static inline size_t attention_scratch_bytes(int64_t longest, int64_t width) {
     const size_t padded = (longest + 15) / 16 * 16, columns = (width + 15) / 16 * 16;
-    constexpr size_t kRows = 12;
-    return (4 * (padded * columns * 2 + kRows * padded * 2) + 127) / 64 * 64;
+    const size_t chunk = padded < kChunkKeys ? padded : kChunkKeys;
+    const size_t running = padded > kChunkKeys ? kChunkRows * (columns + 2) : 0;
+    return (4 * (padded * columns * 2 + kQueryRows * chunk * 2 + running) + 127) / 64 * 64;
 }

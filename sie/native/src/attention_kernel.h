@@ -1,7 +1,9 @@
-// Attention within each of many short sequences, one head at a time.
+// Computes attention within each of many sequences, one head at a time.
 //
-// Keys and values of a head are brought into the order of the products once, then blocks of 12 queries run through
-// scores, softmax and the sum of values. All of it stays in the first or second cache, since a sequence is short.
+// The keys and values of a head are packed once in the order of the products. Then blocks of 12 queries run through
+// scores, softmax and the sum of values. All data of a short sequence stays in the level 1 or 2 cache. In a long sequence, 8
+// blocks of queries read one chunk of keys in turn, so that the chunk stays in the cache. Their sums continue with the next
+// chunk. Source: Milakov and Gimelshein, arXiv 1805.02867.
 #pragma once
 #include "attention.h"
 #include "lanes.h"
@@ -9,7 +11,7 @@
 
 namespace {
 
-constexpr int kQueryRows = 12;
+constexpr float kLeast = -3e38f;
 
 inline int padded(int count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
@@ -19,23 +21,30 @@ struct Attention {
 
     const SieAttention& shape;
     const int columns;      // width, in whole lanes
-    const int words;        // of one row
+    const int words;        // in a row
     uint32_t* keys;         // [tile of 16 keys][word][key]
     uint32_t* values;       // [word of keys][column]
-    float* scores;          // [row][key]
-    Stored* weights;        // [row][key]
+    float* scores;          // [row][key of a chunk]
+    Stored* weights;        // [row][key of a chunk]
+    float *running, *tops, *totals;  // of long sequences: [row][column], [row], [row]
     int padded_keys = 0;
+    int origin = 0;         // the first key that scores and weights have
+    const float* biases = nullptr;  // of the head, for a key at the query's own position
 
     Attention(const SieAttention& shape, int longest, void* scratch)
         : shape(shape), columns(padded(shape.width)), words(shape.width / T::kPerWord) {
         const size_t room = static_cast<size_t>(padded(longest));
         keys = reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~uintptr_t{63});
         values = keys + room * columns;
+        const size_t chunk = room < kChunkKeys ? room : kChunkKeys;
         scores = reinterpret_cast<float*>(values + room * columns);
-        weights = reinterpret_cast<Stored*>(scores + kQueryRows * room);
+        running = scores + 2 * kQueryRows * chunk;
+        tops = running + kChunkRows * columns;
+        totals = tops + kChunkRows;
+        weights = reinterpret_cast<Stored*>(scores + kQueryRows * chunk);
     }
 
-    // Attends within one sequence, with the queries that share a head of keys.
+    // Computes attention within one sequence, for the queries that share a key head.
     void run(int sequence, int head) {
         const int group = shape.num_heads / shape.num_key_heads;
         const int64_t start = shape.bounds[sequence];
@@ -45,9 +54,15 @@ struct Attention {
         pack_keys(rows(shape.key, start * shape.key_token + head * shape.key_head), seen);
         pack_values(rows(shape.value, start * shape.value_token + head * shape.value_head), seen);
         for (int h = head * group; h < (head + 1) * group; ++h) {
+            if (shape.biases) biases = shape.biases + (2 * static_cast<size_t>(h) + 1) * shape.bias_reach;
             const Stored* query = rows(shape.query, start * shape.query_token + h * shape.query_head);
             Stored* out = static_cast<Stored*>(shape.out) + start * shape.out_token + h * shape.out_head;
-            for (int first = 0; first < length; first += kQueryRows) block(query, out, first, length, seen);
+            const int most = shape.window ? 2 * (shape.window + kQueryRows) : seen;
+            if (padded_keys <= kChunkKeys || most + 2 * kLanes <= kChunkKeys) {
+                for (int first = 0; first < length; first += kQueryRows) block(query, out, first, length, seen);
+            } else {
+                for (int first = 0; first < length; first += kChunkRows) blocks(query, out, first, length, seen);
+            }
         }
     }
 
@@ -82,34 +97,109 @@ struct Attention {
         }
     }
 
-    // Attends with queries first .. first + 12 of a sequence.
-    void block(const Stored* query, Stored* out, int first, int length, int seen) {
-        const int count = length - first < kQueryRows ? length - first : kQueryRows;
-        // Rows behind the last are the last again, so that every block has the same shape.
-        const Stored* q[kQueryRows];
-        for (int r = 0; r < kQueryRows; ++r) q[r] = query + (first + (r < count ? r : count - 1)) * shape.query_token;
-        const int begin = lowest(first) / kLanes * kLanes;
-        const int end = padded(highest(first + count - 1, seen));
-        int tile = begin;
-        for (; tile + 2 * kLanes <= end; tile += 2 * kLanes) score<2>(q, tile);
-        if (tile < end) score<1>(q, tile);
-        float scaling[kQueryRows];
-        for (int r = 0; r < kQueryRows; ++r) {
-            const int at = first + (r < count ? r : count - 1);
-            scaling[r] = softmax(r, lowest(at), highest(at, seen), begin, end);
-        }
+    // A block of queries. The last row repeats in the places after it, so that every block has the same shape.
+    struct Queries {
+        const Stored* rows[kQueryRows];
+        int first, count;
+
+        int at(int row) const { return first + (row < count ? row : count - 1); }
+    };
+
+    template <int kTiles>
+    struct Tiles {
+        static constexpr int kCount = kTiles;
+    };
+
+    // The sums of a block so far, in this column, and their factors.
+    struct Before {
+        const float *sums, *factors;
+    };
+
+    // Calls run(tiles, column) for all columns, two tiles at a time.
+    template <class F>
+    void for_columns(const F& run) const {
         int column = 0;
-        for (; column + 2 * kLanes <= columns; column += 2 * kLanes)
-            sum<2>(out + first * shape.out_token, count, column, begin, end, scaling);
-        if (column < columns) sum<1>(out + first * shape.out_token, count, column, begin, end, scaling);
+        for (; column + 2 * kLanes <= columns; column += 2 * kLanes) run(Tiles<2>{}, column);
+        if (column < columns) run(Tiles<1>{}, column);
     }
 
-    // The keys that the query at a position attends to: from lowest, below highest.
+    void store(Stored* out, int column, Vec values) const { T::store(out + column, first_lanes(shape.width - column), values); }
+
+    Queries queries_of(const Stored* query, int first, int length) const {
+        Queries found{{}, first, length - first < kQueryRows ? length - first : kQueryRows};
+        for (int r = 0; r < kQueryRows; ++r) found.rows[r] = query + found.at(r) * shape.query_token;
+        return found;
+    }
+
+    // Computes attention for queries first .. first + 12 of a sequence.
+    void block(const Stored* query, Stored* out, int first, int length, int seen) {
+        const Queries queries = queries_of(query, first, length);
+        const int begin = lowest(first) / kLanes * kLanes, end = padded(highest(first + queries.count - 1, seen));
+        origin = begin;
+        score_all(queries, begin, end);
+        float scaling[kQueryRows];
+        for (int r = 0; r < kQueryRows; ++r) {
+            float top = kLeast, total = 0;
+            softmax(r, queries.at(r), seen, begin, end, top, total);
+            scaling[r] = total > 0 ? 1.0f / total : 0.0f;
+        }
+        for_columns([&](auto tiles, int column) {
+            this->template sum<decltype(tiles)::kCount>(queries.count, column, begin, end, nullptr, [&](int r, int t, Vec sum) {
+                store(out + (first + r) * shape.out_token, column + t * kLanes, _mm512_mul_ps(sum, _mm512_set1_ps(scaling[r])));
+            });
+        });
+    }
+
+    // Computes attention for queries first .. first + 96 of a long sequence.
+    void blocks(const Stored* query, Stored* out, int first, int length, int seen) {
+        const int rows = length - first < kChunkRows ? length - first : kChunkRows;
+        for (int i = 0; i < rows * columns; i += kLanes) _mm512_storeu_ps(running + i, _mm512_setzero_ps());
+        for (int r = 0; r < rows; ++r) tops[r] = kLeast, totals[r] = 0;
+        const int last = padded(highest(first + rows - 1, seen));
+        for (origin = lowest(first) / kLanes * kLanes; origin < last; origin += kChunkKeys)
+            for (int row = 0; row < rows; row += kQueryRows)
+                go_on(queries_of(query, first + row, length), row, seen);
+        for (int r = 0; r < rows; ++r)
+            for (int c = 0; c < shape.width; c += kLanes) {
+                const Vec scaling = _mm512_set1_ps(totals[r] > 0 ? 1.0f / totals[r] : 0.0f);
+                store(out + (first + r) * shape.out_token, c, _mm512_mul_ps(_mm512_loadu_ps(running + r * columns + c), scaling));
+            }
+    }
+
+    // Continues a block of queries over the chunk of keys from origin on; row is the place of its sums.
+    void go_on(const Queries& queries, int row, int seen) {
+        const int from = lowest(queries.first) / kLanes * kLanes, to = padded(highest(queries.at(kQueryRows), seen));
+        const int begin = from > origin ? from : origin, end = to < origin + kChunkKeys ? to : origin + kChunkKeys;
+        if (begin >= end) return;
+        score_all(queries, begin, end);
+        float factors[kQueryRows];
+        for (int r = 0; r < queries.count; ++r)
+            factors[r] = softmax(r, queries.at(r), seen, begin, end, tops[row + r], totals[row + r]);
+        for_columns([&](auto tiles, int column) {
+            float* sums = running + static_cast<size_t>(row) * columns + column;
+            const Before before{sums, factors};
+            this->template sum<decltype(tiles)::kCount>(queries.count, column, begin, end, &before, [&](int r, int t, Vec sum) {
+                _mm512_storeu_ps(sums + r * columns + t * kLanes, sum);
+            });
+        });
+    }
+
+    // The range of keys that the query at a position attends to: from lowest, below highest.
     int lowest(int at) const { return shape.window && at >= shape.window ? at - shape.window + 1 : 0; }
     int highest(int at, int seen) const {
         int end = shape.is_causal ? at + 1 : shape.window ? at + shape.window : seen;
         return end < seen ? end : seen;
     }
+
+    void score_all(const Queries& queries, int begin, int end) {
+        int tile = begin;
+        for (; tile + 2 * kLanes <= end; tile += 2 * kLanes) score<2>(queries.rows, tile);
+        if (tile < end) score<1>(queries.rows, tile);
+    }
+
+    float* scores_of(int row, int key) const { return scores + row * chunk() + key - origin; }
+    Stored* weights_of(int row, int key) const { return weights + row * chunk() + key - origin; }
+    int chunk() const { return padded_keys < kChunkKeys ? padded_keys : kChunkKeys; }
 
     template <int kTiles>
     void score(const Stored* const (&q)[kQueryRows], int tile) {
@@ -127,58 +217,66 @@ struct Attention {
             }
         }
         for (int r = 0; r < kQueryRows; ++r)
-            for (int t = 0; t < kTiles; ++t) _mm512_storeu_ps(scores + r * padded_keys + tile + t * kLanes, sums[r][t]);
+            for (int t = 0; t < kTiles; ++t) _mm512_storeu_ps(scores_of(r, tile + t * kLanes), sums[r][t]);
     }
 
-    // Writes the weights of one row, not normalised, zero outside of lowest .. highest; returns what they are to be
-    // multiplied with.
-    float softmax(int r, int lowest, int highest, int begin, int end) {
-        const float* from = scores + r * padded_keys;
-        Stored* to = weights + r * padded_keys;
+    // Writes the weights of row r, of the query at a position: not normalised, and zero outside of its keys. top and total are
+    // the largest scaled score and the sum of weights so far. Returns the factor of the sums so far.
+    float softmax(int r, int at, int seen, int begin, int end, float& top, float& total) {
+        const int lowest = this->lowest(at), highest = this->highest(at, seen);
+        float* from = scores_of(r, 0);
+        Stored* to = weights_of(r, 0);
         const auto lanes_at = [=](int key) {
             return key >= lowest && key + kLanes <= highest ? __mmask16{0xFFFF} : between(lowest - key, highest - key);
         };
-        Vec top = _mm512_set1_ps(-3e38f);
+        for (int key = begin; key < end && biases; key += kLanes)
+            _mm512_storeu_ps(from + key, _mm512_add_ps(_mm512_loadu_ps(from + key), _mm512_loadu_ps(biases + key - at)));
+        Vec most = _mm512_set1_ps(kLeast);
         for (int key = begin; key < end; key += kLanes)
-            top = _mm512_mask_max_ps(top, lanes_at(key), top, _mm512_loadu_ps(from + key));
-        const Vec scale = _mm512_set1_ps(shape.scale * 1.44269504f);
-        const Vec most = _mm512_mul_ps(_mm512_set1_ps(_mm512_reduce_max_ps(top)), scale);
+            most = _mm512_mask_max_ps(most, lanes_at(key), most, _mm512_loadu_ps(from + key));
+        const float factor = shape.scale * 1.44269504f, found = _mm512_reduce_max_ps(most) * factor, before = top;
+        if (found > top) top = found;
+        const Vec scale = _mm512_set1_ps(factor), highest_score = _mm512_set1_ps(top);
         Vec sum = _mm512_setzero_ps();
         for (int key = begin; key < end; key += kLanes) {
-            const Vec exponent = _mm512_fmsub_ps(_mm512_loadu_ps(from + key), scale, most);
+            const Vec exponent = _mm512_fmsub_ps(_mm512_loadu_ps(from + key), scale, highest_score);
             const Vec power = sizeof(Stored) == 2 ? rough_exp2(exponent) : exp2(exponent);
             const Vec weight = _mm512_maskz_mov_ps(lanes_at(key), power);
             sum = _mm512_add_ps(sum, weight);
             T::store(to + key, 0xFFFF, weight);
         }
-        const float total = _mm512_reduce_add_ps(sum);
-        return total > 0 ? 1.0f / total : 0.0f;
+        const float so_far = before > kLeast ? __builtin_exp2f(before - top) : 0.0f;
+        total = total * so_far + _mm512_reduce_add_ps(sum);
+        return so_far;
     }
 
     static __mmask16 between(int lowest, int highest) {
         return static_cast<__mmask16>(first_lanes(highest) & ~first_lanes(lowest));
     }
 
-    template <int kTiles>
-    void sum(Stored* out, int count, int column, int begin, int end, const float (&scaling)[kQueryRows]) {
+    // Calls done(row, tile, sum) for the sums of values times weights, added to those before where there are some.
+    template <int kTiles, class Done>
+    void sum(int count, int column, int begin, int end, const Before* before, const Done& done) {
         Vec sums[kQueryRows][kTiles];
-        for (auto& row : sums)
-            for (Vec& sum : row) sum = _mm512_setzero_ps();
+        for (int r = 0; r < kQueryRows; ++r)
+            for (int t = 0; t < kTiles; ++t)
+                sums[r][t] = before && r < count ? _mm512_mul_ps(_mm512_loadu_ps(before->sums + r * columns + t * kLanes),
+                                                                 _mm512_set1_ps(before->factors[r]))
+                                                 : _mm512_setzero_ps();
         const uint32_t* from = values + column;
+        const Stored* own = weights_of(0, 0);
         for (int word = begin / T::kPerWord; word < end / T::kPerWord; ++word) {
             __m512i v[kTiles];
             for (int t = 0; t < kTiles; ++t)
                 v[t] = _mm512_load_si512(from + static_cast<size_t>(word) * columns + t * kLanes);
 #pragma GCC unroll 12
             for (int r = 0; r < kQueryRows; ++r) {
-                const __m512i one = broadcast_word(weights + r * padded_keys + word * T::kPerWord);
+                const __m512i one = broadcast_word(own + r * chunk() + word * T::kPerWord);
                 for (int t = 0; t < kTiles; ++t) sums[r][t] = T::dot(sums[r][t], one, v[t]);
             }
         }
         for (int r = 0; r < count; ++r)
-            for (int t = 0; t < kTiles; ++t)
-                T::store(out + r * shape.out_token + column + t * kLanes, first_lanes(shape.width - column - t * kLanes),
-                         _mm512_mul_ps(sums[r][t], _mm512_set1_ps(scaling[r])));
+            for (int t = 0; t < kTiles; ++t) done(r, t, sums[r][t]);
     }
 };
 

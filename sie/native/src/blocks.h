@@ -1,4 +1,4 @@
-// Keys and values in blocks, and what attention over them is asked for.
+// Keys and values in blocks, and the arguments of attention over them.
 #pragma once
 #include "decoder.h"
 #include "decoder_layout.h"
@@ -15,8 +15,8 @@ struct Attending {
     const SieDecoderLayer& layer;
     const SieDecoderStep& step;
     const Stored* query;  // (num_tokens, num_heads, head_width)
-    Rows rows;            // what comes of it, the same shape,
-    float* attended;      // or where those take no pieces, for them to be written from
+    Rows rows;            // the result, of the same shape,
+    float* attended;      // or, if rows take no pieces, the memory from which the rows are written
 
     int group() const { return decoder.num_heads / decoder.num_key_heads; }
     int64_t token_values() const { return static_cast<int64_t>(decoder.num_key_heads) * decoder.head_width; }
@@ -39,10 +39,10 @@ struct Attending {
     Stored* value_of(const SieSlot& slot, int64_t position, int key_head) const {
         return static_cast<Stored*>(layer.values) + row_of(slot, position) * token_values() + key_head * decoder.head_width;
     }
-    // Positions from which on a token sees: its own is the last.
+    // The first position that a token sees; its own is the last.
     int64_t lowest(int64_t position) const { return position + 1 - keys_seen(position, layer.window); }
 
-    // Scores in units of a power of two.
+    // Returns the scaled scores, for exponentials of base 2.
     Vec scaled(Vec scores) const {
         constexpr float kLog2E = 1.44269504f;
         scores = _mm512_mul_ps(scores, _mm512_set1_ps(layer.scale));

@@ -1,11 +1,11 @@
-// Whole decoders: the level is chosen by the number format.
+// Exports whole decoders, and chooses the level by the number format.
 #include "decoder.h"
 
 #include "decoder_layout.h"
 #include "features.h"
 #include "levels.h"
 
-// Bytes that sie_decode writes to beside its result and the blocks.
+// Bytes of memory that sie_decode needs beside its result and the blocks.
 SIE_EXPORT int64_t sie_decoder_scratch(const SieDecoder* decoder, const SieDecoderStep* step) {
     return static_cast<int64_t>(DecoderLayout(*decoder, *step).end);
 }

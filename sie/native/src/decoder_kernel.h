@@ -1,4 +1,4 @@
-// The decoder of decoder.h: products, and between them what happens to each row.
+// The decoder of decoder.h: products, and the steps of each row between them.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -18,7 +18,7 @@ class Decoder {
 
     const SieDecoder& decoder_;
     const DecoderLayout layout_;
-    SieDecoderStep step_;  // from the last layer's attention on that of the kept tokens alone
+    SieDecoderStep step_;  // from the last layer's attention on, only the kept tokens
     const int width_;
     float *hidden_, *product_, *attended_;
     Stored* query_;
@@ -61,7 +61,7 @@ class Decoder {
     float* product(int64_t row, int64_t outputs) const { return product_ + row * outputs; }
     char* thread_room(int32_t thread) const { return at<char>(layout_.threads + thread * layout_.thread); }
 
-    // Calls run(row) for all rows; few of them are done before another thread would have heard of it.
+    // Calls run(row) for all rows. The caller does few rows alone, because another thread would wake too late.
     template <class F>
     void for_rows(int64_t count, const F& run) const {
         const int64_t pieces = (count + kRowsPerPiece - 1) / kRowsPerPiece;
@@ -70,7 +70,7 @@ class Decoder {
         });
     }
 
-    // The input of a matrix for the step's tokens.
+    // Returns the input rows of a matrix for the step's tokens.
     Rows rows(size_t offset, const SieMatrix& matrix) const {
         return {at<char>(offset), matrix.inputs, form_of(matrix.format, step_.num_tokens)};
     }
@@ -78,7 +78,7 @@ class Decoder {
     // Calls done(row, pair, left, right) for the product of the step's tokens with a matrix.
     template <class Done>
     void multiply(const SieMatrix& matrix, const Rows& rows, bool is_gated, const Done& done) const {
-        // Threads unpack where each one's share of the scratch has the room for it.
+        // Each thread unpacks into its own share of the scratch.
         char* unpacked = at<char>(layout_.threads + layout_.unpacked);
         multiply_pairs(Product{matrix, rows, step_.num_tokens, is_gated, step_.num_threads, unpacked, layout_.thread}, done);
     }
@@ -100,7 +100,7 @@ class Decoder {
         return {decoder_, layer, step_, query_, rows(layout_.input, layer.out), attended_};
     }
 
-    // Makes queries, and puts keys and values into their blocks.
+    // Computes queries, and writes keys and values into their blocks.
     void project(const SieDecoderLayer& layer) const {
         const int64_t outputs = layer.qkv.outputs;
         multiply(layer.qkv, rows(layout_.input, layer.qkv), false, [&](int64_t row, int64_t pair, Vec left, Vec right) {
@@ -110,7 +110,7 @@ class Decoder {
         for_tokens([&](const SieSlot& slot, int64_t token, int64_t position) { turn(by, slot, token, position); });
     }
 
-    // Makes the step one of the kept tokens, each a slot of its own: of the last layer nobody else needs more than keys
+    // Reduces the step to the kept tokens, each as a slot of its own. In the last layer, the other tokens need only keys
     // and values.
     void keep() {
         SieSlot* slots = at<SieSlot>(layout_.kept);
@@ -149,7 +149,7 @@ class Decoder {
         });
     }
 
-    // Turns a token's queries and key by its position, and puts key and value into their block.
+    // Rotates a token's queries and key by its position, and writes key and value into their block.
     void turn(const Attending& attending, const SieSlot& slot, int64_t token, int64_t position) const {
         const SieDecoderLayer& layer = attending.layer;
         const int head = decoder_.head_width, num_heads = decoder_.num_heads, num_keys = decoder_.num_key_heads;
@@ -160,7 +160,7 @@ class Decoder {
         normalise_heads(keys, num_keys, layer.key_norm, layer.is_norm_whole);
         const int64_t turned = position * decoder_.rotary_width;
         for (int h = 0; h < num_heads + num_keys && layer.cosines; ++h)
-            rotate(queries + h * head, layer.cosines + turned, layer.sines + turned, decoder_.rotary_width);
+            rotate<F32>(queries + h * head, layer.cosines + turned, layer.sines + turned, decoder_.rotary_width);
         Stored* to = query_ + token * num_heads * head;
         narrow(to, queries, num_heads * head);
         narrow(attending.key_of(slot, position, 0), keys, num_keys * head);
@@ -207,7 +207,7 @@ class Decoder {
         for_rows(count, [&](int64_t i) { by_token.merge(pieces[i]); });
     }
 
-    // The last tokens see most, so their pieces come first.
+    // The last tokens see the most keys, so their pieces come first.
     void attend_prompt(const Attending& attending, const SieSlot& slot) const {
         const int64_t tokens = PromptAttention::tokens_of_piece(attending.group()), heads = decoder_.num_key_heads;
         const int64_t pieces = (slot.length + tokens - 1) / tokens;
@@ -247,8 +247,8 @@ class Decoder {
         }
     }
 
-    // Adds a product to the hidden states, and writes them as the next one's input; each normalised before where there is
-    // a weight.
+    // Adds a product to the hidden states, and writes these as the input of the next product. Both are normalised first if
+    // they have a weight.
     void add(const SieMatrix& matrix, const Rows& from, const float* weight, const SieMatrix& next, const float* before) const {
         multiply(matrix, from, false, [&](int64_t row, int64_t pair, Vec left, Vec right) {
             store_pair(product(row, width_), width_, pair, left, right);

@@ -1,4 +1,4 @@
-// Where the parts of a decoder's scratch lie.
+// Offsets of the parts of a decoder's scratch memory.
 #pragma once
 #include <cstddef>
 
@@ -6,17 +6,17 @@
 
 namespace {
 
-constexpr int kPromptBlock = 12;    // queries of a prompt whose sums stay in registers
-constexpr int kPromptRows = 8 * kPromptBlock;  // those of one piece of its attention, heads times tokens
-constexpr int kPromptKeys = 256;    // keys that such a piece takes at a time
+constexpr int kPromptBlock = 12;    // prompt queries whose sums stay in registers
+constexpr int kPromptRows = 8 * kPromptBlock;  // rows of one piece of prompt attention, heads times tokens
+constexpr int kPromptKeys = 256;    // keys that such a piece reads at a time
 constexpr int kSegmentKeys = 512;   // keys of a piece of one token's attention
-constexpr int kShortSlot = 2;       // tokens up to which a slot attends token by token
+constexpr int kShortSlot = 2;       // slots with up to this number of tokens compute attention token by token
 
 inline int64_t keys_seen(int64_t position, int64_t window) { return window && position >= window ? window : position + 1; }
 
 struct DecoderLayout {
     size_t hidden, inner, input, product, query, attended, partials, kept, threads;
-    size_t thread, unpacked;  // bytes of a thread; from where it unpacks
+    size_t thread, unpacked;  // bytes of a thread; offset of its memory for unpacking
     size_t end;
 
     DecoderLayout(const SieDecoder& decoder, const SieDecoderStep& step) {
@@ -45,7 +45,7 @@ struct DecoderLayout {
             at += (bytes + 63) / 64 * 64;
             return found;
         };
-        // A prompt's keys and values in the order of products, scores, weights and sums; or a token's scores.
+        // A prompt's packed keys and values, scores, weights and sums; or a token's scores.
         const size_t group = heads / decoder.num_key_heads, prompt_rows = group > kPromptRows ? group : kPromptRows;
         const size_t of_prompt = 4 * kPromptKeys * head * 2 + kPromptBlock * kPromptKeys * 8 + prompt_rows * (head * 4 + 8) + 64;
         const size_t of_token = 4 * group * kSegmentKeys;
@@ -66,7 +66,7 @@ struct DecoderLayout {
     }
 
   private:
-    // Segments of tokens that attend one by one: those of short slots, in the last layer those that are kept.
+    // Segments of the tokens that run one by one: those of short slots; in the last layer the kept tokens.
     static size_t num_segments(const SieDecoderStep& step) {
         const auto of_last = [](const SieSlot& slot) { return (slot.start + slot.length + kSegmentKeys - 1) / kSegmentKeys; };
         size_t count = 0, of_kept = 0;

@@ -1,11 +1,11 @@
-// What the library does for encoders: each function chooses the level that it is asked for.
+// Exports the functions for encoders; each uses the level in its arguments.
 #include "encoder.h"
 
 #include "encoder_layout.h"
 #include "features.h"
 #include "levels.h"
 
-// Bytes that each thread of sie_attend writes to beside its output.
+// Bytes of memory that each thread of sie_attend needs beside its output.
 SIE_EXPORT int64_t sie_attention_scratch(int64_t longest, int64_t width) {
     return static_cast<int64_t>(attention_scratch_bytes(longest, width));
 }
@@ -15,7 +15,7 @@ SIE_EXPORT void sie_attend(const SieAttention* shape, int32_t is_bf16, void* scr
     (is_bf16 ? attend_bf16_avx512 : attend_f32_avx512)(*shape, scratch);
 }
 
-// Bytes that sie_encode writes to beside its result, for a step of so many tokens.
+// Bytes of memory that sie_encode needs beside its result, for a step of num_tokens tokens.
 SIE_EXPORT int64_t sie_encoder_scratch(const SieEncoder* encoder, int64_t num_tokens, int64_t longest,
                                        int64_t num_threads) {
     return static_cast<int64_t>(EncoderLayout(*encoder, num_tokens, longest, num_threads).end);

@@ -1,4 +1,4 @@
-// bfloat16 with products in AMX tiles, of bfloat16 or of bytes, all else on AVX-512.
+// bfloat16 with products in AMX tiles, of bfloat16 or of bytes; the rest is on AVX-512.
 #ifdef __AMX_BF16__
 #include "encoder_kernel.h"
 #include "levels.h"

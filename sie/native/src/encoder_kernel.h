@@ -1,9 +1,10 @@
-// The encoder of encoder.h, for a number format and a way to multiply.
+// The encoder of encoder.h, for one number format and one kind of products.
 #pragma once
 #include "attention_kernel.h"
 #include "encoder.h"
 #include "encoder_layout.h"
 #include "products.h"
+#include "row_norm.h"
 #include "share.h"
 
 namespace {
@@ -13,19 +14,34 @@ class Encoder {
     using T = typename Products::Format;
     using Stored = typename T::Stored;
 
-    // What a thread writes to between the products of its rows.
+    // Memory of a thread for results between the products of its rows.
     struct Room {
-        Stored *block, *inner;
+        Stored *input, *inner;
         float* sums;  // [row][width rounded up to a panel]
         char* bytes;
+    };
+
+    // Rows that follow each other, so many values apart.
+    struct Lines {
+        Stored* first;
+        size_t apart;
+
+        Stored* at(size_t row) const { return first + row * apart; }
+    };
+
+    // Rows of the step.
+    struct Block {
+        int first, rows;
+        const Room& room;
     };
 
     const SieEncoder& encoder_;
     const SieStep& step_;
     const EncoderLayout layout_;
-    const int width_;
-    int block_rows_;
-    Stored *hidden_, *qkv_, *attended_;
+    const int width_, heads_width_, keys_width_;
+    float* stream_;    // what layers add to
+    Stored* qkv_;      // of all tokens, back to back
+    Lines attended_;
 
   public:
     Encoder(const SieEncoder& encoder, const SieStep& step)
@@ -33,141 +49,201 @@ class Encoder {
           step_(step),
           layout_(encoder, step.num_tokens, step.longest, step.num_threads),
           width_(encoder.width),
-          hidden_(static_cast<Stored*>(step.hidden)) {
-        qkv_ = reinterpret_cast<Stored*>(base() + layout_.qkv);
-        attended_ = reinterpret_cast<Stored*>(base() + layout_.attended);
-        // A short step is shared out, too, in whole tiles.
-        const int rows = (step.num_tokens + step.num_threads - 1) / step.num_threads;
-        block_rows_ = (rows + Products::kMaxRows - 1) / Products::kMaxRows * Products::kMaxRows;
-        if (block_rows_ > kBlockRows) block_rows_ = kBlockRows;
-    }
+          heads_width_(encoder.num_heads * encoder.head_width),
+          keys_width_(encoder.num_key_heads * encoder.head_width),
+          stream_(reinterpret_cast<float*>(base() + layout_.stream)),
+          qkv_(reinterpret_cast<Stored*>(base() + layout_.qkv)),
+          attended_(lines(base() + layout_.attended, heads_width_)) {}
 
     void run() {
-        for_blocks([&](int first, int rows, const Room& room) { embed(first, rows, room); });
-        for (int i = 0; i < encoder_.num_layers; ++i) {
-            const SieLayer& layer = encoder_.layers[i];
-            for_blocks([&](int first, int rows, const Room& room) {
-                linear(layer.qkv, hidden_ + at(first, width_), rows, qkv_ + at(first, 3 * width_), room, [](Vec x) { return x; });
-            });
-            attend_all();
-            for_blocks([&](int first, int rows, const Room& room) { rest_of_layer(layer, first, rows, room); });
+        const SieLayer *layer = encoder_.layers, *end = layer + encoder_.num_layers;
+        for_blocks([&](const Block& block) {
+            embed(block, layer->before_attention);
+            project(*layer, block);
+        });
+        for (; layer < end; ++layer) {
+            attend_all(*layer);
+            for_blocks([&](const Block& block) { rest_of_layer(*layer, layer + 1 < end ? layer + 1 : nullptr, block); });
         }
     }
 
   private:
-    static size_t at(int row, int width) { return static_cast<size_t>(row) * width; }
     char* base() const { return static_cast<char*>(step_.scratch); }
-    size_t sums_stride() const { return (width_ + kPanel - 1) / kPanel * kPanel; }
+    static Lines lines(void* at, size_t width) {
+        return {static_cast<Stored*>(at), row_bytes_apart(width * sizeof(Stored)) / sizeof(Stored)};
+    }
+    Lines input(const Block& block) const { return lines(block.room.input, width_); }
+    size_t qkv_width() const { return heads_width_ + 2 * keys_width_; }
+    float* stream(size_t row) const { return stream_ + row * width_; }
 
-    // Calls run(first, rows, room) for every block of rows.
+    // Calls run(block) for blocks of rows: whole tiles, of nearly equal sizes, and equally many for each thread.
     template <class F>
     void for_blocks(const F& run) const {
-        const int64_t count = (step_.num_tokens + block_rows_ - 1) / block_rows_;
-        share(count, step_.num_threads, [&](int64_t block, int32_t thread) {
+        constexpr int64_t kTile = Products::kMaxRows, kBlockTiles = kBlockRows / kTile;
+        const int64_t tokens = step_.num_tokens, threads = step_.num_threads, tiles = (tokens + kTile - 1) / kTile;
+        int64_t count = ((tiles + kBlockTiles - 1) / kBlockTiles + threads - 1) / threads * threads;
+        if (count > tiles) count = tiles;
+        share(count, threads, [&](int64_t i, int32_t thread) {
             char* own = base() + layout_.threads + thread * layout_.share;
-            const Room room{reinterpret_cast<Stored*>(own + layout_.block), reinterpret_cast<Stored*>(own + layout_.inner),
+            const Room room{reinterpret_cast<Stored*>(own + layout_.input), reinterpret_cast<Stored*>(own + layout_.inner),
                             reinterpret_cast<float*>(own + layout_.sums), own + layout_.bytes};
-            const int first = block * block_rows_, rest = step_.num_tokens - first;
-            run(first, rest < block_rows_ ? rest : block_rows_, room);
+            const int64_t first = tiles * i / count * kTile, next = tiles * (i + 1) / count * kTile;
+            run(Block{static_cast<int>(first), static_cast<int>((next < tokens ? next : tokens) - first), room});
         });
     }
 
-    void embed(int first, int rows, const Room& room) const {
+    void embed(const Block& block, const SieNorm& before) const {
         const Stored* words = static_cast<const Stored*>(encoder_.words);
         const Stored* positions = static_cast<const Stored*>(encoder_.positions);
         const Stored* types = static_cast<const Stored*>(encoder_.types);
-        for (int i = first; i < first + rows; ++i) {
+        const Vec scale = _mm512_set1_ps(encoder_.embedding_scale);
+        for (int r = 0; r < block.rows; ++r) {
+            const int64_t i = block.first + r;
             const Stored* word = words + step_.ids[i] * width_;
-            const Stored* position = positions + step_.positions[i] * width_;
+            const Stored* position = positions ? positions + step_.positions[i] * width_ : nullptr;
             const Stored* type = types ? types + (step_.types ? step_.types[i] : 0) * width_ : nullptr;
+            float* to = stream(i);
             for (int c = 0; c < width_; c += kLanes) {
                 const __mmask16 lanes = first_lanes(width_ - c);
-                Vec sum = T::load(word + c, lanes);
+                Vec sum = _mm512_mul_ps(T::load(word + c, lanes), scale);
                 if (type) sum = _mm512_add_ps(sum, T::load(type + c, lanes));
-                _mm512_storeu_ps(room.sums + c, _mm512_add_ps(sum, T::load(position + c, lanes)));
+                if (position) sum = _mm512_add_ps(sum, T::load(position + c, lanes));
+                _mm512_mask_storeu_ps(to + c, lanes, sum);
             }
-            normalise(room.sums, encoder_.after_embedding, hidden_ + at(i, width_));
+            if (encoder_.after_embedding.weight) normalise<F32, F32>(to, encoder_.after_embedding, width_, to);
+            write(to, before, input(block).at(r));
         }
     }
 
-    void attend_all() const {
-        const int32_t stride = 3 * width_, head = width_ / encoder_.num_heads;
-        const SieAttention shape{qkv_,   qkv_ + width_, qkv_ + 2 * width_, attended_,     stride,
-                                 head,   stride,        head,              stride,        head,
-                                 width_, head,          step_.bounds,      step_.seen,    step_.num_sequences,
-                                 encoder_.num_heads,    encoder_.num_heads, head,         encoder_.scale,
-                                 0,      0,             step_.num_threads};
+    // Makes queries, keys and values of a block's input.
+    void project(const SieLayer& layer, const Block& block) const {
+        const Lines to{qkv_ + block.first * qkv_width(), qkv_width()};
+        linear(layer.qkv, input(block), block, to, [](Vec x) { return x; });
+        if (!layer.cosines && !layer.query.weight) return;
+        for (int r = 0; r < block.rows; ++r) {
+            Stored* queries = to.at(r);
+            normalise_heads(queries, encoder_.num_heads, layer.query, layer.is_norm_whole);
+            normalise_heads(queries + heads_width_, encoder_.num_key_heads, layer.key, layer.is_norm_whole);
+            const int64_t turned = step_.positions[block.first + r] * encoder_.rotary_width;
+            for (int h = 0; h < encoder_.num_heads + encoder_.num_key_heads && layer.cosines; ++h)
+                rotate<T>(queries + h * encoder_.head_width, layer.cosines + turned, layer.sines + turned, encoder_.rotary_width);
+        }
+    }
+
+    void normalise_heads(Stored* values, int heads, const SieNorm& norm, bool is_whole) const {
+        if (!norm.weight) return;
+        const int head = encoder_.head_width, width = is_whole ? heads * head : head;
+        for (int h = 0; h < heads * head; h += width) normalise<T, T>(values + h, norm, width, values + h);
+    }
+
+    void attend_all(const SieLayer& layer) const {
+        const int64_t stride = qkv_width(), head = encoder_.head_width, out = attended_.apart;
+        const Stored *keys = qkv_ + heads_width_, *values = keys + keys_width_;
+        const SieAttention shape{qkv_,         keys,           values,           attended_.first, stride, head, stride, head,
+                                 stride,       head,           out,              head,            step_.bounds, step_.seen,
+                                 step_.num_sequences, encoder_.num_heads, encoder_.num_key_heads, encoder_.head_width,
+                                 layer.scale,  layer.is_causal, layer.window,    step_.num_threads, encoder_.bias_reach, layer.biases};
         attend<T>(shape, step_.longest, base() + layout_.attention);
     }
 
-    void rest_of_layer(const SieLayer& layer, int first, int rows, const Room& room) const {
-        Stored* hidden = hidden_ + at(first, width_);
-        add_and_normalise(layer.out, attended_ + at(first, width_), rows, hidden, layer.after_attention, room.block, room);
+    // Computes a layer after its attention, and the next layer's queries, keys and values; without a next one, the result.
+    void rest_of_layer(const SieLayer& layer, const SieLayer* next, const Block& block) const {
+        const Lines attended{attended_.at(block.first), attended_.apart};
+        add(layer.out, attended, block, layer.of_attention, layer.after_attention, layer.before_block, input(block));
+        const Lines inner = lines(block.room.inner, layer.down.inputs);
         switch (encoder_.activation) {
-            case kGelu: linear(layer.up, room.block, rows, room.inner, room, [](Vec x) { return gelu(x); }); break;
-            case kGeluTanh: linear(layer.up, room.block, rows, room.inner, room, [](Vec x) { return gelu_tanh(x); }); break;
-            case kRelu: linear(layer.up, room.block, rows, room.inner, room, [](Vec x) { return _mm512_max_ps(_mm512_setzero_ps(), x); }); break;
-            default: linear(layer.up, room.block, rows, room.inner, room, [](Vec x) { return times_sigmoid(x, x); });
+            case kGelu: go_in(layer, block, inner, [](Vec x) { return gelu(x); }); break;
+            case kGeluTanh: go_in(layer, block, inner, [](Vec x) { return gelu_tanh(x); }); break;
+            case kRelu: go_in(layer, block, inner, [](Vec x) { return _mm512_max_ps(_mm512_setzero_ps(), x); }); break;
+            default: go_in(layer, block, inner, [](Vec x) { return times_sigmoid(x, x); });
         }
-        add_and_normalise(layer.down, room.inner, rows, room.block, layer.after_block, hidden, room);
+        const Lines hidden{static_cast<Stored*>(step_.hidden) + static_cast<size_t>(block.first) * width_, static_cast<size_t>(width_)};
+        add(layer.down, inner, block, layer.of_block, layer.after_block, next ? next->before_attention : encoder_.last,
+            next ? input(block) : hidden);
+        if (next) project(*next, block);
     }
 
     template <class Activation>
-    static void linear(const SieDense& linear, const Stored* from, int rows, Stored* to, const Room& room,
-                       Activation activate) {
-        multiply<Products>(linear, from, rows, room.bytes, [&](int first, int count, int column, const float* tile) {
+    void go_in(const SieLayer& layer, const Block& block, const Lines& to, Activation activate) const {
+        if (!encoder_.is_gated) return linear(layer.up, input(block), block, to, activate);
+        const SieDense& up = layer.up;
+        multiply<Products>(up, input(block), block.rows, block.room.bytes, [&](int first, int count, int column, const float* tile) {
+            const int c = column / 2;
+            const __mmask16 lanes = first_lanes(layer.down.inputs - c);
+            const Vec gate_bias = bias(up, column, 0xFFFF), bias_of_other = bias(up, column + kLanes, 0xFFFF);
+            for (int r = 0; r < count; ++r) {
+                const Vec gate = _mm512_add_ps(_mm512_load_ps(tile + r * kPanel), gate_bias);
+                const Vec other = _mm512_add_ps(_mm512_load_ps(tile + r * kPanel + kLanes), bias_of_other);
+                T::store(to.at(first + r) + c, lanes, _mm512_mul_ps(activate(gate), other));
+            }
+        });
+    }
+
+    template <class Activation>
+    static void linear(const SieDense& linear, const Lines& from, const Block& block, const Lines& to, Activation activate) {
+        multiply<Products>(linear, from, block.rows, block.room.bytes, [&](int first, int count, int column, const float* tile) {
             for (int c = column; c < column + kPanel && c < linear.outputs; c += kLanes) {
                 const __mmask16 lanes = first_lanes(linear.outputs - c);
-                const Vec bias = _mm512_maskz_loadu_ps(lanes, linear.bias + c);
+                const Vec added = bias(linear, c, lanes);
                 for (int r = 0; r < count; ++r) {
-                    const Vec sum = _mm512_add_ps(_mm512_load_ps(tile + r * kPanel + c - column), bias);
-                    T::store(to + at(first + r, linear.outputs) + c, lanes, activate(sum));
+                    const Vec sum = _mm512_add_ps(_mm512_load_ps(tile + r * kPanel + c - column), added);
+                    T::store(to.at(first + r) + c, lanes, activate(sum));
                 }
             }
         });
     }
 
-    // to = norm(linear(from) + residual); to may be residual.
-    void add_and_normalise(const SieDense& linear, const Stored* from, int rows, const Stored* residual,
-                           const SieNorm& norm, Stored* to, const Room& room) const {
-        const size_t stride = sums_stride();
-        multiply<Products>(linear, from, rows, room.bytes, [&](int first, int count, int column, const float* tile) {
+    static Vec bias(const SieDense& linear, int column, __mmask16 lanes) {
+        return linear.bias ? _mm512_maskz_loadu_ps(lanes, linear.bias + column) : _mm512_setzero_ps();
+    }
+
+    // Adds linear(from), normalised by `of`, to the stream, and normalises that by `after`; writes it, normalised by
+    // `before`, to `to`.
+    void add(const SieDense& linear, const Lines& from, const Block& block, const SieNorm& of, const SieNorm& after,
+             const SieNorm& before, const Lines& to) const {
+        const size_t stride = (width_ + kPanel - 1) / kPanel * kPanel;
+        multiply<Products>(linear, from, block.rows, block.room.bytes, [&](int first, int count, int column, const float* tile) {
             for (int r = 0; r < count; ++r)
                 for (int c = 0; c < kPanel; c += kLanes)
-                    _mm512_storeu_ps(room.sums + (first + r) * stride + column + c, _mm512_load_ps(tile + r * kPanel + c));
+                    _mm512_storeu_ps(block.room.sums + (first + r) * stride + column + c, _mm512_load_ps(tile + r * kPanel + c));
         });
-        for (int r = 0; r < rows; ++r) {
-            float* sums = room.sums + r * stride;
+        const Vec scale = _mm512_set1_ps(encoder_.residual_scale);
+        for (int r = 0; r < block.rows; ++r) {
+            float *sums = block.room.sums + r * stride, *own = stream(block.first + r);
+            const auto get = [&](int c, __mmask16 lanes) {
+                return _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, sums + c), bias(linear, c, lanes));
+            };
+            if (of.weight) {
+                for (int c = 0; c < width_; c += kLanes) _mm512_storeu_ps(sums + c, get(c, first_lanes(width_ - c)));
+                normalise<F32, F32>(sums, of, width_, sums);
+            }
             for (int c = 0; c < width_; c += kLanes) {
                 const __mmask16 lanes = first_lanes(width_ - c);
-                const Vec added = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, linear.bias + c),
-                                                T::load(residual + at(r, width_) + c, lanes));
-                _mm512_storeu_ps(sums + c, _mm512_add_ps(_mm512_loadu_ps(sums + c), added));
+                const Vec given = of.weight ? _mm512_maskz_loadu_ps(lanes, sums + c) : get(c, lanes);
+                _mm512_mask_storeu_ps(own + c, lanes, _mm512_fmadd_ps(given, scale, _mm512_maskz_loadu_ps(lanes, own + c)));
             }
-            normalise(sums, norm, to + at(r, width_));
+            if (after.weight) normalise<F32, F32>(own, after, width_, own);
+            write(own, before, to.at(r));
         }
     }
 
-    // Layer norm of one row: its mean and variance over the width, in two passes.
-    void normalise(const float* row, const SieNorm& norm, Stored* to) const {
-        Vec sum = _mm512_setzero_ps();
-        for (int c = 0; c < width_; c += kLanes)
-            sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(first_lanes(width_ - c), row + c));
-        const Vec mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / width_);
-        Vec squares = _mm512_setzero_ps();
+    // Writes a row of the stream, normalised where there is a norm.
+    void write(const float* row, const SieNorm& norm, Stored* to) const {
+        if (norm.weight) return normalise<F32, T>(row, norm, width_, to);
         for (int c = 0; c < width_; c += kLanes) {
             const __mmask16 lanes = first_lanes(width_ - c);
-            const Vec off = _mm512_maskz_sub_ps(lanes, _mm512_loadu_ps(row + c), mean);
-            squares = _mm512_fmadd_ps(off, off, squares);
+            T::store(to + c, lanes, _mm512_maskz_loadu_ps(lanes, row + c));
         }
-        const float variance = _mm512_reduce_add_ps(squares) / width_;
-        const Vec scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(variance + encoder_.epsilon));
-        for (int c = 0; c < width_; c += kLanes) {
-            const __mmask16 lanes = first_lanes(width_ - c);
-            const Vec off = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(row + c), mean), scale);
-            T::store(to + c, lanes,
-                     _mm512_fmadd_ps(off, _mm512_maskz_loadu_ps(lanes, norm.weight + c),
-                                     _mm512_maskz_loadu_ps(lanes, norm.bias + c)));
+    }
+
+    // The norm of a row; to may be the row.
+    template <class From, class To>
+    void normalise(const typename From::Stored* row, const SieNorm& norm, int width, typename To::Stored* to) const {
+        const Moments moments = moments_of<From>(row, width, encoder_.is_rms, encoder_.epsilon);
+        for (int c = 0; c < width; c += kLanes) {
+            const __mmask16 lanes = first_lanes(width - c);
+            const Vec added = norm.bias ? _mm512_maskz_loadu_ps(lanes, norm.bias + c) : _mm512_setzero_ps();
+            To::store(to + c, lanes, _mm512_fmadd_ps(moments.of(From::load(row + c, lanes)), _mm512_maskz_loadu_ps(lanes, norm.weight + c), added));
         }
     }
 };

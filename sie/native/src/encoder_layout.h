@@ -1,17 +1,21 @@
-// Where the parts of a step's scratch lie.
+// Offsets of the parts of a step's scratch memory.
 #pragma once
 #include "attention.h"
 #include "encoder.h"
 
 namespace {
 
-// Rows that go through the part of a layer behind attention together, so that what is between its products stays in
-// the second cache.
+// Rows that go together through a layer, from after its attention to the next layer's attention, so that the results
+// between its products stay in the level 2 cache.
 constexpr int kBlockRows = 112;
 
+// Bytes from one row of products' input to the next: an odd number of lines. In a tile of rows that are a power of two
+// apart, each would evict the others from the level 1 cache.
+constexpr size_t row_bytes_apart(size_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
+
 struct EncoderLayout {
-    size_t qkv, attended;              // of all tokens
-    size_t block, inner, sums, bytes, share;  // of a thread, from the beginning of its share
+    size_t stream, qkv, attended;              // of all tokens
+    size_t input, inner, sums, bytes, share;  // of a thread, relative to the beginning of its share
     size_t threads, attention, end;
 
     EncoderLayout(const SieEncoder& encoder, size_t tokens, size_t longest, size_t num_threads) {
@@ -21,18 +25,21 @@ struct EncoderLayout {
             at += (bytes + 63) / 64 * 64;
             return found;
         };
-        const size_t width = encoder.width, widest = encoder.widest;
-        block = place(4 * kBlockRows * width);
-        inner = place(4 * kBlockRows * widest);
+        const size_t width = encoder.width, heads = encoder.num_heads, head = encoder.head_width;
+        const size_t inner_width = encoder.inner, most = width > inner_width ? width : inner_width;
+        const size_t widest = most > heads * head ? most : heads * head;
+        input = place(kBlockRows * row_bytes_apart(4 * width));
+        inner = place(kBlockRows * row_bytes_apart(4 * inner_width));
         sums = place(4 * kBlockRows * (width + kPanel));
-        // Rows in bytes (products_int8.h): as many as the widest has, rounded up, with 64 to part them and two numbers.
-        bytes = place(encoder.level < kLevelInt8F32 ? 0 : kBlockRows * ((width > widest ? width : widest) + 64 + 64 + 8) + 64);
+        // Rows in bytes (products_int8.h): the bytes of the widest row, rounded up, 64 more as a gap, and two numbers.
+        bytes = place(encoder.level < kLevelInt8F32 ? 0 : kBlockRows * (widest + 64 + 64 + 8) + 64);
         share = at;
         at = 0;
-        qkv = place(4 * tokens * 3 * width);
-        attended = place(4 * tokens * width);
+        stream = place(4 * tokens * width);
+        qkv = place(4 * tokens * (heads + 2 * encoder.num_key_heads) * head);
+        attended = place(tokens * row_bytes_apart(4 * heads * head));
         threads = place(num_threads * share);
-        attention = place(num_threads * attention_scratch_bytes(longest, width / encoder.num_heads));
+        attention = place(num_threads * attention_scratch_bytes(longest, head));
         end = at;
     }
 };

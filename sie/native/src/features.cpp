@@ -1,4 +1,4 @@
-// What the processor has and the system lets us use.
+// Finds the features that the processor has and the system allows.
 #include "features.h"
 
 #ifdef __x86_64__
@@ -16,7 +16,7 @@ int32_t amx_features() {
     unsigned a, b, c, d, low, high;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & (1u << 24))) return 0;
     const unsigned leaf7_d = d;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & (1u << 27))) return 0;  // OSXSAVE, which XGETBV needs
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & (1u << 27))) return 0;  // OSXSAVE; XGETBV needs it
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     if ((low >> 17 & 3) != 3 || syscall(SYS_arch_prctl, kRequestPermission, kTileData)) return 0;
     return (leaf7_d & (1u << 22) ? kAmxBf16 : 0) | (leaf7_d & (1u << 25) ? kAmxInt8 : 0);

@@ -1,4 +1,4 @@
-// What this library tells about itself, and how a function is exported from it.
+// The features of this build and processor, and the macro that exports a function.
 #pragma once
 #include <cstdint>
 

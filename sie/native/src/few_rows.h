@@ -1,4 +1,4 @@
-// Products of up to eight rows with one tile of packed weights, which is read once, front to back.
+// Multiplies up to eight rows with one tile of packed weights, which is read once, from front to back.
 #pragma once
 #include "rows.h"
 #include "weights.h"
@@ -7,10 +7,10 @@ namespace {
 
 constexpr int kFewAtOnce = 8;
 
-// Writes the sums of a tile and of rows from `row` on; sums has rows of kPairOutputs.
+// Writes the sums of a tile for the rows from `row` on; sums has rows of kPairOutputs.
 using FewKernel = void (*)(const SieMatrix& matrix, const uint8_t* tile, const Rows& rows, int64_t row, float* sums);
 
-// The weights come from memory, and the processor foresees the next lines only.
+// The weights come from memory, and the processor prefetches only the next lines.
 template <class W>
 inline void prefetch_behind(const uint8_t* group) {
     constexpr int64_t kAhead = 2048;
@@ -46,7 +46,7 @@ __attribute__((noinline)) void multiply_floats(const SieMatrix& matrix, const ui
 template <class, int kRows>
 __attribute__((noinline)) void multiply_halves(const SieMatrix&, const uint8_t* tile, const Rows& rows, int64_t row,
                                                float* sums) {
-    constexpr int kChains = kRows < 4 ? 4 : 1;  // sums of one row that do not wait for each other
+    constexpr int kChains = kRows < 4 ? 4 : 1;  // independent sums of one row
     Vec total[kRows][kChains];
     for (auto& each : total)
         for (Vec& sum : each) sum = _mm512_setzero_ps();
@@ -71,7 +71,7 @@ __attribute__((noinline)) void multiply_halves(const SieMatrix&, const uint8_t* 
     }
 }
 
-// Integer weights as they are: a group's products are exact, in 32 bits.
+// Integer weights without conversion: a group's products are exact, in 32 bits.
 template <class W, int kRows>
 __attribute__((noinline)) void multiply_fixed(const SieMatrix& matrix, const uint8_t* tile, const Rows& rows, int64_t row,
                                               float* sums) {
@@ -108,7 +108,7 @@ __attribute__((noinline)) void multiply_fixed(const SieMatrix& matrix, const uin
 #define SIE_FEW(kernel, W) \
     { kernel<W, 1>, kernel<W, 2>, kernel<W, 3>, kernel<W, 4>, kernel<W, 5>, kernel<W, 6>, kernel<W, 7>, kernel<W, 8> }
 
-// The kernel for so many rows, at most kFewAtOnce, of an input in the form that belongs to the format.
+// Returns the kernel for a number of rows, at most kFewAtOnce, of an input in the form of the format.
 inline FewKernel few_kernel(int32_t format, int num_rows) {
 #ifdef __AVX512BF16__
     static constexpr FewKernel kKernels[3][kFewAtOnce] = {

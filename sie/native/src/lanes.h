@@ -1,8 +1,8 @@
 // Sixteen lanes of AVX-512: number formats, and the functions of softmax and activations.
 //
-// Everything lies in an unnamed namespace: sources of several levels include this, and the linker must not give one
-// level's code to another. A format T says how values are stored. A word is 32 bits of them, one float or two bf16,
-// next to each other along the dimension that a product sums over.
+// Everything is in an unnamed namespace: sources of several levels include this file, and the linker must not give one
+// level's code to another. A format T says how values are stored. A word is 32 bits, one float or two bf16 values that
+// are neighbours in the dimension that a product sums over.
 #pragma once
 #include <immintrin.h>
 
@@ -45,7 +45,7 @@ struct Bf16 {
     static void store(Stored* to, __mmask16 lanes, Vec values) {
         _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(values));
     }
-    // The words of 16 columns of two rows; without a second one its half is zero.
+    // The words of 16 columns of two rows; without a second row its half is zero.
     static __m512i words(const Stored* row, const Stored* next, __mmask16 lanes) {
         const __m512i low = half(row, lanes);
         return next ? _mm512_or_si512(low, _mm512_slli_epi32(half(next, lanes), 16)) : low;
@@ -63,9 +63,9 @@ inline __m512i broadcast_word(const void* from) {
     return _mm512_set1_epi32(word);
 }
 
-// Of a minimum or maximum the second argument is returned where one is not a number: values come second.
+// Minimum and maximum return their second argument if either is not a number, so values are the second argument.
 
-// 2 to the power of x, for x <= 0 or so; relative error 2e-7. Below -126 the result is no longer accurate, but small.
+// 2 to the power of x, for x up to about 0; relative error 2e-7. Below -126 the result is small, but not accurate.
 inline Vec exp2(Vec x) {
     x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);
     const Vec whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -81,12 +81,12 @@ inline Vec exp2(Vec x) {
     return _mm512_scalef_ps(sum, whole);
 }
 
-// The same for weights that are rounded to bf16: relative error 1e-4, half the work.
+// The same for weights that are later rounded to bf16: relative error 1e-4, half the work.
 inline Vec rough_exp2(Vec x) {
     x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);
     const Vec whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const Vec rest = _mm512_sub_ps(x, whole);
-    // The polynomial of degree 3 that is nearest to 2^rest on [-0.5, 0.5].
+    // The polynomial of degree 3 with the smallest error for 2^rest on [-0.5, 0.5].
     Vec sum = _mm512_fmadd_ps(_mm512_set1_ps(5.5171773e-2f), rest, _mm512_set1_ps(2.4261112e-1f));
     sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(6.9326099e-1f));
     sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(9.9992807e-1f));
@@ -106,8 +106,8 @@ inline Vec times_sigmoid(Vec x, Vec z) {
     return _mm512_mul_ps(x, reciprocal(_mm512_add_ps(_mm512_set1_ps(1.0f), decay)));
 }
 
-// x times the normal distribution's cumulative function, with the complement of erf (absolute error 1.5e-7) by
-// Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
+// x times the cumulative function of the normal distribution, by the complement of erf (absolute error 1.5e-7).
+// Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
 inline Vec gelu(Vec x) {
     const Vec size = _mm512_abs_ps(x);
     const Vec z = _mm512_mul_ps(size, _mm512_set1_ps(0.70710678f));
@@ -122,13 +122,13 @@ inline Vec gelu(Vec x) {
     return _mm512_fnmadd_ps(half, tail, _mm512_max_ps(_mm512_setzero_ps(), x));
 }
 
-// x times the logistic function of 2 sqrt(2/pi) (x + 0.044715 x^3), which is gelu with tanh for erf.
+// x times the logistic function of 2 sqrt(2/pi) (x + 0.044715 x^3): gelu with tanh instead of erf.
 inline Vec gelu_tanh(Vec x) {
     const Vec inner = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.071354816f), _mm512_set1_ps(1.5957691f));
     return times_sigmoid(x, _mm512_mul_ps(x, inner));
 }
 
-// cap times the hyperbolic tangent of x / cap, by the logistic function.
+// cap times the hyperbolic tangent of x / cap, computed with the logistic function.
 inline Vec capped(Vec x, float cap) {
     const Vec doubled = times_sigmoid(_mm512_set1_ps(2.0f), _mm512_mul_ps(x, _mm512_set1_ps(2.0f / cap)));
     return _mm512_mul_ps(_mm512_set1_ps(cap), _mm512_sub_ps(doubled, _mm512_set1_ps(1.0f)));
@@ -145,7 +145,7 @@ inline Vec sum_each(const Vec (&rows)[16]) {
         const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
         quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
     }
-    // Each quarter of quads[i] holds sums of rows 4 i to 4 i + 3: even and odd quarters are added, twice.
+    // Each quarter of quads[i] holds partial sums of rows 4 i to 4 i + 3. Even and odd quarters are added, twice.
     const auto fold = [](Vec a, Vec b) {
         return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
     };

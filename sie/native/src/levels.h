@@ -1,4 +1,4 @@
-// The functions that each level of the processor has, for the exported ones to choose from.
+// Declares the functions of each processor level; the exported functions choose one.
 #pragma once
 #include "attention.h"
 #include "decoder.h"

@@ -1,4 +1,4 @@
-// Linear layers over packed weights: the level is chosen by the number format of what goes in and comes out.
+// Exports linear layers over packed weights, and chooses the level by the number format of input and output.
 #include "linear.h"
 
 #include "features.h"

@@ -1,24 +1,24 @@
-// What a linear layer over packed weights is asked for. Mirrored by sie.native.linear.
+// The arguments of a linear layer over packed weights. Mirrored by sie.native.linear.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
-// A weight matrix (outputs, inputs) lies in tiles of 16 outputs, each contiguous, its inputs in groups of 32. A group of
-// a tile is, one behind the other:
+// A weight matrix (outputs, inputs) is stored in tiles of 16 outputs. A tile is contiguous, with its inputs in groups of
+// 32. A group of a tile is, in this order:
 //   bf16   16 pairs of inputs of 16 words: an output's two weights, the first in the low half
 //   int8   16 scales (float16), then 8 quads of inputs of 16 times 4 bytes: an output's four numbers, each plus 128; a
 //          weight is the number times its output's scale
 //   int4   16 scales (float16), then 4 double quads of inputs of 16 times 4 bytes: an output's four places in the codebook
 //          for the first quad in the low bits of each byte, for the second in the high; a weight is
 //          codebook[place] / 127 times its output's scale
-// Outputs behind the last have scales or weights of zero; inputs behind the last are multiplied with zeros.
+// Outputs after the last have scales or weights of zero; inputs after the last are multiplied with zeros.
 constexpr int kTileOutputs = 16, kGroupInputs = 32;
 constexpr int kScaleBytes = 2 * kTileOutputs;
 constexpr float kCodebookUnit = 1.0f / 127.0f;
 
 enum : int32_t { kWeightBf16 = 0, kWeightInt8 = 1, kWeightInt4 = 2 };
 
-// A packed matrix, and what is added to its product.
+// A packed matrix and its bias.
 struct SieMatrix {
     const void* weights;     // as above
     const int8_t* codebook;  // (16), int4 only
@@ -38,7 +38,7 @@ struct SieLinear {
     int32_t num_threads;
 };
 
-// Rows up to which a layer is bound by reading its weights: integer ones are multiplied as they are.
+// Up to this number of rows, reading the weights limits a layer, and integer weights are multiplied without conversion.
 constexpr int kFewRows = 16;
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + kGroupInputs - 1) / kGroupInputs; }
@@ -48,13 +48,13 @@ inline int64_t group_bytes(int32_t format) {
     return format == kWeightBf16 ? 2 * numbers : format == kWeightInt8 ? scales + numbers : scales + numbers / 2;
 }
 
-// Bytes of a row of input, in the widest form that a product reads it in (rows.h).
+// Bytes of a row of input, in the widest form of rows.h.
 inline int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * kGroupInputs * 4; }
 
-// Bytes in which a thread unpacks a pair of tiles to bf16.
+// Bytes that a thread needs to unpack a pair of tiles to bf16.
 inline int64_t unpacked_bytes(int64_t inputs) { return groups_of(inputs) * kGroupInputs * 2 * kTileOutputs * 2; }
 
-// Bytes for the input of a layer, and for one unpacked pair of tiles a thread.
+// Bytes for the input of a layer, and for one unpacked pair of tiles for each thread.
 inline int64_t linear_scratch_bytes(int64_t rows, int64_t inputs, int64_t num_threads) {
     return rows * row_bytes(inputs) + (rows <= kFewRows ? 0 : num_threads * unpacked_bytes(inputs)) + 128;
 }

@@ -1,7 +1,7 @@
 // Linear layers over packed weights: output = input x weights^T + bias.
 //
-// Few rows are bound by reading the weights, which are multiplied as they are. Many rows are bound by arithmetic: weights
-// become bf16 once for all of them.
+// Reading the weights limits few rows, so weights are multiplied in their own format. Arithmetic limits many rows, so
+// weights become bf16, once for all rows.
 #pragma once
 #include "pairs.h"
 

@@ -1,4 +1,4 @@
-// Root mean square norms: the level is chosen by the number format.
+// Exports root mean square norms, and chooses the level by the number format.
 #include "norm.h"
 
 #include "features.h"

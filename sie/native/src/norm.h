@@ -1,8 +1,8 @@
-// What a root mean square norm is asked for. Mirrored by sie.native.norm.
+// The arguments of a root mean square norm. Mirrored by sie.native.norm.
 #pragma once
 #include <cstdint>
 
-// Rows of width values each lie in `outer` runs of `inner` rows. All strides count values; a row is contiguous.
+// Rows of `width` values are in `outer` groups of `inner` rows. All strides count values; a row is contiguous.
 struct SieRmsNorm {
     const void* input;
     const float* weight;  // (width)

@@ -1,20 +1,14 @@
-// Root mean square norm: each row over the root of its mean square, times a weight. Zhang and Sennrich, arXiv 1910.07467.
+// Root mean square norm: each row divided by the root of its mean square, times a weight.
+// Source: Zhang and Sennrich, arXiv 1910.07467.
 #pragma once
-#include <cmath>
-
-#include "lanes.h"
 #include "norm.h"
+#include "row_norm.h"
 
 namespace {
 
 template <class T>
 void normalise_row(const typename T::Stored* from, const float* weight, typename T::Stored* to, int width, float epsilon) {
-    Vec sum = _mm512_setzero_ps();
-    for (int i = 0; i < width; i += kLanes) {
-        const Vec values = T::load(from + i, first_lanes(width - i));
-        sum = _mm512_fmadd_ps(values, values, sum);
-    }
-    const Vec scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / width + epsilon));
+    const Vec scale = moments_of<T>(from, width, true, epsilon).scale;
     for (int i = 0; i < width; i += kLanes) {
         const __mmask16 lanes = first_lanes(width - i);
         const Vec scaled = _mm512_mul_ps(T::load(from + i, lanes), scale);

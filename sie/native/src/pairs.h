@@ -1,4 +1,4 @@
-// A product of rows with a packed matrix, shared out in pairs of tiles; what becomes of the sums is the caller's to say.
+// Multiplies rows with a packed matrix. Threads share the work in pairs of tiles; the caller says what happens to the sums.
 #pragma once
 #include "few_rows.h"
 #include "many_rows.h"
@@ -6,7 +6,7 @@
 
 namespace {
 
-// A pair is two tiles that follow each other, or of a gated layer one of its first half and its fellow of the second.
+// A pair is two consecutive tiles; in a gated layer, a tile of the first half and the matching tile of the second.
 struct Product {
     const SieMatrix& matrix;
     Rows rows;  // in the form of form_of
@@ -14,7 +14,7 @@ struct Product {
     bool is_gated;
     int32_t num_threads;
     char* unpacked;   // of thread 0, unpacked_bytes; not used for few rows
-    int64_t apart;    // bytes from one thread's to the next one's
+    int64_t apart;    // bytes from one thread's memory to the next thread's
 
     int64_t tiles() const { return (matrix.outputs + kTileOutputs - 1) / kTileOutputs; }
     int64_t pairs() const { return (tiles() + 1) / 2; }
@@ -23,7 +23,7 @@ struct Product {
     const uint8_t* tile(int64_t number) const {
         return static_cast<const uint8_t*>(matrix.weights) + number * rows.groups() * group_bytes(matrix.format);
     }
-    // The sums of a tile's outputs, from what a kernel wrote.
+    // Returns the sums of a tile's outputs from a kernel's result.
     Vec finished(const float* sums, int64_t number) const {
         const int64_t first = number * kTileOutputs;
         const Vec sum = _mm512_loadu_ps(sums);
@@ -66,7 +66,7 @@ void multiply_pair(const Product& product, int64_t pair, [[maybe_unused]] int32_
     }
 }
 
-// Calls done(row, pair, left, right) for the finished sums of every row and pair; behind the last tile right is of no
+// Calls done(row, pair, left, right) for the finished sums of every row and pair. After the last tile, right has no
 // meaning.
 template <class Done>
 void multiply_pairs(const Product& product, const Done& done) {

@@ -1,10 +1,10 @@
-// The mean of the tokens of each packed sequence.
+// Computes the mean of the tokens of each packed sequence.
 #pragma once
 #include "lanes.h"
 
 namespace {
 
-// to is (num_sequences, width) float; sums are taken in float.
+// `to` is (num_sequences, width) float; sums are in float.
 template <class T>
 void pool_mean(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to) {
     const typename T::Stored* rows = static_cast<const typename T::Stored*>(hidden);

@@ -1,11 +1,11 @@
-// Lets other Python threads run while a thread is inside a library's compiled code that keeps the interpreter lock.
+// Lets other Python threads run while a thread is inside a library's compiled code that holds the interpreter lock.
 //
-// A timer signals the thread every millisecond. Where that meets it in the code of a library that was named before, and
-// not in Python's or libc's, whose own locks it may hold there, the handler gives the lock up for a moment, as a callback
-// into Python might. Any other place is left alone until the next signal. See docs/decisions/026.
+// A timer signals the thread every millisecond. If the signal finds it in the code of a named library, the handler
+// releases the lock for a moment, as a callback into Python might. In Python's or libc's code the thread may hold their
+// own locks, so there, and in all other code, the handler does nothing until the next signal. See docs/decisions/026.
 //
-// Not safe by itself against the library's own locks: a thread that is stopped inside one, and another that wants it while
-// it holds the interpreter lock, wait for each other. So the caller lets one thread at a time into a library.
+// This alone is not safe against the library's own locks. A thread that is paused inside such a lock, and another that
+// holds the interpreter lock and wants it, wait for each other. So the caller lets one thread at a time into a library.
 
 #include "features.h"
 
@@ -25,14 +25,14 @@
 namespace {
 
 constexpr long kEveryNs = 1'000'000;
-constexpr int64_t kTurnNs = 500'000;  // of processor time between two pauses, so that a reader comes to its end
+constexpr int64_t kTurnNs = 500'000;  // of processor time between two pauses, so that a reader finishes
 constexpr int64_t kFirstTurnNs = 5'000'000;
 constexpr long kPauseNs = 50'000;  // so that a waiting thread, which has to wake up first, gets the lock
-constexpr int kMostStopMs = 1'000;  // a child by fork may have copied a pause that nobody ends
+constexpr int kMostStopMs = 1'000;  // a forked child may have copied a pause that never ends
 constexpr int kMostRanges = 16;
 const int kSignal = SIGRTMIN + 5;
 
-#ifndef sigev_notify_thread_id  // musl names it so, glibc does not name it
+#ifndef sigev_notify_thread_id  // musl has this name, glibc has none
 #define sigev_notify_thread_id _sigev_un._tid
 #endif
 
@@ -41,7 +41,7 @@ struct Range {
 };
 struct Reader {
     timer_t timer;
-    int64_t turn_ends_ns;  // in processor time of its thread; no pause before
+    int64_t turn_ends_ns;  // in processor time of its thread; no pause before that
 };
 Range ranges[kMostRanges];
 std::atomic<int> num_ranges{0};
@@ -90,7 +90,7 @@ void on_signal(int, siginfo_t* info, void* context) {
         num_paused.fetch_add(1);  // ORDER: before is_stopped is read; sie_preempt_stop sets it before it reads this
         if (!is_stopped.load()) {
             pause_holder();
-            own.turn_ends_ns = now_ns(CLOCK_THREAD_CPUTIME_ID) + kTurnNs;  // a signal that came meanwhile follows at once
+            own.turn_ends_ns = now_ns(CLOCK_THREAD_CPUTIME_ID) + kTurnNs;  // a signal that came meanwhile is handled at once
         }
         num_paused.fetch_sub(1);
     }
@@ -126,7 +126,7 @@ SIE_EXPORT int sie_preempt_allow(const char* path) {
     return dl_iterate_phdr(add_ranges, const_cast<char*>(path));
 }
 
-// Begin to preempt the calling thread, which holds the interpreter lock. Returns 0, or what errno says.
+// Begin to preempt the calling thread, which holds the interpreter lock. Returns 0, or the errno.
 SIE_EXPORT int sie_preempt_begin() {
     sigset_t own;
     sigemptyset(&own);
@@ -137,7 +137,7 @@ SIE_EXPORT int sie_preempt_begin() {
     event.sigev_signo = kSignal;
     event.sigev_value.sival_ptr = &reader;
     event.sigev_notify_thread_id = static_cast<pid_t>(syscall(SYS_gettid));
-    // The first pause comes late: at the beginning of a call the library works on Python's objects, under locks of its own.
+    // The first pause comes late: at the beginning of a call the library works on Python's objects, and holds its own locks.
     reader.turn_ends_ns = now_ns(CLOCK_THREAD_CPUTIME_ID) + kFirstTurnNs;
     if (timer_create(CLOCK_MONOTONIC, &event, &reader.timer) != 0) return errno;
     const itimerspec every{{0, kEveryNs}, {0, kEveryNs}};
@@ -147,8 +147,8 @@ SIE_EXPORT int sie_preempt_begin() {
 // End what `sie_preempt_begin` began, on the same thread.
 SIE_EXPORT void sie_preempt_end() { timer_delete(reader.timer); }
 
-// Preempt nobody from now on. Call it without the interpreter lock before Python ends: a thread that asks for the lock
-// later is unwound, which frames of other languages do not survive.
+// Preempt no thread from now on. Call it without the interpreter lock before Python ends. Python unwinds a thread that
+// asks for the lock later, and frames of other languages cannot be unwound.
 SIE_EXPORT void sie_preempt_stop() {
     is_stopped.store(true);
     const timespec moment{0, kEveryNs};

@@ -5,7 +5,7 @@
 
 namespace {
 
-// Writes a weight [outputs][inputs] as panels; to is (outputs rounded up to 32) x (words of inputs).
+// Writes a weight [outputs][inputs] as panels; `to` is (outputs rounded up to 32) x (words of inputs).
 template <class T>
 void pack_panels(const typename T::Stored* weight, int outputs, int inputs, uint32_t* to) {
     const int words = inputs / T::kPerWord;
@@ -19,17 +19,17 @@ void pack_panels(const typename T::Stored* weight, int outputs, int inputs, uint
             }
 }
 
-// Rows as they are stored, back to back: what is multiplied where nothing has to be done to them before.
+// Rows in their stored form, `stride` values apart, for products that need no conversion.
 template <class Stored>
 struct StoredRows {
     const Stored* rows;
     size_t stride;
 
-    StoredRows(const SieDense& linear, const Stored* rows, int, char*) : rows(rows), stride(linear.inputs) {}
+    StoredRows(const SieDense&, const Stored* rows, size_t stride, int, char*) : rows(rows), stride(stride) {}
     const Stored* at(int row) const { return rows + row * stride; }
 };
 
-// One tile by dot products: the sums of kRows rows and one panel stay in registers, 14 rows at most.
+// Computes one tile by dot products. The sums of kRows rows and one panel stay in registers; 14 rows at most.
 template <class T>
 struct DotProducts {
     using Format = T;
@@ -37,7 +37,7 @@ struct DotProducts {
     using Input = StoredRows<Stored>;
     static constexpr int kMaxRows = 14;
 
-    // The two halves of a panel have a word of each column every kStep words.
+    // In each half of a panel, every column has a word every kStep words.
     template <int kRows, int kStep>
     static __attribute__((noinline)) void tile(const Stored* rows, size_t stride, const uint32_t* first,
                                                const uint32_t* second, int words, float* to) {
@@ -83,12 +83,12 @@ struct DotProducts {
     }
 };
 
-// Runs a linear layer without its bias over num_rows rows; done(first, rows, column, tile) gets each finished tile,
-// [rows][32] float. All tiles have one height, and the last overlaps the one before it: done may see a row twice.
-// room is where the rows are brought into the form that is multiplied, if they have to be.
-template <class Products, class Done>
-void multiply(const SieDense& linear, const typename Products::Format::Stored* from, int num_rows, char* room, Done done) {
-    const typename Products::Input rows(linear, from, num_rows, room);
+// Runs a linear layer without its bias over num_rows rows, from.apart values apart; done(first, rows, column, tile) gets
+// each finished tile, [rows][32] float. All tiles have the same height, and the last overlaps the one before it, so done may
+// see a row twice. room is memory for converted rows, if the product needs another form.
+template <class Products, class Lines, class Done>
+void multiply(const SieDense& linear, const Lines& from, int num_rows, char* room, Done done) {
+    const typename Products::Input rows(linear, from.first, from.apart, num_rows, room);
     const size_t panel_words = static_cast<size_t>(Products::words(linear)) * kPanel;
     const int num_tiles = (num_rows + Products::kMaxRows - 1) / Products::kMaxRows;
     const int height = (num_rows + num_tiles - 1) / num_tiles;

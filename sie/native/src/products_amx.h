@@ -1,7 +1,7 @@
-// Matrix products in the tiles of AMX: 32 rows and 32 columns of sums, 16 words of each at a time.
+// Matrix products in AMX tiles: 32 rows and 32 columns of sums, 16 words of each at a time.
 //
-// A panel has the order of a tile already: a word is a pair of inputs in bf16, or four bytes, and 16 columns make a tile's
-// row. The words of a row must be a multiple of 16.
+// A panel already has the order of a tile: a word is a pair of inputs in bf16, or four bytes, and 16 columns are a row of
+// the tile. The number of words in a row must be a multiple of 16.
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, LDTILECFG, TDPBF16PS and TDPBUSD.
 #pragma once
 #include "products_int8.h"

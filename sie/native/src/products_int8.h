@@ -1,34 +1,34 @@
-// Matrix products of weights and rows in eight bits, with exact sums in 32: by VNNI, or in the tiles of AMX.
+// Matrix products of weights and rows in eight bits, with exact sums in 32 bits: by VNNI, or in AMX tiles.
 //
-// A weight is scale w, with one scale for each output and w from -127 to 127. A value of a row is low + step q, with low
-// and step of the row's own and q from 0 to 255. So an output is step scale (sum of q w) + low scale (sum of w): the first
-// sum is the product of bytes, the second is known when weights are packed.
+// A weight is scale * w, with one scale for each output and w from -127 to 127. A value of a row is low + step * q, with
+// one low and one step for each row and q from 0 to 255. So an output is step * scale * (sum of q w) + low * scale * (sum
+// of w). The first sum is the product of bytes, the second is known when weights are packed.
 #pragma once
 #include "products.h"
 
 namespace {
 
-constexpr int kByteInputs = 64;  // a row is filled up to so many: a word of four for each of the 16 rows of a tile
+constexpr int kByteInputs = 64;  // a row is padded to a multiple of this: a word of four for each of the 16 rows of a tile
 
 inline int padded_inputs(int inputs) { return (inputs + kByteInputs - 1) / kByteInputs * kByteInputs; }
 
-// Bytes from one row to the next. One line more than they need: of rows 4096 bytes apart the first cache keeps only as many
-// as a set of it has ways.
+// Bytes from one row to the next, one cache line more than needed: of rows that are 4096 bytes apart, the level 1 cache
+// keeps only as many as a set has ways.
 inline size_t byte_stride(int inputs) { return padded_inputs(inputs) + 64; }
 
-// Rows of any stored format, in bytes; the room holds byte_rows_bytes of them.
+// Rows of any stored format, converted to bytes; the room has byte_rows_bytes bytes.
 template <class T>
 struct ByteRows {
     size_t stride;
     float *steps, *lows;
     uint8_t* bytes;
 
-    ByteRows(const SieDense& linear, const typename T::Stored* from, int num_rows, char* room)
+    ByteRows(const SieDense& linear, const typename T::Stored* from, size_t apart, int num_rows, char* room)
         : stride(byte_stride(linear.inputs)),
           steps(reinterpret_cast<float*>(room)),
           lows(steps + num_rows),
           bytes(reinterpret_cast<uint8_t*>(room) + (2 * sizeof(float) * num_rows + 63) / 64 * 64) {
-        for (int r = 0; r < num_rows; ++r) round(r, from + static_cast<size_t>(r) * linear.inputs, linear.inputs);
+        for (int r = 0; r < num_rows; ++r) round(r, from + r * apart, linear.inputs);
     }
 
     const uint8_t* at(int row) const { return bytes + row * stride; }
@@ -41,11 +41,11 @@ struct ByteRows {
             const Vec x = T::load(from + k, lanes);
             least = _mm512_mask_min_ps(least, lanes, least, x);
             most = _mm512_mask_max_ps(most, lanes, most, x);
-            odd = _mm512_fmadd_ps(x, _mm512_setzero_ps(), odd);  // zero, unless some value is not finite
+            odd = _mm512_fmadd_ps(x, _mm512_setzero_ps(), odd);  // zero, unless a value is not finite
         }
         const float low = _mm512_reduce_min_ps(least), range = _mm512_reduce_max_ps(most) - low;
         const bool is_finite = !_mm512_cmp_ps_mask(odd, odd, _CMP_UNORD_Q);
-        // Of a range of next to nothing its low end is left; a row that is not finite makes none that is.
+        // If the range is almost zero, only its low end counts. A row that is not finite gives no finite output.
         steps[row] = is_finite ? range / 255 : __builtin_nanf("");
         lows[row] = is_finite ? low : __builtin_nanf("");
         const Vec factor = _mm512_set1_ps(range > 1e-30f ? 255 / range : 0.0f), origin = _mm512_set1_ps(low);
@@ -58,7 +58,7 @@ struct ByteRows {
     }
 };
 
-// Turns the sums of bytes of a tile, [rows][32] int32, into those of values, where they lie.
+// Converts a tile's sums of bytes, [rows][32] int32, into sums of values, in place.
 template <class T>
 void scale_tile(const SieDense& linear, int column, const ByteRows<T>& rows, int first, int count, float* tile) {
     for (int c = 0; c < kPanel; c += kLanes) {
@@ -73,7 +73,7 @@ void scale_tile(const SieDense& linear, int column, const ByteRows<T>& rows, int
     }
 }
 
-// Bytes of a row by bytes of a weight. The bits of a sum are those of 16 integers.
+// Multiplies bytes of a row with bytes of a weight. The bits of a sum are those of 16 integers.
 struct ByteNumbers {
     using Stored = uint8_t;
     static constexpr int kPerWord = 4;
@@ -83,7 +83,7 @@ struct ByteNumbers {
     }
 };
 
-// Everything else of the encoder is in the format T.
+// The rest of the encoder is in the format T.
 template <class T>
 struct Int8Products {
     using Format = T;

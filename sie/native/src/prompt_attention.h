@@ -1,7 +1,7 @@
-// Attention of a part of a prompt over blocks: some tokens and all heads of a key head at a time, a few hundred keys at a
-// time, which are brought into the order of products once for all these queries.
+// Computes attention of a prefill chunk over blocks: for some tokens and all heads of a key head at a time, over a few
+// hundred keys at a time, which are packed in the order of the products once for all these queries.
 //
-// Sums over keys go on from one lot to the next (Milakov and Gimelshein, arXiv 1805.02867).
+// Sums continue from one group of keys to the next (Milakov and Gimelshein, arXiv 1805.02867).
 #pragma once
 #include "blocks.h"
 
@@ -39,7 +39,7 @@ class PromptAttention {
         totals_ = tops_ + num_rows_;
     }
 
-    // Tokens of a piece.
+    // The number of tokens in a piece.
     static int tokens_of_piece(int group) { return group < kPromptRows ? kPromptRows / group : 1; }
 
     void run() {
@@ -93,14 +93,14 @@ class PromptAttention {
 
     static int whole(int count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-    // Goes on with a block of queries from a row on, over the packed keys.
+    // Continues the sums of a block of queries, from row `row` on, over the packed keys.
     void block(int row, int64_t begin, int count) {
         const int rows = num_rows_ - row < kPromptBlock ? num_rows_ - row : kPromptBlock;
         const int64_t seen = position_of(row + rows - 1) + 1 - begin;
         if (seen <= 0) return;
         if (seen < count) count = static_cast<int>(seen);
         const int end = whole(count);
-        // Rows behind the last are the last again, so that every block has the same shape.
+        // The last row repeats in the places after it, so that every block has the same shape.
         const Stored* queries[kPromptBlock];
         for (int r = 0; r < kPromptBlock; ++r) {
             const int own = row + (r < rows ? r : rows - 1);
@@ -136,7 +136,7 @@ class PromptAttention {
                 _mm512_storeu_ps(scores_ + r * kPromptKeys + tile + t * kLanes, a_.scaled(sums[r][t]));
     }
 
-    // Writes the weights of a block's row r; returns what its sums so far are to be multiplied with.
+    // Writes the weights of a block's row r; returns the factor for its previous sums.
     float weigh(int first, int r, int64_t begin, int count) {
         const int row = first + r;
         const float* scores = scores_ + r * kPromptKeys;

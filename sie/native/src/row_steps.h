@@ -1,19 +1,13 @@
-// What happens to one row of a decoder between two products.
+// The steps of one row of a decoder between two products.
 #pragma once
-#include <cmath>
-
+#include "row_norm.h"
 #include "rows.h"
 
 namespace {
 
-// One over the root of the mean square of a row. Zhang and Sennrich, arXiv 1910.07467.
+// One over the root of the mean square of a row.
 inline Vec inverse_root(const float* values, int width, float epsilon) {
-    Vec sum = _mm512_setzero_ps();
-    for (int i = 0; i < width; i += kLanes) {
-        const Vec some = _mm512_maskz_loadu_ps(first_lanes(width - i), values + i);
-        sum = _mm512_fmadd_ps(some, some, sum);
-    }
-    return _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / static_cast<float>(width) + epsilon));
+    return moments_of<F32>(values, width, true, epsilon).scale;
 }
 
 inline void normalise(float* values, int width, const float* weight, float epsilon) {
@@ -25,7 +19,7 @@ inline void normalise(float* values, int width, const float* weight, float epsil
     }
 }
 
-// Writes a row of the input of products: values, normalised where there is a weight.
+// Writes an input row of products: the values, normalised if there is a weight.
 inline void write_row(const Rows& to, int64_t row, const float* values, const float* weight, float epsilon) {
     if (!weight) {
         to.write(row, [=](int64_t k, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, values + k); });
@@ -38,20 +32,6 @@ inline void write_row(const Rows& to, int64_t row, const float* values, const fl
     });
 }
 
-// Turns the two halves of a head's first `width` values into each other. Su et al., RoFormer, arXiv 2104.09864.
-inline void rotate(float* values, const float* cosines, const float* sines, int width) {
-    const int half = width / 2;
-    for (int i = 0; i < half; i += kLanes) {
-        const __mmask16 lanes = first_lanes(half - i);
-        const auto get = [=](const float* from) { return _mm512_maskz_loadu_ps(lanes, from + i); };
-        const Vec first = get(values), second = get(values + half);
-        const Vec left = _mm512_fnmadd_ps(second, get(sines), _mm512_mul_ps(first, get(cosines)));
-        const Vec right = _mm512_fmadd_ps(first, get(sines + half), _mm512_mul_ps(second, get(cosines + half)));
-        _mm512_mask_storeu_ps(values + i, lanes, left);
-        _mm512_mask_storeu_ps(values + half + i, lanes, right);
-    }
-}
-
 inline void narrow(Number::Stored* to, const float* from, int count) {
     for (int i = 0; i < count; i += kLanes) {
         const __mmask16 lanes = first_lanes(count - i);
@@ -59,7 +39,7 @@ inline void narrow(Number::Stored* to, const float* from, int count) {
     }
 }
 
-// to += scale times values, normalised where there is a weight.
+// Adds scale times values to `to`; the values are normalised if there is a weight.
 inline void add_row(float* to, const float* values, int width, const float* weight, float epsilon, float scale) {
     const Vec factor = _mm512_set1_ps(scale), root = weight ? inverse_root(values, width, epsilon) : factor;
     for (int i = 0; i < width; i += kLanes) {
@@ -70,7 +50,7 @@ inline void add_row(float* to, const float* values, int width, const float* weig
     }
 }
 
-// Stores a pair of sums in a row of so many outputs.
+// Stores a pair of sums in a row; `outputs` is the length of the row.
 inline void store_pair(float* to, int64_t outputs, int64_t pair, Vec left, Vec right) {
     const int rest = static_cast<int>(outputs - pair * kPairOutputs);
     to += pair * kPairOutputs;

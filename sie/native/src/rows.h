@@ -1,14 +1,14 @@
-// The input of a product: rows of values in the form in which a kernel reads them, filled up with zeros to whole groups.
+// The input of a product: rows of values in the form that a kernel reads, padded with zeros to whole groups.
 //
-// Three forms: float32; bf16; and fixed point, for integer weights of few rows. A value of that is
-// (128 high + low) times its group's scale, 15 bits beside the largest value of the group.
+// There are three forms: float32; bf16; and fixed point, for few rows with integer weights. A fixed-point value is
+// (128 high + low) times its group's scale: 15 bits, relative to the largest value of the group.
 #pragma once
 #include "lanes.h"
 #include "linear.h"
 
 namespace {
 
-constexpr int kPairOutputs = 2 * kTileOutputs;  // of two tiles that are multiplied together
+constexpr int kPairOutputs = 2 * kTileOutputs;  // outputs of a pair of tiles
 
 enum class Form { kFloats, kHalves, kFixed };
 
@@ -18,7 +18,7 @@ using Number = Bf16;
 using Number = F32;
 #endif
 
-// The form in which a matrix is multiplied with so many rows at this level.
+// Returns the input form for a matrix and a number of rows at this level.
 inline Form form_of(int32_t format, int64_t num_rows) {
     if (sizeof(Number::Stored) == 4) return Form::kFloats;
     return format == kWeightBf16 || num_rows > kFewRows ? Form::kHalves : Form::kFixed;
@@ -27,7 +27,7 @@ inline Form form_of(int32_t format, int64_t num_rows) {
 struct FixedGroup {
     int8_t high[kGroupInputs], low[kGroupInputs];
     float scale;
-    int32_t offset;  // -128 times the sum of all values: what the bytes of weights have too much
+    int32_t offset;  // -128 times the sum of all values, because the bytes of weights are 128 too large
 };
 
 struct Rows {
@@ -36,16 +36,16 @@ struct Rows {
     Form form;
 
     int64_t groups() const { return groups_of(inputs); }
-    // From one row to the next, at most row_bytes. Those of halves are an odd number of lines apart: in a tile of rows that
-    // are a power of two apart, each would drive the others out of the first cache.
+    // Bytes from one row to the next, at most row_bytes. In 16 bits this is an odd number of cache lines: if rows of a tile
+    // were a power of two apart, each would evict the others from the level 1 cache.
     int64_t bytes_apart() const { return form == Form::kHalves ? (groups() | 1) * kGroupInputs * 2 : row_bytes(inputs); }
     char* at(int64_t row) const { return base + row * bytes_apart(); }
     float* floats(int64_t row) const { return reinterpret_cast<float*>(at(row)); }
     uint16_t* halves(int64_t row) const { return reinterpret_cast<uint16_t*>(at(row)); }
     FixedGroup* fixed(int64_t row) const { return reinterpret_cast<FixedGroup*>(at(row)); }
-    // Halves from one row to the next.
+    // 16-bit values from one row to the next.
     int64_t stride() const { return bytes_apart() / 2; }
-    // Whether a row can be stored piece by piece: not in groups, of which all values must be known.
+    // Whether a row can be stored piece by piece. Groups of fixed point cannot, because all their values must be known.
     bool takes_pieces() const { return form != Form::kFixed && inputs % kGroupInputs == 0; }
 
     // Writes a row: read(k, lanes) gives values k to k + 15, zero outside of the lanes.
@@ -61,7 +61,7 @@ struct Rows {
         }
     }
 
-    // Stores values k to k + 15 of a row that takes pieces.
+    // Stores values k to k + 15 of a row; only for forms that can be stored piece by piece.
     void store(int64_t row, int64_t k, __mmask16 lanes, Vec values) const {
         Number::store(reinterpret_cast<Number::Stored*>(at(row)) + k, lanes, values);
     }
@@ -87,7 +87,7 @@ struct Rows {
         constexpr float kLargest = 127 * 128;
         const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(second)));
         const bool is_number = !_mm512_cmp_ps_mask(first, first, _CMP_UNORD_Q) && !_mm512_cmp_ps_mask(second, second, _CMP_UNORD_Q);
-        // Of a group of next to nothing nothing is left; one that holds no number makes none.
+        // A group of almost zero becomes zero. A group that is not finite gives no finite output.
         const Vec factor = _mm512_set1_ps(most > 1e-30f ? kLargest / most : 0.0f);
         to.scale = is_number ? most / kLargest : __builtin_nanf("");
         const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(first, factor));

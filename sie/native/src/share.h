@@ -1,4 +1,4 @@
-// Pieces of a task on the caller alone, or on a team.
+// Runs the pieces of a task on the caller only, or on a team.
 #pragma once
 #include "team.h"
 

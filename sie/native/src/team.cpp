@@ -1,14 +1,15 @@
-// Threads that share out the pieces of one task: they spin for a moment between tasks, then sleep.
+// Threads that share the pieces of one task: they spin for a moment between tasks, then sleep.
 #include "team.h"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
 
 namespace {
 
-// About 50 microseconds: what lies between two layers of a model. Longer waits must not take a core from others.
+// About 50 microseconds, the time between two layers of a model. Longer waits must not take a core from others.
 constexpr int kSpins = 2000;
 
 inline void pause() {
@@ -17,8 +18,8 @@ inline void pause() {
 #endif
 }
 
-// One word tells everything about the task of the moment: its number, whether more threads may join it, and how many of
-// them are in it. A thread that wakes late finds it closed, so nobody ever waits for a thread that has not begun.
+// One word has the whole state of the current task: its number, whether more threads may join it, and how many threads
+// are in it. A thread that wakes late finds the task closed, so the caller never waits for a thread that has not begun.
 constexpr uint64_t kOpen = 1 << 16, kInside = kOpen - 1;
 constexpr int kNumberShift = 17;
 
@@ -26,7 +27,7 @@ struct Team {
     std::mutex callers, door;
     std::condition_variable bell;
     int32_t size = 1;     // with the caller
-    int32_t members = 1;  // of the task of the moment
+    int32_t members = 1;  // of the current task
     std::atomic<uint64_t> state{0};
     std::atomic<int64_t> next{0};
     int64_t count = 0;
@@ -51,8 +52,10 @@ struct Team {
             for (int spin = 0; spin < kSpins && !is_new(seen); ++spin) pause();
             if (!is_new(seen)) {
                 std::unique_lock<std::mutex> lock(door);
-                bell.wait(lock, [&] { return is_new(seen); });
+                // `wait` without a time would need the libstdc++ of GCC 12, which hosts with glibc 2.34 do not have.
+                bell.wait_for(lock, std::chrono::hours(1), [&] { return is_new(seen); });
             }
+            if (!is_new(seen)) continue;
             seen = state.load(std::memory_order_acquire) >> kNumberShift;
             if (join()) {
                 if (thread < members) work(thread);
@@ -68,7 +71,7 @@ struct Team {
         count = pieces, piece = function, task = argument, members = num_threads;
         next.store(0, std::memory_order_relaxed);
         {
-            std::lock_guard<std::mutex> lock(door);  // or a thread on its way to sleep would miss the bell
+            std::lock_guard<std::mutex> lock(door);  // without it, a thread that is about to sleep would miss the notification
             state.store((number + 1) << kNumberShift | kOpen, std::memory_order_release);
         }
         bell.notify_all();

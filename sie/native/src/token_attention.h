@@ -1,6 +1,6 @@
-// Attention of single tokens over blocks: keys are read where they lie, once for all heads that share them.
+// Computes attention of single tokens over blocks. Keys are read in place, once for all heads that share them.
 //
-// A long sequence is cut into segments of keys, whose sums are brought together behind them (Dao et al., Flash-Decoding).
+// A long sequence is cut into segments of keys, whose sums are combined at the end (Dao et al., Flash-Decoding).
 #pragma once
 #include <algorithm>
 
@@ -10,14 +10,14 @@ namespace {
 
 constexpr float kLeast = -3e38f;
 
-// A token, and the segments that it has in the partial sums.
+// A token, and its segments in the partial sums.
 struct TokenPiece {
     const SieSlot* slot;
     int64_t token, position;
     int64_t first, count;
 };
 
-// What a segment of keys gives one head: the largest score, the sum of weights, and of values times weights.
+// The result of one head for a segment of keys: the largest score, the sum of weights, and the sum of weighted values.
 struct Partial {
     float *top, *total, *values;
 };
@@ -35,7 +35,7 @@ class TokenAttention {
         return (keys_seen(position, layer.window) + kSegmentKeys - 1) / kSegmentKeys;
     }
 
-    // Attends with the heads of one key head, over one segment. room: scores, (group, kSegmentKeys).
+    // Computes attention for the heads of one key head, over one segment. room: scores, (group, kSegmentKeys).
     void run(const TokenPiece& piece, int64_t segment, int key_head, float* room) const {
         const int64_t begin = a_.lowest(piece.position) + segment * kSegmentKeys, rest = piece.position + 1 - begin;
         const int count = static_cast<int>(rest < kSegmentKeys ? rest : kSegmentKeys), group = a_.group();
@@ -57,7 +57,7 @@ class TokenAttention {
         }
     }
 
-    // Brings a token's segments together.
+    // Combines a token's segments.
     void merge(const TokenPiece& piece) const {
         for (int head = 0; head < a_.decoder.num_heads; ++head) {
             float top = kLeast, total = 0;
@@ -91,7 +91,7 @@ class TokenAttention {
         return {at + columns_, at + columns_ + 1, at};
     }
 
-    // Scores of 16 keys from a position on; behind the last of them the last again.
+    // Computes the scores of 16 keys from a position on; the last key repeats in the places after it.
     void score(const SieSlot& slot, int64_t token, int64_t position, int count, int key_head, float* to) const {
         const int words = a_.decoder.head_width / Number::kPerWord;
         const Stored* keys[kLanes];
@@ -126,7 +126,7 @@ class TokenAttention {
         *to.total = _mm512_reduce_add_ps(total);
     }
 
-    // Sums values for kHeads heads, from the first one's partial sums on, in columns of four vectors.
+    // Sums values for kHeads heads, into partial sums from those of the first head on, in columns of four vectors.
     template <int kHeads>
     void sum_values(const SieSlot& slot, int64_t begin, int count, int key_head, const float* weights,
                     const Partial& first) const {

@@ -1,4 +1,4 @@
-// How the weights of a group are read (linear.h draws them): as numbers of 16 outputs, not scaled, and their scales.
+// Reads the weights of a group (linear.h describes the layout): as unscaled numbers of 16 outputs, and their scales.
 #pragma once
 #include "lanes.h"
 #include "linear.h"
@@ -26,7 +26,7 @@ inline Vec read_scales(const uint8_t* group) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(group)));
 }
 
-// The numbers of four inputs, of which each word has four bytes plus 128.
+// Returns the numbers of four inputs; each word has four bytes, each plus 128.
 inline void numbers_of(__m512i bytes, Vec (&to)[4]) {
     for (int i = 0; i < 4; ++i) {
         const __m512i byte = _mm512_and_si512(_mm512_srli_epi32(bytes, 8 * i), _mm512_set1_epi32(255));
@@ -41,7 +41,7 @@ struct Int8Weights {
 
     Int8Weights(const uint8_t* group, const int8_t*) : group(group) {}
     Vec scales() const { return read_scales(group); }
-    // Inputs 4q to 4q + 3 of each output, plus 128.
+    // The weights of inputs 4q to 4q + 3 of each output, plus 128.
     __m512i bytes(int q) const { return _mm512_loadu_si512(group + kScaleBytes + q * 64); }
     void quad(int q, Vec (&to)[4]) const { numbers_of(bytes(q), to); }
 };

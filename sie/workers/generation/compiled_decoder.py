@@ -19,8 +19,8 @@ from sie.native.encoder import empty_aligned
 from sie.workers.generation.decoder_parts import DecoderParts, LayerParts
 from sie.workers.generation.norms import CompiledNorm
 from sie.workers.generation.paged_cache import LayerCache, PagedCache, Rule
-from sie.workers.generation.rotary import RotaryTable
 from sie.workers.model_api import Slot
+from sie.workers.packed.rotary_tables import RotaryTable, point_to_tables
 
 
 class ObservedForms(NamedTuple):
@@ -57,8 +57,7 @@ class CompiledDecoder:
             parts.activation, parts.is_gated, cache.block_tokens, cache.dtype == torch.bfloat16,
             seen.embedding_scale, parts.residual_scale, parts.logit_scale, parts.logit_cap, parts.norm.epsilon,
         )  # fmt: skip
-        self._num_positions = 1 << 62
-        self._point_to_tables()
+        self._num_positions = point_to_tables(self._layers, self._tables)
         self._scratch = empty_aligned(0)
 
     def run(self, slots: Sequence[Slot]) -> Tensor:
@@ -84,7 +83,7 @@ class CompiledDecoder:
             if draws:
                 kept.append(num_tokens - 1)
         if num_positions > self._num_positions:
-            self._reach(num_positions)
+            self._num_positions = point_to_tables(self._layers, self._tables, num_positions)
         logits = torch.empty(len(kept), self._vocabulary)
         self._run(
             np.ascontiguousarray(ids, np.int32),
@@ -112,17 +111,6 @@ class CompiledDecoder:
             self._scratch = empty_aligned(num_bytes)
         step.scratch = self._scratch.ctypes.data
         run_decoder(self._record, step)
-
-    def _reach(self, num_positions: int) -> None:
-        for table in {id(table): table for table in self._tables if table is not None}.values():
-            table.reach(num_positions)
-        self._point_to_tables()
-
-    def _point_to_tables(self) -> None:
-        for layer, table in zip(self._layers, self._tables, strict=True):
-            if table is not None:
-                layer.cosines, layer.sines = table.cosines.data_ptr(), table.sines.data_ptr()
-                self._num_positions = table.num_positions
 
 
 def _record(layer: LayerParts, cache: LayerCache, rule: Rule) -> DecoderLayer:

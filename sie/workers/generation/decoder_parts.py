@@ -11,18 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
-from sie.native.encoder import ACTIVATIONS
 from sie.workers.generation.norms import CompiledNorm
+from sie.workers.generation.packed_weights import PackedLinear
 from sie.workers.generation.sharing import common_layer
-from sie.workers.generation.weights import PackedLinear
+from sie.workers.packed.formulas import UnknownPartsError, activation_of
 
-_SAMPLE = torch.linspace(-6, 6, 97)
-_FORMULAS = {"gelu": functional.gelu, "gelu_new": lambda x: functional.gelu(x, approximate="tanh"), "relu": functional.relu,
-             "silu": functional.silu}  # fmt: skip
 _ORDERS: dict[frozenset[str], tuple[str | None, str | None, str | None, str | None]] = {
     frozenset(name for name in order if name is not None): order
     for order in (
@@ -73,10 +68,6 @@ class DecoderParts(NamedTuple):
     logit_cap: float
 
 
-class UnknownPartsError(Exception):
-    """A model is not a decoder of this kind; the text names the difference."""
-
-
 def find_parts(model: Any) -> DecoderParts:
     """Return a model's parts. Raises UnknownPartsError unless all exist and together hold every parameter."""
     body, config = model.base_model, model.config.get_text_config()
@@ -95,7 +86,7 @@ def find_parts(model: Any) -> DecoderParts:
         layers,
         norm,
         head,
-        _activation(blocks),
+        activation_of(getattr(block, "act_fn", None) or getattr(block, "activation_fn", None) for block in blocks),
         _is_gated(layers),
         float(getattr(config, "residual_multiplier", None) or 1.0),
         1.0 / float(getattr(config, "logits_scaling", None) or 1.0),
@@ -134,23 +125,6 @@ def _is_gated(layers: list[LayerParts]) -> bool:
     if widths not in ({1.0}, {2.0}):
         raise UnknownPartsError("an unsupported MLP")
     return widths == {2.0}
-
-
-def _activation(blocks: list[Any]) -> int:
-    """Return the number of the activation that all blocks use, recognised by its values."""
-    found: set[str | None] = set()
-    for block in blocks:
-        function = getattr(block, "act_fn", None) or getattr(block, "activation_fn", None)
-        values = function(_SAMPLE) if isinstance(function, nn.Module) else None
-        found.add(next((name for name, formula in _FORMULAS.items() if _is_close(values, formula(_SAMPLE))), None))
-    name = found.pop()
-    if found or name is None:
-        raise UnknownPartsError("an unsupported activation")
-    return ACTIVATIONS[name]
-
-
-def _is_close(values: Tensor | None, expected: Tensor) -> bool:
-    return values is not None and values.shape == expected.shape and torch.allclose(values, expected, atol=1e-5)
 
 
 def _check_complete(model: nn.Module, parts: DecoderParts) -> None:

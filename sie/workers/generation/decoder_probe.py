@@ -6,8 +6,7 @@ factor of the embeddings. Then both forms run the same steps, beyond the longest
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -22,10 +21,11 @@ from sie.native.decoder import can_decode
 from sie.runtime.logs import get_logger
 from sie.values.generate import Sampling
 from sie.workers.generation.compiled_decoder import CompiledDecoder, ObservedForms
-from sie.workers.generation.decoder_parts import DecoderParts, UnknownPartsError, find_parts
+from sie.workers.generation.decoder_parts import DecoderParts, find_parts
 from sie.workers.generation.paged_cache import PagedCache, Rule
-from sie.workers.generation.rotary import RotaryCall, RotaryTable
 from sie.workers.model_api import Draw, Slot
+from sie.workers.packed.formulas import UnknownPartsError, embedding_scale
+from sie.workers.packed.rotary_tables import rotary_tables, watching
 
 if TYPE_CHECKING:
     from sie.workers.generation.runner import TextGenerator
@@ -62,10 +62,12 @@ def _compile(runner: TextGenerator, cache: PagedCache, rules: Sequence[Rule]) ->
         raise UnknownPartsError("no kernels for its format on this processor")
     parts = find_parts(runner.model)
     _check_shapes(parts, cache, rules)
-    with _watching(runner.model, parts) as seen:
+    with watching(runner.model, parts.first, [layer.attention for layer in parts.layers]) as seen:
         runner.run_logits([Slot(_tokens(parts.embeddings, 5), 0, (0,), _DRAWN)])
-    tables = _rotary_tables(parts, seen, cache.layers[0].widths[0])
-    forms = ObservedForms(rules, tables, _embedding_scale(runner, parts, seen))
+    tables = rotary_tables(seen, [layer.is_rotary for layer in parts.layers], cache.layers[0].widths[0])
+    table = parts.embeddings.weight[torch.from_numpy(_tokens(parts.embeddings, 5)).long()]
+    scale = embedding_scale(runner.model.config.get_text_config(), table, seen.first)
+    forms = ObservedForms(rules, tables, scale)
     return CompiledDecoder(runner.model, parts, cache, forms)
 
 
@@ -96,77 +98,6 @@ def _check_shapes(parts: DecoderParts, cache: PagedCache, rules: Sequence[Rule])
         raise UnknownPartsError("unsupported attention heads")
     if parts.embeddings.weight.dtype != cache.dtype or not parts.embeddings.weight.is_contiguous():
         raise UnknownPartsError("embeddings in an unsupported format")
-
-
-class _Seen:
-    """Values observed in a forward pass of one slot."""
-
-    def __init__(self) -> None:
-        self.given: list[tuple[Tensor, Tensor] | None] = []
-        """Each layer's cosines and sines."""
-        self.calls: list[RotaryCall] = []
-        self.first: Tensor | None = None
-        """The first layer's input."""
-
-
-@contextmanager
-def _watching(model: nn.Module, parts: DecoderParts) -> Iterator[_Seen]:
-    seen = _Seen()
-
-    def note_layer(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        given = kwargs.get("position_embeddings")
-        seen.given.append(given if isinstance(given, tuple) else None)
-
-    def note_first(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        seen.first = args[0] if args else kwargs.get("hidden_states")
-
-    def note_call(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        seen.calls.append(RotaryCall(module, args, kwargs, output))
-
-    hooks = [layer.attention.register_forward_pre_hook(note_layer, with_kwargs=True) for layer in parts.layers]
-    hooks.append(parts.first.register_forward_pre_hook(note_first, with_kwargs=True))
-    rotary = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
-    hooks += [module.register_forward_hook(note_call, with_kwargs=True) for module in rotary]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _rotary_tables(parts: DecoderParts, seen: _Seen, head_width: int) -> list[RotaryTable | None]:
-    """Return each layer's table; layers that got the same call's output share one."""
-    tables: dict[int, RotaryTable] = {}
-    by_layer: list[RotaryTable | None] = []
-    for layer, given in zip(parts.layers, seen.given, strict=True):
-        call = next((call for call in seen.calls if given is not None and call.output[0] is given[0]), None)
-        if not layer.is_rotary:
-            by_layer.append(None)
-            continue
-        if call is None or not call.is_by_position:
-            raise UnknownPartsError("an unsupported rotation")
-        if id(call) not in tables:
-            tables[id(call)] = RotaryTable(call)
-        by_layer.append(tables[id(call)])
-    widths = {table.cosines.shape[1] for table in tables.values()}
-    if len(widths) > 1 or max(widths, default=0) > head_width:
-        raise UnknownPartsError("rotations of unsupported widths")
-    return by_layer
-
-
-def _embedding_scale(runner: TextGenerator, parts: DecoderParts, seen: _Seen) -> float:
-    """Return the factor of the embeddings: the configured factor that the forward pass confirms."""
-    config: Any = runner.model.config.get_text_config()
-    table = parts.embeddings.weight[torch.from_numpy(_tokens(parts.embeddings, 5)).long()].float()
-    if seen.first is None or seen.first.shape[1:] != table.shape:
-        raise UnknownPartsError("the first layer's input does not have the embeddings' shape")
-    first = seen.first[0].float()
-    shown = float((first * table).sum() / table.square().sum().clamp_min(1e-30))
-    known = (1.0, parts.embeddings.embedding_dim**0.5, float(getattr(config, "embedding_multiplier", None) or 1.0))
-    scale = min(known, key=lambda factor: abs(factor - shown))
-    if float((first - scale * table).norm()) > 0.02 * float(first.norm()):
-        raise UnknownPartsError("the first layer's input is not the embeddings times a known factor")
-    return scale
 
 
 def _tokens(embeddings: nn.Embedding, length: int) -> NDArray[np.int32]:

@@ -16,8 +16,8 @@ from sie.metrics import definitions
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong, SieError
 from sie.values.generate import MAX_CHOICES, MAX_PROMPT_LOGPROBS, GenerateTask
-from sie.workers.generation.engine import Begin, Engine, EngineLimits
 from sie.workers.generation.grammars import Compiled, Compiler
+from sie.workers.generation.model_engine import Begin, Engine, EngineLimits
 from sie.workers.generation.sequences import Job
 from sie.workers.generation.step import StepSize
 from sie.workers.generation.step_metrics import GenerationMetrics

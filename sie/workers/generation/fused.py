@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sie.runtime.logs import get_logger
-from sie.workers.generation.norms import norm_factors
+from sie.workers.packed.formulas import norm_factors
 
 _log = get_logger(__name__)
 _ROTATE = "apply_rotary_pos_emb"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sie.native.norm import NormCall, can_normalise, run_norm
+from sie.workers.packed.formulas import norm_factors
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Relative to a value: in bfloat16 the library rounds twice by 1/256, the compiled norm once."""
@@ -86,12 +87,3 @@ def _compiled(norm: Any, dtype: torch.dtype) -> CompiledNorm | None:
         if bool((far <= _TOLERANCE[dtype] * expected.float().abs() + 1e-6).all()):
             return compiled
     return None
-
-
-def norm_factors(norm: Any) -> list[tuple[Tensor, float]]:
-    """Return a library norm's possible factors, (width,) float32, each with its epsilon; empty for another module."""
-    weight: nn.Parameter | None = getattr(norm, "weight", None)
-    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if weight is None or weight.dim() != 1 or not isinstance(epsilon, float) or len(list(norm.parameters())) != 1:
-        return []
-    return [(factors.detach(), epsilon) for factors in (weight.float(), 1.0 + weight.float())]  # Llama's, Gemma's

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sie.catalog.files import refuse
-from sie.config.generation import Generation
+from sie.config.generation_settings import Generation
 from sie.config.limits import MIB
 from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
 from sie.values.generate import Sampling
-from sie.workers.generation import attention
-from sie.workers.generation.attention import Recorder
+from sie.workers.generation import block_attention as attention
+from sie.workers.generation.block_attention import Recorder
 from sie.workers.generation.decoder_probe import choose_decoder, relative_distance
 from sie.workers.generation.paged_cache import LayerForm, PagedCache
 from sie.workers.generation.runner import TextGenerator

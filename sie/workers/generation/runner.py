@@ -24,11 +24,11 @@ from sie.workers.generation.given_tokens import drawing_rows, kept_tokens, score
 from sie.workers.generation.grammar import GrammarCompiler, GrammarMatcher
 from sie.workers.generation.graphs import Answers, DecodeGraphs, try_capture
 from sie.workers.generation.masks import FindHidden, MaskThread, find_hidden
+from sie.workers.generation.packed_weights import PackedLinear
 from sie.workers.generation.paged_cache import PagedCache
 from sie.workers.generation.sampling import choose
 from sie.workers.generation.step_layout import StepLayout, lay_out
 from sie.workers.generation.varlen import MixedStep, can_attend
-from sie.workers.generation.weights import PackedLinear
 from sie.workers.model_api import Chosen, Draw, Matcher, RowStep, Slot, StepOutputs
 from sie.workers.packed.rotation import Lengths, find_rotations
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from sie.metrics import definitions
 from sie.metrics.definitions import Family
 from sie.shm.pages import CounterPage
-from sie.workers.generation.engine import REASONS, Engine
+from sie.workers.generation.model_engine import REASONS, Engine
 
 
 class GenerationMetrics:

@@ -21,7 +21,7 @@ _CALL_TAGS: Final = ("<tool_call>", "</tool_call>")
 
 
 class Spellings(NamedTuple):
-    """The spellings, in other tokens, of the tokens that the library treats as special; and which of these are text."""
+    """For tokens that the library treats as special: how other tokens spell them, and which of them are text for us."""
 
     pieces: Mapping[int, list[int]]
     """By special token, the tokens that spell its text byte by byte."""

@@ -1,25 +1,23 @@
 """Loads and unloads the adapters of one worker; reads one at a time on a thread beside the step loop.
 
-The runner's own `adapters` holds the loaded ones, so they end with their model. This module holds only those that are
-being loaded or unloaded. As in `sie.workers.loading.hosting`, a finished load signals an eventfd, and the loop collects
-it.
+An adapter ends with its model: the runner's `adapters` holds its weights, and `forget` removes its state here.
 """
 
 from __future__ import annotations
 
-import os
-import queue
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from sie.ipc.messages import AdapterReport, LoadAdapter, UnloadAdapter
 from sie.runtime.logs import get_logger
 from sie.values.card import AdapterSpec
-from sie.values.errors import BadRequest, Internal, SieError, Unavailable, to_wire
+from sie.values.errors import BadRequest, Internal, SieError, Unavailable, WireError, to_wire
 from sie.workers.device.memory import free_model
 from sie.workers.loading.hosting import Host
+from sie.workers.loading.load_queue import LoadQueue
+from sie.workers.loading.states import LoadEvent, LoadState, next_state
 from sie.workers.model_api import Adapters, Runner
 from sie.workers.scheduling.waiting import Waiting
 
@@ -28,13 +26,20 @@ _RETRY_S = 1
 """The `Retry-After` of a loading adapter. Source: SIE API reference, section 11."""
 
 
-class _Read(NamedTuple):
-    """A finished load: weights or an error, and the runner that they were read for."""
+class _Adapter(msgspec.Struct, eq=False):
+    """One adapter of a loaded model, until both are gone. `sie.workers.loading.states` explains state."""
 
     spec: AdapterSpec
-    runner: Runner
-    weights: Any
-    error: SieError | None
+    runner: Runner | None
+    state: LoadState = LoadState.ABSENT
+
+
+class _Read(msgspec.Struct):
+    """A finished load: weights or an error."""
+
+    adapter: _Adapter
+    weights: Any = None
+    error: SieError | None = None
 
 
 class AdapterHost:
@@ -48,13 +53,9 @@ class AdapterHost:
         self._send = send_report
         self._set_count = set_count
         self._counted: set[str] = set()
-        self._pending: deque[AdapterSpec] = deque()
-        self._loading: set[tuple[str, str]] = set()
-        self._unloading: set[tuple[str, str]] = set()
-        self._is_reading = False
-        self._reader = threading.Thread()
-        self._events: queue.SimpleQueue[_Read] = queue.SimpleQueue()
-        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._adapters: dict[tuple[str, str], _Adapter] = {}
+        self._loads: LoadQueue[_Adapter] = LoadQueue("load-adapter", self._read, self._failed)
+        self.event_fd = self._loads.event_fd
 
     def apply(self, message: LoadAdapter | UnloadAdapter) -> None:
         """Apply a message of the supervisor."""
@@ -65,8 +66,8 @@ class AdapterHost:
 
     def refusal(self, model: str, adapter: str) -> Unavailable | None:
         """Return None if new work may run with this adapter, else LORA_LOADING for any reason; a retry reveals it."""
-        found = self._adapters(self._host.runner(model))
-        if found is not None and adapter in found and (model, adapter) not in self._unloading:
+        found = self._adapters.get((model, adapter))
+        if found is not None and found.state is LoadState.LOADED:
             return None
         return Unavailable(
             f"Adapter '{adapter}' of model '{model}' is not loaded; retry in {_RETRY_S} s",
@@ -78,113 +79,115 @@ class AdapterHost:
         """Start to load an adapter, unless it is loading or loaded. An unloading adapter stays loaded."""
         key = spec.model, spec.id
         runner = self._host.runner(spec.model)
-        found = self._adapters(runner)
         if runner is None:  # unloaded meanwhile; the supervisor asks again after the next load
-            self._send(AdapterReport(*key, "available"))
-        elif found is None:
-            self._fail(spec, BadRequest(f"Model '{spec.model}' cannot run adapters"))
-        elif spec.id in found:
-            self._unloading.discard(key)
-            self._send(AdapterReport(*key, "loaded"))
-        elif key not in self._loading:
-            self._loading.add(key)
-            self._send(AdapterReport(*key, "loading"))
-            self._pending.append(spec)
-            self._start_next()
+            if key not in self._adapters:
+                self._send(AdapterReport(*key, "available"))
+            return
+        if _weights_of(runner) is None:
+            error = to_wire(BadRequest(f"Model '{spec.model}' cannot run adapters"))
+            self._send(AdapterReport(*key, "failed", error=error))
+            return
+        adapter = self._adapters.get(key)
+        if adapter is None or adapter.runner is not runner:  # an earlier model's is still read, and will be dropped
+            adapter = self._adapters[key] = _Adapter(spec, runner)
+        before = adapter.state
+        self._change(adapter, LoadEvent.LOAD)
+        if before.is_gone:
+            self._loads.add(adapter)
+        elif before is LoadState.LOADED:  # the supervisor forgot it when its model began to unload
+            self._report(adapter)
 
     def _start_unload(self, model: str, adapter: str) -> None:
         """Take no new work for an adapter; `settle` frees it once no item of it waits."""
-        found = self._adapters(self._host.runner(model))
-        if found is not None and adapter in found:
-            self._unloading.add((model, adapter))
-            self._send(AdapterReport(model, adapter, "unloading"))
+        found = self._adapters.get((model, adapter))
+        if found is not None:
+            self._change(found, LoadEvent.UNLOAD)
 
     def settle(self, waiting_of: Callable[[str], Iterable[Waiting]]) -> None:
         """Free the unloading adapters that none of a model's waiting items needs."""
-        for model, adapter in list(self._unloading):
-            if any(item.request.header.lora == adapter for item in waiting_of(model)):
+        for adapter in [each for each in self._adapters.values() if each.state is LoadState.UNLOADING]:
+            spec, weights = adapter.spec, _weights_of(adapter.runner)
+            if any(item.request.header.lora == spec.id for item in waiting_of(spec.model)):
                 continue
-            self._unloading.discard((model, adapter))
-            hosted = self._host.models.get(model)  # its model may be unloading too, and may still stay
-            found = self._adapters(hosted.runner if hosted is not None else None)
-            if found is not None and adapter in found:
-                found.remove(adapter)
-                self._publish(model, len(found))
-                self._send(AdapterReport(model, adapter, "available"))
+            assert weights is not None
+            weights.remove(spec.id)
+            self._publish(spec.model, len(weights))
+            self._change(adapter, LoadEvent.FREE)
 
     def forget(self, model: str) -> None:
-        """Forget the adapters of a model that is gone."""
-        self._unloading = {key for key in self._unloading if key[0] != model}
+        """Forget the adapters of a model that is gone. The one that is read now is dropped when its load ends."""
+        for adapter in [each for each in self._adapters.values() if each.spec.model == model]:
+            self._change(adapter, LoadEvent.UNLOAD)
+            if adapter.state is LoadState.UNLOADING:
+                self._change(adapter, LoadEvent.FREE)
         if model in self._counted:
             self._publish(model, 0)
 
     def collect(self) -> None:
         """Install the adapters that have been read."""
-        os.eventfd_read(self.event_fd)
-        while not self._events.empty():
-            event = self._events.get()
-            self._is_reading = False
-            spec = event.spec
-            self._loading.discard((spec.model, spec.id))
-            if self._host.runner(spec.model) is not event.runner:
-                del event
-                self._reader.join()  # the thread only has to drop its reference, which kept the old model alive
-                free_model()
-                self.load(spec)  # for the model as it is now, or to report that it is gone
-            elif event.error is not None:
-                self._fail(event.spec, event.error)
-            else:
-                self._install(event)
-        self._start_next()
+        for read in self._loads.collect():
+            self._finish_load(read)
 
-    def _install(self, event: _Read) -> None:
-        found = self._adapters(event.runner)
-        assert found is not None
+    def _finish_load(self, read: _Read) -> None:
+        adapter = read.adapter
+        if adapter.state is LoadState.LOADING:
+            self._install(read)
+            return
+        adapter.runner = read.weights = None
+        self._loads.join()  # it only has to drop its references, which keep an old model alive
+        free_model()
+        self._change(adapter, LoadEvent.READY)
+
+    def _install(self, read: _Read) -> None:
+        adapter, weights = read.adapter, _weights_of(read.adapter.runner)
+        assert weights is not None
         try:
-            nbytes = found.install(event.spec.id, event.weights)
+            if read.error is not None:
+                raise read.error
+            nbytes = weights.install(adapter.spec.id, read.weights)
         except SieError as error:
-            self._fail(event.spec, error)
+            self._change(adapter, LoadEvent.FAIL, error=to_wire(error))
         else:
-            self._publish(event.spec.model, len(found))
-            self._send(AdapterReport(event.spec.model, event.spec.id, "loaded", nbytes))
+            self._publish(adapter.spec.model, len(weights))
+            self._change(adapter, LoadEvent.READY, nbytes)
 
     def _publish(self, model: str, num_loaded: int) -> None:
         self._counted.add(model)
         self._set_count(model, num_loaded)
 
-    def _fail(self, spec: AdapterSpec, error: SieError) -> None:
-        self._send(AdapterReport(spec.model, spec.id, "failed", error=to_wire(error)))
-
-    def _start_next(self) -> None:
-        """Read the next adapter on a thread that ends with it (`sie.workers.loading.hosting` gives the reason)."""
-        if not self._pending or self._is_reading:
+    def _change(self, adapter: _Adapter, event: LoadEvent, nbytes: int = 0, error: WireError | None = None) -> None:
+        """Change a state as the table says, and report the new one."""
+        before, adapter.state = adapter.state, next_state(adapter.state, event)
+        if adapter.state.is_gone:
+            adapter.runner = None  # the queue still has one whose load was cancelled, and would keep its model alive
+        key = adapter.spec.model, adapter.spec.id
+        if self._adapters.get(key) is not adapter:  # its model is gone, and the next model's has taken its place
             return
-        spec = self._pending.popleft()
-        runner = self._host.runner(spec.model)
-        found = self._adapters(runner)
-        if runner is None or found is None:
-            self._loading.discard((spec.model, spec.id))
-            self._send(AdapterReport(spec.model, spec.id, "available"))
-            self._start_next()
-            return
-        self._is_reading = True
-        self._reader = threading.Thread(target=self._read, args=(spec, runner, found), name="load-adapter", daemon=True)
-        self._reader.start()
+        if adapter.state.is_gone:
+            del self._adapters[key]
+        if adapter.state.report != before.report:
+            self._report(adapter, nbytes, error)
 
-    def _read(self, spec: AdapterSpec, runner: Runner, found: Adapters) -> None:
-        weights, failed = None, None
+    def _report(self, adapter: _Adapter, nbytes: int = 0, error: WireError | None = None) -> None:
+        self._send(AdapterReport(adapter.spec.model, adapter.spec.id, adapter.state.report, nbytes, error))
+
+    def _read(self, adapter: _Adapter) -> _Read:
+        found, spec = _weights_of(adapter.runner), adapter.spec
+        assert found is not None
         try:
-            weights = found.read(spec)
-        except SieError as error:
-            failed = error
+            return _Read(adapter, found.read(spec))
         except BaseException as error:  # a failed load must not harm the worker's other models
-            _log.exception("loading adapter %s of %s failed", spec.id, spec.model)
-            failed = Internal(
-                f"Adapter '{spec.id}' cannot be loaded: {type(error).__name__}; the server's log says more"
-            )
-        self._events.put(_Read(spec, runner, weights, failed))
-        os.eventfd_write(self.event_fd, 1)
+            return self._failed(adapter, error)
 
-    @staticmethod
-    def _adapters(runner: Runner | None) -> Adapters | None:
-        return getattr(runner, "adapters", None)
+    def _failed(self, adapter: _Adapter, error: BaseException) -> _Read:
+        if isinstance(error, SieError):
+            return _Read(adapter, error=error)
+        spec = adapter.spec
+        _log.error("loading adapter %s of %s failed", spec.id, spec.model, exc_info=error)
+        reason = f"{type(error).__name__}; see the log of the server"
+        return _Read(adapter, error=Internal(f"Adapter '{spec.id}' cannot be loaded: {reason}"))
+
+
+def _weights_of(runner: Runner | None) -> Adapters | None:
+    """Return the loaded adapters of a model, or None for a model that cannot have any."""
+    return getattr(runner, "adapters", None)

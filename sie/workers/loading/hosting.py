@@ -2,29 +2,24 @@
 
 A model whose files changed may have a successor staged beside it. The successor is loaded, and comes into use with the
 next `Load` of its card.
-
-The loop never waits for a load. A finished load waits in a queue and signals an eventfd. `collect` handles it on the
-loop's own thread, so a model's state changes only between steps.
 """
 
 from __future__ import annotations
 
-import os
-import queue
-import threading
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from sie.catalog.files import refuse
 from sie.ipc.messages import Load, ModelReport, Stage, Staged, Unload, Unstage
 from sie.runtime.logs import get_logger
-from sie.values.card import ModelCard, ModelState
+from sie.values.card import ModelCard
 from sie.values.errors import Internal, SieError, WireError, to_wire
 from sie.workers.device.faults import DeviceLostError, is_out_of_memory, is_sticky
 from sie.workers.device.memory import free_model
+from sie.workers.loading.load_queue import LoadQueue
+from sie.workers.loading.states import LoadEvent, LoadState, next_state
 from sie.workers.model_api import Runner
 
 _log = get_logger(__name__)
@@ -33,24 +28,32 @@ Build = Callable[[ModelCard, Callable[[float, str], None]], Runner]
 """Returns a ready runner for a card, and reports (fraction, text) as progress."""
 
 
-class Hosted(msgspec.Struct):
-    """One model of this worker. runner is set exactly while state is loaded or unloading.
+class Hosted(msgspec.Struct, eq=False):
+    """One model of this worker, or a successor staged beside it. runner is set exactly while it is loaded or unloading.
 
-    unload_after_load: an unload arrived during its load, so it is unloaded as soon as the load ends.
+    `sie.workers.loading.states` explains state. number is that of the `Stage` for a successor, None for a model.
     """
 
     card: ModelCard
-    state: ModelState
+    number: int | None = None
+    state: LoadState = LoadState.ABSENT
     runner: Runner | None = None
-    unload_after_load: bool = False
 
 
-class _Ended(NamedTuple):
-    """A finished load with its runner or its error. card is the same object that the load started with."""
+class _Ended(msgspec.Struct):
+    """A finished load with its runner or its error."""
 
-    card: ModelCard
+    hosted: Hosted
     runner: Runner | None = None
     error: WireError | None = None
+
+
+class _Progress(NamedTuple):
+    """How far a load is."""
+
+    hosted: Hosted
+    fraction: float
+    text: str
 
 
 class Host:
@@ -60,13 +63,9 @@ class Host:
         self.device = device
         self._build = build
         self._send = send_report
-        self._pending: deque[ModelCard] = deque()
-        self._current: ModelCard | None = None
-        """The card that the load's thread works on."""
-        self._staging: dict[str, Stage] = {}
-        self._staged: dict[str, _Ended] = {}
-        self._events: queue.SimpleQueue[ModelReport | DeviceLostError | _Ended] = queue.SimpleQueue()
-        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._loads: LoadQueue[Hosted] = LoadQueue("load", self._load, self._failed)
+        self.event_fd = self._loads.event_fd
+        self._successors: dict[str, Hosted] = {}
         self.models: dict[str, Hosted] = {}
 
     def apply(self, message: Load | Unload | Stage | Unstage) -> None:
@@ -84,165 +83,134 @@ class Host:
     def stage(self, message: Stage) -> None:
         """Start loading a model's successor, in place of an earlier one; `Staged` reports the result."""
         self.unstage(message.card.id)
-        self._staging[message.card.id] = message
-        self._pending.append(message.card)
-        self._start_next()
+        successor = self._successors[message.card.id] = Hosted(message.card, message.number)
+        self._change(successor, LoadEvent.LOAD)
+        self._loads.add(successor)
 
     def unstage(self, model: str) -> None:
         """Drop a model's staged successor. A running load is dropped when it ends."""
-        message = self._staging.pop(model, None)
-        if message is not None:
-            self._pending = deque(card for card in self._pending if card is not message.card)
-        if self._staged.pop(model, None) is not None:
-            free_model()
+        successor = self._successors.pop(model, None)
+        if successor is not None:
+            self._change(successor, LoadEvent.UNLOAD)
+            if successor.state is LoadState.UNLOADING:  # it never took work
+                self._free(successor, LoadEvent.FREE)
 
     def load(self, card: ModelCard) -> None:
         """Start loading a model, unless it is loading or loaded. An unloading model stays loaded.
 
         A successor staged with the same card is loaded at once.
         """
-        hosted = self.models.get(card.id)
-        if hosted is not None:
-            hosted.unload_after_load = False
-            if hosted.state == "unloading":
-                hosted.state = "loaded"
-                self._send_loaded(hosted)
+        hosted = self.models.setdefault(card.id, Hosted(card))
+        is_new = hosted.state.is_gone
+        self._change(hosted, LoadEvent.LOAD)
+        if not is_new:
             return
-        self.models[card.id] = Hosted(card, "loading")
-        self._send(ModelReport(card.id, "loading", self.device))
-        staged = self._staged.pop(card.id, None)
-        if staged is not None and staged.card == card:
-            self._post(staged._replace(card=card))
-            return
-        self._pending.append(card)
-        self._start_next()
+        staged = self._take_staged(card)
+        if staged is None:
+            self._loads.add(hosted)
+        else:
+            self._change(hosted, LoadEvent.START)
+            self._loads.post(_Ended(hosted, staged))
+
+    def _take_staged(self, card: ModelCard) -> Runner | None:
+        """Return the staged successor of a model, or None if it is not loaded or was loaded from another card."""
+        successor = self._successors.get(card.id)
+        if successor is None or successor.state is not LoadState.LOADED:
+            return None
+        if successor.card != card:
+            self.unstage(card.id)
+            return None
+        return self._successors.pop(card.id).runner
 
     def runner(self, model: str) -> Runner | None:
         """Return the runner that takes new work for a model, or None while it is not loaded."""
         hosted = self.models.get(model)
-        return hosted.runner if hosted is not None and hosted.state == "loaded" else None
+        return hosted.runner if hosted is not None and hosted.state is LoadState.LOADED else None
 
     def start_unload(self, model: str) -> None:
         """Take no new work for a model; `finish_unload` frees it once none of its items waits.
 
-        A load that has not started is cancelled. A running load continues, and the model is unloaded when it ends.
+        A load that has not started is cancelled. A running load continues, and its result is dropped when it ends.
         """
         hosted = self.models.get(model)
-        if hosted is None:
-            return
-        if hosted.state == "loaded":
-            self._begin_unload(hosted)
-        elif any(card is hosted.card for card in self._pending):
-            self._pending = deque(card for card in self._pending if card is not hosted.card)
-            del self.models[model]
-            self._send(ModelReport(model, "available", self.device))
-        else:
-            hosted.unload_after_load = True
-
-    def _begin_unload(self, hosted: Hosted) -> None:
-        hosted.state = "unloading"
-        self._send(ModelReport(hosted.card.id, "unloading", self.device))
+        if hosted is not None:
+            self._change(hosted, LoadEvent.UNLOAD)
 
     def unloading(self) -> list[str]:
         """Return the models that `finish_unload` still has to free."""
-        return [name for name, hosted in self.models.items() if hosted.state == "unloading"]
+        return [name for name, hosted in self.models.items() if hosted.state is LoadState.UNLOADING]
 
     def finish_unload(self, model: str) -> None:
         """Free a model."""
-        del self.models[model]
-        free_model()
-        self._send(ModelReport(model, "available", self.device))
+        self._free(self.models[model], LoadEvent.FREE)
 
     def collect(self) -> list[Hosted]:
         """Handle finished loads and forward progress. Return the newly loaded models.
 
         Raises DeviceLostError if a load found that this process has lost the device.
         """
-        os.eventfd_read(self.event_fd)
         loaded: list[Hosted] = []
-        while not self._events.empty():
-            event = self._events.get()
-            if isinstance(event, DeviceLostError):
-                raise event
-            if isinstance(event, ModelReport):
-                hosted = self.models.get(event.model)
-                if hosted is not None and hosted.state == "loading":  # else a successor is loading
-                    self._send(event)
-                continue
-            if event.card is self._current:
-                self._current = None
-            hosted = self._finish_load(event)
-            if hosted is not None:
-                loaded.append(hosted)
-        self._start_next()
+        for result in self._loads.collect():
+            match result:
+                case _Progress(hosted, fraction, text):
+                    if hosted.number is None:
+                        self._report(hosted, progress=fraction, detail=text)
+                case _Ended(hosted):
+                    self._finish_load(result)
+                    if hosted.number is None and hosted.state is LoadState.LOADED:
+                        loaded.append(hosted)
+                case error:
+                    raise error
         return loaded
 
-    def _finish_load(self, ended: _Ended) -> Hosted | None:
-        """Record the end of a load. Return the model that now takes work, if there is one."""
-        model = ended.card.id
-        hosted = self.models.get(model)
-        if hosted is None or hosted.card is not ended.card:
-            self._finish_staged(ended)
-        elif ended.runner is None:
-            del self.models[model]
-            self._send(ModelReport(model, "failed", self.device, error=ended.error))
+    def _finish_load(self, ended: _Ended) -> None:
+        hosted = ended.hosted
+        is_wanted = hosted.state is LoadState.LOADING
+        if ended.runner is None:
+            self._change(hosted, LoadEvent.FAIL, ended.error)
+        elif is_wanted:
+            hosted.runner, ended.runner = ended.runner, None
+            self._change(hosted, LoadEvent.READY)
         else:
-            must_unload = hosted.unload_after_load
-            hosted = self.models[model] = Hosted(ended.card, "loaded", ended.runner)
-            if not must_unload:
-                self._send_loaded(hosted)
-                return hosted
-            self._begin_unload(hosted)
-        return None
+            ended.runner = None
+            self._free(hosted, LoadEvent.READY)
+        if is_wanted and hosted.number is not None:
+            self._send(Staged(hosted.number, hosted.card.id, ended.error))
 
-    def _finish_staged(self, ended: _Ended) -> None:
-        message = self._staging.get(ended.card.id)
-        if message is None or message.card is not ended.card:  # it was cancelled during its load
-            free_model()
-            return
-        del self._staging[ended.card.id]
-        if ended.runner is not None:
-            self._staged[ended.card.id] = ended
-        self._send(Staged(message.number, ended.card.id, ended.error))
+    def _free(self, hosted: Hosted, event: LoadEvent) -> None:
+        """Free a model's memory with the event that ends it."""
+        hosted.runner = None
+        self._loads.join()
+        free_model()
+        self._change(hosted, event)
 
-    def _send_loaded(self, hosted: Hosted) -> None:
-        assert hosted.runner is not None
-        dtype = str(getattr(hosted.runner, "dtype", ""))
-        self._send(ModelReport(hosted.card.id, "loaded", self.device, hosted.runner.memory_bytes, dtype))
+    def _change(self, hosted: Hosted, event: LoadEvent, error: WireError | None = None) -> None:
+        """Change a state as the table says. Report a model's new state."""
+        before, hosted.state = hosted.state, next_state(hosted.state, event)
+        own = self.models if hosted.number is None else self._successors
+        if hosted.state.is_gone and own.get(hosted.card.id) is hosted:
+            del own[hosted.card.id]
+        if hosted.number is None and hosted.state.report != before.report:
+            self._report(hosted, error=error)
 
-    def _start_next(self) -> None:
-        """Start the next load on a thread that ends with it.
+    def _report(self, hosted: Hosted, **details: Any) -> None:
+        runner = hosted.runner if hosted.state is LoadState.LOADED else None
+        if runner is not None:
+            details.update(memory_bytes=runner.memory_bytes, dtype=str(getattr(runner, "dtype", "")))
+        self._send(ModelReport(hosted.card.id, hosted.state.report, self.device, **details))
 
-        A permanent thread would keep its OpenMP team. With more threads than cores libgomp stops spinning, and every
-        step of the loop's own thread took twice as long.
-        """
-        if self._pending and self._current is None:
-            card = self._current = self._pending.popleft()
-            try:
-                threading.Thread(target=self._load, args=(card,), name="load", daemon=True).start()
-            except RuntimeError as error:  # for example a thread limit
-                _log.error("loading %s failed: %s", card.id, error)
-                self._post(_Ended(card, error=_load_error(card, error)))
-
-    def _load(self, card: ModelCard) -> None:
-        self._progress(card, 0.0, "starting")
+    def _load(self, hosted: Hosted) -> _Ended | DeviceLostError:
+        card = hosted.card
+        self._loads.post(_Progress(hosted, 0.0, "starting"))
         try:
-            runner = self._build(card, lambda fraction, text: self._progress(card, fraction, text))
+            runner = self._build(card, lambda fraction, text: self._loads.post(_Progress(hosted, fraction, text)))
         except BaseException as error:  # a failed load must not harm the worker's other models
             _log.exception("loading %s failed", card.id)
-            if is_sticky(error):
-                self._post(DeviceLostError(str(error)))
-                return
-            self._post(_Ended(card, error=_load_error(card, error)))
-        else:
-            self._post(_Ended(card, runner))
+            return DeviceLostError(str(error)) if is_sticky(error) else self._failed(hosted, error)
+        return _Ended(hosted, runner)
 
-    def _progress(self, card: ModelCard, fraction: float, text: str) -> None:
-        self._post(ModelReport(card.id, "loading", self.device, progress=fraction, detail=text))
-
-    def _post(self, event: ModelReport | DeviceLostError | _Ended) -> None:
-        self._events.put(event)
-        os.eventfd_write(self.event_fd, 1)
+    def _failed(self, hosted: Hosted, error: BaseException) -> _Ended:
+        return _Ended(hosted, error=_load_error(hosted.card, error))
 
 
 def _load_error(card: ModelCard, error: BaseException) -> WireError:

@@ -30,7 +30,7 @@ from sie.catalog.architecture import (
 )
 from sie.catalog.files import open_checkpoint, refuse
 from sie.catalog.gguf_reader import WeightsReader, reading_with
-from sie.config.generation import Generation
+from sie.config.generation_settings import Generation
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.extract import Detection, TokenClassification
@@ -42,6 +42,7 @@ from sie.workers.generation.one_row import choose_products
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.weight_formats import choose_format, join_and_pack
+from sie.workers.loading.renamed_weights import read_renamed_weights
 from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel
 from sie.workers.runners.dual import DualRunner, build_dual_runner
 from sie.workers.runners.encode import Backbone, EncodeRunner, Execution
@@ -58,6 +59,7 @@ from sie.workers.runners.owl import FLOAT32_HEADS, OwlRunner, build_owl_runner
 from sie.workers.runners.probe import choose_execution, choose_scoring, choose_token_classification
 from sie.workers.runners.score import ScoreModel, ScoreRunner
 from sie.workers.runners.splade import LanguageHead, LexicalHead, SparseHead, SpladeHead, StaticTable, take_head
+from sie.workers.runners.static_vectors import StaticRunner
 from sie.workers.runners.tokens import QueryExpansion, TokenHead
 from sie.workers.stall_notices import read_tokenizer
 
@@ -67,17 +69,21 @@ ChooseClass = Callable[[str, PretrainedConfig], type[Any]]
 _BUILD_ERRORS: Final = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""What libraries raise for a configuration that makes no sense, or does not fit its weights."""
+"""The errors of libraries for a configuration that is contradictory, or does not fit its weights."""
 
 
 def load_encoder(
     card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
-) -> EncodeRunner | OutputsRunner:
+) -> EncodeRunner | OutputsRunner | StaticRunner:
     """Return an encoder that is ready for its first step. device_name as in `device.resolve_device`.
 
     Raises ModelLoadFailed, with `error_class` CONFIG for a checkpoint that can never be served and STORAGE for damaged
     or missing files. Raises BadRequest for a missing device or dtype, or weights that the device does not support.
     """
+    if card.static_vectors is not None:
+        on_progress(0.1, "reading the table")
+        with _storage_faults(card):
+            return StaticRunner(card)
     device = resolve_device(device_name)
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     on_progress(0.1, "reading weights")
@@ -94,7 +100,7 @@ def load_encoder(
     backbone = Backbone(model, device)
     execution = choose_execution(card.id, backbone)
     warn_without_kernels(card.id, backbone)
-    on_progress(1.0, "packed" if execution.packed else "in rectangles of equal length")
+    on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
     if heads.dense is not None and card.outputs == ("dense",):
         return EncodeRunner(card, backbone, heads.dense, execution, form.name)
     return OutputsRunner(card, backbone, heads, execution, form.name)
@@ -144,7 +150,7 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     scorer = ScoreModel(model, device, rule)
     execution, view = choose_scoring(card.id, scorer)
     warn_without_kernels(card.id, scorer.backbone)
-    on_progress(1.0, "packed" if execution.packed else "in rectangles of equal length")
+    on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
     return ScoreRunner(card, scorer, activation, execution=execution, view=view, dtype=form.name)
 
 
@@ -162,7 +168,7 @@ def load_dual_encoder(
     _convert(model, dtype, device)
     on_progress(0.8, "comparing packed with single sequences")
     runner = build_dual_runner(card, model, device, dtype_name)
-    on_progress(1.0, "texts packed" if runner.execution.packed else "texts in rectangles of equal length")
+    on_progress(1.0, "texts packed" if runner.execution.packed else "texts in batches of equal length")
     return runner
 
 
@@ -188,7 +194,7 @@ def load_extractor(
         execution, view = choose_scoring(card.id, pairs) if is_one else (Execution(packed=False), "model")
         runner = PairClassifyRunner(card, pairs, execution=execution, view=view, dtype=form.name)
     warn_without_kernels(card.id, tokens.backbone if is_tokens else pairs.backbone)
-    on_progress(1.0, "packed" if runner.execution.packed else "in rectangles of equal length")
+    on_progress(1.0, "packed" if runner.execution.packed else "in batches of equal length")
     return runner
 
 
@@ -273,20 +279,35 @@ def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None =
     config.use_cache = False  # a decoder would keep keys and values that are never read
     auto = choose_class(card.id, config)
     try:
-        model, report = auto.from_pretrained(
-            card.directory,
-            config=config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        if card.weight_names:
+            model, report = _build_renamed(card, config, auto)
+        else:
+            model, report = auto.from_pretrained(
+                card.directory,
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except _BUILD_ERRORS as error:
         if is_out_of_memory(error):
             raise
         raise build_refusal(card.id, config, error) from error
     _check_complete(card, report, unused)
     return model.eval().requires_grad_(False)
+
+
+def _build_renamed(card: ModelCard, config: PretrainedConfig, auto: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Build a model from weights under other names, and perhaps with other layers than the library's class."""
+    weights = read_renamed_weights(card)
+    cls: Any = auto._model_mapping[type(config)]
+    if card.layers:
+        from sie.workers.loading.variants import VARIANTS  # imports model classes that few checkpoints need
+
+        cls = VARIANTS[card.layers]
+        config.qk_norm = any(".q_proj.norm." in name for name in weights)  # type: ignore[attr-defined]  # only for them
+    return cls.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True)
 
 
 def _read_gguf(card: ModelCard) -> PreTrainedModel:

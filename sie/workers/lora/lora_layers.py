@@ -151,7 +151,9 @@ class LoraAdapters:
             layer = self._linears[name]
             # A rounded layer computes in the model's own format.
             weight = next(self._model.parameters()) if isinstance(layer, RoundedLinear) else layer.weight
-            pairs[name] = LoraPair(down.to(weight.device, weight.dtype), up.to(weight.device, weight.dtype))
+            pairs[name] = pair = LoraPair(*(part.to(weight.device, weight.dtype) for part in (down, up)))
+            if not all(torch.isfinite(part).all() for part in pair):
+                raise Internal(f"Adapter '{spec.id}' cannot be loaded: {name} has values too large for {weight.dtype}")
         return pairs
 
     def install(self, name: str, pairs: dict[str, LoraPair]) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from sie.workers.packed.alibi import attend_by_distance
 from sie.workers.packed.batch import Run
 from sie.workers.packed.compiled_attention import attend_compiled, can_attend_compiled
 from sie.workers.packed.flash import attend_flash, can_attend_flash
@@ -30,6 +31,19 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
 
 class NotPackableError(Exception):
     """A layer needs a feature that packed attention does not compute; the model runs in rectangles instead."""
+
+
+class AttentionRule(NamedTuple):
+    """How one layer attends, as a forward pass showed; window None reaches the whole sequence."""
+
+    module: torch.nn.Module
+    num_heads: int
+    num_key_heads: int
+    head_width: int
+    value_width: int
+    scale: float
+    is_causal: bool
+    window: int | None
 
 
 class Boundaries:
@@ -47,6 +61,8 @@ class Boundaries:
         self.max_length = max_length
         self.attended = attended
         self.num_calls = 0
+        self.rules: list[AttentionRule] | None = None
+        """Each call's rule, if a list was put here."""
         self._masks: dict[tuple[int, int, bool], Tensor] = {}
         self._run_masks: dict[tuple[int, int | None, bool], Tensor | None] = {}
         self._seen: tuple[Tensor, Tensor] | None = None
@@ -101,6 +117,8 @@ class _Rule(NamedTuple):
     scaling: float | None
     causal: bool
     window: int | None
+    by_distance: bool = False
+    """Whether distance lowers the logits; see `sie.workers.packed.alibi`."""
 
 
 _running = threading.local()
@@ -147,10 +165,20 @@ def attend(
         raise NotPackableError(", ".join(unsupported) or "not a packed step")
     boundaries.num_calls += 1
     reaches_all = sliding_window is None or sliding_window >= boundaries.max_length
-    rule = _Rule(scaling, _is_causal(module, is_causal), None if reaches_all else sliding_window)
+    by_distance = getattr(module, "is_alibi", False)
+    rule = _Rule(scaling, _is_causal(module, is_causal), None if reaches_all else sliding_window, by_distance)
+    if boundaries.rules is not None:
+        if by_distance:
+            raise NotPackableError("logits that distance lowers have no compiled form")
+        width = query.shape[3]
+        scale = width**-0.5 if scaling is None else scaling
+        shape = (query.shape[1], key.shape[1], width, value.shape[3])
+        boundaries.rules.append(AttentionRule(module, *shape, scale, rule.causal, sliding_window))
     # With fewer keys than queries the kernel would align windows and causality to the wrong end.
     is_plain = boundaries.attended is None or not (rule.causal or rule.window)
-    if query.is_cuda and is_plain and can_attend_flash(query.device, query.dtype, (key.shape[3], value.shape[3])):
+    if by_distance:
+        attended = _attend_runs(query[0], key[0], value[0], boundaries, rule)
+    elif query.is_cuda and is_plain and can_attend_flash(query.device, query.dtype, (key.shape[3], value.shape[3])):
         attended = _attend_varlen(query[0], key[0], value[0], boundaries, rule)
     elif can_attend_compiled(query[0], key[0], value[0]):
         attended = attend_compiled(
@@ -188,15 +216,14 @@ def _attend_runs(query: Tensor, key: Tensor, value: Tensor, boundaries: Boundari
         mask = boundaries.run_mask(run, first, rule.window, rule.causal)
         first += count
         tokens = slice(start, start + count * length)
-        part = scaled_dot_product_attention(
-            _rectangle(query, tokens, count),
-            _rectangle(key, tokens, count),
-            _rectangle(value, tokens, count),
-            attn_mask=mask,
-            is_causal=rule.causal and mask is None,
-            scale=rule.scaling,
-            enable_gqa=grouped,
-        )
+        q, k, v = (_rectangle(states, tokens, count) for states in (query, key, value))
+        if rule.by_distance:
+            part = attend_by_distance(q, k, v, mask, rule.scaling)
+        else:
+            is_causal = rule.causal and mask is None
+            part = scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=is_causal, scale=rule.scaling, enable_gqa=grouped
+            )
         out[tokens].unflatten(0, (count, length)).copy_(part.transpose(1, 2))
     return out
 

@@ -48,7 +48,7 @@ def attend_compiled(
         value.stride(1), value.stride(0), out.stride(0), out.stride(1),
         cu_seqlens.data_ptr(), None if seen is None else seen.data_ptr(),
         len(cu_seqlens) - 1, num_heads, key.shape[0], width,
-        width**-0.5 if scale is None else scale, is_causal, window or 0, num_threads,
+        width**-0.5 if scale is None else scale, is_causal, window or 0, num_threads, 0, None,
     )  # fmt: skip
     run_attention(call, scratch.data_ptr(), is_bf16=query.dtype == torch.bfloat16)
     return out

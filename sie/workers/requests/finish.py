@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.shm.extent_headers import WorkHeader
 from sie.values.card import ModelCard
 from sie.values.errors import NonFinite
+from sie.values.output_kinds import KINDS
+from sie.values.work import WorkHeader
 from sie.workers.model_api import StepOutputs
 from sie.workers.requests.quantise import check_scores, finish_rows
 
@@ -54,13 +55,9 @@ def finish_ragged(
     card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOutputs
 ) -> Iterator[tuple[int, str, tuple[NDArray[Any], ...]]]:
     """Yield (item, output, arrays) of every output of unknown size that an item of the step wants."""
-    if outputs.sparse is not None:
-        for item, want in enumerate(wants):
-            entries = outputs.sparse[item]
-            if entries is not None and "sparse" in want.output_types:
-                yield item, "sparse", finish_sparse(*entries, want.output_dtype)
-    if outputs.multivector is not None:
-        yield from _finish_multivector(card, wants, outputs.multivector)
+    for output, values in outputs.ragged.items():
+        finish = _finish_all_rows if KINDS[output].rounding == "rows" else _finish_weights
+        yield from finish(card, wants, output, values)
     for item, extraction in enumerate(outputs.extract or ()):
         yield item, "extract", (np.frombuffer(_to_msgpack(extraction), np.uint8),)
     for item, logits in enumerate(outputs.token_logits or ()):
@@ -76,6 +73,15 @@ def _check_finite(card: ModelCard, logits: NDArray[np.float32]) -> None:
         raise NonFinite(f"Model '{card.id}' produced non-finite logits")
 
 
+def _finish_weights(
+    _card: ModelCard, wants: Sequence[WorkHeader], output: str, values: Sequence[Any]
+) -> Iterator[tuple[int, str, tuple[NDArray[Any], ...]]]:
+    for item, (want, value) in enumerate(zip(wants, values, strict=True)):
+        if value is not None and output in want.output_types:
+            indices, weights = value
+            yield item, output, finish_sparse(indices, weights, want.output_dtype)
+
+
 def finish_sparse(
     indices: NDArray[np.int32], values: NDArray[np.float32], output_dtype: str
 ) -> tuple[NDArray[np.int32], NDArray[np.generic]]:
@@ -88,11 +94,11 @@ def finish_sparse(
     return indices, np.minimum(values, np.finfo(np.float16).max).astype(np.float16)
 
 
-def _finish_multivector(
-    card: ModelCard, wants: Sequence[WorkHeader], vectors: Sequence[NDArray[np.float32] | None]
+def _finish_all_rows(
+    card: ModelCard, wants: Sequence[WorkHeader], output: str, vectors: Sequence[NDArray[np.float32] | None]
 ) -> Iterator[tuple[int, str, tuple[NDArray[Any], ...]]]:
     """Quantise row by row, all rows of requests with equal options at once."""
-    for (normalize, _, output_dtype), members in _group_by_format(wants, "multivector"):
+    for (normalize, _, output_dtype), members in _group_by_format(wants, output):
         parts = [vectors[item] for item in members]
         own = [part for part in parts if part is not None]
         assert len(own) == len(members), "a runner left a wanted output out"
@@ -101,7 +107,7 @@ def _finish_multivector(
         done = finish_rows(np.concatenate(own), normalize=wanted, output_dtype=output_dtype)
         start = 0
         for item, part in zip(members, own, strict=True):
-            yield item, "multivector", (done[start : start + len(part)],)
+            yield item, output, (done[start : start + len(part)],)
             start += len(part)
 
 

@@ -1,7 +1,7 @@
 """Builds replies of unknown size: sparse vectors, multivectors and extractions.
 
 Each item's arrays stay in this process until the last one is done; then the reply's extent is leased and written. The
-bytes of all of a worker's requests together are bounded. Layout: `sie.shm.extent_headers.ReplyHeader`.
+bytes of all of a worker's requests together are bounded. Layout: `sie.values.work.ReplyHeader`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.shm.extent import ArrayPlan, array_view, plan_arrays
-from sie.shm.extent_headers import ReplyHeader
 from sie.values.errors import BadRequest, Overloaded
+from sie.values.output_kinds import KINDS, RAGGED, offsets_name
+from sie.values.work import ReplyHeader
+from sie.values.work_bytes import ArrayPlan, array_view, plan_arrays
 
-RAGGED_OUTPUTS = frozenset(("sparse", "multivector", "extract", "token_logits", "boxes"))
+_EXTRACTED = ("extract", "token_logits", "boxes")
+"""The outputs of extractors, each with one array of its own name."""
+RAGGED_OUTPUTS = frozenset((*RAGGED, *_EXTRACTED))
 _RETRY_S = 5
-_ARRAYS = {
-    "dense": ("dense",),
-    "sparse": ("sparse_indices", "sparse_values"),
-    "multivector": ("multivector",),
-    "extract": ("extract",),
-    "token_logits": ("token_logits",),
-    "boxes": ("boxes",),
+_ARRAYS = {name: tuple(form.name for form in kind.arrays) for name, kind in KINDS.items()} | {
+    name: (name,) for name in _EXTRACTED
 }
 """The array names of each output, in the order in which `RaggedReply.keep` takes them."""
 _encoder = msgspec.msgpack.Encoder()
@@ -57,7 +55,7 @@ class KeptBytes:
 class RaggedReply:
     """The outputs of one request so far."""
 
-    __slots__ = ("_arrays", "_kept", "_max_reply_bytes", "_nbytes")
+    __slots__ = ("_arrays", "_kept", "_max_reply_bytes", "_nbytes", "_offsets")
 
     def __init__(self, num_items: int, output_types: tuple[str, ...], kept: KeptBytes, max_reply_bytes: int) -> None:
         self._kept = kept
@@ -66,6 +64,8 @@ class RaggedReply:
         self._arrays: dict[str, list[NDArray[Any]]] = {
             name: [_NOTHING] * num_items for output in output_types for name in _ARRAYS[output]
         }
+        self._offsets = {_ARRAYS[output][0]: offsets_name(output) for output in output_types if output != "dense"}
+        """The name of each output's offsets, which stand before its first array."""
 
     def keep(self, output: str, index: int, arrays: tuple[NDArray[Any], ...]) -> None:
         """Copy one item's arrays of one output: (row,), (indices, values) or (rows,).
@@ -88,8 +88,8 @@ class RaggedReply:
             if name == "dense":
                 shapes.append((name, items[0].dtype.str, (len(items), len(items[0]))))
                 continue
-            if name != "sparse_values":  # it shares the offsets of sparse_indices
-                shapes.append((_offsets_of(name), "<i4", (len(items) + 1,)))
+            if name in self._offsets:
+                shapes.append((self._offsets[name], "<i4", (len(items) + 1,)))
             shapes.append((name, items[0].dtype.str, (total, *items[0].shape[1:])))
         plan = plan_arrays(shapes)
         return _encoder.encode(ReplyHeader(plan.refs)), plan
@@ -102,8 +102,8 @@ class RaggedReply:
                 np.stack(items, out=targets[name])
                 continue
             np.concatenate(items, out=targets[name])
-            if name != "sparse_values":
-                offsets = targets[_offsets_of(name)]
+            if name in self._offsets:
+                offsets = targets[self._offsets[name]]
                 offsets[0] = 0
                 np.cumsum([len(item) for item in items], out=offsets[1:])
 
@@ -115,7 +115,3 @@ class RaggedReply:
 
 
 _NOTHING: NDArray[Any] = np.empty(0)
-
-
-def _offsets_of(name: str) -> str:
-    return "sparse_offsets" if name == "sparse_indices" else f"{name}_offsets"

@@ -12,8 +12,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from sie.shm.extent_headers import ArrayRef, WorkHeader
 from sie.shm.layout import ProtocolError
+from sie.values.work import ArrayRef, WorkHeader
 from sie.workers.model_api import TensorInputs
 from sie.workers.requests.tensors import read_task
 

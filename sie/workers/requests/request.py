@@ -18,20 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.runtime import failpoints
-from sie.shm.extent import (
-    array_view,
-    begin_extent,
-    decode_header,
-    extent_bytes,
-    is_cancelled,
-    is_stopped,
-    plan_arrays,
-    split_extent,
-)
-from sie.shm.extent_headers import ArrayRef, ReplyHeader, WorkHeader
+from sie.shm.extent import begin_extent, is_cancelled, is_stopped
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.values.errors import SieError, to_wire
+from sie.values.work import ArrayRef, ReplyHeader, WorkHeader
+from sie.values.work_bytes import array_view, decode_header, extent_bytes, plan_arrays, split_extent
 from sie.workers.model_api import Comparison, ImageItem, OutputTensor, Pair, SearchedImage
 from sie.workers.requests.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
 from sie.workers.requests.readers import Reader, reader_of

@@ -1,7 +1,7 @@
 """Reads tensors from a request's extent, groups requests that can share a step, and keeps outputs until the reply.
 
 Inputs alias the extent. Outputs are the runner's own memory, copied once, into the reply's extent. Layout:
-`sie.shm.extent_headers`.
+`sie.values.work`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from sie.shm.extent import ArrayPlan, array_view, plan_arrays
-from sie.shm.extent_headers import TensorForm, TensorReplyHeader, TensorTask, WorkHeader
-from sie.shm.layout import ProtocolError
 from sie.values.card import ModelCard
-from sie.values.errors import BadRequest
+from sie.values.errors import BadRequest, ProtocolError
+from sie.values.work import TensorForm, TensorReplyHeader, TensorTask, WorkHeader
+from sie.values.work_bytes import ArrayPlan, array_view, plan_arrays
 from sie.workers.model_api import OutputTensor, TensorInputs
 from sie.workers.requests.ragged import KeptBytes
 

@@ -201,7 +201,7 @@ def _try_packing(model_id: str, texts: TextTower, probe: PackedBatch, expected: 
             found = texts.run_packed(probe)
         if difference(found, expected) < MAX_DIFFERENCE[expected.dtype]:
             return
-        _log.info("%s runs its texts in rectangles of equal length: packed features differ", model_id)
+        _log.info("%s runs its texts unpacked, in batches of equal length: packed features differ", model_id)
         model.set_attn_implementation(attention)
         texts.execution = Execution(packed=False)
     model.embeddings = own

@@ -36,7 +36,7 @@ class Execution(msgspec.Struct, frozen=True):
 
     packed: bool
     position_offset: int = 0
-    """Position of the first token (RoBERTa and similar models count from padding_idx + 1); packed only."""
+    """Position of the first token (RoBERTa and similar models count from padding_idx + 1); packed or compiled only."""
 
 
 class Backbone:
@@ -50,7 +50,7 @@ class Backbone:
         self.lora_rows = StepRows(device)
         self._rotations = find_rotations(model)
         self.compiled: CompiledEncoder | None = None
-        """Runs the packed steps without adapters, if the model has a compiled form."""
+        """Runs the steps without adapters, if the model has a compiled form."""
         self._compiled_tokens = 0
         rounded = [module for module in model.modules() if isinstance(module, RoundedLinear)]
         self.rounded_bytes = sum(linear.nbytes for linear in rounded)
@@ -58,7 +58,7 @@ class Backbone:
 
     def run(self, batch: PackedBatch, execution: Execution) -> Tensor:
         """Return (t, d) hidden states in the model's format, in the batch's order."""
-        if self.compiled is not None and self._is_for_compiled(batch, execution):
+        if self.compiled is not None and self._is_for_compiled(batch):
             return self.compiled.run(batch, execution.position_offset)
         return self.run_packed(batch, execution.position_offset)[0] if execution.packed else self.run_rectangles(batch)
 
@@ -67,9 +67,8 @@ class Backbone:
         self.compiled = compiled
         self._compiled_tokens = sys.maxsize if max_tokens is None else max_tokens
 
-    def _is_for_compiled(self, batch: PackedBatch, execution: Execution) -> bool:
-        is_plain = execution.packed and not self.lora_rows.parts
-        return is_plain and len(batch.input_ids) <= self._compiled_tokens
+    def _is_for_compiled(self, batch: PackedBatch) -> bool:
+        return not self.lora_rows.parts and len(batch.input_ids) <= self._compiled_tokens
 
     @property
     def compiled_bytes(self) -> int:

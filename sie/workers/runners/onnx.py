@@ -1,16 +1,19 @@
 """Runs an ONNX model in an onnxruntime session, with views of the requests' extents as inputs.
 
 Requests that run together are concatenated along their first dimension, and their outputs are split again. A single
-request runs without a copy of its inputs.
+request runs without a copy of its inputs. A run that does not end is stopped before the watchdog kills the worker.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,7 +24,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as states  # pyright: ig
 from sie.catalog.files import refuse
 from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
-from sie.values.errors import BadRequest
+from sie.values.errors import BadRequest, DeadlineExceeded
 from sie.values.tensor import TensorRule
 from sie.workers.model_api import OutputTensor, TensorInputs
 from sie.workers.runners.row_probe import probe_rows
@@ -39,7 +42,21 @@ _BFLOAT16 = 16
 _FATAL_ONLY = 4
 
 
-def load_onnx(card: ModelCard, device: str, num_threads: int, progress: Callable[[float, str], None]) -> OnnxRunner:
+class RunLimit(NamedTuple):
+    """When to end a run that does not end by itself, such as an endless loop: limit_s after the step's allowance."""
+
+    limit_s: float = 30.0
+    allowed_until_ns: Callable[[], int] = lambda: 0
+    """Returns until when the worker's current step may run."""
+
+
+def load_onnx(
+    card: ModelCard,
+    device: str,
+    num_threads: int,
+    progress: Callable[[float, str], None],
+    run_limit: RunLimit = RunLimit(),  # noqa: B008  # immutable
+) -> OnnxRunner:
     """Return the ready runner of a card. Raises ModelLoadFailed when onnxruntime refuses the file, with its reason."""
     assert card.tensor is not None
     path = Path(card.directory) / card.tensor.config["default_model_filename"]
@@ -58,7 +75,7 @@ def load_onnx(card: ModelCard, device: str, num_threads: int, progress: Callable
             states.RuntimeException) as error:  # fmt: skip
         raise refuse(card.id, f"onnxruntime: {without_source(error)}") from error
     _check_session(card, session)
-    runner = OnnxRunner(card, session)
+    runner = OnnxRunner(card, session, run_limit)
     if card.tensor.probes_batching:
         progress(0.9, "rows are tried alone and together")
         runner.card = msgspec.structs.replace(card, tensor=probe_rows(runner, card.tensor))
@@ -87,7 +104,7 @@ def _check_session(card: ModelCard, session: Any) -> None:
 class OnnxRunner:
     """A loaded session."""
 
-    def __init__(self, card: ModelCard, session: Any) -> None:
+    def __init__(self, card: ModelCard, session: Any, run_limit: RunLimit) -> None:
         assert card.tensor is not None
         self.card = card
         self.memory_bytes = 4 * card.num_weights
@@ -96,6 +113,19 @@ class OnnxRunner:
         specs = (*self._rule.inputs, *self._rule.outputs)
         self._has_bfloat16 = any(spec.datatype == "BF16" for spec in specs)
         self._datatypes = {spec.name: spec.datatype for spec in self._rule.outputs}
+        self._run_limit = run_limit
+        self._running: tuple[int, Any] | None = None
+        """The start of the current run, and its options."""
+        args = weakref.ref(self), run_limit.limit_s / 8
+        threading.Thread(target=_end_long_runs, args=args, name="onnx-limit", daemon=True).start()
+
+    def end_long_run(self) -> None:
+        """End the current run if it takes longer than allowed. Called from another thread."""
+        running, limit = self._running, self._run_limit
+        if running is not None:
+            started_ns, options = running
+            if time.monotonic_ns() - max(started_ns, limit.allowed_until_ns()) > limit.limit_s * 1e9:
+                options.terminate = True  # looked at between two nodes, also of a loop's body
 
     def run_tensors(self, requests: Sequence[TensorInputs]) -> list[tuple[OutputTensor, ...]]:
         """Return each request's outputs. Raises BadRequest for inputs that the model rejects, else Internal."""
@@ -109,19 +139,25 @@ class OnnxRunner:
         return cut_rows(self.card.id, requests, wanted, arrays, self._datatypes)
 
     def _run(self, wanted: list[str], feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
+        options = onnxruntime.RunOptions()
+        self._running = time.monotonic_ns(), options
         try:
             if self._has_bfloat16:
-                return self._run_values(wanted, feed)
-            return self._session.run(wanted, feed)
+                return self._run_values(wanted, feed, options)
+            return self._session.run(wanted, feed, options)
         except (states.InvalidArgument, states.Fail, states.RuntimeException) as error:
             text = str(error)
+            if options.terminate:
+                raise DeadlineExceeded(f"Model '{self._rule.name}' did not end and was stopped (watchdog_s)") from None
             if "Failed to allocate memory" in text or "bad_alloc" in text:
                 raise MemoryError(text) from error
             if isinstance(error, states.InvalidArgument) or ("while running" in text and names_sizes(text)):
                 raise BadRequest(f"Model '{self._rule.name}' rejects these inputs: {without_source(error)}") from error
             raise
+        finally:
+            self._running = None
 
-    def _run_values(self, wanted: list[str], feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
+    def _run_values(self, wanted: list[str], feed: dict[str, NDArray[Any]], options: Any) -> list[NDArray[Any]]:
         """Run with values that carry their own type; BF16 is passed as its bits, uint16, in both directions."""
         types = {spec.name: spec.datatype for spec in self._rule.inputs}
         value = onnxruntime.OrtValue
@@ -131,8 +167,15 @@ class OnnxRunner:
             else value.ortvalue_from_numpy(array)
             for name, array in feed.items()
         }
-        outputs = self._session.run_with_ort_values(wanted, values)
+        outputs = self._session.run_with_ort_values(wanted, values, options)
         return [_from_value(output) for output in outputs]
+
+
+def _end_long_runs(runner: weakref.ref[OnnxRunner], every_s: float) -> None:
+    while (alive := runner()) is not None:
+        alive.end_long_run()
+        del alive
+        time.sleep(every_s)
 
 
 def _from_value(value: Any) -> NDArray[Any]:

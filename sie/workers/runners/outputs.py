@@ -6,7 +6,7 @@ If a model has a table of query weights (`StaticQueries`), its queries do not ru
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sie.values.card import ModelCard
+from sie.values.output_kinds import RAGGED
 from sie.workers.device.device import move
 from sie.workers.model_api import RowStep, Side, StepOutputs, Want
 from sie.workers.packed.batch import PackedBatch, pack_sequences
@@ -77,11 +78,11 @@ class OutputsRunner:
         own = [filled[item] for item in run], [wants[item] for item in run], own_loras
         outputs = self._run(*own) if run else StepOutputs()
         spread = self._spread(outputs, run, wants)
-        if table is not None and spread.sparse is not None:
-            sparse = list(spread.sparse)
+        if table is not None and "sparse" in spread.ragged:
+            sparse = list(spread.ragged["sparse"])
             for item in looked_up:
                 sparse[item] = table(inputs[item])
-            spread = spread._replace(sparse=sparse)
+            spread = spread._replace(ragged={**spread.ragged, "sparse": sparse})
         return spread
 
     def _filled(
@@ -97,21 +98,19 @@ class OutputsRunner:
     def _spread(self, outputs: StepOutputs, run: list[int], wants: Sequence[Want]) -> StepOutputs:
         """Return the outputs of the items that ran, with empty outputs for the others."""
         dims, num_items = self.card.dims, len(wants)
-        dense = sparse = vectors = None
+        dense = None
         if _wanted("dense", wants):
             dense = np.zeros((num_items, dims["dense"]), np.float32)
             if outputs.dense is not None:
                 dense[run] = outputs.dense
-        if wanted := _wanted("sparse", wants):
-            sparse = [_NO_ENTRIES if item in wanted else None for item in range(num_items)]
-            for item, entries in zip(run, outputs.sparse or (), strict=False):
-                sparse[item] = entries
-        if wanted := _wanted("multivector", wants):
-            empty = np.empty((0, dims["multivector"]), np.float32)
-            vectors = [empty if item in wanted else None for item in range(num_items)]
-            for item, rows in zip(run, outputs.multivector or (), strict=False):
-                vectors[item] = rows
-        return StepOutputs(dense, sparse, vectors)
+        ragged: dict[str, list[Any]] = {}
+        for output, kind in RAGGED.items():
+            if wanted := _wanted(output, wants):
+                empty = _NO_ENTRIES if kind.rounding == "weights" else np.empty((0, dims[output]), np.float32)
+                spread = ragged[output] = [empty if item in wanted else None for item in range(num_items)]
+                for item, value in zip(run, outputs.ragged.get(output, ()), strict=False):
+                    spread[item] = value
+        return StepOutputs(dense, ragged)
 
     def _run(
         self, filled: Sequence[tuple[NDArray[np.int32], int]], wants: Sequence[Want], loras: Sequence[str]
@@ -120,11 +119,12 @@ class OutputsRunner:
         with torch.inference_mode():
             hidden, batch = self._hidden(filled, loras)
             head = self._heads.multivector
-            return StepOutputs(
-                self._dense(hidden, batch, wants),
-                self._sparse(hidden, batch, wants),
-                None if head is None else self._vectors(head, hidden, batch, wants),
-            )
+            found = {
+                "sparse": self._sparse(hidden, batch, wants),
+                "multivector": None if head is None else self._vectors(head, hidden, batch, wants),
+            }
+            ragged = {output: values for output, values in found.items() if values is not None}
+            return StepOutputs(self._dense(hidden, batch, wants), ragged)
 
     def _hidden(
         self, filled: Sequence[tuple[NDArray[np.int32], int]], loras: Sequence[str] = ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 from sie.catalog.files import refuse
 from sie.workers.packed import attention
 from sie.workers.packed.batch import PackedBatch, pack_sequences
+from sie.workers.packed.formulas import UnknownPartsError
 from sie.workers.runners.classify import TokenModel
 from sie.workers.runners.compiled_encoder import compile_encoder
 from sie.workers.runners.encode import Backbone, Execution
@@ -57,14 +58,15 @@ def choose_execution(model_id: str, backbone: Backbone) -> Execution:
                 hidden, num_calls = backbone.run_packed(batch, offset)
                 every_layer = num_calls >= model.config.num_hidden_layers
                 if every_layer and difference(hidden, expected) < _max_difference(backbone, expected):
-                    _choose_compiled(model_id, backbone, batch, offset, expected)
-                    return Execution(packed=True, position_offset=offset)
+                    execution = Execution(packed=True, position_offset=offset)
+                    return _choose_compiled(model_id, backbone, batch, [execution], expected) or execution
             reason = "packed results differ"
         except Exception as error:  # an unknown architecture may raise anything; rectangles still work
             reason = f"{type(error).__name__}: {error}"
         model.set_attn_implementation(own)
-    _log.info("%s runs in rectangles of equal length: %s", model_id, reason)
-    return Execution(packed=False)
+        _log.info("%s runs unpacked, in batches of equal length: %s", model_id, reason)
+        executions = [Execution(packed=False, position_offset=offset) for offset in _position_offsets(backbone)]
+        return _choose_compiled(model_id, backbone, batch, executions, expected) or Execution(packed=False)
 
 
 def _max_difference(backbone: Backbone, expected: Tensor) -> float:
@@ -72,26 +74,43 @@ def _max_difference(backbone: Backbone, expected: Tensor) -> float:
 
 
 def _choose_compiled(
-    model_id: str, backbone: Backbone, batch: PackedBatch, position_offset: int, expected: Tensor
-) -> None:
-    """Use a model's compiled form, if it gives the same values, for the steps in which it is faster.
+    model_id: str, backbone: Backbone, batch: PackedBatch, executions: Sequence[Execution], expected: Tensor
+) -> Execution | None:
+    """Use a model's compiled form, if it gives the same values in one of these executions, for steps in which it is faster.
 
-    On a processor for which the library's products are better optimised, the library runs large steps.
+    Returns that execution. On a processor for which the library's products are better optimised, the library runs large
+    steps.
     """
-    compiled = compile_encoder(backbone.model)
-    if compiled is None:
-        return
-    if not difference(compiled.run(batch, position_offset), expected) < _max_difference(backbone, expected):
+    try:
+        compiled = compile_encoder(backbone.model)
+    except UnknownPartsError as error:
+        _log.info("%s: steps run without the compiled encoder: %s", model_id, error)
+        return None
+    except Exception as error:  # an unknown architecture may raise anything; the library still runs it
+        _log.warning("%s: steps run without the compiled encoder: %s: %s", model_id, type(error).__name__, error)
+        return None
+    most = _max_difference(backbone, expected)
+    execution = next(
+        (
+            each
+            for each in executions
+            if batch.max_length + each.position_offset <= compiled.max_positions
+            and difference(compiled.run(batch, each.position_offset), expected) < most
+        ),
+        None,
+    )
+    if execution is None:
         _log.warning("%s: its compiled form gives different values and is not used", model_id)
-        return
+        return None
     short = pack_sequences(probe_sequences(backbone)[:1])
     for part, max_tokens in ((batch, None), (short, _SHORT_STEP_TOKENS)):
-        compiled_s = _fastest_s(partial(compiled.run, part, position_offset))
-        library_s = _fastest_s(partial(backbone.run_packed, part, position_offset))
+        compiled_s = _fastest_s(partial(compiled.run, part, execution.position_offset))
+        library_s = _fastest_s(partial(backbone.run, part, execution))
         if compiled_s < library_s:
             backbone.use_compiled(compiled, max_tokens)
-            return
+            return execution
     _log.info("%s: its compiled form is slower than the library and is not used", model_id)
+    return None
 
 
 def _fastest_s(run: Callable[[], object]) -> float:
@@ -122,10 +141,10 @@ def choose_scoring(model_id: str, scorer: ScoreModel) -> tuple[Execution, HeadVi
                 "model" if _spread(found, expected) > _MAX_HEAD_DIFFERENCE else _head_view(scorer, batch, hidden)
             )
         except Exception as error:  # an unknown architecture may raise anything; the whole model still works
-            _log.info("%s: its head does not run by itself: %s", model_id, error)
+            _log.info("%s: its head cannot run separately: %s", model_id, error)
             view = "model"
     if view == "model":
-        _log.info("%s runs whole, in rectangles of equal length", model_id)
+        _log.info("%s runs as a whole, in batches of equal length", model_id)
         return Execution(packed=False), view
     return choose_execution(model_id, scorer.backbone), view
 
@@ -144,10 +163,10 @@ def choose_token_classification(model_id: str, classifier: TokenModel) -> tuple[
             found = classifier.run_head(classifier.backbone.run_rectangles(batch), batch)
             is_whole = found.shape != expected.shape or _spread(found, expected) > _MAX_HEAD_DIFFERENCE
         except Exception as error:  # an unknown architecture may raise anything; the whole model still works
-            _log.info("%s: its head does not run by itself: %s", model_id, error)
+            _log.info("%s: its head cannot run separately: %s", model_id, error)
             is_whole = True
     if is_whole:
-        _log.info("%s runs whole, in rectangles of equal length", model_id)
+        _log.info("%s runs as a whole, in batches of equal length", model_id)
         return Execution(packed=False), True
     return choose_execution(model_id, classifier.backbone), False
 

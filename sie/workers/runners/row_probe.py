@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.runtime.logs import get_logger
-from sie.shm.extent_headers import TensorForm, TensorTask
 from sie.values.tensor import DATATYPES, TensorRule, TensorSpec
+from sie.values.work import TensorForm, TensorTask
 from sie.workers.model_api import OutputTensor, TensorInputs, TensorRunner
 from sie.workers.runners.tensor_arrays import as_array
 

@@ -105,6 +105,7 @@ class ScoreRunner:
         self.memory_bytes = model.memory_bytes + model.backbone.compiled_bytes
         self._model = model
         self._activation = activation
+        self._divisor = 1.0 if card.score is None else card.score.divisor
 
     def run(self, step: RowStep) -> StepOutputs:
         """Return the scores of a step; see `RowRunner`."""
@@ -116,7 +117,7 @@ class ScoreRunner:
         self._model.backbone.check(self.card.id, batch)
         with torch.inference_mode():
             logits = self._model.run(batch, self.execution, self.view)
-            scores = self._activation(logits[:, None]).cpu().numpy()
+            scores = self._activation(logits[:, None] / self._divisor).cpu().numpy()
         answer = np.empty_like(scores)
         answer[batch.order] = scores
         return answer

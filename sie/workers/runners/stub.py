@@ -11,17 +11,18 @@ import hashlib
 import re
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sie.catalog.stub import BYTES_PER_TOKEN, adapted_text, count_stub_tokens
-from sie.shm.extent_headers import TensorForm, TensorTask
 from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import Internal
 from sie.values.extract import Classification, DetectedObject, Entity, Extraction, ExtractTask
+from sie.values.work import TensorForm, TensorTask
 from sie.workers.model_api import ImageItem, OutputTensor, RowStep, StepOutputs, TensorInputs, Want
 from sie.workers.runners.stub_faults import StubFaults
 
@@ -45,6 +46,10 @@ class StubRunner:
         self._max_bytes = card.stub.max_tokens * BYTES_PER_TOKEN
         self.memory_bytes = card.stub.memory_mb << 20
         self.adapters = StubAdapters()
+        self._ragged: dict[str, Callable[[bytes | memoryview], Any]] = {
+            "sparse": self._sparse, "multivector": self._multivector,
+        }  # fmt: skip
+        """Makes one text's output of each kind."""
         self._faults = StubFaults(card.stub, slot) if card.stub.has_faults else None
         time.sleep(card.stub.load_ms / 1e3)
         if self._faults is not None:
@@ -119,14 +124,12 @@ class StubRunner:
         self._take_time(inputs)
         inputs = _adapted(inputs, loras)
         dense = self._dense(inputs) if "dense" in wanted else None
-        sparse = vectors = None
-        if "sparse" in wanted:
-            sparse = [self._sparse(text) if "sparse" in want.output_types else None
-                      for text, want in zip(inputs, wants, strict=True)]  # fmt: skip
-        if "multivector" in wanted:
-            vectors = [self._multivector(text) if "multivector" in want.output_types else None
-                       for text, want in zip(inputs, wants, strict=True)]  # fmt: skip
-        return StepOutputs(dense, sparse, vectors)
+        ragged: dict[str, Sequence[Any]] = {
+            output: [make(text) if output in want.output_types else None
+                     for text, want in zip(inputs, wants, strict=True)]
+            for output, make in self._ragged.items() if output in wanted
+        }  # fmt: skip
+        return StepOutputs(dense, ragged)
 
     def _sparse(self, text: bytes | memoryview) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         digest = hashlib.shake_256(b"sparse" + bytes(text)).digest(4 * _NUM_ENTRIES)

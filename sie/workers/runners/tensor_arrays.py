@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.shm.extent_headers import TensorForm
 from sie.values.bytes_tensor import FramingError, frame_elements, split_elements
 from sie.values.errors import BadRequest, Internal
 from sie.values.tensor import DATATYPES
+from sie.values.work import TensorForm
 from sie.workers.model_api import OutputTensor, TensorInputs
 
 _ABOUT_INPUTS = re.compile(

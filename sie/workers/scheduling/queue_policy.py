@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sie.shm.extent_headers import TensorTask
 from sie.values.tensor import QueuePolicy, TensorRule
+from sie.values.work import TensorTask
 from sie.workers.scheduling.waiting import Refused, RequestPolicy
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sie.catalog.cards import make_card
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.values.card import ModelCard
@@ -253,7 +254,7 @@ def test_dense_layer_that_cannot_be_run_is_refused(write_files: Any, config: dic
     assert reason in _refusal(write_files(files)).message
 
 
-def test_directory_that_is_not_there_may_come_back(tmp_path: Path) -> None:
+def test_missing_directory_is_not_a_permanent_failure(tmp_path: Path) -> None:
     error = _refusal(tmp_path / "missing")
     assert error.extras == {"error_class": "STORAGE"}
 
@@ -286,3 +287,26 @@ def test_links_of_the_hub_cache_are_followed(write_files: Any, tmp_path: Path) -
     (tmp_path / "config.json").write_text("{}")
     (snapshot / "config.json").symlink_to(tmp_path / "config.json")
     assert "leads out" in _refusal(snapshot).message
+
+
+@pytest.mark.parametrize(("pooling", "mode"), [(None, "mean"), ("cls", "cls")])
+def test_bare_masked_language_model_has_dense_and_sparse_vectors(write_files: Any, pooling: Any, mode: str) -> None:
+    directory = write_files({"config.json": {**CONFIG, "architectures": ["BertForMaskedLM"]}})
+    card = make_card(ModelSpec(id="org/model", pooling=pooling), str(directory))
+    assert (card.outputs, card.dims) == (("dense", "sparse"), {"dense": 32, "sparse": 100})
+    assert card.pipeline[0].config == {"modes": [mode]}
+    assert not card.compares
+
+
+def test_pooling_is_for_checkpoints_that_do_not_say_it(write_files: Any) -> None:
+    plain = make_card(ModelSpec(id="org/model", pooling="cls"), str(write_files()))
+    assert plain.pipeline[0].config == {"modes": ["cls"]}
+    files = {
+        "modules.json": [
+            {"path": "", "type": "sentence_transformers.models.Transformer"},
+            {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        ],
+        "1_Pooling/config.json": {"pooling_mode_mean_tokens": True},
+    }
+    with pytest.raises(ModelLoadFailed, match="its own files say how it pools"):
+        make_card(ModelSpec(id="org/model", pooling="cls"), str(write_files(files)))

@@ -1,4 +1,4 @@
-"""Archives of torch.export: what they say, and that nothing in one of them ever runs."""
+"""Archives of torch.export: their cards, and the proof that nothing in them ever runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cards of generating models: what their files say of contexts, ends, templates and defaults."""
+"""Cards of generating models: their contexts, end tokens, templates and defaults."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_template_out_of_bounds_is_refused(directory: Path) -> None:
         {"is_causal": True},
     ],
 )
-def test_one_whose_text_is_causal_generates(directory: Path, change: dict[str, Any]) -> None:
+def test_model_with_causal_text_part_generates(directory: Path, change: dict[str, Any]) -> None:
     write(directory, "config.json", {**CONFIG, **change})
     assert read(directory).kind == "generator"
 

@@ -1,4 +1,4 @@
-"""GGUF files as models: the card from their metadata, their tokenizer in the cache, and what is refused."""
+"""GGUF files as models: the card from their metadata, their tokenizer in the cache, and refusals."""
 
 from __future__ import annotations
 

@@ -23,6 +23,12 @@ def test_a_section_says_where_a_model_is_and_how_it_is_asked(path):
         encoder_weights = "int8"
         ignore_remote_code = true
         accept_token_ids = true
+        pooling = "cls"
+        dimensions = [64, 128]
+
+        [models."org/a".reranker]
+        like = "Qwen/Qwen3-Reranker-4B"
+        true_token = "Ja"
 
         [models."org/a".profiles.default.options]
         query_template = "q: {text}"
@@ -42,7 +48,11 @@ def test_a_section_says_where_a_model_is_and_how_it_is_asked(path):
     assert model.encoder_weights == "int8"
     assert model.ignore_remote_code
     assert (model.encoder_weights, model.accept_token_ids) == ("int8", True)
+    assert (model.pooling, model.dimensions) == ("cls", (64, 128))
     assert profiles == {"default": {"query_template": "q: {text}"}, "short": {"max_seq_length": 64}}
+    assert model.reranker is not None
+    assert (model.reranker.true_token, model.reranker.false_token) == ("Ja", "no"), "its own value comes first"
+    assert "{document}" in model.reranker.parts[1]
     other, inherited = models["intfloat/e5-small"]
     assert not other.accept_token_ids
     assert inherited["same"]["doc_template"] == "passage: {text}", "a built-in profile can be extended"
@@ -64,6 +74,15 @@ def test_a_section_says_where_a_model_is_and_how_it_is_asked(path):
         ("[models.a]\naccept_token_ids = 1", "at `$.accept_token_ids`"),
         ("[models.a]\nencoder_weights = 'int4'", "at `$.encoder_weights`"),
         ("[models.a]\nignore_remote_code = 1", "at `$.ignore_remote_code`"),
+        ("[models.a.reranker]\nlike = 'x'", "'x' is not a reranker"),
+        ("[models.a.reranker]\ntrue_token = 'x'", "`parts` - at `$.reranker`"),
+        ("[models.a.reranker]\nparts = ['{query}']", "exactly one of them has {document}"),
+        ("[models.a.reranker]\nparts = ['{query}', '{document} {query}']", "exactly one of them has {query}"),
+        ("[models.a.reranker]\nparts = ['{query}{document}']\ndivisor = 0", "at `$.reranker.divisor`"),
+        ("[models.a.reranker]\nparts = ['{query}{document}']\nyes = 'x'", "unknown field `yes`"),
+        ("[models.a.reranker]\nparts = ['{query}{document}']\ninstructed_query = '{query}'", "without {document}"),
+        ("[models.a]\npooling = 'best'", "at `$.pooling`"),
+        ("[models.a]\ndimensions = [0]", ">= 1 - at `$.dimensions[0]`"),
         ("[models.a.profiles]\np = 3", '[models."a"] profiles.p: a table is expected'),
         ("[models.a.profiles.p]\noption = {}", '[models."a"] profiles.p option: unknown key; did you mean options?'),
         ("[models.a.profiles.p]\nextends = 3", "at `$.extends`"),
@@ -80,7 +99,7 @@ def test_what_is_wrong_is_told_with_file_section_and_reason(path, text, reason):
 
 
 @pytest.mark.parametrize(("text", "reason"), [("[", "is not TOML"), (None, "cannot be read")])
-def test_a_file_that_is_none_is_refused(path, text, reason):
+def test_a_malformed_file_is_refused(path, text, reason):
     if text is not None:
         path.write_text(text)
     with pytest.raises(SettingsError, match=reason):

@@ -39,6 +39,22 @@ def test_external_files_are_found_wherever_a_tensor_may_be(tmp_path: Path, conte
     assert read(tmp_path, content("../up/weights.bin")).locations == ("../up/weights.bin",)
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (onnx_models.nested_functions(40), "over 100000 nodes"),
+        (onnx_models.nested_functions(3, is_cycle=True), "nested over 100 deep"),
+    ],
+)
+def test_functions_that_stand_for_nodes_without_end_are_refused(tmp_path: Path, content: bytes, reason: str):
+    with pytest.raises(OnnxError, match=reason):
+        read(tmp_path, content)
+
+
+def test_functions_of_few_nodes_are_read(tmp_path: Path):
+    assert read(tmp_path, onnx_models.nested_functions(3)).outputs == (OnnxValue("y", "FP32", ("n",)),)
+
+
 def test_elements_that_no_protocol_has_are_refused(tmp_path: Path):
     complex64 = helper.make_tensor_value_info("x", 14, (1,))
     content = onnx_models.model([], [complex64], [complex64])

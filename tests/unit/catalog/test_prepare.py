@@ -147,7 +147,7 @@ def test_a_check_downloads_nothing(hub: FakeHub, prepare: Prepare) -> None:
     assert hub.requests == []
 
 
-def test_a_check_tells_what_the_configuration_refused(hub: FakeHub, prepare: Prepare) -> None:
+def test_a_check_reports_a_refusal_of_the_configuration(hub: FakeHub, prepare: Prepare) -> None:
     hub.files["quantize_config.json"] = hub.served["quantize_config.json"] = b'{"bits": 4}'
     refused = prepare(SPEC, hub)
     hub.requests.clear()
@@ -303,7 +303,7 @@ def test_a_sentencepiece_tokenizer_names_the_library_that_converts_it(write_file
     directory = write_files({"tokenizer.json": None, "config.json": config, "spm.model": b"\x0a\x00"})
     message = prepare(ModelSpec(id="a", directory=str(directory)))
     assert _error_class(message) == "DEPENDENCY"
-    assert "pip install 'sie[sentencepiece]'" in message.error.message  # type: ignore[union-attr]
+    assert "pip install 'ringserve[sentencepiece]'" in message.error.message  # type: ignore[union-attr]
 
 
 def test_checkpoint_without_any_tokenizer_is_refused(write_files: Any, prepare: Prepare) -> None:

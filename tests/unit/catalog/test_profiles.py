@@ -14,6 +14,7 @@ from sie.catalog.profiles import (
     entry_ids,
     flatten,
     fold_default,
+    known_dimensions,
     known_profiles,
     model_of,
 )
@@ -220,3 +221,21 @@ def test_a_maximum_length_holds_for_queries_that_are_filled_up(monkeypatch):
     monkeypatch.setattr("sie.catalog.cards.stub_card", lambda _spec: known)
     late = stub("a=stub:", max_sequence_length=20).late
     assert (late.query_length, late.document_length, late.expand_to) == (20, 20, 20)
+
+
+def _dense(**values) -> ModelCard:
+    return ModelCard(id=values.pop("id", "org/model"), kind="encoder", dims={"dense": 768}, **values)
+
+
+def test_shorter_dimensions_are_those_that_someone_declares():
+    known = complete_card(_dense(id="Nomic-AI/nomic-embed-text-v1.5"), ModelSpec(id="nomic-ai/nomic-embed-text-v1.5"))
+    assert known.matryoshka == known_dimensions("nomic-ai/nomic-embed-text-v1.5") == (64, 128, 256, 512)
+    assert complete_card(_dense(), ModelSpec(id="org/model")).matryoshka is False
+    assert complete_card(_dense(matryoshka=(32,)), ModelSpec(id="org/model")).matryoshka == (32,)
+    assert complete_card(_dense(matryoshka=(32,)), ModelSpec(id="org/model", dimensions=(64,))).matryoshka == (64,)
+    assert complete_card(_dense(matryoshka=True), ModelSpec(id="org/model", dimensions=False)).matryoshka is False
+    with pytest.raises(ModelLoadFailed, match="dimensions to 1024, but its vectors have 768"):
+        complete_card(_dense(), ModelSpec(id="org/model", dimensions=(1024, 64)))
+    scorer = ModelCard(id="org/model", kind="cross-encoder", outputs=("score",))
+    with pytest.raises(ModelLoadFailed, match="without dense vectors"):
+        complete_card(scorer, ModelSpec(id="org/model", dimensions=True))

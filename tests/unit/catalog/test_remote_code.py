@@ -1,4 +1,4 @@
-"""Checkpoints that bring code along: what is served in its place, and what is refused."""
+"""Checkpoints with code of their own: the replacements that are served, and the refusals."""
 
 from __future__ import annotations
 

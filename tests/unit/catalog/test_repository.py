@@ -135,7 +135,7 @@ def test_external_data_of_the_model_counts_as_its_own(tmp_path: Path):
     assert read(tmp_path).num_weights > 1024
 
 
-def test_a_fifo_in_place_of_a_file_keeps_nobody_waiting(tmp_path: Path):
+def test_a_fifo_in_place_of_a_file_is_refused_at_once(tmp_path: Path):
     model = onnx_models.write(tmp_path, "m", onnx_models.identity())
     os.mkfifo(model / "config.pbtxt")
     (found,) = find_models((str(tmp_path),))

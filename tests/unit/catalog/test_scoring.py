@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from sie.catalog.directory import read_card
+from sie.catalog.cards import make_card
+from sie.catalog.rerankers import Reranker
 from sie.catalog.spec import ModelSpec
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
@@ -29,8 +30,8 @@ def _config(**changes: Any) -> dict[str, Any]:
     return {"config.json": {**CONFIG, **changes}}
 
 
-def _read(directory: Path, model_id: str = "test/model") -> ModelCard:
-    return read_card(ModelSpec(id=model_id), str(directory))
+def _read(directory: Path, model_id: str = "test/model", reranker: Reranker | None = None) -> ModelCard:
+    return make_card(ModelSpec(id=model_id, reranker=reranker), str(directory))
 
 
 def _tokenizer(*words: str) -> bytes:
@@ -82,8 +83,6 @@ def test_token_types_are_read_where_the_tokenizer_gives_them(
         (_config(id2label={"0": "a", "1": "b", "2": "c"}), "3 labels"),
         ({"config.json": {key: value for key, value in CONFIG.items() if key != "id2label"}}, "2 labels"),
         (_config(sbert_ce_default_activation_function="evil.Activation"), "evil.Activation"),
-        ({**_config(), "tokenizer_config.json": {"chat_template": "{{ messages }}"}}, "chat template"),
-        ({**_config(), "chat_template.jinja": b"{{ messages }}"}, "chat template"),
         ({**_config(), "config_sentence_transformers.json": {"default_prompt_name": "q"}}, "not one of its prompts"),
         ({**_config(), "sentence_bert_config.json": {"transformer_task": "fill-mask"}}, "fill-mask"),
         ({**_config(), "model.safetensors": None}, "model.safetensors"),
@@ -128,3 +127,68 @@ def test_causal_reranker_without_its_tokens_is_refused(write_files: Any) -> None
         _read(write_files(files), QWEN)
     with pytest.raises(ModelLoadFailed, match=r"tokenizer\.json"):
         _read(write_files({**files, "tokenizer.json": json.dumps({}).encode()}), QWEN)
+
+
+CHAT = {"tokenizer_config.json": {"chat_template": "{{ messages }}"}}
+TEXT_ONLY = {"modality_config": {"text": {"method": "forward", "method_output_name": "logits"}}}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (CHAT, True),
+        ({"chat_template.jinja": b"{{ messages }}"}, True),
+        ({**CHAT, "sentence_bert_config.json": TEXT_ONLY}, False),
+        ({}, False),
+    ],
+)
+def test_classifier_reads_chats_where_sentence_transformers_does(
+    write_files: Any, files: dict[str, Any], expected: bool
+) -> None:
+    card = _read(write_files({**_config(), **files}))
+    assert card.score is not None
+    assert card.score.from_chat is expected
+
+
+DESCRIBED = Reranker(parts=("{query}", "{document}"), true_token="yes")
+
+
+def test_operators_description_replaces_the_checkpoints_own(write_files: Any) -> None:
+    files = {"config.json": CAUSAL, "tokenizer.json": _tokenizer("<unk>", "no", "yes")}
+    card = _read(write_files(files), QWEN, DESCRIBED)
+    assert card.score is not None
+    assert (card.score.false_token_id, card.max_sequence_length) == (None, 256)
+    chat = _read(write_files({**_config(), **CHAT}), reranker=Reranker(parts=("{query} {document}",)))
+    assert chat.score is not None
+    assert (chat.kind, chat.score.from_chat, chat.score.token_types) == ("cross-encoder", False, False)
+
+
+@pytest.mark.parametrize(
+    ("config", "entry", "part"),
+    [
+        (CAUSAL, Reranker(parts=("{query}", "{document}")), "needs a true_token"),
+        (CAUSAL, Reranker(parts=("{query}", "{document}"), true_token="Ja"), "no token 'Ja'"),
+        ({**CONFIG, "id2label": {"0": "a", "1": "b"}}, DESCRIBED, "2 labels"),
+    ],
+)
+def test_description_that_does_not_fit_is_refused(
+    write_files: Any, config: dict[str, Any], entry: Reranker, part: str
+) -> None:
+    files = {"config.json": config, "tokenizer.json": _tokenizer("<unk>", "no", "yes")}
+    with pytest.raises(ModelLoadFailed, match=part):
+        _read(write_files(files), reranker=entry)
+
+
+def test_own_modules_come_before_an_entry_for_bare_checkpoints(write_files: Any) -> None:
+    files = {"config.json": CAUSAL, "tokenizer.json": _tokenizer("<unk>", "no", "yes")}
+    bare = _read(write_files(files), "tencent/R3-rerank-0.6b")
+    modules = [
+        {"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
+        {"path": "1_LogitScore", "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"},
+    ]
+    own = {**files, "modules.json": modules, "1_LogitScore/config.json": {"true_token_id": 2, "false_token_id": 1}}
+    saved = _read(write_files(own), "tencent/R3-rerank-0.6b")
+    assert bare.score is not None
+    assert saved.score is not None
+    assert bare.score.template is not None
+    assert (saved.score.template, saved.score.from_chat) == (None, True)

@@ -1,4 +1,4 @@
-"""Tokens around every text that a tokenizer's configuration wants and its tokenizer.json does not put."""
+"""Tokens around every text that a tokenizer's configuration requires and its tokenizer.json leaves out."""
 
 from __future__ import annotations
 
@@ -114,11 +114,11 @@ def test_a_template_within_a_sequence_is_changed(prepare: Prepare) -> None:
 
 
 @pytest.mark.parametrize("processor", [None, BOTH])
-def test_a_wanted_beginning_is_put_too(prepare: Prepare, processor: Any) -> None:
+def test_a_requested_bos_token_is_added_too(prepare: Prepare, processor: Any) -> None:
     assert ids(prepare(processor, add_bos_token=True), "a") == [BOS, A, EOS]
 
 
-def test_a_tokenizer_that_puts_what_is_wanted_stays_as_it_is(prepare: Prepare) -> None:
+def test_a_tokenizer_that_already_adds_the_tokens_is_unchanged(prepare: Prepare) -> None:
     card = prepare(BOTH, add_bos_token=True)
     assert card.tokenizer_file == f"{card.directory}/tokenizer.json"
 

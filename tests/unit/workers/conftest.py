@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "albert": {**LEARNED, "embedding_size": 16},
     "qwen2": {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "gemma": {"num_key_value_heads": 1, "head_dim": 8},
     "gemma3_text": {
         "num_key_value_heads": 1,
         "head_dim": 8,

@@ -16,16 +16,17 @@ from numpy.typing import NDArray
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.shm.attach import Attachment
-from sie.shm.extent import extent_bytes, plan_arrays, read_extent, set_cancelled, set_stopped, write_extent
-from sie.shm.extent_headers import WorkHeader
+from sie.shm.extent import set_cancelled, set_stopped, write_extent
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, SUBMIT, TOKENS, Descriptor
 from sie.shm.pool import ExtentPool, Lease
 from sie.shm.space import OutboundSpace
 from sie.values.card import ModelCard
 from sie.values.errors import SieError, WireError, from_wire
 from sie.values.generate import GenerateTask, GenerateTotals, PromptPiece, Sampling, TokenFrame, TokenLogprob
-from sie.workers.generation.engine import Begin, Engine, EngineLimits
+from sie.values.work import WorkHeader
+from sie.values.work_bytes import extent_bytes, plan_arrays, read_extent
 from sie.workers.generation.engines import read_task
+from sie.workers.generation.model_engine import Begin, Engine, EngineLimits
 from sie.workers.generation.sequences import Job
 from sie.workers.generation.step import StepSize
 from sie.workers.generation.stub import StubGenerator

@@ -1,4 +1,4 @@
-"""The step loop, attached to a real engine; `tests/unit/engine_rig.py` says how."""
+"""The step loop, attached to a real engine; see `tests/unit/engine_rig.py`."""
 
 from __future__ import annotations
 

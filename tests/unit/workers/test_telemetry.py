@@ -1,4 +1,4 @@
-"""What a worker publishes about itself and its GPU. NVML is a fake module that can block, fail and recover."""
+"""A worker's metrics about itself and its GPU. NVML is a fake module that can block, fail and recover."""
 
 # ruff: noqa: N801  # the fake has pynvml's names
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import nn
 from sie import native
 from sie.native.decoder import can_decode
 from sie.workers.generation.decoder_probe import relative_distance
-from sie.workers.generation.weights import dequantise
+from sie.workers.generation.packed_weights import dequantise
 from sie.workers.model_api import Slot
 from tests.generation_models import FAMILIES, Stream, answer_alone_and_mixed, generate, load, random_prompt, save, step
 

@@ -1,4 +1,4 @@
-"""A model that generates embeds, too: the mean of the library's own hidden states, whatever else is in the step."""
+"""A model that generates also embeds: the mean of the library's own hidden states, beside anything else in the step."""
 
 from __future__ import annotations
 

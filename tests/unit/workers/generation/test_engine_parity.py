@@ -1,4 +1,4 @@
-"""The engine with a real runner: whatever shares a step, is preempted or was cached, the tokens are the library's own."""
+"""The engine with a real runner: in shared steps, after preemption or from the cache, the tokens are the library's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that one kernel computes: which of a model's they are, on a CPU by stand-ins, and what the kernels compute."""
+"""Layers that one kernel computes: which layers are replaced, with stand-ins on a CPU, and the kernels' results."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from sie.config.generation import Generation
+from sie.config.generation_settings import Generation
 from sie.values.card import ModelCard
 from sie.values.generate import GenerateRule
 from sie.workers.loading.loader import load_generator

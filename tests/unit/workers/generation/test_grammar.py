@@ -1,4 +1,4 @@
-"""Grammars bind what a model writes, whatever its weights are: a tiny GGUF model of bytes."""
+"""Grammars bind a model's output, for any weights: a tiny GGUF model of bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sie.catalog.gguf_file import read_gguf_card
-from sie.config.generation import Generation
+from sie.config.generation_settings import Generation
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.generate import GenerateRule, Sampling
@@ -91,7 +91,7 @@ def test_every_other_kind_binds_every_token(runner):
         ("xml", "<a/>"),
     ],
 )
-def test_a_grammar_that_is_none_is_the_clients_mistake(runner, kind, grammar):
+def test_a_malformed_grammar_is_the_clients_mistake(runner, kind, grammar):
     with pytest.raises(BadRequest, match="grammar"):
         runner.compile_grammar(kind, grammar)
 

@@ -1,4 +1,4 @@
-"""Reading blocks in place: what a GPU's kernels are given, on a CPU by stand-ins that do what they are documented to do."""
+"""Reading blocks in place: the arguments of a GPU's kernels, on a CPU with stand-ins that follow their documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Generation in the step loop, over a real ring: beside other models, with slow grammars, full rings and models that go."""
+"""Generation in the step loop, over a real ring: beside other models, with slow grammars, full rings and unloaded
+models.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import pytest
 
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
-from sie.config.generation import Generation
+from sie.config.generation_settings import Generation
 from sie.config.sections import Memory, Scheduler
 from sie.config.settings import Settings
 from sie.ipc import messages

@@ -1,4 +1,4 @@
-"""What is put in place of a model's own layers computes the same: joined linear layers, compiled norms."""
+"""Replacements of a model's own layers compute the same: joined linear layers, compiled norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The Triton kernels of a decode step: on a CPU in Triton's interpreter, on a GPU as they are, and built for one without it."""
+"""The Triton kernels of a decode step: in Triton's interpreter on a CPU, as they are on a GPU, and compiled for a GPU
+without one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Masks of a step's grammars: beside its forward pass or behind it, the same texts; what fails costs its own request alone."""
+"""Masks of a step's grammars: computed during its forward pass or after it, with the same texts; a failure affects only
+its request.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from sie.catalog.gguf_file import read_gguf_card
-from sie.config.generation import Generation
+from sie.config.generation_settings import Generation
 from sie.values.errors import BadRequest
 from sie.values.generate import Sampling
 from sie.workers.generation import runner as runner_module

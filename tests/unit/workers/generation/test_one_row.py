@@ -1,4 +1,4 @@
-"""What multiplies one row: the faster of two, where both compute the same."""
+"""The product of one row: the faster of two implementations, if both compute the same."""
 
 from __future__ import annotations
 

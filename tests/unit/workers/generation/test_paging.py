@@ -1,4 +1,4 @@
-"""What is refused at load, and why."""
+"""Models that are refused at load, with the reasons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
-from sie.config.generation import Generation
+from sie.config.generation_settings import Generation
 from sie.values.errors import BadRequest, ModelLoadFailed
 from sie.workers.generation.weight_formats import choose_format
 from sie.workers.loading.loader import load_generator

@@ -1,4 +1,4 @@
-"""What a step of a generating model runs, and who has which block."""
+"""The work of a step of a generating model, and the owners of blocks."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_admission_counts_the_cached_blocks_that_a_prompt_takes_up_again() -> No
     assert len(again.blocks) == 4
 
 
-def test_no_more_choices_run_than_may() -> None:
+def test_number_of_running_choices_is_limited() -> None:
     books = Books(sequences=3)
     for _ in range(3):
         books.add(2, num_choices=2)
@@ -319,6 +319,6 @@ def test_what_must_be_alone_runs_at_once_where_nothing_else_does() -> None:
     assert [books.step() for _ in range(3)] == [{(1, 0): 8}, {(1, 0): 4}, {(1, 0): 1}]
 
 
-def test_nothing_to_run_is_no_plan() -> None:
+def test_nothing_to_run_gives_no_plan() -> None:
     books = Books()
     assert books.planner.plan(16, 64) is None

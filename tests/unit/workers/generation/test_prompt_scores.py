@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt's own tokens: those of the library's log_softmax, however the prompt is cut and with whom it runs."""
+"""Log probabilities of a prompt's own tokens equal the library's log_softmax, for any chunks and any other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is drawn from given logits: the oracle is the sheet's order of operations, written out in numpy for one row."""
+"""Sampling from given logits: the oracle is the specified order of operations, written in numpy for one row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is drawn, token by token, is what transformers' own processors keep, by the number that seed and position give.
+"""Sampled tokens are among those that transformers' own processors keep, chosen by the number from seed and position.
 
 A draw is the inverse of a distribution at a number known beforehand, so each one can be told exactly: its order is best
 first and of equals the first where top_k or top_p is on, else that of the vocabulary.

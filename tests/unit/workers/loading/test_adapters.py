@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+import pytest
 
 from sie.ipc import messages
 from sie.ipc.messages import AdapterEntry, AdapterReport
 from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import BadRequest, Internal, SieError, Unavailable
+from sie.workers.loading import hosting
 from sie.workers.model_api import RowStep, StepOutputs
 from tests.unit.engine_rig import Rig, SumRunner, Worker, card, checksum, in_rig
 
@@ -223,6 +225,7 @@ async def test_adapter_read_for_a_model_that_was_loaded_anew_is_read_again(rig: 
     worker.supervisor.send(messages.Unload("m"))
     worker.turn_until(lambda: worker.host.runner("m") is None and "m" not in worker.host.models)
     worker.load("m", card("m"))
+    load(worker, "late")
     old.adapters.gate.set()
     worker.turn_until(lambda: "late" in worker.runners["m"].adapters)
     assert worker.runners["m"] is not old
@@ -245,3 +248,50 @@ async def test_model_that_goes_while_an_adapter_is_read_is_freed_when_that_has_e
     gate.set()
     until_reports(worker, "loading", "available")
     assert gone() is None
+
+
+@in_rig()
+async def test_adapters_that_wait_do_not_keep_a_model_that_goes(rig: Rig) -> None:
+    worker, runner = start(rig)
+    runner.itself = runner  # type: ignore[attr-defined]  # as above
+    gone = weakref.ref(runner)
+    gate = runner.adapters.gate
+    gate.clear()
+    load(worker, "late")
+    load(worker, "later")
+    worker.supervisor.send(messages.Unload("m"))
+    worker.turn_until(lambda: "m" not in worker.host.models)
+    del runner
+    worker.runners.clear()
+    gate.set()
+    until_reports(worker, "loading", "loading", "available", "available")
+    assert gone() is None
+
+
+@in_rig()
+async def test_nothing_holds_a_model_with_adapters_when_its_memory_is_freed(rig: Rig) -> None:
+    worker, runner = start(rig, "a")
+    gone = weakref.ref(runner)
+    worker.runners.clear()
+    del runner
+    was_gone: list[bool] = []
+    worker.supervisor.send(messages.Unload("m"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosting, "free_model", lambda: was_gone.append(gone() is None))
+        worker.turn_until(lambda: "m" not in worker.host.models)
+    assert was_gone == [True]
+
+
+@in_rig()
+async def test_a_thread_that_cannot_start_fails_the_load_and_not_the_worker(rig: Rig) -> None:
+    def refuse(_thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    worker, runner = start(rig)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        load(worker, "late")
+        assert until_reports(worker, "loading", "failed")[-1].error is not None
+    load(worker, "late")
+    until_reports(worker, "loading", "loaded")
+    assert "late" in runner.adapters

@@ -1,4 +1,4 @@
-"""Extraction by classifiers, from a checkpoint's files to what was found, compared with transformers' own pipelines."""
+"""Extraction by classifiers, from a checkpoint's files to the findings, compared with transformers' own pipelines."""
 
 from __future__ import annotations
 

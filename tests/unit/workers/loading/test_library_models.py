@@ -1,4 +1,4 @@
-"""GLiNER and GLiClass from a checkpoint's files to what was found, compared with the libraries run by themselves."""
+"""GLiNER and GLiClass from a checkpoint's files to their findings, compared with the libraries themselves."""
 
 from __future__ import annotations
 

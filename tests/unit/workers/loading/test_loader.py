@@ -1,4 +1,4 @@
-"""Every encoder, by whatever way it runs, against sentence-transformers itself."""
+"""Every encoder, in every form it can run, against sentence-transformers itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.catalog.text_ends import with_text_ends
-from sie.config.generation import Generation
+from sie.config.generation_settings import Generation
 from sie.values.errors import BadRequest, InputTooLong, ModelLoadFailed
 from sie.workers.loading.loader import load_encoder, load_generator
 from sie.workers.runners.encode import EncodeRunner
@@ -172,7 +172,7 @@ def test_mistral_embedder_is_pooled_at_the_end_of_text_that_its_settings_want(
     ("family", "code"),
     [("qwen2", "modeling_qwen.Qwen2Model"), ("llama", "llama_bidirectional_model.LlamaBidirectionalModel")],
 )
-def test_decoder_whose_code_sees_both_ways_is_computed_so(
+def test_decoder_whose_code_is_bidirectional_attends_in_both_directions(
     family: str, code: str, make_checkpoint: Any, tokenize: Any
 ) -> None:
     """Against the library's own layers, which are told to attend to everything by a mask of zeros."""
@@ -249,7 +249,7 @@ def test_bf16_is_half_the_memory_and_close(make_checkpoint: Any, tokenize: Any, 
     wide, narrow = _load(directory), _load(directory, "bfloat16")
     rows = narrow.run_tokens(tokenize(narrow.card, texts))
     assert narrow.execution.packed
-    assert narrow.memory_bytes * 2 == wide.memory_bytes
+    assert narrow.memory_bytes * 2 == pytest.approx(wide.memory_bytes, rel=0.01)  # norms stay in float32
     assert _cosines(rows, reference(directory, texts)).min() >= TINY_BF16_MIN_COSINE
 
 

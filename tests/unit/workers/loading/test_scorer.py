@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tokenizers import processors
 
 from sie.catalog.directory import read_card
 from sie.catalog.prepare import Request, prepare
+from sie.catalog.rerankers import Reranker, fill_in_like
 from sie.catalog.spec import ModelSpec
 from sie.frontend.inputs.pairs import pair_arrays
 from sie.frontend.inputs.tokenize import Tokenizer
@@ -36,8 +38,10 @@ def _documents() -> list[str]:
     return [" ".join(f"w{i}" for i in random.integers(0, 200, n)) for n in (5, 40, 5, 0, 250, 1, 19)]
 
 
-def _load(directory: Path, dtype: str = "float32", model_id: str = "test/model") -> ScoreRunner:
-    card = read_card(ModelSpec(id=model_id), str(directory))
+def _load(
+    directory: Path, dtype: str = "float32", model_id: str = "test/model", reranker: Reranker | None = None
+) -> ScoreRunner:
+    card = read_card(ModelSpec(id=model_id, reranker=reranker), str(directory))
     return load_scorer(card, "cpu", dtype, lambda *_: None)  # type: ignore[arg-type]
 
 
@@ -148,7 +152,7 @@ def test_pair_scores_the_same_alone_and_in_every_position(family: str, make_scor
 def test_bfloat16_is_close_and_half_the_memory(make_scorer: Any) -> None:
     directory = make_scorer("modernbert", classifier_pooling="mean")
     wide, narrow = _load(directory), _load(directory, "bfloat16")
-    assert narrow.memory_bytes * 2 == wide.memory_bytes
+    assert narrow.memory_bytes * 2 == pytest.approx(wide.memory_bytes, rel=0.01)  # norms stay in float32
     assert (narrow.execution, narrow.view) == (wide.execution, wide.view)
     np.testing.assert_allclose(_scores(narrow, QUERY, _documents()), _scores(wide, QUERY, _documents()), atol=0.05)
 
@@ -235,6 +239,10 @@ MXBAI_TASK = (
     "not relevant, 1 for relevant).\nRelevance:"
 )
 MXBAI_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
+GEMMA_TASK = (
+    "Given a query A and a passage B, determine whether the passage contains an answer to the query by providing a "
+    "prediction of either 'Yes' or 'No'."
+)
 
 
 @pytest.fixture
@@ -242,13 +250,14 @@ def make_reranker(make_checkpoint: Any) -> Any:
     """Return a function that writes a causal model whose tokenizer knows the words of the catalogue's templates."""
 
     def make(family: str) -> Path:
-        directory = make_checkpoint(family, max_length=200, vocab_size=320)
+        directory = make_checkpoint(family, max_length=200, vocab_size=360)
         config = transformers.AutoConfig.from_pretrained(directory)
         _save_random(transformers.AutoModelForCausalLM.from_config(config), directory)
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-        tokenizer.add_tokens(sorted(set(f"{QWEN_PREFIX} {MXBAI_TASK} 0 1 yes no Query Document".split())))
-        assert len(tokenizer) <= 320
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<bos>"]})
+        words = f"{QWEN_PREFIX} {MXBAI_TASK} {GEMMA_TASK} 0 1 yes no Yes No Query Document A B"
+        tokenizer.add_tokens(sorted(set(words.split())))
+        assert len(tokenizer) <= 360
         tokenizer.save_pretrained(directory)
         return directory
 
@@ -305,6 +314,78 @@ def test_mxbai_rerank_v2_equals_its_authors_code(instruction: str | None, make_r
     np.testing.assert_allclose(scores, (logits[:, 0] - logits[:, 1]).numpy(), **TOLERANCE)
 
 
+def test_bge_reranker_v2_gemma_equals_its_authors_code(make_reranker: Any) -> None:
+    """Source: FlagEmbedding, inference/reranker/decoder_only/base.py, compute_score_single_gpu."""
+    directory, documents = make_reranker("gemma"), _documents()[:4]
+    runner = _load(directory, model_id="BAAI/bge-reranker-v2-gemma")
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    before = [tokenizer.convert_tokens_to_ids("<bos>"), *ids(f"A: {QUERY}"), *ids("\n")]
+    rows = [[*before, *ids(f"B: {document}"), *ids("\n"), *ids(GEMMA_TASK)] for document in documents]
+    scores = _scores(runner, QUERY, documents)
+    assert np.ptp(scores) > 0.01
+    np.testing.assert_allclose(scores, _last_logits(directory, rows, ("Yes", "No"))[:, 0].numpy(), **TOLERANCE)
+
+
+def test_zerank_1_equals_its_authors_code(make_reranker: Any) -> None:
+    """Source: zeroentropy/zerank-1-small, modeling_zeranker.py."""
+    directory, documents = make_reranker("qwen3"), _documents()[:4]
+    runner = _load(directory, model_id="zeroentropy/zerank-1-small-reranker")
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    texts = [
+        f"<|im_start|>system\n{QUERY}<|im_end|>\n<|im_start|>user\n{document}<|im_end|>\n<|im_start|>assistant\n"
+        for document in documents
+    ]
+    rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    logits = _last_logits(directory, rows, ("Yes", "No"))[:, 0]
+    scores = _scores(runner, QUERY, documents)
+    assert np.ptp(scores) > 0.01
+    np.testing.assert_allclose(scores, (logits / 5).sigmoid().numpy(), **TOLERANCE)
+
+
+def _described(**values: Any) -> Reranker:
+    return msgspec.convert(fill_in_like(values), Reranker)
+
+
+@pytest.mark.parametrize("instruction", [None, "w7 w8"])
+def test_model_that_its_operator_describes_scores_like_the_known_one(
+    instruction: str | None, make_reranker: Any
+) -> None:
+    directory = make_reranker("qwen3")
+    known = _load(directory, model_id="Qwen/Qwen3-Reranker-0.6B")
+    described = _load(directory, reranker=_described(like="Qwen/Qwen3-Reranker-0.6B", activation="Identity", divisor=2))
+    expected, found = (
+        runner.run_pairs(_pairs(runner.card, QUERY, _documents(), instruction))[:, 0] for runner in (known, described)
+    )
+    np.testing.assert_allclose(1 / (1 + np.exp(-2 * found)), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("model_id", "described"),
+    [("tomaarsen/Qwen3-Reranker-0.6B-seq-cls", None), ("org/any", _described(like="Qwen/Qwen3-Reranker-0.6B"))],
+)
+def test_classifier_that_was_made_of_a_causal_reranker_scores_like_it(
+    model_id: str, described: Reranker | None, make_reranker: Any, tmp_path: Path
+) -> None:
+    """Source: https://huggingface.co/Qwen/Qwen3-Reranker-0.6B/discussions/3: the head is a difference of two rows."""
+    directory, converted = make_reranker("qwen3"), tmp_path / "converted"
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    yes, no = tokenizer.convert_tokens_to_ids(["yes", "no"])
+    rows = transformers.AutoModelForCausalLM.from_pretrained(directory).lm_head.weight
+    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1)
+    with torch.no_grad():
+        classifier.score.weight.copy_(rows[yes] - rows[no])
+    classifier.save_pretrained(converted)
+    tokenizer.save_pretrained(converted)
+    runner = _load(converted, model_id=model_id, reranker=described)
+    causal = _load(directory, model_id="Qwen/Qwen3-Reranker-0.6B")
+    assert (runner.card.kind, runner.view, runner.execution.packed) == ("cross-encoder", "ends", True)
+    np.testing.assert_allclose(_scores(runner, QUERY, _documents()), _scores(causal, QUERY, _documents()), **TOLERANCE)
+
+
 CHAT_TEMPLATE = (
     "<|im_start|> {% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %} <|im_end|> Query "
     "{% for m in messages if m.role == 'query' %}{{ m.content }}{% endfor %} Document "
@@ -356,6 +437,38 @@ def test_logit_score_equals_cross_encoder(
     oracle = CrossEncoder(str(saved), device="cpu", local_files_only=True)
     oracle[0].processor = transformers.PreTrainedTokenizerFast.from_pretrained(saved, padding_side="left")
     expected = oracle.predict([(QUERY, document) for document in _documents()], prompt=instruction, batch_size=3)
+    scores = runner.run_pairs(_pairs(runner.card, QUERY, _documents(), instruction))[:, 0]
+    assert np.ptp(scores) > 0.01
+    np.testing.assert_allclose(scores, expected, **TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "instruction"),
+    [
+        ({}, None),
+        ({}, "w5 w6"),
+        ({"activation_fn": torch.nn.Identity()}, None),
+        ({"prompts": {"web": "w5 w6 w7"}, "default_prompt_name": "web"}, None),
+    ],
+)
+def test_classifier_with_a_chat_template_equals_cross_encoder(
+    options: Any, instruction: str | None, make_reranker: Any, tmp_path: Path
+) -> None:
+    from sentence_transformers import CrossEncoder
+
+    directory, saved = make_reranker("qwen3"), tmp_path / "saved"
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    config = transformers.AutoConfig.from_pretrained(directory, num_labels=1)
+    _save_random(transformers.AutoModelForSequenceClassification.from_config(config), directory)
+    model = CrossEncoder(str(directory), device="cpu", local_files_only=True, **options)
+    model[0].processor = tokenizer
+    model.save_pretrained(str(saved))
+    runner = load_scorer(_prepare(saved, tmp_path), "cpu", "float32", lambda *_: None)
+    pairs = [(QUERY, document) for document in _documents()]
+    expected = model.predict(pairs, prompt=instruction, batch_size=3)
     scores = runner.run_pairs(_pairs(runner.card, QUERY, _documents(), instruction))[:, 0]
     assert np.ptp(scores) > 0.01
     np.testing.assert_allclose(scores, expected, **TOLERANCE)

@@ -1,4 +1,4 @@
-"""A weight file whose header lies is refused by the load, and reads nothing outside the file (S32)."""
+"""A load refuses a weight file with a false header, and reads nothing outside the file (S32)."""
 
 from __future__ import annotations
 

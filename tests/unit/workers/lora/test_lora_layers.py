@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
-from sie.shm.extent_headers import WorkHeader
 from sie.values.card import AdapterSpec
 from sie.values.errors import BadRequest, SieError
+from sie.values.work import WorkHeader
 from sie.workers.loading.loader import load_encoder
+from sie.workers.lora import lora_weights
 from sie.workers.lora.lora_layers import LoraLayer
 
 RTOL, ATOL = 2e-3, 2e-4
@@ -184,8 +187,8 @@ def test_sparse_outputs_take_adapters(make_checkpoint: Any, train: Train) -> Non
     install(runner, adapter)
     wants = [WorkHeader("m", "encode", 1, (), output_types=("sparse",))] * len(inputs)
     loras = ["a", "", "a", "a", "", "a", "a"]
-    mixed = runner.run_wants(inputs, wants, loras).sparse
-    plain = runner.run_wants(inputs, wants).sparse
+    mixed = runner.run_wants(inputs, wants, loras).ragged["sparse"]
+    plain = runner.run_wants(inputs, wants).ragged["sparse"]
     import peft
 
     with warnings.catch_warnings():
@@ -203,7 +206,7 @@ def test_sparse_outputs_take_adapters(make_checkpoint: Any, train: Train) -> Non
         assert not np.array_equal(values, plain[item][1])
 
 
-def test_model_is_as_it_was_when_its_last_adapter_went(make_checkpoint: Any, train: Train) -> None:
+def test_model_is_unchanged_after_its_last_adapter_is_removed(make_checkpoint: Any, train: Train) -> None:
     base = make_checkpoint("bert")
     runner, inputs = load(base), items()
     plain = runner.run_tokens(inputs)
@@ -276,7 +279,7 @@ def _has_a_magnitude(tensors: dict[str, torch.Tensor]) -> None:
         (_lacks_a_layer, "weights of encoder.layer.1.attention.self.value are missing"),
         (_is_wide, r"query.lora_A.weight is \(4, 33\) of float32, not \(4, 32\)"),
         (_is_flat, r"query.lora_B.weight is \(128,\) of float32, not \(32, 4\)"),
-        (_is_whole_numbers, r"query.lora_A.weight is \(4, 32\) of int32"),
+        (_is_whole_numbers, r"query.lora_A.weight is \(4, 32\) of I32"),
         (_is_not_finite, "query.lora_B.weight holds values that are not finite"),
         (_has_a_foreign_layer, "the model does not have the layers cls.dense"),
         (_has_a_magnitude, "lora_magnitude_vector' is no update of a linear layer"),
@@ -294,6 +297,27 @@ def test_weights_that_do_not_fit_are_refused_with_the_reason(
     with pytest.raises(SieError, match=reason) as caught:
         install(load(base), adapter)
     assert (caught.value.code, caught.value.http_status) == ("INFERENCE_ERROR", 500)
+
+
+def test_pattern_without_an_end_is_refused_and_other_threads_run_meanwhile(
+    make_checkpoint: Any, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_checkpoint("bert")
+    adapter = train(base, target_modules=["query"])
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["target_modules"] = r"(([a-z0-9.]+)+)+!"
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(lora_weights, "_MATCH_TIMEOUT_S", 0.5)
+    runner = load(base)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(install, runner, adapter)
+        num_turns = 0
+        while not loading.done():
+            time.sleep(0.001)
+            num_turns += 1
+        with pytest.raises(SieError, match=r"its patterns took over 0\.5 s to match"):
+            loading.result()
+    assert num_turns > 10
 
 
 def test_rank_of_the_config_is_the_one_that_counts(make_checkpoint: Any, train: Train) -> None:

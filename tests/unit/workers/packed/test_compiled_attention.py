@@ -1,6 +1,8 @@
-"""The compiled kernel and the library's attention give the same, whichever of them a machine has."""
+"""The compiled kernel and the library's attention give the same result, whichever a machine has."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -16,13 +18,15 @@ LENGTHS = [1, 2, 12, 13, 16, 17, 33, 160, 12]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def _attend(width: int, heads: tuple[int, int], dtype: torch.dtype, *, seen: bool, **rule) -> torch.Tensor:
+def _attend(
+    width: int, heads: tuple[int, int], dtype: torch.dtype, *, seen: bool, lengths: Sequence[int] = LENGTHS, **rule
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(width)
     # As a model has them: parts of one projection, a token's values side by side.
-    states = torch.randn(1, sum(LENGTHS), heads[0] + 2 * heads[1], width, generator=generator).to(dtype).transpose(1, 2)
+    states = torch.randn(1, sum(lengths), heads[0] + 2 * heads[1], width, generator=generator).to(dtype).transpose(1, 2)
     query, key, value = states.split((heads[0], heads[1], heads[1]), 1)
-    attended = np.array([max(1, length - 3) for length in LENGTHS], np.int32) if seen else None
-    batch = pack_sequences([np.zeros(length, np.int32) for length in LENGTHS], attended=attended)
+    attended = np.array([max(1, length - 3) for length in lengths], np.int32) if seen else None
+    batch = pack_sequences([np.zeros(length, np.int32) for length in lengths], attended=attended)
     attended = None if batch.attended is None else torch.from_numpy(batch.attended)
     boundaries = Boundaries(torch.from_numpy(batch.cu_seqlens), batch.runs, batch.max_length, attended)
     with packed_step(boundaries):
@@ -45,6 +49,31 @@ def test_the_kernel_gives_what_the_library_gives(dtype, width, heads, is_causal,
     native.allow(allowed=False)
     try:
         expected = _attend(width, heads, dtype, seen=seen, **rule)
+    finally:
+        native.allow(allowed=True)
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    ("window", "seen"), [(None, False), (20, False), (240, False), (700, False), (None, True), (700, True)]
+)
+def test_long_sequences_give_what_the_library_gives(dtype, is_causal, window, seen, monkeypatch) -> None:
+    if not can_attend(is_bf16=dtype == torch.bfloat16, width=48):
+        pytest.skip("no kernel on this machine")
+    rule = {
+        "scaling": 0.4,
+        "is_causal": is_causal,
+        "sliding_window": window,
+        "lengths": [511, 512, 513, 1100, 30, 2100],
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "_attend_runs", None)
+        got = _attend(48, (2, 1), dtype, seen=seen, **rule)
+    native.allow(allowed=False)
+    try:
+        expected = _attend(48, (2, 1), dtype, seen=seen, **rule)
     finally:
         native.allow(allowed=True)
     torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype])

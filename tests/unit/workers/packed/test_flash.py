@@ -1,4 +1,4 @@
-"""What torch's flash attention is given for packed encoders, by stand-ins that take what torch 2.11 and 2.13 take."""
+"""The arguments of torch's flash attention for packed encoders, with stand-ins for torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from sie.frontend.engine.worker_link import Pending
-from sie.shm.extent_headers import WorkHeader
+from sie.frontend.engine.worker_link import ShmPending
 from sie.values.card import LateInteraction, ModelCard
 from sie.values.errors import BadRequest, Internal, Overloaded
+from sie.values.work import WorkHeader
 from sie.workers.model_api import RowStep, Side, StepOutputs
 from sie.workers.scheduling.waiting import Budget
 from tests.unit.engine_rig import FAR_NS, Rig, Worker, checksum, in_rig
@@ -55,7 +55,7 @@ def start(rig: Rig, card: ModelCard = LATE) -> tuple[Worker, ProductRunner]:
     return worker, worker.runners["late"]
 
 
-def ask(rig: Rig, query: list[int], *documents: list[int], compared: Any = (("multivector", 1.0),)) -> Pending:
+def ask(rig: Rig, query: list[int], *documents: list[int], compared: Any = (("multivector", 1.0),)) -> ShmPending:
     items = [query, *documents]
     arrays = [
         ("cu_seqlens", np.cumsum([0, *map(len, items)], dtype=np.int32)),
@@ -65,7 +65,7 @@ def ask(rig: Rig, query: list[int], *documents: list[int], compared: Any = (("mu
     return rig.engine.submit(header, arrays, sum(map(len, items)), FAR_NS)
 
 
-async def scores(rig: Rig, pending: Pending) -> list[float]:
+async def scores(rig: Rig, pending: ShmPending) -> list[float]:
     rows = await rig.rows(pending)
     assert rows[0] == [0]
     return [score for (score,) in rows[1:]]

@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from sie.shm.extent_headers import WorkHeader
 from sie.values.card import LateInteraction, ModelCard
 from sie.values.errors import Internal
 from sie.values.extract import Entity, Extraction
+from sie.values.work import WorkHeader
 from sie.workers.model_api import StepOutputs
 from sie.workers.requests.finish import finish_dense, finish_ragged, finish_rows_of, finish_sparse
 
@@ -34,7 +34,7 @@ def test_vectors_of_tokens_are_quantised_row_by_row() -> None:
     vectors = [ROWS[:2], None, ROWS[2:3], ROWS[:0]]
     wants = [want("multivector", output_dtype="int8"), want("dense"), want("multivector", output_dtype="int8"),
              want("multivector")]  # fmt: skip
-    outputs = StepOutputs(multivector=vectors)
+    outputs = StepOutputs(ragged={"multivector": vectors})
     done = {item: arrays[0] for item, _, arrays in finish_ragged(CARD, wants, outputs)}
     np.testing.assert_array_equal(done[0], [[95, 127], [0, -127]])
     np.testing.assert_array_equal(done[2], [[127, 95]])
@@ -48,7 +48,7 @@ def test_request_may_change_whether_vectors_of_tokens_have_unit_length(
     checkpoint: bool, asked: bool | None, length: float
 ) -> None:
     card = ModelCard(id="a", kind="encoder", late=LateInteraction(normalize=checkpoint))
-    outputs = StepOutputs(multivector=[ROWS[:1]])
+    outputs = StepOutputs(ragged={"multivector": [ROWS[:1]]})
     [(_, _, (rows,))] = finish_ragged(card, [want("multivector", normalize=asked)], outputs)
     assert np.linalg.norm(rows) == pytest.approx(length)
 
@@ -66,7 +66,7 @@ def test_sparse_value_over_float16s_range_becomes_its_largest() -> None:
 
 
 def test_vector_that_is_not_finite_is_an_error() -> None:
-    outputs = StepOutputs(multivector=[np.array([[np.nan, 1]], np.float32)])
+    outputs = StepOutputs(ragged={"multivector": [np.array([[np.nan, 1]], np.float32)]})
     with pytest.raises(Internal) as caught:
         list(finish_ragged(CARD, [want("multivector")], outputs))
     assert caught.value.code == "INFERENCE_ERROR"

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from msgspec import msgpack
 
-from sie.frontend.engine.worker_link import Pending, Reply
+from sie.frontend.engine.worker_link import ShmPending, ShmReply
 from sie.frontend.operations.reply_reader import read_reply
 from sie.ipc.messages import ModelEntry
-from sie.shm.extent import extent_bytes, plan_arrays, read_extent, write_extent
-from sie.shm.extent_headers import WorkHeader
+from sie.shm.extent import write_extent
 from sie.shm.layout import ERROR, REPLY, SUBMIT, Descriptor, ProtocolError
 from sie.shm.pool import ExtentPool, Lease
 from sie.values.card import ModelCard
 from sie.values.encode import EncodeReply, EncodeRequest
 from sie.values.errors import WireError
+from sie.values.work import WorkHeader
+from sie.values.work_bytes import extent_bytes, plan_arrays, read_extent
 from sie.workers.requests.ragged import KeptBytes
 from sie.workers.requests.request import Request
 
@@ -82,8 +83,8 @@ def kept_request(link: Link, kept: KeptBytes, *outputs: str, max_reply_bytes: in
 def read(link: Link, *outputs: str) -> EncodeReply:
     kind, lease, length = link.sent[-1]
     assert (kind, lease is not None) == (REPLY, True)
-    pending: Any = Pending(1, "a", lease=lease, length=1, num_tokens=3, deadline_ns=0, submitted_ns=0, future=None)  # type: ignore[arg-type]
-    raw = Reply(None, pending, 0, lease.view[:length].toreadonly())  # type: ignore[arg-type, union-attr]
+    pending: Any = ShmPending(1, "a", lease=lease, length=1, num_tokens=3, deadline_ns=0, submitted_ns=0, future=None)  # type: ignore[arg-type]
+    raw = ShmReply(None, pending, 0, lease.view[:length].toreadonly())  # type: ignore[arg-type, union-attr]
     asked = EncodeRequest(model="a", texts=["", ""], output_types=outputs)
     return read_reply(raw, ModelEntry(card=CARD, state="loaded"), asked, 0, 0)
 
@@ -103,15 +104,16 @@ def test_reply_holds_what_was_kept(outputs: tuple[str, ...]) -> None:
         np.testing.assert_array_equal(np.frombuffer(reply.values, reply.dtype).reshape(2, 3), ROWS)
     else:
         assert reply.width == 0
-    assert (reply.sparse is not None) is ("sparse" in outputs)
-    if reply.sparse is not None:
-        assert (reply.sparse.dims, reply.sparse.dtype, reply.sparse.offsets) == (100, "<f4", [0, 3, 3])
-        assert np.frombuffer(reply.sparse.indices, "<i4").tolist() == [1, 7, 99]
-        assert np.frombuffer(reply.sparse.values, "<f4").tolist() == [0.5, 1, 2]
-    if reply.multivector is not None:
-        vectors = reply.multivector
-        assert (vectors.dims, vectors.dtype, vectors.width, vectors.offsets) == (2, "<f2", 2, [0, 1, 3])
-        assert np.frombuffer(vectors.values, "<f2").tolist() == [1, 2, 3, 4, 5, 6]
+    assert reply.ragged.keys() == {*outputs} - {"dense"}
+    if sparse := reply.ragged.get("sparse"):
+        indices, values = sparse.arrays
+        assert (sparse.dims, indices.dtype, values.dtype, sparse.offsets) == (100, "<i4", "<f4", [0, 3, 3])
+        assert np.frombuffer(indices.values, "<i4").tolist() == [1, 7, 99]
+        assert np.frombuffer(values.values, "<f4").tolist() == [0.5, 1, 2]
+    if vectors := reply.ragged.get("multivector"):
+        (rows,) = vectors.arrays
+        assert (vectors.dims, rows.dtype, rows.width, vectors.offsets) == (2, "<f2", 2, [0, 1, 3])
+        assert np.frombuffer(rows.values, "<f2").tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_reply_without_room_waits_and_is_sent_when_there_is_some() -> None:
@@ -123,7 +125,7 @@ def test_reply_without_room_waits_and_is_sent_when_there_is_some() -> None:
     assert (request.ended, link.sent) == (False, [])
     blocker.end()
     assert request.try_reply()
-    assert read(link, "multivector").multivector is not None
+    assert read(link, "multivector").ragged["multivector"].arrays
 
 
 def test_worker_that_keeps_too_much_refuses_that_request_alone() -> None:
@@ -147,7 +149,7 @@ def test_reply_over_its_limit_is_the_clients_fault() -> None:
 
 
 @pytest.mark.parametrize("end", [Request.cancel, Request.drop])
-def test_request_that_ends_early_lets_what_it_kept_go(end: Any) -> None:
+def test_request_that_ends_early_releases_its_outputs(end: Any) -> None:
     link, kept = Link(), KeptBytes(MIB)
     end(kept_request(link, kept, "sparse"))
     assert kept.used_bytes == 0

@@ -1,4 +1,4 @@
-"""Requests that look alike: read as any other, and nothing that does not fit their header is let pass."""
+"""Similar requests: read like any other, and refused if they do not fit their header."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from sie.shm.extent import plan_arrays
-from sie.shm.extent_headers import ArrayRef, TensorForm, TensorTask, WorkHeader
 from sie.shm.layout import ProtocolError
+from sie.values.work import ArrayRef, TensorForm, TensorTask, WorkHeader
+from sie.values.work_bytes import plan_arrays
 from sie.workers.requests.readers import reader_of
 from sie.workers.requests.request import _read_inputs
 
@@ -51,7 +51,7 @@ def tensor_request(*sizes: int) -> tuple[WorkHeader, dict[str, ArrayRef], memory
 
 
 @pytest.mark.parametrize("made", [text_request(bounds(0, 2), bounds(0, 6)), ids_request(bounds(0, 3))])
-def test_one_item_is_read_as_any_other(made):
+def test_request_with_one_item_is_read_like_others(made):
     header, refs, payload = made
     read = reader_of(header, refs)
     assert read is not None

@@ -4,11 +4,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from sie.shm.extent import array_view, extent_bytes, plan_arrays, read_extent, set_cancelled, write_extent
-from sie.shm.extent_headers import ReplyHeader, WorkHeader
+from sie.shm.extent import set_cancelled, write_extent
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import ExtentPool
 from sie.values.errors import InputTooLong, WireError, from_wire
+from sie.values.work import ReplyHeader, WorkHeader
+from sie.values.work_bytes import array_view, extent_bytes, plan_arrays, read_extent
 from sie.workers.requests.request import Request, reply_layout
 
 _encode = msgspec.msgpack.Encoder().encode

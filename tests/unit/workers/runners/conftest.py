@@ -13,7 +13,7 @@ from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.frontend.inputs.prompts import apply_prompt
 from sie.frontend.inputs.tokenize import Tokenizer
-from sie.shm.extent_headers import WorkHeader
+from sie.values.work import WorkHeader
 from sie.workers.loading.loader import load_encoder
 
 
@@ -35,7 +35,8 @@ class Served:
 
     def run(self, texts: list[str], output: str, is_query: bool = False) -> Any:
         wants = [self.want(output, is_query=is_query)] * len(texts)
-        return getattr(self.runner.run_wants(self.inputs(texts, is_query), wants), output)
+        outputs = self.runner.run_wants(self.inputs(texts, is_query), wants)
+        return outputs.dense if output == "dense" else outputs.ragged[output]
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from sie.frontend.operations.comparisons import comparison_arrays, resolve_compared
-from sie.shm.extent_headers import WorkHeader
 from sie.values.card import ModelCard
 from sie.values.encode import ScoreRequest
+from sie.values.work import WorkHeader
 from sie.workers.model_api import Comparison, Side
 from sie.workers.requests.quantise import finish_rows
 from sie.workers.runners import compare as compare_module

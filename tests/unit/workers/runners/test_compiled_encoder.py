@@ -16,11 +16,13 @@ from sie import native
 from sie.native import Feature, encoder
 from sie.native import build as building
 from sie.workers.packed.batch import PackedBatch, pack_sequences
+from sie.workers.packed.formulas import UnknownPartsError
 from sie.workers.runners.compiled_encoder import compile_encoder
 from sie.workers.runners.encode import Backbone
 from sie.workers.runners.probe import choose_execution, difference
-from tests.unit.workers.encoder_models import MODELS, OTHERS, rounded
+from tests.unit.workers.encoder_models import MODELS, MODERN, OTHERS, rounded
 
+ALL = {**MODELS, **MODERN}
 LENGTHS = [1, 12, 3, 230, 16, 12, 33]
 EMULATED = Path(__file__).parents[4] / "build" / "tests"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -35,14 +37,14 @@ def _sequences() -> list[np.ndarray]:
 def _by_the_library(name: str, dtype: torch.dtype, batch: PackedBatch) -> torch.Tensor:
     """Return the hidden states of a model that nobody has touched."""
     with torch.inference_mode():
-        return Backbone(MODELS[name]().to(dtype), torch.device("cpu")).run_rectangles(batch)
+        return Backbone(ALL[name]().to(dtype), torch.device("cpu")).run_rectangles(batch)
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_compiled_form_is_chosen_and_gives_what_the_library_gives(name: str, dtype: torch.dtype) -> None:
-    backbone = Backbone(MODELS[name]().to(dtype), torch.device("cpu"))
+    backbone = Backbone(ALL[name]().to(dtype), torch.device("cpu"))
     execution = choose_execution(name, backbone)
     assert backbone.compiled is not None
     assert backbone.compiled.memory_bytes > 0
@@ -56,7 +58,6 @@ def test_the_compiled_form_is_chosen_and_gives_what_the_library_gives(name: str,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sequence_is_the_same_alone_and_in_every_place(dtype: torch.dtype) -> None:
     compiled = compile_encoder(MODELS["bert"]().to(dtype))
-    assert compiled is not None
     sequences = _sequences()
     batch = pack_sequences(sequences)
     together = compiled.run(batch, 0)
@@ -70,7 +71,6 @@ def test_a_sequence_is_the_same_alone_and_in_every_place(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_any_number_of_threads_gives_the_same(num_threads: int) -> None:
     compiled = compile_encoder(MODELS["bert"]().to(torch.bfloat16))
-    assert compiled is not None
     before = torch.get_num_threads()
     found: list[list[torch.Tensor]] = []
     try:
@@ -98,7 +98,8 @@ def test_token_types_and_unseen_tokens_are_read() -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_model_of_another_shape_has_no_compiled_form(name: str) -> None:
-    assert compile_encoder(OTHERS[name]()) is None
+    with pytest.raises(UnknownPartsError):
+        compile_encoder(OTHERS[name]())
 
 
 @needs_kernels
@@ -112,12 +113,28 @@ def test_a_model_that_only_looks_alike_is_found_out_by_the_probe(caplog: pytest.
     assert "alike" in caplog.text
 
 
+def test_a_model_whose_parts_cannot_be_looked_at_runs_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    model = MODELS["bert"]()
+    model.get_submodule("encoder.layer.0").add_module("of_two", torch.nn.CosineSimilarity())
+    backbone = Backbone(model, torch.device("cpu"))
+    assert choose_execution("strange", backbone).packed
+    assert backbone.compiled is None
+    assert "strange" in caplog.text
+
+
+@needs_kernels
+def test_a_window_may_be_as_long_as_any_number() -> None:
+    compiled = compile_encoder(MODERN["mistral, a window without end"]())
+    batch = pack_sequences([np.random.default_rng(6).integers(3, 200, 700)])
+    expected = _by_the_library("mistral, a window without end", torch.float32, batch)
+    assert difference(compiled.run(batch, 0), expected) < TOLERANCE[torch.float32]
+
+
 @needs_kernels
 def test_values_that_are_not_numbers_stay_in_their_sequence() -> None:
     model = MODELS["bert"]()
     model.get_submodule("embeddings.word_embeddings").weight[7] = float("nan")
     compiled = compile_encoder(model)
-    assert compiled is not None
     batch = pack_sequences([np.array([5, 7, 9]), np.array([5, 6, 9, 11])])
     hidden = compiled.run(batch, 0)
     assert hidden[:3].isnan().all()
@@ -141,13 +158,13 @@ def test_without_kernels_a_model_runs_as_before() -> None:
 
 @lru_cache(maxsize=1)
 def _emulated() -> ctypes.CDLL:
-    """Return the library with the tiles in software; it takes half a minute to compile, and is kept for the next run."""
+    """Return the library with the tiles in software; it takes a while to compile, and is kept for the next run."""
     header = Path(__file__).parents[2] / "native" / "amx_emulated.h"
     made_of = header.read_bytes() + Path(building.__file__).read_bytes() + building.digest().encode()
     target = EMULATED / f"amx_emulated_{hashlib.sha256(made_of).hexdigest()[:32]}.so"
     if not target.exists():
         EMULATED.mkdir(parents=True, exist_ok=True)
-        building.build(target, ("-include", str(header)))
+        building.build(target, ("-include", str(header)), ("encoder", "features", "team"))
     return ctypes.CDLL(str(target))
 
 
@@ -165,13 +182,19 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 @pytest.mark.usefixtures("amx")
-@pytest.mark.parametrize("lengths", [[1], [12], [16], [17], [40], [230, 12, 5], [112], [113]])
-def test_products_in_tiles_give_what_the_library_gives(lengths: list[int]) -> None:
-    compiled = compile_encoder(MODELS["bert"]().to(torch.bfloat16))
-    assert compiled is not None
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        *(("bert", lengths) for lengths in ([1], [12], [16], [17], [40], [230, 12, 5], [112], [113])),
+        ("modernbert", [230, 12, 5]),
+        ("qwen3", [97, 33]),
+    ],
+)
+def test_products_in_tiles_give_what_the_library_gives(name: str, lengths: list[int]) -> None:
+    compiled = compile_encoder(ALL[name]().to(torch.bfloat16))
     random = np.random.default_rng(6)
     batch = pack_sequences([random.integers(3, 200, length) for length in lengths])
-    expected = _by_the_library("bert", torch.bfloat16, batch)
+    expected = _by_the_library(name, torch.bfloat16, batch)
     assert difference(compiled.run(batch, 0), expected) < TOLERANCE[torch.bfloat16]
 
 
@@ -182,7 +205,6 @@ def test_products_in_tiles_give_what_the_library_gives(lengths: list[int]) -> No
 def test_bytes_in_tiles_give_what_torch_gives(name: str, lengths: list[int]) -> None:
     model = rounded(MODELS[name]().to(torch.bfloat16))
     compiled = compile_encoder(model)
-    assert compiled is not None
     random = np.random.default_rng(6)
     batch = pack_sequences([random.integers(3, 200, length) for length in lengths])
     with torch.inference_mode():

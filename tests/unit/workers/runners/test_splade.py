@@ -49,14 +49,19 @@ def _reference(sentence_transformers: Any, directory: Path, texts: list[str], ta
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_masked_lm_equals_sparse_encoder(
+def test_masked_lm_equals_sparse_encoder_and_sentence_transformer(
     family: str, masked_lm: Any, serve: Any, texts: Any, sentence_transformers: Any, to_rows: Any
 ) -> None:
+    """A bare one says neither what it was trained for nor how it pools; both libraries read it."""
     directory = masked_lm(family, **FAMILIES[family])
     model = serve(directory)
-    assert model.card.outputs == ("sparse",)
+    assert model.card.outputs == ("dense", "sparse")
     rows = to_rows(model.run(texts, "sparse"), model.card.dims["sparse"])
     np.testing.assert_allclose(rows, _reference(sentence_transformers, directory, texts), rtol=RTOL, atol=ATOL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dense = sentence_transformers.SentenceTransformer(str(directory), device="cpu", local_files_only=True)
+        np.testing.assert_allclose(model.run(texts, "dense"), dense.encode(texts, batch_size=3), rtol=RTOL, atol=ATOL)
 
 
 @pytest.mark.parametrize("pooling", ["max", "sum"])
@@ -120,7 +125,7 @@ def test_queries_and_documents_share_a_step(
     asked = [("w1 w2", True), ("w3 w4 w5", False), ("", True), ("w6", True), ("w7", False)]
     inputs = [model.inputs([text], is_query)[0] for text, is_query in asked]
     wants = [model.want("sparse", is_query=is_query) for _, is_query in asked]
-    together = to_rows(model.runner.run_wants(inputs, wants).sparse, width)
+    together = to_rows(model.runner.run_wants(inputs, wants).ragged["sparse"], width)
     alone = np.concatenate([to_rows(model.run([text], "sparse", is_query), width) for text, is_query in asked])
     np.testing.assert_allclose(together, alone, rtol=1e-3, atol=1e-5)
 

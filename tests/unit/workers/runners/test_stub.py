@@ -8,10 +8,10 @@ import pytest
 
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
-from sie.shm.extent_headers import WorkHeader
 from sie.values.card import ModelCard
 from sie.values.errors import Internal
 from sie.values.extract import DetectedObject, Extraction, ExtractTask
+from sie.values.work import WorkHeader
 from sie.workers.model_api import ImageItem
 from sie.workers.runners.stub import StubRunner
 
@@ -70,16 +70,14 @@ def test_every_output_is_its_documented_digest() -> None:
     runner = StubRunner(stub_card(parse_model_spec("a=stub:dense=5,sparse=1000,multivector=3")))
     outputs = runner.run_wants([np.frombuffer(text, np.uint8)], _wants(("dense", "sparse", "multivector")))
     assert outputs.dense is not None
-    assert outputs.sparse is not None
-    assert outputs.multivector is not None
     np.testing.assert_array_equal(outputs.dense, _runner("dense=5").run_texts([text]))
-    entries = outputs.sparse[0]
+    entries = outputs.ragged["sparse"][0]
     assert entries is not None
     digest = hashlib.shake_256(b"sparse" + text).digest(64)
     indices = sorted({int.from_bytes(digest[i : i + 4], "little") % 1000 for i in range(0, 64, 4)})
     assert entries[0].tolist() == indices
     np.testing.assert_allclose(entries[1], [(1 + index % 127) / 127 for index in indices], rtol=1e-6)
-    rows = outputs.multivector[0]
+    rows = outputs.ragged["multivector"][0]
     assert rows is not None
     assert rows.shape == (-(-len(text) // 4), 3)
     digest = hashlib.shake_256((2).to_bytes(4, "little") + text).digest(3)
@@ -91,8 +89,7 @@ def test_outputs_that_nobody_wants_are_left_out() -> None:
     assert runner.card.outputs == ("dense", "sparse", "multivector")
     outputs = runner.run_wants([b"x", b"y"], _wants(("sparse",), ("sparse", "multivector")))
     assert outputs.dense is None
-    assert outputs.multivector is not None
-    assert [rows is None for rows in outputs.multivector] == [True, False]
+    assert [rows is None for rows in outputs.ragged["multivector"]] == [True, False]
 
 
 def test_objects_of_an_image_are_their_documented_digest() -> None:

@@ -161,7 +161,7 @@ def test_a_lower_limit_of_a_request_equals_a_checkpoint_with_that_limit(
     layout(directory, **rules)
     model = serve(directory)
     wants = [model.want("multivector", is_query=True, expand_to=6)] * len(texts)
-    rows = model.runner.run_wants(model.inputs(texts, True, 6), wants).multivector
+    rows = model.runner.run_wants(model.inputs(texts, True, 6), wants).ragged["multivector"]
     _write(directory / "sentence_bert_config.json", shorter)
     _assert_close(rows, _reference(sentence_transformers, directory, texts, "query"))
 
@@ -178,7 +178,7 @@ def test_rows_are_the_same_alone_and_among_queries_and_documents(
     wants = [model.want("multivector", is_query=is_query) for _, is_query in asked]
     for shift in range(0, len(asked), 3):
         turned, turned_wants = inputs[shift:] + inputs[:shift], wants[shift:] + wants[:shift]
-        together = model.runner.run_wants(turned, turned_wants).multivector
+        together = model.runner.run_wants(turned, turned_wants).ragged["multivector"]
         together = together[len(asked) - shift :] + together[: len(asked) - shift]
         for (text, is_query), rows in zip(asked, together, strict=True):
             alone = model.run([text], "multivector", is_query)[0]
@@ -201,10 +201,10 @@ def test_m3_gives_three_outputs_from_one_pass(make_checkpoint: Any, serve: Any, 
         with torch.inference_mode():
             hidden = encoder(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state[0]
         expected = (hidden[1:] @ vectors["weight"].T + vectors["bias"]).numpy()
-        assert (outputs.sparse[item] is not None) is ("sparse" in names)
-        assert (outputs.multivector[item] is not None) is ("multivector" in names)
+        assert (outputs.ragged["sparse"][item] is not None) is ("sparse" in names)
+        assert (outputs.ragged["multivector"][item] is not None) is ("multivector" in names)
         if "multivector" in names:
-            np.testing.assert_allclose(outputs.multivector[item], expected, rtol=2e-3, atol=2e-3)
+            np.testing.assert_allclose(outputs.ragged["multivector"][item], expected, rtol=2e-3, atol=2e-3)
         if "dense" in names:
             np.testing.assert_allclose(outputs.dense[item], hidden.mean(0).numpy(), rtol=2e-3, atol=2e-4)
 
@@ -255,6 +255,6 @@ def test_text_without_a_token_has_nothing_and_its_neighbours_all(make_checkpoint
     alone = model.runner.run_wants(inputs[1:2], [model.want("dense", "sparse", "multivector")])
     assert not outputs.dense[[0, 2]].any()
     np.testing.assert_allclose(outputs.dense[1], alone.dense[0])
-    np.testing.assert_allclose(outputs.multivector[1], alone.multivector[0])
-    assert [len(indices) for indices, _ in outputs.sparse] == [0, len(alone.sparse[0][0]), 0]
-    assert outputs.multivector[2].shape == (0, WIDTH)
+    np.testing.assert_allclose(outputs.ragged["multivector"][1], alone.ragged["multivector"][0])
+    assert [len(indices) for indices, _ in outputs.ragged["sparse"]] == [0, len(alone.ragged["sparse"][0][0]), 0]
+    assert outputs.ragged["multivector"][2].shape == (0, WIDTH)

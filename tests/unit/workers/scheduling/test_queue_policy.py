@@ -1,11 +1,11 @@
-"""Priorities and queue policies: what runs next, what goes behind, and what is refused."""
+"""Priorities and queue policies: the order of requests, delays, and refusals."""
 
 from __future__ import annotations
 
 import pytest
 
-from sie.shm.extent_headers import TensorTask
 from sie.values.tensor import QueuePolicy, TensorRule
+from sie.values.work import TensorTask
 from sie.workers.scheduling.queue_policy import policy_of
 from sie.workers.scheduling.scheduler import State, plan_step
 from sie.workers.scheduling.waiting import Budget, RequestPolicy, Step, Waiting
@@ -124,7 +124,7 @@ def test_a_full_queue_refuses_the_latest_of_its_own_priority():
     assert [*names(step), *order(state)] == ["a0", "a1", "b"]
 
 
-def test_a_deadline_ends_what_has_a_turn_too():
+def test_a_deadline_also_ends_a_request_that_is_next():
     state = state_of(waiting("a", RequestPolicy(2), deadline_ns=5), waiting("b", RequestPolicy(1)))
     step = plan_step(state, BUDGET, 5)
     assert step is not None

@@ -12,9 +12,10 @@ from typing import Final, NamedTuple
 import msgspec
 
 from sie.runtime.logs import get_logger
-from sie.shm.extent import begin_extent, extent_bytes
+from sie.shm.extent import begin_extent
 from sie.values.errors import BadRequest, Internal, NonFinite, ResourceExhausted, SieError
 from sie.values.generate import GenerateTotals, TokenFrame
+from sie.values.work_bytes import extent_bytes
 from sie.workers.generation.kv import BlockPool
 from sie.workers.generation.planner import Limits, Part, Planner
 from sie.workers.generation.sequences import Job, Sequence, Tokens
@@ -235,7 +236,7 @@ class Engine:
             self.fail(job, error)
             return
         except Exception:  # a matcher is library code that runs on a client's grammar
-            _log.exception("a token of %s could not be taken", self.runner.card.id)
+            _log.exception("a token of %s could not be processed", self.runner.card.id)
             self.fail(job, Internal("internal error during generation"))
             return
         self._mark_unsent(job)

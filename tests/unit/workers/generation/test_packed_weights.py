@@ -1,4 +1,4 @@
-"""Packed weights: the compiled layers against torch on the same rounded weights, and how far rounding takes them."""
+"""Packed weights: the compiled layers against torch on the same rounded weights, and the error of rounding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sie import native
 from sie.native.linear import can_multiply, pack_bf16, pack_int4, pack_int8
-from sie.workers.generation.weights import (
+from sie.workers.generation.packed_weights import (
     Bits,
     PackedLinear,
     Quantised,

@@ -283,7 +283,7 @@ def test_what_waited_long_goes_out_in_pieces_of_bounded_size() -> None:
 # --- when a step fails -------------------------------------------------------------------------------------------------
 
 
-def test_only_what_was_not_proven_is_suspected() -> None:
+def test_only_unproven_requests_are_suspects() -> None:
     rig = EngineRig(max_prefill_tokens=40)
     rig.submit(PROMPT, ignore_eos=True, num_choices=2)
     rig.step(5)

@@ -1,0 +1,135 @@
+"""Shortens the import of transformers: leaves out libraries for training and compilation until something asks for them.
+
+A worker computes eagerly, on one device. `torch._dynamo`, `torch.distributed.tensor` and `scipy.optimize` are more
+than a third of the time from a worker's start to the first weights (transformers 5.23, torch 2.13). It never changes
+what the libraries compute: whoever asks for a part of `torch._dynamo` gets the real one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+_DYNAMO: Final = "torch._dynamo"
+_MASKS: Final = f"{_DYNAMO}._trace_wrapped_higher_order_op"
+_MARKERS: Final = frozenset({"allow_in_graph", "assume_constant_result", "disable"})
+"""Decorators that say something to a compiler. Code that is not compiled runs the same without them."""
+_real: Final = threading.Lock()
+
+
+def prepare() -> None:
+    """Import torch, and the losses of transformers, in the short way. Later imports of transformers are short, too.
+
+    Nothing happens to what was imported before.
+    """
+    import torch
+    from transformers import utils
+
+    if _DYNAMO not in sys.modules:
+        _put_stand_ins()
+    # The answer is cached, and one that says no leaves `torch.distributed.tensor` out. A worker has one device.
+    with _replaced(torch.distributed, "is_available", _no):
+        utils.is_torch_distributed_available()  # pyright: ignore[reportPrivateImportUsage]
+    with _replaced(utils, "is_scipy_available", _no), suppress(ImportError):  # a loss matches boxes by scipy
+        importlib.import_module("transformers.loss.loss_utils")
+
+
+def _put_stand_ins() -> None:
+    """Put lazy modules in the places of `torch._dynamo` and of the one module of it that transformers imports."""
+    masks = ModuleType(_MASKS)
+    masks.TransformGetItemToIndex = _index_mode  # type: ignore[attr-defined]
+    masks.__getattr__ = _mask_part  # type: ignore[method-assign]  # other versions may import other names
+    sys.modules[_MASKS] = masks
+    sys.modules[_DYNAMO] = _Dynamo(_DYNAMO)
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Dynamo(ModuleType):
+    """Looks like `torch._dynamo` to decorators, and becomes it for everybody else."""
+
+    __path__: Sequence[str] = ()  # a package, so that imports of its modules reach `_Finder`
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _MARKERS:
+            return _unchanged
+        if name.startswith("__"):  # of modules in general, which debuggers and `inspect` look at
+            raise AttributeError(name)
+        return getattr(_dynamo(), name)
+
+
+class _Finder:
+    """Loads the real `torch._dynamo` before any other module of it is imported."""
+
+    @staticmethod
+    def find_spec(
+        name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not name.startswith(f"{_DYNAMO}.") or not isinstance(sys.modules.get(_DYNAMO), _Dynamo):
+            return None
+        _dynamo()
+        module = sys.modules.get(name)
+        if module is None:
+            return importlib.util.find_spec(name)
+        # The import system goes on with the spec of a module that came meanwhile, and would execute it again.
+        spec, module.__spec__ = ModuleSpec(name, _Present(module)), None
+        return spec
+
+
+class _Present(Loader):
+    """Gives a module that was imported while it was looked for, and leaves it as it is."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+def _dynamo() -> ModuleType:
+    """Return the real module, loaded once."""
+    with _real:
+        if isinstance(sys.modules.get(_DYNAMO), _Dynamo):
+            del sys.modules[_DYNAMO], sys.modules[_MASKS]
+    return importlib.import_module(_DYNAMO)
+
+
+def _index_mode() -> Any:
+    _dynamo()
+    return importlib.import_module(_MASKS).TransformGetItemToIndex()
+
+
+def _mask_part(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    _dynamo()
+    return getattr(importlib.import_module(_MASKS), name)
+
+
+def _unchanged(function: Callable[..., Any] | None = None, *_args: object, **_named: object) -> Any:
+    return function if function is not None else _unchanged
+
+
+def _no() -> bool:
+    return False
+
+
+@contextmanager
+def _replaced(owner: ModuleType, name: str, value: object) -> Iterator[None]:
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)

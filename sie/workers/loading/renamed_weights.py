@@ -1,0 +1,50 @@
+"""Reads the weights of a checkpoint under the names that a model class of transformers gives them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from sie.catalog.files import open_checkpoint, refuse
+from sie.catalog.weights import weight_files
+from sie.values.card import ModelCard
+
+
+def read_renamed_weights(card: ModelCard) -> dict[str, Tensor]:
+    """Return all weights of a card's directory, by the names that its `weight_names` make of theirs.
+
+    Raises ModelLoadFailed if a weight cannot be split evenly, or two have one name.
+    """
+    rules = [(re.compile(pattern), replacements) for pattern, *replacements in card.weight_names]
+    renamed: dict[str, Tensor] = {}
+    for path in weight_files(open_checkpoint(card.id, card.directory)):
+        for name, weight in _read(path):
+            names = _rename(name, rules)
+            if len(names) > 1 and weight.shape[0] % len(names):
+                raise refuse(
+                    card.id, f"its weight {name!r} of shape {tuple(weight.shape)} has not {len(names)} equal parts"
+                )
+            parts = weight.chunk(len(names)) if len(names) > 1 else [weight]
+            for new, part in zip(names, parts, strict=True):
+                if new in renamed:
+                    raise refuse(card.id, f"two of its weights would be {new!r}, one of them {name!r}")
+                renamed[new] = part
+    return renamed
+
+
+def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 -- not a mapping
+            yield name, file.get_tensor(name)
+
+
+def _rename(name: str, rules: Iterable[tuple[re.Pattern[str], list[str]]]) -> list[str]:
+    names = [name]
+    for pattern, replacements in rules:
+        if pattern.search(names[0]):
+            names = [pattern.sub(replacement, old) for old in names for replacement in replacements]
+    return names

@@ -1,0 +1,137 @@
+"""Has the layers of checkpoints whose architecture is one of transformers' but for a part of its layers.
+
+`sie/catalog/remote_code.toml` says which checkpoints have them. Each class takes weights under its own names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.models.gte.modeling_gte import GteLayer, GteModel
+from transformers.models.jina_embeddings_v3.modeling_jina_embeddings_v3 import JinaEmbeddingsV3Model
+
+from sie.workers.packed.alibi import attend_by_distance
+
+_ALIBI: Final = "sie_alibi"
+
+
+class AlibiModel(GteModel):
+    """A Gte whose tokens know their distances instead of their positions: jina-embeddings-v2.
+
+    With `qk_norm` in its configuration its queries and keys are normalised over all heads together, and each attention
+    has a second norm: jina-embeddings-v2-base-code.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        AttentionInterface.register(_ALIBI, _attend_rectangle)
+        AttentionMaskInterface.register(_ALIBI, sdpa_mask)
+        config._attn_implementation = _ALIBI
+        self.rotary_emb = _NoRotation(config.hidden_size // config.num_attention_heads)
+        if config.qk_norm:
+            self.layers = nn.ModuleList([_TwiceNormedLayer(config) for _ in range(config.num_hidden_layers)])
+        for layer in self.layers:
+            attention: Any = layer.self_attn
+            attention.is_alibi = True
+
+
+def _attend_rectangle(
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    return attend_by_distance(query, key, value, mask, scaling).transpose(1, 2), None
+
+
+class _NoRotation(nn.Module):
+    """Gives the factors of a rotation that changes nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width = width
+
+    def forward(self, hidden: Tensor, _position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden.new_ones(1, 1, self._width), hidden.new_zeros(1, 1, self._width)
+
+
+class _TwiceNormedLayer(GteLayer):
+    """A layer whose queries and keys are normalised, and whose attention's sum is normalised, added again and normalised.
+
+    Source: text-embeddings-inference, backends/candle/src/models/jina_code.rs.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.self_attn.q_proj = _NormedLinear(config)
+        self.self_attn.k_proj = _NormedLinear(config)
+        self.second_layernorm = _norm(config)
+
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:  # type: ignore[override]  # the same by name
+        attended, _ = self.self_attn(hidden_states, **arguments)
+        inner = self.post_attention_layernorm(hidden_states + attended)
+        inner = self.second_layernorm(hidden_states + inner)
+        return self.post_mlp_layernorm(inner + self.mlp(inner))
+
+
+class _NormedLinear(nn.Linear):
+    """A linear layer whose rows are normalised."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.hidden_size, config.hidden_size)
+        self.norm = _norm(config)
+
+    def forward(self, rows: Tensor) -> Tensor:  # type: ignore[override]  # called by place
+        return self.norm(super().forward(rows))
+
+
+class ExpertsModel(JinaEmbeddingsV3Model):
+    """An encoder with rotary positions whose every second layer is a mixture of experts: nomic-embed-text-v2-moe."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, add_pooling_layer=False)
+        for index, layer in enumerate(self.layers):
+            if config.moe_every_n_layers and index % config.moe_every_n_layers == 1:
+                layer.mlp = _Experts(config)
+
+
+class _Experts(nn.Module):
+    """Adds up the answers of each token's best experts, by their share in a softmax over all experts, and a bias.
+
+    Source: text-embeddings-inference, backends/candle/src/models/nomic.rs.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        count, width, inner = config.num_experts, config.hidden_size, config.intermediate_size
+        self._num_chosen: int = config.moe_top_k
+        self.router = nn.ModuleDict({"layer": nn.Linear(width, count, bias=False)})
+        self.experts = nn.Module()
+        self.experts.bias = nn.Parameter(torch.zeros(width))
+        self.experts.mlp = nn.ParameterDict(
+            {"w1": torch.zeros(count * inner, width), "w2": torch.zeros(count * inner, width)}
+        )
+        self._count = count
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, -2)
+        shares = self.router["layer"](tokens).float().softmax(-1)
+        shares, chosen = shares.topk(self._num_chosen, dim=-1)
+        weights: Any = self.experts.mlp
+        first, second = (weights[name].unflatten(0, (self._count, -1)) for name in ("w1", "w2"))
+        out = torch.zeros_like(tokens)
+        for expert in range(self._count):
+            rows, places = (chosen == expert).nonzero(as_tuple=True)
+            answer = gelu(linear(tokens[rows], first[expert])) @ second[expert]
+            out.index_add_(0, rows, answer * shares[rows, places, None].to(answer.dtype))
+        return (out + self.experts.bias).view_as(hidden)  # type: ignore[operator]  # a parameter
+
+
+def _norm(config: Any) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+
+VARIANTS: Final[dict[str, type[Any]]] = {"alibi": AlibiModel, "experts": ExpertsModel}
+"""The model classes by `ModelCard.layers`."""

@@ -1,0 +1,40 @@
+"""What a worker leaves out when it imports transformers, seen in a fresh process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+_CODE = """
+import sys
+
+from sie.workers.loading import light_imports
+
+light_imports.prepare()
+from sie.catalog.directory import read_card
+from sie.catalog.spec import ModelSpec
+from sie.workers.loading.loader import load_encoder
+
+load_encoder(read_card(ModelSpec(id="m"), sys.argv[1]), "cpu", "float32", lambda fraction, text: None)
+left_out = ("torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor", "scipy.optimize")
+loaded = [name for name in left_out if name in sys.modules]
+assert not loaded, loaded
+
+import torch._dynamo.utils  # a module of it, by its name: it was loaded by the real package meanwhile, and is no other
+from transformers import masking_utils
+
+assert sys.modules["torch._dynamo"] is torch._dynamo
+assert torch._dynamo.utils is sys.modules["torch._dynamo.utils"]
+assert torch._dynamo.convert_frame.counters is torch._dynamo.utils.counters
+assert torch._dynamo.utils.__spec__.origin == torch._dynamo.utils.__file__
+with masking_utils.TransformGetItemToIndex():  # what transformers took from a stand-in
+    assert torch.func.vmap(lambda index: torch.arange(3)[index])(torch.arange(2)).tolist() == [0, 1]
+"""
+
+
+def test_an_encoder_loads_without_compilers_which_are_there_for_who_asks(minilm_directory: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", _CODE, str(minilm_directory)], capture_output=True, text=True, timeout=115, check=False
+    )
+    assert done.returncode == 0, done.stderr
