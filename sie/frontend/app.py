@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from sie.frontend.access.gate import CHALLENGE, Access
+from sie.frontend.dialects.native.dialect import ENCODE
 from sie.frontend.fastpath.dispatch import FastPath, TrySubmit
 from sie.frontend.fastpath.encode import EncodeFastPath
 from sie.frontend.fastpath.infer import InferFastPath
@@ -28,9 +29,9 @@ from sie.frontend.http.unread import MIN_BYTES
 from sie.frontend.models.admin import check_admin
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes import error_envelopes
-from sie.frontend.routes.cards import ERROR_CODE
+from sie.frontend.routes.models import ERROR_CODE
 from sie.frontend.routes.services import Services
-from sie.frontend.routes.table import ENCODE, INFER, TABLE, WEBSOCKETS, Handler, find_route, is_unknown_action
+from sie.frontend.routes.table import INFER, TABLE, WEBSOCKETS, Handler, find_route, is_unknown_action
 from sie.frontend.telemetry.access_log import id_headers
 from sie.frontend.telemetry.counting import count_exchange
 from sie.runtime.child_setup import calm_collector
@@ -47,7 +48,6 @@ _MUST_CLOSE: Final = frozenset({408, 413})
 _BODY_UNREAD: Final = frozenset({401, 403, 429, 503})
 """These statuses may be sent after the headers, before the body is read."""
 _MAX_DISCARDED_BYTES: Final = 256 * 1024
-_TENSOR_DIALECTS: Final = frozenset({"kserve", "trtis"})
 
 
 class App:
@@ -276,7 +276,7 @@ class App:
             count_exchange(self._process.metrics, exchange, error.http_status, error)
             return
         status, headers, body = error_envelopes.failure(envelope, error)
-        if envelope not in _TENSOR_DIALECTS:
+        if error_envelopes.has_ids(envelope):
             if envelope != "sie":  # SIE's clients prefer this header to OpenAI's `error`, and both to our `detail`
                 headers = [*headers, (ERROR_CODE, error.code)]
             headers = [*headers, *self._identity, *id_headers(exchange)]

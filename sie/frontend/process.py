@@ -27,9 +27,9 @@ from sie.frontend.http.cors import Cors
 from sie.frontend.http.held_bytes import HeldBytes
 from sie.frontend.http.unread import UnreadAnswers
 from sie.frontend.inputs.image_reader import ImageReader
-from sie.frontend.models.adapters import AdapterTable
+from sie.frontend.models.adapter_lookup import AdapterTable
 from sie.frontend.models.admin import ModelAdmin
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.encode import Encoder
 from sie.frontend.operations.extraction.extract import Extractor
 from sie.frontend.operations.score import Scorer
@@ -41,7 +41,7 @@ from sie.frontend.telemetry.status_frame import StatusInputs, build_status, enco
 from sie.frontend.telemetry.status_hub import StatusHub
 from sie.frontend.tensors.encoded_images import TensorImages
 from sie.frontend.tensors.infer import Tensors
-from sie.frontend.tensors.text_models import TextTensors
+from sie.frontend.tensors.text_models import TextTensors, Watch
 from sie.ipc import channel as control
 from sie.ipc import messages
 from sie.ipc.channel import Channel, ChannelClosedError
@@ -86,6 +86,8 @@ class FrontendProcess:
         self._loop = loop
         self._channel = channel
         self._pool = ThreadPoolExecutor(2, "tokenize")
+        self.decode_pool = ThreadPoolExecutor(2, "decode")
+        """Threads for large bodies of all dialects."""
         self.models = ModelTable(
             self._pool, self._ask_load, loading_retry_after_s=settings.models.loading_retry_after_s
         )
@@ -99,15 +101,23 @@ class FrontendProcess:
         )
         self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
         self._clients = ClientWatch(self.engine)
-        self.watch_client = self._clients.add
+        self.metrics = FrontendMetrics(pages[0], self.models)
+        # A client of gRPC that leaves cancels the task of its call, which ends its work.
+        self.watch_client: Watch = self._clients.add if launch.protocol == "http" else lambda _pending, _protocol: None
         self._images = ImageReader(settings.limits, settings.server.image_threads)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, settings.limits, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
-        texts = TextTensors(self.encoder, self.scorer, lambda: self.generator, limits=lambda: self.settings.limits)
+        texts = TextTensors(
+            self.encoder, self.scorer, lambda: self.generator,
+            limits=lambda: self.settings.limits, watch=self.watch_client,
+        )  # fmt: skip
         tensor_images = TensorImages(self._images, limits=lambda: self.settings.limits)
-        self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, texts=texts, images=tensor_images)
-        self.metrics = FrontendMetrics(pages[0], self.models)
+        self.tensors = Tensors(
+            self.engine, self.models, self.admin, self._pool,
+            texts=texts, images=tensor_images, watch=self.watch_client,
+            decode_pool=self.decode_pool, served=self.metrics.record_last_inference,
+        )  # fmt: skip
         self.held = HeldBytes(settings.limits.max_held_bytes, self.metrics.record_held_cut)
         self.count_held: Callable[[], int] = lambda: self.held.num_bytes
         """Returns the bytes held for clients; a process that serves no HTTP replaces it."""

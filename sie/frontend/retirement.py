@@ -1,9 +1,9 @@
 """Ends a frontend process: asks for a successor, and closes idle connections so that they do not delay the end.
 
-Granian ends when its connections have ended. Two kinds last until the time limit of their headers. One is a connection
-accepted at the moment of the signal. The other are connections that wait while no accept succeeds, because Granian's
-loop checks its listener before the signal (granian 2.8, `acceptor_impl_loop`). So a process that was told to finish
-exits by itself when no request is under way and no client reads any more.
+Granian ends when its connections have ended. Two kinds of idle connections last until the time limit of their headers:
+those accepted at the moment of the signal, and those that wait while accepts fail, because Granian's loop checks its
+listener before the signal (granian 2.8, `acceptor_impl_loop`). So a process that was told to finish does not wait for
+Granian: it exits when no request is in progress and no client still reads an answer.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Leaving:
         self._unread: dict[int, TcpState] = {}
 
     def begin(self) -> None:
-        """Exit when no request is under way, after `drain_timeout_s` at the latest. Granian was told to finish, too."""
+        """Exit when no request is in progress, at the latest after `drain_timeout_s`. Granian was told to finish, too."""
         if self._in_granian and self._until_s is None:
             self._until_s = time.monotonic() + self._drain_timeout_s
 
     def tick(self, now_s: float) -> None:
-        """Check now and then whether to begin or to exit. Does not return if it exits."""
+        """Check from time to time whether to begin or to exit. Does not return if it exits."""
         if now_s - self._looked_s < _LOOK_S:
             return
         self._looked_s = now_s
@@ -85,7 +85,7 @@ class Leaving:
             resource.setrlimit(resource.RLIMIT_NOFILE, (self._num_files, hard))
             return
         _log.error(
-            "the limit of open files was lowered from %d to %d: finishing what was accepted, for a successor",
+            "the limit of open files was lowered from %d to %d: finishing accepted requests, then a successor takes over",
             self._num_files, hard,
         )  # fmt: skip
         self._num_files = 0

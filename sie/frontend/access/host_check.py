@@ -1,8 +1,8 @@
 """Refuses foreign `Host` and `Origin` headers on a loopback address without API keys. Pure. Must stay cheap: one look-up.
 
-A page in a browser on this host reaches such a server, too. A foreign page sends its own `Origin`. A page whose host
-name was rebound to a loopback address is of the same origin as the server, so only its `Host` tells it from our own
-pages. Clients other than browsers may omit both headers.
+Pages in a browser on this host can reach such a server, too. A foreign page sends its own `Origin`. If a page's host
+name was rebound to a loopback address, the page has the server's origin, and only its `Host` differs from that of our
+own pages. Clients other than browsers may omit both headers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HostCheck:
 
 
 def open_host_check(settings: Settings, launch: Launch) -> HostCheck | None:
-    """Return the check, or None where API keys, a Unix socket, another address or `allowed_host = "*"` make it unnecessary."""
+    """Return the check, or None if API keys, a Unix socket, another address or `allowed_host = "*"` make it unnecessary."""
     access, server = settings.access, settings.server
     if access.api_keys or launch.listen_fd >= 0 or not is_loopback(launch.host) or "*" in access.allowed_hosts:
         return None
@@ -85,5 +85,5 @@ def _refusal(header: str, value: str, setting: str) -> str:
     shown = value if len(value) <= _MAX_CHARS else f"{value[:_MAX_CHARS]}..."
     return (
         f"{header} is {shown!r}. Without api_keys a server on a loopback address refuses other hosts' names and pages; "
-        f"the setting {setting} names those that may use it"
+        f"to allow it, add it to the setting {setting}"
     )

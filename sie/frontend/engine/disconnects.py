@@ -6,8 +6,7 @@ import asyncio
 from collections import deque
 from typing import Any, Final
 
-from sie.frontend.engine.interface import Engine
-from sie.frontend.engine.worker_link import Pending
+from sie.frontend.engine.interface import Engine, Pending
 from sie.values.errors import ClientGone
 
 _WATCH_AFTER_NS: Final = 50_000_000

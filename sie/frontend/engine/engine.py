@@ -1,6 +1,6 @@
 """Carries every request between operations and workers: submit, reply, resubmit after a death, hedge, abandon in time.
 
-Dialects know only `submit` and the `Reply` that its future brings. A request's bytes lie in this frontend's own
+Operations know it as `sie.frontend.engine.interface.Engine`. A request's bytes lie in this frontend's own
 segment, so a worker's death costs time and not the answer: its unanswered requests go, from the same bytes, to a live
 worker. Without one they wait in `held` for the restart, until their deadlines. The unanswered requests of a late
 worker go to another worker as well, as copies.
@@ -21,23 +21,24 @@ from sie.config.limits import Limits
 from sie.config.settings import Settings
 from sie.frontend.engine import admission
 from sie.frontend.engine.hedging import make_copy, may_run_twice, pair, unpair
+from sie.frontend.engine.interface import Pending
 from sie.frontend.engine.placement import choose_worker
 from sie.frontend.engine.quarantine import QuarantinedInputs, poison
 from sie.frontend.engine.reply_drain import Answers, end, overdue
 from sie.frontend.engine.request_layout import RequestLayout, lay_out, lay_out_once
 from sie.frontend.engine.token_stream import TokenStream
-from sie.frontend.engine.worker_link import Pending, WorkerLink
-from sie.frontend.models.adapters import is_coming, loading, workers_with
+from sie.frontend.engine.worker_link import ShmPending, WorkerLink
+from sie.frontend.models.adapter_lookup import is_coming, loading, workers_with
 from sie.ipc.messages import ModelEntry, PeerFault, Quarantine
 from sie.runtime import failpoints
 from sie.runtime.logs import get_logger
 from sie.shm.attach import Attachment
 from sie.shm.extent import set_cancelled, write_extent, write_parts, write_pieces
-from sie.shm.extent_headers import WorkHeader
 from sie.shm.layout import FLAG_ALONE, ProtocolError
 from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
 from sie.values.errors import ClientGone, Overloaded, SieError, Unavailable, WorkerLost
+from sie.values.work import WorkHeader
 
 _log = get_logger(__name__)
 _MAX_DEATHS = 2
@@ -65,7 +66,7 @@ class ShmEngine:
         self._send = send
         self._links: dict[int, WorkerLink] = {}
         self._dying: dict[int, WorkerLink] = {}
-        self._held: dict[int, Pending] = {}
+        self._held: dict[int, ShmPending] = {}
         self._ids = itertools.count(1)
         self._quarantined = QuarantinedInputs()
         self._answers = Answers(find_model, self._requeue)
@@ -110,8 +111,8 @@ class ShmEngine:
 
     def submit(
         self, header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]], num_tokens: int, deadline_ns: int
-    ) -> Pending:
-        """Hand one request to a worker and return its record; await `pending.reply()` for the Reply.
+    ) -> ShmPending:
+        """Hand one request to a worker and return its record; await its `reply()`.
 
         arrays: those of the header's operation, by name. An `id:profile` in header.model becomes the model that workers
         know. Raises Overloaded if memory or the queue is full, PoisonInput for a quarantined input, Unavailable if no
@@ -124,7 +125,7 @@ class ShmEngine:
 
     def submit_parts(
         self, layout: RequestLayout, parts: Sequence[bytes | memoryview], num_tokens: int, deadline_ns: int
-    ) -> Pending:
+    ) -> ShmPending:
         """Do as `submit` for a request that already has a layout and whose arrays are bytes."""
         with self._lease(layout) as lease:
             write_parts(lease.view, layout.head, layout.places, parts)
@@ -132,7 +133,7 @@ class ShmEngine:
 
     async def submit_large(
         self, header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]], num_tokens: int, deadline_ns: int
-    ) -> Pending:
+    ) -> ShmPending:
         """Do as `submit`, but let the event loop turn between copies: the arrays may have megabytes."""
         layout = lay_out(header, arrays)
         with self._lease(layout) as lease:
@@ -148,7 +149,7 @@ class ShmEngine:
         num_tokens: int,
         deadline_ns: int,
         stream: TokenStream,
-    ) -> Pending:
+    ) -> ShmPending:
         """Do as `submit_large` for work whose tokens go to stream. deadline_ns is the deadline of the first token.
 
         Such work stays long, so it gets at most half of the request segment. Raises Overloaded beyond that.
@@ -174,9 +175,9 @@ class ShmEngine:
     def _hand_over(
         self, lease: Lease, layout: RequestLayout, adapter: str, num_tokens: int, deadline_ns: int,
         *, stream: TokenStream | None = None,
-    ) -> Pending:  # fmt: skip
+    ) -> ShmPending:  # fmt: skip
         """Submit a written request to a worker, or hold it until a worker is available."""
-        pending = Pending(
+        pending = ShmPending(
             next(self._ids),
             layout.model,
             lease=lease,
@@ -198,7 +199,7 @@ class ShmEngine:
         lease.hand_over(pending.request_id)
         return pending
 
-    def _choose(self, pending: Pending) -> WorkerLink | None:
+    def _choose(self, pending: ShmPending) -> WorkerLink | None:
         """Return the worker for a new request, or None if the request must wait for a restarting worker."""
         candidates = self._candidates(pending)
         link = choose_worker(candidates)
@@ -213,7 +214,7 @@ class ShmEngine:
             admission.check_queue(link.outstanding_tokens, pending.num_tokens, max_tokens, self.tokens_per_s)
         return link
 
-    def _try_submit(self, link: WorkerLink, pending: Pending) -> bool:
+    def _try_submit(self, link: WorkerLink, pending: ShmPending) -> bool:
         """Submit a request to a worker; return False if that worker has gone. Raises Overloaded if its ring is full."""
         try:
             if link.try_submit(pending):
@@ -226,7 +227,7 @@ class ShmEngine:
             return False
         raise self._overloaded("the ring is full")
 
-    def _candidates(self, pending: Pending) -> list[WorkerLink]:
+    def _candidates(self, pending: ShmPending) -> list[WorkerLink]:
         if pending.num_deaths >= _MAX_DEATHS:
             return []
         entry, links = self._find_model(pending.model), self._links
@@ -236,7 +237,7 @@ class ShmEngine:
     def _has_room(self, link: WorkerLink) -> bool:
         return len(link.pending) < self._max_per_link
 
-    def _hold(self, pending: Pending) -> None:
+    def _hold(self, pending: ShmPending) -> None:
         entry = self._find_model(pending.model)
         if entry is None or not (entry.recovering or entry.workers):
             raise Unavailable(f"Model '{pending.model}' is not loaded", code="MODEL_NOT_LOADED")
@@ -253,6 +254,7 @@ class ShmEngine:
 
     def abandon(self, pending: Pending, error: SieError) -> None:
         """End the client's wait with an error and tell the worker not to run it; the lease stays with the worker."""
+        assert isinstance(pending, ShmPending)
         if not pending.future.done():
             pending.future.set_exception(error)
         if self._held.pop(pending.request_id, None) is not None:
@@ -281,7 +283,7 @@ class ShmEngine:
     def _all_links(self) -> list[WorkerLink]:
         return [*self._links.values(), *self._dying.values()]
 
-    def _all_pending(self) -> list[Pending]:
+    def _all_pending(self) -> list[ShmPending]:
         pending = list(self._held.values())
         for link in self._all_links():
             pending += link.pending.values()
@@ -300,7 +302,7 @@ class ShmEngine:
 
     def place_held(self) -> None:
         """Submit waiting requests to workers that now have their model; call when models or workers changed."""
-        for pending in list(self._held.values()):
+        for pending in [held for held in self._held.values() if not held.future.done()]:  # `expire` ends the others
             link = choose_worker(filter(self._has_room, self._candidates(pending)))
             with contextlib.suppress(Overloaded):  # it keeps waiting
                 if link is not None and self._try_submit(link, pending):
@@ -390,7 +392,7 @@ class ShmEngine:
         # Replies already handed out keep the mapping alive through their views; the rest goes now.
         link.attachment.close()
 
-    def _resubmit(self, pending: Pending, is_suspect: bool) -> None:
+    def _resubmit(self, pending: ShmPending, is_suspect: bool) -> None:
         """Queue a request of a dead worker for another one, or end it where it must not run again."""
         if pending.future.done():
             pending.lease.end()
@@ -408,11 +410,11 @@ class ShmEngine:
             self._mark_suspect(pending)
         self._requeue(pending)
 
-    def _requeue(self, pending: Pending) -> None:
+    def _requeue(self, pending: ShmPending) -> None:
         pending.link = None
         self._held[pending.request_id] = pending
 
-    def _mark_suspect(self, pending: Pending) -> None:
+    def _mark_suspect(self, pending: ShmPending) -> None:
         """Count a worker's death against a request.
 
         After the first death any request of the step may be to blame, so each runs alone from then on. After the second

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import msgspec
 
-from sie.frontend.engine.worker_link import Pending
+from sie.frontend.engine.worker_link import ShmPending
 from sie.shm.extent import set_cancelled
 from sie.shm.layout import FLAG_ALONE
 from sie.shm.pool import Lease
 
 
-def may_run_twice(pending: Pending) -> bool:
+def may_run_twice(pending: ShmPending) -> bool:
     """Return whether a second worker may run this request at the same time.
 
     A stream may not: its tokens come from one worker. A request whose worker died in a step with it may not either: if
@@ -23,14 +23,14 @@ def may_run_twice(pending: Pending) -> bool:
     return pending.stream is None and pending.rival is None and not pending.num_deaths and not pending.future.done()
 
 
-def make_copy(pending: Pending, request_id: int, lease: Lease, *, is_suspect: bool) -> Pending:
+def make_copy(pending: ShmPending, request_id: int, lease: Lease, *, is_suspect: bool) -> ShmPending:
     """Return a copy of a request in this lease, at least as long. is_suspect: the copy runs alone in its step."""
     lease.view[: pending.length] = pending.lease.view[: pending.length]
     flags = pending.flags | (FLAG_ALONE if is_suspect else 0)
     return msgspec.structs.replace(pending, request_id=request_id, lease=lease, link=None, flags=flags)
 
 
-def pair(first: Pending, second: Pending) -> None:
+def pair(first: ShmPending, second: ShmPending) -> None:
     """Make two submitted requests rivals: when their shared future is done, those still at a worker are cancelled."""
     first.rival, second.rival = second, first
 
@@ -43,7 +43,7 @@ def pair(first: Pending, second: Pending) -> None:
     first.future.add_done_callback(cancel_both)
 
 
-def unpair(pending: Pending) -> Pending | None:
+def unpair(pending: ShmPending) -> ShmPending | None:
     """Return the rival of a request, and remove the link between the two."""
     rival, pending.rival = pending.rival, None
     if rival is not None:

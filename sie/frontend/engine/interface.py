@@ -1,7 +1,12 @@
-"""Defines the engine that operations use: submit a prepared request, and abandon it. `ShmEngine` implements it."""
+"""Defines what operations, dialects and routes know of an engine: work in, a `Pending`, then its `Reply`.
+
+`sie.frontend.engine.engine.ShmEngine` implements it with shared memory. Its own classes are the records that operations
+hold, so nothing is wrapped. Two plain classes belong to the interface, too: `TokenStream` and `RequestLayout`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -9,19 +14,53 @@ from numpy.typing import NDArray
 
 from sie.frontend.engine.request_layout import RequestLayout
 from sie.frontend.engine.token_stream import TokenStream
-from sie.frontend.engine.worker_link import Pending
-from sie.shm.extent_headers import WorkHeader
 from sie.values.errors import SieError
+from sie.values.work import WorkHeader
 
 Arrays = Sequence[tuple[str, NDArray[Any]]]
-"""The arrays that an operation needs, by name; `sie.shm.extent_headers` lists them."""
+"""The arrays that an operation needs, by name; `sie.values.work` lists them."""
+
+
+class Reply(Protocol):
+    """The answer to a request. Its reader copies what it needs, or encodes it, and then calls `release` once."""
+
+    view: memoryview
+    """Header and arrays as bytes (`sie.values.work_bytes`); read-only, valid until `release`."""
+    num_tokens: int
+    """Tokens of the request, as they were submitted."""
+    submitted_ns: int
+
+    def release(self) -> None:
+        """Give the memory of `view` back."""
+        ...
+
+
+class Pending(Protocol):
+    """One submitted request until its reply."""
+
+    submitted_ns: int
+    deadline_ns: int
+    """When the engine ends the request, on CLOCK_MONOTONIC. A stream moves it with each token."""
+    future: asyncio.Future[Any]
+    """Done with a `Reply` or an error. Await `reply` instead; a callback may take the result, and then releases it."""
+
+    async def reply(self) -> Reply:
+        """Wait for the reply, which the caller releases. Raises the error that ended the request.
+
+        If the caller is cancelled, nobody gets the reply, and the engine releases it.
+        """
+        ...
+
+    def stop(self, choice: int) -> None:
+        """Ask for no more tokens of one choice of a request to generate."""
+        ...
 
 
 class Engine(Protocol):
-    """Takes prepared requests to a worker and brings their replies (`sie.frontend.engine.engine.ShmEngine`).
+    """Takes prepared requests to a worker and brings their replies.
 
     Every submit raises Overloaded if memory or the queue is full, PoisonInput for a quarantined input, and Unavailable
-    if no worker has the model. Await `reply()` of the returned `Pending` for the `Reply`.
+    if no worker has the model. An `id:profile` in the header's model becomes the model that workers know.
     """
 
     def submit(self, header: WorkHeader, arrays: Arrays, num_tokens: int, deadline_ns: int) -> Pending:
@@ -41,7 +80,10 @@ class Engine(Protocol):
     async def submit_stream(
         self, header: WorkHeader, arrays: Arrays, num_tokens: int, deadline_ns: int, stream: TokenStream
     ) -> Pending:
-        """Submit a request to generate, whose tokens go to `stream` as they come."""
+        """Submit a request to generate, and join `stream` to it: its tokens go there as they come.
+
+        deadline_ns is the deadline of the first token. The reply has the totals; the stream reads and releases it.
+        """
         ...
 
     def abandon(self, pending: Pending, error: SieError) -> None:

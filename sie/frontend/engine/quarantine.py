@@ -7,10 +7,10 @@ import time
 
 import msgspec
 
-from sie.shm.extent import array_view, read_extent
-from sie.shm.extent_headers import WorkHeader
 from sie.values.errors import PoisonInput
 from sie.values.generate import GenerateTask
+from sie.values.work import WorkHeader
+from sie.values.work_bytes import array_view, read_extent
 
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
 _task_decoder = msgspec.msgpack.Decoder(GenerateTask)

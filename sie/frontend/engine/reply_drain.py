@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Final
+
+import msgspec
 
 from sie.frontend.engine.hedging import unpair
-from sie.frontend.engine.token_stream import read_frame
-from sie.frontend.engine.worker_link import Pending, Reply, WorkerLink, read_error
+from sie.frontend.engine.worker_link import ShmPending, ShmReply, WorkerLink, read_error
 from sie.ipc.messages import ModelEntry
 from sie.shm.layout import ERROR, REPLY, TOKENS, Descriptor, ProtocolError
 from sie.values.errors import DeadlineExceeded, SieError
+from sie.values.generate import TokenFrame
+from sie.values.work_bytes import read_extent
 
+_frame_decoder: Final = msgspec.msgpack.Decoder(TokenFrame)
 _RATE_WEIGHT = 0.2
 _MIN_RATE_SPAN_S = 0.5
 
@@ -23,7 +28,7 @@ _MIN_RATE_SPAN_S = 0.5
 class Answers:
     """The answers of one engine's workers. hold queues a request that must wait for a worker again."""
 
-    def __init__(self, find_model: Callable[[str], ModelEntry | None], hold: Callable[[Pending], None]) -> None:
+    def __init__(self, find_model: Callable[[str], ModelEntry | None], hold: Callable[[ShmPending], None]) -> None:
         self._find_model = find_model
         self._hold = hold
         self._tokens_done = 0
@@ -59,7 +64,7 @@ class Answers:
         if view is None:
             end(pending, DeadlineExceeded("the worker dropped the request at its deadline"))
             return
-        reply = Reply(link, pending, descriptor.offset, view)
+        reply = ShmReply(link, pending, descriptor.offset, view)
         if descriptor.kind == ERROR:
             self._on_error(pending, read_error(reply))
         elif pending.future.done():
@@ -73,7 +78,7 @@ class Answers:
         """Feed the tokens of one or more steps to their streams, and release the extent at once."""
         if descriptor.kind != TOKENS:
             raise ProtocolError(f"a worker sent kind {descriptor.kind}")
-        records = read_frame(link.attachment.view(descriptor))
+        records = read_extent(link.attachment.view(descriptor), _frame_decoder)[0].records
         link.release(descriptor.offset)
         now_ns = time.monotonic_ns()
         for record in records:
@@ -82,7 +87,7 @@ class Answers:
                 raise ProtocolError(f"tokens for request {record.request_id}, which is not an outstanding stream")
             pending.stream.feed(record, now_ns)
 
-    def _on_error(self, pending: Pending, error: SieError) -> None:
+    def _on_error(self, pending: ShmPending, error: SieError) -> None:
         """End the request with a worker's error, unless another worker may still answer.
 
         A retryable error of one worker is ignored while another worker has the same request. MODEL_NOT_LOADED while the
@@ -101,14 +106,14 @@ class Answers:
             end(pending, error)
 
 
-def end(pending: Pending, error: SieError) -> None:
+def end(pending: ShmPending, error: SieError) -> None:
     """End a request that is not at a worker any more: its lease, and its client's wait with this error."""
     pending.lease.end()
     if not pending.future.done():
         pending.future.set_exception(error)
 
 
-def overdue(pending: Pending) -> SieError:
+def overdue(pending: ShmPending) -> SieError:
     """Return the error for a request whose deadline passed."""
     if pending.stream is not None:
         return pending.stream.overdue()

@@ -11,8 +11,8 @@ import msgspec
 from numpy.typing import NDArray
 
 from sie.catalog.profiles import model_of
-from sie.shm.extent import DTYPES, extent_bytes, extent_head, plan_arrays
-from sie.shm.extent_headers import ArrayRef, WorkHeader
+from sie.values.work import ArrayRef, WorkHeader
+from sie.values.work_bytes import DTYPES, extent_bytes, extent_head, plan_arrays
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _MAX_KEPT_TASK_BYTES: Final = 2048

@@ -1,4 +1,4 @@
-"""Carries the tokens of one request from a worker to the request's handler, and reports when they are overdue.
+"""Carries the tokens of one request from an engine to the request's handler, and reports when they are overdue.
 
 A worker's records are checked as they come: each choice's in order, none missing, none after its last. A worker's death
 restarts the stream while the client was sent nothing. After that it ends the stream.
@@ -11,51 +11,33 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from sie.shm.extent import clear_stopped, read_extent, set_stopped
-from sie.shm.layout import ProtocolError
-from sie.shm.pool import Lease
-from sie.values.errors import DeadlineExceeded, SieError
-from sie.values.generate import GenerateTotals, TokenFrame, TokenRecord
+from sie.values.errors import DeadlineExceeded, ProtocolError, SieError
+from sie.values.generate import GenerateTotals, TokenRecord
+from sie.values.work_bytes import read_extent
 
 if TYPE_CHECKING:
     import asyncio
 
 
 class StreamReply(Protocol):
-    """The terminal reply of a stream: an extent to read and to give back."""
+    """The part of a reply that a stream reads (`sie.frontend.engine.interface.Reply`)."""
 
     view: memoryview
 
-    def release(self) -> None:
-        """Let the worker use the extent again."""
-        ...
+    def release(self) -> None: ...
 
 
 class StreamRequest(Protocol):
-    """The part of a submitted request that its stream reads and moves (`sie.frontend.engine.worker_link.Pending`)."""
+    """The part of a submitted request that its stream uses (`sie.frontend.engine.interface.Pending`)."""
 
     deadline_ns: int
+    future: asyncio.Future[Any]
 
-    @property
-    def future(self) -> asyncio.Future[Any]: ...
-
-    @property
-    def lease(self) -> Lease: ...
-
-    @property
-    def is_at_worker(self) -> bool:
-        """Whether a worker has it now."""
-        ...
+    def stop(self, choice: int) -> None: ...
 
 
-_frame_decoder: Final = msgspec.msgpack.Decoder(TokenFrame)
 _totals_decoder: Final = msgspec.msgpack.Decoder(GenerateTotals)
 _ENDED: Final = -1
-
-
-def read_frame(view: memoryview) -> tuple[TokenRecord, ...]:
-    """Return the records of a `TOKENS` extent, copied out of it. Raises ProtocolError."""
-    return read_extent(view, _frame_decoder)[0].records
 
 
 class StreamTimes(msgspec.Struct, frozen=True):
@@ -132,8 +114,6 @@ class TokenStream:
         self._num_sent = [0] * len(self._num_sent)
         self._records = []
         self.num_restarts += 1
-        if self._pending is not None:
-            clear_stopped(self._pending.lease.view)
         return True
 
     def overdue(self) -> SieError:
@@ -146,10 +126,9 @@ class TokenStream:
         return DeadlineExceeded("no token came for stream_idle_timeout_s")
 
     def stop(self, choice: int) -> None:
-        """Ask the worker, if one has the request, to stop generating a choice."""
-        pending = self._pending
-        if pending is not None and pending.is_at_worker:
-            set_stopped(pending.lease.view, choice)
+        """Ask for no more tokens of a choice."""
+        if self._pending is not None:
+            self._pending.stop(choice)
 
     def _on_end(self, future: asyncio.Future[StreamReply]) -> None:
         if not future.cancelled() and future.exception() is None:

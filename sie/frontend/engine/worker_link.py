@@ -13,10 +13,11 @@ from sie.frontend.engine.quarantine import digest_of
 from sie.frontend.engine.token_stream import TokenStream
 from sie.runtime import failpoints
 from sie.shm.attach import Attachment
-from sie.shm.extent import read_extent
+from sie.shm.extent import clear_stopped, set_cancelled, set_stopped
 from sie.shm.layout import SUBMIT, ProtocolError
 from sie.shm.pool import Lease
 from sie.values.errors import Internal, SieError, WireError, from_wire
+from sie.values.work_bytes import read_extent
 
 _MAX_STAGED: Final = 8
 """After this many requests in one turn of the event loop the bell is rung at once: the worker begins meanwhile."""
@@ -25,7 +26,7 @@ _LARGE_REPLY_BYTES: Final = 64 * 1024
 _error_decoder: Final = msgspec.msgpack.Decoder(WireError)
 
 
-class Pending(msgspec.Struct, eq=False):  # a Struct is made in a third of the time: one for each request
+class ShmPending(msgspec.Struct, eq=False):  # a Struct is made in a third of the time: one for each request
     """One submitted request until its terminal reply.
 
     The lease outlives the client: a time-out or a disconnect ends the future, but only a terminal descriptor, or the
@@ -41,11 +42,11 @@ class Pending(msgspec.Struct, eq=False):  # a Struct is made in a third of the t
     num_tokens: int
     deadline_ns: int
     submitted_ns: int
-    future: asyncio.Future[Reply]
+    future: asyncio.Future[ShmReply]
     adapter: str = ""
     stream: TokenStream | None = None
     link: WorkerLink | None = None
-    rival: Pending | None = None
+    rival: ShmPending | None = None
     num_deaths: int = 0
     flags: int = 0
 
@@ -54,17 +55,21 @@ class Pending(msgspec.Struct, eq=False):  # a Struct is made in a third of the t
         """Whether a worker has it now."""
         return self.link is not None and self.request_id in self.link.pending
 
-    async def reply(self) -> Reply:
+    async def reply(self) -> ShmReply:
         """Wait for the reply, which the caller releases. Raises the error that ended the request.
 
-        A caller that is cancelled in the turn in which the reply arrives never gets it, so it is released here. Await a
-        reply only by this method: awaiting the bare future would drop it, and its extent would stay leased for ever.
+        If the caller is cancelled, the worker is told not to run the request. A caller that is cancelled in the turn in
+        which the reply arrives never gets it, so it is released here. Await a reply only by this method: awaiting the
+        bare future would drop it, and its extent would stay leased for ever.
         """
         future = self.future
         try:
             return await future
         except BaseException:
-            if future.done() and not future.cancelled() and future.exception() is None:
+            if future.cancelled():
+                if self.is_at_worker:
+                    set_cancelled(self.lease.view)
+            elif future.done() and future.exception() is None:
                 future.result().release()
             raise
 
@@ -74,19 +79,29 @@ class Pending(msgspec.Struct, eq=False):  # a Struct is made in a third of the t
 
     def may_run_again(self) -> bool:
         """Return whether another worker may run it from the start. Resets its stream for that."""
-        return self.stream is None or self.stream.try_restart(time.monotonic_ns())
+        if self.stream is None:
+            return True
+        if not self.stream.try_restart(time.monotonic_ns()):
+            return False
+        clear_stopped(self.lease.view)
+        return True
+
+    def stop(self, choice: int) -> None:
+        """Ask the worker, if one has the request, to stop generating a choice."""
+        if self.is_at_worker:
+            set_stopped(self.lease.view, choice)
 
 
-class Reply:
+class ShmReply:
     """A terminal reply's extent, read-only. `release` gives it back to the worker, once, after its bytes were copied.
 
-    It must not refer to its `Pending`, whose future holds this reply. Only the garbage collector would free such a
+    It must not refer to its `ShmPending`, whose future holds this reply. Only the garbage collector would free such a
     cycle, and it runs so rarely that thousands of requests would pile up.
     """
 
     __slots__ = ("_address", "_link", "num_tokens", "submitted_ns", "view")
 
-    def __init__(self, link: WorkerLink, pending: Pending, address: int, view: memoryview) -> None:
+    def __init__(self, link: WorkerLink, pending: ShmPending, address: int, view: memoryview) -> None:
         self._link = link
         self._address = address
         self.num_tokens = pending.num_tokens
@@ -111,7 +126,7 @@ class WorkerLink:
         self._on_fault = on_fault
         self.slot = slot
         self.attachment = attachment
-        self.pending: dict[int, Pending] = {}
+        self.pending: dict[int, ShmPending] = {}
         self.outstanding_tokens = 0
         self.is_alive = True
         self.is_late = False
@@ -127,7 +142,7 @@ class WorkerLink:
         """The number of this attachment; unique over all attachments of the server."""
         return self.attachment.generation
 
-    def try_submit(self, pending: Pending) -> bool:
+    def try_submit(self, pending: ShmPending) -> bool:
         """Hand over one request; return False if the ring is full. `_flush_soon` describes when the worker is woken."""
         staged = self.attachment.stage(
             SUBMIT, pending.flags, pending.request_id, pending.lease.address, pending.length,
@@ -144,7 +159,7 @@ class WorkerLink:
                 self._flush_soon()
         return staged
 
-    def settle(self, pending: Pending) -> None:
+    def settle(self, pending: ShmPending) -> None:
         """Remove a request from `pending`, and its tokens from the outstanding ones."""
         del self.pending[pending.request_id]
         self.outstanding_tokens -= pending.num_tokens
@@ -189,7 +204,7 @@ class WorkerLink:
 _EMPTY: Final = memoryview(b"")
 
 
-def read_error(reply: Reply) -> SieError:
+def read_error(reply: ShmReply) -> SieError:
     """Return the error from a worker's reply, and release its extent."""
     try:
         wire, _ = read_extent(reply.view, _error_decoder)

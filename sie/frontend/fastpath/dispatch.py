@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
-from sie.frontend.engine.worker_link import Pending, Reply
+from sie.frontend.engine.interface import Pending, Reply
 from sie.frontend.http.response import Response
 from sie.frontend.http.routes import Route
-from sie.frontend.routes.table import TABLE
+from sie.frontend.routes.table import match_path
 from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.values.errors import Unavailable
 
 if TYPE_CHECKING:
     from sie.frontend.http.exchange import Exchange
     from sie.frontend.process import FrontendProcess
-
-
-_MAX_KEPT_CHARS: Final = 256
-_match: Final = lru_cache(maxsize=1024)(TABLE.match)
 
 
 class Work(Protocol):
@@ -70,8 +66,8 @@ class FastPath:
 
     def take(self, exchange: Exchange) -> None:
         """Serve a request here if its body has arrived and its route has a submitter, or else in a task."""
-        path, scope, body = exchange.scope.path, exchange.scope, exchange.body
-        matched = _match(path) if len(path) <= _MAX_KEPT_CHARS else TABLE.match(path)
+        scope, body = exchange.scope, exchange.body
+        matched = match_path(scope.path)
         try_submit = self._submitters.get(matched.route) if matched is not None else None
         if matched is None or try_submit is None or scope.method != "POST" or body is None or not body.done():
             self.spawn(self._boundary.serve(exchange))

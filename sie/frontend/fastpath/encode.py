@@ -1,14 +1,23 @@
-"""Submits and answers encode requests without a task. Must check and answer exactly as `Inference.encode` does."""
+"""Submits and answers encode requests without a task. Must check and answer exactly as `Inference.handler_of` does.
+
+The second half of a request is the same code in both: `read` and `Inference.answer`. The first half uses the same codec,
+checks and `Encoder.try_start`, but the order of the calls stands in both places. There, `Inference.handler_of` may wait
+for the body, a thread, a model or its tokenizer; here each of these is a `return None`. One coroutine for both would
+begin outside a task and move into one at its first wait, which asyncio has only from Python 3.12 on (eager tasks).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from typing import Final
 
-from sie.frontend.dialects.native import encode, negotiate
-from sie.frontend.engine.worker_link import Pending, Reply
+from sie.frontend.dialects.description import Codec, Sent
+from sie.frontend.dialects.native.dialect import ENCODE
+from sie.frontend.engine.interface import Pending, Reply
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import Response
-from sie.frontend.models.adapters import requested_adapter
+from sie.frontend.http.threads import LARGE_BYTES
+from sie.frontend.models.adapter_lookup import requested_adapter
 from sie.frontend.operations.resolve import resolve_encode
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.decode_body import add_hint
@@ -16,6 +25,8 @@ from sie.frontend.routes.embed import Inference, read
 from sie.ipc.messages import ModelEntry
 from sie.values.encode import EncodeRequest
 from sie.values.errors import BadRequest, Unavailable
+
+_CODEC: Final[Codec] = ENCODE.codec
 
 
 class EncodeWork:
@@ -35,13 +46,15 @@ class EncodeWork:
         self.pending = pending
 
     def answer(self, raw: Reply) -> Response | Awaitable[Response]:
-        reply = read(self._exchange, self.entry, self._request, self._took_ns, raw)
-        return self._inference.encoded(self._exchange, reply, raw)
+        exchange, request = self._exchange, self._request
+        reply = read(exchange, self.entry, request, self._took_ns, raw)
+        is_large = len(raw.view) >= LARGE_BYTES
+        return self._inference.answer(_CODEC, exchange, (request, None, reply), raw, is_large=is_large)
 
     async def retry(self, error: Unavailable) -> Response:
         exchange, inference = self._exchange, self._inference
         entry = inference.models.reloaded(self.entry, error)
-        return await inference.run_encode(exchange, entry, self._request)
+        return await inference.run(_CODEC, exchange, entry, self._request)
 
 
 class EncodeFastPath:
@@ -52,16 +65,16 @@ class EncodeFastPath:
         self._inference = inference
 
     def __call__(self, exchange: Exchange) -> EncodeWork | None:
-        """Submit a request that waits only for its reply, or return None so that `Inference.encode` serves it.
+        """Submit a request that waits only for its reply, or return None so that `Inference.handler_of` serves it.
 
         The model must be loaded, the request must name no adapter, and its texts must be short enough to tokenise here.
         """
         process, inference, limits = self._process, self._inference, self._process.settings.limits
         inference.check_headers(exchange)
         body = exchange.take_body(process.bodies)
-        is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
+        sent = Sent(exchange.model, exchange.headers.get("content-type"))
         try:
-            request = encode.decode_encode(body, is_msgpack, exchange.model, limits)
+            request, _ = _CODEC.decode(body, sent, limits)
         except BadRequest as error:
             add_hint(error, exchange, body)
             raise

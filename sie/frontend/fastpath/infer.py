@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable
+from functools import partial
 
 from sie.frontend.dialects.kserve import infer
-from sie.frontend.engine.worker_link import Pending, Reply
+from sie.frontend.engine.interface import Pending, Reply
 from sie.frontend.fastpath.infer_cache import (
     Basis,
     CachedInfer,
@@ -18,13 +19,16 @@ from sie.frontend.fastpath.infer_cache import (
 )
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import Response
+from sie.frontend.http.threads import LARGE_BYTES
 from sie.frontend.operations.reply_reader import timing_of
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.kserve import LENGTH_HEADER, KServe
 from sie.frontend.routes.table import INFER, find_route
-from sie.frontend.tensors.infer import deadline_of, hold
+from sie.frontend.tensors.held_reply import hold
+from sie.frontend.tensors.infer import deadline_of
 from sie.frontend.tensors.lookup import is_servable
 from sie.frontend.tensors.states import rule_of
+from sie.frontend.tensors.text_models import TEXT_PLATFORMS
 from sie.values.errors import Unavailable
 
 
@@ -46,19 +50,21 @@ class InferWork:
         if found is None:
             return self._answer_uncached(raw)
         exchange.timing = timing_of(raw, found.times, exchange.began_ns, 0)
-        return self._kserve.answered(exchange, cached.call.request.model, found.body, found.json_bytes)
+        self._kserve.tensors.served(cached.call.request.model)
+        return self._kserve.answered(exchange, found.body, found.json_bytes)
 
     def _answer_uncached(self, raw: Reply) -> Response | Awaitable[Response]:
         """Encode an answer whose layout is not in the cache, and cache the layout if the request is cacheable."""
         exchange, cached, call = self._exchange, self._cached, self._cached.call
         header = header_of(raw) if cached.places else b""
         held = hold(raw, call.request.model, exchange.began_ns, 0)
-        response = self._kserve.answer(exchange, call, rule_of(cached.entry), held)
-        if header and isinstance(response, Response):
-            json_bytes = next((value for name, value in response.headers if name == LENGTH_HEADER), None)
-            if json_bytes is not None:
-                cache_answer(cached.answers, header, response.body, int(json_bytes))
-        return response
+        tensors, encode, rule = self._kserve.tensors, partial(infer.encode_infer, call), rule_of(cached.entry)
+        if held.nbytes >= LARGE_BYTES:
+            return self._kserve.finished(exchange, tensors.encoded(exchange, held, rule, encode))
+        body, json_bytes = tensors.encoded_now(exchange, held, rule, encode)
+        if header and json_bytes is not None:
+            cache_answer(cached.answers, header, body, json_bytes)
+        return self._kserve.answered(exchange, body, json_bytes)
 
     async def retry(self, error: Unavailable) -> Response:
         exchange, entry = self._exchange, self._cached.entry
@@ -79,7 +85,7 @@ class InferFastPath:
     def __call__(self, exchange: Exchange) -> InferWork | None:
         """Submit a request that waits only for its reply, or return None so that `KServe.infer` serves it.
 
-        The model must take requests, and the body must be valid and not compressed.
+        The model must take requests and tensors, and the body must be valid and not compressed.
         """
         process, headers = self._process, exchange.headers
         length = headers.get(LENGTH_HEADER)
@@ -112,7 +118,7 @@ class InferFastPath:
             return None
         entry = tensors.table.resolve(found.model, found.version)
         exchange.known_model = entry.card.id
-        if not is_servable(entry):
+        if not is_servable(entry) or rule_of(entry).platform in TEXT_PLATFORMS:
             return None
         wanted_ns = process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
         exchange.deadline_ns = exchange.began_ns + wanted_ns

@@ -12,13 +12,13 @@ from typing import Final, NamedTuple
 
 from sie.config.limits import Limits
 from sie.frontend.dialects.kserve.infer import InferCall
-from sie.frontend.engine.worker_link import Reply
+from sie.frontend.engine.interface import Reply
 from sie.frontend.http.routes import Match
-from sie.frontend.tensors.infer import Plan, places_of
+from sie.frontend.tensors.held_reply import places_of
+from sie.frontend.tensors.infer import Plan
 from sie.ipc.messages import ModelEntry
-from sie.shm.extent import split_extent
-from sie.shm.layout import ProtocolError
-from sie.values.errors import Internal
+from sie.values.errors import Internal, ProtocolError
+from sie.values.work_bytes import split_extent
 
 _MAX_REQUESTS: Final = 256
 _MAX_ANSWERS: Final = 16

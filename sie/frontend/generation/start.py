@@ -13,26 +13,26 @@ import msgspec
 import numpy as np
 
 from sie.catalog.profiles import model_of
-from sie.config.generation import Generation
+from sie.config.generation_settings import Generation
 from sie.frontend.engine.interface import Engine
 from sie.frontend.engine.token_stream import StreamTimes, TokenStream
 from sie.frontend.generation.choose_parser import choose_parser
 from sie.frontend.generation.constraints import constrain, schema_bytes
 from sie.frontend.generation.fill_in import GapMarks, gap_ids, require_marks
+from sie.frontend.generation.generation_run import Part, Run, TokenMeter
 from sie.frontend.generation.prompt import chat_ids, check_ids, draft_chat, finish_chat, fit
 from sie.frontend.generation.prompt_reader import PromptReader
 from sie.frontend.generation.reader import Reader
-from sie.frontend.generation.run import Part, Run, TokenMeter
 from sie.frontend.generation.templates import Templates
 from sie.frontend.generation.vocabulary import FileVocabulary, StubVocabulary, Vocabulary
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.ipc.messages import ModelEntry
 from sie.native.preempt import free
-from sie.shm.extent_headers import WorkHeader
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.generate import GenerateRequest, GenerateRule, GenerateTask, Grammar, Sampling
+from sie.values.work import WorkHeader
 
 _encode_task: Final = msgspec.msgpack.Encoder().encode
 _EXPECTED_TOKENS: Final = 256

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class StopFilter:
     """Passes text on up to a stop string. Holds back only text that may be the beginning of one.
 
-    The stop string that is complete first counts, character by character, and the longest of those. So the result does
-    not depend on how the text is split.
+    The stop string whose last character comes first ends the answer; if several end there, the longest does. So the
+    result does not depend on how the text is split.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import decoders
 
 from sie.frontend.generation.detokenise import ByteDecoder, TextDecoder, TokenDecoder
+from sie.frontend.inputs.text_bounds import check_chars, max_chars
 from sie.frontend.inputs.tokenize import unicode_error
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
@@ -123,6 +124,7 @@ class FileVocabulary:
 
     def __init__(self, card: ModelCard, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._model, self._max_chars = card.id, max_chars(tokenizer)
         self.size = card.vocab_size or tokenizer.get_vocab_size()
         steps = _decoder_steps(tokenizer.decoder)
         self._is_byte_level = "ByteLevel" in steps
@@ -182,6 +184,7 @@ class FileVocabulary:
         return found if found is not None and found < self.size else None
 
     def _ids(self, text: str, *, whole: bool) -> list[int]:
+        check_chars(self._model, [text], self._max_chars)
         try:
             # Only the batch call releases the GIL meanwhile.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=whole)[0].ids

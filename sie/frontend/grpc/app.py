@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol
 
 from sie.config.settings import Settings
+from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.dialects.kserve.protobuf_wire import parse
 from sie.frontend.grpc.methods import BY_PATH, Method
 from sie.frontend.grpc.streams import Streams
@@ -46,11 +46,10 @@ class Dialect(Protocol):
 class Service:
     """The methods of one process."""
 
-    def __init__(self, process: FrontendProcess, dialects: dict[str, Dialect], pool: ThreadPoolExecutor) -> None:
-        """Connect methods to handlers. dialects is keyed by service name; pool decompresses large messages."""
+    def __init__(self, process: FrontendProcess, dialects: dict[str, Dialect]) -> None:
+        """Connect methods to handlers. dialects is keyed by service name."""
         self._process = process
         self._dialects = dialects
-        self._pool = pool
         self._streams = Streams()
 
     @property
@@ -77,11 +76,17 @@ class Service:
     # --- calls ----------------------------------------------------------------------------------------------------
 
     async def _answer(self, call: Call, message: Message) -> None:
+        keys: list[KeyHolder] = []
         try:
             data = await self._decompressed(call, message) if message.is_compressed else message.data
-            call.answer(await self._serve(call, data))
+            call.answer(await self._serve(call, data, keys))
+            if keys and call.unsent is not None:  # the request of its key ends when its answer has left
+                await call.unsent.wait()
         except Exception as error:
             _fail(call, error)
+        finally:
+            for key in keys:
+                key.end()
 
     async def _watch(self, call: Call, message: Message) -> None:
         try:
@@ -113,13 +118,18 @@ class Service:
         max_bytes, max_ratio = limits.max_grpc_message_bytes, limits.max_compression_ratio
         size = len(message.data) * _DECOMPRESSED_TIMES
         try:
-            return await offload(self._pool, size, decompress, message.data, coding, max_bytes, max_ratio)
+            return await offload(
+                self._process.decode_pool, size, decompress, message.data, coding, max_bytes, max_ratio
+            )
         except InputTooLong:
             text = "the message is too large when unpacked (max_grpc_message_bytes, max_compression_ratio)"
             raise SieError(text, code="MESSAGE_TOO_LARGE", http_status=413) from None
 
-    async def _serve(self, call: Call, message: bytes) -> bytes:
-        """Return the reply to one message. Raises SieError if the call's status must report the failure."""
+    async def _serve(self, call: Call, message: bytes, keys: list[KeyHolder] | None = None) -> bytes:
+        """Return the reply to one message. Raises SieError if the call's status must report the failure.
+
+        keys gets the API key whose request the caller has to end; without it, the request ends here.
+        """
         method = _method(call)
         exchange = Exchange(call, call, time.monotonic_ns())
         exchange.route = method.route
@@ -140,7 +150,9 @@ class Service:
                     raise
                 return reply
             finally:
-                if exchange.holder is not None:
+                if exchange.holder is not None and keys is not None:
+                    keys.append(exchange.holder)
+                elif exchange.holder is not None:
                     exchange.holder.end()
         except SieError as error:
             failure = error
@@ -165,16 +177,15 @@ class Service:
             process.host_check.check(exchange.headers)
         assert route is not None
         process_access = process.access
-        if process_access is not None:
-            holder = process_access.identify(exchange.headers, route.need)
-            if holder is not None:
-                process_access.begin(holder)
-                exchange.holder = holder
+        holder = process_access.identify(exchange.headers, route.need) if process_access is not None else None
         admin_from = process.settings.server.admin_from
         if route.need == "admin" and (process_access is None or admin_from == "nobody"):
             client = exchange.scope.client
             # A browser's page cannot speak gRPC, so the address alone identifies the client.
             check_admin(admin_from, client, {**exchange.headers, "host": client}, has_body=False)
+        if process_access is not None and holder is not None:
+            process_access.begin(holder)  # ORDER: last, because nothing ends the request of a key that is refused here
+            exchange.holder = holder
 
     def _deadline_ns(self, exchange: Exchange) -> int:
         """Return the earlier deadline of client and server."""

@@ -5,22 +5,21 @@ All services become ready together. Source: gRPC's health checking protocol.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Collection
+from typing import Any
 
-from sie.frontend.grpc.service_names import HEALTH, KSERVE, TRTIS
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.process import FrontendProcess
 from sie.proto import message_class
 from sie.values.errors import NotFound, SieError
 
-_SERVICES: Final = ("", KSERVE, TRTIS, HEALTH)
-
 
 class Health:
-    """The health service of the gRPC process."""
+    """The health service of the gRPC process. The empty name among the services is the server."""
 
-    def __init__(self, process: FrontendProcess) -> None:
+    def __init__(self, process: FrontendProcess, services: Collection[str]) -> None:
         self._process = process
+        self._services = services
 
     def fail(self, exchange: Exchange, message: bytes, error: SieError, *, is_stream: bool) -> None:
         """Return None: the call's status reports every failure."""
@@ -28,14 +27,14 @@ class Health:
 
     async def check(self, _exchange: Exchange, message: Any) -> bytes:
         """Answer `Check`."""
-        if message.service not in _SERVICES:
+        if message.service not in self._services:
             raise NotFound("unknown service")
         return self._encoded(message.service)
 
     async def list_all(self, _exchange: Exchange, _message: Any) -> bytes:
         """Answer `List`."""
         reply = message_class("health", "grpc.health.v1.HealthListResponse")()
-        for service in _SERVICES:
+        for service in self._services:
             reply.statuses[service].status = self._status(service)
         encoded: bytes = reply.SerializeToString()
         return encoded
@@ -62,6 +61,6 @@ class Health:
         return message_class("health", "grpc.health.v1.HealthCheckResponse")(status=status).SerializeToString()
 
     def _status(self, service: str) -> str:
-        if service not in _SERVICES:
+        if service not in self._services:
             return "SERVICE_UNKNOWN"
         return "SERVING" if self._process.is_ready else "NOT_SERVING"

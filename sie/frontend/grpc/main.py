@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import uvloop
 
 from sie.frontend.grpc.app import Dialect, Service
 from sie.frontend.grpc.health import Health
-from sie.frontend.grpc.kserve_service import KServeGrpc
+from sie.frontend.grpc.kserve import KServeGrpc
+from sie.frontend.grpc.methods import HEALTH, KSERVE, REFLECTION, TRTIS
 from sie.frontend.grpc.reflection import Reflection
-from sie.frontend.grpc.service_names import HEALTH, KSERVE, REFLECTION, TRTIS
 from sie.frontend.grpc.transport.listener import Listener
 from sie.frontend.grpc.transport.tls import tls_context
-from sie.frontend.grpc.trtis_service import TrtisGrpc
+from sie.frontend.grpc.trtis import TrtisGrpc
 from sie.frontend.process import FrontendProcess, connect
-from sie.frontend.routes.kserve import KServe
-from sie.frontend.routes.trtis import Trtis
+from sie.frontend.services.kserve_service import KServeService
+from sie.frontend.services.trtis_service import TrtisService
 from sie.ipc.messages import Launch
 from sie.runtime import child_setup
 from sie.runtime.logs import configure
@@ -28,15 +27,14 @@ from sie.runtime.logs import configure
 
 def make_service(frontend: FrontendProcess) -> Service:
     """Return the service with all methods and dialects."""
-    pool = ThreadPoolExecutor(2, "decode")
-    kserve = KServe(frontend, pool)
-    trtis = Trtis(frontend, kserve, pool)
+    names = (KSERVE, TRTIS, HEALTH)
     dialects: dict[str, Dialect] = {
-        KSERVE: KServeGrpc(frontend, kserve, pool),
-        TRTIS: TrtisGrpc(frontend, trtis, pool),
-        HEALTH: Health(frontend),
+        KSERVE: KServeGrpc(frontend, KServeService(frontend)),
+        TRTIS: TrtisGrpc(TrtisService(frontend)),
+        HEALTH: Health(frontend, ("", *names)),
+        **dict.fromkeys(REFLECTION, Reflection((*names, *REFLECTION))),
     }
-    return Service(frontend, dialects | dict.fromkeys(REFLECTION, Reflection()), pool)
+    return Service(frontend, dialects)
 
 
 async def serve(launch: Launch) -> None:

@@ -1,17 +1,27 @@
-"""Lists the gRPC methods with their handlers and required scopes. Pure."""
+"""Lists the gRPC services and methods with their handlers and required scopes. Pure."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from sie.frontend.grpc import kserve, trtis
 from sie.frontend.grpc.health import Health
-from sie.frontend.grpc.kserve_service import KServeGrpc
+from sie.frontend.grpc.kserve import KServeGrpc
 from sie.frontend.grpc.reflection import Reflection
-from sie.frontend.grpc.service_names import HEALTH, KSERVE, REFLECTION, TRTIS
-from sie.frontend.grpc.trtis_service import TrtisGrpc
+from sie.frontend.grpc.trtis import TrtisGrpc
+from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.routes import Route
+from sie.frontend.services.kserve_service import KServeService, check_region, refuse_region
+from sie.frontend.services.trtis_service import TrtisService, refuse
+from sie.proto import message_class
 from sie.values.api_key import Need
+
+KSERVE: Final = "inference.GRPCInferenceService"
+TRTIS: Final = "nvidia.inferenceserver.GRPCService"
+HEALTH: Final = "grpc.health.v1.Health"
+REFLECTION: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 
 Handler = Callable[..., Awaitable[bytes]]
 """A method of a service's class: takes the service, the exchange and the message, and returns the encoded reply."""
@@ -43,12 +53,29 @@ def _method(
     return Method(service, name, route, handler, file, request, is_stream=is_stream, is_watch=is_watch)
 
 
-def _kserve(name: str, handler: Handler, *, request: str = "", need: Need = "infer") -> Method:
+def _replying(file: str, reply: str, values: Callable[..., Any]) -> Handler:
+    """Return a handler that encodes the fields of its reply; None means that all have their defaults."""
+
+    async def handle(dialect: KServeGrpc | TrtisGrpc, exchange: Exchange, message: Any) -> bytes:
+        found = values(dialect.service, exchange, message)
+        if inspect.isawaitable(found):
+            found = await found
+        return message_class(file, reply)(**found).SerializeToString() if found is not None else b""
+
+    return handle
+
+
+def _kserve(
+    name: str, values: Callable[[KServeService, Exchange, Any], Any], *, request: str = "", need: Need = "infer"
+) -> Method:
+    handler = _replying("kserve", f"inference.{name}Response", values)
     return _method(KSERVE, name, handler, "kserve", request or f"inference.{name}Request", need=need)
 
 
-def _trtis(name: str, handler: Handler, *, need: Need = "infer") -> Method:
-    return _method(TRTIS, name, handler, "trtis", f"nvidia.inferenceserver.{name}Request", need=need)
+def _trtis(name: str, values: Callable[[TrtisService, Exchange, Any], Any], *, need: Need = "infer") -> Method:
+    name_of = "nvidia.inferenceserver.{}".format
+    handler = _replying("trtis", name_of(f"{name}Response"), values)
+    return _method(TRTIS, name, handler, "trtis", name_of(f"{name}Request"), need=need)
 
 
 def _infer(service: str, name: str, handler: Handler, *, is_stream: bool = False) -> Method:
@@ -58,34 +85,41 @@ def _infer(service: str, name: str, handler: Handler, *, is_stream: bool = False
 _REGION: Final = "inference.SharedMemoryRequest"
 
 METHODS: Final = (
-    _kserve("ServerLive", KServeGrpc.server_live, need="open"),
-    _kserve("ServerReady", KServeGrpc.server_ready, need="open"),
-    _kserve("ModelReady", KServeGrpc.model_ready),
-    _kserve("ServerMetadata", KServeGrpc.server_metadata),
-    _kserve("ModelMetadata", KServeGrpc.model_metadata),
+    _kserve("ServerLive", lambda _s, _x, _m: {"live": True}, need="open"),
+    _kserve("ServerReady", lambda s, _x, _m: {"ready": s.is_ready}, need="open"),
+    _kserve("ModelReady", kserve.model_ready),
+    _kserve("ServerMetadata", lambda s, _x, _m: s.server()),
+    _kserve("ModelMetadata", lambda s, x, m: s.metadata(x, m.name, m.version)),
     _infer(KSERVE, "ModelInfer", KServeGrpc.infer),
     _infer(KSERVE, "ModelStreamInfer", KServeGrpc.stream_infer, is_stream=True),
-    _kserve("ModelConfig", KServeGrpc.model_config),
-    _kserve("ModelStatistics", KServeGrpc.model_statistics),
-    _kserve("RepositoryIndex", KServeGrpc.repository_index),
-    _kserve("RepositoryModelLoad", KServeGrpc.load, need="admin"),
-    _kserve("RepositoryModelUnload", KServeGrpc.unload, need="admin"),
-    _kserve("SystemSharedMemoryStatus", KServeGrpc.region_status, request=_REGION),
-    _kserve("SystemSharedMemoryRegister", KServeGrpc.refuse_region, request=_REGION),
-    _kserve("SystemSharedMemoryUnregister", KServeGrpc.unregister, request=_REGION),
-    _kserve("CudaSharedMemoryStatus", KServeGrpc.region_status, request=_REGION),
-    _kserve("CudaSharedMemoryRegister", KServeGrpc.refuse_region, request=_REGION),
-    _kserve("CudaSharedMemoryUnregister", KServeGrpc.unregister, request=_REGION),
-    _kserve("TraceSetting", KServeGrpc.trace_settings),
-    _kserve("LogSettings", KServeGrpc.log_settings),
-    _trtis("Status", TrtisGrpc.status),
-    _trtis("Health", TrtisGrpc.health, need="open"),
+    _kserve("ModelConfig", kserve.model_config),
+    _kserve("ModelStatistics", lambda s, _x, m: s.statistics(m.name, m.version)),
+    _kserve("RepositoryIndex", kserve.repository_index),
+    _kserve("RepositoryModelLoad", kserve.load, need="admin"),
+    _kserve("RepositoryModelUnload", kserve.unload, need="admin"),
+    *(
+        row
+        for kind in ("System", "Cuda")
+        for row in (
+            _kserve(f"{kind}SharedMemoryStatus", lambda _s, _x, m: check_region(m.name[:256]), request=_REGION),
+            _kserve(
+                f"{kind}SharedMemoryRegister",
+                lambda _s, _x, _m: refuse_region("in raw_input_contents"),
+                request=_REGION,
+            ),
+            _kserve(f"{kind}SharedMemoryUnregister", lambda _s, _x, _m: None, request=_REGION),
+        )
+    ),
+    _kserve("TraceSetting", kserve.trace_settings),
+    _kserve("LogSettings", kserve.log_settings),
+    _trtis("Status", trtis.status),
+    _trtis("Health", trtis.health, need="open"),
     _infer(TRTIS, "Infer", TrtisGrpc.infer),
-    _infer(TRTIS, "StreamInfer", TrtisGrpc.stream_infer, is_stream=True),
-    _trtis("ModelControl", TrtisGrpc.control, need="admin"),
-    _trtis("SharedMemoryControl", TrtisGrpc.refuse_region),
-    _trtis("Repository", TrtisGrpc.repository),
-    _trtis("Profile", TrtisGrpc.refuse_profile),
+    _infer(TRTIS, "StreamInfer", TrtisGrpc.infer, is_stream=True),
+    _trtis("ModelControl", trtis.control, need="admin"),
+    _trtis("SharedMemoryControl", lambda _s, _x, _m: refuse("shared memory")),
+    _trtis("Repository", trtis.repository),
+    _trtis("Profile", lambda _s, _x, _m: refuse("profiling")),
     _method(HEALTH, "Check", Health.check, "health", "grpc.health.v1.HealthCheckRequest", need="open"),
     _method(HEALTH, "List", Health.list_all, "health", "grpc.health.v1.HealthListRequest", need="open"),
     _method(HEALTH, "Watch", Health.watch, "health", "grpc.health.v1.HealthCheckRequest", need="open", is_watch=True),

@@ -5,11 +5,10 @@ Source: gRPC's server reflection protocol, v1 and v1alpha.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from sie.frontend.dialects.kserve.protobuf_wire import parse
-from sie.frontend.grpc.service_names import HEALTH, KSERVE, REFLECTION, TRTIS
 from sie.frontend.http.exchange import Exchange
 from sie.proto import described_by_name, described_by_symbol, message_class
 from sie.values.errors import SieError
@@ -22,7 +21,10 @@ _RESPONSE: Final = message_class("reflection", "grpc.reflection.v1.ServerReflect
 
 
 class Reflection:
-    """The reflection service of the gRPC process."""
+    """The reflection service of the gRPC process, which lists these services."""
+
+    def __init__(self, services: Iterable[str]) -> None:
+        self._services = services
 
     def fail(self, exchange: Exchange, message: bytes, error: SieError, *, is_stream: bool) -> None:
         """Return None: the call's status reports every failure."""
@@ -34,7 +36,7 @@ class Reflection:
         response = _RESPONSE(valid_host=request.host, original_request=request)
         asked = request.WhichOneof("message_request")
         if asked == "list_services":
-            for name in (KSERVE, TRTIS, HEALTH, *REFLECTION):
+            for name in self._services:
                 response.list_services_response.service.add(name=name)
         elif asked == "file_by_filename":
             _describe(response, described_by_name, request.file_by_filename)

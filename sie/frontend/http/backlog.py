@@ -25,7 +25,7 @@ _BYTES_ACKED: Final = struct.Struct("=120xQ")
 _EMPTY_NS: Final = 50_000_000
 """Granian fills the free space of the kernel's queue within this time."""
 _NEARLY_BYTES: Final = 64 * 1024
-"""So little may be read already: a client may delay an acknowledgement for 40 ms, and send its next request before."""
+"""A client may have read this little: it may delay an acknowledgement for 40 ms, and send its next request before that."""
 _MAX_FILES: Final = 1 << 16
 _Address = tuple[str, int]
 _T = TypeVar("_T")
@@ -35,8 +35,8 @@ class Backlog:
     """The bytes that were sent to one client and that it has not acknowledged.
 
     The kernel is first queried when half of the limit may be unacknowledged; a smaller backlog needs no query. That
-    first query does not tell how many bytes were acknowledged before it. So a client that never caught up until then is
-    cut somewhere between half of the limit and the whole limit.
+    first query does not tell how many bytes were acknowledged before it. So a client that has not caught up by then is
+    cut at a backlog between half of the limit and the limit.
     """
 
     def __init__(self, client: str, limit_bytes: int, sockets: Sockets | None = None) -> None:
@@ -82,16 +82,16 @@ class Backlog:
 
     @property
     def is_moving(self) -> bool:
-        """Whether the kernel's queue was empty at the last query: the client has read all that there was."""
+        """Whether the kernel's queue was empty at the last query: the client had read everything in it."""
         return self._empty_ns > 0
 
     @property
     def is_nearly_read(self) -> bool:
-        """Whether so little is queued that the client may have read it, and its acknowledgement be under way."""
+        """Whether the queue is so small that the client may have read it and not yet acknowledged it."""
         return self._queued < _NEARLY_BYTES
 
     def _check_empty(self, taken: TcpState) -> bool:
-        """Return whether all was read: the queue is empty, and Granian, which may have more, adds nothing."""
+        """Return whether the client read everything: the queue is empty, and Granian adds nothing to it."""
         self._queued = taken.queued
         if taken.queued:
             self._empty_ns = 0
@@ -126,7 +126,7 @@ class Sockets:
         self._is_fresh = False
 
     def expire(self) -> None:
-        """Have the next unknown client cause a new scan of the descriptors."""
+        """Make the next unknown client cause a new scan of the descriptors."""
         self._is_fresh = False
 
     def find(self, client: _Address) -> int:
@@ -200,7 +200,7 @@ def open_files() -> Iterable[int]:
 
 
 def limit_unread_time(timeout_s: float) -> None:
-    """Have the kernel reset the connections whose clients read nothing, or acknowledge nothing, for this time.
+    """Make the kernel reset the connections whose clients read nothing, or acknowledge nothing, for this time.
 
     A connection has the limit of its listener, which is one of this process's descriptors. Source: tcp(7),
     TCP_USER_TIMEOUT.
@@ -232,8 +232,8 @@ def _address(sock: socket.SocketType) -> _Address | None:
 def _use(fd: int, client: _Address, work: Callable[[socket.SocketType], _T]) -> _T | None:
     """Run work on the socket behind fd, or return None if fd is not, or is no longer, the client's connection.
 
-    The descriptor stays with its owner, whose threads may close it at any time. What is only read may then be another
-    connection's.
+    The descriptor belongs to its owner, whose threads may close it at any time. Then a read may be from another
+    connection, and work must change nothing.
     """
     return _with_socket(fd, lambda sock: work(sock) if _address(sock) == client else None)
 
@@ -241,8 +241,8 @@ def _use(fd: int, client: _Address, work: Callable[[socket.SocketType], _T]) -> 
 def _shut_down(fd: int, client: _Address) -> None:
     """Shut down a client's connection, and never the next one with the same descriptor.
 
-    A copy of the descriptor keeps the connection while it is checked and shut down, and no longer: until then its owner
-    cannot end it.
+    A copy of the descriptor keeps the connection while it is checked and shut down. It is closed at once, because the
+    owner cannot end the connection before that.
     """
     try:
         copy = os.dup(fd)
@@ -259,7 +259,7 @@ def _with_socket(fd: int, work: Callable[[socket.SocketType], _T | None]) -> _T 
     try:
         if fd < 0 or not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return None
-        # Without Python around it. The family is the one with the longest address: Python cuts others to its length.
+        # Not Python's wrapper class. This family has the longest addresses, and Python cuts addresses to its length.
         sock = socket.SocketType(socket.AF_INET6, socket.SOCK_STREAM, 0, fd)
     except OSError:
         return None

@@ -1,7 +1,8 @@
 """Reads request bodies, with limits on size, stalls and rate. Handlers must read bodies only through `BodyReader`.
 
-Granian limits neither size nor time, nor the number of chunks. It hides why a body ended: where the body was cut or
-malformed, it hands over an empty chunk, and one more at the end. Trailers, which nothing here reads, look the same.
+Granian limits neither the size nor the time, nor the number of chunks. It does not say why a body ended. If the body
+was cut or malformed, it hands over an empty chunk, and another one at the end. Trailers, which are never read, give the
+same result.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _WHOLE_BYTES = 256 * 1024
 """A body of known length up to this size is read in one call, a larger one in chunks."""
 _FREE_CHUNKS = 4096
 _MIN_CHUNK_BYTES = 1024
-"""Each chunk wakes the event loop. A body may have _FREE_CHUNKS, and one more for each _MIN_CHUNK_BYTES that it has."""
+"""Each chunk wakes the event loop. A body may have _FREE_CHUNKS, and one more for each _MIN_CHUNK_BYTES of its size."""
 _NO_LIMIT = 1 << 62
 
 
@@ -57,7 +58,7 @@ class HeldBody:
         self.num_held = 0
         self.is_cut = False
         self.reading: Reading | None = None
-        """The read that is under way, or None when the body is whole."""
+        """The read in progress, or None when the body is complete."""
 
     @property
     def can_be_cut(self) -> bool:
@@ -71,7 +72,7 @@ class HeldBody:
     def cut(self) -> None:
         """Refuse the request."""
         if self.reading is not None:
-            text = "The server holds as many bytes as it may (max_held_bytes), and this body was the largest"
+            text = "The server holds too many bytes (max_held_bytes), and this body was the largest"
             self.reading.end(Overloaded(text, retry_after_s=1))
 
 
@@ -91,7 +92,7 @@ class Reading:
         self.error: SieError | None = None
 
     def end(self, error: SieError) -> None:
-        """Have the read raise an error. Must not be called by the reading task."""
+        """Make the read raise an error. Must not be called by the reading task."""
         if self.error is None:
             self.error = error
             self.task.cancel()
@@ -145,10 +146,10 @@ class BodyReader:
         self, headers: Headers, protocol: HttpProtocol, deadline_ns: int, body: Body | None = None,
         held: HeldBody | None = None,
     ) -> bytes:  # fmt: skip
-        """Return the whole body. body is Granian's future of a small body that was requested before.
+        """Return the complete body. body is Granian's future of a small body that was requested before.
 
-        held counts the bytes of the body; the caller must `release` it. Without it they count until the end of the
-        read.
+        held counts the bytes of the body; the caller must `release` it. Without held, the bytes count until the read
+        ends.
 
         Raises InputTooLong (413) over max_body_bytes. Raises BadRequest for malformed length headers, and for chunks
         that are cut, malformed or too many. Raises SieError 408 when the body stalls for body_idle_timeout_s, is slower
@@ -168,7 +169,7 @@ class BodyReader:
             if body is None and (length is None or length > _WHOLE_BYTES):
                 return await self._read_chunks(reading, protocol, length, kept)
             data: bytes = await (protocol() if body is None else body)
-            self._held.put(kept, len(data))  # what was only announced is no reason to cut others
+            self._held.put(kept, len(data))  # announced bytes must not cut others
             return data
         except asyncio.CancelledError:
             if reading.error is None:
@@ -196,9 +197,8 @@ class BodyReader:
     def _is_overdue(self, reading: Reading, now_ns: int) -> bool:
         if now_ns - reading.last_ns > self._idle_ns or now_ns > reading.deadline_ns:
             return True
-        elapsed_ns = (
-            now_ns - reading.began_ns
-        )  # the rate counts only after the longest stall that a body may start with
+        elapsed_ns = now_ns - reading.began_ns
+        # A body may begin with its longest stall, so the rate counts only after that time.
         return elapsed_ns > self._idle_ns and reading.num_bytes * 10**9 < self._min_bytes_per_s * elapsed_ns
 
     def _announced(self, headers: Headers) -> int | None:
@@ -242,4 +242,4 @@ class BodyReader:
 
 
 def _client_gone() -> ClientGone:
-    return ClientGone("the client closed its connection before its body was whole")
+    return ClientGone("the client closed its connection before its body was complete")

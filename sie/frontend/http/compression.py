@@ -18,16 +18,16 @@ _PIECE_BYTES: Final = 1 << 18
 _LEVEL: Final = 1
 MIN_BYTES: Final = 1024
 """A smaller reply is sent without compression."""
-CODING_NOT_SERVED: Final = "Content-Encoding is not served here: send the body as it is"
+CODING_NOT_SERVED: Final = "Content-Encoding is not supported on this route: send the body uncompressed"
 
 
 def has_coding(headers: Any) -> bool:
-    """Tell whether a request's headers announce a body that must be decompressed. One that is not ASCII reads as None."""
+    """Tell whether a request's body must be decompressed. A header value that is not ASCII reads as None."""
     return "content-encoding" in headers and (headers.get("content-encoding") or "").strip().lower() != "identity"
 
 
 def refuse_coding(headers: Any) -> None:
-    """Raise BadRequest for a compressed body, on a route that takes none."""
+    """Raise BadRequest for a compressed body, on a route that does not support it."""
     if has_coding(headers):
         raise BadRequest(CODING_NOT_SERVED)
 
@@ -59,7 +59,7 @@ def decompress(body: bytes, coding: str, max_bytes: int, max_ratio: int) -> byte
     except zlib.error as error:
         raise BadRequest(f"The body is not valid {coding} data: {error}") from None
     if not engine.eof or engine.unused_data:
-        raise BadRequest(f"The {coding} data of the body is cut, or more follows it")
+        raise BadRequest(f"The {coding} data of the body is cut, or other data follows it")
     return b"".join(pieces)
 
 

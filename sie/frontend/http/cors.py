@@ -10,7 +10,7 @@ import re
 from typing import Any, Final
 
 _METHODS: Final = "DELETE, GET, POST, PUT"
-"""The methods of all routes, and PUT, which OpenAI's API documents: a page that sends it gets 405, no CORS failure."""
+"""The methods of all routes, and PUT, which OpenAI's API documents: a page that sends PUT gets 405, not a CORS failure."""
 _MAX_AGE_S: Final = "600"
 _EXPOSED_NAMES: Final = (
     "retry-after, x-queue-time, x-tokenization-time, x-inference-time, x-total-time, x-request-id, "

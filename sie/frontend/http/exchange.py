@@ -10,7 +10,7 @@ from sie.frontend.http.body import Body, BodyReader, HeldBody
 from sie.frontend.http.routes import Route
 
 _MOST_NAMED: Final = 1000
-"""Most items to name in a header, of which clients read up to 8 KiB."""
+"""Most items to name in a header, because clients read headers up to 8 KiB."""
 
 
 class Exchange:
@@ -28,7 +28,7 @@ class Exchange:
         self.body: Body | None = None
         """The future of a body that `sie.frontend.http.intake` requested before the handler started."""
         self.held_body: HeldBody | None = None
-        """The bytes of a body that was waited for; they count until the request is answered."""
+        """The bytes of a body that had not arrived before the handler started; they count until the request is answered."""
         self.deadline_ns = 0
         self.decoded_ns = 0
         self.route: Route | None = None
@@ -61,8 +61,8 @@ class Exchange:
         return "x-sie-truncated", ",".join(map(str, sorted(self.cuts)[:_MOST_NAMED]))
 
     async def read_body(self, bodies: BodyReader) -> bytes:
-        """Read the whole body, and record its size. Raises as `BodyReader.read` does."""
-        if self.body is None or not self.body.done():  # one that has arrived is neither waited for nor counted
+        """Read the complete body, and record its size. Raises as `BodyReader.read` does."""
+        if self.body is None or not self.body.done():  # a body that has arrived is not counted
             self.held_body = HeldBody()
         body = await bodies.read(self.headers, self.protocol, self.deadline_ns, self.body, self.held_body)
         self.body_bytes = len(body)

@@ -1,7 +1,7 @@
-"""Bounds the bytes that one process holds for its clients: bodies that arrive, answers that wait to be read.
+"""Bounds the bytes that one process holds for its clients: bodies that arrive, and answers that wait to be read.
 
-Over the limit the largest holder is cut first. Bytes of requests at a worker count, too, but those requests end by
-themselves. Must not cut for an outdated sum: before a cut, each holding is measured.
+Over the limit the connection that holds most is cut first. Bytes of requests at a worker count, too, but those requests
+end by themselves. Must not cut for an outdated sum, so each holding is measured before a cut.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _log = get_logger(__name__)
 
 
 class Holding(Protocol):
-    """The bytes of one body or answer, and thereby of its connection: HTTP/1.1 has one at a time."""
+    """The bytes of one body or answer. They are all of its connection, because HTTP/1.1 has one at a time."""
 
     num_held: int
     is_cut: bool

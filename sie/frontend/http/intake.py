@@ -3,7 +3,7 @@
 Granian hands a request over when its headers have arrived. A handler then requests the body, and a second wake-up
 delivers it. Each wake-up costs a wait for the GIL, a wake-up of the event loop and a pass of a task through it. So the
 thread that hands a request over requests a small body here, and the loop gets the request when the body has arrived.
-Requests with a large, late or missing body, or with `Expect`, take Granian's usual way. Source: granian 2.8, `_futures`.
+Requests with a large, late or missing body, or with `Expect`, take Granian's usual path. Source: granian 2.8, `_futures`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Arrival:
 
 
 class Intake:
-    """The incoming requests of one process. take gets a request with a small body, present or late; serve all others."""
+    """The incoming requests of one process. take gets requests with a small body, present or late; serve gets all others."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Intake:
         loop.call_later(_CHECK_EVERY_S, self._start_late)
 
     def schedule(self, watcher: Any) -> None:
-        """Accept a request from Granian. A thread of Granian's calls this, so it must not block."""
+        """Accept a request from Granian. Must not block, because a thread of Granian calls it."""
         scope, protocol = watcher.scope, watcher.proto
         exchange = Exchange(scope, protocol, time.monotonic_ns())
         if _has_small_body(exchange.headers) and scope.proto == "http":
@@ -100,9 +100,8 @@ class Scheduler(CallbackScheduler):
 
     def __new__(cls, loop: asyncio.AbstractEventLoop, schedule: Callable[[Any], None]) -> Self:
         """Pass each request to schedule and none to Granian's own callback."""
-        create: Any = (
-            super().__new__
-        )  # granian's stub does not name the arguments: a loop, and what granian's own callback needs
+        # Granian's stub does not name the arguments: a loop, and those of Granian's own callback.
+        create: Any = super().__new__
         scheduler: Any = create(cls, loop, None, None, None, None)
         scheduler._schedule_fn = schedule
         return scheduler

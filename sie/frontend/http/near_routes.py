@@ -1,4 +1,4 @@
-"""Suggests a route for an unknown path. Pure. Must stay cheap: anybody may send unknown paths."""
+"""Suggests a route for an unknown path. Pure. Must stay cheap: any client may send unknown paths."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sie.frontend.http.routes import Route, RouteTable
 _MAX_CHARS: Final = 200
 """A longer path gets no suggestion."""
 _NEAR: Final = 0.8
-"""Least similarity of the beginnings of two paths; the common `/v1/` alone is less."""
+"""Least similarity of the beginnings of two paths. Two paths that only share `/v1/` are below it."""
 
 
 def hint_for(path: str, table: RouteTable) -> str:
-    """Return a sentence with the nearest route, after a space, or nothing."""
+    """Return a sentence with the nearest route, after a space, or an empty text."""
     found = _nearest(path, table) if len(path) <= _MAX_CHARS else None
     return f" Did you mean {found.method} {found.template}?" if found is not None else ""
 

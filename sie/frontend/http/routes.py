@@ -28,7 +28,7 @@ class Route(msgspec.Struct, frozen=True, eq=False):
     envelope: str = "sie"
     """The dialect whose form errors take."""
     label: str = ""
-    """The endpoint under which metrics and traces count a request. Empty: it is not an inference request."""
+    """The endpoint under which metrics and traces count a request. Empty for routes without inference."""
     need: Need = "infer"
     also: str = ""
     """A second method of the same path."""
@@ -46,6 +46,8 @@ class Row(Route, frozen=True, eq=False, kw_only=True):
     """Returns the handler from the services of a process. Called once, at the route's first request."""
     imports: str = ""
     """A module to import on a thread before `handler` is called. It brings large libraries."""
+    codec: Any = None
+    """A `sie.frontend.dialects.description.Codec` or `TextCodec`; None for a route with a handler of its own."""
 
 
 class Match(NamedTuple):

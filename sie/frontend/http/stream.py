@@ -66,7 +66,7 @@ class Streamed(NamedTuple):
 async def send_stream(
     answer: Streamed, open_response: Callable[[], Any], unread: Unread, keep_alive_s: float
 ) -> SieError | None:
-    """Send a whole stream. Return the error that ended it early, or None.
+    """Send a complete stream. Return the error that ended it early, or None.
 
     open_response sends the status and headers and returns Granian's transport. Errors before that are raised, so that
     they get a status. unread counts the bytes. The run is given up if the client leaves or too much of it is unread.
@@ -88,12 +88,11 @@ async def send_stream(
             if data and not await _try_send(transport, data):
                 return ClientGone("the client left while its answer was streamed")
             if error is not None:
-                return error.with_traceback(
-                    None
-                )  # a traceback would keep these frames alive, and with them the response
+                # A traceback would keep these frames alive, and with them the response.
+                return error.with_traceback(None)
             if unread.add(len(data)):
                 unread.cut()
-                return ClientGone("the client let more than stream_backlog_bytes pile up")
+                return ClientGone("the client left more than stream_backlog_bytes unread")
         return None
     finally:
         transport = None  # Granian ends the response when the last reference is dropped

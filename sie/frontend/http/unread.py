@@ -1,8 +1,8 @@
 """Counts the answers that their clients have not read yet. Must cost nothing for a small answer.
 
-A whole answer is given to Granian at once; only the kernel knows how much of it was read (`Backlog`). Until all of it
-was read, it counts towards `max_held_bytes`, and its request towards its key's `max_concurrent`. On one connection a
-request is handed over only after the answer before it has left Granian. So the number of connections bounds the answers
+A complete answer is given to Granian at once; only the kernel knows how much of it was read (`Backlog`). Until all of it
+is read, it counts towards `max_held_bytes`, and its request towards its key's `max_concurrent`. Granian hands over a
+connection's next request only after the previous answer has left it. So the number of connections bounds the answers
 under MIN_BYTES. The kernel limits how long a client may read nothing (`limit_unread_time`).
 """
 
@@ -25,7 +25,7 @@ _SOON_S: Final = 0.002
 _WATCH_S: Final = 0.05
 _CHECK_NS: Final = 100_000_000
 _MIN_REST: Final = 20
-"""A check of all answers is followed by a pause of this many times its duration, at least."""
+"""After a check of all answers follows a pause of at least this many times its duration."""
 
 
 class Unread:
@@ -44,7 +44,7 @@ class Unread:
         return not self._backlog.is_moving
 
     def add(self, num_bytes: int) -> bool:
-        """Count more bytes of the answer. Return whether its own limit is passed."""
+        """Count more bytes of the answer. Return whether it is over its own limit."""
         is_over = self._backlog.add(num_bytes)
         self._held.put(self, self._backlog.num_bytes)
         return is_over
@@ -60,7 +60,7 @@ class Unread:
     def update(self) -> bool:
         """Measure, and return whether anything may be unread.
 
-        The request of its key ends as soon as the kernel has little more to send.
+        The request ends for its key as soon as the kernel has little more to send.
         """
         self._held.put(self, self.measure())
         if self._backlog.is_nearly_read or not self.num_held:
@@ -68,7 +68,7 @@ class Unread:
         return self.num_held > 0
 
     def end(self) -> None:
-        """Stop counting the answer, and end the request of its key."""
+        """Stop counting the answer, and end its request for its key."""
         self._held.put(self, 0)
         self._end_key()
 
@@ -94,7 +94,7 @@ class UnreadAnswers:
         return Unread(self._held, Backlog(client, limit_bytes))
 
     def add(self, exchange: Exchange, num_bytes: int, *, is_error: bool = False) -> None:
-        """Count an answer that was just sent. The request of its key ends when it is read.
+        """Count an answer that was just sent. Its request ends for its key when the answer is read.
 
         is_error: the request has ended, or was never admitted, so its key stays as it is.
         """
@@ -103,7 +103,7 @@ class UnreadAnswers:
         self.keep(exchange, unread, is_error=is_error)
 
     def keep(self, exchange: Exchange, unread: Unread, *, is_error: bool = False) -> None:
-        """Count the rest of an answer that was sent. The request of its key ends when it is read."""
+        """Count the rest of an answer that was sent. Its request ends for its key when the answer is read."""
         if unread.num_held < MIN_BYTES:
             unread.end()
             return
@@ -125,7 +125,7 @@ class UnreadAnswers:
         self._update([client for client, unread in self._answers.items() if unread.key is key])
 
     def _watch(self, key: KeyHolder, delay_s: float) -> None:
-        """Settle a key again and again, because other processes count its requests, too."""
+        """Settle a key repeatedly, because other processes count its requests, too."""
         self.settle(key)
         if any(unread.key is key for unread in self._answers.values()):
             delay_s = min(2 * delay_s, _WATCH_S)
@@ -134,7 +134,7 @@ class UnreadAnswers:
             self._watched.discard(key)
 
     def tick(self, now_ns: int) -> None:
-        """Check now and then which answers were read. The process's tick calls this."""
+        """Check from time to time which answers were read. The process's tick calls this."""
         if not self._answers or now_ns < self._check_ns:
             return
         self._update(list(self._answers))

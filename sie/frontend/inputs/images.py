@@ -1,7 +1,7 @@
 """Decodes one image: from the client's bytes to the uint8 RGB rows that a worker reads.
 
 Pillow decodes only six formats. The size is read from the header and checked before any pixel is decoded. Other costs
-are bounded too: only the first frame is read, JPEG scans are limited, a TIFF tile is at most as large as an image, and
+are bounded too: only the first frame is read, JPEG scans and the reads of a decoder are limited, a TIFF tile is at most as large as an image, and
 a resize computes only the part that is kept. Pure except for Pillow. It is slow, so it runs on threads, where Pillow
 releases the interpreter lock.
 Source of every step after decoding: transformers 5.23 image_processing_backends.py (PilBackend), image_transforms.py.
@@ -24,6 +24,9 @@ FORMATS: Final = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
 _SCAN_MARKER: Final = b"\xff\xda"
 _MAX_JPEG_SCANS: Final = 100
 """Every scan processes the whole image, even if it has few bytes; encoders write about ten."""
+_MAX_READS: Final = 100_000
+"""Pillow reads segments and chunks of a file in Python: a million empty ones take seconds. A 34 MB file of a camera or a
+scanner takes a tenth of this."""
 _UNBOUNDED_MODES: Final = frozenset(("I", "F"))
 """32-bit integers and floats, for which no value is defined as white."""
 _TILE_SIZE: Final = (322, 323)
@@ -47,6 +50,18 @@ _UPRIGHT: Final = {
 Image.MAX_IMAGE_PIXELS = None  # we check max_image_pixels instead; Pillow's limit would only warn on stderr
 
 
+class _CountedFile(io.BytesIO):
+    """A file that a decoder may read only so often."""
+
+    num_left = _MAX_READS
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise OSError("an image of too many parts")
+        return super().read(size)
+
+
 def open_image(data: memoryview, path: str, max_pixels: int) -> Image.Image:
     """Return an image after reading only its header. path is its place in the request.
 
@@ -54,7 +69,7 @@ def open_image(data: memoryview, path: str, max_pixels: int) -> Image.Image:
     """
     encoded = bytes(data)
     try:
-        image: Image.Image = Image.open(io.BytesIO(encoded), formats=FORMATS)
+        image: Image.Image = Image.open(_CountedFile(encoded), formats=FORMATS)
     except Exception:  # each decoder raises different errors on foreign bytes
         raise _undecodable(path) from None
     width, height = image.size

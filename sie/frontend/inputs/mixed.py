@@ -1,4 +1,4 @@
-"""Builds the arrays of a request in which some items are images. Pure. Layout: `sie.shm.extent_headers.WorkHeader`."""
+"""Builds the arrays of a request in which some items are images. Pure. Layout: `sie.values.work.WorkHeader`."""
 
 from __future__ import annotations
 

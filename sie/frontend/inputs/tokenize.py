@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import string
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -18,6 +19,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
+from sie.frontend.inputs.text_bounds import GrowthError, groups, max_chars, shorten
 from sie.native.preempt import preempted
 from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.values.card import ModelCard
@@ -42,6 +44,12 @@ class _Reader(NamedTuple):
     limit: int | None
     prefix: str = ""
     add_special_tokens: bool = True
+    max_chars: int = sys.maxsize
+
+    def shorten(self, model_id: str, texts: Sequence[str], max_tokens: int | None = None) -> Sequence[str]:
+        """Return the texts, or as much of each as holds the tokens that are read (`text_bounds.shorten`)."""
+        limit = min((n for n in (self.limit, max_tokens) if n is not None), default=None)
+        return shorten(model_id, self.tokenizer, texts, limit, self.max_chars)
 
     def room(self, max_tokens: int | None, *, pair: bool = False) -> int | None:
         """Return how many tokens max_tokens leaves beside the special ones; None when it is not below the limit.
@@ -65,7 +73,9 @@ class Tokenizer:
     def __init__(self, card: ModelCard, tokenizer: tokenizers.Tokenizer) -> None:
         self.card = card
         self.vocab_size = card.vocab_size or tokenizer.get_vocab_size()
-        self._document = self._query = _Reader(tokenizer, card.max_sequence_length)
+        self._document = self._query = _Reader(
+            tokenizer, card.max_sequence_length, max_chars=_most_chars(card, tokenizer)
+        )
         self._is_plain = not (card.strip or card.lowercase or card.drop_punctuation)
         self._filler = _filler_of(card, tokenizer)
         self._wants_types = card.score is not None and card.score.token_types
@@ -88,15 +98,23 @@ class Tokenizer:
             tokenizer = cls(card, document.tokenizer)
             tokenizer._document = document
             tokenizer._query = _open_late(card, late.query_length, late.query_prefix)
+        if card.static_vectors is not None:
+            tokenizer._document = tokenizer._query = tokenizer._document._replace(add_special_tokens=False)
         if static is not None:
             query = _open(card, static.tokenizer_file, static.max_length)
-            tokenizer._query = _Reader(query, static.max_length, add_special_tokens=False)
+            most = _most_chars(card, query)
+            tokenizer._query = _Reader(query, static.max_length, add_special_tokens=False, max_chars=most)
         return tokenizer
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
         """The library's tokenizer, for callers that need more than token ids. Do not change it."""
         return self._document.tokenizer
+
+    @property
+    def max_chars(self) -> int:
+        """The most characters that may be read of one text."""
+        return self._document.max_chars
 
     def encode_texts(
         self, texts: Sequence[str], is_query: bool = False, max_tokens: int | None = None, cuts: Cuts | None = None
@@ -108,12 +126,14 @@ class Tokenizer:
         for a limit without room for a text.
         """
         reader = self._query if is_query else self._document
-        tokenizer, limit, prefix, add_special_tokens = reader
+        tokenizer, limit, prefix, add_special_tokens, _ = reader
         if not self._is_plain:
             texts = [self._clean(text) for text in texts]
         if prefix:
             texts = [prefix + text for text in texts]
         try:
+            if len(texts) != 1 or len(texts[0]) > LONG_TEXT_BYTES:
+                return self._encode_many(reader, texts, max_tokens, cuts)
             if max_tokens is not None and (room := reader.room(max_tokens)) is not None:
                 return pack_ids(self._filled(_encode_short(reader, texts, room, max_tokens, cuts)))
             # The batch call is used for one text too. It skips offsets, a sixth of the work, and lets other threads
@@ -121,14 +141,32 @@ class Tokenizer:
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError as exc:
             raise unicode_error(texts, exc) from None
-        if len(encodings) == 1 and self._filler is None:
-            ids = encodings[0].ids
-            if limit is not None and len(ids) >= limit and cuts is not None:
-                _note_cuts(encodings, limit, cuts)
-            return np.array(ids, np.int32), np.array((0, len(ids)), np.int32)
-        rows = [encoding.ids for encoding in encodings]
-        if limit is not None and cuts is not None:
+        ids = encodings[0].ids
+        if limit is not None and len(ids) >= limit and cuts is not None:
             _note_cuts(encodings, limit, cuts)
+        if self._filler is not None:
+            return pack_ids(self._filled([ids]))
+        return np.array(ids, np.int32), np.array((0, len(ids)), np.int32)
+
+    def _encode_many(
+        self, reader: _Reader, texts: Sequence[str], max_tokens: int | None, cuts: Cuts | None
+    ) -> tuple[Int32Array, Int32Array]:
+        """Do the work of `encode_texts` in parts of bounded size, and without the ends of long texts."""
+        texts = reader.shorten(self.card.id, texts, max_tokens)
+        room = None if max_tokens is None else reader.room(max_tokens)
+        rows: list[list[int]] = []
+        for part in groups(texts):
+            own: Cuts = {}
+            if max_tokens is not None and room is not None:
+                found = _encode_short(reader, part, room, max_tokens, own)
+            else:
+                encodings = reader.tokenizer.encode_batch_fast(part, add_special_tokens=reader.add_special_tokens)
+                if reader.limit is not None and cuts is not None:
+                    _note_cuts(encodings, reader.limit, own)
+                found = [encoding.ids for encoding in encodings]
+            if cuts is not None:
+                cuts |= {len(rows) + index: limit for index, limit in own.items()}
+            rows += found
         return pack_ids(self._filled(rows))
 
     def encode_pairs(
@@ -139,38 +177,59 @@ class Tokenizer:
         A pair that is too long loses tokens of the longer text first. token_types (t,) uint8 is None for a model that
         does not read them. max_tokens, cuts and errors as in `encode_texts`. A pair counts as cut if either text is.
         """
-        tokenizer, limit, _, _ = self._document
+        limit = self._document.limit
         is_lower = self._document.room(max_tokens, pair=True) is not None
         limit, cuts = max_tokens if is_lower else limit, {} if cuts is None else cuts
         if not self._is_plain:
             query, documents = self._clean(query), [self._clean(document) for document in documents]
+        rows: list[tuple[list[int], list[int]]] = []
         try:
-            # When both texts of a pair are cut, the library also joins each piece of one with each piece of the other.
-            # That takes a gigabyte for two texts of 10,000 words. So the library cuts only single texts.
-            if limit is not None and (is_lower or len(query) > limit):
-                encodings = _pair_short(tokenizer, query, documents, limit, cuts)
-            else:
-                encodings = tokenizer.encode_batch_fast([(query, document) for document in documents])
-                if limit is not None:
-                    _note_cuts(encodings, limit, cuts)
+            query, *documents = self._document.shorten(self.card.id, [query, *documents], limit)
+            for part in groups(documents):
+                own: Cuts = {}
+                encodings = self._pair(query, part, limit, own, is_cut_here=is_lower)
+                cuts |= {len(rows) + index: most for index, most in own.items()}
+                rows += [(encoding.ids, encoding.type_ids if self._wants_types else []) for encoding in encodings]
         except TypeError as exc:
             raise unicode_error((query, *documents), exc) from None
-        token_ids, cu_seqlens = pack_ids([encoding.ids for encoding in encodings])
+        token_ids, cu_seqlens = pack_ids([ids for ids, _ in rows])
         if not self._wants_types:
             return token_ids, cu_seqlens, None
-        types = chain.from_iterable(encoding.type_ids for encoding in encodings)
-        return token_ids, cu_seqlens, np.fromiter(types, np.uint8, len(token_ids))
+        return (
+            token_ids,
+            cu_seqlens,
+            np.fromiter(chain.from_iterable(types for _, types in rows), np.uint8, len(token_ids)),
+        )
+
+    def _pair(
+        self, query: str, documents: Sequence[str], limit: int | None, cuts: Cuts, *, is_cut_here: bool
+    ) -> Sequence[tokenizers.Encoding]:
+        tokenizer = self._document.tokenizer
+        # When both texts of a pair are cut, the library also joins each piece of one with each piece of the other.
+        # That takes a gigabyte for two texts of 10,000 words. So the library cuts only single texts.
+        if limit is not None and (is_cut_here or len(query) > limit):
+            return _pair_short(tokenizer, query, documents, limit, cuts)
+        encodings = tokenizer.encode_batch_fast([(query, document) for document in documents])
+        if limit is not None:
+            _note_cuts(encodings, limit, cuts)
+        return encodings
 
     def encode_plain(self, texts: Sequence[str], cuts: Cuts | None = None) -> list[list[int]]:
         """Return each text's token ids without special tokens; cuts and BadRequest as in `encode_texts`."""
-        tokenizer, limit, _, _ = self._document
+        tokenizer, limit = self._document.tokenizer, self._document.limit
+        rows: list[list[int]] = []
         try:
-            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            texts = self._document.shorten(self.card.id, texts)
+            for part in groups(texts):
+                encodings = tokenizer.encode_batch_fast(part, add_special_tokens=False)
+                own: Cuts = {}
+                if limit is not None and cuts is not None:
+                    _note_cuts(encodings, limit, own)
+                    cuts |= {len(rows) + index: limit for index in own}
+                rows += [encoding.ids for encoding in encodings]
         except TypeError as exc:
             raise unicode_error(texts, exc) from None
-        if limit is not None and cuts is not None:
-            _note_cuts(encodings, limit, cuts)
-        return [encoding.ids for encoding in encodings]
+        return rows
 
     def check_token_ids(
         self, token_lists: Sequence[Sequence[int]], max_tokens: int | None = None, cuts: Cuts | None = None
@@ -243,7 +302,15 @@ def _filler_of(card: ModelCard, tokenizer: tokenizers.Tokenizer) -> list[int] | 
 
 def _open_late(card: ModelCard, length: int | None, prefix: str) -> _Reader:
     limit = length or card.max_sequence_length
-    return _Reader(_with_marker(_open(card, card.tokenizer_file, limit), prefix), limit, prefix)
+    tokenizer = _with_marker(_open(card, card.tokenizer_file, limit), prefix)
+    return _Reader(tokenizer, limit, prefix, max_chars=_most_chars(card, tokenizer))
+
+
+def _most_chars(card: ModelCard, tokenizer: tokenizers.Tokenizer) -> int:
+    try:
+        return max_chars(tokenizer)
+    except GrowthError as error:
+        raise Internal(f"Model '{card.id}' has a tokenizer that cannot be used: {error}") from None
 
 
 def _note_cuts(encodings: Sequence[tokenizers.Encoding], limit: int, cuts: Cuts) -> None:

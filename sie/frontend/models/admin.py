@@ -16,9 +16,9 @@ import msgspec
 
 from sie.catalog.profiles import model_of
 from sie.frontend.access.host_check import is_loopback
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.ipc.messages import Manage, ManageAction, Managed, ManageRepository, ModelEntry
-from sie.values.errors import BadRequest, Forbidden, SieError, from_wire
+from sie.values.errors import BadRequest, Forbidden, SieError, from_wire, shorten
 
 _STATUS: Final = {"available": "unloaded"}
 _MOVING: Final = frozenset(("loading", "unloading"))
@@ -135,6 +135,7 @@ def _decode(body: bytes) -> str:
 
 
 def _not_found(model: str) -> ModelStatus:
+    model = shorten(model)
     text = f"Model '{model}' not found"
     detail = {"code": "MODEL_NOT_FOUND", "message": text}
     return ModelStatus(

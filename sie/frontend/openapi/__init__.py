@@ -1,47 +1,32 @@
 """Builds the document at `/openapi.json` from the route table and the rows in each API's `openapi.py`.
 
-To add an API, add its module to `_APIS`.
+The dialects are listed in `sie.frontend.dialects.registry`.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
 
 from sie import __version__
 from sie.config.limits import Limits
-from sie.frontend.dialects.anthropic import openapi as anthropic
-from sie.frontend.dialects.cohere import openapi as cohere
-from sie.frontend.dialects.kserve import openapi as kserve
-from sie.frontend.dialects.native import openapi as native
-from sie.frontend.dialects.openai import openapi as openai
 from sie.frontend.dialects.operation import JSON, Answer, Fault, Operation
-from sie.frontend.dialects.responses import openapi as responses
-from sie.frontend.dialects.trtis import openapi as trtis
+from sie.frontend.dialects.registry import DIALECTS, ENVELOPES
 from sie.frontend.http.routes import Route, RouteTable
 from sie.frontend.openapi import schemas, server_operations
 
 Document = dict[str, Any]
 
-_APIS: Final = (native, cohere, server_operations, openai, anthropic, responses, kserve, trtis)
-"""Each has `OPERATIONS`, and may have `TAGS`, `ERRORS` and `CODE_WRITERS`. The tags have this order in the document."""
-
-
-def _collect(name: str) -> dict[str, Any]:
-    """Merge the dictionaries of this name of all APIs."""
-    return {key: value for api in _APIS for key, value in getattr(api, name, {}).items()}
-
-
-_TAGS: Final[dict[str, str]] = _collect("TAGS")
-_ERRORS: Final[dict[str, type[msgspec.Struct]]] = _collect("ERRORS")
-"""The body of an error, by the route's envelope. The v1 tensor API has none."""
-_CODE_WRITERS: Final[dict[str, Callable[[str], str]]] = _collect("CODE_WRITERS")
-"""Functions that write our error codes, by envelope. Other envelopes write the codes unchanged."""
-OPERATIONS: Final = [operation for api in _APIS for operation in api.OPERATIONS]
+_TAGS: Final[dict[str, str]] = {
+    **DIALECTS[0].tags,
+    **server_operations.TAGS,
+    **{name: text for dialect in DIALECTS[1:] for name, text in dialect.tags.items()},
+}
+"""In the order of the document: the native API, the server itself, the others."""
+OPERATIONS: Final = [*server_operations.OPERATIONS, *(row for dialect in DIALECTS for row in dialect.operations)]
 """The rows of all APIs. Tests check that every route has one."""
 
 _ABOUT = """One engine, several wire dialects. A live feed of JSON frames is at `/ws/status` (a websocket).
@@ -107,7 +92,7 @@ def _structs(rows: dict[Route, Operation]) -> list[type[msgspec.Struct]]:
     for operation in rows.values():
         parts = (*operation.answers, *operation.faults)
         named |= dict.fromkeys((operation.request, *(part.type for part in parts)))
-    named |= dict.fromkeys(_ERRORS.values())
+    named |= dict.fromkeys(envelope.error for envelope in ENVELOPES.values())
     return [struct for struct in named if struct is not None]
 
 
@@ -182,9 +167,9 @@ def _answer(answer: Answer, operation: Operation) -> Document:
 
 
 def _fault(fault: Fault, envelope: str) -> Document:
-    write_code = _CODE_WRITERS.get(envelope, str)
-    struct = fault.type or _ERRORS.get(envelope)
-    names = dict.fromkeys(write_code(code) for code in fault.codes)
+    form = ENVELOPES[envelope]
+    struct = fault.type or form.error
+    names = dict.fromkeys(form.write_code(code) for code in fault.codes)
     codes = ", ".join(f"`{name}`" for name in names)
     described: Document = {
         "description": f"{fault.description} Codes: {codes}.",

@@ -2,8 +2,8 @@
 
 msgspec writes them, from twins of the structs that it cannot describe itself. A twin has the fields of its struct, with
 two differences. Fields that the decoder leaves as bytes get their real types (`wire_types.TYPES`). A twin is always an
-object, because structs that cross processes as arrays are objects on the wire. `words.toml` has the meaning of each
-field.
+object, because structs that cross processes as arrays are objects on the wire. The file `words.toml` of each dialect has
+the meaning of each field; the one here has those of several dialects and of the server itself. Outputs say their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin
 import msgspec
 
 from sie.config.limits import Limits
+from sie.frontend import dialects
 from sie.frontend.openapi.wire_types import TYPES, bounds
+from sie.values.output_kinds import KINDS
 
 Schema = dict[str, Any]
 REF = "#/components/schemas/{name}"
@@ -47,7 +49,14 @@ def ref(struct: type[msgspec.Struct]) -> Schema:
 @functools.cache
 def read_words() -> Mapping[str, Mapping[str, str]]:
     """Return the meaning of each field, by struct and field; the entry `_` is the struct itself."""
-    return tomllib.loads(resources.files(__package__ or __name__).joinpath("words.toml").read_text(encoding="utf-8"))
+    folders = [resources.files(__package__ or __name__), *resources.files(dialects).iterdir()]
+    files = [folder.joinpath("words.toml") for folder in folders if folder.is_dir()]
+    read = [tomllib.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+    words = {name: own for part in read for name, own in part.items()}
+    for kind in KINDS.values():
+        words[kind.wire_type] = {part.field: part.words for part in (*kind.facts, *kind.arrays)}
+        words["EncodeResult"] = {**words["EncodeResult"], kind.name: kind.words}
+    return words
 
 
 def _twin(struct: type[msgspec.Struct], twins: dict[type, Any]) -> Any:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from sie.config.limits import Limits
 from sie.frontend.operations.resolve_extract import ExtractOptions
+from sie.values.output_kinds import KINDS
 
 _TOKEN_ID: Final = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _Text = str | None
@@ -21,7 +22,9 @@ _Name = Annotated[str, Meta(min_length=1)] | None
 _Policy = Literal["default", "error", "truncate_text"] | None
 _Strategy = Literal["none", "simple", "first", "average", "max"] | None
 _Length = Annotated[int, Meta(ge=1)] | None
-_OutputTypes = Annotated[list[Literal["dense", "sparse", "multivector"]], Meta(min_length=1)] | None
+_OutputType: Any = Literal[tuple(KINDS)]  # type: ignore[valid-type]  # built, not written
+_ScoreMode: Any = Literal[(*(kind.score_mode for kind in KINDS.values()), "hybrid")]  # type: ignore[valid-type]
+_OutputTypes = Annotated[list[_OutputType], Meta(min_length=1)] | None
 _OutputDtype = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"] | None
 _Inputs = Annotated[
     Any,
@@ -63,7 +66,7 @@ _ENCODE: Final[dict[str, Any]] = {
 _SCORE: Final[dict[str, Any]] = {
     **_PROFILE,
     **_TEMPLATES,
-    "score_mode": Literal["dense", "sparse", "colbert", "hybrid"] | None,
+    "score_mode": _ScoreMode | None,
     "score_weights": tuple[_Weight, _Weight, _Weight] | None,
 }
 _EXTRACT: Final[dict[str, Any]] = {

@@ -17,17 +17,13 @@ from sie.frontend.inputs.tokenize import Cuts, Tokenizer
 from sie.values.card import ModelCard
 from sie.values.encode import ScoreRequest
 from sie.values.errors import BadRequest
+from sie.values.output_kinds import KINDS
 
 Compared = tuple[tuple[str, float], ...]
 """The compared outputs, each with its weight; empty for a model that reads pairs."""
 
-_MODES: Final = {
-    "dense": ("dense",),
-    "sparse": ("sparse",),
-    "colbert": ("multivector",),
-    "hybrid": ("dense", "sparse", "multivector"),
-}
-_HYBRID_WEIGHTS: Final = (0.4, 0.2, 0.4)
+_HYBRID: Final = {kind.name: kind.hybrid_weight for kind in KINDS.values() if kind.hybrid_weight}
+_MODES: Final = {**{kind.score_mode: (kind.name,) for kind in KINDS.values()}, "hybrid": tuple(_HYBRID)}
 _MAX_WEIGHT: Final = 1e6
 
 
@@ -48,7 +44,7 @@ def resolve_compared(options: dict[str, Any], card: ModelCard) -> Compared:
         raise BadRequest(f"Invalid score_mode {mode!r}. Valid: {sorted(_MODES)}")
     if weights is not None and mode != "hybrid":
         raise BadRequest(f"Option 'score_weights' belongs to score_mode 'hybrid', not '{mode}'")
-    values = (1.0,) if mode != "hybrid" else _HYBRID_WEIGHTS if weights is None else _check_weights(weights)
+    values = (1.0,) if mode != "hybrid" else tuple(_HYBRID.values()) if weights is None else _check_weights(weights)
     compared = tuple((output, value) for output, value in zip(outputs, values, strict=True) if value)
     for output, _ in compared:
         if output not in card.outputs:

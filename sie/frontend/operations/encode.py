@@ -23,15 +23,15 @@ from sie.frontend.inputs.mixed import mix_items
 from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion, token_limit
 from sie.frontend.inputs.prompts import apply_prompt, check_prompted, count_prompted
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, encode_stub_text, encode_stub_texts, is_long
-from sie.frontend.models.adapters import requested_adapter
-from sie.frontend.models.table import ModelTable
-from sie.frontend.operations.operation import Started
+from sie.frontend.models.adapter_lookup import requested_adapter
+from sie.frontend.models.model_table import ModelTable
+from sie.frontend.operations.interface import Started
 from sie.frontend.operations.reply_reader import count_items
 from sie.ipc.messages import ModelEntry
-from sie.shm.extent_headers import WorkHeader
 from sie.values.card import ModelCard
 from sie.values.encode import EncodeRequest
 from sie.values.errors import BadRequest
+from sie.values.work import WorkHeader
 
 _DENSE_ONLY: Final = ("dense",)
 _pack_bounds: Final = struct.Struct("<2i").pack

@@ -1,7 +1,7 @@
 """Reads and checks the arrays of an encode reply, as views for a dialect to encode, and the times of any reply.
 
 Another process wrote the extent. Offsets are copied before they are checked, so they cannot change afterwards. Layout:
-`sie.shm.extent_headers.ReplyHeader`.
+`sie.values.work.ReplyHeader`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import struct
 import time
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.frontend.engine.worker_link import Reply
+from sie.frontend.engine.interface import Reply
 from sie.ipc.messages import ModelEntry
-from sie.shm.extent import DTYPES, array_view, read_extent
-from sie.shm.extent_headers import ArrayRef, ReplyHeader
-from sie.shm.layout import PROLOGUE, PROLOGUE_BYTES, ProtocolError
-from sie.values.encode import EncodeReply, EncodeRequest, SparseRows, Timing, TokenRows
-from sie.values.errors import Internal
+from sie.values.encode import EncodeReply, EncodeRequest, RaggedRows, RowArray, Timing
+from sie.values.errors import Internal, ProtocolError
+from sie.values.output_kinds import RAGGED, OutputKind, offsets_name
+from sie.values.work import ArrayRef, ReplyHeader
+from sie.values.work_bytes import DTYPES, PROLOGUE, PROLOGUE_BYTES, array_view, read_extent
 
 _TIMES: Final = struct.Struct("<3q")
 _DENSE_ONLY: Final = ("dense",)
@@ -57,7 +58,7 @@ def read_reply(
 
 
 def timing_of(reply: Reply, times: Sequence[int], began_ns: int, tokenization_ns: int) -> Timing:
-    """Return the time of each stage of a request; times are from the reply (`sie.shm.extent_headers.ReplyHeader`)."""
+    """Return the time of each stage of a request; times are from the reply (`sie.values.work.ReplyHeader`)."""
     started_ns, inference_ns, postprocessing_ns = times
     return Timing(
         total_ms=(time.monotonic_ns() - began_ns) / 1e6,
@@ -83,7 +84,7 @@ def read_pieces(reply: Reply, output: str, num_items: int) -> tuple[Sequence[NDA
             if values.ndim != 2 or len(values) != num_items:
                 raise ProtocolError(f"logits of shape {values.shape} for {num_items} items")
             return list(values), times
-        bounds = _offsets(payload, refs, f"{output}_offsets", num_items, len(values))
+        bounds = _offsets(payload, refs, offsets_name(output), num_items, len(values))
     except (ProtocolError, KeyError, struct.error) as error:
         raise Internal("the worker's reply could not be read") from error
     return [values[start:end] for start, end in itertools.pairwise(bounds)], times
@@ -139,25 +140,30 @@ def _read_outputs(
     header, payload = read_extent(view, _decoder)
     refs = {ref.name: ref for ref in header.arrays}
     num_items, dims = answer.num_items, entry.card.dims
-    for output in request.output_types or ():
-        if output == "dense":
-            ref = _ref(refs, "dense", 2)
-            if ref.shape[0] != num_items:
-                raise ProtocolError("another number of dense rows than of items")
-            answer.values, answer.dtype, answer.width = _bytes_of(payload, ref), ref.dtype, ref.shape[1]
-        elif output == "sparse":
-            indices, values = _ref(refs, "sparse_indices", 1), _ref(refs, "sparse_values", 1)
-            if indices.dtype != "<i4":
-                raise ProtocolError(f"sparse_indices of {indices.dtype}")
-            offsets = _offsets(payload, refs, "sparse_offsets", num_items, min(indices.shape[0], values.shape[0]))
-            answer.sparse = SparseRows(
-                dims[output], values.dtype, offsets, _bytes_of(payload, indices), _bytes_of(payload, values)
-            )
-        else:
-            ref = _ref(refs, "multivector", 2)
-            offsets = _offsets(payload, refs, "multivector_offsets", num_items, ref.shape[0])
-            answer.multivector = TokenRows(dims[output], ref.dtype, ref.shape[1], offsets, _bytes_of(payload, ref))
+    if "dense" in (request.output_types or ()):
+        ref = _ref(refs, "dense", 2)
+        if ref.shape[0] != num_items:
+            raise ProtocolError("another number of dense rows than of items")
+        answer.values, answer.dtype, answer.width = _bytes_of(payload, ref), ref.dtype, ref.shape[1]
+    answer.ragged = {
+        name: _read_ragged(payload, refs, kind, num_items, dims[name])
+        for name, kind in RAGGED.items()
+        if name in (request.output_types or ())
+    }
     return _TIMES.unpack_from(payload, _ref(refs, "times", 1).offset)
+
+
+def _read_ragged(
+    payload: memoryview, refs: dict[str, ArrayRef], kind: OutputKind, num_items: int, dims: int
+) -> RaggedRows:
+    found = [_ref(refs, form.name, 1 + form.has_rows) for form in kind.arrays]
+    for form, ref in zip(kind.arrays, found, strict=True):
+        if form.dtype and ref.dtype != form.dtype:
+            raise ProtocolError(f"{form.name} of {ref.dtype}")
+    num_entries = min(ref.shape[0] for ref in found)
+    offsets = _offsets(payload, refs, offsets_name(kind.name), num_items, num_entries)
+    arrays = [RowArray(ref.dtype, _bytes_of(payload, ref), prod(ref.shape[1:])) for ref in found]
+    return RaggedRows(dims, offsets, tuple(arrays))
 
 
 def _ref(refs: dict[str, ArrayRef], name: str, num_dimensions: int) -> ArrayRef:

@@ -101,17 +101,6 @@ def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
     return request
 
 
-def resolve_rerank(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
-    """Return the request with its final instruction. Raises BadRequest when this model cannot serve it."""
-    request = check_scores(request, card)
-    if request.options or card.profiles:
-        request.options = merge_options(card, request.options, "$.options")
-        refuse_adapter(card, request.options, "scores")
-    request.instruction = request.options.get("instruction")
-    request.compared = resolve_compared(request.options, card)
-    return request
-
-
 def resolve_embeddings(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
     """Return the request with this route's fixed output, dense float32; its options override the default profile's.
 

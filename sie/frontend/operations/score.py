@@ -15,23 +15,21 @@ import msgspec
 import numpy as np
 
 from sie.config.limits import Limits
-from sie.frontend.engine.interface import Engine
-from sie.frontend.engine.worker_link import Reply
+from sie.frontend.engine.interface import Engine, Reply
 from sie.frontend.inputs.pairs import Arrays, pair_arrays
 from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion
 from sie.frontend.inputs.prompts import check_prompted, count_prompted
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.comparisons import comparison_arrays
-from sie.frontend.operations.operation import Started
+from sie.frontend.operations.interface import Started
 from sie.frontend.operations.reply_reader import timing_of
 from sie.ipc.messages import ModelEntry
-from sie.shm.extent import array_view, read_extent
-from sie.shm.extent_headers import ReplyHeader, WorkHeader
-from sie.shm.layout import ProtocolError
 from sie.values.card import ModelCard
 from sie.values.encode import ScoreReply, ScoreRequest
-from sie.values.errors import Internal
+from sie.values.errors import Internal, ProtocolError
+from sie.values.work import ReplyHeader, WorkHeader
+from sie.values.work_bytes import array_view, read_extent
 
 _decoder: Final = msgspec.msgpack.Decoder(ReplyHeader)
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 from sie.frontend.dialects.responses.reply import CANCELLED, ResponseRecord
-from sie.frontend.generation.run import Run
+from sie.frontend.generation.generation_run import Run
 from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.runtime.logs import get_logger
 from sie.values.encode import Timing

@@ -2,8 +2,8 @@
 
 Every call runs on one thread of this process. A response belongs to the name of the API key that requested it; for other
 keys it does not exist. A response under way names the process that runs it. If that process is gone, the response has
-failed. A damaged file, or one with another schema, is set aside and a new one is created. The state directory must be on
-a local disk and belong to one server.
+failed. A file with another schema, or found to be damaged at any time, is set aside and a new one is created; other
+processes then open the new one. The state directory must be on a local disk and belong to one server.
 """
 
 from __future__ import annotations
@@ -50,9 +50,15 @@ _UPGRADES: Final = {0: _SCHEMA + EVENTS_SCHEMA, 1: EVENTS_SCHEMA}
 _RUNNING: Final = ("queued", "in_progress")
 _BUSY_TIMEOUT_S: Final = 5.0
 _RETRY_AFTER_S: Final = 5
+_WARN_AGAIN_S: Final = 60.0
 _PRUNES_A_LIMIT: Final = 64
 """The number of responses may exceed its limit by 1/64 of it between two prunes; small limits are exact."""
 _DEAD: Final = frozenset("ZX")
+_MAX_ASIDE: Final = 3
+"""Files set aside that are kept: a bad disk must not fill up with them."""
+_DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_PRIMARY: Final = 0xFF
+"""Bits of the general code within an extended one."""
 _T = TypeVar("_T")
 
 
@@ -97,9 +103,22 @@ class ResponseFile:
         self._num_added = 0
         self._maker = process_name(os.getpid())
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(directory / "responses.lock"):
-            self._db = _open(directory / "responses.db")
+        self._path = directory / "responses.db"
+        with _locked(directory):
+            self._db = _open(self._path)
+            self._identity = _identity(self._path)
         self.events = EventRows(self._db)
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether the file is no longer the one that processes open now."""
+        return _identity(self._path) != self._identity
+
+    def set_aside(self, reason: Exception) -> None:
+        """Set the file aside unless it has been; close this object then."""
+        with _locked(self._path.parent):
+            if not self.is_moved:
+                _set_aside(self._path, reason)
 
     def close(self) -> None:
         """Close the file."""
@@ -230,6 +249,7 @@ class ResponseStore:
         self._limits = limits
         self._thread = ThreadPoolExecutor(1, "responses")
         self._file: ResponseFile | None = None
+        self._warned, self._warned_s = "", 0.0
 
     @property
     def is_on(self) -> bool:
@@ -242,22 +262,41 @@ class ResponseStore:
 
     def _do(self, work: Callable[[ResponseFile], _T]) -> _T:
         try:
-            if self._file is None:
-                self._file = ResponseFile(self._directory, self._limits)
-            return work(self._file)
+            try:
+                return work(self._opened())
+            except sqlite3.DatabaseError as error:
+                if self._file is None or error.sqlite_errorcode & _PRIMARY not in _DAMAGED:
+                    raise
+                self._file.set_aside(error)
+            return work(self._opened())
         except (sqlite3.Error, OSError) as error:
-            _log.warning("responses cannot be kept in %s: %s", self._directory, error)
+            self._warn(str(error))
             text = "Responses cannot be kept or read now"
             raise Unavailable(text, code="RESPONSES_UNAVAILABLE", retry_after_s=_RETRY_AFTER_S) from None
+
+    def _warn(self, reason: str) -> None:
+        now_s = time.monotonic()
+        if reason != self._warned or now_s - self._warned_s > _WARN_AGAIN_S:  # a full disk fails every request
+            self._warned, self._warned_s = reason, now_s
+            _log.warning("responses cannot be kept in %s: %s", self._directory, reason)
+
+    def _opened(self) -> ResponseFile:
+        """Return the open file; opens it anew when another process, or an operator, has moved it."""
+        if self._file is not None and self._file.is_moved:
+            self._file.close()  # SQLite leaves the new file's log alone: it looks whether its own was moved, too
+            self._file = None
+        if self._file is None:
+            self._file = ResponseFile(self._directory, self._limits)
+        return self._file
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Generator[None]:
+def _locked(directory: Path) -> Generator[None]:
     """Lock out other processes while the database is opened: only one may create it or set it aside."""
-    with path.open("a") as lock:
+    with (directory / "responses.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -268,12 +307,35 @@ def _open(path: Path) -> sqlite3.Connection:
     except sqlite3.DatabaseError as error:
         if isinstance(error, sqlite3.OperationalError):
             raise  # no access or a full disk: the file itself is not damaged
-        aside = path.with_name(f"{path.name}.{time.time_ns()}")
-        _log.warning("%s cannot be used (%s): set aside as %s, and a new one begun", path, error, aside.name)
-        for suffix in ("", "-wal", "-shm"):
-            with contextlib.suppress(FileNotFoundError):
-                Path(f"{path}{suffix}").rename(f"{aside}{suffix}")
+        _set_aside(path, error)
         return _connect(path)
+
+
+def _set_aside(path: Path, reason: Exception) -> None:
+    aside = path.with_name(f"{path.name}.{time.time_ns()}")
+    _log.error(
+        "%s cannot be used (%s): it is set aside as %s, and a new one begun. Responses that were kept in it are not found "
+        "any more; `sqlite3 %s .recover` may still read them",
+        path, reason, aside.name, aside,
+    )  # fmt: skip
+    # ORDER: the log first. A new file beside the log of the old one would be made of both.
+    for suffix in ("-wal", "-shm", ""):
+        with contextlib.suppress(FileNotFoundError):
+            Path(f"{path}{suffix}").rename(f"{aside}{suffix}")
+    numbers = {
+        found.name.removeprefix(f"{path.name}.").partition("-")[0] for found in path.parent.glob(f"{path.name}.*")
+    }
+    for number in sorted(filter(str.isdigit, numbers))[:-_MAX_ASIDE]:
+        for suffix in ("-wal", "-shm", ""):
+            path.with_name(f"{path.name}.{number}{suffix}").unlink(missing_ok=True)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -11,11 +11,13 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from sie.frontend.dialects.description import Codec
 from sie.frontend.dialects.native.negotiate import is_msgpack
 from sie.frontend.http.compression import CODING_NOT_SERVED, has_coding
 from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.routes import Row
 from sie.frontend.http.threads import offload
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.values.encode import DEFAULT_MODEL
 from sie.values.errors import BadRequest
 
@@ -24,9 +26,6 @@ _T = TypeVar("_T")
 _GZIP: Final = b"\x1f\x8b"
 _MAPS: Final = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
 """The first bytes of a map in msgpack; no JSON begins with one of them."""
-_PACKED_LABELS: Final = frozenset({"encode", "score", "extract"})
-_DEFAULT_OUTPUTS: Final = {"embeddings": "dense", "score": "score"}
-"""The output that a label's default model must have; models of other labels generate."""
 
 
 class _Named(msgspec.Struct):
@@ -48,7 +47,9 @@ async def decode_body(
     except BadRequest as error:
         add_hint(error, exchange, body)
         if not exchange.model and exchange.route is not None:
-            exchange.model = await offload(pool, len(body), _named_model, body, exchange.route.label, models)
+            codec = _codec_of(exchange)
+            output = codec.default_output if codec is not None else "generate"
+            exchange.model = await offload(pool, len(body), _named_model, body, output, models)
         raise
 
 
@@ -59,9 +60,9 @@ def add_hint(error: BadRequest, exchange: Exchange, body: bytes) -> None:
 
 
 def _hint(exchange: Exchange, body: bytes) -> str:
-    headers, route = exchange.headers, exchange.route
+    headers, codec = exchange.headers, _codec_of(exchange)
     kind = headers.get("content-type")
-    takes_msgpack = route is not None and route.envelope == "sie" and route.label in _PACKED_LABELS
+    takes_msgpack = codec is not None and codec.has_msgpack
     start = body[:64].lstrip()[:1]
     if start == b"{":
         is_other = is_msgpack(kind) if takes_msgpack else "json" not in (kind or "json").lower()
@@ -74,8 +75,17 @@ def _hint(exchange: Exchange, body: bytes) -> str:
     return f"It looks like msgpack: {way}"
 
 
-def _named_model(body: bytes, label: str, models: ModelTable) -> str:
-    """Return the id of the served model that a refused JSON body means, or nothing if it means none."""
+def _codec_of(exchange: Exchange) -> Codec | None:
+    """Return the codec of the route, or None if it generates text or has a handler of its own."""
+    route = exchange.route
+    return route.codec if isinstance(route, Row) and isinstance(route.codec, Codec) else None
+
+
+def _named_model(body: bytes, output: str, models: ModelTable) -> str:
+    """Return the id of the served model that a refused JSON body names, or an empty text if it names none.
+
+    output is the one that the default model must have.
+    """
     try:
         model = _decode_named(body).model or DEFAULT_MODEL
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -83,6 +93,6 @@ def _named_model(body: bytes, label: str, models: ModelTable) -> str:
     if not isinstance(model, str):
         return ""
     if model == DEFAULT_MODEL and model not in models:
-        model = models.default_of(_DEFAULT_OUTPUTS.get(label, "generate")) or ""
+        model = models.default_of(output) or ""
     entry = models.find(model)
     return entry.card.id if entry is not None else ""

@@ -1,4 +1,4 @@
-"""Handles encode, score, extract, rerank and embeddings requests. Must neither format errors nor count requests.
+"""Runs encode, score and extract requests of every dialect. Must neither format errors nor count requests.
 
 Handlers raise; `sie.frontend.app` turns the error into the dialect's response and counts the request.
 """
@@ -8,34 +8,35 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-from sie.config.limits import Limits
-from sie.frontend.dialects.cohere import rerank
-from sie.frontend.dialects.native import encode as sie
-from sie.frontend.dialects.native import encode_reply, extract, negotiate, score
-from sie.frontend.dialects.openai import embeddings as openai
-from sie.frontend.engine.worker_link import Reply
+from sie.frontend.dialects.description import Codec, Sent
+from sie.frontend.dialects.native import negotiate
+from sie.frontend.engine.interface import Reply
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.response import JSON, Headers, Response
+from sie.frontend.http.response import Headers, Response
 from sie.frontend.http.threads import LARGE_BYTES
-from sie.frontend.models.adapters import requested_adapter
+from sie.frontend.models.adapter_lookup import requested_adapter
 from sie.frontend.models.not_found import model_not_found
 from sie.frontend.operations.extraction.extract import read_extractions
-from sie.frontend.operations.operation import Operation, Submission
+from sie.frontend.operations.interface import Operation, Submission
 from sie.frontend.operations.reply_reader import read_reply
-from sie.frontend.operations.resolve import resolve_embeddings, resolve_encode, resolve_rerank, resolve_score
+from sie.frontend.operations.resolve import resolve_embeddings, resolve_encode, resolve_score
 from sie.frontend.operations.resolve_extract import resolve_extract
 from sie.frontend.operations.score import read_scores
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.decode_body import decode_body
 from sie.frontend.telemetry.access_log import id_headers
 from sie.ipc.messages import ModelEntry
+from sie.values.card import ModelCard
 from sie.values.encode import EncodeReply, EncodeRequest, ExtractReply, ExtractRequest, ScoreReply, ScoreRequest, Timing
 from sie.values.errors import BadRequest, Unavailable
 
 _NO_BYTES: Final = memoryview(b"")
+_RESOLVE: Final[dict[str, Callable[[Any, ModelCard], Any]]] = {
+    "encode": resolve_encode, "embed": resolve_embeddings, "score": resolve_score, "extract": resolve_extract,
+}  # fmt: skip
+"""Checks a decoded request against its model's card, by operation."""
 RequestT = TypeVar("RequestT")
 SubmissionT = TypeVar("SubmissionT", bound=Submission)
 _LEAST_SHOWN_MS: Final = 0.005
@@ -43,7 +44,7 @@ _LEAST_SHOWN_MS: Final = 0.005
 
 
 class Inference:
-    """The handlers of one process, one method for each route."""
+    """The handlers of one process: one for each codec of a dialect."""
 
     def __init__(self, process: FrontendProcess, identity: tuple[tuple[str, str], ...]) -> None:
         self._process = process
@@ -51,130 +52,79 @@ class Inference:
         self._identity = identity
         # The reference sends its instance header on every answer of the extract route except a 200.
         self._extract_identity = [header for header in identity if header[0] != "x-sie-runtime-instance"]
-        self.pool = ThreadPoolExecutor(2, "decode")
-        """Threads for large bodies of all dialects."""
+        self.pool = process.decode_pool
 
-    async def encode(self, exchange: Exchange) -> Response:
-        """Answer `/v1/encode/{model}`."""
-        headers = exchange.headers
-        self.check_headers(exchange)
-        body = await exchange.read_body(self._process.bodies)
-        is_msgpack = negotiate.is_msgpack(headers.get("content-type"))
-        request = await decode_body(
-            exchange, self.pool, self.models, sie.decode_encode, body, is_msgpack, exchange.model, self._limits
-        )
-        entry = self.find(exchange, exchange.model)
-        if not entry.is_read:
-            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
-        request = resolve_encode(request, entry.card)
-        return await self.run_encode(exchange, entry, request)
+    def handler_of(self, codec: Codec) -> Callable[[Exchange], Awaitable[Response]]:
+        """Return the handler of a route: it decodes with the codec, runs its operation and encodes the reply."""
+        resolve = _RESOLVE[codec.operation]
 
-    async def run_encode(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> Response:
+        async def serve(exchange: Exchange) -> Response:
+            self.check_headers(exchange)
+            body = await exchange.read_body(self._process.bodies)
+            sent = Sent(exchange.model, exchange.headers.get("content-type"))
+            request, shown = await decode_body(
+                exchange, self.pool, self.models, codec.decode, body, sent, self._process.settings.limits
+            )
+            if codec.default_output:
+                request.model = self.models.resolve_default(request.model, codec.default_output)
+            entry = self.find(exchange, request.model)
+            if not entry.is_read:
+                entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
+            return await self.run(codec, exchange, entry, resolve(request, entry.card), shown)
+
+        return serve
+
+    async def run(
+        self, codec: Codec, exchange: Exchange, entry: ModelEntry, request: Any, shown: Any = None
+    ) -> Response:
         """Run a decoded and resolved request, and return its answer. Raises the engine's errors."""
-        reply, raw = await self._run(exchange, entry, request)
-        response = self.encoded(exchange, reply, raw)
-        return response if isinstance(response, Response) else await response
-
-    def encoded(self, exchange: Exchange, reply: EncodeReply, raw: Reply) -> Response | Awaitable[Response]:
-        """Encode the answer of an encode request, in a thread if it is large, and release the reply."""
-        wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
-        if not wants_msgpack and len(raw.view) >= LARGE_BYTES:
-            return self._encoded_on_thread(reply, raw)
-        try:
-            answer = encode_reply.encode_reply(reply, wants_msgpack)
-        finally:
-            _release(reply, raw)
-        return Response(200, self.encode_headers(reply.timing, wants_msgpack), answer)
-
-    async def _encoded_on_thread(self, reply: EncodeReply, raw: Reply) -> Response:
-        try:
-            answer = await self._on_thread(encode_reply.encode_reply, reply, False)
-        finally:
-            _release(reply, raw)
-        return Response(200, self.encode_headers(reply.timing, wants_msgpack=False), answer)
-
-    def encode_headers(self, timing: Timing, wants_msgpack: bool) -> Headers:
-        """Return the response headers of an encode request."""
-        content_type = ("content-type", negotiate.content_type(wants_msgpack))
-        return [content_type, *_timing_headers(timing), *self._identity]
-
-    async def score(self, exchange: Exchange) -> Response:
-        """Answer `/v1/score/{model}`."""
-        self.check_headers(exchange)
-        body = await exchange.read_body(self._process.bodies)
-        is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
-        request = await decode_body(
-            exchange, self.pool, self.models, score.decode_score, body, is_msgpack, exchange.model, self._limits
-        )
-        entry = self.find(exchange, exchange.model)
-        if not entry.is_read:
-            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
-        request = resolve_score(request, entry.card)
-        reply = await self._run_score(exchange, entry, request)
-        wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
-        content_type = ("content-type", negotiate.content_type(wants_msgpack))
-        answer = score.encode_scores(request, reply, wants_msgpack)
-        return Response(200, [content_type, *_timing_headers(reply.timing), *self._identity], answer)
-
-    async def extract(self, exchange: Exchange) -> Response:
-        """Answer `/v1/extract/{model}`."""
-        self.check_headers(exchange)
-        body = await exchange.read_body(self._process.bodies)
-        is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
-        request = await decode_body(
-            exchange, self.pool, self.models, extract.decode_extract, body, is_msgpack, exchange.model, self._limits
-        )
-        entry = self.find(exchange, exchange.model)
-        if not entry.is_read:
-            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
-        request = resolve_extract(request, entry.card)
-        reply, is_large = await self._run_extract(exchange, entry, request)
-        wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
-        content_type = ("content-type", negotiate.content_type(wants_msgpack))
-        if is_large:
-            answer = await self._on_thread(extract.encode_extractions, request, reply, wants_msgpack)
+        reply: Any
+        raw = None
+        if codec.operation == "score":
+            reply, is_large = await self._run_score(exchange, entry, request), False
+        elif codec.operation == "extract":
+            reply, is_large = await self._run_extract(exchange, entry, request)
         else:
-            answer = extract.encode_extractions(request, reply, wants_msgpack)
-        return Response(200, [content_type, *_timing_headers(reply.timing), *self._extract_identity], answer)
+            reply, raw = await self._run(exchange, entry, request)
+            is_large = len(raw.view) >= LARGE_BYTES
+        answer = self.answer(codec, exchange, (request, shown, reply), raw, is_large=is_large)
+        return answer if isinstance(answer, Response) else await answer
 
-    async def rerank(self, exchange: Exchange) -> Response:
-        """Answer `/v1/rerank`."""
-        self.check_headers(exchange)
-        body = await exchange.read_body(self._process.bodies)
-        call = await decode_body(exchange, self.pool, self.models, rerank.decode_rerank, body, self._limits)
-        request = call.request
-        request.model = self._process.models.resolve_default(request.model, "score")
-        entry = self.find(exchange, request.model)
-        if not entry.is_read:
-            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
-        request = resolve_rerank(request, entry.card)
-        reply = await self._run_score(exchange, entry, request)
-        answer = rerank.encode_ranking(call, reply)
-        return Response(200, [JSON, *_timing_headers(reply.timing), *self._identity], answer)
+    def answer(
+        self, codec: Codec, exchange: Exchange, said: tuple[Any, Any, Any], raw: Reply | None, *, is_large: bool
+    ) -> Response | Awaitable[Response]:
+        """Encode an answer, in a thread if that takes long, and release the extent that holds its rows.
 
-    async def embeddings(self, exchange: Exchange) -> Response:
-        """Answer `/v1/embeddings`."""
-        self.check_headers(exchange)
-        body = await exchange.read_body(self._process.bodies)
-        content_type = exchange.headers.get("content-type")
-        call = await decode_body(
-            exchange, self.pool, self.models, openai.decode_embeddings, body, content_type, self._limits
-        )
-        request = call.request
-        request.model = self._process.models.resolve_default(request.model, "dense")
-        entry = self.find(exchange, request.model)
-        if not entry.is_read:
-            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
-        request = resolve_embeddings(request, entry.card)
-        reply, raw = await self._run(exchange, entry, request)
+        said is the first three arguments of `Codec.encode`; raw is None for a reply without rows.
+        """
+        wants_msgpack = codec.has_msgpack and negotiate.wants_msgpack(exchange.headers.get("accept"))
+        if is_large and not codec.is_quick(said[1], wants_msgpack):
+            return self._answer_on_thread(codec, exchange, said, raw, wants_msgpack=wants_msgpack)
         try:
-            if call.base64 or len(raw.view) < LARGE_BYTES:
-                answer = openai.encode_embeddings(reply, call.base64)
-            else:
-                answer = await self._on_thread(openai.encode_embeddings, reply, call.base64)
+            answer = codec.encode(*said, wants_msgpack)
         finally:
-            _release(reply, raw)
-        return Response(200, [JSON, *self._identity, *id_headers(exchange)], answer)
+            if raw is not None:
+                _release(said[2], raw)
+        return Response(200, self._headers(codec, exchange, said[2].timing, wants_msgpack), answer)
+
+    async def _answer_on_thread(
+        self, codec: Codec, exchange: Exchange, said: tuple[Any, Any, Any], raw: Reply | None, *, wants_msgpack: bool
+    ) -> Response:
+        try:
+            answer = await self._on_thread(codec.encode, *said, wants_msgpack)
+        finally:
+            if raw is not None:
+                _release(said[2], raw)
+        return Response(200, self._headers(codec, exchange, said[2].timing, wants_msgpack), answer)
+
+    def _headers(self, codec: Codec, exchange: Exchange, timing: Timing, wants_msgpack: bool) -> Headers:
+        headers = [("content-type", negotiate.content_type(wants_msgpack))]
+        if codec.has_timing:
+            headers += _timing_headers(timing)
+        headers += self._identity if codec.operation != "extract" else self._extract_identity
+        if codec.has_ids:
+            headers += id_headers(exchange)
+        return headers
 
     def check_headers(self, exchange: Exchange) -> None:
         """Set the deadline, and check the headers before the body is read. Raises BadRequest and other SieErrors."""
@@ -258,10 +208,6 @@ class Inference:
             except Unavailable as error:
                 entry = models.reloaded(entry, error)
 
-    @property
-    def _limits(self) -> Limits:
-        return self._process.settings.limits
-
     async def _on_thread(self, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.pool, work, *args)
 
@@ -286,7 +232,7 @@ def _record(exchange: Exchange, timing: Timing, num_items: int, cuts: Collection
 
 def _release(reply: EncodeReply, raw: Reply) -> None:
     """Release the extent of a reply, after dropping every view of it."""
-    reply.values, reply.sparse, reply.multivector = _NO_BYTES, None, None
+    reply.values, reply.ragged = _NO_BYTES, {}
     raw.release()
 
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from sie.frontend.dialects.anthropic import reply as messages_reply
 from sie.frontend.dialects.anthropic import request as messages
+from sie.frontend.dialects.description import TextCodec
 from sie.frontend.dialects.kserve import generate as kserve_generate
 from sie.frontend.dialects.native import generate as native_generate
-from sie.frontend.dialects.openai import chat, completions
 from sie.frontend.dialects.openai.text_fields import renamed
 from sie.frontend.dialects.responses import request as responses
 from sie.frontend.generation.start import generate_rule
@@ -25,7 +25,7 @@ from sie.frontend.http.response import JSON, Answer, Headers, Response
 from sie.frontend.http.stream import EventWriter, Streamed
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.decode_body import decode_body
-from sie.frontend.routes.kserve_members import answer_members
+from sie.frontend.routes.kserve import KServe
 from sie.frontend.routes.responses import Responses
 from sie.frontend.routes.text_service import TextService
 from sie.frontend.telemetry.access_log import id_headers, request_id_of
@@ -47,9 +47,10 @@ class TextRoutes:
     """The handlers of one process, one method for each route. identity is sent on SIE's own route alone."""
 
     def __init__(
-        self, process: FrontendProcess, pool: ThreadPoolExecutor, identity: tuple[tuple[str, str], ...]
+        self, process: FrontendProcess, kserve: KServe, pool: ThreadPoolExecutor, identity: tuple[tuple[str, str], ...]
     ) -> None:
         self._process = process
+        self._kserve = kserve
         self._pool = pool
         self._identity = identity
         self.service = TextService(process)
@@ -73,39 +74,22 @@ class TextRoutes:
         is_native = exchange.route is not None and exchange.route.envelope == "sie"
         return [*id_headers(exchange), *(self._identity if is_native else ())]
 
-    async def chat(self, exchange: Exchange) -> Answer | Streamed:
-        """Answer `/v1/chat/completions`."""
-        request, shown = await self._read(exchange, chat.decode_chat)
-        return await self.answer(
-            exchange,
-            request,
-            lambda reply, _prompts: chat.encode_chat(reply, shown),
-            lambda model, _prompts: chat.ChatWriter(shown, model),
-        )
+    def handler_of(self, codec: TextCodec) -> Callable[[Exchange], Awaitable[Response | Streamed]]:
+        """Return the handler of a route whose dialect has no more than a codec."""
 
-    async def completions(self, exchange: Exchange) -> Answer | Streamed:
-        """Answer `/v1/completions`."""
-        request, shown = await self._read(exchange, completions.decode_completions)
-        with renamed(shown.names):
-            return await self.answer(
-                exchange,
-                request,
-                lambda reply, prompts: completions.encode_completions(reply, shown, prompts),
-                lambda model, prompts: completions.CompletionsWriter(shown, model, prompts),
-                echoes=shown.echo,
-            )
+        async def serve(exchange: Exchange) -> Answer | Streamed:
+            request, shown = await self._read(exchange, codec.decode)
+            with renamed(codec.names_of(shown)):
+                return await self.answer_from(
+                    exchange,
+                    self.service.find(exchange, request),
+                    request,
+                    lambda reply, prompts: codec.encode(reply, shown, prompts),
+                    lambda model, prompts: codec.make_writer(shown, model, prompts),
+                    echoes=codec.echoes(shown),
+                )
 
-    async def messages(self, exchange: Exchange) -> Answer | Streamed:
-        """Answer `/v1/messages`."""
-        request = await self._read(exchange, messages.decode_messages)
-        message_id = messages_reply.new_message_id()
-        with renamed(messages.NAMES):
-            return await self.answer(
-                exchange,
-                request,
-                lambda reply, _prompts: messages_reply.encode_message(reply, message_id),
-                lambda model, _prompts: messages_reply.MessageWriter(message_id, model),
-            )
+        return self.served(serve)
 
     async def count_tokens(self, exchange: Exchange) -> Answer:
         """Answer `/v1/messages/count_tokens` with the `input_tokens` that `/v1/messages` would report."""
@@ -144,7 +128,7 @@ class TextRoutes:
         process = self._process
         entry = process.tensors.table.resolve(exchange.model, exchange.version)
         if entry.card.generate is None:
-            return await answer_members(process, self._pool, exchange, is_stream=is_stream)
+            return await self._kserve.members(exchange, is_stream=is_stream)
         self.service.begin(exchange, entry)
         refuse_coding(exchange.headers)
         decode = functools.partial(kserve_generate.decode_text_input, is_stream=is_stream)
@@ -181,15 +165,6 @@ class TextRoutes:
     async def list_input_items(self, exchange: Exchange) -> Answer:
         """Answer `GET /v1/responses/{response_id}/input_items`."""
         return await self._responses.list_items(exchange)
-
-    async def answer(
-        self, exchange: Exchange, request: GenerateRequest, encode: Encode, make_writer: MakeWriter,
-        *, echoes: bool = False,
-    ) -> Answer | Streamed:  # fmt: skip
-        """Find the model of a decoded request of any dialect, and return the whole answer or a stream."""
-        return await self.answer_from(
-            exchange, self.service.find(exchange, request), request, encode, make_writer, echoes=echoes
-        )
 
     async def answer_from(
         self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, encode: Encode, make_writer: MakeWriter,

@@ -21,7 +21,7 @@ from sie.frontend.dialects.responses.items import read_kept
 from sie.frontend.dialects.responses.page import read_page, read_stream_query
 from sie.frontend.dialects.responses.reply import ResponseRecord, ResponseWriter, encode_count, encode_deleted
 from sie.frontend.dialects.responses.request import ResponsesCall
-from sie.frontend.generation.run import Run
+from sie.frontend.generation.generation_run import Run
 from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Answer

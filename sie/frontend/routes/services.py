@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from sie.frontend.http.routes import RouteTable
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.cards import Cards
 from sie.frontend.routes.embed import Inference
 from sie.frontend.routes.kserve import KServe
-from sie.frontend.routes.pages import Pages
+from sie.frontend.routes.models import Cards
+from sie.frontend.routes.server_pages import Pages
 
 if TYPE_CHECKING:
     from sie.frontend.routes.generate import TextRoutes
@@ -26,7 +26,7 @@ class Services:
         self._process = process
         self._identity = identity
         self.embed = Inference(process, identity)
-        self.kserve = KServe(process, self.embed.pool)
+        self.kserve = KServe(process)
         self.cards = Cards(process)
         self.pages = Pages(process, table)
 
@@ -35,11 +35,11 @@ class Services:
         """The text generation routes. Their module brings a template engine: import it on a thread first."""
         from sie.frontend.routes.generate import TextRoutes
 
-        return TextRoutes(self._process, self.embed.pool, self._identity)
+        return TextRoutes(self._process, self.kserve, self.embed.pool, self._identity)
 
     @cached_property
     def trtis(self) -> Trtis:
         """The routes of the TensorRT Inference Server v1 API. Their module brings protobuf: import it on a thread first."""
         from sie.frontend.routes.trtis import Trtis
 
-        return Trtis(self._process, self.kserve, self.embed.pool)
+        return Trtis(self._process)

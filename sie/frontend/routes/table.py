@@ -1,15 +1,22 @@
-"""Lists every HTTP route: its path, method, handler, dialect, metric label and required scope. Pure."""
+"""Lists every HTTP route: its path, method, handler, dialect, metric label and required scope. Pure.
+
+The rows of routes on existing operations are in the descriptions of their dialects (`sie.frontend.dialects.registry`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Container
-from typing import TYPE_CHECKING, Final
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
 
+from sie.frontend.dialects.description import Codec, TextCodec
+from sie.frontend.dialects.registry import rows_of
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import Response
 from sie.frontend.http.routes import Match, Route, RouteTable, Row
 from sie.frontend.http.stream import Streamed
 from sie.frontend.routes.services import Services
+from sie.frontend.services.kserve_service import KServeService
 from sie.frontend.tensors.paths import split_model_path
 from sie.values.api_key import Need
 
@@ -26,10 +33,8 @@ _GENERATION: Final = "sie.frontend.routes.generate"
 _PROTOBUF: Final = "sie.frontend.routes.trtis"
 
 
-def _sie(
-    template: str, method: str, handler: Find, envelope: str = "sie", *, label: str = "", need: Need = "infer"
-) -> Row:
-    return Row(template, method, envelope, label, need, handler=handler)
+def _sie(template: str, method: str, handler: Find, envelope: str = "sie", *, need: Need = "infer") -> Row:
+    return Row(template, method, envelope, "", need, handler=handler)
 
 
 def _text(
@@ -50,19 +55,18 @@ def _v2(template: str, method: str, handler: Find, *, label: str = "", need: Nee
     return Row(template, method, "kserve", label, need, also, handler=handler)
 
 
+def _v2_value(template: str, value: Callable[[KServeService, Exchange], Any]) -> Row:
+    return _v2(template, "GET", lambda services: services.kserve.showing(value))
+
+
 def _v1(template: str, method: str, handler: Find, *, label: str = "", need: Need = "infer", also: str = "") -> Row:
     return Row(template, method, "trtis", label, need, also, handler=handler, imports=_PROTOBUF)
 
 
-ENCODE: Final = _sie("/v1/encode/{model}", "POST", lambda s: s.embed.encode, label="encode")
 INFER: Final = _v2(f"{_MODEL}/infer", "POST", lambda s: s.kserve.infer, label="infer")
-"""The two routes with a fast path."""
+"""The second route with a fast path, after `ENCODE`."""
 TABLE: Final = RouteTable((
-    ENCODE,
-    _sie("/v1/score/{model}", "POST", lambda s: s.embed.score, label="score"),
-    _sie("/v1/extract/{model}", "POST", lambda s: s.embed.extract, label="extract"),
-    _sie("/v1/rerank", "POST", lambda s: s.embed.rerank, "rerank", label="score"),
-    _sie("/v1/embeddings", "POST", lambda s: s.embed.embeddings, "openai", label="embeddings"),
+    *rows_of(Codec),
     _sie("/v1/models", "GET", lambda s: s.cards.list_models, "models"),
     _sie("/v1/models/{model}", "GET", lambda s: s.cards.show_model, "models"),
     _sie("/v1/models/load", "POST", lambda s: s.cards.manage_model, need="admin"),
@@ -79,9 +83,7 @@ TABLE: Final = RouteTable((
     _sie("/docs", "GET", lambda s: s.pages.docs, need="open"),
     _sie("/openapi.json", "GET", lambda s: s.pages.openapi, need="open"),
     _sie("/api-doc/openapi.json", "GET", lambda s: s.pages.openapi, need="open"),
-    _text("/v1/chat/completions", "POST", lambda t: t.chat),
-    _text("/v1/completions", "POST", lambda t: t.completions),
-    _text("/v1/messages", "POST", lambda t: t.messages, "anthropic"),
+    *rows_of(TextCodec),
     _text("/v1/messages/count_tokens", "POST", lambda t: t.count_tokens, "anthropic", label=""),
     _text("/v1/responses", "POST", lambda t: t.responses),
     _text("/v1/responses/input_tokens", "POST", lambda t: t.count_input, label=""),
@@ -92,32 +94,32 @@ TABLE: Final = RouteTable((
     _text("/v1/generate/{model}", "POST", lambda t: t.generate, "sie"),
     _text(f"{_MODEL}/generate", "POST", lambda t: t.generate_tensor, "kserve"),
     _text(f"{_MODEL}/generate_stream", "POST", lambda t: t.generate_tensor_stream, "kserve"),
-    _v2("/v2", "GET", lambda s: s.kserve.server),
-    _v2("/v2/health/live", "GET", lambda s: s.kserve.live, need="open"),
+    _v2_value("/v2", lambda s, _: s.server()),
+    _v2("/v2/health/live", "GET", lambda s: s.kserve.done, need="open"),
     _v2("/v2/health/ready", "GET", lambda s: s.kserve.ready, need="open"),
-    _v2("/v2/models/stats", "GET", lambda s: s.kserve.statistics),
-    _v2(_MODEL, "GET", lambda s: s.kserve.model_metadata),
+    _v2_value("/v2/models/stats", lambda s, _: s.statistics()),
+    _v2_value(_MODEL, lambda s, x: s.metadata(x, x.model, x.version)),
     _v2(f"{_MODEL}/ready", "GET", lambda s: s.kserve.model_ready),
-    _v2(f"{_MODEL}/config", "GET", lambda s: s.kserve.model_config),
-    _v2(f"{_MODEL}/stats", "GET", lambda s: s.kserve.model_statistics),
+    _v2_value(f"{_MODEL}/config", lambda s, x: s.config(x, x.model, x.version)),
+    _v2_value(f"{_MODEL}/stats", lambda s, x: s.statistics(x.model, x.version)),
     INFER,
     _v2("/v2/repository/index", "POST", lambda s: s.kserve.index),
     _v2("/v2/repository/models/{model}/load", "POST", lambda s: s.kserve.load, need="admin"),
     _v2("/v2/repository/models/{model}/unload", "POST", lambda s: s.kserve.unload, need="admin"),
     _v2("/v2/repository/{model}", "POST", lambda s: s.kserve.named_repository),
-    _v2("/v2/systemsharedmemory/status", "GET", lambda s: s.kserve.shared_memory_status),
-    _v2("/v2/systemsharedmemory/unregister", "POST", lambda s: s.kserve.unregister),
+    _v2_value("/v2/systemsharedmemory/status", lambda _s, _x: []),
+    _v2("/v2/systemsharedmemory/unregister", "POST", lambda s: s.kserve.done),
     _v2("/v2/systemsharedmemory/region/{model}", "POST", lambda s: s.kserve.region, also="GET"),
-    _v2("/v2/cudasharedmemory/status", "GET", lambda s: s.kserve.shared_memory_status),
-    _v2("/v2/cudasharedmemory/unregister", "POST", lambda s: s.kserve.unregister),
+    _v2_value("/v2/cudasharedmemory/status", lambda _s, _x: []),
+    _v2("/v2/cudasharedmemory/unregister", "POST", lambda s: s.kserve.done),
     _v2("/v2/cudasharedmemory/region/{model}", "POST", lambda s: s.kserve.region, also="GET"),
     _v2("/v2/trace/setting", "GET", lambda s: s.kserve.trace, also="POST"),
     _v2(f"{_MODEL}/trace/setting", "GET", lambda s: s.kserve.trace, also="POST"),
     _v2("/v2/logging", "GET", lambda s: s.kserve.logging, also="POST"),
-    _v2("/v1/config", "GET", lambda s: s.kserve.config_statuses),
+    _v2_value("/v1/config", lambda s, _: s.config_statuses()),
     _v2("/v1/config/reload", "POST", lambda s: s.kserve.reload_config, need="admin"),
-    _v1("/api/health/live", "GET", lambda s: s.trtis.live, need="open"),
-    _v1("/api/health/ready", "GET", lambda s: s.trtis.ready, need="open"),
+    _v1("/api/health/live", "GET", lambda s: s.trtis.health, need="open"),
+    _v1("/api/health/ready", "GET", lambda s: s.trtis.health, need="open"),
     _v1("/api/status", "GET", lambda s: s.trtis.status),
     _v1("/api/status/{model}", "GET", lambda s: s.trtis.status),
     _v1("/api/infer/{model}", "POST", lambda s: s.trtis.infer, label="infer"),
@@ -138,12 +140,21 @@ _ROWS_OF_ACTION: Final = {
 _OF_MODELS: Final = frozenset(_ROWS_OF_ACTION.values())
 
 
+_MAX_CACHED_CHARS: Final = 256
+_cached_match: Final = lru_cache(maxsize=1024)(TABLE.match)
+
+
+def match_path(path: str) -> Match | None:
+    """Return the route of a path as `TABLE.match` does, for short paths from a cache: clients repeat them."""
+    return _cached_match(path) if len(path) <= _MAX_CACHED_CHARS else TABLE.match(path)
+
+
 def find_route(path: str, known: Container[str]) -> Match | None:
     """Return the route of a path, or None if unknown. known is the names of the tensor models.
 
     A name of a KServe model may hold slashes, so the known names decide which part of a path is the name.
     """
-    found = TABLE.match(path)
+    found = match_path(path)
     if found is None or found.route not in _OF_MODELS:
         return found
     below = split_model_path(path.removeprefix("/v2/models/"), _ACTIONS, known)

@@ -6,7 +6,7 @@ import time
 from functools import partial
 from typing import Final
 
-from sie.frontend.generation.run import Run
+from sie.frontend.generation.generation_run import Run
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.models.not_found import model_not_found
 from sie.frontend.process import FrontendProcess
@@ -25,7 +25,7 @@ class TextService:
         self.generator = process.generator
 
     def find(self, exchange: Exchange, request: GenerateRequest) -> ModelEntry:
-        """Return the model of a request, after writing a default into it. Raises NotFound with the text models."""
+        """Return the model of a request, and replace a default in the request by its id. Raises NotFound with the text models."""
         request.model = self._process.models.resolve_default(request.model, _OUTPUT)
         return self.find_exactly(exchange, request.model)
 

@@ -1,7 +1,7 @@
 """Exports traces over OTLP, one span for each request and each of its phases. Must be imported only if tracing is on.
 
 Traces need no measurements of their own: the spans are written after a request from the times that it already has. The
-module imports OpenTelemetry (`sie[otel]`). Sources: W3C Trace Context; SIE API reference, section 13; OpenTelemetry's
+module imports OpenTelemetry (`ringserve[otel]`). Sources: W3C Trace Context; SIE API reference, section 13; OpenTelemetry's
 semantic conventions for HTTP and RPC.
 """
 

@@ -6,12 +6,12 @@ engine, so only the first such request imports it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
-from sie.frontend.engine.worker_link import Pending
+from sie.frontend.generation.generation_run import Run
 from sie.frontend.generation.sampling_fields import (
     Count,
     SamplingNumbers,
@@ -30,36 +30,26 @@ from sie.values.generate import GenerateRequest
 from sie.values.tensor import Tensor, TensorReply, TensorRequest
 
 
-async def generate_tensor(
-    generator: Generator,
-    entry: ModelEntry,
-    request: TensorRequest,
-    text: str,
-    *,
-    owner: str,
-    began_ns: int,
-    deadline_ns: int,
-    watch: Callable[[Pending], None] | None,
-) -> HeldReply:
-    """Return the text generated after `text`, as a reply that owns its output.
-
-    Raises BadRequest for a wrong parameter, and as `Generator.start` and `Run.whole` do.
-    """
+async def start_generation(
+    generator: Generator, entry: ModelEntry, request: TensorRequest, text: str, *, owner: str, deadline_ns: int
+) -> Run:
+    """Start to generate after `text`. Raises BadRequest for a wrong parameter, and as `Generator.start` does."""
     given = read_parameters(request.parameters)
-    run = await generator.start(
+    return await generator.start(
         entry, text_request([text], given, is_stream=False), deadline_ns, salt=owner.encode(),
         echoes=given.exclude_input_in_output is False,
     )  # fmt: skip
+
+
+async def whole_tensor(run: Run, began_ns: int) -> HeldReply:
+    """Return the whole text of a run, as a reply that owns its output. Raises as `Run.whole` does."""
     try:
-        if watch is not None:
-            for pending in run.pendings:
-                watch(pending)
         reply = await run.whole()
     finally:
         run.give_up(ClientGone("the client no longer waits for the answer"))
     written = "".join(run.prompts) + reply.choices[0].text
     output = Tensor("text_output", "BYTES", (1,), memoryview(frame_elements([written.encode()])))
-    return HeldReply(TensorReply(model=entry.card.id, outputs=[output], timing=run.timing(began_ns)))
+    return HeldReply(TensorReply(model=run.model, outputs=[output], timing=run.timing(began_ns)))
 
 
 _DEFAULT_MAX_TOKENS: Final = 16

@@ -1,9 +1,23 @@
-"""Holds a tensor reply while its outputs are read. They are views of an extent, which the worker then gets back."""
+"""Reads a tensor reply and holds it. Its outputs are views of an extent, which the worker then gets back."""
 
 from __future__ import annotations
 
-from sie.frontend.engine.worker_link import Reply
-from sie.values.tensor import TensorReply
+import struct
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import msgspec
+
+from sie.frontend.engine.interface import Reply
+from sie.frontend.operations.reply_reader import timing_of
+from sie.values.errors import Internal, ProtocolError
+from sie.values.tensor import Tensor, TensorReply
+from sie.values.work import ArrayRef, TensorForm, TensorReplyHeader
+from sie.values.work_bytes import decode_header, split_extent
+
+_decoder: Final = msgspec.msgpack.Decoder(TensorReplyHeader)
+_TIMES: Final = struct.Struct("<3q")
+_MAX_CACHED_HEADER_BYTES: Final = 2048
 
 
 class HeldReply:
@@ -27,3 +41,68 @@ class HeldReply:
     def __exit__(self, *_exc: object) -> None:
         if self._raw is not None:
             self._raw.release()
+
+
+def hold(raw: Reply, model: str, began_ns: int, prepared_ns: int) -> HeldReply:
+    """Return a reply's tensors, to be read in a `with` block. Releases the reply if it raises, as `read_tensors` does."""
+    try:
+        return HeldReply(read_tensors(raw, model, began_ns, prepared_ns), raw)
+    except BaseException:
+        raw.release()
+        raise
+
+
+def read_tensors(reply: Reply, model: str, began_ns: int, prepared_ns: int) -> TensorReply:
+    """Return a reply's tensors, which are views of its extent, and its times. Raises Internal if the layout is wrong.
+
+    prepared_ns is the time that turning its inputs into tensors took. It is reported as tokenization time.
+    """
+    try:
+        header, payload = split_extent(reply.view)
+        layout = (_reply_layout if len(header) <= _MAX_CACHED_HEADER_BYTES else _reply_layout.__wrapped__)(header)
+        if layout.nbytes > len(payload):
+            raise ProtocolError("tensors that lie outside their extent")
+        times = _TIMES.unpack_from(payload, layout.times_offset)
+    except (ProtocolError, struct.error) as error:
+        raise Internal("the worker's reply could not be read") from error
+    outputs = [Tensor(form.name, form.datatype, form.shape, payload[start:end]) for form, start, end in layout.places]
+    return TensorReply(model=model, outputs=outputs, timing=timing_of(reply, times, began_ns, prepared_ns))
+
+
+def places_of(header: bytes) -> tuple[int, list[tuple[int, int]], int]:
+    """Return the places of a reply's times and tensors in its payload, and the payload's minimum size in bytes.
+
+    Raises ProtocolError.
+    """
+    layout = _reply_layout(header)
+    return layout.times_offset, [(start, end) for _, start, end in layout.places], layout.nbytes
+
+
+class _ReplyLayout(NamedTuple):
+    """The places of a reply's times and tensors in its payload, which has at least nbytes."""
+
+    times_offset: int
+    places: tuple[tuple[TensorForm, int, int], ...]
+    nbytes: int
+
+
+@lru_cache(maxsize=1024)
+def _reply_layout(encoded: bytes) -> _ReplyLayout:
+    """Return the layout in a reply's header. Raises ProtocolError."""
+    header = decode_header(encoded, _decoder)
+    times, *refs = header.arrays or (ArrayRef("", "", (), 0),)
+    if len(refs) != len(header.tensors) or (times.dtype, times.shape) != ("<i8", (3,)):
+        raise ProtocolError("a reply with other arrays than tensors")
+    for ref in header.arrays:
+        if (
+            ref.offset < 0
+            or ref.offset & 63
+            or (ref is not times and ref.dtype != "|u1")
+            or len(ref.shape) != 1
+            or ref.shape[0] < 0
+        ):
+            raise ProtocolError("a tensor that is not an array of bytes")
+    places = tuple([
+        (form, ref.offset, ref.offset + ref.shape[0]) for form, ref in zip(header.tensors, refs, strict=True)
+    ])  # fmt: skip
+    return _ReplyLayout(times.offset, places, max([times.offset + _TIMES.size, *(end for _, _, end in places)]))

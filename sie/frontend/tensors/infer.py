@@ -1,53 +1,56 @@
-"""Serves tensor requests between a dialect and the engine: checks the model and the request, runs it, reads the reply."""
+"""Serves tensor requests between a dialect and the engine: finds the model, checks the request, runs it, counts it."""
 
 from __future__ import annotations
 
 import asyncio
-import struct
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
-from sie.frontend.engine.interface import Engine
+from sie.frontend.engine.interface import Engine, Pending
 from sie.frontend.engine.request_layout import RequestLayout, lay_out_bytes
-from sie.frontend.engine.worker_link import Pending, Reply
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.threads import LARGE_BYTES, offload
 from sie.frontend.models.admin import ModelAdmin
-from sie.frontend.models.table import ModelTable
-from sie.frontend.operations.reply_reader import timing_of
+from sie.frontend.models.model_table import ModelTable
 from sie.frontend.tensors.checks import check_request
 from sie.frontend.tensors.encoded_images import TensorImages
-from sie.frontend.tensors.held_reply import HeldReply
+from sie.frontend.tensors.held_reply import HeldReply, hold
 from sie.frontend.tensors.lookup import TensorTable, is_servable
 from sie.frontend.tensors.repository import RepositoryAdmin
-from sie.frontend.tensors.text_models import ENCODER, GENERATOR, SCORER, TextTensors
+from sie.frontend.tensors.states import rule_of
+from sie.frontend.tensors.text_models import TEXT_PLATFORMS, TextTensors, Watch
 from sie.ipc.messages import ModelEntry
-from sie.shm.extent import decode_header, split_extent
-from sie.shm.extent_headers import ArrayRef, TensorForm, TensorReplyHeader, TensorTask, WorkHeader
-from sie.shm.layout import ProtocolError
-from sie.values.errors import Internal, ModelLoadFailed, NotFound, Unavailable, from_wire
-from sie.values.tensor import Tensor, TensorReply, TensorRequest, TensorRule
+from sie.values.errors import ModelLoadFailed, NotFound, Unavailable, from_wire
+from sie.values.tensor import TensorReply, TensorRequest, TensorRule
+from sie.values.work import TensorForm, TensorTask, WorkHeader
 
 _encode_task: Final = msgspec.msgpack.Encoder().encode
-_decoder: Final = msgspec.msgpack.Decoder(TensorReplyHeader)
 _TOKEN_BYTES: Final = 1024
 """Input bytes that the queue counts as one token, before the real cost is known."""
 _LONG_BYTES: Final = 1 << 20
 """From this size, a thread counts the elements of BYTES tensors, and tensors are copied in pieces."""
-_TIMES: Final = struct.Struct("<3q")
 _MAX_PLANS: Final = 1024
 _MAX_CACHED_TENSORS: Final = 64
 _MAX_CACHED_NAMES: Final = 4096
-_MAX_CACHED_HEADER_BYTES: Final = 2048
 T = TypeVar("T")
+
+Encode = Callable[[TensorReply, TensorRule], T]
+"""Encodes a reply in the form of its request."""
+Decode = Callable[[str, TensorRule], tuple[TensorRequest, Encode[T]]]
+"""Decodes a request to a hosted id with these tensors, and returns how to encode its reply."""
 
 
 class Tensors:
-    """Serves tensor requests. The tensor dialects share it: the models by name, their management, and the engine."""
+    """Serves tensor requests. The tensor dialects share it: the models by name, their management, and the engine.
+
+    Threads of decode_pool decode and encode large requests. served is told each model that has answered.
+    """
 
     def __init__(
         self,
@@ -58,6 +61,9 @@ class Tensors:
         *,
         texts: TextTensors,
         images: TensorImages,
+        watch: Watch,
+        decode_pool: ThreadPoolExecutor,
+        served: Callable[[str], None],
     ) -> None:
         self.table = TensorTable(models)
         self.repository = RepositoryAdmin(self.table, models, admin)
@@ -65,24 +71,64 @@ class Tensors:
         self._models = models
         self._texts = texts
         self._images = images
+        self._watch = watch
         self._pool = pool
+        self._decode_pool = decode_pool
+        self.served = served
         self._plans: dict[_Form, Plan] = {}
 
-    async def infer(
-        self, request: TensorRequest, *, began_ns: int, deadline_ns: int, owner: str,
-        watch: Callable[[Pending], None] | None = None,
-    ) -> HeldReply:  # fmt: skip
-        """Run a request and return its reply; the outputs are valid inside a `with` block of it.
+    def answer(
+        self, exchange: Exchange, name: str, version: str, decode: Decode[T], num_bytes: int = 0
+    ) -> Awaitable[T]:
+        """Decode a request to a version of a model (empty: the newest), run it, and return its encoded answer.
 
-        began_ns is when the request's headers were read. The request's own timeout may lower deadline_ns. watch gets the
-        pending work, to give it up when the client leaves. owner is the owner of the request's API key; text generation
-        shares cached prefixes only within one owner. Raises BadRequest if the request does not fit the model; NotFound,
-        Unavailable or ModelLoadFailed if the model is not served; and the engine's errors.
+        num_bytes is the size of what decode copies. Raises as `serve`, `infer`, decode and encode do.
+        """
+        return self.serve(name, version, exchange.deadline_ns, partial(self._answer, exchange, decode, num_bytes))
+
+    async def _answer(self, exchange: Exchange, decode: Decode[T], num_bytes: int, entry: ModelEntry) -> T:
+        rule, model = rule_of(entry), entry.card.id
+        exchange.known_model = model
+        # Small requests do not use `offload`: its coroutine is too expensive for such frequent requests.
+        if num_bytes < LARGE_BYTES:
+            request, encode = decode(model, rule)
+        else:
+            request, encode = await offload(self._decode_pool, num_bytes, decode, model, rule)
+        exchange.decoded_ns = time.monotonic_ns()
+        return await self.encoded(exchange, await self.infer(request, exchange), rule, encode)
+
+    async def encoded(self, exchange: Exchange, held: HeldReply, rule: TensorRule, encode: Encode[T]) -> T:
+        """Encode an answer, in a thread if it is large, and release its reply."""
+        if held.nbytes < LARGE_BYTES:
+            return self.encoded_now(exchange, held, rule, encode)
+        with held as reply:
+            exchange.timing, exchange.cuts = reply.timing, reply.cuts
+            answer: T = await offload(self._decode_pool, held.nbytes, encode, reply, rule)
+        self.served(reply.model)
+        return answer
+
+    def encoded_now(self, exchange: Exchange, held: HeldReply, rule: TensorRule, encode: Encode[T]) -> T:
+        """Encode an answer at once, and release its reply."""
+        with held as reply:
+            exchange.timing, exchange.cuts = reply.timing, reply.cuts
+            answer = encode(reply, rule)
+        self.served(reply.model)
+        return answer
+
+    async def infer(self, request: TensorRequest, exchange: Exchange) -> HeldReply:
+        """Run the request of an exchange and return its reply; the outputs are valid inside a `with` block of it.
+
+        The request's own timeout may lower the exchange's deadline. Text generation shares cached prefixes only within
+        one owner of API keys. Raises BadRequest if the request does not fit the model; NotFound, Unavailable or
+        ModelLoadFailed if the model is not served; and the engine's errors.
         """
         entry = self.serving(request.model)
         rule = entry.card.tensor
         assert rule is not None
-        deadline_ns = deadline_of(rule, request, began_ns, deadline_ns)
+        deadline_ns = deadline_of(rule, request, exchange.began_ns, exchange.deadline_ns)
+        if rule.platform in TEXT_PLATFORMS:
+            await self._check(rule, request)
+            return await self._texts.run(entry, request, exchange, deadline_ns)
         prepared_ns = 0
         if any(tensor.datatype == "BYTES" for tensor in request.inputs):
             start_ns = time.monotonic_ns()
@@ -91,17 +137,11 @@ class Tensors:
         plan = self._plan_of(rule, request)
         if plan is None or plan.has_strings:
             await self._check(rule, request)
-        if rule.platform in (ENCODER, SCORER, GENERATOR):
-            return await self._texts.run(
-                entry, request, owner=owner, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch
-            )
         if plan is None:
             plan = self._learn(rule, request)
         pending = await self._submit(plan, request, deadline_ns)
-        if watch is not None:
-            watch(pending)
-        raw = await pending.reply()
-        return hold(raw, request.model, began_ns, prepared_ns)
+        self._watch(pending, exchange.protocol)
+        return hold(await pending.reply(), request.model, exchange.began_ns, prepared_ns)
 
     def plain_plan_of(self, entry: ModelEntry, request: TensorRequest) -> Plan | None:
         """Return the cached plan of a request that only needs `start`, or None."""
@@ -290,68 +330,3 @@ def _refusal(entry: ModelEntry, rule: TensorRule, retry_after_s: int) -> Excepti
         reason = error.message.removeprefix(f"Model '{entry.card.id}' cannot be loaded: ")
         return ModelLoadFailed(f"Model {where} failed to load: {reason}", http_status=503, extras=error.extras)
     return NotFound(f"Request for unknown model: '{rule.name}' has no available versions")
-
-
-def hold(raw: Reply, model: str, began_ns: int, prepared_ns: int) -> HeldReply:
-    """Return a reply's tensors, to be read in a `with` block. Releases the reply if it raises, as `read_tensors` does."""
-    try:
-        return HeldReply(read_tensors(raw, model, began_ns, prepared_ns), raw)
-    except BaseException:
-        raw.release()
-        raise
-
-
-def read_tensors(reply: Reply, model: str, began_ns: int, prepared_ns: int) -> TensorReply:
-    """Return a reply's tensors, which are views of its extent, and its times. Raises Internal if the layout is wrong.
-
-    prepared_ns is the time that turning its inputs into tensors took. It is reported as tokenization time.
-    """
-    try:
-        header, payload = split_extent(reply.view)
-        layout = (_reply_layout if len(header) <= _MAX_CACHED_HEADER_BYTES else _reply_layout.__wrapped__)(header)
-        if layout.nbytes > len(payload):
-            raise ProtocolError("tensors that lie outside their extent")
-        times = _TIMES.unpack_from(payload, layout.times_offset)
-    except (ProtocolError, struct.error) as error:
-        raise Internal("the worker's reply could not be read") from error
-    outputs = [Tensor(form.name, form.datatype, form.shape, payload[start:end]) for form, start, end in layout.places]
-    return TensorReply(model=model, outputs=outputs, timing=timing_of(reply, times, began_ns, prepared_ns))
-
-
-def places_of(header: bytes) -> tuple[int, list[tuple[int, int]], int]:
-    """Return the places of a reply's times and tensors in its payload, and the payload's minimum size in bytes.
-
-    Raises ProtocolError.
-    """
-    layout = _reply_layout(header)
-    return layout.times_offset, [(start, end) for _, start, end in layout.places], layout.nbytes
-
-
-class _ReplyLayout(NamedTuple):
-    """The places of a reply's times and tensors in its payload, which has at least nbytes."""
-
-    times_offset: int
-    places: tuple[tuple[TensorForm, int, int], ...]
-    nbytes: int
-
-
-@lru_cache(maxsize=1024)
-def _reply_layout(encoded: bytes) -> _ReplyLayout:
-    """Return the layout in a reply's header. Raises ProtocolError."""
-    header = decode_header(encoded, _decoder)
-    times, *refs = header.arrays or (ArrayRef("", "", (), 0),)
-    if len(refs) != len(header.tensors) or (times.dtype, times.shape) != ("<i8", (3,)):
-        raise ProtocolError("a reply with other arrays than tensors")
-    for ref in header.arrays:
-        if (
-            ref.offset < 0
-            or ref.offset & 63
-            or (ref is not times and ref.dtype != "|u1")
-            or len(ref.shape) != 1
-            or ref.shape[0] < 0
-        ):
-            raise ProtocolError("a tensor that is not an array of bytes")
-    places = tuple([
-        (form, ref.offset, ref.offset + ref.shape[0]) for form, ref in zip(header.tensors, refs, strict=True)
-    ])  # fmt: skip
-    return _ReplyLayout(times.offset, places, max([times.offset + _TIMES.size, *(end for _, _, end in places)]))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
+from sie.frontend.tensors.states import VersionState, reason_of, rule_of
 from sie.frontend.tensors.text_models import with_rule
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import NotFound
@@ -70,6 +71,14 @@ class TensorTable:
         if unversioned is None or not is_needed or any(map(_is_or_will_be_servable, versions)):
             return versions
         return [unversioned, *versions]
+
+    def states(self) -> list[VersionState]:
+        """Return the state of every version of every model, in the server's order."""
+        return [
+            VersionState(name, rule_of(entry).version, entry.state, reason_of(entry))
+            for name in self.names
+            for entry in self.listed(name)
+        ]
 
     def shown_versions(self, entry: ModelEntry) -> list[str]:
         """Return the versions for metadata without a version: those that take requests, or else the entry's own."""

@@ -10,6 +10,8 @@ import re
 from collections.abc import Container
 from typing import Final, NamedTuple
 
+from sie.values.errors import BadRequest
+
 _VERSION: Final = re.compile(r"(.+)/versions/([0-9]{1,19})")
 _MAX_CHARS: Final = 1024
 _MAX_VERSION: Final = (1 << 63) - 1
@@ -54,6 +56,12 @@ def split_version(tail: str, known: Container[str]) -> ModelPath | None:
     if any(tail[: cut.start()] in known for cut in re.finditer("/", tail[:_MAX_CHARS])):
         return None
     return ModelPath(head, last, "") if is_version(last) else ModelPath(tail, "", "")
+
+
+def check_version(version: str) -> None:
+    """Raise BadRequest for a version that is neither empty nor a decimal number."""
+    if version and not is_version(version):
+        raise BadRequest(f"invalid model version '{version[:32]}': it must be a number")
 
 
 def is_version(text: str) -> bool:

@@ -8,7 +8,7 @@ import time
 from typing import Final
 
 from sie.frontend.models.admin import ModelAdmin
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.frontend.tensors.lookup import TensorTable
 from sie.frontend.tensors.states import reason_of
 from sie.ipc.messages import ManageRepository, ModelEntry

@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 
 from sie.config.limits import Limits
-from sie.frontend.engine.worker_link import Pending, Reply
+from sie.frontend.engine.interface import Pending
+from sie.frontend.http.exchange import Exchange
 from sie.frontend.operations.encode import Encoder
 from sie.frontend.operations.reply_reader import read_reply
 from sie.frontend.operations.resolve import resolve_encode, resolve_score
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
 ENCODER: Final = "sie_encoder"
 SCORER: Final = "sie_scorer"
 GENERATOR: Final = "sie_generator"
+TEXT_PLATFORMS: Final = frozenset((ENCODER, SCORER, GENERATOR))
 _CONFIG_TYPES: Final = {"BYTES": "TYPE_STRING", "FP32": "TYPE_FP32"}
 
-Watch = Callable[[Pending], None]
+Watch = Callable[[Pending, Any], None]
+"""Gets submitted work and the protocol of its exchange, to abandon the work when the client leaves."""
 
 
 def with_rule(entry: ModelEntry) -> ModelEntry | None:
@@ -86,51 +89,45 @@ class TextTensors:
     """Runs tensor requests to text models. The requests are already checked against their rule."""
 
     def __init__(
-        self, encoder: Encoder, scorer: Scorer, generator: Callable[[], Generator], limits: Callable[[], Limits]
-    ) -> None:
+        self, encoder: Encoder, scorer: Scorer, generator: Callable[[], Generator], *, limits: Callable[[], Limits],
+        watch: Watch,
+    ) -> None:  # fmt: skip
         """Generator returns the process's generator; limits returns the present limits."""
         self._encoder = encoder
         self._scorer = scorer
         self._generator = generator
         self.limits = limits
+        self._watch = watch
 
-    async def run(
-        self,
-        entry: ModelEntry,
-        request: TensorRequest,
-        *,
-        owner: str,
-        began_ns: int,
-        deadline_ns: int,
-        watch: Watch | None,
-    ) -> HeldReply:
+    async def run(self, entry: ModelEntry, request: TensorRequest, exchange: Exchange, deadline_ns: int) -> HeldReply:
         """Run a request. Raises as `Tensors.infer` does."""
         inputs = {tensor.name: tensor for tensor in request.inputs}
         if entry.card.tensor is not None and entry.card.tensor.platform == GENERATOR:
-            from sie.frontend.tensors.generated import generate_tensor
+            from sie.frontend.tensors.generated import start_generation, whole_tensor
 
             (text,) = _decode(inputs["text_input"], 1, self.limits())
-            return await generate_tensor(
-                self._generator(), entry, request, text,
-                owner=owner, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch,
-            )  # fmt: skip
+            run = await start_generation(
+                self._generator(), entry, request, text, owner=exchange.owner, deadline_ns=deadline_ns
+            )
+            for pending in run.pendings:
+                self._watch(pending, exchange.protocol)
+            return await whole_tensor(run, exchange.began_ns)
         if "text" in inputs:
             texts = _decode(inputs["text"], self.limits().max_items, self.limits())
-            return await self._encode(entry, texts, began_ns, deadline_ns, watch)
+            return await self._encode(entry, texts, exchange, deadline_ns)
         (query,) = _decode(inputs["query"], 1, self.limits())
         documents = _decode(inputs["documents"], self.limits().max_candidates, self.limits())
-        return await self._score(entry, query, documents, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch)
+        return await self._score(entry, query, documents, exchange, deadline_ns)
 
-    async def _encode(
-        self, entry: ModelEntry, texts: list[str], began_ns: int, deadline_ns: int, watch: Watch | None
-    ) -> HeldReply:
+    async def _encode(self, entry: ModelEntry, texts: list[str], exchange: Exchange, deadline_ns: int) -> HeldReply:
         model = entry.card.id
         request = EncodeRequest(model=model, texts=texts, output_types=("dense",), output_dtype="float32")
         request = resolve_encode(request, entry.card)
         pending, tokenization_ns = await self._encoder.start(entry, request, deadline_ns)
-        raw = await _answer(pending, watch)
+        self._watch(pending, exchange.protocol)
+        raw = await pending.reply()
         try:
-            reply = read_reply(raw, entry, request, began_ns, tokenization_ns)
+            reply = read_reply(raw, entry, request, exchange.began_ns, tokenization_ns)
             output = Tensor("dense", "FP32", (reply.num_items, reply.width), reply.values)
         except BaseException:
             raw.release()
@@ -139,32 +136,20 @@ class TextTensors:
         return HeldReply(answer, raw)
 
     async def _score(
-        self,
-        entry: ModelEntry,
-        query: str,
-        documents: list[str],
-        *,
-        began_ns: int,
-        deadline_ns: int,
-        watch: Watch | None,
+        self, entry: ModelEntry, query: str, documents: list[str], exchange: Exchange, deadline_ns: int
     ) -> HeldReply:
         model = entry.card.id
         request = resolve_score(ScoreRequest(model=model, query=query, documents=documents), entry.card)
         pending, tokenization_ns = await self._scorer.start(entry, request, deadline_ns)
-        raw = await _answer(pending, watch)
+        self._watch(pending, exchange.protocol)
+        raw = await pending.reply()
         try:
-            reply = read_scores(raw, request, began_ns, tokenization_ns)
+            reply = read_scores(raw, request, exchange.began_ns, tokenization_ns)
         finally:
             raw.release()
         values = np.array(reply.scores, "<f4").tobytes()
         output = Tensor("score", "FP32", (len(documents),), memoryview(values))
         return HeldReply(TensorReply(model=model, outputs=[output], timing=reply.timing, cuts=request.cuts))
-
-
-async def _answer(pending: Pending, watch: Watch | None) -> Reply:
-    if watch is not None:
-        watch(pending)
-    return await pending.reply()
 
 
 def _decode(tensor: Tensor, max_texts: int, limits: Limits) -> list[str]:

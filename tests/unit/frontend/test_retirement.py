@@ -1,4 +1,6 @@
-"""A process that was told to finish goes when nothing is in flight and nobody has yet to read; not before, not never."""
+"""A process that is told to finish ends when no request is in flight and no answer is unread, not earlier and not
+later.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def goes_after(end: Leaving, longest_s: int, first_s: int = 0) -> int | None:
     return None
 
 
-def test_it_stays_until_it_is_told():
+def test_process_stays_until_it_is_told_to_finish():
     assert goes_after(leaving(), 100) is None
 
 

@@ -47,7 +47,6 @@ class MessageError(Struct, kw_only=True):
 
 _TAG: Final = "Messages"
 TAGS: Final = {_TAG: "Text from models that generate, in Anthropic's form; docs/generation.md has the details."}
-ERRORS: Final = {"anthropic": MessageError}
 _FAULTS: Final = (
     Fault(400, ("invalid_request_error",), "The request is wrong in any way; the message names the field."),
     Fault(

@@ -7,7 +7,7 @@ from typing import Final, Literal
 from msgspec import UNSET, UnsetType
 
 from sie.frontend.dialects.cohere.rerank import RerankBody
-from sie.frontend.dialects.openai.openapi import EMBEDDINGS_FAULTS, OpenAIError
+from sie.frontend.dialects.openai.openapi import EMBEDDINGS_FAULTS
 from sie.frontend.dialects.operation import INFERENCE, POISON, Answer, Operation, Reply, Usage
 
 
@@ -28,7 +28,6 @@ class RerankAnswer(Reply):
     usage: Usage
 
 
-ERRORS: Final = {"rerank": OpenAIError}
 OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
         template="/v1/rerank",

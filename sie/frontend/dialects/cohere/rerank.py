@@ -43,7 +43,7 @@ _DECODER = msgspec.json.Decoder(RerankBody)
 
 
 def decode_rerank(body: bytes, limits: Limits) -> RerankCall:
-    """Return the request in a rerank body; pass its `request` to `resolve_rerank` next.
+    """Return the request in a rerank body; pass its `request` to `resolve_score` next.
 
     Raises BadRequest (InputTooLong for limits), also for an unknown field.
     """

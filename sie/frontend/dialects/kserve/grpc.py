@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sie.frontend.dialects.kserve.infer import TRUNCATED, InferCall, Wanted, cut_text
+from sie.frontend.dialects.kserve.infer import TRUNCATED, InferCall, Wanted, cut_text, ranked
 from sie.frontend.dialects.kserve.protobuf_wire import append_bytes, cut_views, parse
 from sie.frontend.tensors.parameters import (
     EMPTY_FINAL_RESPONSE,
@@ -216,10 +216,9 @@ def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule, *, is_final: bool = False) -> bytes:
-    """Return a ModelInferResponse. The caller has already turned outputs requested as classes into BYTES.
-
-    is_final marks the last reply to a request on a stream.
-    """
+    """Return a ModelInferResponse. is_final marks the last reply to a request on a stream. Raises as `ranked` does."""
+    if any(one.num_classes for one in call.wanted):
+        reply = ranked(call, reply, rule)
     forms = tuple([(output.name, output.datatype, output.shape) for output in reply.outputs])
     head = (_response_head if len(forms) <= _MAX_CACHED_OUTPUTS else _response_head.__wrapped__)(
         rule.name, rule.version, forms, is_final=is_final

@@ -20,6 +20,7 @@ from msgspec import Meta
 from sie.config.limits import Limits
 from sie.frontend.dialects.kserve.tensor_json import elements_from_json, elements_to_json, images_from_json
 from sie.frontend.inputs.bounded_json import check_json, check_utf8, decode_typed
+from sie.frontend.tensors.classification import as_class_tensor, spec_of
 from sie.frontend.tensors.image_inputs import image_form
 from sie.frontend.tensors.parameters import check_sequence, checked_parameters, checked_priority, flag, unsigned
 from sie.values.bytes_tensor import frame_elements
@@ -307,9 +308,10 @@ def _wanted(outputs: Sequence[InferOutput], *, is_binary: bool) -> tuple[Wanted,
 def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:
     """Return the body, and the length of its JSON in bytes if tensors follow it (`Inference-Header-Content-Length`).
 
-    The caller has already turned outputs requested as classes into BYTES. Raises BadRequest for an output that JSON
-    cannot hold.
+    Raises BadRequest for an output that JSON cannot hold, and as `ranked` does.
     """
+    if any(one.num_classes for one in call.wanted):
+        reply = ranked(call, reply, rule)
     ways = {wanted.name: wanted.is_binary for wanted in call.wanted}
     are_binary = all(ways.get(output.name, call.is_binary) for output in reply.outputs)
     if are_binary and 0 < len(reply.outputs) <= _MAX_CACHED_OUTPUTS:
@@ -327,6 +329,22 @@ def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple
             entries.append({"name": output.name, "datatype": output.datatype, "shape": output.shape, "data": elements})
     text = _head_start(rule, call.request.id, reply.cuts) + _to_json(entries) + b"}"
     return (b"".join([text, *tails]), len(text)) if tails else (text, None)
+
+
+def ranked(call: InferCall, reply: TensorReply, rule: TensorRule) -> TensorReply:
+    """Return a reply whose outputs are BYTES of class labels where the client asked for classes.
+
+    Raises BadRequest for a datatype that cannot be ordered.
+    """
+    wanted = {one.name: one.num_classes for one in call.wanted if one.num_classes}
+    is_batched = bool(rule.max_batch_size)
+    outputs = [
+        as_class_tensor(output, spec_of(output, rule), wanted[output.name], is_batched=is_batched)
+        if output.name in wanted
+        else output
+        for output in reply.outputs
+    ]
+    return msgspec.structs.replace(reply, outputs=outputs)
 
 
 def _head_start(rule: TensorRule, request_id: str, cuts: Collection[int]) -> bytes:

@@ -1,4 +1,4 @@
-"""Encodes the KServe v2 REST bodies other than inference: the server, its models, their states and statistics.
+"""Describes the server, its models, their states and statistics in the messages of KServe v2, as plain values.
 
 Pure. Sources: Open Inference Protocol v2; Triton's model repository and statistics extensions; OpenVINO Model Server's
 configuration API.
@@ -40,14 +40,9 @@ _INDEX: Final = msgspec.json.Decoder(_IndexBody)
 _MANAGE: Final = msgspec.json.Decoder(_ManageBody)
 
 
-def server_metadata_body(name: str) -> bytes:
-    """Return the body of `GET /v2`."""
-    return msgspec.json.encode({"name": name, "version": __version__, "extensions": EXTENSIONS})
-
-
-def model_metadata_body(rule: TensorRule, versions: Sequence[str]) -> bytes:
-    """Return the body of `GET /v2/models/{m}[/versions/{v}]`."""
-    return msgspec.json.encode(model_metadata(rule, versions))
+def server_metadata(name: str) -> dict[str, Any]:
+    """Return the protocol's ServerMetadataResponse."""
+    return {"name": name, "version": __version__, "extensions": EXTENSIONS}
 
 
 def model_metadata(rule: TensorRule, versions: Sequence[str]) -> dict[str, Any]:
@@ -67,11 +62,6 @@ def decode_index(body: bytes) -> bool:
     return decode_typed(_INDEX, body).ready if body else False
 
 
-def index_body(states: Iterable[VersionState], *, only_ready: bool) -> bytes:
-    """Return the body of `POST /v2/repository/index`."""
-    return msgspec.json.encode(index_entries(states, only_ready=only_ready))
-
-
 def index_entries(states: Iterable[VersionState], *, only_ready: bool) -> list[dict[str, str]]:
     """Return the protocol's ModelIndex of each version. A model that was never loaded is listed once, by name only."""
     entries: list[dict[str, str]] = []
@@ -87,14 +77,13 @@ def index_entries(states: Iterable[VersionState], *, only_ready: bool) -> list[d
     return entries
 
 
-def check_manage(body: bytes, action: str) -> None:
-    """Raise BadRequest if a body has parameters that are not supported. action is `load` or `unload`."""
-    parameters = decode_typed(_MANAGE, body).parameters if body else {}
-    check_manage_parameters(parameters, action)
+def decode_manage(body: bytes) -> Mapping[str, Any]:
+    """Return the parameters of a load or an unload. Raises BadRequest."""
+    return decode_typed(_MANAGE, body).parameters if body else {}
 
 
-def check_manage_parameters(parameters: Mapping[str, Any], action: str) -> None:
-    """Raise BadRequest for a parameter that a load or an unload does not have.
+def check_manage(parameters: Mapping[str, Any], action: str) -> None:
+    """Raise BadRequest for a parameter that a load or an unload does not have; action is `load` or `unload`.
 
     A configuration or files in the request are refused, because they would be a second way to put models on the host.
     """
@@ -111,13 +100,12 @@ def _refused_parameter(name: str) -> BadRequest:
     return BadRequest(f"unrecognized parameter '{name}'")
 
 
-def statistics_body(figures: Mapping[tuple[str, str], Figures]) -> bytes:
-    """Return the body of `GET /v2/models/stats`, by (name, version)."""
-    return msgspec.json.encode({"model_stats": [statistics(*key, found) for key, found in figures.items()]})
+def statistics(figures: Mapping[tuple[str, str], Figures]) -> dict[str, Any]:
+    """Return the protocol's ModelStatisticsResponse; figures are by (name, version)."""
+    return {"model_stats": [_statistics(*key, found) for key, found in figures.items()]}
 
 
-def statistics(name: str, version: str, found: Figures) -> dict[str, Any]:
-    """Return the protocol's ModelStatistics of one version."""
+def _statistics(name: str, version: str, found: Figures) -> dict[str, Any]:
     return {
         "name": name,
         "version": version,
@@ -142,17 +130,12 @@ def statistics(name: str, version: str, found: Figures) -> dict[str, Any]:
     }
 
 
-def config_statuses_body(states: Iterable[VersionState]) -> bytes:
-    """Return OVMS's body of `GET /v1/config`: the state of every version by model."""
+def config_statuses(states: Iterable[VersionState]) -> dict[str, Any]:
+    """Return OVMS's answer to `GET /v1/config`: the state of every version by model."""
     models: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for found in states:
         status = {"error_code": "UNKNOWN", "error_message": found.reason} if found.reason else \
                  {"error_code": "OK", "error_message": "OK"}  # fmt: skip
         versions = models.setdefault(found.name, {"model_version_status": []})["model_version_status"]
         versions.append({"version": found.version, "state": _CONFIG_STATES[found.state], "status": status})
-    return msgspec.json.encode(models)
-
-
-def model_config_body(rule: TensorRule) -> bytes:
-    """Return the body of `GET /v2/models/{m}/config`."""
-    return msgspec.json.encode(rule.config)
+    return models

@@ -39,7 +39,6 @@ class TensorError(Struct, kw_only=True):
 
 _TAG: Final = "KServe v2"
 TAGS: Final = {_TAG: 'Tensors, in the Open Inference Protocol. Every error is `{"error": text}`.'}
-ERRORS: Final = {"kserve": TensorError}
 _MISSING: Final = Fault(404, ("MODEL_NOT_FOUND",), "The model, version or path was not found.")
 _TOO_LARGE: Final = Fault(413, ("INPUT_TOO_LONG",), "The body is over `max_body_bytes`, as sent or decompressed.")
 _NOT_NOW: Final = Fault(

@@ -55,8 +55,3 @@ def _forms(setting: Any) -> tuple[Any, ...]:
         texts = cast("list[Any]", setting)
         return (texts, texts[0]) if len(texts) == 1 else (texts,)
     return (setting, [setting]) if isinstance(setting, str) else (setting,)
-
-
-def settings_body(settings: Mapping[str, Any]) -> bytes:
-    """Return the body of an answer."""
-    return msgspec.json.encode(settings)

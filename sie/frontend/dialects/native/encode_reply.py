@@ -47,7 +47,7 @@ def encode_reply(reply: EncodeReply, msgpack: bool) -> bytes:
 
     Reads reply.values once and keeps no view of it. A msgpack body is one join of cached fragments and row views.
     """
-    if reply.sparse is None and reply.multivector is None and not reply.cuts:
+    if not reply.ragged and not reply.cuts:
         return _reply_msgpack(reply) if msgpack else _reply_json(reply)
     tail = _tail(reply.timing, reply.input_tokens, reply.num_images)
     if msgpack:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, defstruct
 
 from sie.frontend.dialects.native.encode import EncodeBody
 from sie.frontend.dialects.native.encode_reply import TimingBody
@@ -39,39 +39,33 @@ from sie.frontend.dialects.operation import (
     Usage,
 )
 from sie.values.extract import Classification, DetectedObject, ItemError, Relation
+from sie.values.output_kinds import KINDS, OutputArray, OutputKind
 
 
-class DenseVector(Reply):
-    dims: int
-    dtype: str
-    values: list[float]
+def _vector_type(kind: OutputKind) -> Any:
+    """Return the struct of an output in an item."""
+    facts = [(fact.field, str if fact.tells == "dtype" else int) for fact in kind.facts]
+    return defstruct(kind.wire_type, [*facts, *((form.field, _numbers(form)) for form in kind.arrays)], bases=(Reply,))
 
 
-class SparseVector(Reply):
-    dims: int
-    dtype: str
-    indices: list[int]
-    values: list[float]
+def _numbers(form: OutputArray) -> Any:
+    if form.dtype:
+        return list[int]
+    return list[list[float]] if form.has_rows else list[float]
 
 
-class TokenVectors(Reply):
-    token_dims: int
-    num_tokens: int
-    dtype: str
-    values: list[list[float]]
-
-
-class EncodeResult(Reply):
-    id: str | UnsetType = UNSET
-    dense: DenseVector | UnsetType = UNSET
-    sparse: SparseVector | UnsetType = UNSET
-    multivector: TokenVectors | UnsetType = UNSET
-    truncated: Literal[True] | UnsetType = UNSET
+_RESULT_FIELDS: list[Any] = [
+    ("id", str | UnsetType, UNSET),
+    *((kind.name, _vector_type(kind) | UnsetType, UNSET) for kind in KINDS.values()),
+    ("truncated", Literal[True] | UnsetType, UNSET),
+]
+EncodeResult: Any = defstruct("EncodeResult", _RESULT_FIELDS, bases=(Reply,))
+"""An item: its id, a map for each of its outputs, and whether its text was truncated."""
 
 
 class EncodeAnswer(Reply):
     model: str
-    items: list[EncodeResult]
+    items: list[EncodeResult]  # type: ignore[valid-type]
     timing: TimingBody
     usage: Usage
 
@@ -128,7 +122,6 @@ class NativeError(Struct, kw_only=True):
 
 
 TAGS: Final = {INFERENCE: "Run a model. Bodies may be JSON or, on the SIE routes, msgpack."}
-ERRORS: Final = {"sie": NativeError}
 _FAULTS: Final = (BAD, NOT_FOUND, STALLED, TOO_LARGE, POISON, FAILED, NO_LOAD, NOT_NOW, LATE)
 _BOTH: Final = (JSON, MSGPACK)
 _NEGOTIATED: Final = (

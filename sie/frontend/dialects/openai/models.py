@@ -14,11 +14,13 @@ import msgspec
 from sie.catalog.profiles import DEFAULT_PROFILE
 from sie.values.card import ModelCard, ModelState
 from sie.values.errors import SieError
+from sie.values.output_kinds import KINDS
 
 OWNER = "local"
 """Source: generation API reference, section 1.4."""
 
-_SIMILARITIES: Final = {"dense": "cosine", "sparse": "dot", "multivector": "maxsim"}
+METHOD_NOT_ALLOWED: Final = b'{"detail":"Method Not Allowed"}'
+"""The body of a 405: these two routes belong to the SIE API, too."""
 _to_json = msgspec.json.Encoder().encode
 
 
@@ -87,7 +89,7 @@ def _profile(card: ModelCard, name: str) -> dict[str, Any]:
 
 def _similarity(card: ModelCard, output: str) -> str:
     """Return the similarity metric of an output. A card's own metric is that of its first output."""
-    return card.similarity if output == next(iter(card.dims)) else _SIMILARITIES[output]
+    return card.similarity if output == next(iter(card.dims)) else KINDS[output].similarity
 
 
 def models_body(infos: Sequence[dict[str, Any]], default: str | None = None) -> bytes:

@@ -5,16 +5,14 @@ Tests check live answers against these types. Source of the generation routes: g
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from sie.frontend.dialects.openai import text_fields
 from sie.frontend.dialects.openai.chat import ChatBody
 from sie.frontend.dialects.openai.completions import CompletionsBody
-from sie.frontend.dialects.openai.embeddings import EmbeddingsBody, wire_code
+from sie.frontend.dialects.openai.embeddings import EmbeddingsBody
 from sie.frontend.dialects.operation import (
     BAD,
     EVENTS,
@@ -251,8 +249,6 @@ class TextError(Struct, kw_only=True):
 
 
 TAGS: Final = {GENERATION: "Text from models that generate, in OpenAI's forms; docs/generation.md has the details."}
-ERRORS: Final = {"openai": OpenAIError, "models": ModelMissing, "text": TextError}
-CODE_WRITERS: Final[dict[str, Callable[[str], str]]] = {"openai": wire_code, "text": text_fields.code_word}
 EMBEDDINGS_FAULTS: Final = (
     BAD,
     Fault(404, ("MODEL_NOT_FOUND",), "The model was not found, or none was named and there is no default."),

@@ -6,17 +6,17 @@ field number of the second's packed `dims`. Source: TRTIS v1 sheet, sections 2 a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from sie.frontend.dialects.kserve.protobuf_wire import BYTES, VARINT, append_bytes, parse, parse_with_views, wire_fields
-from sie.frontend.dialects.trtis.infer import InferHead, InputHead, head_of
-from sie.frontend.tensors.paths import is_version
+from sie.frontend.dialects.trtis.infer import InferHead, InputHead, answered, head_of, response_header
+from sie.frontend.dialects.trtis.status import request_status
 from sie.proto import message_class
 from sie.values.errors import BadRequest
+from sie.values.tensor import TensorReply, TensorRule
 
 _PACKAGE: Final = "nvidia.inferenceserver"
 _REQUEST: Final = message_class("trtis", f"{_PACKAGE}.InferRequest")
@@ -55,12 +55,6 @@ def _text_version(message: Any) -> str:
     return ""
 
 
-def check_version(version: str) -> None:
-    """Raise BadRequest for a version that is neither empty nor a decimal number."""
-    if version and not is_version(version):
-        raise BadRequest(f"invalid model version '{version[:32]}': it must be a number")
-
-
 def parse_head(header: bytes) -> InferHead:
     """Return the request's header, of either generation. Raises BadRequest."""
     head = head_of(parse(_HEADER, header))
@@ -88,9 +82,12 @@ def _is_first_generation(header: bytes) -> bool:
     return False
 
 
-def encode_infer(status: Any, header: Any, raw: Sequence[memoryview]) -> bytes:
-    """Return an InferResponse with a reply's header message and its raw outputs."""
-    response = _RESPONSE(request_status=status, meta_data=header.SerializeToString())
+def encode_infer(head: InferHead, reply: TensorReply, rule: TensorRule) -> bytes:
+    """Return an InferResponse. Raises as `answered` does."""
+    outputs = answered(head, reply, rule)
+    header = response_header(head, rule, outputs)
+    response = _RESPONSE(request_status=request_status(), meta_data=header.SerializeToString())
+    raw = [tensor.data for tensor, classes in outputs if classes is None]
     return append_bytes(response.SerializeToString(), _RAW_OUTPUT, raw)
 
 

@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from google.protobuf import text_format
 
-from sie.frontend.tensors.classification import RankedClass
+from sie.frontend.tensors.classification import RankedClass, rank_classes, spec_of
 from sie.proto import message_class
 from sie.values.errors import BadRequest
-from sie.values.tensor import ITEM_BYTES, MAX_RANK, Tensor, TensorRequest, TensorRule, TensorSpec
+from sie.values.tensor import ITEM_BYTES, MAX_RANK, Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
 
 _MAX_HEADER_CHARS: Final = 64 * 1024
 _MAX_TENSORS: Final = 1024
@@ -236,7 +236,23 @@ class Answered(NamedTuple):
     classes: list[list[RankedClass]] | None = None
 
 
-def check_size(output: OutputHead, tensor: Tensor, head: InferHead, rule: TensorRule) -> None:
+def answered(head: InferHead, reply: TensorReply, rule: TensorRule) -> list[Answered]:
+    """Return the requested outputs in the requested order; an empty list if none were requested. Raises BadRequest."""
+    tensors = {output.name: output for output in reply.outputs}
+    found: list[Answered] = []
+    for output in head.outputs:
+        tensor, classes = tensors[output.name], None
+        if output.num_classes is None:
+            _check_size(output, tensor, head, rule)
+        else:
+            classes = rank_classes(
+                tensor, spec_of(tensor, rule), output.num_classes, is_batched=bool(rule.max_batch_size)
+            )
+        found.append(Answered(tensor, classes))
+    return found
+
+
+def _check_size(output: OutputHead, tensor: Tensor, head: InferHead, rule: TensorRule) -> None:
     """Raise BadRequest if the size of an output is not the size that the request announced.
 
     A request of the first generation must announce it, because its client finds the outputs in the answer by the sizes
@@ -276,8 +292,10 @@ def response_header(head: InferHead, rule: TensorRule, outputs: Sequence[Answere
     return message
 
 
-def encode_infer(message: Any, outputs: Sequence[Answered], *, as_binary: bool) -> tuple[bytes, str]:
-    """Return the body (the raw outputs, then the header) and the value of `NV-InferResponse`."""
+def encode_infer(head: InferHead, reply: TensorReply, rule: TensorRule, *, as_binary: bool) -> tuple[bytes, str]:
+    """Return the body (the raw outputs, then the header) and the value of `NV-InferResponse`. Raises as `answered`."""
+    outputs = answered(head, reply, rule)
+    message = response_header(head, rule, outputs)
     trailer = message.SerializeToString() if as_binary else text_format.MessageToString(message).encode()
     body = b"".join([*(tensor.data for tensor, classes in outputs if classes is None), trailer])
     line = one_line(message)

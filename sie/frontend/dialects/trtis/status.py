@@ -88,15 +88,20 @@ class Described(msgspec.Struct, frozen=True):
     figures: Figures
 
 
-def server_status(models: Iterable[Described], *, state: str, uptime_ns: int) -> Any:
-    """Return the ServerStatus message; state is a name of ServerReadyState.
+class ServerState(msgspec.Struct, frozen=True):
+    """The state of the server, a name of ServerReadyState, and its models. A model's first version has its configuration."""
 
-    A model's configuration is the one of its first version.
-    """
+    state: str
+    uptime_ns: int
+    models: list[Described]
+
+
+def server_status(server: ServerState) -> Any:
+    """Return the ServerStatus message."""
     message = message_class("trtis", f"{_PACKAGE}.ServerStatus")(
-        id=SERVER_ID, version=__version__, uptime_ns=uptime_ns, ready_state=state
+        id=SERVER_ID, version=__version__, uptime_ns=server.uptime_ns, ready_state=server.state
     )
-    for found in models:
+    for found in server.models:
         status = message.model_status[found.rule.name]
         if not status.config.name:
             json_format.ParseDict(found.rule.config, status.config, ignore_unknown_fields=True)

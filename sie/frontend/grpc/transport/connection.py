@@ -43,7 +43,7 @@ _WRITE_AHEAD_BYTES: Final = 1 << 20
 _READ_AHEAD_BYTES: Final = 1 << 16
 """Bytes of a waiting connection; above this size reading pauses."""
 _FREE_FRAMES: Final = 2
-"""Frames that are read before the clock is: a call, and nearly always all there is."""
+"""Frames that are handled before the clock is read: one call, which is nearly always all of the received bytes."""
 _ESTABLISHED: Final = b"\x01"
 """The state of a TCP connection that neither side has closed."""
 _TEXT: Final = b"This port speaks gRPC, which is HTTP/2, and nothing else.\n"
@@ -141,7 +141,7 @@ class Connection(asyncio.Protocol):
         self._outbox.pump()
 
     def _hold_written(self, num_bytes: int) -> None:
-        """Count what the full buffer of the socket holds. It may be a whole answer, of any size."""
+        """Count the bytes in the full buffer of the socket. They may be a complete answer of any size."""
         self.hold(num_bytes - self._num_written)
         self._num_written = num_bytes
 
@@ -193,7 +193,7 @@ class Connection(asyncio.Protocol):
                 self._wait(now_ns)
 
     def _wait(self, now_ns: int) -> None:
-        """Have the rest of the received bytes handled in a later turn. now_ns: since when this turn is used."""
+        """Let a later turn handle the rest of the received bytes. now_ns: when the work in this turn began."""
         self._is_waiting = True
         self._set_reading()
         self._turns.wait(self._share, self._go_on, used_ns=time.monotonic_ns() - now_ns)
@@ -213,7 +213,7 @@ class Connection(asyncio.Protocol):
         return False
 
     def _has_left(self) -> bool:
-        """Return whether the client has closed the connection, which nothing else tells while reading is paused."""
+        """Return whether the client has closed the connection. While reading is paused, no event reports that."""
         sock: Any = self._transport.get_extra_info("socket")
         return sock is not None and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) != _ESTABLISHED
 

@@ -1,4 +1,4 @@
-"""Limits work that brings no message and costs the server more than the client. Must not slow honest clients down."""
+"""Limits work without messages that costs the server more than the client. Must not slow honest clients down."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from sie.frontend.grpc.transport.frames import Code, ConnectionFault
 
 _BURST_S: Final = 10
 _PER_SENT: Final = 8
-"""Units allowed for each sent answer or part of one: window updates, and the pings by which some clients measure delay."""
+"""Units allowed for each sent answer or part of one: for window updates, and for pings that measure delay."""
 SMALL_PART_BYTES: Final = 64
-"""A smaller part of a message or answer is work for its frame alone."""
+"""A smaller part of a message or answer costs mainly the work for its frame."""
 TINY_MESSAGE_BYTES: Final = 16
-"""A smaller message of a stream asks for nothing."""
+"""A smaller message of a stream cannot be a real request."""
 _ENTRIES: Final = 32
 _BLOCK_BYTES: Final = 2048
 _SETTINGS_BYTES: Final = 64
@@ -26,12 +26,12 @@ def work_of_block(num_bytes: int, num_entries: int) -> int:
 
 
 def work_of_settings(num_bytes: int, num_windows: int) -> int:
-    """Return the units of work for SETTINGS that change the windows of so many calls."""
+    """Return the units of work for SETTINGS that change the windows of num_windows calls."""
     return 1 + num_bytes // _SETTINGS_BYTES + num_windows // _WINDOWS
 
 
 class Allowance:
-    """The remaining work of one connection. A unit is what a small frame costs. Source: RFC 9113, section 10.5."""
+    """The remaining work of one connection. A unit is the cost of a small frame. Source: RFC 9113, section 10.5."""
 
     __slots__ = ("_left", "_num_paid", "_rate", "_since_ns", "num_sent")
 
@@ -55,5 +55,5 @@ class Allowance:
         self._since_ns, self._num_paid = now_ns, self.num_sent
         if self._left < 0:
             raise ConnectionFault(
-                Code.ENHANCE_YOUR_CALM, "too much work that brings no message (max_grpc_idle_frames_per_s)"
+                Code.ENHANCE_YOUR_CALM, "too much work without a message (max_grpc_idle_frames_per_s)"
             )

@@ -46,9 +46,9 @@ class Method(Protocol):
 class CallHead:
     """The headers of a call. Many calls share one head, so it must never be changed.
 
-    headers has the first value of each name, without binary ones, and the authority as `host`. timeout_ns is 0 and content_length is -1 if absent.
-    method is None for an unknown path. refusal is the HTTP status for a request that is not gRPC, or 0. problem describes
-    any other fault.
+    headers has the first value of each name, without binary ones, and the authority as `host`. timeout_ns is 0 and
+    content_length is -1 if absent. method is None for an unknown path. refusal is the HTTP status for a request that is
+    not gRPC, or 0. problem describes any other fault.
     """
 
     __slots__ = (
@@ -137,7 +137,7 @@ class HeaderReader:
         except OversizedHeaderListError as error:
             raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "far too many headers") from error
         except HPACKError as error:
-            raise ConnectionFault(Code.COMPRESSION_ERROR, "a header block that is no HPACK") from error
+            raise ConnectionFault(Code.COMPRESSION_ERROR, "a header block that is not HPACK") from error
         if num_added != self._table.num_added or _resizes(block):
             self._known.clear()
         work = work_of_block(len(block), len(fields))

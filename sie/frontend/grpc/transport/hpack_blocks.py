@@ -1,7 +1,7 @@
 """Decodes HPACK blocks to entries. Counts entries and bytes while decoding, so that no block costs more than its limits.
 
-The decoder of the hpack package counts no entries, and copies the rest of the block for each literal. Its table and its
-Huffman code serve here. Pure, but for the table. Source: RFC 7541, sections 5 and 6.
+The decoder of the hpack package counts no entries, and copies the rest of the block for each literal. This module uses
+only its table and its Huffman code. Pure, except for the table. Source: RFC 7541, sections 5 and 6.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _MAX_GONE: Final = 256
 _PIECE_BYTES: Final = 4096
 """Largest piece that may hold many messages."""
 _STREAM_BYTES: Final = 32_768
-"""Memory that a stream counts for, apart from its messages: its tasks, and what a request of it needs."""
+"""Memory that a stream counts for, besides its messages: its tasks, and the data of one request."""
 
 
 class InboxConnection(CallConnection, Protocol):
@@ -209,7 +209,7 @@ class Inbox:
             call.finish(Status.RESOURCE_EXHAUSTED, text)
             return
         except BadPrefix:
-            call.finish(Status.INTERNAL, "what should be the length of a message is none")
+            call.finish(Status.INTERNAL, "a message has an invalid prefix")
             return
         incoming.num_bytes += len(piece)
         incoming.num_owed += len(piece)
@@ -289,7 +289,7 @@ class Inbox:
     def on_headers(self, flags: int, stream: int, payload: bytes) -> None:
         """Handle HEADERS. Raises ConnectionFault."""
         if not stream & 1:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "HEADERS on a stream that is no client's")
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "HEADERS on a stream that a client cannot open")
         if flags & (PADDED | frames.HAS_PRIORITY):
             payload = frames.strip_padding(flags, payload)
         if flags & END_HEADERS:
@@ -301,7 +301,7 @@ class Inbox:
     def on_continuation(self, flags: int, stream: int, payload: bytes) -> None:
         """Handle CONTINUATION. Raises ConnectionFault."""
         if not self.block_stream:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "CONTINUATION of nothing")
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         self._allowance.spend()
         self._block.append(payload)
         num_bytes = sum(map(len, self._block))
@@ -363,13 +363,13 @@ class Inbox:
         """Finish a call that cannot be served; leave any other call unchanged."""
         head = call.head
         if head.is_too_large:
-            call.finish(Status.RESOURCE_EXHAUSTED, "the call's metadata are over max_grpc_metadata_bytes")
+            call.finish(Status.RESOURCE_EXHAUSTED, "the call's metadata is larger than max_grpc_metadata_bytes")
         elif call.rpc is None:
             call.finish(Status.UNIMPLEMENTED, "Method not found!")
         elif head.problem:
             call.finish(Status.INVALID_ARGUMENT, head.problem)
         elif head.coding not in CODINGS:
-            call.finish(Status.UNIMPLEMENTED, f"grpc-encoding {head.coding[:32]!r} is not known")
+            call.finish(Status.UNIMPLEMENTED, f"grpc-encoding {head.coding[:32]!r} is not supported")
 
     def _refuse(self, stream: int, code: Code) -> None:
         self._allowance.spend()

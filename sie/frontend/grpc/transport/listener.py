@@ -44,7 +44,7 @@ class Listener:
         self.on_ended: Callable[[str], None] = lambda _: None
         """Called with the reason for each connection that this side ends early."""
         self.on_checked: Callable[[int, int], None] = lambda _connections, _waits: None
-        """Called several times a second with the open connections, and the waits since the last time."""
+        """Called several times a second with the numbers of open connections and of waits since the last call."""
         self._unflushed: list[Outbox] = []
         self.held_bytes = 0
         """The bytes that all connections hold."""
@@ -91,7 +91,7 @@ class Listener:
         self._check_some(list(self.connections))
 
     def _check_some(self, connections: list[Connection]) -> None:
-        """Check connections for as long as a turn may take, and the rest in the next."""
+        """Check connections for at most the time of a turn, and the rest in the next iteration of the event loop."""
         now_ns = time.monotonic_ns()
         while connections and time.monotonic_ns() - now_ns <= self.turns.turn_ns:
             connections.pop().check(now_ns)
@@ -138,9 +138,9 @@ class Listener:
     def _cut(self) -> None:
         self._is_cutting = False
         if self.held_bytes > self.limits.max_grpc_held_bytes and self.connections:
-            greediest = max(self.connections, key=lambda connection: connection.held_bytes)
-            _log.warning("max_grpc_held_bytes: cutting a connection that holds %d bytes", greediest.held_bytes)
-            greediest.abort()
+            largest = max(self.connections, key=lambda connection: connection.held_bytes)
+            _log.warning("max_grpc_held_bytes: cutting a connection that holds %d bytes", largest.held_bytes)
+            largest.abort()
             self.on_ended("memory")
 
     # --- the end --------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Listener:
                     connection.finish_drain()
                 await self._wait_gone(None)
         except TimeoutError:
-            _log.warning("drain_timeout_s: %d connections are cut", len(self.connections))
+            _log.warning("drain_timeout_s has passed: cutting %d connections", len(self.connections))
         for connection in list(self.connections):
             connection.abort()
         if self._timer is not None:

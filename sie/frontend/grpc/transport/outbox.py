@@ -56,8 +56,10 @@ class Outbox:
         on_held: Callable[[int], None],
         on_done: Callable[[Call], None],
     ) -> None:
-        """flush_later: calls `flush` after this iteration of the event loop. on_held: gets the change of queued bytes.
-        on_done: called when a call, including its status, is sent.
+        """Take the callbacks of the connection.
+
+        flush_later calls `flush` after this iteration of the event loop. on_held gets the change of queued bytes. on_done
+        is called when a call, including its status, is sent.
         """
         self._write_all: Callable[[Iterable[bytes | memoryview]], None] = transport.writelines
         self._write_one: Callable[[bytes], None] = transport.write

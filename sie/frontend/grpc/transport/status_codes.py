@@ -59,7 +59,7 @@ def status_code(error: SieError) -> Status:
     if error.code == "MESSAGE_TOO_LARGE":
         return Status.RESOURCE_EXHAUSTED
     if isinstance(error, ModelLoadFailed):
-        # The status is 400 if the client requested the load itself. Then another try is the client's to decide.
+        # The status is 400 if the client requested the load itself. Then the client decides whether to retry.
         return Status.INTERNAL if error.http_status == 400 else Status.UNAVAILABLE
     return next((code for cls, code in _CODES if isinstance(error, cls)), Status.INTERNAL)
 

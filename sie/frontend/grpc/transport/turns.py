@@ -1,7 +1,7 @@
-"""Bounds what one iteration of the event loop, a turn, does for clients. What is left waits for a later turn.
+"""Bounds the work for clients in one iteration of the event loop, a turn. The rest of the work waits for a later turn.
 
-The connection that was served least goes first (start-time fair queueing over processor time), so a client that sends one
-small call passes those that send a flood. Nothing waits while there is time left, which is nearly always.
+The least served connection goes first (start-time fair queueing over processor time), so a client with one small call
+overtakes clients that send a flood. Nothing waits while the turn has time left, and it nearly always has.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Callable
 from typing import Final
 
 CALL_NS: Final = 50_000
-"""Time that a turn counts for a call, or a message of a stream, whose work begins: it runs behind the turn's frames."""
+"""Time that a turn counts for each call, or message of a stream, that it starts; their work runs after its frames."""
 _SLICE_NS: Final = 500_000
-"""Longest time for one waiting connection before the next is served. One that did not wait is so much ahead of those
-that do."""
+"""Longest time for one waiting connection before the next is served. A connection that did not wait before has this
+advantage over waiting ones."""
 _MANY_LEAVING: Final = 1024
 
 
 class Share:
-    """What one connection was given of the turns in which others waited."""
+    """The time that one connection has used of the turns in which others waited."""
 
     __slots__ = ("used_ns",)
 
@@ -36,9 +36,9 @@ class Turns:
 
     def __init__(self) -> None:
         self.turn_ns = 0
-        """Longest time for new bytes in a turn, and for what waits; set from `grpc_turn_ms`."""
+        """Longest time for new bytes in a turn, and for waiting work; set from `grpc_turn_ms`."""
         self.end_ns = 0
-        """The end of the time that new bytes have in this turn, or 0 if none have come."""
+        """The end of the time for new bytes in this turn, or 0 if none have come."""
         self._num_waits = 0
         self._leaving: deque[Callable[[], None]] = deque()
         self._waiting: list[tuple[int, int, Share, int, Callable[[], bool | None]]] = []
@@ -47,7 +47,7 @@ class Turns:
         self._is_scheduled = False
 
     def begin(self, now_ns: int) -> bool:
-        """Return whether this turn has time left. The first to ask starts its clock."""
+        """Return whether this turn has time left. The first call in a turn starts its clock."""
         if now_ns <= self.end_ns:
             return True
         if self.end_ns:
@@ -57,7 +57,7 @@ class Turns:
         return True
 
     def take_num_waits(self) -> int:
-        """Return how often something had to wait since the last time."""
+        """Return the number of waits since the last call, and reset it."""
         num_waits, self._num_waits = self._num_waits, 0
         return num_waits
 
@@ -71,7 +71,8 @@ class Turns:
     def wait(self, share: Share, go_on: Callable[[], bool | None], *, used_ns: int = 0, cost_ns: int = 0) -> None:
         """Call go_on in a later turn, and again while it returns True.
 
-        used_ns: what the connection has used of this turn. cost_ns: the time to count for what go_on starts.
+        used_ns: the time that the connection has used of this turn. cost_ns: the time to count for the work that go_on
+        starts.
         """
         self._num_waits += 1
         self._push(max(self._served_ns - _SLICE_NS, share.used_ns) + used_ns, share, cost_ns, go_on)
@@ -79,7 +80,7 @@ class Turns:
     def leave(self, cancel: Callable[[], None]) -> None:
         """Cancel the work of a call whose client has left, now or in a later turn.
 
-        The work of those that left takes up to three quarters of a turn, so that it goes faster than others can come.
+        Such cancellations take up to three quarters of a turn, so that calls end faster than new ones can arrive.
         """
         if self.begin_call():
             cancel()
@@ -108,7 +109,7 @@ class Turns:
         asyncio.get_running_loop().call_soon(callback)
 
     def _next(self) -> None:
-        """Start a turn: serve those that wait, the least served first, for as long as a turn may take."""
+        """Start a turn: serve the waiting connections, the least served first, for at most the time of a turn."""
         now_ns = time.monotonic_ns()
         left_ns = self.turn_ns - self._cancel_some()
         while self._waiting and left_ns > 0:

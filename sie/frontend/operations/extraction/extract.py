@@ -16,13 +16,13 @@ import msgspec
 from numpy.typing import NDArray
 
 from sie.config.limits import Limits
-from sie.frontend.engine.interface import Engine
-from sie.frontend.engine.worker_link import Pending, Reply
+from sie.frontend.engine.interface import Engine, Pending, Reply
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.inputs.mixed import mix_items
 from sie.frontend.inputs.pairs import Arrays
+from sie.frontend.inputs.text_bounds import check_chars
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, is_long
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.extraction import boxes, gliclass, gliner, label_pairs, token_labels
 from sie.frontend.operations.extraction.boxes import BoxReading
 from sie.frontend.operations.extraction.gliclass import LabelReading
@@ -32,8 +32,6 @@ from sie.frontend.operations.extraction.token_labels import TokenReading
 from sie.frontend.operations.extraction.whole_texts import TextReading
 from sie.frontend.operations.reply_reader import read_pieces, timing_of
 from sie.ipc.messages import ModelEntry
-from sie.shm.extent import MAX_HEADER_BYTES
-from sie.shm.extent_headers import WorkHeader
 from sie.values.card import ModelCard
 from sie.values.encode import ExtractReply, ExtractRequest
 from sie.values.errors import BadRequest, Internal
@@ -47,6 +45,8 @@ from sie.values.extract import (
     TokenClassification,
     ZeroShot,
 )
+from sie.values.work import WorkHeader
+from sie.values.work_bytes import MAX_HEADER_BYTES
 
 _to_msgpack: Final = msgspec.msgpack.Encoder().encode
 _MAX_TASK_BYTES: Final = MAX_HEADER_BYTES // 2
@@ -100,8 +100,8 @@ class Extractor:
     async def start(self, entry: ModelEntry, request: ExtractRequest, deadline_ns: int) -> Submitted:
         """Tokenise and submit a resolved request.
 
-        Raises the errors of admission, the family's `Reading` and `ImageReader.read`, and BadRequest for too many
-        pairs.
+        Raises the errors of admission, the family's `Reading` and `ImageReader.read`, BadRequest for too many pairs, and
+        InputTooLong for a text of too many characters.
         """
         began_ns = time.monotonic_ns()
         card, task, rule = entry.card, request.task, entry.card.extract
@@ -109,6 +109,8 @@ class Extractor:
         self._check_pairs(len(request.texts) * _num_rows(rule, task))
         told = _task_bytes(rule, task)
         tokenizer = await self._models.tokenizer(entry) if card.tokenizer_file else None
+        if tokenizer is not None:
+            check_chars(card.id, request.texts, tokenizer.max_chars)
         reading = _reading(card, task, tokenizer, self._limits)
         if request.images is None:
             arrays = await self._prepare(reading, request.texts, task, rule)

@@ -78,7 +78,7 @@ def test_key_is_known_wherever_it_stands(headers):
         ({"x-api-key": "sha256:" + digest_of("secret-a").hex()}, "unknown"),
     ],
 )
-def test_nobody_else_is_let_in(headers, reason):
+def test_requests_without_a_known_key_are_refused(headers, reason):
     door = Door(key())
     with pytest.raises(Unauthorized) as caught:
         door.access.identify(headers, "infer")
@@ -87,7 +87,7 @@ def test_nobody_else_is_let_in(headers, reason):
     assert "secret" not in caught.value.message
 
 
-def test_server_that_has_not_heard_of_its_keys_lets_nobody_in():
+def test_server_that_has_not_received_its_keys_refuses_everybody():
     door = Door()
     for text in ("", "secret-a", "\0" * 32):
         with pytest.raises(Unauthorized):
@@ -97,7 +97,7 @@ def test_server_that_has_not_heard_of_its_keys_lets_nobody_in():
 
 
 @pytest.mark.parametrize("scope", ["infer", "admin", "metrics"])
-def test_key_opens_what_its_scopes_say(scope):
+def test_key_opens_the_routes_of_its_scopes(scope):
     door = Door(key(scopes=(scope,)))
     for need in ("infer", "admin", "metrics"):
         if need == scope:
@@ -109,7 +109,7 @@ def test_key_opens_what_its_scopes_say(scope):
     assert door.failures == ["scope", "scope"]
 
 
-def test_open_routes_ask_nobody():
+def test_open_routes_need_no_key():
     door = Door(key())
     assert door.access.identify({}, "open") is None
     with pytest.raises(Unauthorized):
@@ -145,7 +145,7 @@ def test_concurrency_is_given_back_and_survives_a_reload():
     assert door.failures == ["concurrency", "concurrency"]
 
 
-def test_rate_says_when_to_come_back():
+def test_refusal_by_rate_has_retry_after():
     door = Door(key(requests_per_minute=6))
     for left in range(5, -1, -1):
         holder = door.enter()

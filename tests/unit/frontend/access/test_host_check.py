@@ -24,11 +24,11 @@ def headers(host: str | None, origin: str | None = None) -> dict[str, str]:
         "[2001:db8::1]:80",
     ],
 )  # fmt: skip
-def test_own_names_and_pages_may(host, origin_of):
+def test_own_names_and_pages_are_allowed(host, origin_of):
     CHECK.check(headers(host, origin_of(host)))
 
 
-def test_client_that_is_no_browser_may_send_neither_header():
+def test_client_other_than_a_browser_may_omit_both_headers():
     CHECK.check({})
     CHECK.check(headers(""))
 
@@ -67,7 +67,7 @@ def test_foreign_origin_is_refused_by_the_names_of_the_settings(origin):
 
 
 @pytest.mark.parametrize("origin", ["https://app.example", "https://sie.example", "http://sie.example:81"])
-def test_origin_that_a_setting_names_may(origin):
+def test_origin_in_a_setting_is_allowed(origin):
     for host in ("localhost:8080", "sie.example", None):  # a proxy may keep the client's Host, or send its own
         CHECK.check(headers(host, origin))
 

@@ -10,14 +10,15 @@ import msgspec
 
 from sie.frontend.engine.engine import ShmEngine
 from sie.shm.attach import Attachment, PendingAttachment
-from sie.shm.extent import array_view, begin_extent, extent_bytes, is_cancelled, is_stopped, read_extent
-from sie.shm.extent_headers import WorkHeader
+from sie.shm.extent import begin_extent, is_cancelled, is_stopped
 from sie.shm.large import LargeBudget
 from sie.shm.layout import ERROR, RELEASE, REPLY, SUBMIT, TOKENS, Descriptor
 from sie.shm.space import OutboundSpace
 from sie.values.card import ModelCard
 from sie.values.errors import SieError, to_wire
 from sie.values.generate import GenerateTask, GenerateTotals, TokenFrame, TokenRecord
+from sie.values.work import WorkHeader
+from sie.values.work_bytes import array_view, extent_bytes, read_extent
 
 MIB = 1 << 20
 _work_decoder = msgspec.msgpack.Decoder(WorkHeader)

@@ -28,7 +28,7 @@ def test_request_that_fits_or_finds_nothing_before_it_may_enter(queued, num_toke
 
 
 @pytest.mark.parametrize(("queued", "num_tokens"), [(100, 1), (60, 41), (1, 100)])
-def test_request_over_the_limit_is_told_when_to_come_back(queued, num_tokens):
+def test_request_over_the_limit_has_retry_after(queued, num_tokens):
     with pytest.raises(Overloaded) as caught:
         check_queue(queued, num_tokens, 100, 10.0)
     assert caught.value.retry_after_s == retry_after_s(queued, 10.0)

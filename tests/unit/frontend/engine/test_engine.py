@@ -7,8 +7,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from sie.shm.extent_headers import WorkHeader
 from sie.values.errors import ClientGone, DeadlineExceeded, Internal, NotFound, Overloaded, Unavailable
+from sie.values.work import WorkHeader
 from sie.workers.scheduling.waiting import Budget
 from tests.unit.engine_rig import MIB, Rig, checksum, in_rig
 

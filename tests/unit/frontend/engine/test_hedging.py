@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from sie.frontend.engine.worker_link import Pending
+from sie.frontend.engine.worker_link import ShmPending
 from sie.ipc.messages import Quarantine
 from sie.shm.extent import is_cancelled
 from sie.shm.layout import FLAG_ALONE
@@ -18,7 +18,7 @@ def tell(rig: Rig, worker: Worker, running: tuple[int, ...] = (), *, is_late: bo
     rig.engine.expire(time.monotonic_ns())
 
 
-def pair_of_workers(rig: Rig) -> tuple[Worker, Worker, Pending]:
+def pair_of_workers(rig: Rig) -> tuple[Worker, Worker, ShmPending]:
     """Start two workers, and submit a request to the first."""
     late, other = rig.start_worker("m"), rig.start_worker("m")
     pending = rig.submit([1, 2])

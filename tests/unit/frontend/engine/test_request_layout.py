@@ -7,7 +7,7 @@ import pytest
 
 from sie.frontend.engine.request_layout import lay_out, lay_out_text
 from sie.shm.extent import write_extent, write_parts
-from sie.shm.extent_headers import WorkHeader
+from sie.values.work import WorkHeader
 
 WORDS = ("m", "float16", True, 4, ("dense", "sparse"))
 HEADER = WorkHeader("m", "encode", 1, (), "float16", True, 4, ("dense", "sparse"))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from sie.frontend.engine.token_stream import StreamTimes, TokenStream
-from sie.frontend.engine.worker_link import Pending
+from sie.frontend.engine.worker_link import ShmPending
 from sie.ipc.messages import PeerFault
-from sie.shm.extent_headers import WorkHeader
 from sie.values.errors import ClientGone, DeadlineExceeded, Internal, Overloaded, PoisonInput, WorkerLost
 from sie.values.generate import GenerateTask, Sampling, TokenRecord
+from sie.values.work import WorkHeader
 from tests.unit.engine_rig import Rig, in_rig
 
 FAR_NS = 1 << 62
@@ -33,7 +33,7 @@ class Heard:
 
 async def submit(
     rig: Rig, stream: TokenStream, prompt: list[int] | None = None, deadline_ns: int = FAR_NS, seed: int = 0
-) -> Pending:
+) -> ShmPending:
     ids = np.array(prompt or [1, 2, 3], np.int32)
     task = GenerateTask(8, sampling=Sampling(seed=seed), salt=b"%d" % seed)
     header = WorkHeader("m", "generate", 1, (), task=msgspec.msgpack.encode(task))
@@ -43,7 +43,7 @@ async def submit(
     return pending
 
 
-def record(pending: Pending, index: int, *ids: int, choice: int = 0, finish: str = "") -> TokenRecord:
+def record(pending: ShmPending, index: int, *ids: int, choice: int = 0, finish: str = "") -> TokenRecord:
     return TokenRecord(pending.request_id, choice, index, ids, finish)
 
 

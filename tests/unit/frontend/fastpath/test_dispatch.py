@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
+from sie.frontend.dialects.native.dialect import ENCODE
 from sie.frontend.fastpath.dispatch import FastPath, TrySubmit, Work
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import Response
-from sie.frontend.routes.table import ENCODE
 from sie.values.errors import BadRequest, RateLimited, SieError, Unavailable
 
 DEADLINE_S = 60.0

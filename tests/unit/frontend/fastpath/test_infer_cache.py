@@ -19,10 +19,11 @@ from sie.frontend.fastpath.infer_cache import (
     places_in,
     read_answer,
 )
-from sie.shm.extent import begin_extent, extent_bytes, plan_arrays
-from sie.shm.extent_headers import TensorForm, TensorReplyHeader
+from sie.shm.extent import begin_extent
 from sie.values.errors import Internal
 from sie.values.tensor import Tensor, TensorRequest
+from sie.values.work import TensorForm, TensorReplyHeader
+from sie.values.work_bytes import extent_bytes, plan_arrays
 
 HEAD, TAIL = b'{"inputs": 1}', b"12345678"
 LENGTH = str(len(HEAD))
@@ -64,7 +65,7 @@ class TestRequests:
         assert cache.find(model, length, body, *BASIS) is None
 
     @pytest.mark.parametrize("other", [Basis({}, BASIS.limits), Basis(BASIS.models, Limits())])
-    def test_nothing_outlives_what_it_was_judged_by(self, other: Basis):
+    def test_cached_layouts_end_with_the_limits_that_they_were_checked_against(self, other: Basis):
         cache, cached = InferCache(), cached_one()
         cache.add("m", LENGTH, HEAD + TAIL, BASIS, cached_one())
         assert cache.find("m", LENGTH, HEAD + TAIL, *other) is None

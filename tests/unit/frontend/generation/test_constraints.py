@@ -186,7 +186,7 @@ def test_an_answers_schema_and_calls_are_alternatives() -> None:
         (Grammar(kind="llguidance", value="start: A\nA: /a/ & /b/"), "&"),
     ],
 )
-def test_a_grammar_that_is_none_is_refused_with_its_reason(grammar: Grammar, named: str) -> None:
+def test_a_malformed_grammar_is_refused_with_its_reason(grammar: Grammar, named: str) -> None:
     with pytest.raises(BadRequest, match="response_format") as refused:
         constrain(request(grammar=grammar, tools=()), rule("json"))
     assert named in refused.value.message
@@ -228,6 +228,6 @@ def test_ebnf_binds_as_it_is_written() -> None:
         "root ::= " + "(" * 400 + '"a"' + ")" * 400 + "{2000}" * 3,
     ],
 )  # fmt: skip
-def test_ebnf_that_is_none_is_refused_with_its_field(ebnf: str) -> None:
+def test_malformed_ebnf_is_refused_with_its_field(ebnf: str) -> None:
     with pytest.raises(BadRequest, match=r"^Field 'grammar': ."):
         constrain(request(tools=(), grammar=Grammar(kind="ebnf", value=ebnf, field="grammar")), rule("json"))

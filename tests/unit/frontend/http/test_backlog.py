@@ -76,7 +76,7 @@ def test_small_answers_ask_the_kernel_nothing(pair: Pair, monkeypatch: pytest.Mo
     assert not any(backlog.add(1000) for _ in range(500))
 
 
-def test_address_that_is_none_is_never_over(pair: Pair) -> None:
+def test_address_that_cannot_be_measured_is_never_over_the_limit(pair: Pair) -> None:
     for address in ("", "unix:/run/x", "127.0.0.1:1"):
         backlog = Backlog(address, LIMIT)
         assert not any(backlog.add(LIMIT) for _ in range(5))

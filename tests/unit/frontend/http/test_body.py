@@ -206,7 +206,7 @@ def test_body_that_is_slower_than_the_least_rate_is_a_408(num_bytes, is_late):
     asyncio.run(run())
 
 
-def test_each_chunk_begins_the_idle_time_anew():
+def test_each_chunk_restarts_the_idle_time():
     async def run() -> bytes:
         reader = BodyReader(MAX_BYTES, 0.0)
         began_ns = time.monotonic_ns()

@@ -60,7 +60,7 @@ def test_a_models_name_may_stand_between(path, template, model):
 @pytest.mark.parametrize(
     "path", ["/v2/models/{model}/infer/x/y", "/v2/repository/models/m", "/v2/repository/models/m/explode"]
 )
-def test_a_template_is_no_path(path):
+def test_a_template_does_not_match_as_a_path(path):
     found = TABLE.match(path)
     assert found is None or found.route.template in ("/v2/models/{model}", "/v2/repository/{model}")
 

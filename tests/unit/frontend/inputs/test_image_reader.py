@@ -1,4 +1,4 @@
-"""All images of a request: who waits, who is refused, and which error a client hears."""
+"""All images of a request: waiting, refusals, and the error that a client gets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_first_wrong_image_is_named():
         run(ImageReader(Limits(), 1).read(images, AS_IT_IS, NEVER_NS))
 
 
-def test_own_sizes_count_together():
+def test_images_in_their_own_sizes_are_counted_together():
     limits = Limits(max_image_pixels=20)
     reader = ImageReader(limits, 1)
     assert len(run(reader.read({0: [png(4, 5)]}, AS_IT_IS, NEVER_NS)).pixels) == 60

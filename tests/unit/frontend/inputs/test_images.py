@@ -1,4 +1,4 @@
-"""One image: what is decoded, what is refused before it costs anything, and that every byte is the library's own."""
+"""One image: which formats are decoded, what is refused before decoding, and that every byte equals the library's."""
 
 from __future__ import annotations
 
@@ -122,6 +122,28 @@ def test_a_jpeg_of_countless_scans_is_refused():
     scan = plain[plain.rindex(b"\xff\xda") : -2]
     assert decode(plain[:-2] + scan * 20 + plain[-2:]).shape == (32, 32, 3)
     assert refusal(plain[:-2] + scan * 200 + plain[-2:]) == UNDECODABLE
+
+
+def parts_flood(kind: str) -> bytes:
+    """Return an image of one pixel behind a million parts that mean nothing."""
+    whole = io.BytesIO()
+    Image.new("L", (1, 1)).save(whole, kind)
+    data = whole.getvalue()
+    mark, part = {
+        "JPEG": (b"\xff\xdb", b"\xff\xe5\0\2"),
+        "GIF": (b"\x2c", b"\x21\xfe\1a\0"),
+        "PNG": (b"", b"\0\0\0\3tEXtk\0v" + zlib.crc32(b"tEXtk\0v").to_bytes(4, "big")),
+    }[kind]
+    place = 33 if kind == "PNG" else data.rindex(mark)  # behind IHDR; before the tables; before the picture
+    return data[:place] + part * 1_000_000 + data[place:]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "GIF", "PNG"])
+def test_image_of_countless_parts_is_refused_at_once(kind: str):
+    data, began_s = parts_flood(kind), time.process_time()
+    with pytest.raises(BadRequest, match="not a decodable image"):
+        decode_image(open_image(memoryview(data), "$", 100), "$")
+    assert time.process_time() - began_s < 1.0
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

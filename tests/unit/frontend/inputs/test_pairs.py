@@ -87,7 +87,7 @@ def test_instruction_stands_before_the_query(make_tokenizer: Any) -> None:
         ("w8", {"doc_template": "{instruction} w5 {text}"}, "<s> w8 w1 </s> w8 w5 w2 </s>"),
     ],
 )
-def test_options_say_what_stands_around_the_texts(
+def test_options_set_the_templates_of_the_texts(
     make_tokenizer: Any, instruction: str | None, options: dict[str, str], expected: str
 ) -> None:
     assert pairs(make_tokenizer(), "w1", ["w2"], instruction, **options) == [expected]

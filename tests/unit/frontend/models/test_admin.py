@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sie.frontend.models.admin import ModelAdmin, check_admin
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.ipc.messages import Manage, Managed, ModelEntry, Models
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Forbidden, ModelLoadFailed, SieError, to_wire
@@ -19,7 +19,7 @@ LOCAL = {"host": "127.0.0.1:8080", "content-type": "application/json"}
 
 @pytest.mark.parametrize("client", ["127.0.0.1:5000", "127.8.8.8:5000", "[::1]:5000", "[::ffff:127.0.0.1]:5000", "::1"])
 @pytest.mark.parametrize("host", ["127.0.0.1:8080", "localhost:8080", "LOCALHOST", "[::1]:8080", "127.0.0.1"])
-def test_client_on_this_host_may(client, host):
+def test_client_on_this_host_may_manage(client, host):
     check_admin("loopback", client, {**LOCAL, "host": host})
     check_admin("loopback", client, {**LOCAL, "host": host, "origin": f"http://{host}"})
 
@@ -42,7 +42,7 @@ def test_client_on_this_host_may(client, host):
         ("127.0.0.1:5000", {"via": "1.1 front"}, "proxy"),
     ],
 )
-def test_nobody_else_may(client, changes, reason):
+def test_other_clients_may_not_manage(client, changes, reason):
     with pytest.raises(Forbidden, match="admin_from") as caught:
         check_admin("loopback", client, {**LOCAL, **changes})
     assert reason in caught.value.message
@@ -144,7 +144,7 @@ RENEWED = {"state": "loaded", "reloading": True}
 OUTDATED = {"state": "loaded", "error": ModelLoadFailed("no model"), "is_outdated": True}
 
 
-def test_a_reload_beside_what_serves_is_waited_for_and_told_when_it_fails():
+def test_a_staged_reload_is_awaited_and_its_failure_is_reported():
     assert Office(RENEWED, "loaded").ask("reload", {"model_id": "m"}) == (200, {"model_id": "m", "status": "loaded"})
     assert Office(RENEWED).ask("reload", {"model_id": "m"}, 0.05) == (202, {"model_id": "m", "status": "reloading"})
     http_status, answer = Office(RENEWED, OUTDATED).ask("reload", {"model_id": "m"})
@@ -157,7 +157,7 @@ def test_what_serves_from_before_its_files_changed_is_loaded_and_says_so():
     assert Office(OUTDATED).ask("load", {"model_id": "m"}) == expected
 
 
-def test_status_asks_nobody():
+def test_status_sends_nothing_to_the_supervisor():
     office = Office()
     assert office.ask("status", {"model_id": "m"}) == (200, {"model_id": "m", "status": "unloaded"})
     assert office.asked == []

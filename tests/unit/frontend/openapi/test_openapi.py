@@ -97,7 +97,7 @@ def test_every_error_of_the_tree_is_among_an_inference_routes_answers(described,
         assert f"`{code}`" in responses[str(cls.http_status)]["description"], cls.__name__
 
 
-def test_not_now_has_a_retry_after(described):
+def test_retryable_refusals_document_retry_after(described):
     for route in INFERENCE:
         assert "Retry-After" in operation(described, route.template)["responses"]["503"]["headers"]
 

@@ -1,4 +1,4 @@
-"""Which vectors a score request compares, and how its texts become arrays."""
+"""The vectors that a score request compares, and the arrays of its texts."""
 
 from __future__ import annotations
 

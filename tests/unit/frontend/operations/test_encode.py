@@ -18,17 +18,18 @@ import tokenizers
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.config.limits import Limits
-from sie.frontend.engine.worker_link import Reply
+from sie.frontend.engine.worker_link import ShmReply
 from sie.frontend.inputs.image_reader import ImageReader
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.encode import Encoder
 from sie.frontend.operations.reply_reader import read_reply
 from sie.ipc.messages import ModelEntry
-from sie.shm.extent import extent_bytes, plan_arrays, write_extent
-from sie.shm.extent_headers import ReplyHeader
+from sie.shm.extent import write_extent
 from sie.values.card import LateInteraction, ModelCard
 from sie.values.encode import EncodeReply, EncodeRequest
 from sie.values.errors import BadRequest, Internal
+from sie.values.work import ReplyHeader
+from sie.values.work_bytes import extent_bytes, plan_arrays
 from sie.workers.runners.stub import StubRunner
 from tests.unit.engine_rig import DEADLINE_S, Rig, SumRunner, checksum, in_rig
 
@@ -173,7 +174,7 @@ def test_tokenised_model_gets_ids_from_the_loop_and_from_a_thread_alike(tmp_path
 # --- replies that are not what they should be ------------------------------------------------------------------------------
 
 
-def reply_of(shape: tuple[int, ...] = (1, 4), *, name: str = "dense", cut: int = 0) -> Reply:
+def reply_of(shape: tuple[int, ...] = (1, 4), *, name: str = "dense", cut: int = 0) -> ShmReply:
     """Return a reply extent as a worker would write it, or nearly."""
     arrays = [np.zeros(3, np.int64), np.zeros(shape, np.float32)]
     plan = plan_arrays([("times", "<i8", (3,)), (name, "<f4", shape)])
@@ -181,7 +182,7 @@ def reply_of(shape: tuple[int, ...] = (1, 4), *, name: str = "dense", cut: int =
     view = memoryview(bytearray(extent_bytes(len(header), plan.nbytes)))
     write_extent(view, header, plan.refs, arrays)
     pending = SimpleNamespace(submitted_ns=0, num_tokens=1)
-    return Reply(None, pending, 0, view[: len(view) - cut])  # type: ignore[arg-type]
+    return ShmReply(None, pending, 0, view[: len(view) - cut])  # type: ignore[arg-type]
 
 
 def test_reply_of_the_right_shape_is_read() -> None:
@@ -192,7 +193,7 @@ def test_reply_of_the_right_shape_is_read() -> None:
     "reply",
     [reply_of((2, 4)), reply_of((4,)), reply_of((1, 0)), reply_of(name="sparse"), reply_of(cut=1), reply_of(cut=100)],
 )
-def test_reply_of_another_shape_is_an_internal_error(reply: Reply) -> None:
+def test_reply_of_another_shape_is_an_internal_error(reply: ShmReply) -> None:
     with pytest.raises(Internal):
         read_reply(reply, entry_of(STUB), request("x"), 0, 0)
 
@@ -231,7 +232,7 @@ class Desk:
         ({"max_seq_length": 5}, None, 5),
     ],
 )
-def test_a_lower_limit_of_queries_is_also_what_they_are_filled_up_to(tmp_path, options, expand_to, num_tokens):
+def test_queries_are_padded_up_to_a_lower_query_limit(tmp_path, options, expand_to, num_tokens):
     path = tmp_path / "tokenizer.json"
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -1,4 +1,4 @@
-"""The events of streams in the file of responses: kept in order, read from any number on, limited, and gone with theirs."""
+"""The stored events of streams: kept in order, read from any number on, limited, and deleted with their response."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_bytes_of_events_count_against_the_limit(tmp_path: Path) -> None:
     file.close()
 
 
-def test_file_of_the_version_before_goes_on(tmp_path: Path) -> None:
+def test_file_of_the_previous_version_is_still_used(tmp_path: Path) -> None:
     db = sqlite3.connect(tmp_path / "responses.db")
     db.executescript(f"{store._SCHEMA} PRAGMA user_version = 1;")
     columns = "id, owner, created_s, status, maker, nbytes, body, input, history"

@@ -1,4 +1,4 @@
-"""The file of responses: whose they are, how long they stay, who made them, and what becomes of a file that is none."""
+"""The file of responses: owners, lifetimes, the process that makes one, and damaged files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def file(tmp_path: Path, clock: Clock) -> Iterator[ResponseFile]:
     opened.close()
 
 
-def test_response_is_its_owner_s_alone(file: ResponseFile) -> None:
+def test_response_belongs_to_its_owner(file: ResponseFile) -> None:
     file.add("ann", kept("r", input=b"[1]", history=b"[0]"))
     found = file.get("r", "ann")
     assert found is not None
@@ -72,7 +72,7 @@ def test_another_process_s_handle_sees_it(file: ResponseFile, tmp_path: Path) ->
     other.close()
 
 
-def test_cancel_leaves_what_has_ended(file: ResponseFile) -> None:
+def test_cancel_leaves_an_ended_response_unchanged(file: ResponseFile) -> None:
     file.add("", kept("r", "in_progress"))
     assert file.stopped(["r"]) == []
     assert file.update("r", "completed", b'{"x":1}')
@@ -184,6 +184,70 @@ def test_file_that_cannot_be_used_is_set_aside(tmp_path: Path, clock: Clock, dam
     (aside,) = tmp_path.glob("responses.db.*")
     assert len(aside.read_bytes()) == len(before)
     file.close()
+
+
+def break_pages(path: Path) -> None:
+    """Overwrite all pages but the first; a real disk loses some."""
+    with path.open("r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(4096)
+        file.write(b"\x5a" * (size - 4096))
+
+
+def move_away(path: Path) -> None:
+    for found in path.parent.glob("responses.db*"):
+        found.rename(found.with_name(f"old-{found.name}"))
+
+
+@pytest.mark.parametrize("harm", [break_pages, move_away])
+def test_file_that_is_damaged_or_moved_in_use_is_replaced_for_all_processes(tmp_path: Path, harm) -> None:
+    ones = [ResponseStore(str(tmp_path), LIMITS) for _ in range(2)]
+
+    def ask(one: ResponseStore, work):
+        return asyncio.run(one.do(work))
+
+    body = b'"%s"' % (b"x" * 20_000)
+    for number in range(20):
+        ask(ones[number % 2], lambda file, number=number: file.add("", kept(f"r{number}", body=body)))
+    with sqlite3.connect(tmp_path / "responses.db") as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+    harm(tmp_path / "responses.db")
+    assert ask(ones[0], lambda file: file.get("r3", "")) is None
+    for number, one in enumerate(ones):
+        ask(one, lambda file, number=number: file.add("", kept(f"new{number}")))
+    for one in (*ones, ResponseStore(str(tmp_path), LIMITS)):
+        assert ask(one, lambda file: [file.get(name, "") is not None for name in ("r3", "new0", "new1")]) == [
+            False, True, True,
+        ]  # fmt: skip
+    assert len(list(tmp_path.glob("responses.db.*[0-9]"))) == (1 if harm is break_pages else 0)
+
+
+def test_few_of_the_files_set_aside_are_kept(tmp_path: Path) -> None:
+    for _ in range(6):
+        break_bytes(tmp_path / "responses.db")
+        ResponseFile(tmp_path, LIMITS).close()
+    assert len(list(tmp_path.glob("responses.db.*"))) == 3
+
+
+def test_file_of_the_version_before_is_upgraded_and_one_of_a_later_version_is_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "responses.db"
+    first = sqlite3.connect(path)
+    first.executescript(f"BEGIN; {store._SCHEMA} PRAGMA user_version = 1; COMMIT;")
+    first.execute("INSERT INTO responses VALUES (1, 'r', '', 1e12, 'completed', '', 2, '{}', '[]', '[]')")
+    first.commit()
+    first.close()
+    file = ResponseFile(tmp_path, LIMITS)
+    assert file.get("r", "") is not None
+    file.close()
+    break_version(path)
+    file = ResponseFile(tmp_path, LIMITS)
+    assert file.get("r", "") is None
+    file.close()
+    [aside] = tmp_path.glob("responses.db.*")
+    with sqlite3.connect(aside) as db:
+        assert db.execute("SELECT id FROM responses").fetchall() == [("r",)]
+    db.close()
 
 
 def test_directory_that_cannot_be_written_is_unavailable(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def facts(caplog: pytest.LogCaptureFixture, exchange: Any, status: int = 200, er
     return {name: value for name, value in vars(record).items() if name not in plain and name != "message"}
 
 
-def test_a_line_says_what_happened(caplog):
+def test_a_line_describes_its_request(caplog):
     said = facts(caplog, ended(headers={"x-request-id": "r-1", "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}))
     assert said.pop("total_ms") >= 5.0
     assert said == {
@@ -74,7 +74,7 @@ def test_a_request_without_a_fit_id_gets_one_and_its_client_hears_it(sent):
 @pytest.mark.parametrize(
     "sent", ["", "00", f"00-{'0' * 32}-00f067aa0ba902b7-01", f"00-{TRACE.upper()}-00f067aa0ba902b7-01"]
 )
-def test_a_trace_that_is_none_is_left_out(caplog, sent):
+def test_a_malformed_trace_is_left_out(caplog, sent):
     assert "trace_id" not in facts(caplog, ended(headers={"traceparent": sent}))
 
 

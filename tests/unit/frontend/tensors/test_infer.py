@@ -1,8 +1,9 @@
-"""Tensor requests from the dialect's side to a real session and back, on the rig's engine and step loops."""
+"""Tensor requests from a dialect to a real session and back, on the rig's engine and step loops."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import re
 import struct
@@ -10,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import msgspec
@@ -23,9 +25,10 @@ from sie.catalog.spec import ModelSpec, TensorSource, parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.catalog.tensor_rule import read_tensor_card
 from sie.config.limits import Limits
+from sie.frontend.http.exchange import Exchange
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.models.admin import ModelAdmin
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.encode import Encoder
 from sie.frontend.operations.score import Scorer
 from sie.frontend.tensors.encoded_images import TensorImages
@@ -47,7 +50,7 @@ from sie.values.errors import (
 )
 from sie.values.tensor import DATATYPES, Tensor, TensorRequest
 from sie.workers.runners.exported import load_exported
-from sie.workers.runners.onnx import load_onnx
+from sie.workers.runners.onnx import RunLimit, load_onnx
 from sie.workers.runners.stub import StubRunner
 from tests import onnx_models
 from tests.unit.engine_rig import DEADLINE_S, FAR_NS, Rig, Worker
@@ -56,11 +59,11 @@ _NUMPY = {np.dtype(code): name for name, code in DATATYPES.items() if name not i
 _NUMPY[np.dtype("|u1")] = "UINT8"
 
 
-def build(card: ModelCard) -> Any:
+def build(card: ModelCard, limit_s: float = 30.0) -> Any:
     """Return a card's runner, as a worker of the CPU builds it."""
     if card.tensor is not None and card.tensor.platform == "pytorch_exported":
         return load_exported(card, "cpu", lambda *_: None)
-    return StubRunner(card) if card.stub else load_onnx(card, "cpu", 1, lambda *_: None)
+    return StubRunner(card) if card.stub else load_onnx(card, "cpu", 1, lambda *_: None, RunLimit(limit_s))
 
 
 def _no_generator() -> NoReturn:
@@ -86,11 +89,13 @@ class Office:
         images = ImageReader(limits, 1)
         encoder = Encoder(self.rig.engine, self.models, limits, self._pool, images)
         texts = TextTensors(
-            encoder, Scorer(self.rig.engine, self.models, limits, self._pool), _no_generator, lambda: limits
-        )
+            encoder, Scorer(self.rig.engine, self.models, limits, self._pool), _no_generator,
+            limits=lambda: limits, watch=lambda *_: None,
+        )  # fmt: skip
         self.tensors = Tensors(
             self.rig.engine, self.models, self.admin, self._pool,
-            texts=texts, images=TensorImages(images, lambda: limits),
+            texts=texts, images=TensorImages(images, lambda: limits), watch=lambda *_: None,
+            decode_pool=self._pool, served=lambda _: None,
         )  # fmt: skip
         self.table = self.tensors.table
         self.worker = self.start_worker()
@@ -137,9 +142,10 @@ class Office:
 
     async def _ask(self, name: str, arrays: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
         inputs = [value if isinstance(value, Tensor) else tensor(key, value) for key, value in arrays.items()]
-        deadline_ns = request.pop("deadline_ns", FAR_NS)
+        exchange = Exchange(SimpleNamespace(headers={}), None, time.monotonic_ns())
+        exchange.deadline_ns = request.pop("deadline_ns", FAR_NS)
         wanted = TensorRequest(model=self.table.resolve(name).card.id, inputs=inputs, **request)
-        with await self.tensors.infer(wanted, began_ns=time.monotonic_ns(), deadline_ns=deadline_ns, owner="") as reply:
+        with await self.tensors.infer(wanted, exchange) as reply:
             assert reply.timing.total_ms >= reply.timing.inference_ms
             return {output.name: array(output) for output in reply.outputs}
 
@@ -334,6 +340,30 @@ async def test_requests_of_one_form_are_judged_by_their_own_bytes(office: Office
 
 
 @in_office()
+async def test_run_without_an_end_is_ended_and_the_next_one_gets_no_more_time(
+    office: Office,
+):
+    office.worker.build = functools.partial(build, limit_s=0.1)
+    model, pace = office.add("m", onnx_models.endless()).id, office.worker.loop._pace
+    allowed_ns = pace.allowed_ns(model, 1)
+    for _ in range(2):
+        [error] = await office.answer(office.ask("m", {"x": np.ones(1, np.float32)}))
+        assert isinstance(error, DeadlineExceeded)
+        assert "did not end" in error.message
+    assert pace.allowed_ns(model, 1) == allowed_ns
+
+
+@in_office()
+async def test_tensors_larger_than_memory_are_errors_and_the_next_request_is_answered(office: Office):
+    office.add("m", onnx_models.filled())
+    for shape in ([2**40], [2**31, 2**31], [2**62, 4], [-5]):
+        [error] = await office.answer(office.ask("m", {"x": np.array(shape)}))
+        assert isinstance(error, BadRequest | ResourceExhausted)
+    [answer] = await office.answer(office.ask("m", {"x": np.array([3])}))
+    assert answer["y"].size == 1
+
+
+@in_office()
 async def test_inputs_may_come_in_any_order(office: Office):
     office.add("m", onnx_models.affine(), JOINED)
     arrays = rows(2)
@@ -382,7 +412,7 @@ async def test_strings_go_both_ways(office: Office):
 
 
 @in_office()
-async def test_a_model_of_texts_refuses_bytes_that_are_none(office: Office):
+async def test_a_text_model_refuses_bytes_that_are_not_utf_8(office: Office):
     office.add("m", onnx_models.identity("BYTES"), JOINED)
     bad, good = await office.answer(
         office.ask("m", {"x": strings("x", [b"\xff", b""], (1, 2))}),
@@ -430,7 +460,7 @@ async def test_only_wanted_outputs_come_in_the_order_in_which_they_were_named(of
 
 
 @in_office()
-async def test_a_stub_gives_back_what_it_gets(office: Office):
+async def test_a_stub_returns_its_inputs(office: Office):
     office.stub()
     nothing = np.empty((0, 3, 0), np.float32)
     deep = np.arange(2, dtype=np.int64).reshape((1,) * 20 + (2,) + (1,) * 11)

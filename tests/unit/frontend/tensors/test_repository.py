@@ -1,4 +1,4 @@
-"""Loads and unloads as a dialect asks for them. The supervisor is a list of what it heard."""
+"""Loads and unloads of repository models from a dialect. A list that records messages stands for the supervisor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from sie.frontend.models.admin import ModelAdmin
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.frontend.tensors.lookup import TensorTable
 from sie.frontend.tensors.repository import RepositoryAdmin
 from sie.ipc.messages import Managed, ManageRepository, ModelEntry, Models
@@ -79,7 +79,7 @@ async def test_a_load_ends_when_every_version_has_settled(office: Office):
 
 
 @in_office
-async def test_a_version_that_did_not_load_is_told(office: Office):
+async def test_a_version_that_did_not_load_is_reported(office: Office):
     task = await office.begin(office.repository.load("m", soon()))
     office.know(v1="loaded", v2="failed")
     office.begun(1, "m/versions/1", "m/versions/2")
@@ -90,7 +90,7 @@ async def test_a_version_that_did_not_load_is_told(office: Office):
 
 
 @in_office
-async def test_a_version_that_serves_from_before_its_files_changed_is_told_once_that_is_known(office: Office):
+async def test_a_version_that_serves_outdated_files_is_reported(office: Office):
     task = await office.begin(office.repository.load("m", soon()))
     renewed = msgspec.structs.replace(entry("1", "loaded"), reloading=True)
     office.models.update(Models((renewed,), ready=True))
@@ -125,7 +125,7 @@ async def test_what_the_supervisor_refuses_is_passed_on(office: Office):
 
 
 @in_office
-async def test_nothing_waits_for_ever(office: Office):
+async def test_every_wait_ends_at_its_deadline(office: Office):
     task = await office.begin(office.repository.unload("m", soon(0.01)))
     with pytest.raises(SieError, match="did not answer in time"):
         await task
@@ -190,7 +190,7 @@ async def test_a_reload_waits_for_all_models(office: Office):
 
 
 @in_office
-async def test_a_reload_tells_what_of_the_things_it_loaded_failed(office: Office):
+async def test_a_reload_names_the_models_that_failed(office: Office):
     office.know(v1="failed", v2="failed", v3="loaded")
     task = await office.begin(office.repository.reload(soon()))
     office.begun(1, "m/versions/2", "m/versions/3")

@@ -105,7 +105,7 @@ def test_turns_of_one_side_that_follow_each_other_are_one() -> None:
         ([{"type": "thinking", "thinking": "a", "signature": ""}], False),
     ],
 )
-def test_an_answer_that_was_begun_is_gone_on_with(last: Any, continues: bool) -> None:
+def test_an_assistants_last_message_is_continued(last: Any, continues: bool) -> None:
     said = {"role": "assistant", "content": last}
     assert decode(messages=[*HELLO, said]).continues is continues
     assert not decode(messages=[*HELLO, said, *HELLO]).continues
@@ -147,7 +147,7 @@ def test_fields_reach_the_request() -> None:
 
 
 @pytest.mark.parametrize("system", ["", [], [{"type": "text", "text": ""}]])
-def test_an_empty_system_is_none(system: Any) -> None:
+def test_an_empty_system_counts_as_missing(system: Any) -> None:
     assert decode(system=system).messages == decode().messages
 
 
@@ -242,7 +242,7 @@ def test_what_is_wrong_is_named_and_a_400(fields: dict[str, Any], named: str) ->
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"messages": 3}', b"\xff", b'{"messages": [{}]}'])
-def test_a_body_that_is_none_is_a_400(body: bytes) -> None:
+def test_a_malformed_body_is_a_400(body: bytes) -> None:
     with pytest.raises(BadRequest) as refused:
         decode_messages(body, None, Limits())
     assert error_status(refused.value) == 400

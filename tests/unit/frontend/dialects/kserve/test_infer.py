@@ -203,7 +203,7 @@ def test_a_length_of_the_json_that_lies_is_refused(length: str):
     assert "nference" in refusal(with_tail({"inputs": [BINARY]}, A.tobytes())[0], length)
 
 
-def test_no_body_is_no_raw_body():
+def test_missing_body_is_not_a_raw_body():
     assert "truncated" in refusal(b"")
 
 

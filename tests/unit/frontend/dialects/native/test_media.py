@@ -76,7 +76,7 @@ def test_what_no_model_takes_is_refused_by_its_path(kind: str):
     assert refusal(items) == f"Model 'b' does not take {kind} input - at `$.items[1].{kind}`"
 
 
-def test_an_item_of_nothing_is_refused():
+def test_an_item_without_content_is_refused():
     assert refusal([{"images": [IMAGE]}, {}]) == "Model 'b' requires text or image input - at `$.items[1]`"
 
 

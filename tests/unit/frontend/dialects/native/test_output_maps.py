@@ -10,7 +10,7 @@ import pytest
 from sie.frontend.dialects.native import encode_reply
 from sie.frontend.operations.resolve import resolve_encode
 from sie.values.card import ModelCard
-from sie.values.encode import EncodeReply, EncodeRequest, SparseRows, Timing, TokenRows
+from sie.values.encode import EncodeReply, EncodeRequest, RaggedRows, RowArray, Timing
 from sie.values.errors import BadRequest
 
 INDICES = np.array([1, 300, 2], "<i4")
@@ -34,17 +34,20 @@ def make_reply(dense=None, sparse=None, rows=None, *, ids=(), output_dtype="floa
         output_dtype=output_dtype,
         input_tokens=3,
         timing=Timing(total_ms=1.0),
-        sparse=sparse,
-        multivector=rows,
+        ragged={name: own for name, own in (("sparse", sparse), ("multivector", rows)) if own is not None},
     )
 
 
 def make_sparse(values=VALUES):
-    return SparseRows(30522, values.dtype.str, [0, 2, 3], as_bytes(INDICES), as_bytes(values))
+    return sparse_rows(30522, [0, 2, 3], INDICES, values)
+
+
+def sparse_rows(dims, offsets, indices, values):
+    return RaggedRows(dims, offsets, (RowArray("<i4", as_bytes(indices)), RowArray(values.dtype.str, as_bytes(values))))
 
 
 def make_rows(rows=ROWS, dims=2):
-    return TokenRows(dims, rows.dtype.str, rows.shape[1], [0, 1, len(rows)], as_bytes(rows))
+    return RaggedRows(dims, [0, 1, len(rows)], (RowArray(rows.dtype.str, as_bytes(rows), rows.shape[1]),))
 
 
 def test_items_byte_for_byte():
@@ -90,8 +93,8 @@ def test_sdk_reads_every_output(dtype):
 def test_item_without_entries_or_rows_is_empty_and_still_there():
     unpackb = pytest.importorskip("sie_sdk._msgpack").unpackb
     empty = np.empty(0, "<f4")
-    sparse = SparseRows(9, "<f4", [0, 0, 0], as_bytes(INDICES[:0]), as_bytes(empty))
-    reply = make_reply(sparse=sparse, rows=TokenRows(2, "<f4", 2, [0, 0, 0], memoryview(b"")))
+    sparse = sparse_rows(9, [0, 0, 0], INDICES[:0], empty)
+    reply = make_reply(sparse=sparse, rows=RaggedRows(2, [0, 0, 0], (RowArray("<f4", memoryview(b""), 2),)))
     for item in unpackb(encode_reply.encode_reply(reply, True), numeric_arrays=True)["items"]:
         assert item["sparse"]["indices"].shape == (0,)
         assert (item["multivector"]["num_tokens"], item["multivector"]["values"].shape) == (0, (0, 2))

@@ -48,7 +48,7 @@ def test_an_error_ends_a_stream_of_text_outputs():
 
 
 @pytest.mark.parametrize("in_pieces", [True, False])
-def test_a_stream_of_nothing_has_one_empty_answer(in_pieces):
+def test_an_empty_stream_has_one_empty_answer(in_pieces):
     writer = TextOutputWriter(Shown(rule=RULE, in_pieces=in_pieces), ())
     (event,) = payloads(writer.write([Started(1, 0), Finished(0, "stop"), ENDED]))
     assert json.loads(event)["text_output"] == ""

@@ -113,7 +113,7 @@ def test_tools_and_the_choice_among_them(choice: Any, expected: ToolChoice) -> N
         {"type": "allowed_tools", "allowed_tools": 3}, {"type": "code_interpreter"},
     ],
 )  # fmt: skip
-def test_choice_that_is_none_is_refused(choice: Any) -> None:
+def test_malformed_tool_choice_is_refused(choice: Any) -> None:
     with pytest.raises(BadRequest, match="tool_choice") as caught:
         read(tools=[FUNCTION], tool_choice=choice)
     assert error_object(caught.value)["code"] == "tool_choice_invalid"

@@ -48,7 +48,7 @@ def test_best_of_that_is_n_changes_nothing(fields: dict[str, Any]) -> None:
     "fields",
     [{"prompt": [1, 2]}, {"prompt": [[1]]}, {"echo": True, "logprobs": 0}, {"truncate_sequence": True}],
 )
-def test_a_suffix_beside_what_a_prompt_with_a_gap_has_not_is_refused_by_name(fields: dict[str, Any]) -> None:
+def test_fields_that_do_not_work_with_suffix_are_refused_by_name(fields: dict[str, Any]) -> None:
     assert read(suffix="b", echo=True)[0].suffix == "b"
     assert not read(suffix="", **fields)[0].suffix
     with pytest.raises(BadRequest) as caught:

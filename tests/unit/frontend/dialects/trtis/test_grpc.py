@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from sie.frontend.dialects.trtis import grpc, status
-from sie.frontend.dialects.trtis.infer import InputHead, OutputHead
+from sie.frontend.dialects.trtis.infer import InferHead, InputHead, OutputHead
+from sie.frontend.tensors.paths import check_version
 from sie.proto import message_class
+from sie.values.encode import Timing
 from sie.values.errors import BadRequest
+from sie.values.tensor import Tensor, TensorReply, TensorRule
 
 HEADER = message_class("trtis", "nvidia.inferenceserver.InferRequestHeader")
 REQUEST = message_class("trtis", "nvidia.inferenceserver.InferRequest")
@@ -47,17 +50,24 @@ def test_a_version_is_a_number_or_a_text(field: bytes, version: str):
 def test_a_version_that_is_no_number_is_refused():
     version = grpc.parse_infer(b"\x0a\x01m\x12\x02-x").version
     with pytest.raises(BadRequest, match="invalid model version '-x'"):
-        grpc.check_version(version)
+        check_version(version)
     for good in ("", "3", "9" * 30):
-        grpc.check_version(good)
+        check_version(good)
 
 
 def test_replies_are_read_by_the_message_class():
-    header = RESPONSE_HEADER(model_name="m", id=7)
-    data = grpc.encode_infer(status.request_status(), header, [memoryview(b"ab"), memoryview(b"")])
+    rule = TensorRule(name="m", version="3", platform="stub", inputs=(), outputs=())
+    outputs = [
+        Tensor("y", "UINT8", (2,), memoryview(b"ab")),
+        Tensor("z", "UINT8", (0,), memoryview(b"")),
+    ]
+    head = InferHead(batch_size=1, inputs=(), outputs=(OutputHead("y", None), OutputHead("z", None)), id=7)
+    data = grpc.encode_infer(head, TensorReply(model="m", outputs=outputs, timing=Timing()), rule)
     read = RESPONSE.FromString(data)
     assert (read.request_status.code, list(read.raw_output)) == (1, [b"ab", b""])
-    assert RESPONSE_HEADER.FromString(read.meta_data) == header
+    header = RESPONSE_HEADER.FromString(read.meta_data)
+    assert (header.model_name, header.model_version, header.id) == ("m", 3, 7)
+    assert [output.raw.batch_byte_size for output in header.output] == [2, 0]
     failure = RESPONSE.FromString(grpc.encode_failure(status.status_of(BadRequest("no")), 9))
     assert (failure.request_status.code, failure.request_status.msg) == (5, "no")
     assert RESPONSE_HEADER.FromString(failure.meta_data).id == 9

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from google.protobuf import text_format
 
 from sie.frontend.dialects.trtis.infer import (
-    Answered,
-    InferHead,
-    check_size,
+    answered,
     decode_infer,
     decode_raw_inputs,
     encode_infer,
     parse_infer_head,
-    response_header,
 )
 from sie.frontend.dialects.trtis.status import (
     Described,
+    ServerState,
     choose_format,
     encode_message,
     repository_index,
@@ -25,12 +24,12 @@ from sie.frontend.dialects.trtis.status import (
     status_line,
     status_of,
 )
-from sie.frontend.tensors.classification import RankedClass
 from sie.frontend.tensors.states import Figures
 from sie.proto import message_class
 from sie.values.bytes_tensor import frame_elements
+from sie.values.encode import Timing
 from sie.values.errors import BadRequest, DeadlineExceeded, Internal, NotFound, Overloaded, SieError
-from sie.values.tensor import Tensor, TensorRule, TensorSpec
+from sie.values.tensor import Tensor, TensorReply, TensorRule, TensorSpec
 
 ADD_SUB = TensorRule(
     name="add_sub", version="1", platform="onnxruntime_onnx", max_batch_size=8,
@@ -158,17 +157,16 @@ def test_tensors_that_come_one_by_one_are_judged_alike():
 # --- replies ----------------------------------------------------------------------------------------------------------
 
 
-def outputs_of(head: InferHead) -> list[Answered]:
-    return [
-        Answered(Tensor(out.name, "INT32", (2, 16), BODY[128 * i : 128 * i + 128]))
-        for i, out in enumerate(head.outputs)
-    ]
+def reply_of(*outputs: Tensor) -> TensorReply:
+    return TensorReply(model="m", outputs=list(outputs), timing=Timing())
+
+
+SUMS = reply_of(*[Tensor(f"OUTPUT{i}", "INT32", (2, 16), BODY[128 * i : 128 * i + 128]) for i in range(2)])
 
 
 def test_a_reply_has_its_header_behind_the_tensors_and_in_one_line():
     head = parse_infer_head(NEW)
-    outputs = outputs_of(head)
-    body, line = encode_infer(response_header(head, ADD_SUB, outputs), outputs, as_binary=False)
+    body, line = encode_infer(head, SUMS, ADD_SUB, as_binary=False)
     assert line == (
         'model_name: "add_sub" model_version: 1 batch_size: 2 output { name: "OUTPUT0" raw { dims: 16 batch_byte_size: 128 } } '
         'output { name: "OUTPUT1" raw { dims: 16 batch_byte_size: 128 } } id: 7'
@@ -176,44 +174,44 @@ def test_a_reply_has_its_header_behind_the_tensors_and_in_one_line():
     assert body[:256] == bytes(BODY)
     message = message_class("trtis", "nvidia.inferenceserver.InferResponseHeader")
     as_text = text_format.Parse(body[256:].decode(), message())
-    binary, _ = encode_infer(response_header(head, ADD_SUB, outputs), outputs, as_binary=True)
+    binary, _ = encode_infer(head, SUMS, ADD_SUB, as_binary=True)
     assert message.FromString(binary[256:]) == as_text == text_format.Parse(line, message())
     assert body.endswith(b"\n")
 
 
 def test_the_first_generation_reads_the_bytes_of_one_item():
     head = parse_infer_head(OLD)
-    outputs = outputs_of(head)
-    body, line = encode_infer(response_header(head, ADD_SUB, outputs), outputs, as_binary=False)
+    body, line = encode_infer(head, SUMS, ADD_SUB, as_binary=False)
     assert "raw { byte_size: 64 }" in line
     assert b"byte_size: 64" in body[256:]
 
 
 def test_an_output_of_the_first_generation_has_the_size_that_was_announced():
     head = parse_infer_head(OLD.replace('"OUTPUT1" byte_size: 64', '"OUTPUT1" byte_size: 32'))
-    first, second = outputs_of(head)
-    check_size(head.outputs[0], first.tensor, head, ADD_SUB)
     with pytest.raises(BadRequest, match="unexpected size 32 for output 'OUTPUT1', expecting 64 for model 'add_sub'"):
-        check_size(head.outputs[1], second.tensor, head, ADD_SUB)
+        answered(head, SUMS, ADD_SUB)
     none = parse_infer_head(OLD.replace('"OUTPUT1" byte_size: 64', '"OUTPUT1"'))
     with pytest.raises(BadRequest, match="unexpected size 0 for output 'OUTPUT1', expecting 64 for model 'add_sub'"):
-        check_size(none.outputs[1], second.tensor, none, ADD_SUB)
+        answered(none, SUMS, ADD_SUB)
     of_classes = parse_infer_head(OLD.replace('"OUTPUT1" byte_size: 64', '"OUTPUT1" cls { count: 1 }'))
-    check_size(of_classes.outputs[1], second.tensor, of_classes, ADD_SUB)
-    new = parse_infer_head(NEW)
-    check_size(new.outputs[1], second.tensor, new, ADD_SUB)
+    for head in (of_classes, parse_infer_head(OLD), parse_infer_head(NEW)):
+        assert [output.tensor for output in answered(head, SUMS, ADD_SUB)] == SUMS.outputs
 
 
 def test_classes_stand_in_the_header_and_not_in_the_body():
     head = parse_infer_head('batch_size: 1 input { name: "X" dims: [1, 3] } output { name: "prob" cls { count: 2 } }')
-    classes = [[RankedClass(2, 6.0, "gamma"), RankedClass(1, 3.25, "beta")]]
-    outputs = [Answered(Tensor("prob", "FP32", (1, 3), memoryview(bytes(12))), classes)]
-    body, line = encode_infer(response_header(head, PLAIN, outputs), outputs, as_binary=False)
+    spec = TensorSpec(name="prob", datatype="FP32", shape=(-1, 3), labels=("alpha", "beta", "gamma"))
+    values = np.array([[1.0, 3.25, 6.0]], np.float32)
+    reply = reply_of(Tensor("prob", "FP32", (1, 3), memoryview(values.tobytes())))
+    body, line = encode_infer(head, reply, msgspec.structs.replace(PLAIN, outputs=(spec,)), as_binary=False)
     assert 'batch_classes { cls { idx: 2 value: 6.0 label: "gamma" } cls { idx: 1 value: 3.25 label: "beta" } }' in line
     assert body.startswith(b"model_name")
-    many = [[RankedClass(i, 1.0, "label") for i in range(2000)]]
-    outputs = [Answered(outputs[0].tensor, many)]
-    body, line = encode_infer(response_header(head, PLAIN, outputs), outputs, as_binary=False)
+    many = parse_infer_head(
+        'batch_size: 1 input { name: "X" dims: [1, 3] } output { name: "prob" cls { count: 2000 } }'
+    )
+    spec = msgspec.structs.replace(spec, labels=("label",) * 2000)
+    reply = reply_of(Tensor("prob", "FP32", (1, 2000), memoryview(bytes(8000))))
+    body, line = encode_infer(many, reply, msgspec.structs.replace(PLAIN, outputs=(spec,)), as_binary=False)
     assert len(line) < 1000
     assert body.count(b"label:") == 2000
 
@@ -240,7 +238,7 @@ def test_a_status_line_is_one_line_of_ascii_whatever_the_message_holds():
 def test_a_server_status_reads_back_in_every_form():
     figures = Figures(num_succeeded=3, success_ns=30, num_rows=7, num_steps=2, last_used_ms=5)
     models = [Described(ADD_SUB, "loaded", "", figures), Described(PLAIN, "failed", "no memory", Figures())]
-    message = server_status(models, state="SERVER_READY", uptime_ns=9)
+    message = server_status(ServerState("SERVER_READY", 9, models))
     assert message.model_status["add_sub"].config.input[0].dims == [16]
     assert message.model_status["add_sub"].version_status[1].model_inference_count == 7
     assert message.model_status["plain"].version_status[4].ready_state_reason.message == "no memory"

@@ -553,7 +553,7 @@ def test_a_lost_connection_ends_its_calls_and_nothing_is_written_any_more():
     assert not peer.listener.connections
 
 
-def test_a_connection_that_is_gone_is_no_garbage_that_waits_for_the_collector():
+def test_a_closed_connection_leaves_no_reference_cycle():
     peer = Peer().opened()
     peer.service.is_slow = True
     peer.send(a_call(1) + headers(3, block(path=STREAM.route.template)) + data(3, prefixed(b"x"), 0))

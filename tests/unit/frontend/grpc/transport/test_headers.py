@@ -56,7 +56,7 @@ def test_headers_are_what_the_client_said_whatever_is_kept(calls: list[tuple[dic
         assert reader.read(block).headers == {"content-type": "application/grpc", **extra}
 
 
-def test_calls_that_repeat_themselves_share_what_was_read():
+def test_repeated_headers_are_decoded_once():
     encoder, reader = Encoder(), a_reader()
     heads = [reader.read(encoded(("x-a", "1"), encoder=encoder)) for _ in range(4)]
     assert heads[1] is heads[2] is heads[3]
@@ -87,7 +87,7 @@ def test_timeouts_of_every_unit(text: str, timeout_ns: int):
 @pytest.mark.parametrize(
     "text", ["", "1", "S", "1s", "-1S", "1.5S", "123456789S", "1S1S", "\N{ARABIC-INDIC DIGIT ONE}S"]
 )
-def test_a_timeout_that_is_none_is_said_to_be_malformed(text: str):
+def test_a_malformed_timeout_is_refused_as_malformed(text: str):
     head = a_reader().read(encoded(("grpc-timeout", text)))
     assert head.problem
     assert not head.is_plain

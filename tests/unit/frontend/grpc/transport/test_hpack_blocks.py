@@ -24,7 +24,9 @@ def decoded(block: bytes, table: HeaderTable) -> list[tuple[bytes, bytes]] | Non
 
 @settings(max_examples=200, deadline=None)
 @given(LISTS, st.booleans(), st.sampled_from([None, 0, 100, 4096]))
-def test_lists_are_what_was_encoded(lists: list[list[tuple[bytes, bytes, bool]]], is_huffman: bool, size: int | None):
+def test_decoded_lists_equal_the_encoded_ones(
+    lists: list[list[tuple[bytes, bytes, bool]]], is_huffman: bool, size: int | None
+):
     encoder, table = Encoder(), HeaderTable()
     for fields in lists:
         if size is not None:
@@ -35,7 +37,7 @@ def test_lists_are_what_was_encoded(lists: list[list[tuple[bytes, bytes, bool]]]
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.binary(max_size=30), min_size=1, max_size=4))
-def test_any_bytes_mean_what_the_hpack_package_reads_in_them(blocks: list[bytes]):
+def test_any_bytes_decode_as_in_the_hpack_package(blocks: list[bytes]):
     decoder, table = Decoder(1 << 16), HeaderTable()
     for block in blocks:
         found = decoded(block, table)

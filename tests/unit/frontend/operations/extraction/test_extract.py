@@ -44,7 +44,7 @@ def test_much_to_read_leaves_the_event_loop(rule, task, text):
 
 
 @pytest.mark.parametrize("rule", [NER, NLI, SPANS, CLASSES])
-def test_little_to_read_stays_on_it(rule):
+def test_small_requests_are_tokenised_on_the_event_loop(rule):
     task = ExtractTask() if rule is NER else ExtractTask(labels=("person", "city"))
     assert not is_long_work(rule, task, ["Ada Lovelace met Charles Babbage in London"] * 3)
 

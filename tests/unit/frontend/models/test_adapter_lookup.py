@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from sie.frontend.models.adapters import AdapterTable, workers_with
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.adapter_lookup import AdapterTable, workers_with
+from sie.frontend.models.model_table import ModelTable
 from sie.ipc.messages import AdapterEntry, ModelEntry, Models, Touch, WantAdapter
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Internal, Unavailable, WorkerLost, to_wire
@@ -53,7 +53,7 @@ def test_adapter_of_a_worker_is_served_and_its_use_is_told_in_order(counter: Cou
     assert counter.table.take_used() == ()
 
 
-def test_first_request_starts_the_load_behind_what_was_used(counter: Counter) -> None:
+def test_first_request_reports_uses_before_it_starts_the_load(counter: Counter) -> None:
     counter.ask(entry(a=AVAILABLE, b=LOADED), "b")
     with pytest.raises(Unavailable, match="Adapter 'a' of model 'm' is loading; retry in 1 s") as caught:
         counter.ask(entry(a=AVAILABLE))
@@ -63,7 +63,7 @@ def test_first_request_starts_the_load_behind_what_was_used(counter: Counter) ->
     assert counter.sent == [Touch((), (("m", "b"),)), WantAdapter("m", "a")]
 
 
-def test_load_that_goes_on_is_not_asked_for(counter: Counter) -> None:
+def test_load_in_progress_is_not_requested_again(counter: Counter) -> None:
     with pytest.raises(Unavailable):
         counter.ask(entry(a=LOADING))
     assert counter.sent == []

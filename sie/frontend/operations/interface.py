@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol, TypeVar
 
-from sie.frontend.engine.worker_link import Pending
+from sie.frontend.engine.interface import Pending
 from sie.ipc.messages import ModelEntry
 
 

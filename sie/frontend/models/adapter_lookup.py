@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from sie.catalog.profiles import model_of
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.ipc.messages import ModelEntry, Touch, WantAdapter
 from sie.values.encode import EncodeRequest
 from sie.values.errors import BadRequest, Unavailable, from_wire

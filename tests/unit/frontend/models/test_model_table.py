@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import tokenizers
 
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.ipc.messages import ModelEntry, Models, WorkerEntry
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, ModelLoadFailed, SieError, Unavailable, to_wire
@@ -236,7 +236,7 @@ def outputs(name: str, *outputs: str, state: str = "loaded", is_read: bool = Tru
     return msgspec.structs.replace(made, card=msgspec.structs.replace(made.card, outputs=outputs))
 
 
-def test_a_default_model_serves_what_it_can_and_else_the_only_able_one_does(table):
+def test_a_default_model_that_cannot_serve_is_replaced_by_the_only_one_that_can(table):
     table.update(message(outputs("e", "dense"), outputs("f", "dense"), outputs("g", "generate")))
     table.default = "e"
     assert (table.default_of("dense"), table.default_of("generate"), table.default_of("score")) == ("e", "g", None)
@@ -302,9 +302,9 @@ def test_reading_a_large_tokenizer_is_announced_as_silence(table, tmp_path, padd
 
 
 @pytest.mark.parametrize("state", ["available", "unloading"])
-def test_load_that_nobody_heard_of_is_asked_for_again(pool, monkeypatch, state):
+def test_lost_load_request_is_sent_again(pool, monkeypatch, state):
     """The first word is lost: a load that was asked for a moment ago had begun, and its model is gone since."""
-    monkeypatch.setattr("sie.frontend.models.table._ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr("sie.frontend.models.model_table._ASK_AGAIN_S", 0.01)
     words = []
 
     def hear(model):

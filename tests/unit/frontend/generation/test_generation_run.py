@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from sie.config.generation import Generation
-from sie.frontend.generation.run import Run
+from sie.config.generation_settings import Generation
+from sie.frontend.generation.generation_run import Run
 from sie.frontend.generation.start import Generator, check_request, plan_task
 from sie.values.errors import BadRequest, ClientGone, Internal, WorkerLost
 from sie.values.generate import (
@@ -343,7 +343,7 @@ async def test_chat_and_token_ids_become_prompts(bench: Bench) -> None:
         ({"grammar": Grammar(kind="regex", value="a" * 300_000)}, "max_grammar_bytes"),
     ],
 )
-def test_request_over_a_limit_hears_its_setting(fields: dict[str, Any], setting: str) -> None:
+def test_request_over_a_limit_names_its_setting(fields: dict[str, Any], setting: str) -> None:
     with pytest.raises(BadRequest, match=setting):
         check_request(GenerateRequest(model="m", **fields), Generation())
 

@@ -7,9 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, Protocol
 
-from sie.frontend.engine.interface import Engine
+from sie.frontend.engine.interface import Engine, Pending
 from sie.frontend.engine.token_stream import TokenStream
-from sie.frontend.engine.worker_link import Pending
 from sie.frontend.generation.reader import Reader
 from sie.values.encode import Timing
 from sie.values.errors import Internal, SieError

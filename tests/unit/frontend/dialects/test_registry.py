@@ -1,0 +1,36 @@
+"""The descriptions of all dialects fit together."""
+
+from __future__ import annotations
+
+import pytest
+
+from sie.frontend.dialects.registry import DIALECTS, ENVELOPES, envelope_of_path
+from sie.frontend.routes.table import TABLE
+
+
+def test_every_envelope_has_one_owner() -> None:
+    assert len(ENVELOPES) == sum(len(dialect.envelopes) for dialect in DIALECTS)
+
+
+def test_every_row_and_root_names_an_envelope() -> None:
+    named = {row.envelope for row in TABLE} | {name for dialect in DIALECTS for name in dialect.roots.values()}
+    assert named == ENVELOPES.keys()
+
+
+def test_every_row_of_a_dialect_is_in_the_table_and_the_document() -> None:
+    for dialect in DIALECTS:
+        assert {*dialect.rows} <= {*TABLE}
+        assert {row.template for row in dialect.rows} <= {operation.template for operation in dialect.operations}
+
+
+@pytest.mark.parametrize(
+    ("path", "envelope"),
+    [
+        ("/", "sie"), ("", "sie"), ("/v1", "sie"), ("/v1/", "sie"), ("/v1/encoder", "sie"), ("/v2x", "sie"),
+        ("/v2", "kserve"), ("/v2/x/y/z", "kserve"), ("/api", "trtis"), ("/api/x", "trtis"), ("/apis", "sie"),
+        ("/v1/files", "text"), ("/v1/files/a/b", "text"), ("/v1/filesystem", "sie"), ("//v1/files", "sie"),
+        ("/v1/messages/batches", "anthropic"), ("/v1/rerank/x", "rerank"),
+    ],
+)  # fmt: skip
+def test_an_unknown_path_belongs_to_the_dialect_of_its_first_folders(path: str, envelope: str) -> None:
+    assert envelope_of_path(path) is ENVELOPES[envelope]
