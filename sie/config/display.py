@@ -62,7 +62,7 @@ RENDERERS: dict[str, Callable[[Loaded], str]] = {
 def _page() -> Iterator[str]:
     yield "# Settings"
     yield ""
-    yield "Written by `sie config --format markdown` from `sie/config/sections.py` and `sie/config/limits.py`; `make fix` brings it up to date."
+    yield "`make fix` writes this page from the sections in `sie/config`, with `sie config --format markdown`."
     yield ""
     yield "The key `max_body_bytes` under `[limits]` in a TOML file is the flag `--max-body-bytes` and the variable"
     yield "`SIE_MAX_BODY_BYTES`. A flag overrides a variable, a variable overrides the file, and the file overrides the"

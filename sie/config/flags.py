@@ -1,9 +1,15 @@
-"""Derives a command's flags from the settings, and lists them by section in its help."""
+"""Derives a command's flags from the settings, and lists them by section in its help.
+
+`--help` lists the settings that most people need, and `--help-all` lists all of them.
+"""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal, get_args, get_origin
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final, Literal, get_args, get_origin
 
 import click
 
@@ -14,6 +20,16 @@ from sie.config.sources import CONFIG_VARIABLE, Key, SettingsError, did_you_mean
 
 _MAX_FLAG_CHARS = 34
 _MAX_METAVAR_CHARS = 14
+_FILE = re.compile(r"(TOML|PEM|Jinja) file\b")
+_COMMON: Final = frozenset(
+    (
+        "host", "port", "grpc_port", "frontends", "log_format", "log_level", "api_keys", "tls_cert", "tls_key", "uds",
+        "model", "lazy_model", "catalog", "default_model", "model_repository", "dtype", "encoder_weights", "cache_dir",
+        "lora", "idle_unload_s", "devices", "max_queued_tokens", "request_timeout_s", "weights", "kv_cache_share",
+        "max_context_tokens",
+    )
+)  # fmt: skip
+"""The settings that `--help` lists."""
 
 
 class ConfiguredCommand(click.Command):
@@ -23,7 +39,11 @@ class ConfiguredCommand(click.Command):
         config = click.Option(
             ["--config", "config_file"], metavar="FILE", help=f"TOML file of settings, else {CONFIG_VARIABLE} names it."
         )
-        super().__init__(*args, params=[*(params or []), config, *map(_option, all_keys())], **kwargs)
+        help_all = click.Option(
+            ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all_help,
+            help="Show this message with every setting and exit.",
+        )  # fmt: skip
+        super().__init__(*args, params=[*(params or []), config, *map(_option, all_keys()), help_all], **kwargs)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does, but report errors in the form of a wrong variable or TOML key."""
@@ -36,15 +56,54 @@ class ConfiguredCommand(click.Command):
             raise SettingsError(error.format_message()) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the command's own options, then the settings under section headings."""
+        """Write the command's own options, then settings under section headings: the common ones, or all."""
         names = {key.name for key in all_keys()}
         own = [param for param in self.get_params(ctx) if param.name not in names]
         with formatter.section("Options"):
             formatter.write_dl([row for param in own if (row := param.get_help_record(ctx))], col_max=_MAX_FLAG_CHARS)
-        for section, keys in itertools.groupby(all_keys(), key=lambda key: key.section):
+        shown = [key for key in all_keys() if ctx.meta.get(_ALL) or key.name in _COMMON]
+        for section, keys in itertools.groupby(shown, key=lambda key: key.section):
             with formatter.section(section_doc(section).rstrip(".")):
                 rows = [(f"{key.flag} {_metavar(key)}".rstrip(), _help(key)) for key in keys]
                 formatter.write_dl(rows, col_max=_MAX_FLAG_CHARS)
+        if num_left := len(all_keys()) - len(shown):
+            formatter.write_paragraph()
+            formatter.write_text(f"--help-all also lists the {num_left} other settings.")
+
+
+class ModelsCommand(ConfiguredCommand):
+    """A ConfiguredCommand whose arguments are models, as `--model` names them, or paths."""
+
+    def __init__(self, *args: Any, params: list[click.Parameter] | None = None, **kwargs: Any) -> None:
+        named = click.Argument(["named"], nargs=-1, metavar="[MODEL]...")
+        super().__init__(*args, params=[named, *(params or [])], **kwargs)
+
+
+def with_models(flags: dict[str, Any], named: Iterable[str]) -> dict[str, Any]:
+    """Return the flags with the named models before those of `--model`."""
+    specs = tuple(model_spec(text) for text in named)
+    return {**flags, "model": (*specs, *(flags.get("model") or ()))} if specs else flags
+
+
+def model_spec(text: str) -> str:
+    """Return a model as `--model` takes it. A path gets an id: its last part, without `.gguf`.
+
+    A path is recognised by its beginning (`/`, `./`, `../`, `~`) or because it ends with `.gguf`.
+    """
+    if "=" in text or not (text.startswith(("/", "./", "../", "~")) or text.endswith(".gguf") or text in {".", ".."}):
+        return text
+    path = Path(text).expanduser().resolve()
+    return f"{path.name.removesuffix('.gguf')}={path}"
+
+
+_ALL: Final = "sie.help_all"
+
+
+def _show_all_help(ctx: click.Context, _param: click.Parameter, is_wanted: bool) -> None:
+    if is_wanted:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
 
 
 def _option(key: Key) -> click.Option:
@@ -60,15 +119,17 @@ def _choices(key: Key) -> tuple[str, ...]:
 
 
 def _metavar(key: Key) -> str:
-    """Return the placeholder of the value: its choices if short, its unit, or the last word of its name."""
+    """Return the placeholder of the value: its choices if short, FILE, its unit, or the last word of its name."""
     if isinstance(key.default, bool):
         return ""
     if choices := _short_choices(key):
         return choices
-    for ending, unit in (("_bytes", "BYTES"), ("_ms", "MS"), ("_s", "SECONDS")):
+    if _FILE.match(key.doc):
+        return "FILE"
+    for ending, unit in (("_per_s", "N"), ("_bytes", "BYTES"), ("_ms", "MS"), ("_s", "SECONDS")):
         if key.name.endswith(ending):
             return unit
-    return "N" if isinstance(key.default, int) else key.name.rpartition("_")[2].upper()
+    return "N" if isinstance(key.default, int | float) else key.name.rpartition("_")[2].upper()
 
 
 def _short_choices(key: Key) -> str:
@@ -78,13 +139,15 @@ def _short_choices(key: Key) -> str:
 
 def _help(key: Key) -> str:
     choices = "" if _short_choices(key) else ", ".join(_choices(key))
-    accepts = f" One of {choices}." if choices else f" As {key.form}." if key.form else ""
+    accepts = f" One of {choices}." if choices else f" Format: {key.form}." if key.form else ""
     return f"{key.doc}{accepts}{_shown_default(key)}"
 
 
 def _shown_default(key: Key) -> str:
     if key.default in ("", (), False):
         return ""
+    if key.default is True:
+        return f" [on; --no-{key.flag[2:]} turns it off]"
     if key.name.endswith("_bytes") and key.default % MIB == 0:
         return f" [{key.default // MIB} MiB]"
-    return f" [{key.default:g}]" if isinstance(key.default, float) else f" [{key.default}]"
+    return f" [{key.default:.10g}]" if isinstance(key.default, float) else f" [{key.default}]"

@@ -333,7 +333,7 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tracing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Traces of requests, sent to a collector by OTLP over gRPC; needs `sie[otel]`."""
+    """Traces of requests, sent to a collector by OTLP over gRPC; needs `ringserve[otel]`."""
 
     enabled: Annotated[bool, Meta(description="Write a trace of requests: one span for each phase.")] = field(
         default=False, name="tracing"

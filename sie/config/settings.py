@@ -4,7 +4,7 @@ A key `max_body_bytes` of the section `limits` is the flag `--max-body-bytes`, t
 TOML key `max_body_bytes` under `[limits]` and a row of docs/settings.md. Names are unique in the whole tree. Order:
 default < file < environment < flag. An unknown or bad key stops the start; an unknown variable only warns. No other
 module reads the environment, and only a reload changes settings after the start (`sie.config.reloadable`). Never imports
-slow modules, because every `sie` command waits for it. `sie.config.sections`, `sie.config.generation`,
+slow modules, because every `sie` command waits for it. `sie.config.sections`, `sie.config.generation_settings`,
 `sie.config.grpc_limits` and `sie.config.limits` define the keys, each in one place; `sie.config.sources` reads the
 values.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from sie.config.generation import Generation
+from sie.config.generation_settings import Generation
 from sie.config.grpc_limits import Grpc
 from sie.config.limits import Limits
 from sie.config.sections import (  # fmt: skip

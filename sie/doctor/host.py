@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
 import os
 import resource
 import shutil
@@ -17,12 +15,18 @@ from sie.config.settings import Settings
 from sie.doctor import gpu
 from sie.doctor.finding import Finding
 from sie.shm.segment import ReservationError, check_reservation
-from sie.supervisor.host_resources import StartError, check_private, count_frontends, reserve_port, reserved_bytes
+from sie.supervisor.host_resources import (
+    SERVICE_DIRECTORY,
+    StartError,
+    check_private,
+    count_frontends,
+    lock_holder,
+    reserve_port,
+    reserved_bytes,
+)
 from sie.values.errors import SieError
 
 _GIB = 1 << 30
-_SERVICE_DIRECTORY = "/run/sie"
-"""The directory of sie.service's lock; outside the service, the defaults differ."""
 _TIME_ERROR = 5
 """Return value of adjtimex(2) while the clock is not synchronised."""
 
@@ -126,30 +130,16 @@ def check_network(settings: Settings) -> Iterator[Finding]:
     try:
         reserve_port(server.host, server.port).close()
     except StartError as error:
-        holder = next(
-            filter(None, (_holder(path, server.port) for path in (server.runtime_dir, _SERVICE_DIRECTORY))), ""
-        )
-        if holder:
-            message = f"port {server.port}: the server that runs has it (pid {holder})"
+        places = (server.runtime_dir, SERVICE_DIRECTORY)
+        pid = next(filter(None, (lock_holder(Path(path), server.port) for path in places)), None)
+        if pid is not None:
+            message = f"port {server.port}: the server that runs has it (pid {pid})"
             yield Finding(area="network", level="ok", message=message)
         else:
             fix = f"`ss -ltnp 'sport = :{server.port}'` shows who has it; or set port or host"
             yield Finding(area="network", level="error", message=str(error), fix=fix)
     else:
         yield Finding(area="network", level="ok", message=f"{server.host}:{server.port} is free")
-
-
-def _holder(directory: str, port: int) -> str:
-    """Return the pid of the server with the lock of this port, or an empty text."""
-    try:
-        with Path(directory, f"sie-{port}.lock").open(encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError as error:
-                return lock.read(32).strip() if error.errno == errno.EWOULDBLOCK else ""
-    except OSError:
-        pass
-    return ""
 
 
 def check_clock(_settings: Settings) -> Iterator[Finding]:

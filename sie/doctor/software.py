@@ -63,7 +63,7 @@ def _check_library(name: str, minimum: str) -> Finding:
 def _minimums() -> dict[str, str]:
     """Return the minimum version of each library that this installation requires."""
     try:
-        required = importlib.metadata.requires("sie") or []
+        required = importlib.metadata.requires("ringserve") or []
     except importlib.metadata.PackageNotFoundError:  # run from sources
         return {}
     return {match[1]: match[2] for line in required if ";" not in line and (match := _AT_LEAST.match(line))}

@@ -37,6 +37,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}" if self.host else "localhost"
 
+    @property
+    def _is_local(self) -> bool:
+        return bool(self.uds) or self.host in {"localhost", "::1"} or self.host.startswith("127.")
+
     def connect(self) -> socket.socket:
         """Return a connected socket that does not block. Raises TargetError."""
         try:
@@ -46,7 +50,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             if self.tls is not None:
                 sock = self.tls.wrap_socket(sock, server_hostname=self.host)  # closes it when the handshake fails
         except (OSError, ValueError) as error:
-            raise TargetError(f"cannot connect to {self.url}: {error}") from error
+            is_absent = isinstance(error, (ConnectionRefusedError, FileNotFoundError))
+            hint = "; start a server with `sie serve`" if is_absent and self._is_local else ""
+            raise TargetError(f"cannot connect to {self.url}: {error}{hint}") from error
         sock.setblocking(False)
         return sock
 

@@ -1,7 +1,7 @@
-"""Our protobuf messages: descriptors beside their `.proto`, in a pool of their own.
+"""Provides our protobuf messages from descriptors beside their `.proto`, in a pool of their own.
 
-The default pool belongs to whoever else is in the process: a client library of the same protocol brings messages of
-the same names. Imports protobuf, so the supervisor never imports this.
+The default pool may hold other messages with the same names, for example from a client library of the same protocol in
+the same process. Imports protobuf, so the supervisor never imports this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _pool(file: str) -> descriptor_pool.DescriptorPool:
 
 
 def _add(pool: descriptor_pool.DescriptorPool, file: str) -> None:
-    """Add a compiled file to a pool, what it imports first."""
+    """Add a compiled file to a pool, after the files that it imports."""
     described = descriptor_pb2.FileDescriptorProto()
     json_format.Parse((_FOLDER / f"{file}.json").read_text(), described)
     for imported in described.dependency:
@@ -38,7 +38,7 @@ def _add(pool: descriptor_pool.DescriptorPool, file: str) -> None:
 
 
 def described_by_name(file: str, name: str) -> list[bytes] | None:
-    """Return the encoded descriptor of the file `name` of the compiled `FILE.json`, and of what it imports."""
+    """Return the encoded descriptors of the file `name` in the compiled `FILE.json`, and of its imports; None if unknown."""
     try:
         return _with_imports(_pool(file).FindFileByName(name))
     except KeyError:
@@ -46,7 +46,7 @@ def described_by_name(file: str, name: str) -> list[bytes] | None:
 
 
 def described_by_symbol(file: str, symbol: str) -> list[bytes] | None:
-    """Return the encoded descriptor of the file with `symbol` (a service, message or enum), and of what it imports."""
+    """Return the same for the file that defines `symbol`, a service, message or enum; None if unknown."""
     try:
         return _with_imports(_pool(file).FindFileContainingSymbol(symbol))
     except KeyError:

@@ -1,6 +1,6 @@
 """Compiles our `.proto` files to the JSON beside them: `python -m sie.proto.compile`, with grpcio-tools installed.
 
-JSON, so that a change can be read; without the names that protobuf derives by itself.
+The files are JSON, so that people can read a change. They leave out names that protobuf derives itself.
 """
 
 from __future__ import annotations

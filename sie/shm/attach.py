@@ -27,19 +27,11 @@ import time
 from collections.abc import Iterable
 
 from sie.shm.attach_messages import Announce, Message, Offer, Retire, close_all, receive, send
-from sie.shm.layout import (
-    LAST_KIND,
-    LAYOUT_VERSION,
-    OFFSET_MASK,
-    PROLOGUE_BYTES,
-    RELEASE,
-    SEGMENT_SHIFT,
-    Descriptor,
-    ProtocolError,
-)
+from sie.shm.layout import LAST_KIND, LAYOUT_VERSION, OFFSET_MASK, RELEASE, SEGMENT_SHIFT, Descriptor, ProtocolError
 from sie.shm.ring import RingConsumer, RingProducer
 from sie.shm.segment import Segment, is_dead
 from sie.shm.space import InboundSpace, OutboundSpace
+from sie.values.work_bytes import PROLOGUE_BYTES
 
 
 class PendingAttachment:

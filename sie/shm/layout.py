@@ -64,6 +64,8 @@ from enum import IntEnum
 from struct import Struct
 from typing import Final, NamedTuple
 
+from sie.values.errors import ProtocolError
+
 LAYOUT_VERSION: Final = 2
 
 ALIGNMENT: Final = 64
@@ -76,10 +78,6 @@ MAX_SEGMENT_NUMBER: Final = (1 << 16) - 1
 DESCRIPTOR_BYTES: Final = 64
 DESCRIPTOR: Final = Struct("<HHIQQQQIHH16x")
 assert DESCRIPTOR.size == DESCRIPTOR_BYTES
-
-PROLOGUE_BYTES: Final = 16
-PROLOGUE: Final = Struct("<B3xI8x")
-assert PROLOGUE.size == PROLOGUE_BYTES
 
 FLAG_ALONE: Final = 1
 """This request must run in a separate step, because its input was running when a worker died."""
@@ -122,13 +120,6 @@ class Descriptor(NamedTuple):
     num_tokens: int
     part: int
     parts: int
-
-
-class ProtocolError(Exception):
-    """A peer wrote something that the layout forbids; the attachment must end.
-
-    The message names the field and the values, never an address of this process, a path or a descriptor number.
-    """
 
 
 def check_version(version: int) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Final
 
 from sie.shm.large import MAX_SEGMENTS, LargeBudget, LargePool
-from sie.shm.layout import MAX_SEGMENT_NUMBER, OFFSET_MASK, PROLOGUE_BYTES, SEGMENT_SHIFT, ProtocolError
+from sie.shm.layout import MAX_SEGMENT_NUMBER, OFFSET_MASK, SEGMENT_SHIFT, ProtocolError
 from sie.shm.pool import ExtentPool, Lease, end_released
 from sie.shm.segment import Segment
+from sie.values.work_bytes import PROLOGUE_BYTES
 
 LARGE_EXTENT_BYTES: Final = 8 << 20
 """Payloads over this size get their own segment."""

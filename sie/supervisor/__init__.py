@@ -29,7 +29,7 @@ from sie.supervisor.certificates import open_certificates
 from sie.supervisor.devices import WorkerSlot, resolve_devices
 from sie.supervisor.host_resources import StartError, count_frontends, make_runtime_dir, reserved_bytes, take_lock
 from sie.supervisor.key_file import KeyFileWatch
-from sie.supervisor.listen import Place, exposure_warnings, open_grpc_place, open_place
+from sie.supervisor.listen import Listener, exposure_warnings, open_grpc_listener, open_listener
 from sie.supervisor.loads import Models
 from sie.supervisor.reload import Reading
 from sie.supervisor.server import Supervisor
@@ -57,29 +57,27 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
     key_file = _open_key_file(settings.access.api_keys)
     certificates = open_certificates(settings.access)
     with contextlib.ExitStack() as held:
-        place = held.enter_context(contextlib.closing(open_place(server, settings.access)))
-        grpc_place = open_grpc_place(server, settings.access)
-        if grpc_place is not None:
-            held.enter_context(contextlib.closing(grpc_place))
-        for warning in _exposure(place, grpc_place, settings.access):
+        listener = held.enter_context(contextlib.closing(open_listener(server, settings.access)))
+        grpc_listener = open_grpc_listener(server, settings.access)
+        if grpc_listener is not None:
+            held.enter_context(contextlib.closing(grpc_listener))
+        for warning in _exposure(listener, grpc_listener, settings.access):
             _log.warning("%s", warning)
         base = Path(server.runtime_dir)
         runtime_dir = make_runtime_dir(base)
-        lock = take_lock(base, place.port) if place.port else None
+        lock = take_lock(base, listener.port) if listener.port else None
         try:
             places = resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)
             num_frontends = count_frontends(server.frontends)
-            num_http = num_frontends + (
-                certificates is not None
-            )  # with certificates, one stand-in serves during a renewal
-            check_reservation(reserved_bytes(settings.memory, num_http + (grpc_place is not None), len(places)))
-            check_tasks(_needed_tasks(settings, places, num_http, has_grpc=grpc_place is not None))
+            num_http = num_frontends + (certificates is not None)  # a stand-in serves during a renewal
+            check_reservation(reserved_bytes(settings.memory, num_http + (grpc_listener is not None), len(places)))
+            check_tasks(_needed_tasks(settings, places, num_http, has_grpc=grpc_listener is not None))
             progress = Progress(sys.stderr, server.log_format)
 
             def reread() -> Reading:
                 fresh = reload()
                 found = _read_models(fresh)
-                _read_adapters(fresh, found)  # only for the errors of a start: a reload changes no adapter
+                _read_adapters(fresh, found)  # only to raise the errors of a start: a reload changes no adapter
                 return Reading(fresh.settings, found)
 
             async def serve() -> int:
@@ -90,8 +88,8 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
                     places=places,
                     num_frontends=num_frontends,
                     runtime_dir=runtime_dir,
-                    place=place,
-                    grpc_place=grpc_place,
+                    listener=listener,
+                    grpc_listener=grpc_listener,
                     progress=progress,
                     key_file=key_file,
                     certificates=certificates,
@@ -112,11 +110,11 @@ def _needed_tasks(settings: Settings, places: list[WorkerSlot], num_frontends: i
     return needed_tasks(num_frontends, len(places), num_threads, has_grpc=has_grpc)
 
 
-def _exposure(place: Place, grpc_place: Place | None, access: Access) -> list[str]:
+def _exposure(listener: Listener, grpc_listener: Listener | None, access: Access) -> list[str]:
     """Return the warnings about addresses that other hosts can reach."""
-    warnings = exposure_warnings(place.address, access)
-    if grpc_place is not None and (access.uds or grpc_place.address != place.address):
-        warnings += exposure_warnings(grpc_place.address, msgspec.structs.replace(access, uds=""))
+    warnings = exposure_warnings(listener.address, access)
+    if grpc_listener is not None and (access.uds or grpc_listener.address != listener.address):
+        warnings += exposure_warnings(grpc_listener.address, msgspec.structs.replace(access, uds=""))
     return warnings
 
 
@@ -130,7 +128,7 @@ def _check_tracing(settings: Settings) -> None:
     except ModuleNotFoundError:  # find_spec imports the parent packages
         is_there = False
     if not is_there:
-        raise StartError("tracing: OpenTelemetry is not installed; pip install 'sie[otel]'")
+        raise StartError("tracing: OpenTelemetry is not installed; pip install 'ringserve[otel]'")
 
 
 def _check_failpoints(loaded: Loaded) -> None:
@@ -168,8 +166,8 @@ def _read_adapters(loaded: Loaded, models: Models) -> list[AdapterSpec]:
         card = cards.get(spec.model)
         if card is not None and card.kind not in ("encoder", "stub"):
             raise StartError(
-                f"lora: Adapter '{spec.id}' cannot be loaded: model '{spec.model}' is no text encoder ({card.kind}), "
-                "and only those run with adapters"
+                f"lora: Adapter '{spec.id}' cannot be loaded: model '{spec.model}' is not a text encoder ({card.kind}), "
+                "and only text encoders run with adapters"
             )
         if spec.directory is None:
             continue

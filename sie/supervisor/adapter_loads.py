@@ -13,7 +13,7 @@ from sie.ipc import messages
 from sie.ipc.messages import ModelEntry
 from sie.runtime.logs import get_logger
 from sie.runtime.progress import Progress
-from sie.supervisor.adapters import AdapterRecord, AdapterRegistry
+from sie.supervisor.adapter_registry import AdapterRecord, AdapterRegistry
 from sie.supervisor.card_helper import Preparer
 from sie.supervisor.child import Child
 from sie.supervisor.children import Children

@@ -76,7 +76,7 @@ class Preparer:
         helper = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "sie.catalog.prepare", msgspec.json.encode(request).decode(),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, limit=_MAX_LINE_BYTES,
-            process_group=0,  # Ctrl-C at a terminal is for the supervisor alone
+            process_group=0,  # Ctrl-C at a terminal must reach only the supervisor
         )  # fmt: skip
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -97,32 +97,52 @@ class Preparer:
                     self._progress.update(spec.id, message.fraction, message.text)
                 else:
                     return message
-        except ValueError as error:  # asyncio's of a line over the limit, and msgspec's of half a line
+        except ValueError as error:  # asyncio raises it for a line over the limit, msgspec for half a line
             return Failed(failed(spec, f"the prepare helper's answer cannot be read: {error}", "ENGINE"))
         return Failed(failed(spec, "the prepare helper ended without an answer", "ENGINE"))
 
 
 def check_models(settings: Settings, specs: Sequence[ModelSpec]) -> dict[str, ModelCard | WireError]:
-    """Return the card or the error that `Preparer.prepare` has for each model, by id, without downloading any.
+    """Return the result of `Preparer.prepare` for each model, by id, without downloading any.
 
     All together may take _CHECK_TIMEOUT_S; models that are not done by then have no entry.
     """
     return asyncio.run(_check_models(settings, specs))
 
 
+def prepare_models(settings: Settings, specs: Sequence[ModelSpec]) -> dict[str, ModelCard | WireError]:
+    """Return the card or the error of each model, by id. A model without a directory is downloaded if need be."""
+    return asyncio.run(_prepare_models(settings, specs, is_check=False))
+
+
 async def _check_models(settings: Settings, specs: Sequence[ModelSpec]) -> dict[str, ModelCard | WireError]:
+    found: dict[str, ModelCard | WireError] = {}
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CHECK_TIMEOUT_S):
+            await _prepare_models(settings, specs, is_check=True, found=found)
+    return found
+
+
+async def _prepare_models(
+    settings: Settings,
+    specs: Sequence[ModelSpec],
+    *,
+    is_check: bool,
+    found: dict[str, ModelCard | WireError] | None = None,
+) -> dict[str, ModelCard | WireError]:
     progress = Progress(sys.stderr, "text")
     preparer = Preparer(settings, progress)
-    found: dict[str, ModelCard | WireError] = {}
+    found = {} if found is None else found
 
-    async def check(spec: ModelSpec) -> None:
-        found[spec.id] = await preparer.prepare(spec, is_check=True)
+    async def prepare(spec: ModelSpec) -> None:
+        found[spec.id] = await preparer.prepare(spec, is_check=is_check)
 
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_CHECK_TIMEOUT_S), asyncio.TaskGroup() as group:
+    try:
+        async with asyncio.TaskGroup() as group:
             for spec in specs:
-                group.create_task(check(spec))
-    progress.close()
+                group.create_task(prepare(spec))
+    finally:
+        progress.close()
     return found
 
 

@@ -62,7 +62,7 @@ class CertificateFiles:
             contents, fds = self._read()
         except StartError as error:
             self.problem = str(error)
-            _log.error("the certificate in force stays: %s", error)  # the message says it all: no traceback
+            _log.error("the certificate in force stays: %s", error)  # without a traceback: the message is enough
             return False
         self.problem = ""
         before, self._contents = self._contents, contents

@@ -268,7 +268,7 @@ class Children:
             return
         for fd in fds:
             os.close(fd)
-        child = self._child_that_says(hello) if uid == os.getuid() else None
+        child = self._child_of(hello) if uid == os.getuid() else None
         if child is None:
             _log.warning("refused a control connection of pid %d, uid %d", pid, uid)
             channel.close()
@@ -278,7 +278,7 @@ class Children:
         self._configure(child)
         self._events.on_joined(child)
 
-    def _child_that_says(self, hello: Message) -> Child | None:
+    def _child_of(self, hello: Message) -> Child | None:
         if not isinstance(hello, messages.Hello):
             return None
         slots = self.workers if hello.role == "worker" else self.frontends
@@ -352,11 +352,11 @@ class Children:
         self._events.on_changed()
 
     def _is_leaving(self, child: Child) -> bool:
-        """Return whether a child is meant to end; it closes its control channel a moment before."""
+        """Return whether a child is about to end as intended; it closes its control channel just before."""
         return self.is_stopping or child.is_retired or (self.is_draining and child.role == "frontend")
 
     def _report_worker_death(self, worker: Child, status: int, was_oom_killed: bool) -> None:
-        """Tell the frontends to drain the dead worker's rings a last time, and which of its requests are suspects."""
+        """Tell the frontends to drain the dead worker's rings one last time, and name the suspect requests."""
         page = self._inflight[worker.slot]
         running = page.read()
         suspects = self._events.on_worker_death(worker, status, running, was_oom_killed=was_oom_killed)
@@ -370,7 +370,7 @@ class Children:
                 self.send(frontend, messages.WorkerDown(worker.slot, generation, ids))
 
     def set_late(self, worker: Child, *, is_late: bool) -> None:
-        """Tell the frontends that a worker is late, with their requests in its step, or that it no longer is."""
+        """Tell the frontends that a worker is late, and their requests in its step, or that it is no longer late."""
         if worker.is_late == is_late:
             return
         worker.is_late = is_late
@@ -387,7 +387,9 @@ class Children:
         delay_s = plan_restart(policy, child.history, was_ready, time.monotonic(), was_killed=was_killed)
         if delay_s is None:
             child.state = "gone"
-            _log.error("%s failed to start %d times in a row: given up (restart_budget)", child.name, policy.budget + 1)
+            _log.error(
+                "%s failed to start %d times in a row; giving up (restart_budget)", child.name, policy.budget + 1
+            )
             siblings = [one for one in self.all if (one.role, one.protocol) == (child.role, child.protocol)]
             if all(sibling.state == "gone" for sibling in siblings):
                 self._events.on_given_up(child.role)
@@ -400,7 +402,7 @@ class Children:
         if delay_s:
             worker.state = "lost"
             _log.error(
-                "%s: its device %s is lost: out of use, and tried again in %g s (device_retry_s)",
+                "%s: device %s is lost; it is set aside, and retried in %g s (device_retry_s)",
                 worker.name, worker.place.device, delay_s,
             )  # fmt: skip
         self._start_after(worker, delay_s)

@@ -20,7 +20,7 @@ from sie.supervisor.evictions import (
     needed_bytes,
     plan_evictions,
 )
-from sie.supervisor.models import Record
+from sie.supervisor.model_registry import Record
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):

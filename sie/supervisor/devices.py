@@ -55,7 +55,7 @@ def resolve_devices(setting: str, timeout_s: float) -> list[WorkerSlot]:
     wanted = list(range(num_gpus)) if setting == "cuda" else [int(part[5:]) for part in setting.split(",")]
     missing = [i for i in wanted if i >= num_gpus]
     if missing or not wanted:
-        raise StartError(f"devices: {setting!r} was asked for, but this host has {num_gpus} usable CUDA devices")
+        raise StartError(f"devices: {setting!r} was requested, but this host has {num_gpus} usable CUDA devices")
     if len(set(wanted)) != len(wanted):
         raise StartError(f"devices: {setting!r} names a device twice")
     return _gpu_slots(wanted)
@@ -88,13 +88,13 @@ def _count_gpus(timeout_s: float) -> int:
             timeout=timeout_s,
             check=True,
             text=True,
-            process_group=0,  # Ctrl-C at a terminal is for the supervisor alone
+            process_group=0,  # Ctrl-C at a terminal must reach only the supervisor
         )
         return int(json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired as error:
         raise StartError(
             f"devices: the GPU driver did not answer within {timeout_s:g} s (resolve_timeout_s); "
-            "set devices to cpu to start without it"
+            "set devices to cpu to start without GPUs"
         ) from error
     except (subprocess.CalledProcessError, ValueError, IndexError) as error:
-        raise StartError(f"devices: asking for GPUs failed: {error}; set devices to cpu to start without") from error
+        raise StartError(f"devices: counting GPUs failed: {error}; set devices to cpu to start without GPUs") from error

@@ -1,4 +1,4 @@
-"""Takes this host's shared resources (runtime directory, lock file, port), and shares out its cores and memory."""
+"""Takes this host's shared resources (runtime directory, lock file, port), and divides its cores and memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import os
 import socket
 import tempfile
 from pathlib import Path
+from typing import Final
 
 from sie.config.sections import Memory
 
+SERVICE_DIRECTORY: Final = "/run/sie"
+"""The runtime directory of sie.service, which has its lock; outside the service, the defaults differ."""
 _CORES_PER_FRONTEND = 4
 
 
@@ -59,16 +62,17 @@ def take_lock(directory: Path, port: int) -> int:
     return fd
 
 
-def _holder(directory: Path, port: int) -> str:
-    """Return a suffix that names the server with this port's lock, or an empty text."""
+def lock_holder(directory: Path, port: int) -> int | None:
+    """Return the pid of the server that holds this port's lock, or None if no server does or the lock is unreadable."""
     try:
-        with (directory / f"sie-{port}.lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return ""
-    except BlockingIOError:
-        return f"; another sie server (pid {(directory / f'sie-{port}.lock').read_text().strip()}) has it"
-    except OSError:
-        return ""
+        with (directory / f"sie-{port}.lock").open(encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(lock.read(32))
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 def reserve_port(host: str, port: int, runtime_dir: Path | None = None, *, setting: str = "host/port") -> socket.socket:
@@ -95,7 +99,8 @@ def reserve_port(host: str, port: int, runtime_dir: Path | None = None, *, setti
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         reason = error.strerror or error
-        holder = "" if runtime_dir is None else _holder(runtime_dir, port)
+        pid = None if runtime_dir is None else lock_holder(runtime_dir, port)
+        holder = "" if pid is None else f"; another sie server (pid {pid}) has it"
         raise StartError(f"{setting}: cannot listen on {host}:{port}: {reason}{holder}") from error
     return held
 

@@ -56,7 +56,7 @@ class KeyFileWatch:
             self._keys = self._read()
         except KeyFileError as error:
             self._problem = str(error)
-            _log.error("the API keys in force stay: %s", error)  # the message says it all: no traceback
+            _log.error("the API keys in force stay: %s", error)  # without a traceback: the message is enough
         else:
             self._problem = ""
             _log.info("API keys reloaded: %d in force", len(self._keys))

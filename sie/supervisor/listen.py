@@ -40,12 +40,12 @@ def exposure_warnings(address: str, access: Access) -> list[str]:
     warnings: list[str] = []
     if not access.api_keys and not access.tls_client_ca:
         warnings.append(
-            f"host {address} is not loopback and there are no api_keys: whoever can reach this port can use this server"
+            f"host {address} is not loopback and there are no api_keys: anyone who can reach this port can use this server"
         )
     if not access.tls_cert:
-        what = "API keys and " if access.api_keys else ""
+        secrets = "API keys and " if access.api_keys else ""
         warnings.append(
-            f"host {address} is not loopback and there is no tls_cert: {what}texts cross the network in clear"
+            f"host {address} is not loopback and there is no tls_cert: {secrets}texts cross the network unencrypted"
         )
     return warnings
 
@@ -79,7 +79,7 @@ def check_certificates(access: Access, paths: dict[str, str]) -> None:
         raise StartError(f"tls_client_ca: {access.tls_client_ca} holds no certificate in PEM: {error}") from error
 
 
-class Place(NamedTuple):
+class Listener(NamedTuple):
     """The server's listening address: host and port, or a Unix socket. held reserves it until `close`."""
 
     address: str
@@ -102,19 +102,19 @@ class Place(NamedTuple):
         self.held.close()
 
 
-def open_place(server: Server, access: Access) -> Place:
+def open_listener(server: Server, access: Access) -> Listener:
     """Reserve the listening address of these settings. Raises StartError if it is taken."""
     if access.uds:
         listener = UnixListener(access.uds, int(access.uds_mode, 8), server.backlog)
-        return Place("", 0, f"unix:{access.uds}", listener)
+        return Listener("", 0, f"unix:{access.uds}", listener)
     address = resolve_host(server.host)
     held = reserve_port(address, server.port, Path(server.runtime_dir))
     port: int = held.getsockname()[1]
     scheme = "https" if access.tls_cert else "http"
-    return Place(address, port, f"{scheme}://{f'[{address}]' if ':' in address else address}:{port}", held)
+    return Listener(address, port, f"{scheme}://{f'[{address}]' if ':' in address else address}:{port}", held)
 
 
-def open_grpc_place(server: Server, access: Access) -> Place | None:
+def open_grpc_listener(server: Server, access: Access) -> Listener | None:
     """Reserve the gRPC listening address, or return None without one. Raises StartError if it is taken."""
     if not server.grpc_port:
         return None
@@ -122,7 +122,7 @@ def open_grpc_place(server: Server, access: Access) -> Place | None:
     held = reserve_port(address, server.grpc_port, setting="grpc_host/grpc_port")
     scheme = "grpcs" if access.tls_cert else "grpc"
     shown = f"[{address}]" if ":" in address else address
-    return Place(address, server.grpc_port, f"{scheme}://{shown}:{server.grpc_port}", held)
+    return Listener(address, server.grpc_port, f"{scheme}://{shown}:{server.grpc_port}", held)
 
 
 class UnixListener:
@@ -203,4 +203,4 @@ def read_tls_file(name: str, path: str) -> bytes:
 
 
 def _refuse_password() -> str:
-    raise ValueError("the key is encrypted, and a server has nobody to ask for its password")
+    raise ValueError("the key is encrypted, and a server cannot ask for its password")

@@ -19,7 +19,7 @@ from sie.supervisor.children import Children
 from sie.supervisor.device_memory import DeviceMemories
 from sie.supervisor.evictions import Memory
 from sie.supervisor.lifecycle import Event
-from sie.supervisor.models import ModelRegistry, Record
+from sie.supervisor.model_registry import ModelRegistry, Record
 from sie.supervisor.staged_reloads import StagedReloads
 from sie.values.card import ModelCard
 from sie.values.errors import WireError
@@ -144,9 +144,8 @@ class Loads:
                 continue
             if record.is_stale:  # its files have changed since it was loaded
                 self._renew(record)
-            elif (
-                record.error is None or now_s >= record.retry_at_s
-            ):  # else it would fail here again, and perhaps kill the worker
+            elif record.error is None or now_s >= record.retry_at_s:
+                # Before that, the load would fail here again, and perhaps kill the worker.
                 self._send_load(record, record.card, [child])
 
     def want(self, model: str) -> None:
@@ -161,7 +160,7 @@ class Loads:
         record = self._registry.records.get(model)
         if record is None:
             return
-        _log.info("%s is asked to %s", model, action)
+        _log.info("%s of %s requested", action, model)
         if action == "load":
             self.load(record)
         elif action == "unload":
@@ -285,7 +284,7 @@ class Loads:
         self._reload_due()
         self._end_overdue(now_s)
         for record in self._registry.idle(self._idle_s, now_s) if self._idle_s > 0 else []:
-            self._evict(record.spec.id, definitions.IDLE_EVICTIONS, f"nobody used it for {self._idle_s:g} s")
+            self._evict(record.spec.id, definitions.IDLE_EVICTIONS, f"it was not used for {self._idle_s:g} s")
 
     def _reload_due(self) -> None:
         for record in self._registry.due_reloads():
@@ -309,7 +308,7 @@ class Loads:
         self.broadcast()
 
     def broadcast(self) -> None:
-        """Send the state of all models to all frontends, once per loop iteration however many changes it brings."""
+        """Send the state of all models to all frontends, once per loop iteration for any number of changes."""
         if not self._is_broadcast_due:
             self._is_broadcast_due = True
             asyncio.get_running_loop().call_soon(self._broadcast_now)
@@ -381,7 +380,7 @@ class Loads:
             self._refuse(record, prepared)
         else:
             record.card = prepared
-            if record.wanted:  # else it was unloaded during its preparation
+            if record.wanted:  # it may have been unloaded during its preparation
                 self._load(record)
         self.broadcast()
 

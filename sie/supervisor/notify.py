@@ -10,7 +10,7 @@ import socket
 
 EXTEND_EVERY_S = 5.0
 _EXTEND_USEC = 30_000_000
-"""The extension asked for each time: long enough for a busy host to miss a few iterations."""
+"""The extension of each request: long enough for a busy host to miss a few iterations."""
 _MAX_STATUS_CHARS = 1024
 
 
@@ -36,10 +36,10 @@ class SystemdReporter:
     """Reports the life of one server to systemd. Times are seconds on a monotonic clock."""
 
     def __init__(self, notifier: Notifier, watchdog_s: float | None) -> None:
-        """watchdog_s is the interval for petting the watchdog, as `watchdog_interval_s` returns it."""
+        """watchdog_s is the interval for feeding the watchdog, as `watchdog_interval_s` returns it."""
         self._notifier = notifier
         self._watchdog_s = watchdog_s
-        self._petted_s = 0.0
+        self._fed_s = 0.0
         self._extended_s = 0.0
         self._status = ""
         self._is_ready = False
@@ -47,10 +47,10 @@ class SystemdReporter:
 
     @property
     def grace_s(self) -> float:
-        """How long before killing a hung process the supervisor stops petting the watchdog: two intervals.
+        """The time before the kill of a hung process at which the supervisor stops feeding the watchdog: two intervals.
 
-        systemd waits for four intervals. So it acts at least one interval after the supervisor should have, however
-        WatchdogSec and our own limits compare.
+        systemd waits for four intervals. So it acts at least one interval after the supervisor should have acted, for
+        any values of WatchdogSec and of our own limits.
         """
         return (self._watchdog_s or 0.0) * 2
 
@@ -67,11 +67,11 @@ class SystemdReporter:
         self._status = status
         self._notifier.send("READY=1", f"STATUS={status}")
 
-    def pet_watchdog(self, now_s: float) -> None:
-        """Pet the watchdog once per interval. Call it only while every event loop runs."""
-        if self._watchdog_s is not None and now_s - self._petted_s >= self._watchdog_s:
+    def feed_watchdog(self, now_s: float) -> None:
+        """Feed the watchdog once per interval. Call it only while every event loop runs."""
+        if self._watchdog_s is not None and now_s - self._fed_s >= self._watchdog_s:
             self._notifier.send("WATCHDOG=1")
-            self._petted_s = now_s
+            self._fed_s = now_s
 
     def extend_timeout(self, now_s: float) -> None:
         """Ask for more time than TimeoutStartSec, because the start makes progress."""

@@ -56,7 +56,7 @@ class Reloader:
                 reading = await asyncio.to_thread(self._read)
             except (SettingsError, StartError) as error:
                 self.error = str(error)
-                _log.error("the settings in force stay: %s", error)  # the message says it all: no traceback
+                _log.error("the settings in force stay: %s", error)  # without a traceback: the message is enough
             else:
                 self.error = ""
                 self._take_over(running(), reading)

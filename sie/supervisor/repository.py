@@ -21,7 +21,7 @@ from sie.supervisor.card_helper import Preparer
 from sie.supervisor.child import Child
 from sie.supervisor.children import Children
 from sie.supervisor.loads import Loads
-from sie.supervisor.models import ModelRegistry, Record
+from sie.supervisor.model_registry import ModelRegistry, Record
 from sie.values.errors import BadRequest, SieError, Unavailable, WireError, from_wire, to_wire
 
 _log = get_logger(__name__)
@@ -143,8 +143,9 @@ class Repositories:
         return begun
 
     def _load(self, model: RepositoryModel) -> _Begun:
-        """Load the versions that the policy selects, and reload those with changed files. Other versions are unloaded
-        later. A model without a version to load stays as it is.
+        """Load the versions that the policy selects, and reload those with changed files.
+
+        Other versions are unloaded later. A model without a version to load stays as it is.
         """
         before = {record.spec.id: record.spec for record in self._records(model.name)}
         records = self._take(model)

@@ -6,7 +6,7 @@ import msgspec
 
 
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a child may fail to start, and how long to wait between tries."""
+    """The number of starts that may fail, and the waits between them."""
 
     budget: int
     window_s: float

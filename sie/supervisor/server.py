@@ -1,7 +1,7 @@
 """Runs the server from start to stop: connects the other parts, watches for hangs, drains on SIGTERM.
 
-It only performs effects. `models` decides on loads, `restart` on restarts, and `watch` on hangs and suspects. No torch,
-no HTTP.
+It only performs effects. `model_registry` decides on loads, `restart` on restarts, and `watch` on hangs and suspects. No
+torch, no HTTP.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from sie.supervisor.child import Child
 from sie.supervisor.children import Children
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.key_file import POLL_S, KeyFileWatch
-from sie.supervisor.listen import Place
+from sie.supervisor.listen import Listener
 from sie.supervisor.loads import Loads, Models
 from sie.supervisor.losses import DEVICE_LOST_STATUS
-from sie.supervisor.models import ModelRegistry
+from sie.supervisor.model_registry import ModelRegistry
 from sie.supervisor.notify import Notifier, SystemdReporter, watchdog_interval_s
 from sie.supervisor.reload import Reading, Reloader
 from sie.supervisor.renewal import Renewal
@@ -62,8 +62,8 @@ class Supervisor:
         places: list[WorkerSlot],
         num_frontends: int,
         runtime_dir: Path,
-        place: Place,
-        grpc_place: Place | None = None,
+        listener: Listener,
+        grpc_listener: Listener | None = None,
         progress: Progress,
         reread: Callable[[], Reading],
         key_file: KeyFileWatch | None = None,
@@ -72,8 +72,8 @@ class Supervisor:
         """`reread` returns the settings and models that a start would read now. It raises SettingsError or StartError."""
         self._settings = settings
         self._runtime_dir = runtime_dir
-        self._place = place
-        self._grpc_place = grpc_place
+        self._listener = listener
+        self._grpc_listener = grpc_listener
         self._progress = progress
         self._registry = ModelRegistry(settings.models.load_retry_s)
         for spec, preload, card in models:
@@ -81,7 +81,7 @@ class Supervisor:
         self._key_file = key_file
         self._started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
-        grpc = (grpc_place.address, grpc_place.port) if grpc_place is not None else None
+        grpc = (grpc_listener.address, grpc_listener.port) if grpc_listener is not None else None
         num_children = len(places) + num_frontends + (grpc is not None)
         self._children = Children(settings, places, num_frontends, self._launch(num_children), self,
                           grpc=grpc, certificates=certificates)  # fmt: skip
@@ -141,9 +141,9 @@ class Supervisor:
             role="worker",
             slot=0,
             incarnation=0,
-            host=self._place.address,
-            port=self._place.port,
-            listen_fd=self._place.fd,
+            host=self._listener.address,
+            port=self._listener.port,
+            listen_fd=self._listener.fd,
             backlog=server.backlog,
             log_format=server.log_format,
             log_level=server.log_level,
@@ -243,7 +243,7 @@ class Supervisor:
         if not any(worker.state == "ready" for worker in self._children.workers):
             return "no worker is running"
         if self._repositories.is_reading:
-            return "the model repositories are read"
+            return "the model repositories are being read"
         return ""
 
     def _announce(self) -> None:
@@ -251,8 +251,8 @@ class Supervisor:
         took_s = time.monotonic() - self._started_s
         _log.info(
             "ready on %s%s after %.1f s (frontends: %d, workers: %s)",
-            self._place.url,
-            f" and {self._grpc_place.url}" if self._grpc_place is not None else "",
+            self._listener.url,
+            f" and {self._grpc_listener.url}" if self._grpc_listener is not None else "",
             took_s,
             self._children.num_http_frontends,
             workers,
@@ -265,14 +265,14 @@ class Supervisor:
         reason = self._loads.reason() or ("" if is_reachable else "no frontend is running")
         if not self._loads.was_ready:
             return f"starting: {reason}"
-        state = f"not ready: {reason}" if reason else f"serving on {self._place.url}"
+        state = f"not ready: {reason}" if reason else f"serving on {self._listener.url}"
         hung = self._hung(time.monotonic())
         hangs = f"; not answering: {', '.join(hung)}" if hung else ""
         lost = [worker.place.device for worker in self._children.workers if worker.state == "lost"]
         gone = f"; devices lost: {', '.join(lost)}" if lost else ""
         kept = f"; settings not reloaded: {self._reloader.error}" if self._reloader.error else ""
         problem = self._key_file.message.problem if self._key_file is not None else ""
-        keys = f"; API keys not taken over: {problem}" if problem else ""
+        keys = f"; API keys not reloaded: {problem}" if problem else ""
         tls = f"; certificate not renewed: {self._loads.tls_error}" if self._loads.tls_error else ""
         return f"{state}, models loaded: {self._loads.num_loaded}{hangs}{gone}{kept}{keys}{tls}"
 
@@ -321,7 +321,7 @@ class Supervisor:
                 pinged_s = now_s
                 self._systemd.set_status(self._status())
             if not self._hung(now_s):
-                self._systemd.pet_watchdog(now_s)
+                self._systemd.feed_watchdog(now_s)
             if not self._loads.was_ready and self._loads.is_progressing():
                 self._systemd.extend_timeout(now_s)
 
@@ -342,7 +342,7 @@ class Supervisor:
                 self._children.set_keys(key_file.message)
 
     def _watch_workers(self, now_s: float, late_s: float) -> None:
-        if self._children.is_stopping:  # they were told to end, and soon are killed
+        if self._children.is_stopping:  # they were told to end, and are killed soon
             return
         for worker in self._children.workers:
             if worker.state == "starting":
@@ -353,11 +353,11 @@ class Supervisor:
                 if is_late:
                     self._watch.note_run_state(worker.slot, *worker.run_state(), now_s)
                 if is_late != worker.is_late:
-                    text = "%s is late: its requests go to others, too" if is_late else "%s is not late any more"
+                    text = "%s is late: other workers get its requests, too" if is_late else "%s is no longer late"
                     _log.warning(text, worker.name)
                 self._children.set_late(worker, is_late=is_late)
                 if verdict == "abort":
-                    _log.error("%s hangs: over its allowance by watchdog_s; aborting it", worker.name)
+                    _log.error("%s hangs: its step exceeds its allowance by watchdog_s; aborting it", worker.name)
                     worker.signal(signal.SIGABRT)
                 elif verdict == "kill":
                     worker.kill()
@@ -388,9 +388,9 @@ class Supervisor:
                 child.kill()
             return
         self._children.is_draining = True
-        _log.info("%s: finishing what was accepted (at most %g s)", number.name, self._settings.server.drain_timeout_s)
+        _log.info("%s: finishing accepted requests (at most %g s)", number.name, self._settings.server.drain_timeout_s)
         longest_s = _CLOSE_AFTER_S + self._settings.server.drain_timeout_s + _WORKER_STOP_S + _KILL_S
-        self._systemd.stopping("stopping: finishing what was accepted", longest_s + _STOP_MARGIN_S)
+        self._systemd.stopping("stopping: finishing accepted requests", longest_s + _STOP_MARGIN_S)
         self._spawn(self._drain())
 
     async def _drain(self) -> None:
@@ -398,7 +398,7 @@ class Supervisor:
         frontends = self._children.frontends
         self._children.send_all(frontends, messages.Drain())
         await asyncio.sleep(_CLOSE_AFTER_S)
-        self._place.stop_listening()
+        self._listener.stop_listening()
         self._children.send_all(frontends, messages.Finish())
         for frontend in frontends:
             frontend.finish()

@@ -18,7 +18,7 @@ from sie.ipc import messages
 from sie.supervisor.card_helper import Preparer, failed
 from sie.supervisor.child import Child
 from sie.supervisor.children import Children
-from sie.supervisor.models import Record
+from sie.supervisor.model_registry import Record
 from sie.values.card import ModelCard
 from sie.values.errors import WireError
 

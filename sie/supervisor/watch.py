@@ -30,11 +30,10 @@ class Watch:
     def __init__(self, watchdog_s: float) -> None:
         self.watchdog_s = watchdog_s
         self._last_tick_s = 0.0
-        self._forgiven_s: dict[
-            int, tuple[int, float]
-        ] = {}  # by slot: start of the step (ns), seconds that do not count
+        self._forgiven_s: dict[int, tuple[int, float]] = {}
+        """By slot: start of the step (ns), and its seconds that do not count."""
         self._aborted_s: dict[int, float] = {}
-        self._over_s: dict[int, float] = {}  # by slot: seconds over its allowance, as last judged
+        self._over_s: dict[int, float] = {}  # by slot: seconds over its allowance, when last judged
         self._excused_s: dict[int, float] = {}  # by slot: end of the stall that it announced
         self._late_since: dict[int, tuple[float, float]] = {}  # by slot: first look while late, processor time then
         self._stopped: set[int] = set()
@@ -80,14 +79,14 @@ class Watch:
         return self._over_s.get(slot, 0.0) > self.watchdog_s - min(grace_s, self.watchdog_s / 2)
 
     def is_late(self, slot: int) -> bool:
-        """Return whether a worker is over its allowance by more than LATE_S, as last judged."""
+        """Return whether a worker was over its allowance by more than LATE_S when it was last judged."""
         return self._over_s.get(slot, 0.0) > LATE_S
 
     def note_run_state(self, slot: int, state: str, cpu_s: float, now_s: float) -> None:
         """Record the process state (its letter in proc(5)) and processor time of a late worker.
 
-        A worker that is stopped, or is runnable and gets next to no processor time, was kept from running its step. One
-        that sleeps was not: its input may have locked it up.
+        A worker that is stopped, or is runnable and gets almost no processor time, cannot run its step. A worker that
+        sleeps could run: its input may have blocked it.
         """
         since_s, first_cpu_s = self._late_since.setdefault(slot, (now_s, cpu_s))
         if state in "Tt":
@@ -101,8 +100,8 @@ class Watch:
         """Return whether the running input may have caused a death.
 
         was_oom_killed: the kernel killed the worker for lack of memory. Any other SIGKILL that was not ours came from
-        outside and says nothing about the input. Neither does the SIGTERM on which a worker exits with 0, nor our own kill
-        of a worker that was kept from running (`note_run_state`).
+        outside and says nothing about the input. The same holds for a SIGTERM, after which a worker exits with 0, and
+        for our own kill of a worker that could not run (`note_run_state`).
         """
         if status == 0:
             return False

@@ -1,7 +1,7 @@
-"""The texts of the files by which a host runs the server: unit, drop-in for GPUs, user, directories, kernel settings.
+"""Renders the files with which a host runs the server: unit, drop-in for GPUs, user, directories, kernel settings.
 
-The templates lie beside this file; `systemd/` in the repository is what they come to for the default paths. Pure: a
-template and a host's facts in, texts out. `sie.service` puts them in place.
+The templates are beside this file; `systemd/` in the repository has their texts for the default paths. Pure: takes a
+template and a host's facts, and returns a text. `sie.commands.service` writes the files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 MARKER: Final = "# Written by `sie service`"
-"""How the first line of each file begins. A file without it is somebody else's."""
+"""The beginning of the first line of each file. A file without it was not written by us."""
 
 DEFAULT_CONFIG: Final = "/etc/sie/sie.toml"
 GPU_DROP_IN: Final = "sie.service.d/gpu.conf"
@@ -24,13 +24,13 @@ PLACES: Final = {
     "sie.tmpfiles.conf": "etc/tmpfiles.d/sie.conf",
     "sie.sysctl.conf": "etc/sysctl.d/60-sie.conf",
 }
-"""Each file's name, and where it belongs beneath the root directory."""
+"""Each file's name, and its place beneath the root directory."""
 _STOP_MARGIN_S: Final = 15
-"""From the end of a drain to the end of every process takes at most half of this."""
+"""After a drain, every process ends within half of this time."""
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """What differs between hosts. Paths are absolute and of plain characters: systemd gives some a meaning."""
+    """The values that differ between hosts. Paths are absolute, without characters that systemd would interpret."""
 
     executable: str
     config: str = DEFAULT_CONFIG

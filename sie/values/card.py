@@ -14,6 +14,8 @@ from sie.values.generate import GenerateRule
 from sie.values.tensor import TensorRule
 
 ModelState = Literal["available", "loading", "loaded", "unloading", "failed"]
+Pooling = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+"""How the vectors of a text's tokens become one, as sentence-transformers names it."""
 EncoderWeights = Literal["auto", "int8"]
 """Format of an encoder's linear layers: as set by `dtype`, or eight bits."""
 
@@ -31,10 +33,8 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Time that the load takes."""
     max_tokens: int = 8192
     """Maximum sequence length. A stub's token is four UTF-8 bytes; an empty text costs one token."""
-    sparse: int = 0
-    """Width of the sparse vector; 0 means no such output."""
-    multivector: int = 0
-    """Width of each token's vector; 0 means no such output."""
+    widths: dict[str, int] = {}
+    """Widths of its other outputs, by the names in `sie.values.output_kinds.RAGGED`, each of which is an option."""
     score: bool = False
     """Whether it also scores pairs."""
     memory_mb: int = 0
@@ -114,6 +114,15 @@ class StaticQueries(msgspec.Struct, frozen=True, kw_only=True):
     max_length: int | None = None
 
 
+class StaticVectors(msgspec.Struct, frozen=True, kw_only=True):
+    """A table of one vector for each token id, whose mean is a text's dense vector; there is no transformer."""
+
+    weights_file: str
+    """Absolute path of its safetensors: `embedding.weight`, or `embeddings` with perhaps `mapping` and `weights`."""
+    skipped_id: int | None = None
+    """A token id that does not count."""
+
+
 class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
     """The rule to compute a checkpoint's token vectors, and to choose the tokens that have one."""
 
@@ -161,6 +170,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str = ""
     config_changes: dict[str, Any] = {}
     """Values that replace those in config.json when the model is built, in place of the checkpoint's own code."""
+    weight_names: tuple[tuple[str, ...], ...] = ()
+    """Rules that rename weights, in order: a pattern and its replacement. A weight that matches a rule with several
+    replacements is split into as many equal parts, by rows."""
+    layers: Literal["", "alibi", "experts"] = ""
+    """Layers that differ from those of the library's class; see `sie.workers.loading.variants`."""
     inputs: tuple[str, ...] = ("text",)
     outputs: tuple[str, ...] = ("dense",)
     dims: dict[str, int] = {}
@@ -201,6 +215,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Extraction rule; None for a model that does not extract."""
     sparse: SparseOutput | None = None
     static_queries: StaticQueries | None = None
+    static_vectors: StaticVectors | None = None
+    """Table of a model without a transformer; its texts have no special tokens."""
     late: LateInteraction | None = None
     image: ImageRule | None = None
     """Rule to read images; None for a model that does not accept them."""
@@ -279,7 +295,7 @@ class PipelineStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PairTemplate(msgspec.Struct, frozen=True, kw_only=True):
-    """A causal reranker's template of a pair: texts that are tokenised separately, without special tokens, and joined.
+    """A template of a pair: texts that are tokenised separately, without special tokens, and joined.
 
     `{query}`, `{document}` and `{instruction}` are replaced by the request's texts; all other text is unchanged.
     """
@@ -298,8 +314,12 @@ class ScoreRule(msgspec.Struct, frozen=True, kw_only=True):
     """Name of an activation in torch.nn without arguments; it gets the logit in float32."""
     token_types: bool = False
     """Whether the model reads token types, which mark the document's tokens in a pair."""
+    divisor: float = 1.0
+    """The logit is divided by this before the activation."""
     template: PairTemplate | None = None
-    """None: the tokenizer's own form of a pair (or, during preparation, a chat template that is not read yet)."""
+    """None: the tokenizer's own form of a pair."""
+    from_chat: bool = False
+    """Whether the preparation reads the template from the checkpoint's chat template."""
     true_token_id: int | None = None
     """The token whose logit after the pair is read; None: the logit is the classifier's."""
     false_token_id: int | None = None

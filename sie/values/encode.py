@@ -62,31 +62,26 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     submitted_ns: int = 0
 
 
-class SparseRows(msgspec.Struct, frozen=True):
-    """The sparse vectors of a reply: item i has entries offsets[i] .. offsets[i + 1].
+class RowArray(msgspec.Struct, frozen=True):
+    """One array of an output: a memoryview of unsigned bytes onto a reply extent.
 
-    indices (int32) and values (dtype, a NumPy code) are memoryviews of unsigned bytes onto a reply extent.
+    Each entry has width elements of dtype, a NumPy code.
+    """
+
+    dtype: str
+    values: memoryview
+    width: int = 1
+
+
+class RaggedRows(msgspec.Struct, frozen=True):
+    """An output of unknown size in a reply: item i has entries offsets[i] .. offsets[i + 1] of each array.
+
+    The arrays are those of its `sie.values.output_kinds.OutputKind`, in that order. dims is the model's own width.
     """
 
     dims: int
-    dtype: str
     offsets: list[int]
-    indices: memoryview
-    values: memoryview
-
-
-class TokenRows(msgspec.Struct, frozen=True):
-    """The token vectors of a reply: item i has rows offsets[i] .. offsets[i + 1].
-
-    values is a memoryview of unsigned bytes onto a reply extent. Each row has width elements of dtype, a NumPy code.
-    dims is the model's own width.
-    """
-
-    dims: int
-    dtype: str
-    width: int
-    offsets: list[int]
-    values: memoryview
+    arrays: tuple[RowArray, ...]
 
 
 class EncodeReply(msgspec.Struct, kw_only=True):
@@ -108,8 +103,8 @@ class EncodeReply(msgspec.Struct, kw_only=True):
     output_dtype: str
     input_tokens: int
     timing: Timing
-    sparse: SparseRows | None = None
-    multivector: TokenRows | None = None
+    ragged: dict[str, RaggedRows] = {}
+    """The other outputs by name, in the order of `sie.values.output_kinds.KINDS`."""
     num_images: int = 0
     cuts: Collection[int] = ()
     """The numbers of the items whose texts were cut."""

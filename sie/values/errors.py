@@ -28,11 +28,46 @@ from typing import Any, ClassVar
 
 import msgspec
 
+_MAX_QUOTED_CHARS = 200
+_MAX_CHARS = 1000
+_TAIL_CHARS = 250
+_OPENING = re.compile(r"""(?<!\w)['"`]""")
+_CLOSINGS = {mark: re.compile(rf"{mark}(?!\w)") for mark in "'\"`"}
+"""The marks around a quotation. An apostrophe inside a word is neither."""
+
+
+def shorten(value: str) -> str:
+    """Return a client's value for an error that repeats it: its beginning, if it is long."""
+    return value if len(value) <= _MAX_QUOTED_CHARS else f"{value[:_MAX_QUOTED_CHARS]}..."
+
+
+def _cut_quotes(message: str) -> str:
+    """Cut long quotations in a message to their beginnings, then a long message in its middle."""
+    if len(message) > 2 * _MAX_CHARS:  # bounds the search, too
+        message = f"{message[:_MAX_CHARS]}...{message[-_TAIL_CHARS:]}"
+    kept: list[str] = []
+    start, position = 0, 0
+    closings = dict.fromkeys(_CLOSINGS, -1)
+    while (opening := _OPENING.search(message, position)) is not None:
+        mark, position = opening[0], opening.end()
+        if closings[mark] < position:  # each is searched once: the message may be all opening marks
+            closing = _CLOSINGS[mark].search(message, position)
+            closings[mark] = closing.start() if closing is not None else len(message)
+        end = closings[mark]
+        if position + _MAX_QUOTED_CHARS < end < len(message):
+            kept.append(f"{message[start : position + _MAX_QUOTED_CHARS]}...")
+            start = position = end
+    message = "".join([*kept, message[start:]])
+    if len(message) > _MAX_CHARS:
+        message = f"{message[: _MAX_CHARS - _TAIL_CHARS]}...{message[-_TAIL_CHARS:]}"
+    return message
+
 
 class SieError(Exception):
     """Report one failed request.
 
-    message is shown to the client. retry_after_s becomes `Retry-After` (whole seconds) when not None.
+    message is shown to the client. One that blames the client is cut where it repeats a long value of the request, so
+    that no answer or log line grows with it. retry_after_s becomes `Retry-After` (whole seconds) when not None.
     extras are further keys of the dialect's error object (`error_class`, `attempts`, ...).
     """
 
@@ -49,12 +84,14 @@ class SieError(Exception):
         retry_after_s: int | None = None,
         extras: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
         if code is not None:
             self.code = code  # type: ignore[misc]  # an instance narrows its class's default
         if http_status is not None:
             self.http_status = http_status  # type: ignore[misc]
+        if self.http_status < 500 and len(message) > _MAX_QUOTED_CHARS:  # the client's fault, so it may hold its values
+            message = _cut_quotes(message)
+        super().__init__(message)
+        self.message = message
         self.retry_after_s = retry_after_s
         self.extras = extras or {}
 
@@ -215,3 +252,10 @@ _PATH = re.compile(r"(?<![\w:/.~-])/(?:[^\s/:'\"]+/)+(?=[^\s/:'\"])")
 def without_paths(wire: WireError) -> WireError:
     """Return the error for a client, with only the last name of each absolute path. The log has the full paths."""
     return msgspec.structs.replace(wire, message=_PATH.sub(".../", wire.message))
+
+
+class ProtocolError(Exception):
+    """A peer wrote something that the layout forbids; the attachment must end.
+
+    The message names the field and the values, never an address of this process, a path or a descriptor number.
+    """

@@ -13,7 +13,7 @@ ReadsForm = Literal["tokens", "pairs", "text", "image"]
 """The form in which a worker gets an item. tokens: one sequence for each window of the text; pairs: one sequence for
 each label; text: its UTF-8; image: its pixels. With tokens and pairs, a worker gets more items than the client sent."""
 GivesForm = Literal["extract", "token_logits", "logits", "boxes"]
-"""The form of a worker's answer (`sie.shm.extent_headers.ReplyHeader`): whole extractions, or numbers to decode."""
+"""The form of a worker's answer (`sie.values.work.ReplyHeader`): whole extractions, or numbers to decode."""
 
 OVERFLOW_POLICIES = ("default", "error", "truncate_text")
 AGGREGATION_STRATEGIES = ("none", "simple", "first", "average", "max")

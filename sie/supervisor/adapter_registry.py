@@ -145,7 +145,7 @@ class AdapterRegistry:
                 elif not record.workers and now_s - record.wanted_since_s > timeout_s:
                     late.append(record)
         for record in late:
-            reason = f"Adapter '{record.spec.id}' cannot be loaded: not there within load_timeout_s ({timeout_s:g} s)"
+            reason = f"Adapter '{record.spec.id}' cannot be loaded: not loaded within load_timeout_s ({timeout_s:g} s)"
             self.fail(record, to_wire(Internal(reason)), now_s)
         return late
 

@@ -18,7 +18,7 @@ from sie.values.errors import Internal, WireError, to_wire, without_paths
 from sie.values.tensor import TensorRule
 
 _MAX_REASON = 300
-"""Characters of a reason in the line that says why the server is not ready."""
+"""Most characters of a model's reason in the line that says why the server is not ready."""
 _MAX_RETRY_S = 1800.0
 _PERMANENT_ATTEMPTS = 8
 _PERMANENT_CLASSES = frozenset({"GATED", "NOT_FOUND", "DEPENDENCY", "CONFIG"})
@@ -30,9 +30,11 @@ _COOL_DOWNS = {"OOM": 2, "STORAGE": 2, "UNKNOWN": 20}
 class Record(msgspec.Struct):
     """One model. card is None until a hub model is fetched. `sie.supervisor.lifecycle` explains stage and places.
 
-    is_pinned: only an explicit unload removes it. is_stale: the next load reads its files again. preparing: a helper
-    reads its files. may_fail: readiness stops waiting for it after a failed load. is_excused: an administrator unloaded
-    it, so readiness does not wait for it until it is loaded again. reports: those of the workers that have it loaded.
+    The booleans are facts that hold in any stage. From settings or an administrator: preload, readiness waits for it;
+    is_pinned, only an explicit unload removes it; may_fail, readiness stops waiting for it after a failed load;
+    is_excused, it was unloaded, so readiness does not wait for it until it is loaded again. About its files: is_stale,
+    the next load reads them again; preparing, a helper reads them now. reports: those of the workers that have it
+    loaded.
     """
 
     spec: ModelSpec
@@ -164,7 +166,7 @@ class ModelRegistry:
     def due_again(self, now_s: float) -> list[Record]:
         """Return the failed models that readiness waits for and whose cool-down is over, now marked as wanted.
 
-        Without this, a server with one failed load would wait for requests that its own unreadiness keeps away.
+        Without this, a server with one failed load would wait for requests that never come while it is not ready.
         """
         due = [
             record
@@ -216,7 +218,7 @@ class ModelRegistry:
     def _note_success(self, record: Record, now_s: float) -> None:
         record.is_excused = False
         record.last_used_s = max(record.last_used_s, now_s)
-        if not record.is_stale:  # else the error is about newer files than it was loaded from
+        if not record.is_stale:  # a stale model's error is about newer files than the loaded ones
             record.error, record.num_attempts = None, 0
 
     def fail(self, record: Record, error: WireError, now_s: float) -> None:
@@ -287,7 +289,7 @@ class ModelRegistry:
 
 
 def _why_missing(record: Record) -> str:
-    """Return why a model is not loaded, for any reader: in one line, and without the server's paths."""
+    """Return why a model is not loaded, in one line without the server's paths, because anyone may read it."""
     if record.error is not None:
         return f"failed: {' '.join(without_paths(record.error).message.split())}"[:_MAX_REASON]
     return "waits for memory" if record.stage.waits_for_memory else _state(record, is_loaded=False)

@@ -1,6 +1,7 @@
-"""The headers of request and reply extents, in which a frontend and a worker describe arrays to each other.
+"""Defines the form of work for a model and of its answer: headers in which a frontend and a worker describe arrays.
 
 They are `array_like` msgspec structs: fields are only ever appended. Shapes: n items, t tokens, d dimensions.
+`sie.values.work_bytes` reads their bytes.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
     Arrays: `times` int64 (3,), nanoseconds: start of the first step (CLOCK_MONOTONIC), time in forward passes, time
     after them; and for each requested output
         dense         `dense` (n, width)
-        sparse        `sparse_offsets` int32 (n + 1,), `sparse_indices` int32 (e,), `sparse_values` (e,)
-        multivector   `multivector_offsets` int32 (n + 1,), `multivector` (rows, width)
+        other kinds of vectors (`sie.values.output_kinds`)  `NAME_offsets` int32 (n + 1,), then the kind's arrays, such as
+                      `sparse_indices` int32 (e,), `sparse_values` (e,) or `multivector` (rows, width)
         extract       `extract_offsets` int32 (n + 1,), `extract` uint8 (bytes,), each item's `Extraction` as msgpack
         token_logits  `token_logits_offsets` int32 (n + 1,), `token_logits` float32 (t, classes)
         boxes         `boxes_offsets` int32 (n + 1,), `boxes` float32 (b, 5 + k): score, centre x and y, width, height
