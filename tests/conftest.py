@@ -5,9 +5,11 @@ A test that harms a server starts its own.
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -43,6 +45,45 @@ class ByServer(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         return "minilm_server" if _shares_minilm(self.config.rootpath / file) else file
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported out of all later garbage collections: a full one took 0.4 s, and some tests ask for it."""
+    gc.collect()
+    gc.freeze()
+
+
+_WAITING = ("tests/chaos/", "tests/conformance/", "tests/process/")
+_COMPUTING = ("tests/property/", "tests/security/", "tests/unit/bench/", "tests/unit/catalog/", "tests/unit/workers/")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Side by side, start the longest group first, mix files that mostly wait with those that mostly compute, small last.
+
+    So the cores are busy all the time, and no long file is left to one process at the end.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    files = list(dict.fromkeys(item.path for item in items))
+    names = [path.relative_to(config.rootpath).as_posix() for path in files]
+    places = dict.fromkeys(files, 2.0)
+    for folders in (_WAITING, _COMPUTING):
+        group = [path for path, name in zip(files, names, strict=True) if name.startswith(folders)]
+        places.update((path, n / len(group)) for n, path in enumerate(group))
+    places.update((path, -1.0) for path in files if _shares_minilm(path))
+    items.sort(key=lambda item: places[item.path])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a test with the mark `timing(alone=True)` run while no other test with the mark `timing` does."""
+    mark = item.get_closest_marker("timing")
+    if mark is None or not hasattr(item.config, "workerinput"):
+        return (yield)
+    shared = item.config._tmp_path_factory.getbasetemp().parent  # of all processes of this run
+    with (shared / "timing.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if mark.kwargs.get("alone") else fcntl.LOCK_SH)
+        return (yield)
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from sie.config.generation import Generation
+from sie.config.generation_settings import Generation
 from sie.values.card import ModelCard, PipelineStep
 from sie.values.generate import GenerateRule, Sampling
 from sie.workers.generation.runner import TextGenerator

@@ -73,6 +73,40 @@ def lookup() -> bytes:
                  [value("y", "FP32", ("batch", 4))], [table])  # fmt: skip
 
 
+def endless() -> bytes:
+    """Return a model whose loop never ends."""
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Sin", ["v"], ["w"])], "body",
+        [value("i", "INT64", ()), value("go", "BOOL", ()), value("v", "FP32", None)],
+        [value("on", "BOOL", ()), value("w", "FP32", None)],
+    )  # fmt: skip
+    true = numpy_helper.from_array(np.array(True), "true")
+    return model([helper.make_node("Loop", ["", "true", "x"], ["y"], body=body)], [value("x", "FP32", ("n",))],
+                 [value("y", "FP32", ("n",))], [true])  # fmt: skip
+
+
+def filled() -> bytes:
+    """Return a model that fills a tensor of the shape `x`."""
+    nodes = [
+        helper.make_node("ConstantOfShape", ["x"], ["big"]),
+        helper.make_node("ReduceSum", ["big"], ["y"], keepdims=0),
+    ]
+    return model(nodes, [value("x", "INT64", ("n",))], [value("y", "FP32", ())])
+
+
+def nested_functions(depth: int, *, is_cycle: bool = False) -> bytes:
+    """Return a model of few functions that stands for 2 ** (depth + 1) nodes, or for nodes without end."""
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("own", 1)]
+    functions = []
+    for number in range(depth):
+        callee = ("Identity", "") if number == 0 and not is_cycle else (f"f{(number - 1) % depth}", "own")
+        nodes = [helper.make_node(callee[0], [a], [b], domain=callee[1]) for a, b in ("ab", "bc")]
+        functions.append(helper.make_function("own", f"f{number}", ["a"], ["c"], nodes, opsets))
+    call = helper.make_node(f"f{depth - 1}", ["x"], ["y"], domain="own")
+    graph = helper.make_graph([call], "test", [value("x", "FP32", ("n",))], [value("y", "FP32", ("n",))])
+    return helper.make_model(graph, opset_imports=opsets, ir_version=9, functions=functions).SerializeToString()
+
+
 def external(location: str) -> bytes:
     """Return a model y = x + W whose weights (2,) are in another file."""
     weights = TensorProto(name="W", data_type=TensorProto.FLOAT, dims=[2], data_location=TensorProto.EXTERNAL)

@@ -1,4 +1,4 @@
-"""F22, F23, F27 to F33: whatever a client sends costs little, harms nobody else, and is answered."""
+"""F22, F23, F27 to F33: any body of a client costs little, harms no other client, and is answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""F35: somebody sets the wall clock: deadlines, watchdogs and what the server says of itself go by another."""
+"""F35: the wall clock is set; deadlines, watchdogs and uptimes follow another clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""F9, F20, F21: a device goes for good, processes are not allowed, the kernel kills a worker for want of memory."""
+"""F9, F20, F21: a device fails permanently, processes cannot be started, the kernel kills a worker for lack of memory."""
 
 from __future__ import annotations
 

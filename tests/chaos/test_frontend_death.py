@@ -1,4 +1,4 @@
-"""F1, F2, F25, F57: a frontend that dies takes its connections along and nothing else; a client that leaves, nothing."""
+"""F1, F2, F25, F57: when a frontend dies, only its connections end; a client that leaves harms nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""F7, F8, F10, F11: an input that harms its worker or its model is answered for itself, and its neighbours are served."""
+"""F7, F8, F10, F11: an input that harms its worker or its model is refused, and other requests are served."""
 
 from __future__ import annotations
 

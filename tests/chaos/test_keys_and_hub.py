@@ -1,4 +1,4 @@
-"""F44, F52, F53: what a server was told at its start goes away: its file of keys, the hub, half of a download."""
+"""F44, F52, F53: the key file, the hub, or half of a download disappears while the server runs."""
 
 from __future__ import annotations
 

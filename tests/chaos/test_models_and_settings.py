@@ -1,4 +1,6 @@
-"""F17, F18, F42, F43: a model's files go or are broken, the settings' file is, models are swapped: what serves goes on."""
+"""F17, F18, F42, F43: files of a model or the settings file are broken or missing, or models are swapped; the served
+models continue.
+"""
 
 from __future__ import annotations
 

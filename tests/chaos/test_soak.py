@@ -19,7 +19,7 @@ def test_the_line_through_the_samples_is_what_a_request_leaves_behind(bytes_each
     assert growth.slope == pytest.approx(bytes_each * 10_000 / MIB, abs=0.05)
 
 
-@pytest.mark.timing
+@pytest.mark.timing(alone=True)
 def test_a_leak_on_purpose_is_caught():
     """8 KiB a request are 78 MiB for 10,000; a warm-up of a few seconds alone may look like 10."""
     growth = soak(pick(6.0, 20.0), leak_kib=8, seed=SEED, is_real=False).growth()

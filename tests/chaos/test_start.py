@@ -1,4 +1,4 @@
-"""F13, F14, F40, F41: a start that cannot succeed says why, at once, and leaves nobody behind."""
+"""F13, F14, F40, F41: a start that cannot succeed gives the reason at once, and leaves no process behind."""
 
 from __future__ import annotations
 

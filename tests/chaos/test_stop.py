@@ -1,4 +1,6 @@
-"""F37, F38, F39: a stop finishes what was accepted, a second one does not wait, and a killed supervisor leaves nobody."""
+"""F37, F38, F39: a stop finishes accepted requests, a second one does not wait, and a killed supervisor leaves no
+process behind.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""F15, F19, F54, F55: what is around the server fails: its memory's bytes, its descriptors, its journal, its watchers."""
+"""F15, F19, F54, F55: the server lacks shared memory or descriptors, or its journal or its watchers are stuck."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import psutil
 import pytest
 from websockets.sync.client import connect as connect_ws
 
-from sie.shm.extent import read_extent
-from sie.shm.extent_headers import WorkHeader
 from sie.shm.large import LargeBudget
 from sie.shm.layout import ProtocolError
 from sie.shm.segment import Segment
 from sie.shm.space import InboundSpace, OutboundSpace
+from sie.values.work import WorkHeader
+from sie.values.work_bytes import read_extent
 from tests.chaos.cluster import DENSE, MODEL, Leaks, cluster, logged
 from tests.chaos.history import open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick

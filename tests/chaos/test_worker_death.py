@@ -1,4 +1,4 @@
-"""F3, F4, F8: a worker that dies costs time, and never an answer."""
+"""F3, F4, F8: when a worker dies, answers are late but not lost."""
 
 from __future__ import annotations
 

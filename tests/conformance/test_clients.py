@@ -1,4 +1,4 @@
-"""The clients that people already have, unmodified, against a running server."""
+"""Unmodified clients against a running server."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def test_openai_dimensions_are_refused_by_a_model_that_was_not_trained_for_them(
     assert len(oai_minilm.embeddings.create(model=MINILM, input="x", dimensions=384).data[0].embedding) == 384
 
 
-def test_openai_token_ids_that_are_none_of_the_models_are_refused_by_field(oai_of_ids):
+def test_openai_token_ids_outside_the_vocabulary_are_refused_by_field(oai_of_ids):
     with pytest.raises(openai.BadRequestError, match="outside the vocabulary") as caught:
         oai_of_ids.embeddings.create(model=MINILM, input=[[30522]])
     assert (caught.value.param, caught.value.code) == ("input", "invalid_request")

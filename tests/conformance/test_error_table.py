@@ -1,4 +1,4 @@
-"""Every row of the reference's error table, caused for real: what is on the wire, and what sie-sdk raises.
+"""Every row of the reference's error table, caused for real: its bytes on the wire, and the exception of sie-sdk.
 
 Source: SIE API reference, sections 12 and 13. `ROWS` has each code of the table and each of ours on every operation that
 can cause it; `ABSENT` says why a code never comes.

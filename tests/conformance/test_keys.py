@@ -1,4 +1,4 @@
-"""API keys, TLS and refusals as the clients meet them that people already have."""
+"""API keys, TLS and refusals, with unmodified clients."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_sie_sdk_sends_its_key(server):
 @pytest.mark.parametrize(
     ("key", "status", "code"), [("", 401, "UNAUTHORIZED"), ("sie_x", 401, "UNAUTHORIZED"), (ADMIN, 403, "FORBIDDEN")]
 )
-def test_sie_sdk_is_told_why_not(server, key, status, code):
+def test_sie_sdk_raises_the_reason_of_a_refusal(server, key, status, code):
     with SIEClient(server.url, api_key=key) as client, pytest.raises(RequestError) as refused:
         client.encode("stub/a", {"text": "x"})
     assert (refused.value.status_code, refused.value.code) == (status, code)

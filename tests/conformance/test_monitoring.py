@@ -1,4 +1,4 @@
-"""The example alert rules and dashboard: every query names metrics and labels that a live server has."""
+"""The example alert rules and dashboard: every query names metrics and labels of a running server."""
 
 from __future__ import annotations
 

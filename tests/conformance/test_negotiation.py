@@ -1,4 +1,4 @@
-"""How requests are read and answers are written: formats, the order in which faults are told, and headers.
+"""Reading of requests and writing of answers: formats, the order of error checks, and headers.
 
 Source: SIE API reference, sections 1, 3, 12 and 13. Each rule is tried on every operation.
 """

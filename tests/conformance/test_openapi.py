@@ -1,4 +1,4 @@
-"""A live server held to its own document: schemathesis, the examples, and the page in a browser."""
+"""A running server against its own document: schemathesis, the examples, and the page in a browser."""
 
 from __future__ import annotations
 

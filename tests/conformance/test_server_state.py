@@ -1,4 +1,4 @@
-"""What the server says of itself, field by field: the list of models, the status feed, the metrics.
+"""The server's reports about itself, field by field: the list of models, the status feed, the metrics.
 
 Source: SIE API reference, section 14. The server has a profile, an adapter, a model that failed and one that was unloaded.
 """

@@ -1,4 +1,4 @@
-"""What clients of the reference stumble over, a test each. Source: SIE API reference, section 20.
+"""Known difficulties of the reference's clients, one test each. Source: SIE API reference, section 20.
 
 Formats (its first point) are in `test_negotiation`, loads and failures (4) in `test_error_table`, the feed (8) in
 `test_server_state`.
@@ -110,7 +110,7 @@ def test_binary_and_ubinary_are_the_same_and_keep_the_width(server: Server) -> N
     assert np.array_equal(bits, np.packbits(stub_rows(["x"], 16)[0] > 0))
 
 
-def test_int8_is_scaled_by_row_and_the_scale_is_not_told(server: Server) -> None:
+def test_int8_is_scaled_by_row_and_the_scale_is_not_sent(server: Server) -> None:
     body = {"items": [{"text": "x"}], "params": {"output_types": ["dense", "multivector"], "output_dtype": "int8"}}
     (item,) = packed(server, "encode", body).unpack()["items"]
     assert item["dense"].keys() == {"dims", "dtype", "values"}

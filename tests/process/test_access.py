@@ -1,4 +1,4 @@
-"""API keys, as clients with and without one meet them."""
+"""API keys, as clients with and without a key see them."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def test_keys_change_while_the_server_runs_and_never_open_it(tmp_path):
             assert (status(INFER), status(fresh), status("nope")) == (200, 200, 401)
             eventually(lambda: str(path) in (json.loads(watcher.recv(WAIT_S))["keys_error"] or ""), "it says so")
             server.log_line("the API keys in force stay")
-            assert manager.wait_for("STATUS", "API keys not taken over")
+            assert manager.wait_for("STATUS", "API keys not reloaded")
             for pid in server.frontends():  # their successors know the keys that are in force, and ask for them
                 os.kill(pid, signal.SIGKILL)
         seen = set()

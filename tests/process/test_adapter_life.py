@@ -1,4 +1,4 @@
-"""Adapters beside everything that may happen to their model: unloads, reloads, evictions, deaths, profiles."""
+"""Adapters during unloads, reloads, evictions and deaths of their model, and in profiles."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_adapter_of_a_model_that_runs_with_none_stops_the_start(tmp_path: Path) 
     ner = save_classifier(tmp_path / "ner", transformers.AutoModelForTokenClassification, ["O", "B-A", "I-A"])
     status, log = run_to_end("--model", f"tiny/ner={ner}", "--lora", f"tiny/ner=tone={tmp_path}")
     assert status == EX_CONFIG
-    assert "lora: Adapter 'tone' cannot be loaded: model 'tiny/ner' is no text encoder (extractor)" in log
+    assert "lora: Adapter 'tone' cannot be loaded: model 'tiny/ner' is not a text encoder (extractor)" in log
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_adapter_of_a_model_that_runs_with_none_stops_the_start(tmp_path: Path) 
         ('lora = "tone"', "does not support option 'lora' (an adapter is named by lora_id)"),
     ],
 )
-def test_profile_whose_adapter_cannot_be_had_stops_the_start(tmp_path: Path, profile: str, reason: str) -> None:
+def test_profile_whose_adapter_is_refused_stops_the_start(tmp_path: Path, profile: str, reason: str) -> None:
     (tmp_path / "models.toml").write_text(f'[models."stub/a".profiles.p.options]\n{profile}\n')
     status, log = run_to_end(
         "--catalog", str(tmp_path / "models.toml"), "--model", "stub/a=stub:", "--lora", "stub/a=tone=stub:"

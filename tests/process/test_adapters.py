@@ -1,4 +1,4 @@
-"""LoRA adapters over the wire, on a running server, by the SDK that people already have."""
+"""LoRA adapters on a running server, with the unmodified SDK."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are loaded and unloaded on request, by whoever may."""
+"""Models that are loaded and unloaded on request, and which clients may do that."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_other_sites_pages_are_refused(server):
     assert get(server.port, "/v1/admin").json() == {"allowed": True}
 
 
-def test_nobody_may_where_the_setting_says_so():
+def test_no_client_may_manage_with_admin_from_nobody():
     with start_server("--model", "stub/a=stub:dense=16", "--admin-from", "nobody") as server:
         status, answer = manage(server, "unload", "stub/a")
         assert (status, answer["detail"]["code"]) == (403, "FORBIDDEN")

@@ -1,4 +1,4 @@
-"""`sie bench` as a user calls it, against a running server: every dialect, both loops, and what it says of trouble."""
+"""`sie bench` against a running server: every dialect, both loops, and its error messages."""
 
 from __future__ import annotations
 

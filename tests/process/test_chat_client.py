@@ -1,4 +1,4 @@
-"""What `sie chat` makes of streams that a stub model never sends: reasoning, errors on the way, and no stream at all."""
+"""`sie chat` with streams that a stub model never sends: reasoning, errors in the stream, and no stream at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from sie.commands import cli
-from sie.commands.chat_client import Answer, ChatError, Message, Question, ask
+from sie.commands.chat_client import Answer, Message, Question, ask
+from sie.commands.http_client import ServerError
 from sie.loadgen.target import parse_target
 
 DONE = b"data: [DONE]\n\n"
@@ -85,5 +86,5 @@ def test_only_the_answer_itself_is_printed_where_no_terminal_is(capsys: pytest.C
     ],
 )
 def test_what_is_no_whole_answer_is_an_error(body: bytes, status: int, said: str) -> None:
-    with serve(body, status) as (url, _), pytest.raises(ChatError, match=said):
+    with serve(body, status) as (url, _), pytest.raises(ServerError, match=said):
         list(ask(parse_target(url), Question(messages=[Message("user", "?")]), Answer()))

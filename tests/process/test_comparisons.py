@@ -1,4 +1,4 @@
-"""Scores by vectors over the wire, on a running server: a ColBERT and a model of the bge-m3 kind, through the SDK."""
+"""Scores by vectors on a running server: a ColBERT and a model of the bge-m3 kind, through the SDK."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _vectors(client: SIEClient, model: str, texts: list[str], output: str, **opt
             client.encode(model, [{"text": text} for text in texts], output_types=[output], options=options)]  # fmt: skip
 
 
-def test_sdk_gets_what_multi_vector_encoder_says(client: SIEClient, colbert: Path) -> None:
+def test_sdk_scores_equal_multi_vector_encoder(client: SIEClient, colbert: Path) -> None:
     documents = _documents(300)  # over more than 40 steps
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""A confined process computes and nothing else, and its helper gets rid of one that does not answer."""
+"""A confined process can only compute, and its helper ends one that does not answer."""
 
 from __future__ import annotations
 

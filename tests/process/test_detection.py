@@ -1,4 +1,4 @@
-"""Detection over the wire, on a running server, by the SDK that people already have."""
+"""Detection on a running server, with the unmodified SDK."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extraction over the wire, on a running server: `/v1/extract`, and the SDK that people already have."""
+"""Extraction on a running server: `/v1/extract`, and the unmodified SDK."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of one worker under more work than it can do: each gets its share of the time, and none waits for long."""
+"""Models of one worker under more work than it can do: each gets its share of the time, and none waits long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies that no client means to send, on every inference route: a typed answer each, and the same processes afterwards.
+"""Random bodies on every inference route: each gets a typed answer, and no process dies.
 
 One half is good bodies with some bytes changed, the other well-formed bodies whose fields hold any value at all. Both are
 seeded, and a failure shows the body.

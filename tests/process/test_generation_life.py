@@ -1,4 +1,4 @@
-"""What streams of every dialect are to each other and to the rest of a server: deaths, tenants, slow readers, shares."""
+"""Streams of every dialect beside each other and the rest of a server: deaths, other models, slow readers, shares."""
 
 from __future__ import annotations
 

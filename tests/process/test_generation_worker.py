@@ -1,4 +1,4 @@
-"""A worker process that generates: streams beside each other, beside texts, and what is blamed when it dies."""
+"""A worker process that generates: parallel streams, other models beside it, and which input is blamed when it dies."""
 
 from __future__ import annotations
 

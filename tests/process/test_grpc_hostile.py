@@ -1,4 +1,4 @@
-"""Hostile and broken gRPC clients on a running server: each ends by name or in time, and the next call is a good one."""
+"""Hostile and broken gRPC clients on a running server: each ends with a reason or in time, and the next call succeeds."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         ({"x-api-key": METRICS}, "PERMISSION_DENIED"), ({"x-api-key": INFER}, ""), ({"authorization": f"Bearer {INFER}"}, ""),
     ],
 )  # fmt: skip
-def test_a_key_lets_in_to_what_its_scopes_say(locked: Server, headers: dict[str, str], code: str):
+def test_a_key_opens_the_methods_of_its_scopes(locked: Server, headers: dict[str, str], code: str):
     with connect(locked) as client:
         assert client.is_server_live()
         if not code:

@@ -1,4 +1,4 @@
-"""A frontend holds a bounded number of bytes for clients that do not send, or do not read, and not for ever."""
+"""A frontend holds a bounded number of bytes, for a bounded time, for clients that do not send or do not read."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from collections.abc import Iterator
 import msgpack
 import pytest
 
-from tests.process.harness import Server, eventually, start_server
+from sie.frontend.grpc.transport import frames
+from tests.process.grpc_floods import a_request
+from tests.process.harness import Server, eventually, free_port, start_server
 from tests.process.keys import INFER, METRICS, bearer, entry, write_keys
+from tests.process.test_grpc_hostile import KSERVE, Raw
 from tests.process.wire import MSGPACK, TIMEOUT_S, connect, raw_request, read_response, send_raw
+from tests.unit.frontend.grpc.transport.peer import OPENING, block, data, headers, prefixed
 
 MIB = 1 << 20
 MAX_BYTES = 64 * MIB
@@ -29,8 +33,8 @@ PACKED = {"content-type": MSGPACK, "accept": MSGPACK}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = write_keys(tmp_path_factory.mktemp("keys") / "keys.toml", entry("one", ONE, ["infer"], max_concurrent=1))
     with start_server(
-        *MODEL, "--frontends", "1", "--api-keys", str(keys), "--max-held-bytes", str(MAX_BYTES),
-        "--unread-timeout-s", f"{UNREAD_S:g}",
+        *MODEL, "--model", "id=stub:tensor", "--frontends", "1", "--grpc-port", str(free_port()), "--api-keys", str(keys),
+        "--max-held-bytes", str(MAX_BYTES), "--unread-timeout-s", f"{UNREAD_S:g}",
     ) as running:  # fmt: skip
         yield running
 
@@ -78,6 +82,21 @@ def test_answers_that_nobody_reads_are_bounded_and_the_greediest_is_cut_first(se
         assert MAX_BYTES / 2 < metric(server, "sie_held_bytes") <= MAX_BYTES
         assert is_cut(greedy)
         assert not any(is_cut(sock) for sock in others)
+    wait_all_read(server)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_key_has_its_grpc_request_back_when_the_answer_has_left(server: Server, is_read: bool):
+    call = headers(1, block(path=f"{KSERVE}/ModelInfer", **bearer(ONE))) + data(1, prefixed(a_request("id", 1000)))
+    with Raw(server) as raw:
+        raw.send(OPENING + frames.settings_frame({frames.INITIAL_WINDOW_SIZE: 0}) + call)
+        raw.frames(kinds=(frames.HEADERS,))
+        for _ in range(3):
+            assert send_raw(server.port, ask(1, ONE)).status == 429
+        if is_read:
+            raw.send(frames.frame(frames.WINDOW_UPDATE, 0, 1, (1 << 20).to_bytes(4, "big")))
+            eventually(lambda: send_raw(server.port, ask(1, ONE)).status == 200, "room for the next request")
+    eventually(lambda: send_raw(server.port, ask(1, ONE)).status == 200, "room for the next request")
     wait_all_read(server)
 
 
@@ -139,12 +158,12 @@ def test_a_key_has_its_request_back_when_the_answer_is_read(server: Server):
             assert send_raw(server.port, ask(100, ONE)).status == 200
 
 
-def test_a_long_refusal_gives_a_key_its_request_back_once(server: Server):
+def test_a_refusal_of_long_values_is_short_and_gives_a_key_its_request_back_once(server: Server):
     for path, fields in (("/v1/embeddings", {"model": "x" * 20_000}), (PATH, {"items": [{"text": "a"}], "model": 1})):
         body = json.dumps({"input": "a", "params": {"output_types": ["y" * 20_000]}, **fields}).encode()
         refused = send_raw(server.port, raw_request(path, body, {"content-type": "application/json", **bearer(ONE)}))
         assert refused.status in {400, 404}
-        assert len(refused.body) > 16_384
+        assert len(refused.body) < 2_000
     eventually(lambda: metric(server, "sie_held_bytes") == 0, "it is read")
     assert metric(server, "sie_api_key_running") == 0
 

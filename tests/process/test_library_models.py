@@ -1,4 +1,4 @@
-"""GLiNER and GLiClass over the wire, on a running server, by the SDK that people already have."""
+"""GLiNER and GLiClass on a running server, with the unmodified SDK."""
 
 from __future__ import annotations
 

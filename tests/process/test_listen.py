@@ -1,7 +1,8 @@
-"""Where a server listens, and over what: TLS, client certificates, a Unix socket, and what it says about open doors."""
+"""Listening addresses and transports: TLS, client certificates, a Unix socket, and warnings about exposed addresses."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import shutil
@@ -10,12 +11,14 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import time
+import warnings
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.process.harness import EX_CONFIG, WAIT_S, eventually, run_to_end, start_server
+from tests.process.harness import EX_CONFIG, WAIT_S, Server, eventually, free_port, run_to_end, start_server
 from tests.process.keys import INFER, bearer, write_keys
 from tests.process.wire import get, raw_request, read_response
 
@@ -87,12 +90,45 @@ def check_bench(pki: Path, port: int) -> None:
     subprocess.run([*command, *shown], timeout=60, capture_output=True, check=True)
 
 
+def check_attackers(server: Server, pki: Path, context: ssl.SSLContext) -> None:
+    """Handshakes that are begun, cut, or none delay nobody's, and old versions are refused, over HTTP and gRPC."""
+    hello = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="localhost").do_handshake()
+    first = hello.read()
+    with contextlib.ExitStack() as stack:
+        for port in (server.port, server.grpc_port):
+            for data in (
+                b"",
+                first[:40],
+                first,
+                b"\x16\x03\x01\x40\0" + bytes(100),
+                b"GET / HTTP/1.1\r\n\r\n",
+                bytes(200),
+            ):
+                for _ in range(25):
+                    stack.enter_context(socket.create_connection(("localhost", port), 10)).sendall(data)
+        began_s = time.monotonic()
+        for _ in range(5):
+            assert get_tls(server.port, context) == 200
+        assert time.monotonic() - began_s < 5
+    for port, version in ((server.port, ssl.TLSVersion.TLSv1_2), (server.grpc_port, ssl.TLSVersion.TLSv1_1)):
+        old = client_context(pki, shows_certificate=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            old.minimum_version, old.maximum_version = min(version, old.minimum_version), version
+        old.set_ciphers("ALL:@SECLEVEL=0")
+        with socket.create_connection(("localhost", port), 10) as plain, pytest.raises((ssl.SSLError, ConnectionError)):
+            old.wrap_socket(plain, server_hostname="localhost")
+
+
 @needs_openssl
 def test_tls_serves_http_1_alone_and_to_clients_with_a_certificate_alone(pki, tmp_path):
     keys = write_keys(tmp_path / "keys.toml")
     with start_server(
         *STUB, "--tls-cert", str(pki / "server.pem"), "--tls-key", str(pki / "server.key"),
         "--tls-client-ca", str(pki / "ca.pem"), "--api-keys", str(keys), "--host", "localhost",
+        "--grpc-port", str(free_port()),
     ) as server:  # fmt: skip
         shown = client_context(pki, shows_certificate=True)
         assert get_tls(server.port, shown) == 200
@@ -103,6 +139,7 @@ def test_tls_serves_http_1_alone_and_to_clients_with_a_certificate_alone(pki, tm
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             get(server.port, "/readyz")
         check_bench(pki, server.port)
+        check_attackers(server, pki, shown)
         offers = client_context(pki, shows_certificate=True, offers=("h2", "http/1.1"))
         with (
             socket.create_connection(("localhost", server.port), 10) as plain,
@@ -194,12 +231,12 @@ def test_what_a_killed_server_left_is_replaced_and_nothing_else_is(short_path):
 
 def test_address_that_others_can_reach_is_warned_of(tmp_path):
     with start_server(*STUB, "--host", "0.0.0.0", "--api-keys", str(write_keys(tmp_path / "keys.toml"))) as server:
-        server.log_line("there is no tls_cert: API keys and texts cross the network in clear")
-        assert "whoever can reach" not in server.output.text()
+        server.log_line("there is no tls_cert: API keys and texts cross the network unencrypted")
+        assert "anyone who can reach" not in server.output.text()
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "256.1.1.1", "1.2.3.4:80", "http://localhost", "x" * 300])
-def test_host_that_is_none_is_named(host):
+def test_malformed_host_is_named(host):
     status, said = run_to_end(*STUB, "--host", host)
     assert status == EX_CONFIG, said
     assert "host: " in said

@@ -1,4 +1,4 @@
-"""Too little memory, for a step or for a model, as a client meets it."""
+"""Too little memory for a step or a model, as a client sees it."""
 
 from __future__ import annotations
 

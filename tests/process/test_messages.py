@@ -53,7 +53,7 @@ def test_the_end_has_its_reason(client: anthropic.Anthropic) -> None:
     assert stopped.content[0].text == "user: hello\n"
 
 
-def test_an_answer_goes_on_where_it_was_begun(client: anthropic.Anthropic) -> None:
+def test_an_answer_continues_the_assistants_text(client: anthropic.Anthropic) -> None:
     begun: Any = {"model": "m", "messages": [*HELLO, {"role": "assistant", "content": "so"}]}
     message = client.messages.create(max_tokens=99, **begun)
     assert message.content[0].type == "text"

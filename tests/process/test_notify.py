@@ -1,4 +1,4 @@
-"""What the service manager hears: when, in which order, and what it stops to hear when something hangs."""
+"""The messages to the service manager: when, in which order, and which ones stop when a process hangs."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def answers(port: int) -> bool:
         return False
 
 
-def test_a_stopped_supervisor_feeds_nobody():
+def test_a_stopped_supervisor_does_not_feed_the_watchdog():
     with ServiceManager(watchdog_s=1) as manager, start_server(*STUB, env=manager.env) as server:
         manager.wait_for("WATCHDOG")
         os.kill(server.process.pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Sparse vectors and vectors of tokens over the wire, on a running server, by the SDK that people already have."""
+"""Sparse and token vectors on a running server, with the unmodified SDK."""
 
 from __future__ import annotations
 

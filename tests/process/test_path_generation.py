@@ -1,4 +1,4 @@
-"""Text from the routes whose path names the model: the SIE one, with the unmodified client, and KServe's."""
+"""Text generation on the routes whose path names the model: the SIE route with the unmodified client, and KServe's."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_tritons_clients_send_the_text_as_a_tensor(server: Server, client: Any) 
 
 
 @pytest.mark.parametrize("path", ["/v2/models/org/m.1", "/v2/models/org/m.1/versions/1"])
-def test_a_text_comes_out_of_a_text(server: Server, path: str) -> None:
+def test_text_input_gives_text_output(server: Server, path: str) -> None:
     parameters = {"max_tokens": 7, "temperature": 0.0, "stream": False}
     expected = {"model_name": "org/m.1", "model_version": "1", "text_output": "hello f"}
     assert ask(server, f"{path}/generate", {"text_input": PROMPT, "parameters": parameters}) == (200, expected)

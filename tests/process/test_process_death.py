@@ -1,4 +1,4 @@
-"""A frontend that dies is replaced while the others serve; a supervisor that dies leaves nobody behind."""
+"""A frontend that dies is replaced while the others serve; a supervisor that dies leaves no process behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles: as entries of their own, in a request's options, and with the clients that people have."""
+"""Profiles: as entries of their own, in a request's options, and with unmodified clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""SIGHUP: what can change in a running server changes, and a broken file changes nothing and is told everywhere."""
+"""SIGHUP: settings that can change in a running server change; a broken file changes nothing and is reported
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def test_limits_and_levels_change_without_a_restart_and_the_rest_is_named(tmp_pa
         eventually(lambda: status_of(server, 101) == 200, "the old limit")
 
 
-def test_a_broken_file_keeps_the_old_settings_and_is_told(tmp_path):
+def test_a_broken_file_keeps_the_old_settings_and_is_reported(tmp_path):
     file = tmp_path / "sie.toml"
     write(file, limits="max_items = 100")
     with ServiceManager() as manager, start_server("--config", str(file), env=manager.env) as server:
@@ -121,4 +123,4 @@ def test_a_shorter_load_timeout_counts_for_an_adapter_that_loads(tmp_path):
         assert "is loading" in message()
         file.write_text(f"{models}load_timeout_s = 1\n")
         reload(server, "settings reloaded: load_timeout_s")
-        eventually(lambda: "not there within load_timeout_s (1 s)" in message(), "the end of the load")
+        eventually(lambda: "not loaded within load_timeout_s (1 s)" in message(), "the end of the load")

@@ -1,4 +1,4 @@
-"""A renewed certificate: taken over while requests go on, kept out when it is broken, and told of."""
+"""A renewed certificate: used while requests continue, refused when it is broken, and reported."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_renewed_certificate_is_taken_over_and_no_request_fails(issued, served):
     assert set(clients.outcomes) == {"200"}, clients.outcomes
 
 
-def test_broken_certificate_changes_nothing_and_is_told_of(issued, served):
+def test_broken_certificate_changes_nothing_and_is_reported(issued, served):
     with ServiceManager() as manager, start_server(*flags(served), env=manager.env) as server:
         assert told(server) is None
         shutil.copyfile(issued / "new.pem", served / "tls.pem")  # and the key is still the old one

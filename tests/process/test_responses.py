@@ -1,9 +1,10 @@
-"""`/v1/responses` with the unmodified openai client: made, streamed, kept, found again, stopped, and whose they are."""
+"""`/v1/responses` with the unmodified openai client: create, stream, store, retrieve, cancel, and ownership."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def test_logprobs_and_a_form(client: openai.OpenAI) -> None:
     assert json.loads(bound.output_text) == schema, "the stub answers with the grammar itself"
 
 
-def test_conversation_goes_on_without_its_instructions(client: openai.OpenAI) -> None:
+def test_conversation_continues_without_its_instructions(client: openai.OpenAI) -> None:
     first = client.responses.create(model="m", input="hello", instructions="be brief")
     call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     output: Any = {"type": "function_call_output", "call_id": "c", "output": "42"}
@@ -327,14 +328,14 @@ def test_cancel_at_any_frontend_frees_the_engine(server: Server) -> None:
     wait_no_extents(server.port)
 
 
-def test_deletion_stops_what_is_made(server: Server, client: openai.OpenAI) -> None:
+def test_deletion_stops_a_running_response(server: Server, client: openai.OpenAI) -> None:
     begun = client.responses.create(**ENDLESS, background=True)
     eventually(lambda: running(server) == 1, "it does not run")
     client.responses.delete(begun.id)
     eventually(lambda: running(server) == 0, "its work still runs", 20.0)
 
 
-def test_background_stream_goes_on_without_its_client(client: openai.OpenAI) -> None:
+def test_background_stream_continues_without_its_client(client: openai.OpenAI) -> None:
     stream = client.responses.create(model="slow", input="hello", background=True, stream=True)
     first = next(iter(stream))
     assert first.type == "response.created"
@@ -345,7 +346,32 @@ def test_background_stream_goes_on_without_its_client(client: openai.OpenAI) -> 
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
-def test_restart_keeps_what_was_and_fails_what_ran(tmp_path: Path) -> None:
+def test_full_disk_is_said_once_and_costs_only_what_would_be_kept(server: Server, client: openai.OpenAI) -> None:
+    """A limit on the size of files stands in for the disk: the log of changes may not grow."""
+
+    def limit_files(nbytes: int) -> None:
+        for pid in server.frontends():
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+    first = client.responses.create(model="m", input="hello")
+    limit_files(0)
+    try:
+        for _ in range(5):
+            made = client.responses.create(model="m", input="hello")
+            assert (made.status, made.output_text, made.model_dump()["store"]) == ("completed", ECHO, False)
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.responses.create(model="m", input="hello", background=True)
+            assert (caught.value.status_code, caught.value.code) == (503, "responses_unavailable")
+        assert client.responses.retrieve(first.id).id == first.id
+    finally:
+        limit_files(resource.RLIM_INFINITY)
+    later = client.responses.create(model="m", input="hello")
+    assert client.responses.retrieve(later.id) == later
+    client.responses.delete(first.id)
+    assert server.output.text().count("responses cannot be kept") <= 2 * len(server.frontends())
+
+
+def test_restart_keeps_ended_responses_and_fails_running_ones(tmp_path: Path) -> None:
     flags = (
         "--model",
         "slow=stub:generate,latency_ms=30,max_tokens=8192",

@@ -1,4 +1,4 @@
-"""Scores over the wire, on a running server: `/v1/score`, `/v1/rerank`, and the SDK that people already have."""
+"""Scores on a running server: `/v1/score`, `/v1/rerank`, and the unmodified SDK."""
 
 from __future__ import annotations
 

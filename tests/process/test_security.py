@@ -1,4 +1,4 @@
-"""What attackers of other servers found, tried on this one. The numbers are those of docs/security.md."""
+"""Attacks on other servers, tried on this one. The numbers are those of docs/security.md."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_s13_a_second_request_hidden_by_two_lengths_is_not_answered(server, leng
     assert b"sie_requests_total" not in received
 
 
-@pytest.mark.timing
+@pytest.mark.timing(alone=True)
 def test_s29_a_refusal_takes_as_long_whatever_is_wrong_with_the_key(server):
     """The look-up is by a digest, so no length of a right beginning shows; this would see a comparison that stops early."""
     near, far = INFER[:-1] + "X", "X" + INFER[1:]
@@ -265,7 +265,7 @@ def test_s39_own_pages_and_those_that_a_setting_names_may(keyless, headers):
         assert sock.recv(64).split()[1] == b"101"
 
 
-def test_s39_client_without_host_may(keyless):
+def test_s39_client_without_host_is_allowed(keyless):
     assert send_raw(keyless.port, b"GET /v1/models HTTP/1.0\r\n\r\n").status == 200
     for name in ("localhost", "127.0.0.1"):
         with grpc.insecure_channel(f"{name}:{keyless.grpc_port}") as channel:

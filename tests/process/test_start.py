@@ -1,4 +1,4 @@
-"""What stops a start says so in one line, names the setting and exits with 78."""
+"""A start that is refused gives one line with the setting, and exits with 78."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dashboard and a scraper see of a running server: `/ws/status` and `/metrics`."""
+"""`/ws/status` and `/metrics` of a running server, as a dashboard and a scraper see them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM finishes what was accepted and refuses what is new; a second one does not wait."""
+"""SIGTERM finishes accepted requests and refuses new ones; a second one does not wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stubs with every combination of their flags: what one says that it can do, it does, and refuses the rest by name."""
+"""Stubs with every combination of flags: each serves exactly its operations, and refuses the others by name."""
 
 from __future__ import annotations
 

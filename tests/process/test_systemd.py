@@ -1,4 +1,4 @@
-"""The server under a real systemd, installed and started as an operator does it. Skipped where none can be booted."""
+"""The server under a real systemd, installed and started as an operator does it. Skipped if none can be booted."""
 
 from __future__ import annotations
 

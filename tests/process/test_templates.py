@@ -1,4 +1,4 @@
-"""A checkpoint whose chat template is hostile: it harms nobody but those who ask it, and not even them for long."""
+"""A checkpoint with a hostile chat template affects only its own requests, and those only for a short time."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Stranger:
                 time.sleep(0.002)
 
 
-@pytest.mark.timing
+@pytest.mark.timing(alone=True)
 @pytest.mark.parametrize("name", list(HOSTILE))
 def test_a_hostile_template_stalls_no_stranger(server: Server, name: str):
     assert chat(server, "good", "a").status == 200

@@ -1,4 +1,4 @@
-"""What tensor requests may ask for beside tensors, over HTTP and gRPC: images, priorities, settings, and how it is told."""
+"""Features of tensor requests beside tensors, over HTTP and gRPC: images, priorities, settings, and their errors."""
 
 from __future__ import annotations
 

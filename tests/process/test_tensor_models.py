@@ -1,4 +1,4 @@
-"""A server with a model repository: what loads, what does not, and what the rest of the server sees of it."""
+"""A server with a model repository: which models load, which do not, and what other routes show of them."""
 
 from __future__ import annotations
 

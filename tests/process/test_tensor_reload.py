@@ -1,4 +1,4 @@
-"""Repository models that are loaded anew while requests come: nobody hears of it."""
+"""Repository models that are reloaded under traffic: no request fails."""
 
 from __future__ import annotations
 

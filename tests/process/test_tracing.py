@@ -1,4 +1,4 @@
-"""Traces as a collector gets them, and what a request tells about its own."""
+"""Traces as a collector receives them, and the trace headers of answers."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_start_without_the_library_is_refused_by_name(tmp_path):
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     status, text = run_to_end("--model", "stub/a=stub:", "--tracing", env={"PYTHONPATH": path})
     assert status == EX_CONFIG
-    assert "pip install 'sie[otel]'" in text
+    assert "pip install 'ringserve[otel]'" in text
 
 
 def test_dead_collector_costs_no_request_and_no_stop():

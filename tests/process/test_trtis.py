@@ -1,4 +1,4 @@
-"""The TensorRT Inference Server v1 API on a running server, as its clients of both generations write and read it."""
+"""The TensorRT Inference Server v1 API on a running server, with the clients of both generations."""
 
 from __future__ import annotations
 

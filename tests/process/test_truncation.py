@@ -198,6 +198,8 @@ def test_kserve_over_http_has_a_parameter_and_a_header(server: Server, binary: b
         assert (result.get_response()["id"], result.as_numpy("dense").shape) == ("r", (3, 16))
         result = client.infer("dense", [texts_input(triton_http.InferInput, "text", FITS)], outputs=wanted)
         assert "parameters" not in result.get_response()
+        classes = [triton_http.InferRequestedOutput("dense", binary_data=binary, class_count=2)]
+        assert client.infer("dense", inputs, outputs=classes).get_response()["parameters"] == {"truncated": "0,2"}
     body = {"inputs": [{"name": "text", "shape": [2], "datatype": "BYTES", "data": ["w1", LONG]}]}
     assert httpx.post(f"{server.url}/v2/models/dense/infer", json=body).headers[HEADER] == "1"
 
@@ -211,6 +213,8 @@ def test_kserve_over_grpc_has_a_parameter(server: Server) -> None:
         result = client.infer("ce", inputs, request_id="r")
         assert result.get_response().parameters["truncated"].string_param == "1"
         assert (result.get_response().id, result.as_numpy("score").shape) == ("r", (2,))
+        classes = [triton_grpc.InferRequestedOutput("score", class_count=1)]
+        assert client.infer("ce", inputs, outputs=classes).get_response().parameters["truncated"].string_param == "1"
         result = client.infer("dense", [texts_input(triton_grpc.InferInput, "text", FITS)])
         assert not result.get_response().parameters
 

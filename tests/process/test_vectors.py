@@ -1,4 +1,4 @@
-"""Vectors over the wire are the model's own: compared with sentence-transformers, alone and in every place of a batch."""
+"""Vectors on the wire are the model's own: compared with sentence-transformers, alone and at every place of a batch."""
 
 from __future__ import annotations
 

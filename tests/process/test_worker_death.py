@@ -1,4 +1,4 @@
-"""A worker that is killed or hangs costs time, never an answer."""
+"""When a worker is killed or hangs, answers are late but not lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In whatever pieces tokens and texts come, what a client gets of an answer is the same."""
+"""A client gets the same answer for any pieces in which tokens and texts arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random lives of requests to generate: each choice gets exactly its tokens, in order and once, whatever comes between.
+"""Random sequences of events for generation requests: each choice gets exactly its tokens, in order and once.
 
 The stub reads what it continues from its blocks, so that a block with the wrong contents shows in the text.
 """

@@ -1,4 +1,6 @@
-"""The books of blocks against plain dictionaries: none lost, none of two meanings, and what is found is what was entered."""
+"""Allocation of blocks against plain dictionaries: none lost, none used twice, and the prefix cache finds only entered
+prefixes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens to a model or an adapter, in whatever order, its state is one that the tables know, and means one thing."""
+"""For any order of events, the state of a model or an adapter is one of the tables' states, and has one meaning."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sie.catalog.spec import ModelSpec
 from sie.ipc.messages import AdapterReport, ModelEntry, ModelReport
-from sie.supervisor.adapters import AdapterRegistry
+from sie.supervisor.adapter_registry import AdapterRegistry
 from sie.supervisor.lifecycle import Event, LifecycleError, Place, Stage, can, next_place, next_stage
-from sie.supervisor.models import ModelRegistry
+from sie.supervisor.model_registry import ModelRegistry
 from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import Internal, to_wire
 
@@ -70,7 +70,7 @@ def test_what_cannot_happen_is_refused():
 
 
 @given(st.lists(st.sampled_from(["ask", *REPORTS]), max_size=12))
-def test_a_place_is_what_its_worker_said_last(events: list[Any]) -> None:
+def test_a_place_is_the_last_report_of_its_worker(events: list[Any]) -> None:
     place = Place.ABSENT
     for happened in events:
         before, place = place, next_place(place, happened)

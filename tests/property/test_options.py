@@ -1,4 +1,4 @@
-"""What a request's options come to, against a reference that is written in the words of the specification."""
+"""The effective options of a request, against a reference that follows the specification's text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model writes, taken apart: for every split the same text, reasoning and calls as all at once."""
+"""A model's output, parsed: for every split the same text, reasoning and calls as all at once."""
 
 from __future__ import annotations
 

@@ -19,22 +19,22 @@ from hypothesis import event, example, given, settings
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.config.limits import Limits
+from sie.frontend.dialects.native.dialect import DIALECT, ENCODE
 from sie.frontend.fastpath.dispatch import FastPath
 from sie.frontend.fastpath.encode import EncodeFastPath
 from sie.frontend.generation.start import Generator
-from sie.frontend.grpc.kserve_service import KServeGrpc
-from sie.frontend.grpc.trtis_service import TrtisGrpc
+from sie.frontend.grpc.kserve import KServeGrpc
+from sie.frontend.grpc.trtis import TrtisGrpc
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.models.admin import ModelAdmin
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.encode import Encoder
 from sie.frontend.operations.extraction.extract import Extractor
 from sie.frontend.operations.score import Scorer
 from sie.frontend.routes.embed import Inference
 from sie.frontend.routes.kserve import KServe
-from sie.frontend.routes.table import ENCODE
-from sie.frontend.routes.trtis import Trtis
+from sie.frontend.services.trtis_service import TrtisService
 from sie.frontend.tensors.encoded_images import TensorImages
 from sie.frontend.tensors.infer import Tensors
 from sie.frontend.tensors.text_models import TextTensors
@@ -82,20 +82,21 @@ class Desk:
         meter = SimpleNamespace(record_first_token=lambda *_: None, record_next_token=lambda *_: None)
         self.generator = Generator(engine, models, rig.settings.generation, meter)
         encoder, scorer = Encoder(engine, models, limits, pool, images), Scorer(engine, models, limits, pool)
-        texts = TextTensors(encoder, scorer, lambda: self.generator, lambda: limits)
+        texts = TextTensors(encoder, scorer, lambda: self.generator, limits=lambda: limits, watch=lambda *_: None)
         tensors = Tensors(engine, models, ModelAdmin(models, lambda _message: None), pool,
-                          texts=texts, images=TensorImages(images, lambda: limits))  # fmt: skip
+                          texts=texts, images=TensorImages(images, lambda: limits), watch=lambda *_: None,
+                          decode_pool=pool, served=lambda _: None)  # fmt: skip
         self.process: Any = SimpleNamespace(
             settings=rig.settings, models=models, engine=engine, tensors=tensors, encoder=encoder, scorer=scorer,
             extractor=Extractor(engine, models, limits, pool, images), adapters=None, access=None, host_check=None, tracing=None,
             bodies=None, requests=set(), is_draining=False, timeout_ns=lambda _wanted: FAR_NS // 2,
             check_accepting=lambda: None, watch_client=lambda *_: None,
-            metrics=SimpleNamespace(record_last_inference=lambda _model: None),
+            decode_pool=pool,
         )  # fmt: skip
         self.inference = Inference(self.process, ())
-        self.kserve = KServe(self.process, pool)
-        self.kserve_grpc = KServeGrpc(self.process, self.kserve, pool)
-        self.trtis_grpc = TrtisGrpc(self.process, Trtis(self.process, self.kserve, pool), pool)
+        self.kserve = KServe(self.process)
+        self.kserve_grpc = KServeGrpc(self.process, self.kserve.service)
+        self.trtis_grpc = TrtisGrpc(TrtisService(self.process))
         self.fast_path = FastPath(self, self.process, {ENCODE: EncodeFastPath(self.process, self.inference)})
 
     def _start_worker(self, slot: int) -> Worker:
@@ -211,7 +212,6 @@ class Desk:
     def close(self) -> None:
         self.rig.close()
         self.pool.shutdown()
-        self.inference.pool.shutdown()
 
 
 Ask = Callable[[Desk], Awaitable[Any]]
@@ -235,16 +235,22 @@ def http(model: str, body: object) -> Any:
     return SimpleNamespace(**fields, owner="", read_body=read, take_body=lambda _bodies: content)
 
 
+def native(desk: Desk, label: str, exchange: Any) -> Awaitable[Any]:
+    """Ask the handler of the native route that is counted under this label."""
+    codec = next(row.codec for row in DIALECT.rows if row.label == label)
+    return desk.inference.handler_of(codec)(exchange)
+
+
 def encode(desk: Desk) -> Awaitable[Any]:
-    return desk.inference.encode(http("dense", {"items": [{"text": "a"}]}))
+    return native(desk, "encode", http("dense", {"items": [{"text": "a"}]}))
 
 
 def score(desk: Desk) -> Awaitable[Any]:
-    return desk.inference.score(http("score", {"query": {"text": "a"}, "items": [{"text": "b"}]}))
+    return native(desk, "score", http("score", {"query": {"text": "a"}, "items": [{"text": "b"}]}))
 
 
 def extract(desk: Desk) -> Awaitable[Any]:
-    return desk.inference.extract(http("extract", {"items": [{"text": "a b"}], "params": {"labels": ["c"]}}))
+    return native(desk, "extract", http("extract", {"items": [{"text": "a b"}], "params": {"labels": ["c"]}}))
 
 
 def infer(desk: Desk) -> Awaitable[Any]:

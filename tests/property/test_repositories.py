@@ -1,4 +1,5 @@
-"""Whatever administrators do to a repository, each call says what happened, and no fault takes a model that serves away.
+"""For any actions of administrators on a repository, each call reports its result, and no error removes a serving
+model.
 
 The supervisor's side, two workers' hosts and a frontend's side are the real ones. Files, helper processes and channels are
 not: messages and ends of loads come in an order that is drawn.
@@ -27,7 +28,7 @@ from sie.catalog.files import refuse
 from sie.catalog.spec import ModelSpec, RepositoryModel
 from sie.config.settings import Settings
 from sie.frontend.models.admin import ModelAdmin
-from sie.frontend.models.table import ModelTable
+from sie.frontend.models.model_table import ModelTable
 from sie.frontend.tensors.lookup import TensorTable
 from sie.frontend.tensors.repository import RepositoryAdmin
 from sie.frontend.tensors.states import reason_of
@@ -36,13 +37,14 @@ from sie.runtime.progress import Progress
 from sie.supervisor.child import Child
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.loads import Loads
-from sie.supervisor.models import ModelRegistry
+from sie.supervisor.model_registry import ModelRegistry
 from sie.supervisor.repository import Repositories
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed, SieError, WireError, to_wire
 from sie.values.tensor import TensorRule
 from sie.workers.loading import hosting
-from sie.workers.loading.hosting import Host
+from sie.workers.loading.states import LoadState
+from tests.unit.workers.loading.stepped_host import SteppedHost
 
 NAMES = ("a", "b")
 UNREADABLE, UNLOADABLE = 1, 2
@@ -62,27 +64,6 @@ class Files(msgspec.Struct):
     def chosen(self) -> list[str]:
         newest = sorted(self.versions, key=int)
         return [] if self.is_broken else newest if self.serves_all else newest[-1:]
-
-
-class SteppedHost(Host):
-    """A worker's host whose loads run when the test says so."""
-
-    def _start_next(self) -> None:
-        if self._pending and self._current is None:
-            self._current = self._pending.popleft()
-
-    @property
-    def has_work(self) -> bool:
-        return self._current is not None or not self._events.empty() or bool(self.unloading())
-
-    def step(self) -> None:
-        """End the running load, take what was staged, or free a model."""
-        if self._current is not None:
-            self._load(self._current)
-        if not self._events.empty():
-            self.collect()
-        for model in self.unloading()[:1]:
-            self.finish_unload(model)
 
 
 def build(card: ModelCard, _progress: Any) -> Any:
@@ -246,7 +227,7 @@ class World:
                 continue
             for slot in entry.workers:
                 hosted = self.hosts[slot].models[entry.card.id]
-                assert hosted.state == "loaded"
+                assert hosted.state is LoadState.LOADED
                 assert hosted.card.revision == entry.card.revision
             served[version] = int(entry.card.revision or 0)
         return served

@@ -1,4 +1,4 @@
-"""Whatever a model writes, a response's stream is numbered without a gap, ends once, and says what the object says."""
+"""For any output of a model, a response's stream is numbered without a gap, ends once, and agrees with the object."""
 
 from __future__ import annotations
 

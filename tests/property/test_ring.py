@@ -25,9 +25,10 @@ from hypothesis.stateful import (
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.extent import is_cancelled, set_cancelled
 from sie.shm.large import LargeBudget
-from sie.shm.layout import ERROR, PROLOGUE_BYTES, RELEASE, REPLY, SUBMIT, Descriptor
+from sie.shm.layout import ERROR, RELEASE, REPLY, SUBMIT, Descriptor
 from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
+from sie.values.work_bytes import PROLOGUE_BYTES
 
 _CAPACITY = 4
 _REQUEST_BYTES = 64 * 12

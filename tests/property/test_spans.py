@@ -1,4 +1,4 @@
-"""Which of overlapping spans stay, against a reference that compares every two, in the words of the library's rule."""
+"""The overlapping spans that remain, against a reference that compares every two by the library's rule."""
 
 from __future__ import annotations
 

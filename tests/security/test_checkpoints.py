@@ -1,4 +1,4 @@
-"""A checkpoint of a stranger costs the server nothing but that model: its load is refused, or its requests are answered."""
+"""A hostile checkpoint affects only its own model: its load is refused, or its requests are answered."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import json
 import os
 import shutil
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 import transformers
+from safetensors.torch import save_file
 
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import parse_model_spec
@@ -26,11 +29,13 @@ from sie.values.card import ModelCard
 from sie.values.errors import Internal, ModelLoadFailed, WireError
 from tests.gguf_models import write_tiny_llama
 from tests.process.harness import Server, eventually, start_server
-from tests.process.wire import encode, extents_in_use, post_json
+from tests.process.wire import encode, extents_in_use, get, post_json
 from tests.tiny_models import save_poisoned
 
 Change = Callable[[Path], object]
 PANICS_AT_LOAD = {"type": "Precompiled", "precompiled_charsmap": "//////////8="}
+ENLARGES = {"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 1000}
+MAX_GROWTH_MIB = 300
 PANICS_AT_USE = {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"}
 
 
@@ -109,7 +114,7 @@ def test_pipe_in_place_of_a_file_is_refused_and_never_waited_for(checkpoint: Pat
         claim(shape=[1 << 40]),
     ],
 )
-def test_files_that_say_what_cannot_be_are_a_refusal_for_good_or_of_the_disk(
+def test_contradictory_files_are_a_permanent_refusal_or_a_storage_error(
     checkpoint: Path, tmp_path: Path, change: Change
 ):
     with pytest.raises(ModelLoadFailed) as caught:
@@ -162,6 +167,49 @@ def test_answer_of_the_helper_that_cannot_be_read_is_a_failed_load(
     assert "cannot be read" in found.message
 
 
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+WIDTH = 16
+QUERY = "encoder.layer.0.attention.self.query"
+
+
+def adapter(scale: float = 0.01, name: str = QUERY, rank: int = 2, **config: Any) -> Change:
+    """Return the writing of an adapter of one layer."""
+
+    def write(directory: Path) -> None:
+        values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2, "target_modules": "all-linear", **config}
+        (directory / "adapter_config.json").write_text(json.dumps(values))
+        shapes = {"A": (rank, WIDTH), "B": (WIDTH, rank)}
+        tensors = {f"{name}.lora_{letter}.weight": torch.full(shape, scale) for letter, shape in shapes.items()}
+        save_file(tensors, directory / "adapter_model.safetensors")
+
+    return write
+
+
+def weights(content: bytes) -> Change:
+    return lambda directory: (directory / "adapter_model.safetensors").write_bytes(content)
+
+
+ADAPTERS: dict[str, Path] = {}
+"""The directories of the running server's adapters."""
+HOSTILE_ADAPTERS: dict[str, tuple[Change, str]] = {
+    "rank": (adapter(r=10**9), "Expected `int` <= 65536"),
+    "immense": (adapter(rank=65536), "over 2 times those of the model"),
+    "text": (adapter(lora_alpha="16"), "Expected `float`, got `str`"),
+    "beyond": (adapter(scale=1e30, lora_alpha=1e30), "not finite, or too large"),
+    "not-finite": (adapter(scale=float("nan")), "not finite"),
+    "elsewhere": (replace("adapter_model.safetensors", lambda path: path.symlink_to("/etc/passwd")), "leads out"),
+    "pipe": (replace("adapter_model.safetensors", os.mkfifo), "is not a file"),
+    "paths": (adapter(name="../../etc/passwd"), "none of its layers"),
+    "long-name": (adapter(name="x" * 1_000_000), "none of its layers"),
+    "long-field": (adapter(surprise="x" * 1_000_000), "surprise 'xxx"),
+    "repeated": (adapter(target_modules="a{99999999999999}"), "repetition number is too large"),
+    "nested": (adapter(target_modules="(" * 100_000), "recursion depth"),
+    "huge-header": (weights(struct.pack("<Q", 1 << 40) + b"{}"), "damaged"),
+    "cut": (weights(b"\x10"), "damaged"),
+}
+
+
 # --- a running server --------------------------------------------------------------------------------------------------
 
 
@@ -169,9 +217,16 @@ def test_answer_of_the_helper_that_cannot_be_read_is_a_failed_load(
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("hostile")
     flags = ["--model", "stub/a=stub:dense=8"]
+    for name in HOSTILE_ADAPTERS:
+        ADAPTERS[name] = root / f"adapter-{name}"
+        ADAPTERS[name].mkdir()
+        adapter()(ADAPTERS[name])
+        flags += ["--lora", f"plain={name}={ADAPTERS[name]}"]
     for name, change in {
         "at-load": rewrite("tokenizer.json", normalizer=PANICS_AT_LOAD),
         "at-use": rewrite("tokenizer.json", normalizer=PANICS_AT_USE),
+        "enlarges": rewrite("tokenizer.json", normalizer={"type": "Sequence", "normalizers": [ENLARGES, ENLARGES]}),
+        "plain": lambda _directory: None,
         "shapes": rewrite("config.json", intermediate_size=2**45),
         "padding": rewrite("config.json", pad_token_id=10**9),
     }.items():
@@ -180,7 +235,30 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running
 
 
-@pytest.mark.parametrize("model", ["at-load", "at-use"])
+@pytest.mark.parametrize("name", HOSTILE_ADAPTERS)
+def test_hostile_adapter_is_a_short_error_and_its_model_serves_on(server: Server, tmp_path: Path, name: str):
+    """Its files are replaced after the start, which looks at what it finds then."""
+    change, reason = HOSTILE_ADAPTERS[name]
+    eventually(lambda: encode(server.port, "plain", ["w1"]).status == 200, "the model is loaded")
+    plain = {"items": [{"text": "w1"}]}
+    [before], worker = post_json(server.port, "/v1/encode/plain", plain).json()["items"], server.worker()
+    [declared] = [lora for lora in get(server.port, "/v1/models/plain").json()["loras"] if lora["id"] == name]
+    assert declared["state"] == "available"
+    change(ADAPTERS[name])
+    body = {"items": [{"text": "w1"}], "params": {"options": {"lora_id": name}}}
+    reply = eventually(
+        lambda: (found := post_json(server.port, "/v1/encode/plain", body)).status != 503 and found,
+        "the load has ended",
+    )
+    assert reply.status in (400, 500), reply
+    assert reason in reply.json()["detail"]["message"]
+    assert len(reply.body) < 3000
+    [after] = post_json(server.port, "/v1/encode/plain", plain).json()["items"]
+    assert after["dense"] == before["dense"]
+    assert server.worker() == worker
+
+
+@pytest.mark.parametrize("model", ["at-load", "at-use", "enlarges"])
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -205,6 +283,34 @@ def test_panic_of_a_tokenizer_is_an_answer_in_the_dialects_shape(
     assert "error" in error or "detail" in error
     assert encode(server.port, "stub/a", ["x"]).status == 200
     eventually(lambda: extents_in_use(server.port) == 0, "no extent is left behind")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/encode/plain", {"items": [{"text": "w1 " * 8_000_000}]}),
+        ("/v1/encode/plain", {"items": [{"text": "w1 " * 8000}] * 1000}),
+        ("/v1/encode/plain", {"items": [{"text": " " * 24_000_000}]}),
+    ],
+)
+def test_text_of_any_length_takes_bounded_memory_and_time(server: Server, path: str, body: dict[str, Any]):
+    """It took 100 bytes of memory for each byte of a text, and 0.5 us, however little of it the model reads."""
+    eventually(lambda: encode(server.port, "plain", ["w1"]).status == 200, "the model is loaded")
+    [frontend] = server.frontends()
+    highest_memory_mib(frontend)
+    before, began_s = highest_memory_mib(frontend), time.monotonic()
+    reply = post_json(server.port, path, body)
+    assert reply.status in (200, 400), reply
+    assert highest_memory_mib(frontend) - before < MAX_GROWTH_MIB
+    assert time.monotonic() - began_s < 5
+    assert encode(server.port, "stub/a", ["x"]).status == 200
+
+
+def highest_memory_mib(pid: int) -> int:
+    """Return the most resident memory that a process has had since `clear_refs`, and begin anew."""
+    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return int(line.split()[1]) >> 10
 
 
 @pytest.mark.parametrize(("model", "reason"), [("shapes", "wrong shape"), ("padding", "Padding_idx")])

@@ -1,4 +1,4 @@
-"""No file of ours can be made to run what it reads: what is imported and called, over all shipped code (S1, S4, S5)."""
+"""No shipped file can be made to run data that it reads: its imports and calls are checked (S1, S4, S5)."""
 
 from __future__ import annotations
 

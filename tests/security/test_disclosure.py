@@ -1,4 +1,4 @@
-"""Memory that other requests have used shows in no answer (S35): answers are exact, and nobody else's words are in them."""
+"""No answer shows memory that other requests used (S35): answers are exact, and never contain another request's words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client reads of a failure names files, but not where they lie on the server (S7)."""
+"""Errors that a client reads may name files, but not their places on the server (S7)."""
 
 from __future__ import annotations
 

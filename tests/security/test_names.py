@@ -1,4 +1,4 @@
-"""A name in a request is looked up among what the operator declared, and never becomes a path (S31)."""
+"""A name in a request is looked up among the declared models, and never becomes a path (S31)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_name_in_a_path_is_an_unknown_model(stub_server: Server, route: str, n
 
 
 @pytest.mark.parametrize("name", TRAVERSALS)
-def test_a_name_in_a_path_is_no_model_to_look_at(stub_server: Server, name: str):
+def test_a_path_with_an_unknown_name_opens_no_file(stub_server: Server, name: str):
     assert send_raw(stub_server.port, raw_request(f"/v1/models/{name}", method="GET")).status == 404
 
 

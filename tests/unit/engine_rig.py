@@ -20,18 +20,18 @@ import numpy as np
 from sie.config.sections import Memory, Scheduler
 from sie.config.settings import Settings
 from sie.frontend.engine.engine import ShmEngine
-from sie.frontend.engine.worker_link import Pending, Reply
+from sie.frontend.engine.worker_link import ShmPending, ShmReply
 from sie.ipc import messages as control_messages
 from sie.ipc.channel import Channel
 from sie.ipc.messages import ModelEntry
 from sie.shm.attach import Attachment, PendingAttachment
-from sie.shm.extent import array_view, read_extent
-from sie.shm.extent_headers import ReplyHeader, WorkHeader
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
 from sie.values.card import ModelCard
+from sie.values.work import ReplyHeader, WorkHeader
+from sie.values.work_bytes import array_view, read_extent
 from sie.workers.loading.hosting import Host
 from sie.workers.loop import Loop
 from sie.workers.model_api import RowStep, StepOutputs
@@ -161,6 +161,13 @@ class Worker:
         self.supervisor.close()
         self._channel.close()
         self.loop._epoll.close()
+        for loads in (self.host._loads, self.loop._adapters._loads):
+            loads.join()
+            if not loads._is_busy:  # its thread would signal a stranger's descriptor
+                os.close(loads.event_fd)
+        compiler = self.loop._generators._compiler
+        if not compiler.num_threads:
+            os.close(compiler.event_fd)
         self.page.close()
         self.counters.close()
 
@@ -250,7 +257,7 @@ class Rig:
         self.engine.fail_over(worker.slot, worker.generation, suspects)
         self.engine.place_held()
 
-    def submit(self, *items: Sequence[int], model: str = "m", deadline_ns: int = FAR_NS, **header: Any) -> Pending:
+    def submit(self, *items: Sequence[int], model: str = "m", deadline_ns: int = FAR_NS, **header: Any) -> ShmPending:
         """Submit one request of token lists."""
         lengths = [len(ids) for ids in items]
         arrays = [
@@ -271,7 +278,7 @@ class Rig:
         for worker in self.hand_workers:
             worker.drain()
 
-    async def rows(self, pending: Pending) -> list[list[float]]:
+    async def rows(self, pending: ShmPending) -> list[list[float]]:
         """Return the rows of a request that was answered, and release its reply."""
         async with asyncio.timeout(DEADLINE_S):
             reply = await pending.future
@@ -280,7 +287,7 @@ class Rig:
         await self.settle()
         return values
 
-    async def error(self, pending: Pending) -> Exception:
+    async def error(self, pending: ShmPending) -> Exception:
         """Return the error of a request that failed."""
         async with asyncio.timeout(DEADLINE_S):
             try:
@@ -316,7 +323,7 @@ class Rig:
         self.space.close()
 
 
-def read_rows(reply: Reply) -> list[list[float]]:
+def read_rows(reply: ShmReply) -> list[list[float]]:
     """Return a copy of a reply's rows."""
     header, payload = read_extent(reply.view, _reply_decoder)
     return array_view(payload, header.arrays[1]).tolist()

@@ -1,4 +1,6 @@
-"""What the server imports is declared, and what is declared is needed: the packages of tests would hide either fault."""
+"""Each import of the server is declared, and each declared package is needed: the packages of tests would hide both
+faults.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def test_an_import_of_an_extra_is_declared_there_and_told_when_it_is_missing(
 ) -> None:
     names = providers.get(top, {top})  # not every extra is installed for tests
     assert names & declared(PROJECT["optional-dependencies"][extra])
-    told = (f"sie[{extra}]", f"pip install {top}")
+    told = (f"ringserve[{extra}]", f"pip install {top}")
     assert any(text in path.read_text() for path in ROOT.rglob("*.py") for text in told)
 
 

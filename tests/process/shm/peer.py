@@ -18,9 +18,10 @@ from sie.shm import ring
 from sie.shm.attach import Attachment
 from sie.shm.extent import is_cancelled
 from sie.shm.large import LargeBudget
-from sie.shm.layout import ERROR, PROLOGUE_BYTES, RELEASE, REPLY, SUBMIT, Descriptor, ProtocolError
+from sie.shm.layout import ERROR, RELEASE, REPLY, SUBMIT, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
+from sie.values.work_bytes import PROLOGUE_BYTES
 
 SEGMENT_BYTES = 64 * 1024
 LARGE_EXTENT_BYTES = 16 * 1024

@@ -1,4 +1,4 @@
-"""Random and nearly right bytes from a peer: each gives a typed refusal or a view inside the peer's own segment."""
+"""Random and nearly correct bytes from a peer: each gives a typed refusal or a view inside the peer's own segment."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from sie.shm.attach import Attachment, PendingAttachment
-from sie.shm.extent import array_view, begin_extent, plan_arrays, read_extent
-from sie.shm.extent_headers import ArrayRef, WorkHeader
+from sie.shm.extent import begin_extent
 from sie.shm.large import LargeBudget
-from sie.shm.layout import DESCRIPTOR, PROLOGUE_BYTES, Descriptor, ProtocolError
+from sie.shm.layout import DESCRIPTOR, Descriptor, ProtocolError
 from sie.shm.space import OutboundSpace
+from sie.values.work import ArrayRef, WorkHeader
+from sie.values.work_bytes import PROLOGUE_BYTES, array_view, plan_arrays, read_extent
 
 _SEGMENT_BYTES = 64 * 1024
 _CAPACITY = 64

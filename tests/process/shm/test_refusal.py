@@ -1,4 +1,4 @@
-"""Memory that cannot be had is a clear refusal in the first second, never a SIGBUS later."""
+"""Memory that cannot be reserved is refused within the first second, never a SIGBUS later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks make of figures: ratios, pictures, processor time, and who is left out."""
+"""The benchmarks' calculations: ratios, pictures, processor time, and contenders that are left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from bench import __main__ as command_line
 from bench import stages
 from bench.catalog import OURS, Peer, Setup
-from bench.compare import Comparison, compare, say
+from bench.compare import Comparison, bundled_directory, compare, say
 from bench.contenders import Load, Turn
 from bench.limits import Ceilings, linear_flop_per_token
 from bench.peers import LOADS, print_all
@@ -27,7 +27,7 @@ from tests.process.harness import eventually
 
 LOAD = LOADS[2]
 CEILINGS = Ceilings({"bfloat16": {1: 1e12, 2: 2e12}, "float32": {1: 1e11, 2: 2e11}}, {1: 1e10, 2: 2e10})
-MINILM = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6}
+MINILM = bundled_directory()
 
 
 def turn(contender: str, tokens: int, p50_ms: float, load: str = LOAD.name) -> Turn:
@@ -99,7 +99,7 @@ class FakeContender:
 def test_turns_go_round_and_wrong_vectors_and_absent_peers_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (tmp_path / "config.json").write_text(json.dumps(MINILM))
+    (tmp_path / "model.safetensors").symlink_to(Path(MINILM, "model.safetensors"))
     monkeypatch.setattr("bench.compare.measure_ceilings", lambda *_: CEILINGS)
     made: list[FakeContender] = []
 

@@ -1,4 +1,4 @@
-"""The comparison of generation: what each side is asked, what is made of its answers, and who is left out."""
+"""The comparison of generation: the requests to each contender, their results, and contenders that are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reload takes over, and what it leaves to a restart."""
+"""The settings that a reload changes, and those that need a restart."""
 
 from __future__ import annotations
 

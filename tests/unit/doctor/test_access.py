@@ -1,4 +1,4 @@
-"""What is found about the ways into a server."""
+"""The findings about access to a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_loopback_needs_nothing():
     assert bad(check_access(settings())) == []
 
 
-def test_open_door_is_a_warning_for_each_lack():
+def test_exposed_address_is_a_warning_for_each_missing_protection():
     found = bad(check_access(settings(server={"host": "0.0.0.0"})))
     assert [level for level, _ in found] == ["warn", "warn"]
     assert bad(check_access(settings(server={"host": "0.0.0.0"}, access={"uds": "/run/sie/s"}))) == []
@@ -38,5 +38,5 @@ def test_what_would_stop_the_start_is_an_error(access):
     assert "/nowhere/" in found[0][1]
 
 
-def test_host_that_is_none_is_an_error():
+def test_malformed_host_is_an_error():
     assert [level for level, _ in bad(check_access(settings(server={"host": "no.such.host.invalid"})))] == ["error"]

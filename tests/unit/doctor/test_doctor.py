@@ -1,7 +1,8 @@
-"""`sie doctor` as a whole: what it prints, what it exits with, how long it may take and what it may not import."""
+"""`sie doctor` as a whole: its output, exit status, duration and forbidden imports."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -12,9 +13,9 @@ import pytest
 
 from sie import doctor
 from sie.commands import cli
-from sie.config.settings import Loaded, all_keys, load_settings
+from sie.config.settings import Loaded, Settings, all_keys, load_settings
 from sie.config.sources import SettingsError
-from sie.doctor import AREAS, examine, render_json, render_text
+from sie.doctor import AREAS, examine, render_json, render_text, software
 from sie.doctor.finding import Finding
 
 STUB = ("--model", "a=stub:dense=8")
@@ -58,7 +59,7 @@ def test_every_area_has_its_say_and_torch_is_not_imported():
     assert took_s < 30, "3 s on a quiet machine"
 
 
-def test_only_what_was_asked_for_is_looked_at(capsys):
+def test_only_the_requested_areas_are_checked(capsys):
     status, findings = run(capsys, "--only", "settings", "--only", "clock", *STUB)
     assert status == 0
     assert {finding["area"] for finding in findings} == {"settings", "clock"}
@@ -82,10 +83,10 @@ def test_a_model_that_cannot_be_served_is_an_error(capsys):
 
 
 def test_an_unknown_variable_is_a_warning(capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("SIE_URL", "http://127.0.0.1:8080")
+    monkeypatch.setenv("SIE_ADDRESS", "http://127.0.0.1:8080")
     status, findings = run(capsys, "--only", "settings", *STUB)
     (warning,) = (finding for finding in findings if finding["level"] == "warn")
-    assert (status, warning["message"]) == (0, "environment: SIE_URL: unknown variable")
+    assert (status, warning["message"]) == (0, "environment: SIE_ADDRESS: unknown variable")
 
 
 def test_text_shows_each_finding_with_its_fix_and_counts_them():
@@ -127,3 +128,10 @@ def test_defaults_stand_in_for_settings_that_cannot_be_had():
     findings = examine(load, ["limits"])
     assert [finding.message for finding in findings if finding.area == "settings"] == ["torn"]
     assert len([finding for finding in findings if finding.area == "limits"]) >= 2
+
+
+def test_a_library_older_than_this_installation_requires_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.1" if name == "torch" else installed(name))
+    (found,) = [finding for finding in software.check_software(Settings()) if finding.message.startswith("torch ")]
+    assert (found.level, "is older than 2." in found.message) == ("error", True)

@@ -1,4 +1,4 @@
-"""What is found about GPUs, over a stand-in for NVML."""
+"""The findings about GPUs, with a fake NVML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found about limits, memory, disk, port, clock, kernel and libraries of a host that is made to lack them."""
+"""The findings about limits, memory, disk, port, clock, kernel and libraries of a host that lacks them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_models_from_the_hub_want_more_room(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_port_is_free_taken_or_this_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host, "_SERVICE_DIRECTORY", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(host, "SERVICE_DIRECTORY", str(tmp_path / "elsewhere"))
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         port = holder.getsockname()[1]

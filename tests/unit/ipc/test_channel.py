@@ -97,7 +97,7 @@ def test_as_many_descriptors_as_a_frontend_may_get_fit_in_one_message(pair):
         os.close(fd)
 
 
-def test_end_of_file_is_told_after_what_was_sent_before(pair):
+def test_end_of_file_is_reported_after_all_sent_messages(pair):
     pair[0].send(Ping(1))
     pair[0].close()
     assert pair[1].receive(1.0)[0] == Ping(1)

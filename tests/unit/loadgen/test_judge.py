@@ -1,4 +1,4 @@
-"""Right answers are told from wrong ones."""
+"""Right answers are distinguished from wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts of a load: as many tokens as was said, in the shares that were said."""
+"""The texts of a load have the requested lengths in the requested shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The library of kernels is built where there is a compiler, and its absence or a stale one is no fault."""
+"""The library of kernels is built if there is a compiler; a missing or outdated one is not an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other threads run while a library reads a large vocabulary under the interpreter lock, and what it reads is right."""
+"""Other threads run while a library reads a large vocabulary under the interpreter lock, and its result is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failpoints: texts that are refused, and what an armed point does to the process that reaches it."""
+"""Failpoints: texts that are refused, and the effect of an armed point on its process."""
 
 from __future__ import annotations
 

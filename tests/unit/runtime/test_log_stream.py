@@ -1,4 +1,4 @@
-"""A reader that is stuck loses log lines, and hears how many; nobody waits for it."""
+"""A stuck reader loses log lines, and learns how many; no process waits for it."""
 
 from __future__ import annotations
 

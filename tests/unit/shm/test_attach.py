@@ -112,7 +112,7 @@ def test_side_that_waits_for_credit_is_woken_after_a_drain_that_brought_none(pai
     assert _is_readable(pair.frontend.bell_fd)
 
 
-def test_credit_that_nobody_waits_for_wakes_nobody(pair) -> None:
+def test_credit_without_a_waiting_side_wakes_nobody(pair) -> None:
     assert pair.frontend.push(SUBMIT, 0, 1, 0, 64)
     assert _is_readable(pair.worker.bell_fd)
     pair.worker.drain()

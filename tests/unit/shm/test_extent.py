@@ -6,21 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from sie.shm.extent import (
-    MAX_HEADER_BYTES,
-    array_view,
-    begin_extent,
-    extent_bytes,
-    is_cancelled,
-    plan_arrays,
-    read_extent,
-    set_cancelled,
-    write_extent,
-    write_pieces,
-)
-from sie.shm.extent_headers import ArrayRef, WorkHeader
+from sie.shm.extent import begin_extent, is_cancelled, set_cancelled, write_extent, write_pieces
 from sie.shm.layout import ProtocolError
 from sie.shm.segment import Segment
+from sie.values.work import ArrayRef, WorkHeader
+from sie.values.work_bytes import MAX_HEADER_BYTES, array_view, extent_bytes, plan_arrays, read_extent
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(WorkHeader)

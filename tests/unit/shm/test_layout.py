@@ -5,6 +5,7 @@ import struct
 import pytest
 
 from sie.shm import layout
+from sie.values.work_bytes import PROLOGUE
 
 
 def test_descriptor_bytes_are_those_of_the_drawing() -> None:
@@ -24,7 +25,7 @@ def test_descriptor_fields_have_the_order_of_the_bytes() -> None:
 
 
 def test_prologue_bytes_are_those_of_the_drawing() -> None:
-    assert layout.PROLOGUE.pack(1, 0x01020304) == b"\x01\0\0\0\x04\x03\x02\x01" + bytes(8)
+    assert PROLOGUE.pack(1, 0x01020304) == b"\x01\0\0\0\x04\x03\x02\x01" + bytes(8)
 
 
 def test_value_wider_than_its_field_is_refused() -> None:

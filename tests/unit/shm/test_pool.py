@@ -115,7 +115,7 @@ def test_release_ends_the_lease_at_its_address() -> None:
     assert pool.num_leased == 0
 
 
-def test_release_of_what_was_not_handed_over_is_a_protocol_error() -> None:
+def test_release_of_an_extent_that_was_not_handed_over_is_a_protocol_error() -> None:
     pool = _pool()
     lease = _must_lease(pool, 64)
     lease.hand_over(5)

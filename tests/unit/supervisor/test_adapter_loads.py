@@ -1,4 +1,4 @@
-"""What the supervisor says to its children about adapters."""
+"""The supervisor's messages to its children about adapters."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ async def test_reloaded_settings_count_for_the_next_loads(desk: Desk) -> None:
 
 
 @at_desk
-async def test_adapter_whose_model_is_gone_is_not_late_and_loads_behind_it(desk: Desk) -> None:
+async def test_adapter_of_an_unloaded_model_is_not_late_and_loads_after_the_model(desk: Desk) -> None:
     desk.loads.want("m", "a")  # the request and the model's eviction crossed
     desk.loads.tick(asyncio.get_running_loop().time() + 101.0)
     assert desk.states()["a"] == "loading"

@@ -101,7 +101,7 @@ def test_gpu_that_is_not_there_is_refused_with_the_number_there_is(machine, sett
         ("pass", "failed"),
     ],
 )
-def test_driver_that_hangs_or_fails_is_named_with_the_way_out(monkeypatch, probe, reason):
+def test_driver_that_hangs_or_fails_is_named_with_the_remedy(monkeypatch, probe, reason):
     monkeypatch.setattr(devices, "_PROBE", probe)
     timeout_s = 0.2 if "sleep" in probe else 30.0
     with pytest.raises(StartError, match=reason) as caught:

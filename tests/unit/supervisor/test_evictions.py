@@ -32,7 +32,7 @@ def test_least_recently_used_go_first_and_no_more_than_must():
     assert plan_evictions(POLICY, Memory(1000, 200), tenants, 151) == (["old", "middle"], 0)
 
 
-def test_pinned_models_stay_and_what_is_still_short_is_said():
+def test_pinned_models_stay_and_the_remaining_shortage_is_returned():
     tenants = [tenant("pinned", 500, 1.0, pinned=True), tenant("loose", 50, 2.0)]
     assert plan_evictions(POLICY, Memory(1000, 100), tenants, 80) == (["loose"], 30)
 

@@ -21,7 +21,7 @@ OPEN, IN_CLEAR = "no api_keys", "no tls_cert"
     ],
 )
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "192.168.1.4", "2001:db8::1", "fe80::1%eth0"])
-def test_open_doors_are_named(address, access, parts):
+def test_exposed_addresses_are_named(address, access, parts):
     warnings = exposure_warnings(address, access)
     assert len(warnings) == len(parts)
     for warning, part in zip(warnings, parts, strict=True):
@@ -30,7 +30,7 @@ def test_open_doors_are_named(address, access, parts):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.9.9.9", "::1"])
-def test_loopback_is_no_open_door(address):
+def test_loopback_gives_no_exposure_warning(address):
     assert exposure_warnings(address, Access()) == []
 
 

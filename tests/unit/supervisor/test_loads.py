@@ -1,4 +1,4 @@
-"""What the supervisor says to its children about models. The children is a list of names here, and of what each heard."""
+"""The supervisor's messages to its children about models. A list of names stands for the children and records them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sie.supervisor.child import Child
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import Memory
 from sie.supervisor.loads import Loads
-from sie.supervisor.models import ModelRegistry
+from sie.supervisor.model_registry import ModelRegistry
 from sie.values.card import ModelCard, StubOptions
 from sie.values.errors import Internal, WireError, to_wire
 
@@ -116,7 +116,7 @@ async def test_start_loads_what_readiness_waits_for_on_every_worker(office: Offi
 
 
 @in_office()
-async def test_child_that_joins_hears_what_it_missed(office: Office) -> None:
+async def test_child_that_joins_gets_the_current_state(office: Office) -> None:
     office.loads.greet(office.children.workers[1])
     office.loads.greet(office.children.frontends[0])
     (worker, load), (frontend, models) = office.children.take()

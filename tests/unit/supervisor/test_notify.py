@@ -62,9 +62,9 @@ def test_the_watchdog_is_fed_at_its_interval_and_not_without_one():
     heard = Heard()
     systemd = SystemdReporter(heard, 5.0)
     for now_s in (100.0, 102.0, 104.9, 105.0, 109.0):
-        systemd.pet_watchdog(now_s)
+        systemd.feed_watchdog(now_s)
     assert heard.take() == ["WATCHDOG=1"] * 2
-    SystemdReporter(heard, None).pet_watchdog(100.0)
+    SystemdReporter(heard, None).feed_watchdog(100.0)
     assert heard.take() == []
 
 
@@ -75,7 +75,7 @@ def test_systemd_acts_after_the_supervisor_should_have():
     assert limit_s - systemd.grace_s - 5.0 + systemd_waits_s >= limit_s
 
 
-def test_a_status_is_one_line_and_told_once():
+def test_a_status_is_one_line_and_sent_once():
     heard = Heard()
     systemd = SystemdReporter(heard, None)
     systemd.set_status("a\nREADY=1 b")
@@ -100,7 +100,7 @@ def test_a_reload_before_readiness_does_not_claim_readiness():
     assert heard.take() == ["STOPPING=1", "STATUS=stopping", "EXTEND_TIMEOUT_USEC=40000000"]
 
 
-def test_more_time_is_asked_for_every_few_seconds():
+def test_more_time_is_requested_every_few_seconds():
     heard = Heard()
     systemd = SystemdReporter(heard, None)
     for now_s in range(100, 111):

@@ -1,4 +1,6 @@
-"""What the supervisor does with model repositories. The children is a list of names, the prepare helper two answers."""
+"""The supervisor's work on model repositories. A list of names stands for the children, two answers for the prepare
+helper.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from sie.ipc import messages
 from sie.ipc.messages import ManageRepository, ModelReport
 from sie.runtime.progress import Progress
 from sie.supervisor.loads import Loads
-from sie.supervisor.models import ModelRegistry
+from sie.supervisor.model_registry import ModelRegistry
 from sie.supervisor.repository import Repositories
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, WireError, from_wire, to_wire
@@ -222,7 +224,7 @@ async def test_a_load_of_an_unknown_model_says_so(office: Office):
 
 
 @in_office(control="explicit")
-async def test_an_empty_name_is_no_models(office: Office):
+async def test_an_empty_name_matches_no_models(office: Office):
     await office.settle()
     await office.manage("load", "a")
     office.loaded("a/versions/1")
@@ -271,7 +273,7 @@ async def test_a_version_stays_when_what_was_to_take_its_place_cannot_be_loaded(
 
 
 @in_office(control="explicit")
-async def test_an_unload_takes_what_was_to_leave_later_too(office: Office):
+async def test_an_unload_also_unloads_versions_that_wait_for_their_successor(office: Office):
     await office.settle()
     await office.manage("load", "a")
     office.loaded("a/versions/1")
@@ -341,7 +343,7 @@ def is_as_it_was(office: Office) -> bool:
 
 
 @in_office(control="explicit")
-async def test_a_successor_is_staged_beside_what_serves_and_then_takes_its_place(office: Office):
+async def test_a_successor_is_staged_beside_the_serving_copy_and_then_replaces_it(office: Office):
     assert await replaced(office) == [("stage", A)]
     assert is_as_it_was(office)
     assert office.entry(A).reloading
@@ -392,7 +394,7 @@ async def test_a_successor_that_one_worker_cannot_load_leaves_the_model_as_it_is
 
 
 @in_office(control="explicit")
-async def test_a_newer_file_calls_off_what_is_staged(office: Office):
+async def test_a_newer_file_cancels_a_staged_reload(office: Office):
     await replaced(office)
     first = office.heard
     office.found = [model("a", stamp="newer")]
@@ -406,7 +408,7 @@ async def test_a_newer_file_calls_off_what_is_staged(office: Office):
 
 
 @in_office(control="explicit")
-async def test_an_unload_calls_off_what_is_staged(office: Office):
+async def test_an_unload_cancels_a_staged_reload(office: Office):
     await replaced(office)
     assert await office.manage("unload", "a") == [("unstage", A), ("unload", A)]
     office.report(A, "available")

@@ -41,7 +41,7 @@ def test_histories_are_not_shared():
     assert StartHistory().failed_at_s == []
 
 
-def test_a_start_that_somebody_killed_counts_for_nothing():
+def test_a_start_that_was_killed_from_outside_does_not_count():
     history = StartHistory()
     assert [plan_restart(POLICY, history, False, now_s, was_killed=True) for now_s in range(20)] == [0.5] * 20
     assert plan_restart(POLICY, history, False, 20) == 0.5

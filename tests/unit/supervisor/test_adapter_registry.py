@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from sie.ipc.messages import AdapterReport
-from sie.supervisor.adapters import AdapterRecord, AdapterRegistry
+from sie.supervisor.adapter_registry import AdapterRecord, AdapterRegistry
 from sie.values.card import AdapterSpec
 from sie.values.errors import BadRequest, Internal, to_wire
 
@@ -142,7 +142,7 @@ def test_load_over_its_time_has_failed() -> None:
     entry = adapters.entries("m")["a"]
     assert entry.state == "failed"
     assert entry.error is not None
-    assert "not there within load_timeout_s (60 s)" in entry.error.message
+    assert "not loaded within load_timeout_s (60 s)" in entry.error.message
 
 
 def test_adapter_from_the_hub_is_not_on_disk_before_it_was_fetched() -> None:

@@ -5,7 +5,7 @@ import pytest
 from sie.catalog.spec import ModelSpec
 from sie.ipc.messages import ModelEntry, ModelReport
 from sie.supervisor.lifecycle import Event, Stage
-from sie.supervisor.models import ModelRegistry
+from sie.supervisor.model_registry import ModelRegistry
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, WireError, to_wire
 
