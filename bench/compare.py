@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -19,11 +18,15 @@ import msgspec
 from bench.catalog import REFERENCE, Peer, S, Setup
 from bench.contenders import Contender, Load, LocalContender, Turn
 from bench.limits import Ceilings, as_figures, linear_flop_per_token, measure_ceilings
+from bench.random_models import SHAPES, write_random_model
 from sie.config.bundled import BUNDLED_PACKAGE
 from sie.loadgen.dialects import Rows, WrongAnswerError
 from sie.loadgen.generator import RefusedError
 from sie.loadgen.target import TargetError
 
+MODEL_HELP = (
+    f"Directory of a sentence-transformers checkpoint, or random weights: {', '.join(SHAPES)}. Else the bundled MiniLM."
+)
 MIN_COSINE = 0.99
 """Below this a contender's vectors are wrong, and its speed is no result. Half precision with padding reaches 0.999."""
 
@@ -80,16 +83,16 @@ def compare(
                 say(f"round {number + 1}: {load.name}")
                 turns += _take_turns(contenders, load, seconds, absent)
         say("")
-    config = json.loads(Path(setup.directory, "config.json").read_text(encoding="utf-8"))
-    return Comparison(
-        turns=turns, cosines=cosines, absent=absent, ceilings=ceilings, flop_per_token=linear_flop_per_token(config)
-    )
+    flop_per_token = linear_flop_per_token(setup.directory)
+    return Comparison(turns=turns, cosines=cosines, absent=absent, ceilings=ceilings, flop_per_token=flop_per_token)
 
 
 @contextlib.contextmanager
 def setup_of(model: str, device: str, threads: int) -> Iterator[Setup]:
-    """Give what contenders have in common; model is a directory, or empty for the bundled one."""
+    """Give what contenders have in common; model is a directory, a name in `SHAPES`, or empty for the bundled one."""
     with tempfile.TemporaryDirectory(prefix="sie-bench-") as folder:
+        if model in SHAPES:
+            model = write_random_model(model, bundled_directory(), Path(folder))
         yield Setup(model or bundled_directory(), device, threads or len(os.sched_getaffinity(0)), Path(folder))
 
 

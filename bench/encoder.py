@@ -12,7 +12,7 @@ from typing import Final
 import click
 
 from bench.catalog import REFERENCE, Peer, start_local
-from bench.compare import Comparison, compare, setup_of
+from bench.compare import MODEL_HELP, Comparison, compare, setup_of
 from bench.contenders import Contender, Load
 from bench.limits import print_ceilings
 from bench.report import facts, print_facts, print_table, save
@@ -36,9 +36,10 @@ _WAYS: Final[tuple[Peer[Contender], ...]] = tuple(
 @click.command()
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--seconds", default=2.0, show_default=True, help="Length of a turn.")
-@click.option("--model", default="", help="Directory of a sentence-transformers checkpoint, else the bundled MiniLM.")
+@click.option("--model", default="", help=MODEL_HELP)
+@click.option("--only", multiple=True, help="Only the ways whose names begin so; may be given several times.")
 @click.option("--save", "is_saved", is_flag=True, help="Keep the figures in bench/results/.")
-def main(*, rounds: int, seconds: float, model: str, is_saved: bool) -> None:
+def main(*, rounds: int, seconds: float, model: str, only: tuple[str, ...], is_saved: bool) -> None:
     """Compare the ways to run an encoder on this machine's CPU."""
     with setup_of(model, "cpu", threads=1) as setup:
         known = facts(
@@ -47,7 +48,8 @@ def main(*, rounds: int, seconds: float, model: str, is_saved: bool) -> None:
             "text of 12 tokens at a time; medians of the rounds",
         )
         print_facts(known)
-        comparison = compare(_WAYS, (_MIXED, _LONE), rounds=rounds, seconds=seconds, setup=setup)
+        ways = [way for way in _WAYS if not only or way.name.startswith(only)]
+        comparison = compare(ways, (_MIXED, _LONE), rounds=rounds, seconds=seconds, setup=setup)
     print_ceilings(comparison.ceilings)
     columns = ("way", "tokens per CPU-second", "of one core's bf16 ceiling", "a lone text, p50 ms", "p99 ms", "cosine")
     print_table(columns, [_row(comparison, name) for name in comparison.names()])

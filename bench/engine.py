@@ -12,7 +12,7 @@ from typing import Final
 import click
 
 from bench.catalog import CONTENDERS, OURS
-from bench.compare import Comparison, compare, setup_of
+from bench.compare import MODEL_HELP, Comparison, compare, setup_of
 from bench.contenders import Load, Turn
 from bench.limits import print_ceilings
 from bench.report import facts, print_facts, print_table, save
@@ -33,7 +33,7 @@ _COLUMNS = (
 @click.command()
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--seconds", default=4.0, show_default=True, help="Length of a turn.")
-@click.option("--model", default="", help="Directory of a sentence-transformers checkpoint, else the bundled MiniLM.")
+@click.option("--model", default="", help=MODEL_HELP)
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--save", "is_saved", is_flag=True, help="Keep the figures in bench/results/.")
 def main(rounds: int, seconds: float, model: str, device: str, is_saved: bool) -> None:

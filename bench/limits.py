@@ -5,11 +5,13 @@ Every other benchmark states its results as fractions of these.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -56,10 +58,16 @@ def as_figures(ceilings: Ceilings) -> dict[str, Any]:
     return {"flops": ceilings.flops, "copied_bytes_per_s": ceilings.copied}
 
 
-def linear_flop_per_token(config: dict[str, Any]) -> int:
-    """Return the operations that a token takes in the linear layers of a BERT-like encoder, from its config.json."""
-    hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    return 2 * layers * (4 * hidden * hidden + 2 * hidden * inner)
+def linear_flop_per_token(directory: str) -> int:
+    """Return the operations that a token takes in the linear layers of an encoder, from its model.safetensors."""
+    with Path(directory, "model.safetensors").open("rb") as file:
+        tensors: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    shapes = [
+        tensor["shape"]
+        for name, tensor in tensors.items()
+        if not any(part in name for part in ("embed", "pooler", "__"))
+    ]
+    return 2 * sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
 
 
 @click.command()

@@ -226,7 +226,7 @@ LIBRARIES: dict[str, tuple[str, Callable[[argparse.Namespace], Encode]]] = {
     "sentence-transformers": ("sentence-transformers", sentence_transformers),
     "onnxruntime": ("onnxruntime", onnxruntime),
     "openvino": ("openvino", openvino),
-    "sie": ("sie", sie_engine),
+    "sie": ("ringserve", sie_engine),
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from bench.local_peers import load_llama_cpp, load_mistralrs
 from bench.questions import Answer, answer_questions
 from bench.timed_generation import Arguments, Prompts, answer_by_requests, answer_by_steps, make_prompts
+from sie import __version__
 
 _STEP_TOKENS = 512
 """What a step takes of prompts on a CPU by default while nothing decodes."""
@@ -73,7 +74,7 @@ def _sie(args: Arguments) -> tuple[dict[str, Any], Answer]:
     import torch
 
     from bench.checkpoint import read_card
-    from sie.config.generation import Generation
+    from sie.config.generation_settings import Generation
     from sie.workers.loading.loader import load_generator
 
     torch.set_num_threads(args.threads)
@@ -82,9 +83,7 @@ def _sie(args: Arguments) -> tuple[dict[str, Any], Answer]:
         card = read_card(args.model, cache)
         runner = load_generator(card, "cpu", "bfloat16", settings, lambda *_: None)
     vocabulary = int(runner.model.get_input_embeddings().weight.shape[0])
-    return {"version": metadata.version("sie"), "read_bytes": runner.read_bytes}, answer_by_steps(
-        SieSteps(runner), vocabulary
-    )
+    return {"version": __version__, "read_bytes": runner.read_bytes}, answer_by_steps(SieSteps(runner), vocabulary)
 
 
 def _transformers(args: Arguments) -> tuple[dict[str, Any], Answer]:

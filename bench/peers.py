@@ -13,7 +13,7 @@ from typing import Final
 import click
 
 from bench.catalog import CONTENDERS, OURS, Peer
-from bench.compare import Comparison, compare, ratio, setup_of
+from bench.compare import MODEL_HELP, Comparison, compare, ratio, setup_of
 from bench.contenders import Load
 from bench.limits import print_ceilings
 from bench.report import facts, print_facts, print_table, save
@@ -40,7 +40,7 @@ _RATIO_COLUMNS: Final = (
 )
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--seconds", default=3.0, show_default=True, help="Length of a turn.")
-@click.option("--model", default="", help="Directory of a sentence-transformers checkpoint, else the bundled MiniLM.")
+@click.option("--model", default="", help=MODEL_HELP)
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--threads", default=0, help="Compute threads of each peer; 0 takes one for each core.")
 @click.option("--save", "is_saved", is_flag=True, help="Keep the figures in bench/results/.")

@@ -20,7 +20,7 @@ from bench.checkpoint import read_card
 from bench.report import facts, print_facts, print_table, save
 from bench.vectors import encode, read_sentences
 from bench.vectors import losses as vector_losses
-from sie.config.generation import Generation
+from sie.config.generation_settings import Generation
 from sie.values.card import ModelCard
 from sie.values.generate import Sampling
 from sie.workers.loading.loader import load_generator

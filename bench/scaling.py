@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import click
 
 from bench.catalog import OURS, Peer, start_sie
-from bench.compare import Comparison, compare, ratio, setup_of
+from bench.compare import MODEL_HELP, Comparison, compare, ratio, setup_of
 from bench.contenders import Contender, Load, Turn
 from bench.limits import print_ceilings
 from bench.report import facts, print_facts, print_table, save
@@ -51,7 +51,7 @@ class Crew(NamedTuple):
 @click.option("--workers", multiple=True, type=int, help="Numbers of workers; by default 1, 2, 4 ... up to the cores.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--seconds", default=4.0, show_default=True, help="Length of a turn.")
-@click.option("--model", default="", help="Directory of a sentence-transformers checkpoint, else the bundled MiniLM.")
+@click.option("--model", default="", help=MODEL_HELP)
 @click.option("--save", "is_saved", is_flag=True, help="Keep the figures in bench/results/.")
 def main(*, workers: tuple[int, ...], rounds: int, seconds: float, model: str, is_saved: bool) -> None:
     """Measure how the rate grows with workers."""

@@ -22,12 +22,13 @@ import numpy as np
 
 from bench.report import facts, print_facts, print_table
 from sie.shm.attach import Attachment
-from sie.shm.extent import array_view, extent_bytes, plan_arrays, read_extent, write_extent
-from sie.shm.extent_headers import WorkHeader
+from sie.shm.extent import write_extent
 from sie.shm.large import LargeBudget
 from sie.shm.layout import REPLY, SUBMIT
 from sie.shm.ring import RingConsumer, RingProducer
 from sie.shm.space import OutboundSpace
+from sie.values.work import WorkHeader
+from sie.values.work_bytes import array_view, extent_bytes, plan_arrays, read_extent
 
 _SEGMENT_BYTES = 4 << 20
 _CAPACITY = 1024

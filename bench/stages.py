@@ -38,14 +38,15 @@ from sie.frontend.fastpath.infer_cache import (
 from sie.frontend.inputs.tokenize import Tokenizer, encode_stub_text
 from sie.frontend.operations.resolve import resolve_encode
 from sie.frontend.telemetry.metrics import FrontendMetrics
-from sie.shm.extent import begin_extent, extent_bytes, plan_arrays, split_extent, write_extent, write_parts
-from sie.shm.extent_headers import TensorForm, TensorReplyHeader, WorkHeader
+from sie.shm.extent import begin_extent, write_extent, write_parts
 from sie.shm.large import LargeBudget
 from sie.shm.layout import SUBMIT
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
 from sie.values.encode import EncodeReply, Timing
 from sie.values.tensor import TensorReply
+from sie.values.work import TensorForm, TensorReplyHeader, WorkHeader
+from sie.values.work_bytes import extent_bytes, plan_arrays, split_extent
 from sie.workers.requests.readers import reader_of
 from sie.workers.scheduling.scheduler import State, plan_step
 from sie.workers.scheduling.waiting import Budget, Waiting
