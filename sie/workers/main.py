@@ -24,7 +24,7 @@ from sie.shm.pages import CounterPage
 from sie.values.card import ModelCard
 from sie.values.extract import Detection, Gliclass, Gliner
 from sie.workers import stall_notices
-from sie.workers.device.faults import EXIT_STATUS, DeviceLostError
+from sie.workers.device.faults import EXIT_STATUS, DeviceLostError, set_device
 from sie.workers.device.memory import measure
 from sie.workers.loading import light_imports
 from sie.workers.loading.hosting import Host
@@ -60,6 +60,7 @@ def main() -> int:
         return 1
     assert isinstance(message, Configure)
     settings = message.settings
+    set_device(launch.device)
     failpoints.arm(settings.testing.failpoints)
     native.allow(allowed=settings.devices.native_kernels)
     counters = CounterPage.open(fds[0], writable=True)

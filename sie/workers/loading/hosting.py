@@ -16,7 +16,7 @@ from sie.ipc.messages import Load, ModelReport, Stage, Staged, Unload, Unstage
 from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, SieError, WireError, to_wire
-from sie.workers.device.faults import DeviceLostError, is_out_of_memory, is_sticky
+from sie.workers.device.faults import DeviceLostError, is_device_lost, is_out_of_memory
 from sie.workers.device.memory import free_model
 from sie.workers.loading.load_queue import LoadQueue
 from sie.workers.loading.states import LoadEvent, LoadState, next_state
@@ -206,7 +206,7 @@ class Host:
             runner = self._build(card, lambda fraction, text: self._loads.post(_Progress(hosted, fraction, text)))
         except BaseException as error:  # a failed load must not harm the worker's other models
             _log.exception("loading %s failed", card.id)
-            return DeviceLostError(str(error)) if is_sticky(error) else self._failed(hosted, error)
+            return DeviceLostError(str(error)) if is_device_lost(error) else self._failed(hosted, error)
         return _Ended(hosted, runner)
 
     def _failed(self, hosted: Hosted, error: BaseException) -> _Ended:

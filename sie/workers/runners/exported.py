@@ -20,7 +20,7 @@ from sie.catalog.files import refuse
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.workers.device.device import resolve_device
-from sie.workers.device.faults import is_out_of_memory, is_sticky
+from sie.workers.device.faults import is_device_lost, is_out_of_memory
 from sie.workers.model_api import OutputTensor, TensorInputs
 from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes
 
@@ -86,7 +86,7 @@ class ExportedRunner:
             with torch.inference_mode():
                 results, _ = pytree.tree_flatten(self._module(*args, **kwargs))
         except (RuntimeError, IndexError, ValueError) as error:
-            if is_out_of_memory(error) or is_sticky(error):
+            if is_out_of_memory(error) or is_device_lost(error):
                 raise
             if isinstance(error, IndexError) or names_sizes(str(error)):
                 reason = " ".join(str(error).split())

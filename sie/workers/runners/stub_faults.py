@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.values.card import StubOptions
+from sie.workers.device.faults import DeviceLostError
 
 Text = bytes | memoryview | NDArray[np.uint8]
 
@@ -31,7 +32,7 @@ class StubFaults:
         self._hang_on = options.hang_on.encode()
 
     def load(self) -> None:
-        """Fail a load: raise OSError, which does not tell the loader the cause, or RuntimeError as `step` does."""
+        """Fail a load: raise OSError, which does not tell the loader the cause, or DeviceLostError as `step` does."""
         self._need_device()
         if self._fail == "load":
             raise OSError("a stub's load fails (fail=load)")
@@ -39,7 +40,7 @@ class StubFaults:
     def step(self, texts: Sequence[Text]) -> None:
         """Fail the step for these texts, end the worker, or never return, if a fault matches.
 
-        Raises MemoryError, or RuntimeError with PyTorch's message for a lost CUDA device.
+        Raises MemoryError, or DeviceLostError as if a CUDA device were lost.
         """
         self._need_device()
         contents = [bytes(text) for text in texts]
@@ -50,11 +51,11 @@ class StubFaults:
         if self._fail in ("oom", "sticky") and any(self._fail_on in text for text in contents):
             if self._fail == "oom":
                 raise MemoryError("a stub's step finds no memory (fail=oom)")
-            raise RuntimeError("CUDA error: device-side assert triggered (a stub's step, fail=sticky)")
+            raise DeviceLostError("CUDA error: device-side assert triggered (a stub's step, fail=sticky)")
 
     def _need_device(self) -> None:
         if self._lost_file is not None and self._lost_file.exists() and self._lost_file.read_text() == str(self._slot):
-            raise RuntimeError("CUDA error: no CUDA-capable device is detected (a stub's, lost_file)")
+            raise DeviceLostError("CUDA error: no CUDA-capable device is detected (a stub's, lost_file)")
 
     def spoil(self, values: NDArray[np.float32], texts: Sequence[Text]) -> NDArray[np.float32]:
         """Return the rows (n, d), one for each text, with NaN at the start of rows that `fail=nan` matches."""
