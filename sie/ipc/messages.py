@@ -13,6 +13,7 @@ from sie.config.settings import Settings
 from sie.values.api_key import ApiKey
 from sie.values.card import AdapterSpec, ModelCard, ModelState
 from sie.values.errors import WireError
+from sie.values.fallbacks import Fallback
 
 Role = Literal["frontend", "worker"]
 Protocol = Literal["http", "grpc"]
@@ -153,6 +154,7 @@ class ModelReport(msgspec.Struct, tag=True, frozen=True):
     progress: float | None = None
     detail: str = ""
     error: WireError | None = None
+    fallbacks: tuple[Fallback, ...] = ()
 
 
 ManageAction = Literal["load", "unload", "reload"]
@@ -265,6 +267,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[int, ...] = ()
     device: str = ""
     memory_bytes: int = 0
+    fallbacks: tuple[Fallback, ...] = ()
+    """Those of any worker that has it."""
     error: WireError | None = None
     adapters: dict[str, AdapterEntry] = {}
 

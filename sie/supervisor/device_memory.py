@@ -93,7 +93,8 @@ class DeviceMemories:
     def _tenants(self, device: str, records: Collection[Record]) -> list[Tenant]:
         tenants: list[Tenant] = []
         for record in records:
-            loaded = [record.reports[slot].memory_bytes for slot in self._slots(device) if slot in record.reports]
+            reports = [record.reports[slot] for slot in self._slots(device) if slot in record.reports]
+            loaded = [report.memory_bytes for report in reports if not (device != "cpu" and report.device == "cpu")]
             if loaded:
                 tenants.append(
                     Tenant(

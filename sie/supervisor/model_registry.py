@@ -329,6 +329,9 @@ def _entry(record: Record) -> ModelEntry:
         workers=workers,
         device=next((report.device for report in record.reports.values()), ""),
         memory_bytes=sum(report.memory_bytes for report in record.reports.values()),
+        fallbacks=tuple(
+            {fallback.name: fallback for report in record.reports.values() for fallback in report.fallbacks}.values()
+        ),
         error=record.error,
     )
 

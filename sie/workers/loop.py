@@ -198,7 +198,10 @@ class Loop:
             assert runner is not None
             if self._first_ceiling is not None:
                 self._state.ceilings[card.id] = self._first_ceiling
-            self._metrics.set_model(card.id, self._host.device, loaded=True, memory_bytes=runner.memory_bytes)
+            self._metrics.set_model(
+                card.id, self._host.device,
+                loaded=True, memory_bytes=runner.memory_bytes, fallbacks=hosted.fallbacks,
+            )  # fmt: skip
             self._generators.add(runner)
             self._tell_loaded(card)
             calm_collector()

@@ -23,7 +23,8 @@ from sie.native.preempt import free
 from sie.runtime.gil_stalls import seconds_to_read
 from sie.runtime.logs import get_logger
 from sie.values.encode import DEFAULT_MODEL
-from sie.values.errors import ModelLoadFailed, SieError, Unavailable, from_wire, without_paths
+from sie.values.errors import ModelLoadFailed, SieError, Unavailable, from_wire, text_without_paths, without_paths
+from sie.values.fallbacks import Fallback
 
 _log = get_logger(__name__)
 _ASK_AGAIN_S = 1.0
@@ -253,15 +254,16 @@ def _offered(entry: ModelEntry) -> list[ModelEntry]:
 
 
 def _without_paths(entry: ModelEntry) -> ModelEntry:
-    """Return the entry with the server's file paths removed from its errors."""
-    if entry.error is None and not any(adapter.error for adapter in entry.adapters.values()):
+    """Return the entry with the server's file paths removed from its errors and reasons."""
+    if entry.error is None and not entry.fallbacks and not any(adapter.error for adapter in entry.adapters.values()):
         return entry
     adapters = {
         name: msgspec.structs.replace(adapter, error=without_paths(adapter.error)) if adapter.error else adapter
         for name, adapter in entry.adapters.items()
     }
     error = without_paths(entry.error) if entry.error else None
-    return msgspec.structs.replace(entry, error=error, adapters=adapters)
+    fallbacks = tuple(Fallback(one.name, text_without_paths(one.reason)) for one in entry.fallbacks)
+    return msgspec.structs.replace(entry, error=error, adapters=adapters, fallbacks=fallbacks)
 
 
 def _has_failed(future: asyncio.Future[Tokenizer]) -> bool:

@@ -49,8 +49,8 @@ from sie.workers.runners.encode import Backbone, EncodeRunner, Execution
 from sie.workers.runners.encoder_formats import (
     EncoderFormat,
     choose_encoder_format,
+    note_without_kernels,
     round_encoder,
-    warn_without_kernels,
 )
 from sie.workers.runners.grounding import GroundingRunner, build_grounding_runner
 from sie.workers.runners.head import Head, build_activation
@@ -99,7 +99,7 @@ def load_encoder(
     _convert_encoder(card.id, model, form, device, on_progress)
     backbone = Backbone(model, device)
     execution = choose_execution(card.id, backbone)
-    warn_without_kernels(card.id, backbone)
+    note_without_kernels(backbone)
     on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
     if heads.dense is not None and card.outputs == ("dense",):
         return EncodeRunner(card, backbone, heads.dense, execution, form.name)
@@ -149,7 +149,7 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     _convert_encoder(card.id, model, form, device, on_progress)
     scorer = ScoreModel(model, device, rule)
     execution, view = choose_scoring(card.id, scorer)
-    warn_without_kernels(card.id, scorer.backbone)
+    note_without_kernels(scorer.backbone)
     on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
     return ScoreRunner(card, scorer, activation, execution=execution, view=view, dtype=form.name)
 
@@ -193,7 +193,7 @@ def load_extractor(
         is_one = not model.config.is_encoder_decoder
         execution, view = choose_scoring(card.id, pairs) if is_one else (Execution(packed=False), "model")
         runner = PairClassifyRunner(card, pairs, execution=execution, view=view, dtype=form.name)
-    warn_without_kernels(card.id, tokens.backbone if is_tokens else pairs.backbone)
+    note_without_kernels(tokens.backbone if is_tokens else pairs.backbone)
     on_progress(1.0, "packed" if runner.execution.packed else "in batches of equal length")
     return runner
 

@@ -9,15 +9,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sie.catalog.files import refuse
-from sie.runtime.logs import get_logger
 from sie.values.card import EncoderWeights
 from sie.values.errors import BadRequest
 from sie.workers.device.device import DtypeSetting, choose_dtype
+from sie.workers.device.fallbacks import note
 from sie.workers.packed.rounded_linear import RoundedLinear
 from sie.workers.runners.compiled_encoder import find_linears
 from sie.workers.runners.encode import Backbone
-
-_log = get_logger(__name__)
 
 
 class EncoderFormat(NamedTuple):
@@ -60,11 +58,7 @@ def round_encoder(model_id: str, model: PreTrainedModel, form: EncoderFormat) ->
                 setattr(parent, name, RoundedLinear(child))
 
 
-def warn_without_kernels(model_id: str, backbone: Backbone) -> None:
-    """Log a warning if torch computes rounded layers: vectors are the same, but the requested speed is not reached."""
+def note_without_kernels(backbone: Backbone) -> None:
+    """Note a fallback if torch computes rounded layers: vectors are the same, but the requested speed is not reached."""
     if backbone.rounded_bytes and backbone.compiled is None:
-        _log.warning(
-            "%s: encoder_weights int8 has no compiled kernels here; torch gives the same vectors, slower than "
-            "without int8",
-            model_id,
-        )
+        note("uncompiled_int8", "the compiled encoder does not run this model here")

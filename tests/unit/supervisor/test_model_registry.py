@@ -8,6 +8,7 @@ from sie.supervisor.lifecycle import Event, Stage
 from sie.supervisor.model_registry import ModelRegistry
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, WireError, to_wire
+from sie.values.fallbacks import Fallback
 
 RETRY_S = 30.0
 
@@ -50,6 +51,17 @@ def test_lazy_model_is_available_until_somebody_wants_it():
     assert lazy.registry.want("m", 1.0) is lazy.record
     assert lazy.view == ("loading", (), False)
     assert lazy.registry.want("m", 2.0) is None, "it is loading already"
+
+
+def test_fallbacks_of_any_worker_are_the_model_s(lazy):
+    for slot, names in ((0, ("no_graphs",)), (1, ("no_graphs", "no_kernels"))):
+        fallbacks = tuple(Fallback(name, "why") for name in names)
+        lazy.report("loading", slot)
+        lazy.report("loaded", slot, fallbacks=fallbacks)
+    assert [fallback.name for fallback in lazy.entry.fallbacks] == ["no_graphs", "no_kernels"]
+    lazy.report("unloading", 1)
+    lazy.report("available", 1)
+    assert [fallback.name for fallback in lazy.entry.fallbacks] == ["no_graphs"]
 
 
 def test_unknown_model_is_nobody_s():

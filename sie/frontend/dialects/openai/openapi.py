@@ -35,6 +35,7 @@ from sie.frontend.dialects.operation import (
     Operation,
     Reply,
 )
+from sie.values.fallbacks import FallbackName
 
 
 class Embedding(Reply):
@@ -84,6 +85,11 @@ class Lora(Reply):
     state: str
 
 
+class ModelFallback(Reply):
+    name: FallbackName
+    reason: str
+
+
 class ModelInfo(Reply):
     id: str
     object: Literal["model"]
@@ -109,6 +115,7 @@ class ModelInfo(Reply):
     encoder_weights: Literal["int8"] | UnsetType = UNSET
     accept_token_ids: Literal[True] | UnsetType = UNSET
     loras: list[Lora] | UnsetType = UNSET
+    fallbacks: list[ModelFallback] | UnsetType = UNSET
 
 
 class ModelList(Reply):
