@@ -44,7 +44,8 @@ class Child:
         self.history = StartHistory()
         self.losses = DeviceLosses()
         self.max_step_tokens = 0
-        """For a worker; see `Launch`."""
+        """For a worker; see `Launch`. So is without_graphs."""
+        self.without_graphs = False
         self.process: subprocess.Popen[bytes] | None = None
         self.pidfd = -1
         self.channel: Channel | None = None

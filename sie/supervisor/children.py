@@ -29,7 +29,7 @@ from sie.shm.pages import CounterPage
 from sie.supervisor.certificates import CertificateFiles
 from sie.supervisor.child import Child
 from sie.supervisor.devices import WorkerSlot
-from sie.supervisor.losses import DEVICE_LOST_STATUS, plan_after_loss, tokens_after_kill
+from sie.supervisor.losses import DEVICE_LOST_STATUS, WORN_STATUS, plan_after_loss, tokens_after_kill
 from sie.supervisor.oom_kills import OomKills
 from sie.supervisor.restart import RestartPolicy, plan_restart
 
@@ -232,6 +232,7 @@ class Children:
             device=child.place.device,
             cores=child.place.cores,
             max_step_tokens=child.max_step_tokens,
+            without_graphs=child.without_graphs,
         )
         if child.role == "frontend" and self._certificates is not None:
             launch = msgspec.structs.replace(launch, **self._certificates.launch_paths)
@@ -344,6 +345,9 @@ class Children:
             _log.warning("%s ended with status %d", child.name, status)
             if status == DEVICE_LOST_STATUS:
                 self._plan_after_loss(child)
+            elif status == WORN_STATUS:
+                child.without_graphs = True
+                self._start_after(child, 0.0)
             else:
                 was_killed = status == -signal.SIGKILL and not (child.is_faulty or was_oom_killed)
                 self._plan_restart(child, was_ready, was_killed)

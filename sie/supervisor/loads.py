@@ -271,10 +271,10 @@ class Loads:
         self._children.send_all(self._children.workers, messages.Unload(model))
         self.broadcast()
 
-    def forget_worker(self, slot: int, *, blame: bool) -> None:
-        """Forget the models of a dead worker; blame: a load may have caused the death."""
-        self._registry.forget_worker(slot, time.monotonic(), blame=blame)
-        self._staged_reloads.forget_worker(slot, blame=blame)
+    def forget_worker(self, slot: int, *, blame: bool, is_lost: bool = False) -> None:
+        """Forget the models of a dead worker; blame: a load may have caused the death. is_lost: it lost its device."""
+        self._registry.forget_worker(slot, time.monotonic(), blame=blame, is_lost=is_lost)
+        self._staged_reloads.forget_worker(slot, blame=blame or is_lost)
 
     def tick(self, now_s: float) -> None:
         """Do the work that is due: retries, timeouts of loads, unloads of idle models."""

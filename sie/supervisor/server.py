@@ -31,7 +31,7 @@ from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.key_file import POLL_S, KeyFileWatch
 from sie.supervisor.listen import Listener
 from sie.supervisor.loads import Loads, Models
-from sie.supervisor.losses import DEVICE_LOST_STATUS
+from sie.supervisor.losses import DEVICE_LOST_STATUS, WORN_STATUS
 from sie.supervisor.model_registry import ModelRegistry
 from sie.supervisor.notify import Notifier, SystemdReporter, watchdog_interval_s
 from sie.supervisor.reload import Reading, Reloader
@@ -221,8 +221,9 @@ class Supervisor:
         """Forget the worker's models. Return its running requests as suspects if their input may be the cause."""
         is_suspect = self._watch.blames_input(status, worker.slot, was_oom_killed=was_oom_killed)
         self._watch.forget(worker.slot)
-        # A lost device ends every load, so it does not count against the model.
-        self._loads.forget_worker(worker.slot, blame=is_suspect and status != DEVICE_LOST_STATUS)
+        is_lost = status == DEVICE_LOST_STATUS
+        blames_load = is_suspect and not is_lost and status != WORN_STATUS
+        self._loads.forget_worker(worker.slot, blame=blames_load, is_lost=is_lost)
         self._adapters.forget_worker(worker.slot)
         return tuple((entry.frontend, entry.request_id) for entry in running.entries) if is_suspect else ()
 

@@ -55,8 +55,8 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of its key/value cache blocks, if it generates."""
     grammar_ms: float = 0.0
     """Time that each grammar takes to compile."""
-    fail: Literal["", "load", "oom", "sticky", "nan"] = ""
-    """The part that fails, on a server with `test`: its load, its steps (no memory, a lost device) or its values."""
+    fail: Literal["", "load", "oom", "sticky", "worn", "nan"] = ""
+    """The part that fails, on a server with `test`: its load, its steps (no memory, a lost or worn device) or its values."""
     fail_on: str = ""
     """Limits `fail` to texts, or steps with a text, that contain this."""
     kill_on: str = ""

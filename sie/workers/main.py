@@ -24,7 +24,7 @@ from sie.shm.pages import CounterPage
 from sie.values.card import ModelCard
 from sie.values.extract import Detection, Gliclass, Gliner
 from sie.workers import stall_notices
-from sie.workers.device.faults import EXIT_STATUS, DeviceLostError, set_device
+from sie.workers.device.faults import EXIT_STATUS, WORN_STATUS, DeviceLostError, WornError, set_device
 from sie.workers.device.memory import measure
 from sie.workers.loading import light_imports
 from sie.workers.loading.hosting import Host
@@ -86,6 +86,9 @@ def main() -> int:
     except DeviceLostError as error:
         _log.critical("the device is lost to this process: %s", error)
         os._exit(EXIT_STATUS)  # libraries that clean up at exit would call the device and may hang
+    except WornError:
+        _log.warning("this worker ends while it is idle: since a failed capture it cannot release a GPU's memory")
+        os._exit(WORN_STATUS)
     return 0
 
 
@@ -142,6 +145,7 @@ def _builder(
             return _load_library_model(card, launch, settings, progress)
         with stall_notices.importing():
             light_imports.prepare()
+            from sie.workers.device.capture import Capturer
             from sie.workers.loading.loader import (
                 load_detector,
                 load_dual_encoder,
@@ -151,6 +155,8 @@ def _builder(
                 load_scorer,
             )
 
+        if launch.without_graphs:
+            Capturer.forbidden = "a capture failed in an earlier process of this worker"
         if card.kind == "generator":
             return load_generator(card, launch.device, settings.models.dtype, settings.generation, progress)
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 EXIT_STATUS = 75
 """Exit status of a worker that can no longer use its device (EX_TEMPFAIL); a new process may be able to."""
+WORN_STATUS = 76
+"""Exit status of an idle worker whose allocator a failed capture left broken; a new process captures nothing."""
 
 _OUT_OF_MEMORY = ("out of memory", "you tried to allocate", "CUBLAS_STATUS_ALLOC_FAILED")
 """GPU allocators; the CPU's (`DefaultCPUAllocator: ... you tried to allocate N bytes`); cuBLAS's workspace."""
@@ -21,6 +23,10 @@ _device = ""
 
 class DeviceLostError(Exception):
     """The device can compute nothing more in this process."""
+
+
+class WornError(Exception):
+    """The worker is idle, and a new process would serve better (`sie.workers.device.memory.is_worn`)."""
 
 
 def set_device(name: str) -> None:

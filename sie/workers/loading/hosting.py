@@ -140,6 +140,11 @@ class Host:
         if hosted is not None:
             self._change(hosted, LoadEvent.UNLOAD)
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load runs or waits."""
+        return any(hosted.state.is_loading for hosted in (*self.models.values(), *self._successors.values()))
+
     def unloading(self) -> list[str]:
         """Return the models that `finish_unload` still has to free."""
         return [name for name, hosted in self.models.items() if hosted.state is LoadState.UNLOADING]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from sie.values.card import StubOptions
 from sie.workers.device.faults import DeviceLostError
+from sie.workers.device.memory import wear_out
 
 Text = bytes | memoryview | NDArray[np.uint8]
 
@@ -38,7 +39,7 @@ class StubFaults:
             raise OSError("a stub's load fails (fail=load)")
 
     def step(self, texts: Sequence[Text]) -> None:
-        """Fail the step for these texts, end the worker, or never return, if a fault matches.
+        """Fail the step for these texts, end the worker now or when it is idle, or never return, if a fault matches.
 
         Raises MemoryError, or DeviceLostError as if a CUDA device were lost.
         """
@@ -48,7 +49,10 @@ class StubFaults:
             os.abort()  # a crash in native code: SIGKILL looks like an operator's action, and then no input is blamed
         if self._hang_on and any(self._hang_on in text for text in contents):
             _hang()
-        if self._fail in ("oom", "sticky") and any(self._fail_on in text for text in contents):
+        if self._fail in ("oom", "sticky", "worn") and any(self._fail_on in text for text in contents):
+            if self._fail == "worn":
+                wear_out()
+                return
             if self._fail == "oom":
                 raise MemoryError("a stub's step finds no memory (fail=oom)")
             raise DeviceLostError("CUDA error: device-side assert triggered (a stub's step, fail=sticky)")

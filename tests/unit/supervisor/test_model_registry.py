@@ -242,6 +242,27 @@ def test_model_whose_worker_died_is_recovering_until_it_is_loaded_again(lazy):
     assert lazy.view == ("loaded", (0,), False)
 
 
+def test_second_device_lost_in_a_row_during_its_load_fails_the_model(lazy):
+    for num_lost in (1, 2):
+        lazy.report("loading", progress=0.0)
+        lazy.registry.forget_worker(0, 100.0, blame=False, is_lost=True)
+        assert (lazy.view[0] == "failed") == (num_lost == 2)
+    assert lazy.entry.error.message == "Model 'm': workers lost their device while it loaded"
+    assert lazy.record.retry_at_s == 100.0 + 20 * RETRY_S
+    assert lazy.registry.want("m", 101.0) is None
+
+
+def test_devices_lost_before_and_after_a_load_do_not_count_against_it(lazy):
+    lazy.report("loading", progress=0.0)
+    lazy.registry.forget_worker(0, 0.0, blame=False, is_lost=True)
+    lazy.report("loading", progress=0.0)
+    lazy.report("loaded")
+    lazy.registry.forget_worker(0, 0.0, blame=False, is_lost=True)
+    lazy.report("loading", progress=0.0)
+    lazy.registry.forget_worker(0, 0.0, blame=False, is_lost=True)
+    assert (lazy.view[0], lazy.entry.error) == ("loading", None)
+
+
 def test_model_that_another_worker_still_has_is_not_recovering(lazy):
     lazy.report("loaded", slot=0)
     lazy.report("loaded", slot=1)

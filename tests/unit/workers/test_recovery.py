@@ -15,14 +15,15 @@ from sie.ipc import messages
 from sie.metrics import definitions
 from sie.shm.pages import CounterPage
 from sie.values.errors import BadRequest, Internal, ResourceExhausted
-from sie.workers.device import faults
-from sie.workers.device.faults import DeviceLostError, is_out_of_memory
+from sie.workers.device import faults, memory
+from sie.workers.device.faults import DeviceLostError, WornError, is_out_of_memory
 from sie.workers.recovery import Recovery
 from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown, lower_ceiling
 from sie.workers.scheduling.scheduler import State, plan_step
 from sie.workers.scheduling.waiting import Budget, Waiting
 from sie.workers.telemetry import WorkerMetrics
 from tests.unit.engine_rig import Rig, SumRunner, card, checksum, in_rig
+from tests.unit.workers.device.fake_cuda import FakeCuda
 
 ASSERT = "CUDA error: device-side assert triggered"
 
@@ -75,6 +76,41 @@ def test_step_that_finds_no_memory_is_split_until_it_does(room: int) -> None:
         ], "each ran to its end once"
 
     run()
+
+
+@in_rig()
+async def test_a_step_without_memory_beside_a_capture_is_split_and_memory_is_released_after_the_capture(
+    rig: Rig,
+) -> None:
+    worker, _ = start_small(rig, 2)
+    requests = [rig.submit([i]) for i in range(1, 9)]
+    with pytest.MonkeyPatch.context() as patch:
+        cuda = FakeCuda(patch)
+        with memory.keeping_cached():
+            cuda.underway.append("a pool")
+            await rig.serve(worker)
+            for i, pending in enumerate(requests, 1):
+                assert await rig.rows(pending) == [checksum([i])]
+            cuda.underway.clear()
+            assert cuda.num_released == 0
+        assert cuda.num_released == 1
+    assert not memory.is_worn()
+
+
+@in_rig()
+async def test_a_worn_worker_ends_once_nothing_waits_in_it(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    pending = rig.submit([1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_allocator", memory._Allocator())
+        memory.wear_out()
+        worker.loop._periodic_ns = 0  # it is looked at once a second, before the step
+        worker.turn()
+        await rig.settle()
+        assert await rig.rows(pending) == [checksum([1])]
+        worker.loop._periodic_ns = 0
+        with pytest.raises(WornError):
+            worker.turn()
 
 
 @pytest.mark.parametrize("num_items", [2, 8, 32])
