@@ -19,8 +19,8 @@ _BYTES_PER_CPU_WORKER = 2 << 30
 _PROBE: Final = ("-m", "sie.runtime.gpu_probe")
 _TO_CPU: Final = "set devices to cpu to serve from the CPU"
 _TOO_OLD = (
-    "the driver ({driver}) is too old for CUDA {torch_cuda} of torch {torch}: update the driver, or install a torch of an "
-    "older CUDA (pip install torch --index-url https://download.pytorch.org/whl/cu126)"
+    "the driver ({driver}) is too old for CUDA {torch_cuda} of torch {torch}: update the driver, or install a "
+    "torch that was built for an older CUDA"
 )
 _NO_FABRIC = (
     "CUDA error 802: the GPUs' fabric does not run: start nvidia-fabricmanager in the driver's version ({driver})"

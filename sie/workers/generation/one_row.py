@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn.functional import linear
 from sie.runtime.logs import get_logger
 from sie.workers.device.capture import Capturer
 from sie.workers.device.faults import raise_if_lost
+from sie.workers.generation.kernel_check import why_no_kernels
 
 _log = get_logger(__name__)
 _TOLERANCE = 2e-2
@@ -71,7 +71,7 @@ def _is_for_kernel(weight: Tensor, measure: Measure | None) -> bool:
     if not weight.is_contiguous():
         return False
     is_half = weight.device.type == "cuda" and weight.dtype in (torch.float16, torch.bfloat16)
-    return measure is not None or (is_half and find_spec("triton") is not None)
+    return measure is not None or (is_half and not why_no_kernels(weight.device))
 
 
 def _is_faster(layers: Sequence[nn.Linear], measure: Measure) -> bool:

@@ -26,6 +26,7 @@ from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, DeadlineExceeded
 from sie.values.tensor import TensorRule
+from sie.workers.device.fallbacks import note
 from sie.workers.model_api import OutputTensor, TensorInputs
 from sie.workers.runners.row_probe import probe_rows
 from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes, without_source
@@ -40,6 +41,7 @@ _TYPES = {
 _BFLOAT16 = 16
 """TensorProto.DataType of bfloat16, which NumPy lacks."""
 _FATAL_ONLY = 4
+_CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
 class RunLimit(NamedTuple):
@@ -74,6 +76,7 @@ def load_onnx(
     except (states.Fail, states.InvalidProtobuf, states.InvalidGraph, states.InvalidArgument, states.NotImplemented,
             states.RuntimeException) as error:  # fmt: skip
         raise refuse(card.id, f"onnxruntime: {without_source(error)}") from error
+    _check_provider(device, session)
     _check_session(card, session)
     runner = OnnxRunner(card, session, run_limit)
     if card.tensor.probes_batching:
@@ -84,9 +87,31 @@ def load_onnx(
 
 def _providers(device: str) -> list[Any]:
     kind, _, index = device.partition(":")
-    if kind == "cuda" and "CUDAExecutionProvider" in onnxruntime.get_available_providers():
-        return [("CUDAExecutionProvider", {"device_id": int(index or 0)}), "CPUExecutionProvider"]
-    return ["CPUExecutionProvider"]
+    if kind != "cuda":
+        return [_CPU]
+    if _CUDA not in onnxruntime.get_available_providers():
+        note("cpu", f"onnxruntime {onnxruntime.__version__} is a build for CPUs: replace it by onnxruntime-gpu")
+        return [_CPU]
+    if hasattr(onnxruntime, "preload_dlls"):  # the libraries of CUDA and cuDNN are in packages beside torch's
+        onnxruntime.preload_dlls()
+    return [(_CUDA, {"device_id": int(index or 0)}), _CPU]
+
+
+def _check_provider(device: str, session: Any) -> None:
+    """Note a fallback if onnxruntime left the GPU out, which it does without an error."""
+    is_asked = device.startswith("cuda") and _CUDA in onnxruntime.get_available_providers()
+    if is_asked and _CUDA not in session.get_providers():
+        note("cpu", f"onnxruntime does not start its CUDA provider: {_why_not_loaded()}")
+
+
+def _why_not_loaded() -> str:
+    """Return the loader's reason why the library of the CUDA provider cannot be loaded, if that is the reason."""
+    library = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:
+        return str(error)
+    return "its library can be loaded; does its version of CUDA fit the driver?"
 
 
 def _check_session(card: ModelCard, session: Any) -> None:
