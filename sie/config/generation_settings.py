@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from sie.config.limits import MIB
+
+GPU_PREFILL_TOKENS: Final = 4096
+"""`max_prefill_tokens` on a GPU."""
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

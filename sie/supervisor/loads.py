@@ -48,6 +48,7 @@ class Loads:
         preparer: Preparer | None = None,
     ) -> None:
         self._settings = settings.models
+        self._generation = settings.generation
         self._idle_s = settings.models.idle_unload_s
         self._timeout_s = settings.models.load_timeout_s
         self._registry = registry
@@ -67,7 +68,8 @@ class Loads:
     def bind(self, children: Children, not_ready_reason: Callable[[], str], on_first_ready: Callable[[], None]) -> None:
         """Set the children to talk to, and the source of reasons, other than models, for not being ready."""
         self._children = children
-        self._device_memories = DeviceMemories(self._settings, [worker.place.device for worker in children.workers])
+        devices = [worker.place.device for worker in children.workers]
+        self._device_memories = DeviceMemories(self._settings, self._generation, devices)
         self._staged_reloads = StagedReloads(
             children, self._preparer, self._spawn, on_complete=self._reload, on_failed=self.keep
         )

@@ -158,7 +158,11 @@ def _builder(
         if launch.without_graphs:
             Capturer.forbidden = "a capture failed in an earlier process of this worker"
         if card.kind == "generator":
-            return load_generator(card, launch.device, settings.models.dtype, settings.generation, progress)
+            models = settings.models
+            return load_generator(
+                card, launch.device, models.dtype, settings.generation, progress,
+                pressure_pct=models.memory_pressure_pct,
+            )  # fmt: skip
 
         if card.kind == "dual-encoder":
             return load_dual_encoder(card, launch.device, settings.models.dtype, progress)

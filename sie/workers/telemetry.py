@@ -305,16 +305,23 @@ class GpuTelemetry:
             return math.nan
 
     def _find_handle(self) -> None:
-        """Find the device by uuid, or else by bus id. A MIG slice's temperature is its parent's."""
+        """Find the device by uuid, or else by bus id. A MIG slice's temperature is its parent's.
+
+        Drivers refuse a MIG slice's uuid in the form of a GPU with different errors, so any of them leads to the other
+        form. Raises the first error if both fail.
+        """
         nvml, gpu = self._nvml, self._gpu
         if not gpu.uuid:
             self._handle = self._parent = nvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id)
             return
         try:
             self._handle = self._parent = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu.uuid}")
-        except nvml.NVMLError_NotFound:
-            handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{gpu.uuid}")
-            self._parent = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        except nvml.NVMLError as error:
+            try:
+                handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{gpu.uuid}")
+                self._parent = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+            except nvml.NVMLError:
+                raise error from None
             self._handle = handle
 
     def _publish_down(self) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from sie.ipc.messages import MemoryReport
 from sie.runtime.logs import get_logger
@@ -49,6 +50,19 @@ def measure(device: str) -> MemoryReport:
     index = int(device.partition(":")[2] or 0)
     free, total = torch.cuda.mem_get_info(index)
     return MemoryReport(total, free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index))
+
+
+def peak_bytes(device: Any, run: Callable[[], object]) -> int:
+    """Return the most memory that tensors of a GPU hold while `run` works, beyond those before it. Waits for the device.
+
+    Steps of other models that run meanwhile count, too.
+    """
+    cuda = sys.modules["torch"].cuda
+    cuda.reset_peak_memory_stats(device)
+    before = cuda.memory_allocated(device)
+    run()
+    cuda.synchronize(device)
+    return cuda.max_memory_allocated(device) - before
 
 
 def free_model() -> None:

@@ -226,9 +226,17 @@ def load_detector(
 
 
 def load_generator(
-    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, settings: Generation, on_progress: Progress
+    card: ModelCard,
+    device_name: str,
+    dtype_setting: DtypeSetting,
+    settings: Generation,
+    on_progress: Progress,
+    *,
+    pressure_pct: float = 100.0,
 ) -> TextGenerator:
     """Return a model that generates text, ready for its first step. Arguments and errors as in `load_encoder`.
+
+    Its keys and values leave a GPU's memory below pressure_pct.
 
     Raises ModelLoadFailed that names the model if its layers cannot keep their keys and values in blocks.
     """
@@ -247,7 +255,7 @@ def load_generator(
         fuse_layers(model)
         choose_products(model)
     on_progress(0.8, "comparing paged with whole sequences")
-    runner = make_pageable(card, model, device, settings, form.name)
+    runner = make_pageable(card, model, device, settings, form.name, pressure_pct=pressure_pct)
     on_progress(0.9, "reading the vocabulary for grammars")
     with suppress(BadRequest):  # a request with a grammar will get the error
         runner.prepare_grammars()

@@ -35,6 +35,9 @@ class FakeNvml:
     class NVMLError_NotFound(NVMLError):
         pass
 
+    class NVMLError_InvalidArgument(NVMLError):
+        pass
+
     class NVMLError_NotSupported(NVMLError):
         pass
 
@@ -49,6 +52,7 @@ class FakeNvml:
 
     def __init__(self, **devices):
         self.devices = {f"GPU-{UUID}": "gpu"} if not devices else devices["devices"]
+        self.unknown_uuid = self.NVMLError_NotFound
         self.init_error = None
         self.failing = {}
         self.unblocked = threading.Event()
@@ -69,7 +73,7 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByUUID(self, uuid):
         if uuid not in self.devices:
-            raise self.NVMLError_NotFound(uuid)
+            raise self.unknown_uuid(uuid)
         return self.devices[uuid]
 
     def nvmlDeviceGetHandleByPciBusId(self, bus_id):
@@ -152,8 +156,11 @@ def test_a_device_without_uuid_is_found_by_its_bus_id(page, start):
     wait_until(lambda: gauges(page)["utilization_percent"] == 77)
 
 
-def test_a_mig_slice_has_memory_no_utilisation_and_its_parents_temperature(page, start):
-    start(FakeNvml(devices={f"MIG-{UUID}": "mig"}))
+@pytest.mark.parametrize("error", ["NVMLError_NotFound", "NVMLError_InvalidArgument"])
+def test_a_mig_slice_has_memory_no_utilisation_and_its_parents_temperature(page, start, error):
+    nvml = FakeNvml(devices={f"MIG-{UUID}": "mig"})
+    nvml.unknown_uuid = getattr(nvml, error)
+    start(nvml)
     wait_until(lambda: gauges(page)["sample_timestamp_seconds"])
     found = gauges(page)
     assert math.isnan(found["utilization_percent"])
