@@ -35,6 +35,7 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.extract import Detection, TokenClassification
 from sie.workers.device.device import DtypeSetting, choose_dtype, resolve_device
+from sie.workers.device.fallbacks import note
 from sie.workers.device.faults import is_out_of_memory
 from sie.workers.generation.fused import fuse_layers
 from sie.workers.generation.norms import compile_norms
@@ -192,6 +193,8 @@ def load_extractor(
         # An encoder-decoder has no pass that could be packed, and its head reads only a sequence's own end.
         is_one = not model.config.is_encoder_decoder
         execution, view = choose_scoring(card.id, pairs) if is_one else (Execution(packed=False), "model")
+        if not is_one and device.type != "cpu":
+            note("unpacked", "it has an encoder and a decoder")
         runner = PairClassifyRunner(card, pairs, execution=execution, view=view, dtype=form.name)
     note_without_kernels(tokens.backbone if is_tokens else pairs.backbone)
     on_progress(1.0, "packed" if runner.execution.packed else "in batches of equal length")
