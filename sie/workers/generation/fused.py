@@ -1,4 +1,4 @@
-"""Replaces layers of a generating model on a GPU with one kernel each, instead of the library's many launches.
+"""Replaces layers of a model on a GPU with one kernel each, instead of the library's many launches.
 
 No family is known by name. A norm, an attention layer's rotation or a gated layer is replaced if it gives the same
 results as the kernel on random numbers. Other layers stay as they are.
@@ -142,12 +142,12 @@ def fuse_gates(model: nn.Module) -> int:
     """Replace the middle of gated layers, `down(act(gate(x)) * up(x))`."""
     count = 0
     for module in filter(_is_gated, model.modules()):
-        *linears, activation = _gated_parts(module)
+        gate, *_, activation = _gated_parts(module)
         is_silu = _is_silu(activation)
         if is_silu is None:
             continue
-        fused = partial(_run_gated, *linears, is_silu)
-        if _is_same(module, fused, _random(module, 1, _NUM_TOKENS, linears[0].in_features)):
+        fused = partial(_run_gated, module, is_silu)
+        if _is_same(module, fused, _random(module, 1, _NUM_TOKENS, gate.in_features)):
             module.forward = fused
             count += 1
     return count
@@ -172,10 +172,12 @@ def _is_silu(activation: nn.Module) -> bool | None:
     return None
 
 
-def _run_gated(gate: nn.Module, up: nn.Module, down: nn.Module, is_silu: bool, states: Tensor) -> Tensor:
+def _run_gated(module: Any, is_silu: bool, states: Tensor) -> Tensor:
+    """Run a gated layer with the linear layers that it has now: an adapter replaces them."""
     from sie.workers.generation import layer_kernels
 
-    return down(layer_kernels.gate(gate(states), up(states), is_silu=is_silu))
+    gates = module.gate_proj(states)
+    return module.down_proj(layer_kernels.gate(gates, module.up_proj(states), is_silu=is_silu))
 
 
 def _random(module: nn.Module, *shape: int) -> Tensor:

@@ -362,6 +362,7 @@ def _convert_encoder(
     on_progress(0.6, f"converting weights to {form.name} on {device}")
     round_encoder(model_id, model, form)
     _convert(model, form.dtype, device)
+    fuse_layers(model)  # not joined, since adapters have weights for each layer of the checkpoint
     on_progress(0.8, "comparing packed with single sequences")
 
 
