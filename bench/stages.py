@@ -43,7 +43,7 @@ from sie.shm.large import LargeBudget
 from sie.shm.layout import SUBMIT
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
-from sie.values.encode import EncodeReply, Timing
+from sie.values.inference import EncodeReply, Timing
 from sie.values.tensor import TensorReply
 from sie.values.work import TensorForm, TensorReplyHeader, WorkHeader
 from sie.values.work_bytes import extent_bytes, plan_arrays, split_extent

@@ -33,7 +33,7 @@ class Codec(Struct, frozen=True, kw_only=True):
     operation: Literal["encode", "embed", "score", "extract"]
     """`embed` is an encode request for dense float32 vectors only."""
     decode: Callable[[bytes, Sent, Limits], tuple[Any, Any]]
-    """Returns the request of `sie.values.encode`, and anything that `encode` needs to know of it. Raises BadRequest."""
+    """Returns the request of `sie.values.inference`, and anything that `encode` needs to know of it. Raises BadRequest."""
     encode: Callable[[Any, Any, Any, bool], bytes]
     """Returns the body for (request, the decoder's second value, the reply, whether it must be msgpack)."""
     default_output: str = ""

@@ -23,8 +23,8 @@ from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.decode_body import add_hint
 from sie.frontend.routes.embed import Inference, read
 from sie.ipc.messages import ModelEntry
-from sie.values.encode import EncodeRequest
 from sie.values.errors import BadRequest, Unavailable
+from sie.values.inference import EncodeRequest
 
 _CODEC: Final[Codec] = ENCODE.codec
 

@@ -10,7 +10,6 @@ from typing import Final, Protocol
 from sie.frontend.engine.interface import Engine, Pending
 from sie.frontend.engine.token_stream import TokenStream
 from sie.frontend.generation.reader import Reader
-from sie.values.encode import Timing
 from sie.values.errors import Internal, SieError
 from sie.values.generate import (
     ChoiceReply,
@@ -26,6 +25,7 @@ from sie.values.generate import (
     TextDelta,
     ToolCallDelta,
 )
+from sie.values.inference import Timing
 
 _LONG_S: Final = 86_400.0
 """Only bounds one wait; the engine ends requests that take too long."""

@@ -15,8 +15,8 @@ from typing import Final
 from sie.catalog.profiles import model_of
 from sie.frontend.models.model_table import ModelTable
 from sie.ipc.messages import ModelEntry, Touch, WantAdapter
-from sie.values.encode import EncodeRequest
 from sie.values.errors import BadRequest, Unavailable, from_wire
+from sie.values.inference import EncodeRequest
 
 _CODE: Final = "LORA_LOADING"
 _RETRY_S: Final = 1

@@ -22,8 +22,8 @@ from sie.ipc.messages import ModelEntry, Models, WorkerEntry
 from sie.native.preempt import free
 from sie.runtime.gil_stalls import seconds_to_read
 from sie.runtime.logs import get_logger
-from sie.values.encode import DEFAULT_MODEL
 from sie.values.errors import ModelLoadFailed, SieError, Unavailable, from_wire, without_paths
+from sie.values.inference import DEFAULT_MODEL
 
 _log = get_logger(__name__)
 _ASK_AGAIN_S = 1.0

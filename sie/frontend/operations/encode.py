@@ -29,8 +29,8 @@ from sie.frontend.operations.interface import Started
 from sie.frontend.operations.reply_reader import count_items
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
-from sie.values.encode import EncodeRequest
 from sie.values.errors import BadRequest
+from sie.values.inference import EncodeRequest
 from sie.values.work import WorkHeader
 
 _DENSE_ONLY: Final = ("dense",)

@@ -18,8 +18,8 @@ from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.routes import Row
 from sie.frontend.http.threads import offload
 from sie.frontend.models.model_table import ModelTable
-from sie.values.encode import DEFAULT_MODEL
 from sie.values.errors import BadRequest
+from sie.values.inference import DEFAULT_MODEL
 
 _T = TypeVar("_T")
 

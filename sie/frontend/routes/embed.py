@@ -29,8 +29,16 @@ from sie.frontend.routes.decode_body import decode_body
 from sie.frontend.telemetry.access_log import id_headers
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
-from sie.values.encode import EncodeReply, EncodeRequest, ExtractReply, ExtractRequest, ScoreReply, ScoreRequest, Timing
 from sie.values.errors import BadRequest, Unavailable
+from sie.values.inference import (
+    EncodeReply,
+    EncodeRequest,
+    ExtractReply,
+    ExtractRequest,
+    ScoreReply,
+    ScoreRequest,
+    Timing,
+)
 
 _NO_BYTES: Final = memoryview(b"")
 _RESOLVE: Final[dict[str, Callable[[Any, ModelCard], Any]]] = {

@@ -27,8 +27,8 @@ from sie.frontend.tensors.held_reply import HeldReply
 from sie.ipc.messages import ModelEntry
 from sie.values.bytes_tensor import split_elements
 from sie.values.card import ModelCard
-from sie.values.encode import EncodeRequest, ScoreRequest
 from sie.values.errors import BadRequest, InputTooLong
+from sie.values.inference import EncodeRequest, ScoreRequest
 from sie.values.tensor import Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import pybase64
 
 from sie.config.limits import Limits
 from sie.frontend.inputs.bounded_json import check_json, decode_typed
-from sie.values.encode import DEFAULT_MODEL, EncodeReply, EncodeRequest
 from sie.values.errors import BadRequest, InputTooLong, SieError
+from sie.values.inference import DEFAULT_MODEL, EncodeReply, EncodeRequest
 
 _MOST_TOKENS = 1 << 20
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

@@ -13,8 +13,8 @@ from sie.frontend.dialects.kserve.infer import InferCall
 from sie.frontend.dialects.kserve.protobuf_wire import MalformedMessage, parse, parse_with_views, wire_fields
 from sie.proto import message_class
 from sie.values.bytes_tensor import frame_elements
-from sie.values.encode import Timing
 from sie.values.errors import BadRequest
+from sie.values.inference import Timing
 from sie.values.tensor import DATATYPES, Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
 
 REQUEST = message_class("kserve", "inference.ModelInferRequest")

@@ -8,8 +8,8 @@ from sie.frontend.dialects.trtis import grpc, status
 from sie.frontend.dialects.trtis.infer import InferHead, InputHead, OutputHead
 from sie.frontend.tensors.paths import check_version
 from sie.proto import message_class
-from sie.values.encode import Timing
 from sie.values.errors import BadRequest
+from sie.values.inference import Timing
 from sie.values.tensor import Tensor, TensorReply, TensorRule
 
 HEADER = message_class("trtis", "nvidia.inferenceserver.InferRequestHeader")
