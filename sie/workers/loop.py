@@ -32,7 +32,7 @@ from sie.workers.recovery import Recovery
 from sie.workers.requests.frontend_link import FrontendLink
 from sie.workers.requests.joining import Joining
 from sie.workers.requests.reply_writer import NEVER_FITS, ReplyWriter
-from sie.workers.requests.request import Request, send_error
+from sie.workers.requests.worker_request import Request, send_error
 from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown
 from sie.workers.scheduling.pace import Pace
 from sie.workers.scheduling.scheduler import State, plan_step

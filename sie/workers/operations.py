@@ -16,8 +16,8 @@ from sie.values.extract import ExtractTask, TokenClassification, ZeroShot
 from sie.values.work import WorkHeader
 from sie.workers.model_api import RowStep, Side, StepOutputs
 from sie.workers.requests.quantise import output_layout
-from sie.workers.requests.request import Request
 from sie.workers.requests.tensors import grouping
+from sie.workers.requests.worker_request import Request
 from sie.workers.scheduling.queue_policy import policy_of
 from sie.workers.scheduling.waiting import Refused, RequestPolicy, Waiting
 

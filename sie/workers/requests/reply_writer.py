@@ -18,7 +18,7 @@ from sie.values.errors import BadRequest
 from sie.workers.model_api import StepOutputs
 from sie.workers.requests.finish import Finished, finish_ragged, finish_rows_of
 from sie.workers.requests.ragged import KeptBytes
-from sie.workers.requests.request import Link, Request
+from sie.workers.requests.worker_request import Link, Request
 from sie.workers.scheduling.waiting import Waiting
 
 NEVER_FITS = "The reply would not fit into this worker's memory for replies; split the request"

@@ -20,7 +20,7 @@ from sie.values.inference import EncodeReply, EncodeRequest
 from sie.values.work import WorkHeader
 from sie.values.work_bytes import extent_bytes, plan_arrays, read_extent
 from sie.workers.requests.ragged import KeptBytes
-from sie.workers.requests.request import Request
+from sie.workers.requests.worker_request import Request
 
 MIB = 1 << 20
 CARD = ModelCard(id="a", kind="encoder", outputs=("dense", "sparse", "multivector"),
