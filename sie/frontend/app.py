@@ -67,7 +67,7 @@ class App:
         services = self._services = Services(self._process, self._identity, TABLE)
         self._handlers: dict[Route, Handler] = {}
         submitters: dict[Route, TrySubmit] = {
-            ENCODE: EncodeFastPath(self._process, services.embed),
+            ENCODE: EncodeFastPath(self._process, services.inference),
             INFER: InferFastPath(self._process, services.kserve),
         }
         self._fast_path = FastPath(self, self._process, submitters)
@@ -202,7 +202,7 @@ class App:
         """Return the handler of a route at its first request, and cache it."""
         assert isinstance(route, Row)
         if route.imports:
-            pool = self._services.embed.pool
+            pool = self._services.inference.pool
             await asyncio.get_running_loop().run_in_executor(pool, importlib.import_module, route.imports)
         handler = self._handlers[route] = route.handler(self._services)
         return handler

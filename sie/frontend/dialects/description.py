@@ -68,7 +68,7 @@ class TextCodec(Struct, frozen=True, kw_only=True):
 def operation_row(template: str, codec: Codec, envelope: str, label: str) -> Row:
     """Return the row of a route with a `Codec`. label is the endpoint under which metrics count it."""
     return Row(
-        template, "POST", envelope, label, codec=codec, handler=lambda services: services.embed.handler_of(codec)
+        template, "POST", envelope, label, codec=codec, handler=lambda services: services.inference.handler_of(codec)
     )
 
 

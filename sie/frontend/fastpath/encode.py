@@ -21,7 +21,7 @@ from sie.frontend.models.adapter_lookup import requested_adapter
 from sie.frontend.operations.resolve import resolve_encode
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.decode_body import add_hint
-from sie.frontend.routes.embed import Inference, read
+from sie.frontend.routes.inference import Inference, read
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import BadRequest, Unavailable
 from sie.values.inference import EncodeRequest

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sie.frontend.http.routes import RouteTable
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.embed import Inference
+from sie.frontend.routes.inference import Inference
 from sie.frontend.routes.kserve import KServe
 from sie.frontend.routes.models import Cards
 from sie.frontend.routes.server_pages import Pages
@@ -25,7 +25,7 @@ class Services:
     ) -> None:  # fmt: skip
         self._process = process
         self._identity = identity
-        self.embed = Inference(process, identity)
+        self.inference = Inference(process, identity)
         self.kserve = KServe(process)
         self.cards = Cards(process)
         self.pages = Pages(process, table)
@@ -35,7 +35,7 @@ class Services:
         """The text generation routes. Their module brings a template engine: import it on a thread first."""
         from sie.frontend.routes.generate import TextRoutes
 
-        return TextRoutes(self._process, self.kserve, self.embed.pool, self._identity)
+        return TextRoutes(self._process, self.kserve, self.inference.pool, self._identity)
 
     @cached_property
     def trtis(self) -> Trtis:
