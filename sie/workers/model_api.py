@@ -1,7 +1,7 @@
 """Defines the interfaces between the step loop and the runners of loaded models.
 
 A runner turns one step's inputs into rows. It must not know rings, requests or output dtypes: the loop passes its rows
-to `sie.workers.requests.finish`. One thread at a time calls it.
+to `sie.workers.requests.postprocess`. One thread at a time calls it.
 """
 
 from __future__ import annotations

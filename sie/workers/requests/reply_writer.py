@@ -16,7 +16,7 @@ from sie.config.settings import Settings
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.workers.model_api import StepOutputs
-from sie.workers.requests.finish import Finished, finish_ragged, finish_rows_of
+from sie.workers.requests.postprocess import Finished, finish_ragged, finish_rows_of
 from sie.workers.requests.ragged import KeptBytes
 from sie.workers.requests.worker_request import Link, Request
 from sie.workers.scheduling.waiting import Waiting
