@@ -23,7 +23,7 @@ from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.intake import Intake, Scheduler
 from sie.frontend.http.near_routes import hint_for
 from sie.frontend.http.response import Response
-from sie.frontend.http.routes import Route, Row
+from sie.frontend.http.routing import Route, Row
 from sie.frontend.http.stream import STREAM_HEADERS, Streamed, send_stream
 from sie.frontend.http.unread import MIN_BYTES
 from sie.frontend.models.admin import check_admin

@@ -29,7 +29,7 @@ PURE_FILES = (
     "frontend/generation/reader.py",
     "frontend/generation/stops.py",
     "frontend/inputs/profile_options.py",
-    "frontend/http/routes.py",
+    "frontend/http/routing.py",
     "frontend/engine/admission.py",
     "frontend/engine/placement.py",
     "frontend/inputs/prompts.py",

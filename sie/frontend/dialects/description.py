@@ -14,7 +14,7 @@ from msgspec import Struct
 from sie.config.limits import Limits
 from sie.frontend.dialects.operation import Operation
 from sie.frontend.http.response import JSON, Response
-from sie.frontend.http.routes import Row
+from sie.frontend.http.routing import Row
 from sie.values.errors import BadRequest, NotFound, SieError
 
 _GENERATION: Final = "sie.frontend.routes.generate"

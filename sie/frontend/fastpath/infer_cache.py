@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from sie.config.limits import Limits
 from sie.frontend.dialects.kserve.infer import InferCall
 from sie.frontend.engine.interface import Reply
-from sie.frontend.http.routes import Match
+from sie.frontend.http.routing import Match
 from sie.frontend.tensors.held_reply import places_of
 from sie.frontend.tensors.infer import Plan
 from sie.ipc.messages import ModelEntry

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.http.body import Body, BodyReader, HeldBody
-from sie.frontend.http.routes import Route
+from sie.frontend.http.routing import Route
 
 _MOST_NAMED: Final = 1000
 """Most items to name in a header, because clients read headers up to 8 KiB."""

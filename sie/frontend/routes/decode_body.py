@@ -15,7 +15,7 @@ from sie.frontend.dialects.description import Codec
 from sie.frontend.dialects.native.negotiate import is_msgpack
 from sie.frontend.http.compression import CODING_NOT_SERVED, has_coding
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.routes import Row
+from sie.frontend.http.routing import Row
 from sie.frontend.http.threads import offload
 from sie.frontend.models.model_table import ModelTable
 from sie.values.errors import BadRequest

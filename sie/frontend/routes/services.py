@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from sie.frontend.http.routes import RouteTable
+from sie.frontend.http.routing import RouteTable
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.inference import Inference
 from sie.frontend.routes.kserve import KServe

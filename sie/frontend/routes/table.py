@@ -13,7 +13,7 @@ from sie.frontend.dialects.description import Codec, TextCodec
 from sie.frontend.dialects.registry import rows_of
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import Response
-from sie.frontend.http.routes import Match, Route, RouteTable, Row
+from sie.frontend.http.routing import Match, Route, RouteTable, Row
 from sie.frontend.http.stream import Streamed
 from sie.frontend.routes.services import Services
 from sie.frontend.services.kserve_service import KServeService

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from sie.frontend.access.key_use import KeyHolder
-from sie.frontend.http.routes import Route
+from sie.frontend.http.routing import Route
 from sie.runtime.logs import get_logger
 from sie.values.errors import SieError
 from sie.values.inference import Timing
