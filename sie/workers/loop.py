@@ -36,7 +36,7 @@ from sie.workers.requests.worker_request import Request, send_error
 from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown
 from sie.workers.scheduling.pace import Pace
 from sie.workers.scheduling.scheduler import State, plan_step
-from sie.workers.scheduling.waiting import Budget, Step, Waiting
+from sie.workers.scheduling.waiting import Budget, Step, WaitingItem
 from sie.workers.telemetry import WorkerMetrics
 
 _log = get_logger(__name__)
@@ -76,7 +76,7 @@ class Loop:
         self._metrics = metrics
         self._budget = budget
         self._state = State()
-        self._parked: dict[str, list[Waiting]] = {}
+        self._parked: dict[str, list[WaitingItem]] = {}
         """Items by model whose replies found no memory. They are not in the queues, where they would block others."""
         self._replies = ReplyWriter(settings)
         self._recovery = Recovery(
@@ -322,7 +322,7 @@ class Loop:
         """Return whether a frontend still holds a reply that it will release."""
         return any(link.num_leased for link in self._links.values())
 
-    def _park(self, model: str, items: list[Waiting]) -> None:
+    def _park(self, model: str, items: list[WaitingItem]) -> None:
         """Set items aside until a reply extent is released. If none will be, their replies can never fit.
 
         The items behind a leading item go with it: they must not find memory without it.
@@ -341,7 +341,7 @@ class Loop:
         for model, items in parked.items():
             self._state.requeue(model, items)
 
-    def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
+    def _run(self, runner: Runner, card: ModelCard, items: list[WaitingItem]) -> None:
         num_tokens = sum([item.num_tokens for item in items])
         started_ns, started_busy_ns = time.monotonic_ns(), self._busy_ns()
         is_usual = True
@@ -358,11 +358,11 @@ class Loop:
             self._pace.record(card.id, num_tokens, ended_ns - started_ns)
         self._pace.adapt(card.id, num_tokens, self._busy_ns() - started_busy_ns)
 
-    def _attempt(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
+    def _attempt(self, runner: Runner, card: ModelCard, items: list[WaitingItem]) -> None:
         """Run items of a failed step once more. Raises the runner's errors."""
         self._forward(runner, card, items, sum(item.num_tokens for item in items))
 
-    def _forward(self, runner: Runner, card: ModelCard, items: list[Waiting], num_tokens: int) -> None:
+    def _forward(self, runner: Runner, card: ModelCard, items: list[WaitingItem], num_tokens: int) -> None:
         """Run one forward pass and answer it. Raises the runner's errors."""
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = self._announce(self._pace.allowed_ns(card.id, num_tokens), running.values(), num_tokens)
@@ -383,7 +383,7 @@ class Loop:
         failpoints.reach("worker.before_step")
         return started_ns
 
-    def _measure(self, card: ModelCard, items: list[Waiting], num_tokens: int, took_ns: int) -> None:
+    def _measure(self, card: ModelCard, items: list[WaitingItem], num_tokens: int, took_ns: int) -> None:
         self._state.charge(card.id, took_ns)
         num_rows = len(items) if card.tensor is None else sum(item.num_rows for item in items)
         self._metrics.observe_step(took_ns / 1e9, num_tokens)

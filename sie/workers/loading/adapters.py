@@ -19,7 +19,7 @@ from sie.workers.loading.hosting import Host
 from sie.workers.loading.load_queue import LoadQueue
 from sie.workers.loading.states import LoadEvent, LoadState, next_state
 from sie.workers.model_api import Adapters, Runner
-from sie.workers.scheduling.waiting import Waiting
+from sie.workers.scheduling.waiting import WaitingItem
 
 _log = get_logger(__name__)
 _RETRY_S = 1
@@ -103,7 +103,7 @@ class AdapterHost:
         if found is not None:
             self._change(found, LoadEvent.UNLOAD)
 
-    def settle(self, waiting_of: Callable[[str], Iterable[Waiting]]) -> None:
+    def settle(self, waiting_of: Callable[[str], Iterable[WaitingItem]]) -> None:
         """Free the unloading adapters that none of a model's waiting items needs."""
         for adapter in [each for each in self._adapters.values() if each.state is LoadState.UNLOADING]:
             spec, weights = adapter.spec, _weights_of(adapter.runner)

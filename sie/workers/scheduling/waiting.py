@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 
-class Waiting(msgspec.Struct, eq=False):
+class WaitingItem(msgspec.Struct, eq=False):
     """One item of one request, waiting for a step.
 
     request is the loop's own record and opaque here; index is the item's row in it. alone: its request was running when
@@ -49,9 +49,9 @@ class Step(msgspec.Struct, frozen=True):
     """
 
     model: str
-    items: list[Waiting]
+    items: list[WaitingItem]
     num_tokens: int
-    expired: list[Waiting]
+    expired: list[WaitingItem]
     refused: list[Refused] = []
     is_own: bool = False
 
@@ -72,5 +72,5 @@ class RequestPolicy(msgspec.Struct, frozen=True):
 class Refused(NamedTuple):
     """A request that never runs: it waited too long, or the queue of its priority was full."""
 
-    item: Waiting
+    item: WaitingItem
     reason: Literal["timeout", "size"]
