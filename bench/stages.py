@@ -49,7 +49,7 @@ from sie.values.work import TensorForm, TensorReplyHeader, WorkHeader
 from sie.values.work_bytes import extent_bytes, plan_arrays, split_extent
 from sie.workers.requests.readers import reader_of
 from sie.workers.scheduling.scheduler import State, plan_step
-from sie.workers.scheduling.waiting import Budget, Waiting
+from sie.workers.scheduling.waiting import Budget, WaitingItem
 
 Side = Literal["frontend", "tensors", "worker", "model"]
 _BLOCKS = 200
@@ -215,7 +215,7 @@ def _worker_stages() -> Iterator[Stage]:
 
     yield Stage("worker", "read a request's extent", read_request)
     state, budget = State(), Budget(max_tokens=1024, max_items=1024, max_age_ns=_FAR_NS)
-    item = Waiting(request=None, index=0, num_tokens=12, arrival_ns=0, deadline_ns=_FAR_NS)
+    item = WaitingItem(request=None, index=0, num_tokens=12, arrival_ns=0, deadline_ns=_FAR_NS)
 
     def plan() -> None:
         state.add("stub/echo", item)
