@@ -35,7 +35,8 @@ from sie.frontend.fastpath.infer_cache import (
     places_in,
     read_answer,
 )
-from sie.frontend.inputs.tokenize import Tokenizer, encode_stub_text
+from sie.frontend.inputs.stub_texts import encode_stub_text
+from sie.frontend.inputs.tokenize import Tokenizer
 from sie.frontend.operations.resolve import resolve_encode
 from sie.frontend.telemetry.metrics import FrontendMetrics
 from sie.shm.extent import begin_extent, write_extent, write_parts

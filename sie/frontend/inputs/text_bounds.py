@@ -1,4 +1,4 @@
-"""Bounds what a tokenizer library gets to read: the beginning of a long text, in parts of a bounded size.
+"""Limits the text that a tokenizer library reads: the beginning of a long text, in parts of a bounded size.
 
 The library needs 100 bytes for each character of a text, and up to 0.5 us, even for tokens that are cut off afterwards.
 A tokenizer file's own rules may also make a text longer before it is split. Pure, apart from the library's calls.
@@ -78,7 +78,7 @@ def shorten(
 
 
 def groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yield the texts in order, in groups of which each is small enough for one call of the library."""
+    """Yield the texts in order, in groups that are small enough for one call of the library."""
     if sum(map(len, texts)) <= _CHARS_AT_ONCE:
         yield texts
         return
