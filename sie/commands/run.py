@@ -1,4 +1,4 @@
-"""The command `sie run`: talks to a model, and serves it for that time if no server does."""
+"""The command `sie run`: talks to a model, and serves it for the conversation if no running server has it."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def run(
     max_tokens: int | None,
     **access: str,
 ) -> int:
-    """Talk to MODEL, and serve it for that time if no server does.
+    """Talk to MODEL. If no running server has it, serve it for the conversation.
 
     MODEL is named as for `sie serve`: an id on the hub, ID=DIR, or a path. A server at --url that has the model is
-    used. Otherwise one is started on a Unix socket of its own, and stopped at the end; the model is downloaded if need be.
+    used. Otherwise one is started on a Unix socket of its own, and stopped at the end; the model is downloaded if it is missing.
     With a QUESTION, or text from a pipe, it prints one answer; without either it is a conversation.
 
     \b
