@@ -44,7 +44,7 @@ def read_scoring(
 ) -> Scoring | None:
     """Return a checkpoint's scoring rules, or None if it encodes. Raises ModelLoadFailed if they cannot be run.
 
-    described is the operator's own description, which replaces what the catalogue and the checkpoint say.
+    described is the operator's own description. It replaces those of the catalogue and the checkpoint.
     """
     entry = described or find_reranker(checkpoint.id, is_bare=modules is None)
     names = [module.name for module in modules or ()]

@@ -65,7 +65,7 @@ def _read(
     layers = {name.removeprefix(before): name for name in names if name.startswith(before)}
     if not shapes.keys() & layers.keys():
         raise BadRequest(
-            f"Model '{spec.model}' cannot run adapter '{spec.id}': it has none of its layers ({_some(names)})"
+            f"Model '{spec.model}' cannot run adapter '{spec.id}': the model has none of the adapter's layers ({_some(names)})"
         )
     foreign = names - {name for layer, name in layers.items() if layer in shapes}
     if foreign:
