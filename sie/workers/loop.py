@@ -1,4 +1,4 @@
-"""Runs the worker's step loop: drain requests, plan a step, run it, reply. Only this worker file affects rings.
+"""Runs the worker's step loop: drain requests, plan a step, run it, reply. No other file of a worker drains a ring.
 
 It has one thread. It waits in epoll only if no item waits for a step, and it never waits for a peer.
 """
@@ -325,7 +325,7 @@ class Loop:
     def _park(self, model: str, items: list[WaitingItem]) -> None:
         """Set items aside until a reply extent is released. If none will be, their replies can never fit.
 
-        The items behind a leading item go with it: they must not find memory without it.
+        With a leading item, the items that need its output are parked too: they must not run before it.
         """
         if self._may_get_memory():
             led = {id(item.request) for item in items if item.leads}

@@ -296,7 +296,7 @@ class GenerateRunner(Protocol):
     def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Sequence[tuple[Chosen, ...]]:
         """Copy blocks (from, to), run all slots in one forward pass, and return the tokens of each slot's draws.
 
-        Sharing a step changes results only by rounding. Raises what the library raises.
+        Sharing a step changes results only by rounding. Raises the library's errors.
         """
         ...
 

@@ -136,7 +136,7 @@ class Access:
         """Admit a websocket. Return a function that tells whether it may continue, as its key may be revoked meanwhile.
 
         The key is in a header, or in the subprotocol `sie.bearer.KEY` for clients that cannot set headers. A browser
-        needs its subprotocol confirmed, so it sends a ticket (`?ticket=`) instead. Raises as `identify` does. Limits do
+        needs its subprotocol confirmed, so it sends a ticket (`?ticket=`) instead. Raises the errors of `identify`. Limits do
         not apply.
         """
         if self._is_open(need):

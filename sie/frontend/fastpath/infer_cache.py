@@ -2,7 +2,7 @@
 
 Clients often send the same JSON with other tensor elements behind it. The cache key of a checked request is the model's
 path, the bytes of the JSON and the length of the body. A hit reads only the elements. The JSON of an answer is cached by
-the header of the worker's reply. Every entry is dropped when the models or limits change that it was checked against.
+the header of the worker's reply. All entries are dropped when the models or the limits change.
 """
 
 from __future__ import annotations

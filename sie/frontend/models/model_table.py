@@ -83,7 +83,7 @@ class ModelTable:
         self.announce()
 
     def _drop_tokenizers(self) -> None:
-        """Let go of the tokenizers of models that are gone, or whose file may have changed at the next load."""
+        """Drop the tokenizers of removed models, and of models whose file may change before the next load."""
         idle = {name for name, entry in self.entries.items() if entry.state in ("unloading", "available")}
         gone = self._tokenizers.keys() - (self.entries.keys() | self._hosted.keys())
         gone |= self._tokenizers.keys() & (idle | {model_of(name) for name in idle})
@@ -186,7 +186,7 @@ class ModelTable:
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
         """Return a model's entry once it can be served. Waits while the model is loading, unloading or reloading.
 
-        Raises as `check_serving` does: at once for a failed load, or at the deadline for one under way. The load is
+        Raises the errors of `check_serving`: at once for a failed load, or at the deadline for one under way. The load is
         requested repeatedly, because a model may be loaded and unloaded again before this waiter notices.
         """
         while True:

@@ -1,6 +1,6 @@
-"""Decodes request bodies; explains a refused one, and finds the model that it names. Only refused requests pay for that.
+"""Decodes request bodies. For a refused body, adds a hint to the error and finds the model that the body names.
 
-Must not refuse what a dialect takes.
+An accepted request does not pay for that. Must not refuse a body that its dialect accepts.
 """
 
 from __future__ import annotations

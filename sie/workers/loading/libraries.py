@@ -37,7 +37,7 @@ from sie.workers.stall_notices import reading
 
 _log = get_logger(__name__)
 _INSTALL = {
-    # gliner declares an older transformers than the one it runs with here, so pip cannot resolve it.
+    # gliner declares an older transformers than the version here. It runs with this one, but pip would refuse the pair.
     "gliner": "pip install --no-deps gliner",
     "gliclass": "pip install gliclass",
 }

@@ -2,7 +2,7 @@
 
 A worker computes eagerly, on one device. `torch._dynamo`, `torch.distributed.tensor` and `scipy.optimize` are more
 than a third of the time from a worker's start to the first weights (transformers 5.23, torch 2.13). It never changes
-what the libraries compute: whoever asks for a part of `torch._dynamo` gets the real one.
+the libraries' results: code that uses a part of `torch._dynamo` gets the real one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _real: Final = threading.Lock()
 def prepare() -> None:
     """Import torch, and the losses of transformers, in the short way. Later imports of transformers are short, too.
 
-    Nothing happens to what was imported before.
+    Modules that were imported before stay unchanged.
     """
     import torch
     from transformers import utils
@@ -78,7 +78,7 @@ class _Finder:
         module = sys.modules.get(name)
         if module is None:
             return importlib.util.find_spec(name)
-        # The import system goes on with the spec of a module that came meanwhile, and would execute it again.
+        # If a module was imported in the meantime, the import system would use its spec and execute it again.
         spec, module.__spec__ = ModuleSpec(name, _Present(module)), None
         return spec
 

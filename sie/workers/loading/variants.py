@@ -1,6 +1,6 @@
-"""Has the layers of checkpoints whose architecture is one of transformers' but for a part of its layers.
+"""Provides layers for checkpoints that differ from an architecture of transformers in some of its layers.
 
-`sie/catalog/remote_code.toml` says which checkpoints have them. Each class takes weights under its own names.
+`sie/catalog/remote_code.toml` lists these checkpoints. Each class reads weights under its own names.
 """
 
 from __future__ import annotations

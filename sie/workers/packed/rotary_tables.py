@@ -69,7 +69,7 @@ class RotaryTable:
 
 
 class Seen:
-    """What a forward pass showed: the first layer's input, and the rotary factors that each layer got."""
+    """The inputs that a forward pass showed: of the first layer, and the rotary factors of each layer."""
 
     def __init__(self) -> None:
         self.given: list[tuple[Tensor, Tensor] | None] = []

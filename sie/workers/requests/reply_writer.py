@@ -49,8 +49,8 @@ class ReplyWriter:
     def put(self, card: ModelCard, items: list[WaitingItem], outputs: StepOutputs, ran_ns: int) -> None:
         """Convert outputs for each request, and send the complete replies.
 
-        No row is written before all outputs are valid: a failed step runs again and must not write twice. Raises what
-        the conversion raises.
+        No row is written before all outputs are valid: a failed step runs again and must not write twice. Raises the
+        errors of the conversion.
         """
         began_ns = time.monotonic_ns()
         wants = [item.request.header for item in items]

@@ -42,7 +42,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What to run now: items of one model, and the items that leave the queue without running.
+    """The next step: the items of one model to run, and the items that leave the queue without running.
 
     expired: their deadline passed. refused: their queue policy refuses them. is_own: the model plans the step itself
     (generation), and there are no items.

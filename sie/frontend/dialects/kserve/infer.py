@@ -308,7 +308,7 @@ def _wanted(outputs: Sequence[InferOutput], *, is_binary: bool) -> tuple[Wanted,
 def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:
     """Return the body, and the length of its JSON in bytes if tensors follow it (`Inference-Header-Content-Length`).
 
-    Raises BadRequest for an output that JSON cannot hold, and as `ranked` does.
+    Raises BadRequest for an output that JSON cannot hold, and the errors of `ranked`.
     """
     if any(one.num_classes for one in call.wanted):
         reply = ranked(call, reply, rule)

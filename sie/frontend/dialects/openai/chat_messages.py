@@ -92,7 +92,7 @@ def find_calls(messages: Sequence[ChatMessage], field: str) -> dict[int, str]:
 def name_results(messages: Sequence[ChatMessage], field: str) -> list[ChatMessage]:
     """Return the conversation with the tool's name in each tool result, because some templates write it.
 
-    Raises as `find_calls` does.
+    Raises the errors of `find_calls`.
     """
     names = find_calls(messages, field)
     return [

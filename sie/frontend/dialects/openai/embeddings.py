@@ -1,8 +1,8 @@
 """Decodes the bodies of `/v1/embeddings` to a typed request, and encodes replies and errors.
 
 Requests are read in two steps, as in the native dialect. `decode_embeddings` needs no model. `resolve_embeddings`
-checks the request against the model's card. Replies are always JSON, whatever `Accept` says. The error envelope has
-`message` beside `error`, for readers of both forms. Source: SIE API reference, section 9.
+checks the request against the model's card. Replies are always JSON, whatever `Accept` says. An error body has
+`message` beside `error`, because some clients read the one and some the other. Source: SIE API reference, section 9.
 """
 
 from __future__ import annotations

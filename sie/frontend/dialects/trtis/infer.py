@@ -293,7 +293,7 @@ def response_header(head: InferHead, rule: TensorRule, outputs: Sequence[Answere
 
 
 def encode_infer(head: InferHead, reply: TensorReply, rule: TensorRule, *, as_binary: bool) -> tuple[bytes, str]:
-    """Return the body (the raw outputs, then the header) and the value of `NV-InferResponse`. Raises as `answered`."""
+    """Return the body (the raw outputs, then the header) and the value of `NV-InferResponse`. Raises the errors of `answered`."""
     outputs = answered(head, reply, rule)
     message = response_header(head, rule, outputs)
     trailer = message.SerializeToString() if as_binary else text_format.MessageToString(message).encode()
