@@ -21,7 +21,7 @@ class Reranker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How a model reads a pair, and its score: an entry of the file, or `reranker` in a section of the file of models.
 
     The score of a causal model is (true token's logit - false token's logit) / divisor through the activation. The
-    score of a classifier is its own logit / divisor through the activation; it has no use for the tokens.
+    score of a classifier is its own logit / divisor through the activation; it does not use the tokens.
     """
 
     parts: tuple[str, ...]

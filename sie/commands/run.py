@@ -109,7 +109,7 @@ def _serving(spec: str, model_id: str) -> Generator[Target | None]:
             [sys.executable, "-m", "sie", "serve", "--model", spec, "--uds", str(path), "--uds-mode", "600",
              "--state-dir", str(Path(directory, "state")), "--frontends", "1", "--grpc-port", "0", "--log-level", "warning",
              "--api-keys", "", "--tls-cert", "", "--tls-key", "", "--tls-client-ca", ""],
-            env={name: value for name, value in os.environ.items() if name != "SIE_API_KEY"},  # a client's, not a server's
+            env={name: value for name, value in os.environ.items() if name != "SIE_API_KEY"},  # a client's variable, unknown to a server
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent,  # noqa: PLW1509  # no other thread runs here
         )  # fmt: skip
         try:

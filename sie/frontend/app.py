@@ -267,8 +267,8 @@ class App:
         """Answer with an error in the shape of the route's dialect."""
         envelope = exchange.route.envelope if exchange.route is not None else "sie"
         if isinstance(error, ClientGone):
-            # Mostly nobody reads it. But Granian logs a missing response, and a client that closed only its own
-            # direction, in the middle of its body, does read it.
+            # Usually nobody reads this response. But Granian logs a missing one, and a client that closed only its
+            # sending direction, in the middle of its body, reads it.
             _, headers, body = error_envelopes.failure(envelope, BadRequest(error.message))
             exchange.protocol.response_bytes(400, [*headers, _CLOSE], body)
             for record in self._process.recorders:

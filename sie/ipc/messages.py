@@ -169,7 +169,7 @@ class Manage(msgspec.Struct, tag=True, frozen=True):
 class Managed(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to frontend: the action has begun (the new state is in the `Models` just before), or it failed.
 
-    models: the ids of the versions that a load or reload of a repository is to have loaded in the end. has_changed: the
+    models: the ids of the versions that will be loaded when the load or reload of a repository ends. has_changed: the
     action found something to load, to load again or to remove.
     """
 

@@ -302,7 +302,7 @@ class Loop:
             blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
             if blocked:
                 self._park(step.model, blocked)
-        self._send_replies()  # those of items that do not run
+        self._send_replies()  # the replies to items that do not run
         for same in by_operation(items):
             self._run(runner, hosted.card, same)
 
@@ -354,7 +354,7 @@ class Loop:
         ended_ns = time.monotonic_ns()
         self._publish_heartbeat(ended_ns)
         self._measure(card, items, num_tokens, ended_ns - started_ns)
-        if is_usual:  # else one run that was ended would allow the next one ten times as long
+        if is_usual:  # a failed run's time would make the next allowance far too long
             self._pace.record(card.id, num_tokens, ended_ns - started_ns)
         self._pace.adapt(card.id, num_tokens, self._busy_ns() - started_busy_ns)
 

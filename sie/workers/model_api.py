@@ -150,8 +150,8 @@ class RowStep(NamedTuple):
 
     inputs have the form that the card reads: token ids (t_i,) int32, UTF-8 bytes, `ImageItem`, `Pair`, or
     `SearchedImage`. wants has one for each input; to compare, they are `Side`s, and each query comes no later than its
-    documents. loras names each input's adapter, empty for none; it is empty itself if no input has one. tasks has one
-    for each input of an extractor that needs it.
+    documents. loras is empty if no input has an adapter; otherwise it has one name for each input, empty for no adapter.
+    tasks has one for each input of an extractor that needs it.
     """
 
     operation: Forward

@@ -89,7 +89,7 @@ class Access:
         return holder
 
     def admit(self, exchange: Exchange, need: Need) -> None:
-        """Identify the holder of a request, record it and admit the request. Raises as `identify` and `begin` do."""
+        """Identify the holder of a request, record it and admit the request. Raises the errors of `identify` and `begin`."""
         exchange.holder = holder = self.identify(exchange.headers, need)
         if holder is not None:
             self.begin(holder)

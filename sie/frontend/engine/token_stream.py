@@ -136,7 +136,7 @@ class TokenStream:
             try:
                 self.totals, _ = read_extent(reply.view, _totals_decoder)
             except ProtocolError:
-                self.totals = None  # the records already said the same
+                self.totals = None  # the records have the tokens; only the totals are lost
             finally:
                 reply.release()
         self._on_news()

@@ -38,7 +38,7 @@ def encode_stub_texts(
 
 
 def encode_stub_text(card: ModelCard, texts: Sequence[str], cuts: Cuts | None = None) -> tuple[bytes, int]:
-    """Return the UTF-8 of one text for a stub model, and its cost in tokens; cuts and errors as `encode_stub_texts`."""
+    """Return the UTF-8 of one text for a stub model, and its cost in tokens. cuts and errors: `encode_stub_texts`."""
     if card.stub is None:
         raise BadRequest(f"Model '{card.id}' is not a stub")
     try:

@@ -51,7 +51,7 @@ class AdapterTable:
         """Return the model's entry once a worker has this declared adapter. Requests a load if necessary.
 
         wait_until_ns 0 never waits. Raises Unavailable LORA_LOADING, or the error of the last load: Internal, or BadRequest
-        if the adapter does not fit the model. Raises as `ModelTable.wait_serving` if the model is unloaded meanwhile.
+        if the adapter does not fit the model. Raises the errors of `ModelTable.wait_serving` if the model is unloaded before.
         """
         while True:
             changed = self._models.changed

@@ -35,10 +35,10 @@ def prepare() -> None:
 
     if _DYNAMO not in sys.modules:
         _put_stand_ins()
-    # The answer is cached, and one that says no leaves `torch.distributed.tensor` out. A worker has one device.
+    # A worker has one device. transformers caches the answer `no`, and then never imports `torch.distributed.tensor`.
     with _replaced(torch.distributed, "is_available", _no):
         utils.is_torch_distributed_available()  # pyright: ignore[reportPrivateImportUsage]
-    with _replaced(utils, "is_scipy_available", _no), suppress(ImportError):  # a loss matches boxes by scipy
+    with _replaced(utils, "is_scipy_available", _no), suppress(ImportError):  # only a training loss uses scipy
         importlib.import_module("transformers.loss.loss_utils")
 
 
@@ -60,7 +60,7 @@ class _Dynamo(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in _MARKERS:
             return _unchanged
-        if name.startswith("__"):  # of modules in general, which debuggers and `inspect` look at
+        if name.startswith("__"):  # attributes that `inspect` and debuggers read on any module
             raise AttributeError(name)
         return getattr(_dynamo(), name)
 

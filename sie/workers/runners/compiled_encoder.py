@@ -292,7 +292,7 @@ def _tables_of(seen: Seen, rules: Sequence[AttentionRule]) -> list[RotaryTable |
 
 
 def _scale_of(config: Any, parts: EncoderParts, seen: Seen, ids: Tensor) -> float:
-    """Return the factor of the embeddings. Where more is added to them, or a norm follows, none is known."""
+    """Return the factor of the embeddings: 1 if other tables are added to them or a norm follows."""
     if parts.first_norm is not None or len(parts.tables) > 1:
         return 1.0
     return embedding_scale(config.get_text_config(), parts.words.weight[ids], seen.first)

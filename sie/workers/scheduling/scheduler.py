@@ -24,8 +24,8 @@ class State:
 
     served_ns is the time of a model's steps. Tokens would be unfair: one model's token may take a hundred times as long
     as another's, so equal tokens would give nearly all time to the slowest model. A model that starts to wait again
-    begins at least at the level where the last served model stood before its step. So an idle model saves up no claim.
-    A busy model, whose queue is often empty while its step runs, loses none. Source: start-time fair queueing, Goyal,
+    begins at least at the level where the last served model stood before its step. So an idle model
+    does not save up time. A busy model, whose queue is often empty while its step runs, loses none. Source: start-time fair queueing, Goyal,
     Vin and Cheng, SIGCOMM 1996.
     """
 

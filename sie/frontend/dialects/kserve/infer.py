@@ -120,7 +120,7 @@ def decode_infer(body: bytes, header_length: str | None, model: str, rule: Tenso
 
 
 class _InputHead(NamedTuple):
-    """One input without its elements. Without data and binary_bytes, the tail holds as many as the shape says."""
+    """One input without its elements. Without data and binary_bytes, the binary tail has the elements, as many as the shape says."""
 
     name: str
     datatype: str
