@@ -18,6 +18,7 @@ from sie.workers.device.memory import free_cached
 from sie.workers.model_api import Runner
 from sie.workers.operations import words_of
 from sie.workers.scheduling.ceilings import Ceiling, lower_ceiling
+from sie.workers.scheduling.scheduler import by_length
 from sie.workers.scheduling.waiting import WaitingItem
 from sie.workers.telemetry import WorkerMetrics
 
@@ -84,7 +85,7 @@ class Recovery:
         """
         self._metrics.count_oom(definitions.OOM_ATTEMPTED, card.id)
         self.ask_for_memory(card.id)
-        waiting = deque(sorted(items, key=_by_length))
+        waiting = deque(sorted(items, key=by_length))
         max_items, max_tokens = self._shrink(card, items, error)
         num_lost = 0
         while waiting:
@@ -136,7 +137,3 @@ def _take(waiting: deque[WaitingItem], max_items: int, max_tokens: int) -> list[
         else:
             chunk.append(item)
     return chunk
-
-
-def _by_length(item: WaitingItem) -> int:
-    return 0 if item.leads else item.num_tokens

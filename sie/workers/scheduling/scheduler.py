@@ -164,7 +164,7 @@ def _choose(live: list[WaitingItem], budget: Budget, now_ns: int) -> list[Waitin
     overdue_ns = now_ns - budget.max_age_ns
     overdue = [item for item in together if item.arrival_ns < overdue_ns]
     recent = [item for item in together if item.arrival_ns >= overdue_ns]
-    recent.sort(key=_by_length)
+    recent.sort(key=by_length)
     return _fill(overdue + recent, budget)
 
 
@@ -189,7 +189,8 @@ def _choose_by_key(live: list[WaitingItem], max_items: int, max_tokens: float) -
     return chosen
 
 
-def _by_length(item: WaitingItem) -> int:
+def by_length(item: WaitingItem) -> int:
+    """Return the sort key that puts leading items first, then the shortest."""
     return 0 if item.leads else item.num_tokens
 
 
