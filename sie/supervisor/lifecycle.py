@@ -12,6 +12,7 @@ that state. The form is that of h11, `h11/_state.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Final, Literal
 
@@ -178,6 +179,11 @@ _STAGES: Final[dict[Stage, dict[Event, Stage]]] = {
         Event.KEEP: Stage.CLEARING, Event.RELEASE: Stage.CLEARING,
     },
 }  # fmt: skip
+
+
+def loaded_slots(places: Mapping[int, Place]) -> tuple[int, ...]:
+    """Return the slots of the workers whose place is LOADED, ascending."""
+    return tuple(sorted(slot for slot, place in places.items() if place is Place.LOADED))
 
 
 def can(stage: Stage, event: Event) -> bool:

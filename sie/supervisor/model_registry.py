@@ -12,7 +12,7 @@ import msgspec
 from sie.catalog.profiles import known_profiles
 from sie.catalog.spec import ModelSpec
 from sie.ipc.messages import ModelEntry, ModelReport
-from sie.supervisor.lifecycle import Event, Place, PlaceEvent, Stage, can, next_place, next_stage
+from sie.supervisor.lifecycle import Event, Place, PlaceEvent, Stage, can, loaded_slots, next_place, next_stage
 from sie.values.card import ModelCard, ModelState
 from sie.values.errors import Internal, WireError, to_wire, without_paths
 from sie.values.tensor import TensorRule
@@ -62,7 +62,7 @@ class Record(msgspec.Struct):
     @property
     def loaded_on(self) -> tuple[int, ...]:
         """The slots of the workers that have it, ascending."""
-        return tuple(sorted(slot for slot, place in self.places.items() if place is Place.LOADED))
+        return loaded_slots(self.places)
 
     def apply(self, event: Event) -> None:
         """Change the stage as the table says."""
