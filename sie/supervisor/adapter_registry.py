@@ -12,7 +12,7 @@ from collections.abc import Container
 import msgspec
 
 from sie.ipc.messages import AdapterEntry, AdapterReport
-from sie.supervisor.lifecycle import Event, Place, Stage, loaded_slots, next_place, next_stage
+from sie.supervisor.lifecycle import Event, LifeStage, Place, loaded_slots, next_place, next_stage
 from sie.values.card import AdapterSpec, ModelState
 from sie.values.errors import Internal, WireError, to_wire
 
@@ -29,7 +29,7 @@ class AdapterRecord(msgspec.Struct):
 
     spec: AdapterSpec
     directory: str = ""
-    stage: Stage = Stage.IDLE
+    stage: LifeStage = LifeStage.IDLE
     places: dict[int, Place] = {}
     preparing: bool = False
     error: WireError | None = None
@@ -168,7 +168,7 @@ class AdapterRegistry:
                 state=_state(record),
                 workers=record.loaded_on if record.wanted else (),
                 error=record.error,
-                recovering=record.stage is Stage.SERVING and not record.loaded_on,
+                recovering=record.stage is LifeStage.SERVING and not record.loaded_on,
             )
             for record in self._records(model)
         }
