@@ -29,8 +29,8 @@ from sie.frontend.http.unread import MIN_BYTES
 from sie.frontend.models.admin import check_admin
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes import error_envelopes
+from sie.frontend.routes.handlers import Handlers
 from sie.frontend.routes.models import ERROR_CODE
-from sie.frontend.routes.services import Services
 from sie.frontend.routes.table import INFER, TABLE, WEBSOCKETS, Handler, find_route, is_unknown_action
 from sie.frontend.telemetry.access_log import id_headers
 from sie.frontend.telemetry.counting import count_exchange
@@ -64,11 +64,11 @@ class App:
     def __rsgi_init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """Join the supervisor before the first connection is accepted."""
         self._process = self._connect(loop)
-        services = self._services = Services(self._process, self._identity, TABLE)
-        self._handlers: dict[Route, Handler] = {}
+        handlers = self._handlers = Handlers(self._process, self._identity, TABLE)
+        self._handler_of: dict[Route, Handler] = {}
         submitters: dict[Route, TrySubmit] = {
-            ENCODE: EncodeFastPath(self._process, services.inference),
-            INFER: InferFastPath(self._process, services.kserve),
+            ENCODE: EncodeFastPath(self._process, handlers.inference),
+            INFER: InferFastPath(self._process, handlers.kserve),
         }
         self._fast_path = FastPath(self, self._process, submitters)
         calm_collector()
@@ -187,7 +187,7 @@ class App:
             exchange.route = route
         if route.need == "admin":
             self._check_admin(exchange, route)
-        handler = self._handlers.get(route) or await self._find_handler(route)
+        handler = self._handler_of.get(route) or await self._find_handler(route)
         try:
             answer = await handler(exchange)
             if isinstance(answer, Response):
@@ -202,9 +202,9 @@ class App:
         """Return the handler of a route at its first request, and cache it."""
         assert isinstance(route, Row)
         if route.imports:
-            pool = self._services.inference.pool
+            pool = self._handlers.inference.pool
             await asyncio.get_running_loop().run_in_executor(pool, importlib.import_module, route.imports)
-        handler = self._handlers[route] = route.handler(self._services)
+        handler = self._handler_of[route] = route.handler(self._handlers)
         return handler
 
     async def _stream(self, exchange: Exchange, answer: Streamed) -> None:

@@ -70,7 +70,7 @@ class TextCodec(Struct, frozen=True, kw_only=True):
 def operation_row(template: str, codec: Codec, envelope: str, label: str) -> Row:
     """Return the row of a route with a `Codec`. label is the endpoint under which metrics count it."""
     return Row(
-        template, "POST", envelope, label, codec=codec, handler=lambda services: services.inference.handler_of(codec)
+        template, "POST", envelope, label, codec=codec, handler=lambda handlers: handlers.inference.handler_of(codec)
     )
 
 
@@ -78,7 +78,7 @@ def text_row(template: str, codec: TextCodec, envelope: str) -> Row:
     """Return the row of a route with a `TextCodec`."""
     return Row(
         template, "POST", envelope, "generate", codec=codec, imports=_GENERATION,
-        handler=lambda services: services.texts.handler_of(codec),
+        handler=lambda handlers: handlers.texts.handler_of(codec),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sie.frontend.routes.trtis import Trtis
 
 
-class Services:
+class Handlers:
     """One group of handlers for each API. identity is the headers by which SIE's clients know the server."""
 
     def __init__(
