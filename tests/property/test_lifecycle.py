@@ -234,7 +234,7 @@ class AdapterMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(names))
     def want(self, name: str) -> None:
-        was_wanted, had_workers = self.record(name).wanted, bool(self.record(name).workers)
+        was_wanted, had_workers = self.record(name).wanted, bool(self.record(name).loaded_on)
         if self.registry.want("m", name, self.now_s) is not None:
             assert not was_wanted
             assert self.registry.entries("m")[name].state == "loading" or had_workers
