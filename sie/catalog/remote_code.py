@@ -64,7 +64,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def replace_remote_code(card: ModelCard) -> ModelCard:
-    """Return the card of an encoder, or a model with a head on one, with the changes of its own code.
+    """Return the card with the changes that the checkpoint's code makes, for an encoder with or without a head.
 
     Raises ModelLoadFailed, naming the class, if it is unknown or cannot be replaced.
     """

@@ -136,8 +136,8 @@ def reads_token_types(transformer: Checkpoint, config: dict[str, Any]) -> bool:
 def _reads_chats(transformer: Checkpoint) -> bool:
     """Tell whether a classifier reads pairs through its chat template.
 
-    Source: sentence_transformers 6.2 base/modules/transformer.py: it does if there is one, unless the ways of reading
-    that `sentence_bert_config.json` lists leave messages out.
+    Source: sentence_transformers 6.2 base/modules/transformer.py: the template is used if there is one, unless
+    `sentence_bert_config.json` lists the kinds of input and `message` is not among them.
     """
     listed = transformer.read_object("sentence_bert_config.json").get("modality_config")
     if isinstance(listed, dict) and "message" not in listed:

@@ -43,7 +43,7 @@ class Access:
     """Checks the requests of one frontend process.
 
     pages are the counter pages, our own first; through them the frontends share the limits. count_failure is called
-    with the reason of each refusal. settle ends the requests of a key whose answers have been read since its last call.
+    with the reason of each refusal. settle is called to end the requests of keys whose answers have been read.
     """
 
     def __init__(

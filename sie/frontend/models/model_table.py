@@ -127,8 +127,8 @@ class ModelTable:
     def default_of(self, output: str = "") -> str | None:
         """Return the model for requests without one: the setting's if it is capable, or the only capable one, or None.
 
-        Without an output, it is the model that text generation would take, or embeddings, or where neither is served
-        rerank: the entry `default` of `/v1/models` is from the API for text generation.
+        Without an output, it is the default model of text generation. If no model generates, it is that of embeddings, or
+        else of rerank. The entry `default` of `/v1/models` shows it.
         """
         chosen = self.find(self.default) if self.default else None
         if chosen is not None and (not output or not chosen.is_read or gives(chosen.card, output)):

@@ -26,7 +26,9 @@ _real: Final = threading.Lock()
 
 
 def prepare() -> None:
-    """Import torch, and the losses of transformers, in the short way. Later imports of transformers are short, too.
+    """Import torch and the losses of transformers without the libraries that a worker does not need.
+
+    Later imports of transformers leave them out, too.
 
     Modules that were imported before stay unchanged.
     """

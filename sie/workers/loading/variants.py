@@ -21,7 +21,7 @@ _ALIBI: Final = "sie_alibi"
 
 
 class AlibiModel(GteModel):
-    """A Gte whose tokens know their distances instead of their positions: jina-embeddings-v2.
+    """A Gte with distances between tokens (ALiBi) instead of positions: jina-embeddings-v2.
 
     With `qk_norm` in its configuration its queries and keys are normalised over all heads together, and each attention
     has a second norm: jina-embeddings-v2-base-code.

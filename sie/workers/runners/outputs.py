@@ -65,7 +65,7 @@ class OutputsRunner:
     ) -> StepOutputs:
         """Return the outputs that each input (t_i,) requests; one without tokens gives zeros, no entries, no vectors.
 
-        loras names each item's adapter, empty for none. It is itself empty if no item has one.
+        loras is empty if no item has an adapter. Otherwise it has one name for each item, empty for no adapter.
 
         Raises the errors of `Backbone.check`, and NonFinite.
         """

@@ -32,7 +32,7 @@ _WORD = re.compile(r"\S+")
 
 
 class StubRunner:
-    """Gives texts every output that the card names, pairs their scores, and texts with labels their extractions.
+    """Returns the card's outputs for texts, scores for pairs, and extractions for texts with labels.
 
     Building it takes the card's `load_ms`.
     """

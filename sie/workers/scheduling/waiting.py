@@ -59,8 +59,8 @@ class Step(msgspec.Struct, frozen=True):
 class RequestPolicy(msgspec.Struct, frozen=True):
     """The queue policy that applies to one request.
 
-    Lower numbers of priority go first. After until_ns (0: never) the request is refused, or with delays moves behind
-    the others of its priority. max_requests: how many of its priority may wait; 0 means no limit.
+    Lower numbers of priority go first. After until_ns (0: never) the request is refused. If delays is set, it
+    moves behind the others of its priority instead. max_requests: how many of its priority may wait; 0 means no limit.
     """
 
     priority: int

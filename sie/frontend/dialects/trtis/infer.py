@@ -256,7 +256,7 @@ def _check_size(output: OutputHead, tensor: Tensor, head: InferHead, rule: Tenso
     """Raise BadRequest if the size of an output is not the size that the request announced.
 
     A request of the first generation must announce it, because its client finds the outputs in the answer by the sizes
-    that it sent. This is not required for classes, which are elsewhere, nor for strings, which that client did not know.
+    that it sent. Classes need no size, because they are in the header. Strings need none: that generation had no strings.
     """
     is_required = head.is_first_generation and output.num_classes is None and tensor.datatype != "BYTES"
     if not output.item_bytes and not is_required:
