@@ -127,8 +127,8 @@ class ModelTable:
     def default_of(self, output: str = "") -> str | None:
         """Return the model for requests without one: the setting's if it is capable, or the only capable one, or None.
 
-        Without an output, it is the default model of text generation. If no model generates, it is that of embeddings, or
-        else of rerank. The entry `default` of `/v1/models` shows it.
+        Without an output, it is the default model of text generation, or without one, that of embeddings. If no model
+        gives either, it is that of rerank. `/v1/models` shows it as its entry `default`.
         """
         chosen = self.find(self.default) if self.default else None
         if chosen is not None and (not output or not chosen.is_read or gives(chosen.card, output)):
