@@ -237,7 +237,7 @@ class Devices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             pattern=_DEVICES,
             description="Devices to use; cpu is one worker for each core, limited by memory; cpu:N is N workers that share "
-            "the cores.",
+            "the cores; auto is all GPUs, or cpu on a host without any.",
             extra={"form": "auto, cpu, cpu:N, cuda or cuda:0,cuda:1"},
         ),
     ] = "auto"
