@@ -50,6 +50,7 @@ from sie.workers.runners.encode import Backbone, EncodeRunner, Execution
 from sie.workers.runners.encoder_formats import (
     EncoderFormat,
     choose_encoder_format,
+    join_layers,
     note_without_kernels,
     round_encoder,
 )
@@ -361,8 +362,10 @@ def _convert_encoder(
     """Convert an encoder to its format and device, ready for the comparison of packed and single sequences."""
     on_progress(0.6, f"converting weights to {form.name} on {device}")
     round_encoder(model_id, model, form)
+    if device.type != "cpu":
+        join_layers(model_id, model)
     _convert(model, form.dtype, device)
-    fuse_layers(model)  # not joined, since adapters have weights for each layer of the checkpoint
+    fuse_layers(model)
     on_progress(0.8, "comparing packed with single sequences")
 
 

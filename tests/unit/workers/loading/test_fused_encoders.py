@@ -15,6 +15,7 @@ from sie.workers.lora.lora_layers import LoraAdapters, LoraPair
 from sie.workers.packed import attention
 from sie.workers.packed.batch import pack_sequences
 from sie.workers.runners.encode import Backbone, Execution
+from sie.workers.runners.encoder_formats import join_layers
 from sie.workers.runners.probe import difference
 from tests.triton_interpreter import interpreted, needs_triton, run_interpreted
 from tests.unit.workers.generation import test_fused
@@ -40,10 +41,12 @@ def build(name):
 
 
 def check(name):
-    """Compare the library's own layers, one length at a time, with the kernels' in one packed step."""
+    """Compare the library's own layers, one length at a time, with joined ones and the kernels' in one packed step."""
     backbone, batch = build(name)
     with torch.inference_mode():
         expected = backbone.run_rectangles(batch)
+    assert join_layers(name, backbone.model) == 2 * 5  # queries, keys, values; gate and the rest
+    with torch.inference_mode():
         assert fuse_all(backbone.model) == ENCODERS[name][2]
         attention.register()
         backbone.model.set_attn_implementation(attention.NAME)
@@ -74,11 +77,19 @@ def test_the_kernels_give_the_library_s_hidden_states(name):
     check(name)
 
 
+def test_a_model_that_does_not_run_on_a_few_tokens_keeps_its_layers():
+    model = transformers.T5Model(transformers.T5Config(
+        vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )).eval()  # fmt: skip
+    assert join_layers("m", model) == 0
+
+
 @pytest.mark.usefixtures("stand_ins")
 def test_an_adapter_of_a_replaced_gate_counts():
     def run(fuses):
         backbone, batch = build("qwen3")
         if fuses:
+            join_layers("m", backbone.model)
             fuse_all(backbone.model)
         rows = backbone.lora_rows
         adapters = LoraAdapters(backbone.model, rows, lambda some: backbone.run(some, Execution(packed=False)))

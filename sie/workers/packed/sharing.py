@@ -18,7 +18,7 @@ from sie.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 _MAX_DIFFERENCE = 1e-4
-"""Of the logits, relative to the largest: sums of other lengths round differently."""
+"""Of the results, relative to the largest: sums of other lengths round differently."""
 
 
 class SharedLinear(nn.Module):
@@ -98,17 +98,18 @@ def common_layer(parts: Sequence[Any]) -> nn.Module | None:
 def share_inputs(model: Any, sample: Tensor) -> int:
     """Join a float32 model's layers in place; return how many were joined. sample is token ids (1, t).
 
-    If the joined model fails or its logits differ, all original layers are restored.
+    If the joined model fails or its results differ, all original layers are restored. Raises what the model raises
+    before that.
     """
     with torch.no_grad():  # not inference_mode: the new parameters remain in the model
         with _watching(model) as calls:
-            expected = model(input_ids=sample, use_cache=False).logits
+            expected = _run(model, sample)
         groups = _groups(model, calls)
         originals = [(parent, name, getattr(parent, name)) for parent, names in groups for name in names]
         for parent, names in groups:
             _join(parent, names)
         try:
-            found = model(input_ids=sample, use_cache=False).logits
+            found = _run(model, sample)
             is_same = float((found - expected).abs().max()) <= _MAX_DIFFERENCE * float(expected.abs().max())
         except Exception as error:  # an unknown architecture may raise anything; it runs with its original layers
             _log.info("linear layers are not joined: %s: %s", type(error).__name__, error)
@@ -118,6 +119,12 @@ def share_inputs(model: Any, sample: Tensor) -> int:
             setattr(parent, name, layer)
         return 0
     return len(originals)
+
+
+def _run(model: Any, sample: Tensor) -> Tensor:
+    """Return a model's logits, or an encoder's hidden states."""
+    results = model(input_ids=sample)
+    return results.logits if hasattr(results, "logits") else results.last_hidden_state
 
 
 @contextmanager
