@@ -64,7 +64,8 @@ class Share(nn.Module):
             self.shared = shared
         self._holder = (shared,)
         self._first, self._last = first, last
-        self.in_features, self.out_features = shared.layer.in_features, last - first
+        layer: Any = shared.layer
+        self.in_features, self.out_features = int(layer.in_features), last - first
 
     @property
     def source(self) -> SharedLinear:
