@@ -72,12 +72,14 @@ class Capturer:
         """Run the work as it will be captured, but launch it."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS - 1):
-                run()
-            with refusing_waits():
-                run()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS - 1):
+                    run()
+                with refusing_waits():
+                    run()
+        finally:  # eager steps follow, which must not overtake what was launched
+            current.wait_stream(self._stream)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a failed capture on its stream and in the allocator."""

@@ -21,6 +21,7 @@ class FakeCuda:
         self.uses = Counter()
         self.num_released = 0
         self.num_captured = 0
+        self.num_waits = 0
         self.is_capturing = self.is_invalid = False
         self.can_repair = True
         graph = type("Graph", (_Graph,), {"cuda": self})
@@ -71,6 +72,7 @@ class _Stream:
 
     def wait_stream(self, _other):
         assert not self.cuda.is_capturing
+        self.cuda.num_waits += 1
 
 
 class _Graph:

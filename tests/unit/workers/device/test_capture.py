@@ -98,6 +98,7 @@ def test_a_warm_up_that_waits_is_not_captured(cuda):
     with pytest.raises(CaptureRefusedError, match=r"aten\.nonzero"):
         Capturer(GPU).capture(run_later)
     assert (cuda.num_captured, cuda.stream, waits) == (0, "default", [2])
+    assert cuda.num_waits == 4, "each stream waited for the other, in both attempts"
 
 
 ON_GPU = torch.ones(4, 4, device=META)
