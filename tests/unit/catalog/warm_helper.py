@@ -21,7 +21,6 @@ import msgspec
 from sie.catalog import prepare
 from sie.runtime import confined
 
-
 _DEADLINE_S = 60
 
 
