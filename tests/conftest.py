@@ -146,6 +146,7 @@ def stub_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def minilm_server(minilm_directory: Path) -> Iterator[Server]:
-    """Return a server of MiniLM in float32."""
-    with start_server("--model", f"{MINILM}={minilm_directory}", "--dtype", "float32") as server:
+    """Return a server of MiniLM in float32, of one thread: tests side by side are more than there are cores."""
+    flags = ("--dtype", "float32", "--threads-per-worker", "1")
+    with start_server("--model", f"{MINILM}={minilm_directory}", *flags) as server:
         yield server
