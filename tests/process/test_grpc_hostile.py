@@ -25,7 +25,15 @@ from tests.process.keys import INFER, write_keys
 from tests.process.test_listen import needs_openssl, pki  # noqa: F401  # a fixture
 from tests.process.wire import extents_in_use, total, wait_no_extents
 from tests.unit.frontend.grpc.transport.breaches import CONNECTION_FAULTS, STREAM_FAULTS, window
-from tests.unit.frontend.grpc.transport.peer import OPENING, block, data, ended_with, headers, prefixed, reset_with
+from tests.unit.frontend.grpc.transport.client_bytes import (
+    OPENING,
+    block,
+    data,
+    ended_with,
+    headers,
+    prefixed,
+    reset_with,
+)
 
 KSERVE = "/inference.GRPCInferenceService"
 ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
