@@ -24,7 +24,7 @@ _PERMANENT_ATTEMPTS = 8
 _MAX_LOAD_LOSSES = 2
 """One may be the device's own fault; a third one within a minute would set the device aside."""
 _PERMANENT_CLASSES = frozenset({"GATED", "NOT_FOUND", "DEPENDENCY", "CONFIG"})
-_COOL_DOWNS = {"OOM": 2, "STORAGE": 2, "UNKNOWN": 20}
+_COOL_DOWNS = {"OOM": 2, "STORAGE": 2, "DEVICE": 4, "UNKNOWN": 20}
 """The first cool-down of each error class, as a multiple of load_retry_s; 1 for all others."""
 # SIE API reference, section 12: 60, 60, 600 and 30 s; doubled with each attempt up to 1,800 s; at most eight attempts.
 
@@ -244,13 +244,14 @@ class ModelRegistry:
         """Forget the models of a dead worker; with blame, its running load counts as failed.
 
         Otherwise a checkpoint whose load kills its worker would load again and again, and each time take down the
-        worker's other models. is_lost: the worker lost its device. That ends every load, so the second such loss in a
-        row counts as the load's fault.
+        worker's other models. is_lost: the worker lost its device. That ends every load, so only the second such loss in a
+        row counts as the load's fault, and none while another worker has the model.
         """
         for record in self.records.values():
             if slot not in record.loading_since_s:
                 continue
-            record.num_losses += is_lost
+            is_proven = bool(set(record.loaded_on) - {slot})
+            record.num_losses += is_lost and not is_proven
             if blame or record.num_losses >= _MAX_LOAD_LOSSES:
                 self._fail_deadly(record, now_s, is_lost=is_lost)
         for record in self.records.values():
@@ -261,7 +262,7 @@ class ModelRegistry:
         """Record that a load ended its worker."""
         record.num_losses = 0
         what = "workers lost their device" if is_lost else "the worker died"
-        error_class = "UNKNOWN" if is_lost else "ENGINE"
+        error_class = "DEVICE" if is_lost else "ENGINE"
         reason = f"Model '{record.spec.id}': {what} while it loaded"
         self.fail(record, to_wire(Internal(reason, extras={"error_class": error_class})), now_s)
 

@@ -248,8 +248,17 @@ def test_second_device_lost_in_a_row_during_its_load_fails_the_model(lazy):
         lazy.registry.forget_worker(0, 100.0, blame=False, is_lost=True)
         assert (lazy.view[0] == "failed") == (num_lost == 2)
     assert lazy.entry.error.message == "Model 'm': workers lost their device while it loaded"
-    assert lazy.record.retry_at_s == 100.0 + 20 * RETRY_S
+    assert lazy.record.retry_at_s == 100.0 + 4 * RETRY_S
     assert lazy.registry.want("m", 101.0) is None
+
+
+def test_devices_lost_while_another_worker_serves_the_model_are_not_its_fault(lazy):
+    lazy.report("loading", slot=1)
+    lazy.report("loaded", slot=1)
+    for _ in range(5):
+        lazy.report("loading", progress=0.0)
+        lazy.registry.forget_worker(0, 100.0, blame=False, is_lost=True)
+    assert (lazy.view, lazy.entry.error) == (("loaded", (1,), False), None)
 
 
 def test_devices_lost_before_and_after_a_load_do_not_count_against_it(lazy):
