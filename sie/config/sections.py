@@ -51,7 +51,10 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(description="Lock file and control socket; empty uses systemd's, the user's or a temporary directory."),
     ] = ""
     state_dir: Annotated[
-        str, Meta(description="Kept responses; empty uses systemd's, else the user's, state directory.")
+        str,
+        Meta(
+            description="Kept responses, files, skills and sessions; empty uses systemd's, else the user's, state directory."
+        ),
     ] = ""
     machine_profile: Annotated[
         str, Meta(description="Value that `X-SIE-MACHINE-PROFILE` must match; empty uses the type of the GPU.")

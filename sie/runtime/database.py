@@ -111,10 +111,11 @@ class DatabaseThread(Generic[_OnFileT]):
                 self._opened.file.set_aside(error)
             return work(self._open())
         except (sqlite3.Error, OSError) as error:
-            self._warn(str(error))
+            self.warn(str(error))
             raise self._refuse() from None
 
-    def _warn(self, reason: str) -> None:
+    def warn(self, reason: str) -> None:
+        """Log why the disk fails, if that was not said in the last minute."""
         now_s = time.monotonic()
         if reason != self._warned or now_s - self._warned_s > _WARN_AGAIN_S:  # a full disk fails every request
             self._warned, self._warned_s = reason, now_s

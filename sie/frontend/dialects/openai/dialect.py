@@ -15,17 +15,17 @@ from sie.frontend.dialects.description import (
     operation_row,
     text_row,
 )
-from sie.frontend.dialects.openai import chat, completions, embeddings, models, openapi, text_fields
+from sie.frontend.dialects.openai import chat, completions, embeddings, models, openapi, store_openapi, text_fields
 from sie.frontend.http.response import JSON, Response
 from sie.values.encode import EncodeReply, EncodeRequest
 from sie.values.errors import NotFound, SieError, shorten
 
 _FOLDERS: Final = (
     "assistants", "audio", "batches", "chat", "completions", "containers", "conversations", "embeddings", "evals",
-    "files", "fine_tuning", "images", "moderations", "organization", "realtime", "responses", "skills", "threads",
+    "files", "fine_tuning", "images", "moderations", "organization", "realtime", "responses", "sessions", "skills", "threads",
     "uploads", "vector_stores", "videos",
 )  # fmt: skip
-"""The folders below `/v1/` in OpenAI's API. Source: openai 3.52, `resources`."""
+"""The folders below `/v1/` in OpenAI's API (source: openai 3.52, `resources`), and those of ours beside them."""
 
 
 def _decode_embeddings(body: bytes, sent: Sent, limits: Limits) -> tuple[EncodeRequest, bool]:
@@ -77,8 +77,8 @@ DIALECT: Final = Dialect(
         text_row("/v1/chat/completions", _CHAT, "text"),
         text_row("/v1/completions", _COMPLETIONS, "text"),
     ),
-    operations=openapi.OPERATIONS,
-    tags=openapi.TAGS,
+    operations=(*openapi.OPERATIONS, *store_openapi.OPERATIONS),
+    tags={**openapi.TAGS, **store_openapi.TAGS},
     envelopes={
         "openai": Envelope(
             failure=_embeddings_failure, error=openapi.OpenAIError, write_code=embeddings.wire_code, retries_5xx=True
