@@ -10,9 +10,9 @@ import re
 import stat
 import struct
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, BinaryIO, Final, NamedTuple
+from typing import IO, Any, BinaryIO, Final, NamedTuple, cast
 
 import yaml
 
@@ -191,7 +191,7 @@ def _check_directory(archive: BinaryIO, limits: BundleLimits) -> None:
 
 
 @contextmanager
-def _readable(archive: BinaryIO) -> Iterator[zipfile.ZipFile]:
+def _readable(archive: BinaryIO) -> Generator[zipfile.ZipFile]:
     """Open an archive. Whatever `zipfile` raises about strange data becomes BadRequest; OSError stays, it is the disk's."""
     try:
         with zipfile.ZipFile(archive) as opened:
@@ -221,7 +221,7 @@ def _read_front(text: bytes) -> tuple[str, str]:
         fields: Any = yaml.safe_load(found[1])
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError):
         raise _wrong(f"has a {_MANIFEST} whose front matter is not valid YAML") from None
-    values = fields if isinstance(fields, dict) else {}
+    values = cast("dict[Any, Any]", fields) if isinstance(fields, dict) else {}
     return (
         _read_line(values, "name", _MAX_NAME_CHARS),
         _read_line(values, "description", _MAX_DESCRIPTION_CHARS),

@@ -14,6 +14,7 @@ from sie.agents.store.keeping import keep_file
 from sie.agents.store.names import clean_name, format_of, is_textual, media_type
 from sie.agents.store.sessions import Session
 from sie.frontend.dialects.openai import files, sessions
+from sie.frontend.dialects.openai.agent_fields import check_session_id
 from sie.frontend.dialects.openai.sessions import FileField
 from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.exchange import Exchange
@@ -47,7 +48,7 @@ class Sessions:
     async def replace(self, exchange: Exchange) -> Shown:
         """Answer `PUT /v1/sessions/{session_id}`."""
         session_id, owner, process = exchange.model, exchange.owner, self._process
-        sessions.check_session_id(session_id)
+        check_session_id(session_id)
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
         body = await exchange.read_body(process.text_bodies)
         kind = exchange.headers.get("content-type")

@@ -17,7 +17,6 @@ from sie.frontend.dialects.openai.text_fields import decode_body
 from sie.frontend.generation.sampling_fields import wrong
 from sie.values.generate import ChatMessage
 
-_SESSION_ID: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}")
 _FILE_ID: Final = re.compile(r"file[-_][A-Za-z0-9_-]{1,100}")
 _MAX_LIST: Final = 65_536
 _MAX_CHARS: Final = 1024
@@ -70,17 +69,6 @@ class SessionBody(msgspec.Struct):
 _DECODER: Final = msgspec.json.Decoder(SessionBody)
 _read_raw: Final = msgspec.json.Decoder(MessageField).decode
 _read_list: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
-
-
-def is_session_id(session_id: str) -> bool:
-    """Tell whether a text may be the id of a session."""
-    return _SESSION_ID.fullmatch(session_id) is not None
-
-
-def check_session_id(session_id: str) -> None:
-    """Raise BadRequest for a text that may not be the id of a session."""
-    if not is_session_id(session_id):
-        raise wrong("session_id", "must have 1 to 128 letters, digits and _.:@-")
 
 
 def decode_session(body: bytes, content_type: str | None, limits: Limits) -> tuple[bytes, Sequence[FileField]]:

@@ -11,7 +11,6 @@ from sie.config.limits import Limits
 from sie.frontend.dialects.openai.store_openapi import SkillUpdateBody
 from sie.frontend.dialects.openai.text_fields import decode_body
 
-
 _to_json: Final = msgspec.json.Encoder().encode
 _UPDATE: Final = msgspec.json.Decoder(SkillUpdateBody)
 

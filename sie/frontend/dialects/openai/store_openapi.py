@@ -164,7 +164,9 @@ _CONTAINER_ID: Final = "cntr_resp_9f4cc2e96470f063b671c1b0667e40f7"
 _SKILL_ID: Final = "skill_9f4cc2e96470f063b671c1b0667e40f7"
 _BAD_QUERY: Final = Fault(400, ("INVALID_INPUT",), "A value in the query is not supported; `param` names the field.")
 _BAD_FORM: Final = Fault(400, ("INVALID_INPUT",), "The form is wrong or incomplete; `param` names the field.")
-_LARGE_FORM: Final = Fault(413, ("INPUT_TOO_LONG",), "The form is over the limit on its files, which the message names.")
+_LARGE_FORM: Final = Fault(
+    413, ("INPUT_TOO_LONG",), "The form is over the limit on its files, which the message names."
+)
 _NO_FORM: Final = Fault(415, ("INVALID_INPUT",), "`Content-Type` is not `multipart/form-data`.")
 _NO_FILE: Final = Fault(404, ("FILE_NOT_FOUND",), "The file was not found, has expired, or belongs to another API key.")
 _NO_SKILL: Final = Fault(404, ("SKILL_NOT_FOUND",), "The skill was not found, or belongs to another API key.")
@@ -174,7 +176,9 @@ _NO_VERSION: Final = Fault(
 _GONE: Final = Fault(410, ("FILE_GONE",), "The server knows the file, but does not hold its bytes.")
 _NO_STORE: Final = Fault(503, ("STORE_UNAVAILABLE",), "Files, skills and sessions cannot be kept or read now.")
 _NO_UPLOAD: Final = Fault(
-    503, ("STORE_UNAVAILABLE", "QUEUE_FULL", "SHUTTING_DOWN"), "The server takes no upload now; `Retry-After` says when."
+    503,
+    ("STORE_UNAVAILABLE", "QUEUE_FULL", "SHUTTING_DOWN"),
+    "The server takes no upload now; `Retry-After` says when.",
 )
 _UPLOAD_FAULTS: Final = (_BAD_FORM, STALLED, _LARGE_FORM, _NO_FORM, _NO_UPLOAD, INTERNAL)
 _BAD_BUNDLE: Final = Fault(422, ("INVALID_INPUT",), "The bundle is not a skill, or a limit on skills is reached.")

@@ -139,7 +139,7 @@ def test_listed_items_have_what_their_readers_need() -> None:
     assert listed[0]["content"] == [{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}]
     assert [item.get("status") for item in listed] == ["completed", "completed", None]
     assert (listed[2]["id"], listed[2]["summary"]) == ("rs_1", [])
-    assert read_kept(json.dumps(listed).encode())[0].content == "a"
+    assert read_kept(json.dumps(listed).encode())[0][0].content == "a"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_each_listed_item_is_one_of_the_clients_types(item: dict[str, Any], expe
 
 def test_instructions_and_history_stand_before_the_input() -> None:
     call = decode(instructions="be", input=[OUTPUT])
-    call.begin(read_kept(json.dumps([{"role": "user", "content": "q"}, CALL]).encode()))
+    call.begin(read_kept(json.dumps([{"role": "user", "content": "q"}, CALL]).encode())[0])
     roles = [(message.role, message.name) for message in call.request.messages or ()]
     assert roles == [("system", None), ("user", None), ("assistant", None), ("tool", "f")]
 
