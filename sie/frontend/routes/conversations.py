@@ -18,8 +18,8 @@ from sie.agents.store.listing import ListedFile, list_files, with_list
 from sie.agents.store.sessions import Session, join_files
 from sie.agents.store.splicing import splice
 from sie.agents.store.store import Store, StoreFile
-from sie.frontend.dialects.openai import sessions
 from sie.frontend.dialects.openai.chat_messages import name_results
+from sie.frontend.dialects.store import sessions
 from sie.frontend.generation.generation_run import Run, add_event
 from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.threads import offload

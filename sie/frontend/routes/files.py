@@ -11,9 +11,9 @@ from urllib.parse import quote
 from sie.agents.store.blobs import BlobWriter
 from sie.agents.store.files import FileQuery, KeptFile
 from sie.agents.store.keeping import keep_upload
-from sie.frontend.dialects.anthropic import files as anthropic
-from sie.frontend.dialects.openai import files as openai
-from sie.frontend.dialects.query import parse_query
+from sie.frontend.dialects.store import anthropic_files as anthropic
+from sie.frontend.dialects.store import openai_files as openai
+from sie.frontend.dialects.store.query import parse_query
 from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import FileResponse, Headers

@@ -13,9 +13,10 @@ from sie.agents.store.files import KeptFile
 from sie.agents.store.keeping import keep_file
 from sie.agents.store.names import clean_name, format_of, is_textual, media_type
 from sie.agents.store.sessions import Session
-from sie.frontend.dialects.openai import files, sessions
 from sie.frontend.dialects.openai.agent_fields import check_session_id
-from sie.frontend.dialects.openai.sessions import FileField
+from sie.frontend.dialects.store import openai_files as files
+from sie.frontend.dialects.store import sessions
+from sie.frontend.dialects.store.bodies import FileField, FileOrigin
 from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.threads import offload
@@ -98,13 +99,13 @@ class Sessions:
 
     async def _keep_file(self, owner: str, given: FileField, path: str) -> None:
         store, now_s = self._process.store, self._process.store.now_s()
-        body = given.body(path)
+        body = sessions.body_of(given, path)
         if body is not None and len(body) > store.settings.max_file_bytes:
             raise InputTooLong(f"Field '{path}' is over max_file_bytes ({store.settings.max_file_bytes})",
                                http_status=413, extras={"param": path})  # fmt: skip
         name = clean_name(given.name)
         kind = media_type(given.mime_type, name)
-        source = given.source or sessions.FileOrigin()
+        source = given.source or FileOrigin()
         await keep_file(store, owner, KeptFile(
             id=given.id, name=name, format=format_of(name), mime_type=kind,
             num_bytes=given.bytes if body is None else len(body), created_s=now_s,

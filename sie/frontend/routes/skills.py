@@ -13,11 +13,10 @@ from sie.agents.store.blobs import BlobWriter
 from sie.agents.store.bundles import BundleLimits, Manifest, Part, pack_archive, pack_folder
 from sie.agents.store.skills import Skill, SkillVersion
 from sie.agents.store.store import StoreFile
-from sie.frontend.dialects.anthropic import files as anthropic_files
-from sie.frontend.dialects.anthropic import skills as anthropic
-from sie.frontend.dialects.openai import files as openai_files
-from sie.frontend.dialects.openai import skills as openai
-from sie.frontend.dialects.query import Query, last_of, parse_query, read_limit, read_order
+from sie.frontend.dialects.store import anthropic_files, openai_files
+from sie.frontend.dialects.store import anthropic_skills as anthropic
+from sie.frontend.dialects.store import openai_skills as openai
+from sie.frontend.dialects.store.query import Query, last_of, parse_query, read_limit, read_order
 from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.multipart import FilePart, FormReader

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from sie.frontend.dialects.anthropic.files import is_anthropic
+from sie.frontend.dialects.store.anthropic_files import is_anthropic
 from sie.frontend.http.body import BodyReader
 from sie.frontend.http.compression import refuse_coding
 from sie.frontend.http.exchange import Exchange

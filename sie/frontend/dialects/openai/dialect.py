@@ -15,7 +15,7 @@ from sie.frontend.dialects.description import (
     operation_row,
     text_row,
 )
-from sie.frontend.dialects.openai import chat, completions, embeddings, models, openapi, store_openapi, text_fields
+from sie.frontend.dialects.openai import chat, completions, embeddings, models, openapi, text_fields
 from sie.frontend.http.response import JSON, Response
 from sie.values.encode import EncodeReply, EncodeRequest
 from sie.values.errors import NotFound, SieError, shorten
@@ -77,8 +77,8 @@ DIALECT: Final = Dialect(
         text_row("/v1/chat/completions", _CHAT, "text"),
         text_row("/v1/completions", _COMPLETIONS, "text"),
     ),
-    operations=(*openapi.OPERATIONS, *store_openapi.OPERATIONS),
-    tags={**openapi.TAGS, **store_openapi.TAGS},
+    operations=openapi.OPERATIONS,
+    tags=openapi.TAGS,
     envelopes={
         "openai": Envelope(
             failure=_embeddings_failure, error=openapi.OpenAIError, write_code=embeddings.wire_code, retries_5xx=True

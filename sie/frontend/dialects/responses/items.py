@@ -46,19 +46,24 @@ _PART_BREAK: Final = "\n\n"
 Item = dict[str, Any]
 
 
-class InputPart(msgspec.Struct, omit_defaults=True):
-    """One part of a content: a text or a file."""
+class TextPart(msgspec.Struct, omit_defaults=True):
+    """One part that is a text."""
 
     type: str | None = None
     text: str | None = None
     refusal: str | None = None
+
+
+class InputPart(TextPart, omit_defaults=True):
+    """One part of a content: a text or a file."""
+
     file_id: str | None = None
     filename: str | None = None
     file_data: str | None = None
     file_url: str | None = None
 
 
-class OutputPart(InputPart, omit_defaults=True):
+class OutputPart(TextPart, omit_defaults=True):
     """One part of a call's output. A shell's part has the printed text, the outcome, or both."""
 
     stdout: str | None = None
@@ -83,7 +88,7 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     arguments: str | None = None
     output: str | Annotated[list[OutputPart], Meta(max_length=_MAX_LIST)] | None = None
     action: dict[str, Any] | None = None
-    summary: Annotated[list[InputPart], Meta(max_length=_MAX_LIST)] | None = None
+    summary: Annotated[list[TextPart], Meta(max_length=_MAX_LIST)] | None = None
     encrypted_content: str | None = None
 
 
@@ -222,14 +227,14 @@ def _read_output(item: InputItem, path: str) -> ChatMessage:
     return ChatMessage(role="tool", content=content, tool_call_id=item.call_id)
 
 
-def _text(content: str | Sequence[InputPart], path: str, files: list[InputFile] | None = None) -> str:
+def _text(content: str | Sequence[TextPart], path: str, files: list[InputFile] | None = None) -> str:
     """Return the text of a content; its parts are joined by a blank line. Files are added to `files`, if they may be there."""
     if isinstance(content, str):
         return content
     texts: list[str] = []
     for number, part in enumerate(content):
         here, kind = f"{path}[{number}]", part.type or "text"
-        if kind == _FILE and files is not None:
+        if kind == _FILE and files is not None and isinstance(part, InputPart):
             files.append(read_file(here, part.file_id, part.filename, part.file_data, part.file_url))
             continue
         if kind not in _TEXT_PARTS:

@@ -5,65 +5,20 @@ from __future__ import annotations
 import binascii
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 import pybase64
-from msgspec import Meta
 
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai.chat_messages import MessageField, read_messages
 from sie.frontend.dialects.openai.text_fields import decode_body
+from sie.frontend.dialects.store.bodies import FileField, SessionBody
 from sie.frontend.generation.sampling_fields import wrong
 from sie.values.generate import ChatMessage
 
 _FILE_ID: Final = re.compile(r"file[-_][A-Za-z0-9_-]{1,100}")
-_MAX_LIST: Final = 65_536
-_MAX_CHARS: Final = 1024
-_Short = Annotated[str, Meta(max_length=_MAX_CHARS)]
-_Size = Annotated[int, Meta(ge=0, le=2**53)]
 _to_json: Final = msgspec.json.Encoder().encode
-
-
-class FileOrigin(msgspec.Struct):
-    """Where a file comes from."""
-
-    tool: Annotated[str, Meta(max_length=64)] = ""
-    round: _Size = 0
-    turn: _Size = 0
-
-
-class FileField(msgspec.Struct):
-    """A File of a session. Without a body, the server knows about it and cannot send it."""
-
-    id: str
-    name: _Short
-    bytes: _Size = 0
-    mime_type: _Short | None = None
-    format: _Short | None = None
-    created_at: _Size | None = None
-    purpose: Annotated[str, Meta(max_length=64)] = ""
-    source: FileOrigin | None = None
-    text: str | None = None
-    preview: str | None = None
-    data_base64: str | None = None
-    code: Annotated[str, Meta(max_length=64)] | None = None
-    message: _Short | None = None
-
-    def body(self, path: str) -> bytes | None:
-        """Return the bytes of the file, or None without a body. Raises BadRequest naming the field."""
-        if self.text is not None:
-            return self.text.encode("utf-8", "replace")
-        return decode_base64(self.data_base64, f"{path}.data_base64") if self.data_base64 is not None else None
-
-
-class SessionBody(msgspec.Struct):
-    """A session."""
-
-    messages: Annotated[list[msgspec.Raw], Meta(max_length=_MAX_LIST)]
-    images: Annotated[list[Any], Meta(max_length=_MAX_LIST)] | None = None
-    videos: Annotated[list[Any], Meta(max_length=_MAX_LIST)] | None = None
-    files: Annotated[list[FileField], Meta(max_length=4096)] | None = None
 
 
 _DECODER: Final = msgspec.json.Decoder(SessionBody)
@@ -86,6 +41,13 @@ def decode_session(body: bytes, content_type: str | None, limits: Limits) -> tup
     return messages, files
 
 
+def body_of(file: FileField, path: str) -> bytes | None:
+    """Return the bytes of a file of a session, or None without a body. Raises BadRequest naming the field."""
+    if file.text is not None:
+        return file.text.encode("utf-8", "replace")
+    return decode_base64(file.data_base64, f"{path}.data_base64") if file.data_base64 is not None else None
+
+
 def read_session(messages: bytes) -> list[ChatMessage]:
     """Return the conversation of a session. Raises BadRequest naming the message."""
     fields: list[MessageField] = []
@@ -103,7 +65,7 @@ def encode_messages(messages: Sequence[ChatMessage]) -> bytes:
 
 
 def encode_session(messages: bytes, files: Sequence[dict[str, Any]]) -> bytes:
-    """Return the body that shows a session. files are in the form of `sie.frontend.dialects.openai.files`."""
+    """Return the body that shows a session. files are in the form of `sie.frontend.dialects.store.openai_files`."""
     return _to_json({"messages": msgspec.Raw(messages), "images": [], "videos": [], "files": files})
 
 

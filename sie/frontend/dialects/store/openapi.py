@@ -9,7 +9,6 @@ from typing import Any, Final, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from sie.frontend.dialects.openai.sessions import SessionBody
 from sie.frontend.dialects.operation import (
     BINARY,
     FORM,
@@ -24,6 +23,7 @@ from sie.frontend.dialects.operation import (
     Operation,
     Reply,
 )
+from sie.frontend.dialects.store.bodies import SessionBody, SkillUpdateBody
 
 
 class FileSource(Reply):
@@ -145,10 +145,6 @@ class UploadForm(Struct, kw_only=True):
 class SkillForm(Struct, kw_only=True):
     files: list[str]
     display_name: str | None = None
-
-
-class SkillUpdateBody(Struct, kw_only=True):
-    default_version: str | int
 
 
 _FILES: Final = "Files"

@@ -9,8 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from sie.agents.store.files import FileQuery, KeptFile
-from sie.frontend.dialects.openai.files import read_age
-from sie.frontend.dialects.query import Query, last_of, read_limit
+from sie.frontend.dialects.store.openai_files import read_age
+from sie.frontend.dialects.store.query import Query, last_of, read_limit
 from sie.frontend.generation.sampling_fields import wrong
 
 PURPOSE: Final = "user_data"

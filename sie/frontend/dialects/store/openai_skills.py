@@ -8,8 +8,8 @@ import msgspec
 
 from sie.agents.store.skills import Skill, SkillVersion
 from sie.config.limits import Limits
-from sie.frontend.dialects.openai.store_openapi import SkillUpdateBody
 from sie.frontend.dialects.openai.text_fields import decode_body
+from sie.frontend.dialects.store.bodies import SkillUpdateBody
 
 _to_json: Final = msgspec.json.Encoder().encode
 _UPDATE: Final = msgspec.json.Decoder(SkillUpdateBody)

@@ -13,7 +13,7 @@ import msgspec
 import pybase64
 
 from sie.agents.store.files import OF_CLIENTS, FileQuery, KeptFile
-from sie.frontend.dialects.query import Query, last_of, read_limit, read_order
+from sie.frontend.dialects.store.query import Query, last_of, read_limit, read_order
 from sie.frontend.generation.sampling_fields import wrong
 
 _MAX_PURPOSE_CHARS: Final = 64
