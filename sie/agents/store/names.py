@@ -20,7 +20,10 @@ _TEXTUAL: Final = frozenset({
 _CONTROL: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories that a name may not hold: they could forge a header, a log line or a listing."""
 _TYPES: Final = mimetypes.MimeTypes(())
-"""The types that Python itself knows: those of the host differ from server to server."""
+"""The types that Python itself knows, and some that its older versions lack. Those of hosts differ."""
+for _type, _extension in (("text/markdown", ".md"), ("application/yaml", ".yaml"), ("application/yaml", ".yml"),
+                          ("application/toml", ".toml"), ("image/webp", ".webp")):  # fmt: skip
+    _TYPES.add_type(_type, _extension)
 
 
 def clean_name(name: str) -> str:
