@@ -106,7 +106,8 @@ class DatabaseThread(Generic[_OnFileT]):
             try:
                 return work(self._open())
             except sqlite3.DatabaseError as error:
-                if self._opened is None or error.sqlite_errorcode & _PRIMARY not in _DAMAGED:
+                code: int = getattr(error, "sqlite_errorcode", 0)  # Python's own errors have none
+                if self._opened is None or code & _PRIMARY not in _DAMAGED:
                     raise
                 self._opened.file.set_aside(error)
             return work(self._open())

@@ -18,7 +18,9 @@ LIMITS = BundleLimits(max_bytes=100_000, max_files=20)
 FRONT = b"---\nname: My skill\ndescription: does things\n---\nbody"
 
 
-def archive(*entries: tuple[str | zipfile.ZipInfo, bytes], method: int = zipfile.ZIP_DEFLATED, front: bytes = FRONT) -> bytes:
+def archive(
+    *entries: tuple[str | zipfile.ZipInfo, bytes], method: int = zipfile.ZIP_DEFLATED, front: bytes = FRONT
+) -> bytes:
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", method) as opened:
         opened.writestr("s/SKILL.md", front)
