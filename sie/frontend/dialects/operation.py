@@ -16,6 +16,8 @@ TEXT: Final = "text/plain"
 EVENTS: Final = "text/event-stream"
 FORM: Final = "multipart/form-data"
 ZIP: Final = "application/zip"
+ANY: Final = "*/*"
+"""A body whose media type its client chose; it has no schema."""
 
 INFERENCE: Final = "Inference"
 MODELS: Final = "Models"

@@ -13,7 +13,7 @@ import msgspec
 
 from sie import __version__
 from sie.config.limits import Limits
-from sie.frontend.dialects.operation import JSON, Answer, Fault, Operation
+from sie.frontend.dialects.operation import ANY, JSON, Answer, Fault, Operation
 from sie.frontend.dialects.registry import DIALECTS, ENVELOPES
 from sie.frontend.http.routes import Route, RouteTable
 from sie.frontend.openapi import schemas, server_operations
@@ -163,6 +163,9 @@ def _answer(answer: Answer, operation: Operation) -> Document:
     schema = {"type": "string"} if answer.type is None else schemas.ref(answer.type)
     content: Document = {}
     for media in answer.media:
+        if media == ANY:
+            content[media] = {}
+            continue
         if media.startswith("text/"):
             content[media] = {"schema": {"type": "string"}}
             continue

@@ -89,7 +89,7 @@ def _responses(responses: _Json) -> str:
     for status, response in responses.items():
         content = response.get("content", {})
         media = " or ".join(content)
-        schema: _Json = next(iter(content.values()))["schema"] if content else {}
+        schema: _Json = next(iter(content.values())).get("schema", {}) if content else {}
         kind = _kind(schema) if "$ref" in schema else ""
         rows.append(
             f"<tr><td><b>{status}</b></td><td>{_prose(response['description'])}</td><td>{kind}</td>"

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from sie.frontend.dialects.operation import (
-    BINARY,
+    ANY,
     FORM,
     GENERATION_TOO_LARGE,
     INTERNAL,
@@ -182,7 +182,10 @@ _PAGE: Final = "In the query: `limit`, `order` (`asc` or `desc`), `after` (an id
 
 
 def _content(*faults: Fault) -> dict[str, Any]:
-    return {"answers": (Answer(200, "The bytes.", (BINARY,)),), "faults": (*faults, _GONE, _NO_STORE)}
+    return {
+        "answers": (Answer(200, "The bytes, with the file's own media type.", (ANY,)),),
+        "faults": (*faults, _GONE, _NO_STORE),
+    }
 
 
 _FAILED: Final = Fault(422, ("FILE_FAILED",), "The file could not be made; the message says why.")
