@@ -123,7 +123,7 @@ class DatabaseThread(Generic[_OnFileT]):
             _log.warning("%s cannot be kept in %s: %s", self._kept, self._directory, reason)
 
     def _open(self) -> _OnFileT:
-        """Return the open file; opens it anew when another process, or an operator, has moved it."""
+        """Return the open file. Opens it again if another process, or an operator, has moved it."""
         if self._opened is not None and self._opened.file.is_moved:
             # SQLite leaves the new file's log alone: it looks whether its own was moved, too.
             self._opened.file.close()

@@ -180,7 +180,7 @@ class BodyReader:
                     self._held.put(kept, len(whole))
                 return bytes(whole)
             data: bytes = await (protocol() if body is None else body)
-            self._held.put(kept, len(data))  # announced bytes must not cut others
+            self._held.put(kept, len(data))  # counted only on arrival: announced bytes must not cut other connections
             return data
 
     async def pass_on(

@@ -26,9 +26,9 @@ from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.files import file_gone
 from sie.frontend.routes.sessions import check_size
-from sie.values.encode import Timing
 from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
 from sie.values.generate import ChatMessage, ChoiceReply, GenerateEvent, GenerateRequest, InputFile
+from sie.values.inference import Timing
 
 _MAX_CHAR_BYTES: Final = 4
 _NUM_FETCHES: Final = 4

@@ -15,7 +15,7 @@ from sie.frontend.http.compression import refuse_coding
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.multipart import FormReader
 from sie.frontend.http.response import JSON, FileResponse, Response
-from sie.frontend.http.routes import Route
+from sie.frontend.http.routing import Route
 from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.access_log import id_headers
 from sie.values.errors import NotFound, Overloaded, Unavailable
