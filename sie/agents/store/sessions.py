@@ -6,7 +6,6 @@ Every call blocks, and raises sqlite3.Error.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -90,8 +89,3 @@ class SessionRows:
         sql = "SELECT owner FROM sessions GROUP BY owner ORDER BY count(*) DESC LIMIT 1"
         (owner,) = self._db.execute(sql).fetchone()
         return owner
-
-
-def join_files(*groups: Sequence[str]) -> tuple[str, ...]:
-    """Return the ids of all groups, each once, in order."""
-    return tuple(dict.fromkeys(file_id for group in groups for file_id in group))

@@ -15,7 +15,7 @@ from sie.agents.fetch import FetchError, FetchLimits, fetch
 from sie.agents.store.files import OF_REQUEST, KeptFile
 from sie.agents.store.keeping import USER_DATA, content_id, keep_upload
 from sie.agents.store.listing import ListedFile, list_files, with_list
-from sie.agents.store.sessions import Session, join_files
+from sie.agents.store.sessions import Session
 from sie.agents.store.splicing import splice
 from sie.agents.store.store import Store, StoreFile
 from sie.frontend.dialects.openai.chat_messages import name_results
@@ -120,7 +120,8 @@ class Conversations:
         check_size(encoded, store.settings.max_session_bytes)
         request.files = [*(InputFile(field="", file_id=file_id, is_past=True) for file_id in past), *request.files]
         kept = await self.list_files(owner, request)
-        files = join_files(past, [file.id for file in kept if file is not None])
+        # A file that is gone is told to the model once, and then forgotten.
+        files = tuple(dict.fromkeys(file.id for file in kept if file is not None))
         return Turn(store, owner, request, messages, files)
 
     async def list_files(self, owner: str, request: GenerateRequest) -> list[KeptFile | None]:
