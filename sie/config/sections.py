@@ -53,7 +53,8 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state_dir: Annotated[
         str,
         Meta(
-            description="Directory of stored responses; empty uses the state directory of systemd, or else of the user."
+            description="Directory of stored responses, files, skills and sessions; empty uses the state directory of "
+            "systemd, or else of the user."
         ),
     ] = ""
     machine_profile: Annotated[

@@ -22,7 +22,7 @@ from sie.frontend.fastpath.infer import InferFastPath
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.intake import Intake, Scheduler
 from sie.frontend.http.near_routes import hint_for
-from sie.frontend.http.response import Response
+from sie.frontend.http.response import FileResponse, Response
 from sie.frontend.http.routing import Route, Row
 from sie.frontend.http.stream import STREAM_HEADERS, Streamed, send_stream
 from sie.frontend.http.unread import MIN_BYTES
@@ -192,6 +192,8 @@ class App:
             answer = await handler(exchange)
             if isinstance(answer, Response):
                 self.respond(exchange, *answer)
+            elif isinstance(answer, FileResponse):
+                self._send_file(exchange, answer)
             else:
                 await self._stream(exchange, answer)
         finally:
@@ -206,6 +208,15 @@ class App:
             await asyncio.get_running_loop().run_in_executor(pool, importlib.import_module, route.imports)
         handler = self._handler_of[route] = route.handler(self._handlers)
         return handler
+
+    def _send_file(self, exchange: Exchange, answer: FileResponse) -> None:
+        """Have Granian send a file: it reads on only when the client does, so nothing has to be counted as unread."""
+        process = self._process
+        headers = answer.headers
+        for record in process.recorders:
+            headers = record(exchange, 200, headers, None)
+        exchange.protocol.response_file(200, headers, answer.path)
+        count_exchange(process.metrics, exchange, 200, None)
 
     async def _stream(self, exchange: Exchange, answer: Streamed) -> None:
         """Send a streamed answer. It is recorded and counted when it ends."""

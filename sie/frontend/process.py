@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
+from sie.agents.store import has_store
 from sie.config.settings import Settings
 from sie.frontend.access.gate import open_access
 from sie.frontend.access.host_check import open_host_check
@@ -54,6 +55,7 @@ from sie.shm.space import OutboundSpace
 from sie.values.errors import BadRequest, SieError, Unavailable
 
 if TYPE_CHECKING:
+    from sie.agents.store.store import Store
     from sie.frontend.generation.start import Generator
     from sie.frontend.telemetry.tracing import RequestTracing
 
@@ -162,6 +164,15 @@ class FrontendProcess:
 
         return Generator(self.engine, self.models, self.settings.generation, self.generation_metrics)
 
+    @functools.cached_property
+    def store(self) -> Store:
+        """The files, skills and sessions of clients. It is imported with the first request that needs it."""
+        from sie.agents.store.store import Store
+
+        store = Store(self.settings.server.state_dir, self.settings.store)
+        self._spawn(store.run_reaper())
+        return store
+
     @property
     def is_ready(self) -> bool:
         """Whether `/readyz` is green."""
@@ -230,6 +241,8 @@ class FrontendProcess:
         self._loop.add_reader(self._channel.fileno(), self._on_control)
         self._loop.call_soon(lambda: self._spawn(self._run_clock()))
         self._loop.call_soon(lambda: self._spawn(self._report_ready()))
+        if self._launch.protocol == "http" and has_store(self.settings.server.state_dir):
+            self._loop.call_soon(lambda: self.store)  # else what expired would stay until a client asks for something
 
     def close(self) -> None:
         """Release the resources of the process. Called when no request is under way."""

@@ -11,6 +11,7 @@ from sie.frontend.dialects.kserve import dialect as kserve
 from sie.frontend.dialects.native import dialect as native
 from sie.frontend.dialects.openai import dialect as openai
 from sie.frontend.dialects.responses import dialect as responses
+from sie.frontend.dialects.store import dialect as store
 from sie.frontend.dialects.trtis import dialect as trtis
 from sie.frontend.http.routing import Row
 
@@ -20,6 +21,7 @@ DIALECTS: Final[tuple[Dialect, ...]] = (
     openai.DIALECT,
     anthropic.DIALECT,
     responses.DIALECT,
+    store.DIALECT,
     kserve.DIALECT,
     trtis.DIALECT,
 )

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from sie.frontend.dialects.openai.text_fields import renamed
-from sie.frontend.dialects.responses.items import read_kept
+from sie.frontend.dialects.responses.items import name_kept_files, read_kept
 from sie.frontend.dialects.responses.page import read_page, read_stream_query
 from sie.frontend.dialects.responses.reply import ResponseRecord, ResponseWriter, encode_count, encode_deleted
 from sie.frontend.dialects.responses.request import ResponsesCall
@@ -31,10 +31,11 @@ from sie.frontend.process import FrontendProcess
 from sie.frontend.responses.follow import POLL_S, ResponseFollower
 from sie.frontend.responses.jobs import Job, cancelled
 from sie.frontend.responses.store import Followed, Kept, ResponseFile, ResponseStore, StoreLimits
+from sie.frontend.routes.conversations import Conversations
 from sie.frontend.routes.text_service import TextService
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import NotFound, Overloaded, RateLimited, Unavailable
-from sie.values.generate import ChatMessage, GenerateEvent
+from sie.values.generate import ChatMessage, GenerateEvent, InputFile
 
 _to_json: Final = msgspec.json.Encoder().encode
 _NAMES: Final = {"messages": "input", "truncate_sequence": "truncation"}
@@ -46,8 +47,11 @@ Start = Callable[[ModelEntry], Coroutine[Any, Any, Run]]
 class Responses:
     """The handlers of one process, and its responses under way."""
 
-    def __init__(self, process: FrontendProcess, texts: TextService, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, process: FrontendProcess, texts: TextService, pool: ThreadPoolExecutor, conversations: Conversations
+    ) -> None:
         self._process = process
+        self._conversations = conversations
         self._texts = texts
         self._pool = pool
         limits = process.settings.generation
@@ -65,8 +69,7 @@ class Responses:
         if call.is_background:
             self._check_background(exchange)
         entry = self._texts.find(exchange, call.request)
-        history, before = await self._read_history(call, exchange.owner)
-        call.begin(before)
+        history = await self._join_history(call, exchange.owner)
         record = ResponseRecord(
             f"resp_{secrets.token_hex(16)}", int(time.time()), call, entry.card.id,
             max_kept_bytes=self._max_stream_bytes if self._store.is_on else 0,
@@ -88,7 +91,7 @@ class Responses:
     async def count(self, exchange: Exchange, call: ResponsesCall) -> Answer:
         """Return the number of tokens in a request's prompt, including the previous conversation."""
         entry = self._texts.find(exchange, call.request)
-        call.begin((await self._read_history(call, exchange.owner))[1])
+        await self._join_history(call, exchange.owner)
         entry = await self._process.models.wait_serving(entry, exchange.deadline_ns)
         with renamed(_NAMES):
             (ids,) = await self._texts.generator.prompt_ids(entry, call.request)
@@ -255,11 +258,20 @@ class Responses:
             raise _not_found(response_id)
         return kept
 
-    async def _read_history(self, call: ResponsesCall, owner: str) -> tuple[bytes, list[ChatMessage]]:
-        """Return the conversation before a call: the stored items and the messages."""
+    async def _join_history(self, call: ResponsesCall, owner: str) -> bytes:
+        """Put the conversation before a call, and the list of all files, into its request. Return the stored items."""
+        history, before, files = await self._read_history(call, owner)
+        call.begin(before)
+        call.request.files = [*files, *call.request.files]
+        kept = await self._conversations.list_files(owner, call.request)
+        name_kept_files(call.items, [(file.id, file.name) for file in kept[len(files) :] if file is not None])
+        return history
+
+    async def _read_history(self, call: ResponsesCall, owner: str) -> tuple[bytes, list[ChatMessage], list[InputFile]]:
+        """Return the conversation before a call: the stored items, the messages, and the files that it names."""
         previous_id = call.previous_id
         if previous_id is None:
-            return b"[]", []
+            return b"[]", [], []
         kept = await self._store.do(lambda file: file.get(previous_id, owner)) if self._store.is_on else None
         if kept is None:
             text = f"Previous response '{previous_id[:80]}' not found"
@@ -326,14 +338,14 @@ class _Output(msgspec.Struct):
     output: list[msgspec.Raw]
 
 
-def _read_conversation(kept: Kept) -> tuple[bytes, list[ChatMessage]]:
+def _read_conversation(kept: Kept) -> tuple[bytes, list[ChatMessage], list[InputFile]]:
     items = [
         *msgspec.json.decode(kept.history, type=list[msgspec.Raw]),
         *msgspec.json.decode(kept.input, type=list[msgspec.Raw]),
         *msgspec.json.decode(kept.body, type=_Output).output,
     ]
     history = _to_json(items)
-    return history, read_kept(history)
+    return history, *read_kept(history)
 
 
 def _query(exchange: Exchange) -> dict[str, list[str]]:

@@ -1,19 +1,20 @@
 """Lists the fields and tools by which a client asks the server to act: run code, search, keep files and sessions.
 
-The server does none of this. It refuses such a request and names the field.
+The server keeps sessions, and does nothing else of this. It refuses such a request and names the field.
 Source: generation API reference, sections 3.1 and 8.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Final
 
 from sie.frontend.generation.sampling_fields import SamplingNumbers
 from sie.values.errors import BadRequest
 
 
 class AgentFields(SamplingNumbers, kw_only=True):
-    """The agent fields, which no route serves. They extend the sampling fields, because a struct can have one base with fields.
+    """The agent fields. Chat and Messages serve `session_id`; no route serves the others. They extend the sampling fields, because a struct can have one base with fields.
 
     A field that is null, false or empty is ignored.
     """
@@ -29,6 +30,7 @@ class AgentFields(SamplingNumbers, kw_only=True):
 
 
 _OWN = tuple(field for field in AgentFields.__struct_fields__ if field not in SamplingNumbers.__struct_fields__)
+_SESSION_ID: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}")
 AGENT_TOOLS = frozenset(
     {"code_interpreter", "web_search", "web_search_preview", "shell", "namespace", "file_search", "mcp"}
 )
@@ -40,6 +42,25 @@ def drop_agent_fields(body: AgentFields, *served: str) -> None:
     for field in _OWN:
         if field not in served:
             setattr(body, field, None)
+
+
+def take_session_id(body: AgentFields) -> str:
+    """Return the id of the session that a request continues, or an empty text. Raises BadRequest if it cannot be one."""
+    session_id, body.session_id = body.session_id, None
+    if session_id is None:
+        return ""
+    if not isinstance(session_id, str):
+        raise BadRequest("Field 'session_id': expected a text", http_status=422, extras={"param": "session_id"})
+    if session_id:
+        check_session_id(session_id)
+    return session_id
+
+
+def check_session_id(session_id: str) -> None:
+    """Raise BadRequest for a text that may not be the id of a session."""
+    if not _SESSION_ID.fullmatch(session_id):
+        text = "Field 'session_id' must have 1 to 128 letters, digits and _.:@-"
+        raise BadRequest(text, extras={"param": "session_id"})
 
 
 def refuse_agent_fields(body: AgentFields) -> None:

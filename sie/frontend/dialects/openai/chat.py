@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
+from sie.frontend.dialects.openai.agent_fields import take_session_id
 from sie.frontend.dialects.openai.chat_messages import MessageField, read_messages
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
 from sie.frontend.dialects.openai.sse_chunks import ChunkWriter
@@ -93,8 +94,12 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     """Return the request in a body, and how to write its answer. Raises BadRequest naming the field."""
     call = decode_body(_DECODER, body, content_type, limits)
     _refuse_unserved(call)
+    session_id = take_session_id(call)
     request = read_text_fields(call)
-    request.messages = read_messages(call.messages)
+    request.session_id = session_id
+    request.messages = read_messages(call.messages, request.files, continues=bool(session_id))
+    if session_id and request.num_choices > 1:
+        raise wrong("n", "must be 1 with 'session_id'")
     if call.max_completion_tokens is not None:
         request.max_tokens = call.max_completion_tokens
     request.tools = read_tools(call.tools or ())
@@ -106,7 +111,9 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     request.logprobs = _read_logprobs(call)
     thinking, request.reasoning_effort = read_thinking(call)
     request.thinking = thinking is not False  # on by default, whatever the template's own default is: section 3.1
-    return request, Shown.begin("chatcmpl", num_choices=request.num_choices, wants_usage=wants_usage(call))
+    return request, Shown.begin(
+        "chatcmpl", num_choices=request.num_choices, wants_usage=wants_usage(call), session_id=session_id
+    )
 
 
 def _refuse_unserved(call: ChatBody) -> None:
@@ -198,7 +205,8 @@ def encode_chat(reply: GenerateReply, shown: Shown) -> bytes:
             }
         )
     head = shown.head("chat.completion", reply.model)
-    return _to_json({**head, "choices": choices, "usage": usage_object(reply.usage)})
+    session = {"session_id": shown.session_id} if shown.session_id else {}
+    return _to_json({**head, "choices": choices, "usage": usage_object(reply.usage), **session})
 
 
 def logprob_object(one: LogprobText) -> dict[str, Any]:

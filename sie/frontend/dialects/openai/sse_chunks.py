@@ -36,8 +36,9 @@ class ChunkWriter(ABC):
             if isinstance(event, Ended):
                 parts += [*([self._chunk([], event.usage)] if self._shown.wants_usage else []), DONE]
             else:
-                ends_all = number == last and not self._shown.wants_usage
-                parts += [self._chunk(choices, usage if ends_all else None) for choices in self._chunks(event)]
+                is_last = number == last and usage is not None
+                shown = usage if is_last and not self._shown.wants_usage else None
+                parts += [self._chunk(choices, shown, ends=is_last) for choices in self._chunks(event)]
         return b"".join(parts)
 
     def write_error(self, error: SieError) -> bytes:
@@ -48,5 +49,7 @@ class ChunkWriter(ABC):
     def _chunks(self, event: GenerateEvent) -> list[list[dict[str, Any]]]:
         """Return the `choices` of each chunk for an event."""
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: GenerateUsage | None = None) -> bytes:
-        return data_line({**self._head, "choices": choices, "usage": usage_object(usage) if usage else None})
+    def _chunk(self, choices: list[dict[str, Any]], usage: GenerateUsage | None = None, *, ends: bool = False) -> bytes:
+        session = {"session_id": self._shown.session_id} if ends and self._shown.session_id else {}
+        shown = usage_object(usage) if usage else None
+        return data_line({**self._head, "choices": choices, "usage": shown, **session})

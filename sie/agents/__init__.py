@@ -1,0 +1,1 @@
+"""What a server needs to act for its clients."""
