@@ -217,6 +217,10 @@ def client_hello() -> bytes:
     return outgoing.read()
 
 
+def count_fds(pid: int) -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
 def test_renewal_under_a_flood_of_connections_ends_and_breaks_no_request(issued, served):
     """Granian sees no signal while connections arrive, so each frontend takes `drain_timeout_s` to end.
 
@@ -224,7 +228,7 @@ def test_renewal_under_a_flood_of_connections_ends_and_breaks_no_request(issued,
     """
     with start_server(*flags(served), "--frontends", "1", "--drain-timeout-s", "2") as server:
         [supervisor] = server.pids("supervisor")
-        num_fds = len(os.listdir(f"/proc/{supervisor}/fd"))
+        num_fds = count_fds(supervisor)
         with Flood(server.port, 1, 100) as flood, Clients(server.port, 2) as clients:
             eventually(lambda: flood.num_opened > 500, "a flood")
             put(issued, served, "new")
@@ -238,7 +242,7 @@ def test_renewal_under_a_flood_of_connections_ends_and_breaks_no_request(issued,
             "BrokenPipeError",
         }
         eventually(lambda: len(server.frontends()) == 1, "no frontend more")
-        eventually(lambda: len(os.listdir(f"/proc/{supervisor}/fd")) == num_fds, "no descriptor more")
+        eventually(lambda: count_fds(supervisor) == num_fds, "no descriptor more")
 
 
 def test_broken_certificate_changes_nothing_and_is_reported(issued, served):
