@@ -24,6 +24,8 @@ _PROCESSOR_S_PER_CHAR: Final = 2e-6
 """Real rules take 0.1 to 0.5 us."""
 _WAIT_S: Final = 2.0
 """A process may wait for a core, so it gets more time than it may use."""
+_PATIENCE_S: Final = 60.0
+"""Longest wait for an answer, with earlier texts and the start of a process; it ends if the event loop has stopped."""
 _MAX_REPLY_BYTES: Final = 64
 _SHORT_CHARS: Final = 16
 """Texts of our own that a caller may read on the event loop. No expression takes long for them."""
@@ -78,7 +80,7 @@ class GuardedTokenizer:
         limit_s = _PROCESSOR_S + _PROCESSOR_S_PER_CHAR * num_chars
         asking = self._helper.ask(request, timeout_s=_WAIT_S + limit_s, max_reply_bytes=_MAX_REPLY_BYTES)
         try:
-            took_s = int(asyncio.run_coroutine_threadsafe(asking, self._loop).result()) / 1e9
+            took_s = int(asyncio.run_coroutine_threadsafe(asking, self._loop).result(_PATIENCE_S)) / 1e9
         except HelperFailed:
             raise Internal(f"The tokenizer of model '{self._model_id}' failed") from None
         except TimeoutError:
