@@ -25,7 +25,6 @@ _LETTERS: Final = r"[^\r\n\p{L}\p{N}]?"
 _SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _WORDS: Final = "'s|'t|'re|'ve|'m|'ll|'d"
-_O200K: Final = rf"{_LETTERS}{_UPPER}*{_LOWER}+(?i:{_WORDS})?|{_LETTERS}{_UPPER}+{_LOWER}*(?i:{_WORDS})?"
 _KNOWN: Final = frozenset((
     rf"{_WORDS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+",
     rf"{_MARKS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+",
@@ -37,18 +36,19 @@ _KNOWN: Final = frozenset((
         for digits in (r"\p{N}{1,3}", r"\p{N}{1,2}", r"\p{N}", r"\p{N}+")
     ),
     *(
-        rf"{_O200K}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{ends}|{_SPACES}"
+        rf"{_LETTERS}{_UPPER}*{_LOWER}+{marks}|{_LETTERS}{_UPPER}+{_LOWER}*{marks}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{ends}|{_SPACES}"
+        for marks in (rf"(?i:{_WORDS})?", "")
         for digits in (r"\p{N}{1,3}", r"\p{N}{1,2}", r"\p{N}", r"\p{N}+")
         for ends in (r"[\r\n]*", r"[\r\n/]*")
     ),
     rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
 ))  # fmt: skip
-"""Expressions of the tokenizers of GPT-2, CLIP, Llama 3, Qwen, GPT-4o, DeepSeek and their like."""
+"""Expressions of the tokenizers of GPT-2, CLIP, Llama 3, Qwen, GPT-4o, Mistral, DeepSeek and their like."""
 _ITEM: Final = r"(?:\[\^?(?:\\.|[^\[\]\\&])+\]|\\[pP]\{\^?\w+\}|\\[sSdDwWrnt]|[^\\\[\](){}|?*+.^$])"
 """One character or class of a regular expression."""
-_ITEMS: Final = re.compile(rf"(?:{_ITEM}\?)?{_ITEM}(?P<count>[+*?]|\{{\d{{1,2}}(?:,\d{{0,3}})?\}})?")
-"""An item, perhaps repeated, behind an optional one: little of a text is tried twice."""
+_ITEMS: Final = re.compile(rf"(?:{_ITEM}\?)?{_ITEM}(?P<count>[+*?]|\{{\d{{1,2}}(?:,\d{{0,3}})?\}})?|{_ITEM}{{2,9}}")
+"""An item, perhaps repeated, behind an optional one, or a few items: little of a text is tried twice."""
 
 
 class RulesError(ValueError):

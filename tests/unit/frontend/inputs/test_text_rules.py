@@ -64,6 +64,8 @@ def test_known_expression_takes_linear_time(pattern: str):
         r"\s?[A-Za-zµ]+",
         r"[ \t]?\p{L}+",
         r"\d",
+        "[0-9][0-9][0-9]",
+        r"\p{N}\p{L}",
     ],
 )
 def test_one_item_is_linear(pattern: str):
