@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -21,6 +21,7 @@ from sie.supervisor.restart import StartHistory
 ChildState = Literal["waiting", "starting", "ready", "lost", "gone"]
 _MODULES = {"frontend": "sie.frontend.main", "worker": "sie.workers.main"}
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
 _GRPC_MODULE = "sie.frontend.grpc.main"
 
 
@@ -94,14 +95,18 @@ class Child:
             self.process.send_signal(number)
 
     def run_state(self) -> tuple[str, float]:
-        """Return the letter of the process's state and its processor time in seconds. Source: proc_pid_stat(5)."""
+        """Return the letter of the process's state and its processor time in seconds. Source: proc_pid_stat(5).
+
+        A process in a frozen control group counts as stopped, which its own state does not tell.
+        """
         assert self.process is not None
         try:
             text = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:  # it has just ended
             return "X", 0.0
         words = text.rpartition(")")[2].split()
-        return words[0], (int(words[11]) + int(words[12])) / _TICKS_PER_S
+        state = "T" if _is_frozen(self.process.pid) else words[0]
+        return state, (int(words[11]) + int(words[12])) / _TICKS_PER_S
 
     def finish(self) -> None:
         """Tell a frontend to finish accepted requests. A starting one has none and ignores SIGTERM, so it is killed."""
@@ -133,6 +138,24 @@ class Child:
             self.channel.close()
         self.process, self.channel, self.pidfd, self.peer_pidfd = None, None, -1, -1
         return status
+
+
+def _is_frozen(pid: int) -> bool:
+    """Return whether a process's control group is frozen, in either version. Source: cgroups(7)."""
+    try:
+        for line in Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                events = _CGROUPS / path.lstrip("/") / "cgroup.events"
+                if events.exists() and "frozen 1" in events.read_text(encoding="utf-8"):
+                    return True
+            elif "freezer" in controllers.split(","):
+                state = _CGROUPS / controllers / path.lstrip("/") / "freezer.state"
+                if state.exists() and state.read_text(encoding="utf-8") != "THAWED\n":
+                    return True
+    except OSError:  # it has just ended, or its group is hidden from us
+        return False
+    return False
 
 
 def _environment(num_threads: int) -> dict[str, str]:

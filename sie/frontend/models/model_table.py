@@ -234,7 +234,8 @@ class ModelTable:
         known = self._tokenizers.get(model)
         if known is None or known[0] != card.tokenizer_file or _has_failed(known[1]):
             self._announce_stall(card.tokenizer_file)
-            future = asyncio.get_running_loop().run_in_executor(self._pool, Tokenizer.load, card)
+            loop = asyncio.get_running_loop()
+            future = loop.run_in_executor(self._pool, Tokenizer.load, card, loop)
             future.add_done_callback(_note_failure)
             known = self._tokenizers[model] = (card.tokenizer_file, future)
         self._tokenizers[card.id] = known  # profiles share their model's tokenizer

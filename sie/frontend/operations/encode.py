@@ -23,7 +23,7 @@ from sie.frontend.inputs.mixed import mix_items
 from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion, token_limit
 from sie.frontend.inputs.prompts import apply_prompt, check_prompted, count_prompted
 from sie.frontend.inputs.stub_texts import encode_stub_text, encode_stub_texts
-from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, is_long
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer
 from sie.frontend.models.adapter_lookup import requested_adapter
 from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.interface import Started
@@ -112,7 +112,7 @@ class Encoder:
             texts = apply_prompt(card, texts, {}, None, is_query=False)
         if card.tokenizer_file:
             tokenizer = self._models.ready_tokenizer(entry)
-            if tokenizer is None or is_long(texts, LONG_TEXT_BYTES):
+            if tokenizer is None or not tokenizer.may_read_now(texts):
                 return None
             token_ids, _ = tokenizer.encode_texts(texts, cuts=cuts)
             cost = len(token_ids)
@@ -145,7 +145,7 @@ class Encoder:
         tokenizer = None
         if entry.card.tokenizer_file:
             tokenizer = self._models.ready_tokenizer(entry)
-            if tokenizer is None or (request.texts is not None and is_long(request.texts, LONG_TEXT_BYTES)):
+            if tokenizer is None or not tokenizer.may_read_now(request.texts or ()):
                 return None
             if (request.options or request.instruction) and _count_chars(request) > LONG_TEXT_BYTES:
                 return None
@@ -153,8 +153,8 @@ class Encoder:
 
     async def _prepare_later(self, entry: ModelEntry, request: EncodeRequest) -> list[tuple[str, NDArray[Any]]]:
         tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, _prepare, entry, request, tokenizer)
+        pool = (tokenizer.pool if tokenizer is not None else None) or self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, _prepare, entry, request, tokenizer)
 
     async def _prepare_mixed(
         self, entry: ModelEntry, request: EncodeRequest, images: dict[int, list[memoryview]], deadline_ns: int

@@ -19,7 +19,7 @@ from sie.frontend.engine.interface import Engine, Reply
 from sie.frontend.inputs.pairs import Arrays, pair_arrays
 from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion
 from sie.frontend.inputs.prompts import check_prompted, count_prompted
-from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer
 from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.comparisons import comparison_arrays
 from sie.frontend.operations.interface import Started
@@ -71,9 +71,10 @@ class Scorer:
         tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
         # In pairs the query is tokenised with every document.
         texts = [*request.documents, *[request.query] * (1 if request.compared else len(request.documents))]
-        if tokenizer is None or (num_chars <= LONG_TEXT_BYTES and not is_long(texts, LONG_TEXT_BYTES)):
+        if tokenizer is None or (num_chars <= LONG_TEXT_BYTES and tokenizer.may_read_now(texts)):
             return _arrays(entry.card, tokenizer, request)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, _arrays, entry.card, tokenizer, request)
+        pool = tokenizer.pool or self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, _arrays, entry.card, tokenizer, request)
 
 
 def _count_chars(card: ModelCard, request: ScoreRequest) -> int:

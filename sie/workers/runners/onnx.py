@@ -141,16 +141,24 @@ class OnnxRunner:
         self._run_limit = run_limit
         self._running: tuple[int, Any] | None = None
         """The start of the current run, and its options."""
+        self._stood: tuple[Any, int] = None, 0
+        """The options of the last run that was looked at, and the nanoseconds in which it was stopped."""
         args = weakref.ref(self), run_limit.limit_s / 8
         threading.Thread(target=_end_long_runs, args=args, name="onnx-limit", daemon=True).start()
 
-    def end_long_run(self) -> None:
-        """End the current run if it takes longer than allowed. Called from another thread."""
+    def end_long_run(self, stood_ns: int = 0) -> None:
+        """End the current run if it takes longer than allowed. Called from another thread.
+
+        stood_ns: time since the last call in which this process did not run. It does not count.
+        """
         running, limit = self._running, self._run_limit
-        if running is not None:
-            started_ns, options = running
-            if time.monotonic_ns() - max(started_ns, limit.allowed_until_ns()) > limit.limit_s * 1e9:
-                options.terminate = True  # onnxruntime reads it between two nodes, also in a loop
+        if running is None:
+            return
+        started_ns, options = running
+        self._stood = options, stood_ns + (self._stood[1] if self._stood[0] is options else 0)
+        until_ns = max(started_ns, limit.allowed_until_ns()) + self._stood[1]
+        if time.monotonic_ns() - until_ns > limit.limit_s * 1e9:
+            options.terminate = True  # onnxruntime reads it between two nodes, also in a loop
 
     def run_tensors(self, requests: Sequence[TensorInputs]) -> list[tuple[OutputTensor, ...]]:
         """Return each request's outputs. Raises BadRequest for inputs that the model rejects, else Internal."""
@@ -197,8 +205,11 @@ class OnnxRunner:
 
 
 def _end_long_runs(runner: weakref.ref[OnnxRunner], every_s: float) -> None:
+    looked_ns, every_ns = time.monotonic_ns(), int(every_s * 1e9)
     while (alive := runner()) is not None:
-        alive.end_long_run()
+        now_ns = time.monotonic_ns()
+        late_ns, looked_ns = now_ns - looked_ns - every_ns, now_ns
+        alive.end_long_run(late_ns if late_ns > every_ns else 0)  # stopped by a signal, or without a core
         del alive
         time.sleep(every_s)
 

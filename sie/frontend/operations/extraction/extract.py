@@ -112,11 +112,14 @@ class Extractor:
         if tokenizer is not None:
             check_chars(card.id, request.texts, tokenizer.max_chars)
         reading = _reading(card, task, tokenizer, self._limits)
+        pool = None if tokenizer is None else tokenizer.pool
         if request.images is None:
-            arrays = await self._prepare(reading, request.texts, task, rule)
+            arrays = await self._prepare(reading, request.texts, task, rule, pool)
             input_tokens, request.cuts = int(arrays[0][1][-1]), reading.cuts
         else:
-            arrays, input_tokens = await self._prepare_images(reading, request, card, request.images, deadline_ns)
+            arrays, input_tokens = await self._prepare_images(
+                reading, request, card, request.images, deadline_ns, pool=pool
+            )
         cu_seqlens = arrays[0][1]
         num_tokens = int(cu_seqlens[-1])
         took_ns = time.monotonic_ns() - began_ns
@@ -134,30 +137,37 @@ class Extractor:
         card: ModelCard,
         images: dict[int, list[memoryview]],
         deadline_ns: int,
+        *,
+        pool: ThreadPoolExecutor | None,
     ) -> tuple[Arrays, int]:
         """Return the arrays of a request with images, and the number of tokens in its texts and queries."""
         rule, image_rule, num_items = card.extract, card.image, len(request.texts)
         assert rule is not None
         assert image_rule is not None
         if isinstance(reading, BoxReading):
-            queries = await self._prepare(reading, reading.texts, request.task, rule)
+            queries = await self._prepare(reading, reading.texts, request.task, rule, pool)
             read = await self._images.read(images, image_rule, deadline_ns)
             reading.see(read)
             request.cuts = dict.fromkeys(range(num_items), min(reading.cuts.values())) if reading.cuts else {}
             return [*mix_items(num_items, read, image_rule, None), *queries], len(queries[0][1])
         texts = [text for item, text in enumerate(request.texts) if item not in images]
-        arrays = await self._prepare(reading, texts, request.task, rule) if texts else None
+        arrays = await self._prepare(reading, texts, request.task, rule, pool) if texts else None
         places = [item for item in range(num_items) if item not in images]
         request.cuts = {places[number]: limit for number, limit in reading.cuts.items()}
         read = await self._images.read(images, image_rule, deadline_ns)
         num_tokens = 0 if arrays is None else int(arrays[0][1][-1])
         return mix_items(num_items, read, image_rule, arrays), num_tokens
 
-    async def _prepare(self, reading: Reading, texts: list[str], task: ExtractTask, rule: ExtractRule) -> Arrays:
-        """Tokenise at once, or on a thread when that would block the event loop too long."""
-        if not is_long_work(rule, task, texts):
+    async def _prepare(
+        self, reading: Reading, texts: list[str], task: ExtractTask, rule: ExtractRule, pool: ThreadPoolExecutor | None
+    ) -> Arrays:
+        """Tokenise at once, or on a thread when that would block the event loop too long.
+
+        pool is the tokenizer's own thread, or None if it has none.
+        """
+        if pool is None and not is_long_work(rule, task, texts):
             return reading.prepare(texts)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, reading.prepare, texts)
+        return await asyncio.get_running_loop().run_in_executor(pool or self._pool, reading.prepare, texts)
 
     def _check_pairs(self, num_pairs: int) -> None:
         limit = self._limits.max_label_pairs
