@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.generation_models import BY_LENGTH
 from tests.generation_models import save as save_generator
 from tests.gli_models import GLINER_VARIANTS, save_gliclass, save_gliner
 from tests.gpu.kinds import PROGRAM_WIDTH
+from tests.tiny_models import save_adapter
 from tests.unit.detection_checkpoints import FAMILIES as DETECTORS
 from tests.unit.detection_checkpoints import save_detector
 from tests.unit.dual_checkpoints import FAMILIES as DUAL_ENCODERS
@@ -47,22 +47,6 @@ class Family(NamedTuple):
     """Whether decode steps in 16 bits are CUDA graphs that read their blocks in place."""
 
 
-def write_adapter(directory: Path, num_layers: int = 3, width: int = 32) -> Path:
-    """Write a LoRA adapter for a BERT, as peft does, with weights that change its vectors."""
-    directory.mkdir(parents=True)
-    config = {"peft_type": "LORA", "target_modules": ["query", "value"], "r": 4, "lora_alpha": 12, "bias": "none"}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(7)
-    weights: dict[str, torch.Tensor] = {}
-    for layer in range(num_layers):
-        for name in ("query", "value"):
-            prefix = f"base_model.model.encoder.layer.{layer}.attention.self.{name}"
-            weights[f"{prefix}.lora_A.weight"] = torch.randn(4, width, generator=generator) * 0.2
-            weights[f"{prefix}.lora_B.weight"] = torch.randn(width, 4, generator=generator) * 0.2
-    save_file(weights, directory / "adapter_model.safetensors")
-    return directory
-
-
 def _colbert(directory: Path) -> None:
     write_own(
         save_checkpoint(directory, "bert"), mask={"skiplist_words": ["."]}, query_expansion=FIXED["query_expansion"]
@@ -78,7 +62,7 @@ def _m3(directory: Path) -> None:
 
 def _adapted(directory: Path) -> None:
     save_checkpoint(directory, "bert")
-    write_adapter(directory.parent / f"{directory.name}-adapter")
+    save_adapter(directory.parent / f"{directory.name}-adapter")
 
 
 class _Program(torch.nn.Module):
