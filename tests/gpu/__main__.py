@@ -31,7 +31,6 @@ _PROBE_TIMEOUT_S = 180.0
 _BUILD_TIMEOUT_S = 240.0
 _TAIL_LINES = 60
 _MAX_PROBLEMS = 12
-_DONE = ("passed", "failed")
 _PROBE = """
 import json, sys
 import torch
@@ -61,22 +60,22 @@ def main() -> int:
     run = Run(args.device, args.quick, args.folder.resolve())
     (run.folder / "results").mkdir(parents=True, exist_ok=True)
     until_s = time.monotonic() + args.seconds if args.seconds else float("inf")
-    kept = _read(run.folder, args.again)
+    kept = _read(run, args.again)
     _build_kernels()
     facts = _facts(run)
     print(_heading(facts), flush=True)
     wanted = [stage for stage in STAGES if not args.only or stage.name in args.only]
     for stage in wanted:
-        if kept.get(stage.name, {}).get("state") in _DONE:
+        if _is_done(stage, kept):
             print(f"== {stage.name}: {kept[stage.name]['state']} before, kept", flush=True)
             continue
         if until_s - time.monotonic() < _LEAST_S:
             break
         print(f"== {stage.name}: {stage.about}", flush=True)
         kept[stage.name] = _result(run, stage, facts, until_s)
-        _write(run.folder, kept, facts)
+        _write(run, kept, facts)
     text = _summary(kept, wanted)
-    _write(run.folder, kept, facts)
+    _write(run, kept, facts)
     print(text, flush=True)
     return int(any(kept.get(stage.name, {}).get("state") != "passed" for stage in wanted))
 
@@ -89,34 +88,49 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "gpu", help="of the results [build/gpu]")
     parser.add_argument("--seconds", type=float, default=0, help="stop before this time is over; call again to go on")
     parser.add_argument("--only", action="append", choices=names, help="this stage; repeatable")
-    parser.add_argument("--again", action="append", choices=names, default=[], help="forget what is kept of this stage")
+    parser.add_argument(
+        "--again",
+        action="append",
+        choices=names,
+        default=[],
+        help="run this stage again: its tests that have not passed; repeatable",
+    )
     return parser.parse_args()
 
 
-def _read(folder: Path, again: Sequence[str]) -> dict[str, Any]:
-    """Return the kept results by stage, without those that are to run again."""
+def _read(run: Run, again: Sequence[str]) -> dict[str, Any]:
+    """Return the kept results by stage, without those that are to run again. Raises SystemExit for another run's folder."""
     try:
-        kept: dict[str, Any] = json.loads((folder / "stages.json").read_text(encoding="utf-8"))["stages"]
-    except (OSError, ValueError, KeyError):
-        kept = {}
-    for name in again:
-        kept.pop(name, None)
-        with contextlib.suppress(FileNotFoundError):
-            (folder / f"{name}.jsonl").unlink()
-    return kept
+        page = json.loads((run.folder / "stages.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if page["run"] != run.kind:
+        sys.exit(f"{run.folder} holds a run of {page['run']}, not {run.kind}: name another --folder")
+    kept: dict[str, Any] = page["stages"]
+    return {name: result for name, result in kept.items() if name not in again}
 
 
-def _write(folder: Path, kept: dict[str, Any], facts: dict[str, Any]) -> None:
+def _write(run: Run, kept: dict[str, Any], facts: dict[str, Any]) -> None:
     """Write the results for the next call, and for people."""
-    page = json.dumps({"facts": facts, "stages": kept}, indent=1)
-    (folder / "stages.json").write_text(page, encoding="utf-8")
+    page = json.dumps({"run": run.kind, "facts": facts, "stages": kept}, indent=1)
+    (run.folder / "stages.json").write_text(page, encoding="utf-8")
     tables = [text for result in kept.values() if (text := result.get("table"))]
     parts = [_heading(facts), _summary(kept, STAGES), *tables]
-    (folder / "summary.md").write_text("\n".join(parts), encoding="utf-8")
+    (run.folder / "summary.md").write_text("\n".join(parts), encoding="utf-8")
+
+
+def _is_done(stage: Stage, kept: dict[str, Any]) -> bool:
+    """Return whether a stage came to its end. A host in which faults were found is looked at again."""
+    state = kept.get(stage.name, {}).get("state")
+    return state == "passed" or (state == "failed" and stage.name != "doctor")
 
 
 def _build_kernels() -> None:
     """Compile sie/native where there is a compiler: everything works without it, slower."""
+    sources = (path.stat().st_mtime for path in (ROOT / "sie" / "native" / "src").iterdir())
+    library = ROOT / "sie" / "native" / "libsie_native.so"
+    if library.exists() and library.stat().st_mtime > max(sources):
+        return
     try:
         done = subprocess.run(
             [sys.executable, "-m", "sie.native"], cwd=ROOT, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S,
@@ -215,10 +229,22 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for number, wait_s in ((signal.SIGINT, 15.0), (signal.SIGKILL, 15.0)):
         if process.poll() is not None and number is signal.SIGINT:
             continue
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+        for pid in [process.pid] if number is signal.SIGINT else _session(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(wait_s)
+
+
+def _session(leader: int) -> list[int]:
+    """Return the processes of a session: servers that tests started have process groups of their own."""
+    found: list[int] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader:  # the sixth field; see proc(5)
+                found.append(int(folder.name))
+    return found
 
 
 def _lines(run: Run, stage: Stage) -> dict[str, dict[str, Any]]:

@@ -31,6 +31,11 @@ class Run(NamedTuple):
     folder: Path
 
     @property
+    def kind(self) -> str:
+        """What results of one folder have in common."""
+        return f"{self.device}, quick" if self.is_quick else self.device
+
+    @property
     def devices(self) -> str:
         """The server's setting `devices`."""
         return "cpu:1" if self.device == "cpu" else self.device

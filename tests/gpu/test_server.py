@@ -28,14 +28,14 @@ from tests.process.harness import WAIT_S, Server, devices, eventually, start_ser
 from tests.process.wire import Client, Response, dense_rows, encode, get, post_json, total
 from tests.tiny_models import save_adapter
 from tests.unit.tiny_tokenizers import byte_level
-from tests.unit.workers.conftest import save_checkpoint
+from tests.unit.workers.conftest import SPECIAL, WORDS, save_checkpoint, save_tokenizer
 
 pytestmark = pytest.mark.gpu
 on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="looks at a GPU's memory")
 
 LOAD_S = 120.0
 TEXTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9 w10"]
-WIDE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "num_hidden_layers": 8}
+WIDE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "num_hidden_layers": 16}
 NARROW = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 2}
 NUM_LONG, LONG_TOKENS = 64, 256
 """Texts that fill a step of 16,384 tokens, the default on a GPU."""
@@ -70,6 +70,16 @@ def used_bytes() -> int:
     return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
 
 
+def write_wide(directory: Path) -> Path:
+    """Write a BERT of 400 MB in 16 bits, or a small one for a CPU; return its directory."""
+    torch.manual_seed(0)
+    sizes = NARROW if DEVICE == "cpu" else WIDE
+    config = transformers.BertConfig(vocab_size=len(SPECIAL + WORDS), max_position_embeddings=LONG_TOKENS, **sizes)
+    transformers.BertModel(config).save_pretrained(directory)
+    save_tokenizer(directory, LONG_TOKENS)
+    return directory
+
+
 def write_generator(directory: Path, seed: int) -> Path:
     """Write a small Llama of random weights with a tokenizer of bytes; return its directory."""
     torch.manual_seed(seed)
@@ -88,7 +98,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         pytest.skip(f"needs a device: TEST_DEVICE is {DEVICE}")
     folder = tmp_path_factory.mktemp("models")
     texts = save_checkpoint(folder / "texts", "bert")
-    wide = save_checkpoint(folder / "wide", "bert", max_length=LONG_TOKENS, **(NARROW if DEVICE == "cpu" else WIDE))
+    wide = write_wide(folder / "wide")
     adapter = save_adapter(folder / "adapter")
     before_bytes = used_bytes()
     with start_server(
@@ -97,7 +107,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "--lazy-model", f"late={write_generator(folder / 'late', 2)}", "--lazy-model", f"wide={wide}",
         "--model", "stub/breaks=stub:dense=16,fail=sticky,fail_on=BREAK",
         "--model", "stub/full=stub:dense=16,oom_tokens=8",
-        "--test", "--frontends", "1", "--devices", devices(1), "--restart-budget", "100", "--idle-unload-s", "4", "--memory-pressure-pct", "100",
+        "--test", "--frontends", "1", "--devices", devices(1), "--restart-budget", "100", "--request-timeout-s", "150", "--idle-unload-s", "4", "--memory-pressure-pct", "100",
         env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, is_stopped=True,
     ) as server:  # fmt: skip
         wait_loaded(server, "texts", "generator")
@@ -152,7 +162,7 @@ class Asking:
         assert self.num_answered >= goal
 
     def _run(self) -> None:
-        with Client(self._server.port) as client:
+        with Client(self._server.port, LOAD_S) as client:
             while not self._stop.is_set():
                 try:
                     rows = dense_rows(client.encode(self._model, TEXTS))
