@@ -99,7 +99,7 @@ def _measure(session: Session, runner: Any, weights: int, plan: Plan, streams: i
     read_s = median(one["read_s"] for one in rounds)
     context = plan.prompt + plan.tokens / 2
     floor_s, bound = session.limits.floor_s(
-        2.0 * weights * streams, runner.read_bytes + streams * context * _token_bytes(runner)
+        2.0 * weights * streams, runner.read_bytes + streams * context * _token_bytes(runner.model)
     )
     read_flop = 2.0 * weights * streams * plan.prompt
     return {
@@ -109,10 +109,11 @@ def _measure(session: Session, runner: Any, weights: int, plan: Plan, streams: i
     }  # fmt: skip
 
 
-def _token_bytes(runner: Any) -> int:
-    """Return the bytes of a token's keys and values in all layers."""
-    layers = runner._cache.layers
-    return sum(layer.keys[0, 0].nbytes + layer.values[0, 0].nbytes for layer in layers)
+def _token_bytes(model: Any) -> int:
+    """Return the bytes of a token's keys and values in all layers, in 16 bits."""
+    config = model.config
+    width = config.hidden_size // config.num_attention_heads
+    return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * width
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
