@@ -73,7 +73,7 @@ def used_bytes() -> int:
 def write_wide(directory: Path) -> Path:
     """Write a BERT of 400 MB in 16 bits, or a small one for a CPU; return its directory."""
     torch.manual_seed(0)
-    sizes = NARROW if DEVICE == "cpu" else WIDE
+    sizes: dict[str, Any] = NARROW if DEVICE == "cpu" else WIDE
     config = transformers.BertConfig(vocab_size=len(SPECIAL + WORDS), max_position_embeddings=LONG_TOKENS, **sizes)
     transformers.BertModel(config).save_pretrained(directory)
     save_tokenizer(directory, LONG_TOKENS)
@@ -295,7 +295,7 @@ def test_an_idle_model_gives_its_memory_back(served: Served) -> None:
         eventually(lambda: used_bytes() < before + SLACK_BYTES, "the memory is given back")
 
 
-def replaced(server: Server, end: Callable[[int], None]) -> None:
+def replaced(server: Server, end: Callable[[int], object]) -> None:
     """End the worker and wait until a successor serves the models that are not lazy."""
     dead = server.worker()
     end(dead)
