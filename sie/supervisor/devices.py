@@ -11,7 +11,9 @@ import msgspec
 
 from sie.runtime.gpu_probe import GpuProbe
 from sie.shm.segment import read_memory
-from sie.supervisor.host_resources import StartError, share_cores, usable_cores
+from sie.supervisor.core_shares import read_places, share_cores, share_near
+from sie.supervisor.gpu_cores import find_near_cores
+from sie.supervisor.host_resources import StartError, usable_cores
 
 _BYTES_PER_CPU_WORKER = 2 << 30
 """Memory per CPU worker. Workers may use half of the memory that is free at the start; each one holds all models."""
@@ -58,7 +60,7 @@ def resolve_devices(setting: str, timeout_s: float) -> list[WorkerSlot]:
         found = _probe_gpus(timeout_s)
         if found.num_present and not found.num_usable:
             raise StartError(f"devices: {_why_unusable(found)}; {_TO_CPU} on purpose")
-        return _gpu_slots(list(range(found.num_usable))) if found.num_usable else _cpu_slots(_count_cpu_workers())
+        return _gpu_slots(list(range(found.num_usable)), timeout_s) if found.num_usable else _cpu_slots(_count_cpu_workers())
     if match := re.fullmatch(r"cpu(?::([1-9]\d*))?", setting):
         return _cpu_slots(int(match[1]) if match[1] else _count_cpu_workers())
     if not re.fullmatch(r"cuda|cuda:\d+(,cuda:\d+)*", setting):
@@ -72,7 +74,7 @@ def resolve_devices(setting: str, timeout_s: float) -> list[WorkerSlot]:
         raise StartError(f"devices: {setting!r} was requested, but this host has {num_gpus} usable CUDA devices{why}")
     if len(set(wanted)) != len(wanted):
         raise StartError(f"devices: {setting!r} names a device twice")
-    return _gpu_slots(wanted)
+    return _gpu_slots(wanted, timeout_s)
 
 
 def _count_cpu_workers() -> int:
@@ -86,11 +88,15 @@ def _count_cpu_workers() -> int:
 
 
 def _cpu_slots(num_workers: int) -> list[WorkerSlot]:
-    return [WorkerSlot("cpu", share) for share in share_cores(usable_cores(), num_workers)]
+    cores = usable_cores()
+    return [WorkerSlot("cpu", share) for share in share_cores(cores, num_workers, read_places(cores))]
 
 
-def _gpu_slots(indices: list[int]) -> list[WorkerSlot]:
-    shares = share_cores(usable_cores(), len(indices))
+def _gpu_slots(indices: list[int], timeout_s: float) -> list[WorkerSlot]:
+    cores = usable_cores()
+    near = find_near_cores(indices, timeout_s) if len(indices) > 1 else []
+    places = read_places(cores)
+    shares = share_near(cores, near, places) if near else share_cores(cores, len(indices), places)
     return [WorkerSlot(f"cuda:{i}", share) for i, share in zip(indices, shares, strict=True)]
 
 

@@ -26,11 +26,14 @@ from typing import IO, Any, Literal
 
 import psutil
 
-START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0
 WAIT_S = 40.0
 """How long a state is waited for: longer than a busy machine may stand still, and within a test's time."""
 EX_CONFIG = 78
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
+"""What servers run on unless a test says otherwise: cpu, or cuda."""
+START_TIMEOUT_S = 60.0 if DEVICE == "cpu" else 240.0
+"""A first load on a GPU compiles kernels."""
 _SCRAPE_S = 10.0
 _EXTENTS = re.compile(rb"^sie_extents_in_use(?:{[^}]*})? (\S+)$", re.MULTILINE)
 _MARK = "TEST_SERVER_MARK"
@@ -42,6 +45,11 @@ _MODULES = {
 }
 
 Role = Literal["worker", "frontend", "grpc", "supervisor"]
+
+
+def devices(num_workers: int) -> str:
+    """Return the setting `devices` for so many workers on DEVICE."""
+    return f"cpu:{num_workers}" if DEVICE == "cpu" else ",".join(f"cuda:{index}" for index in range(num_workers))
 
 
 def eventually(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
@@ -229,7 +237,7 @@ class Server:
 
 
 def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()) -> Server:
-    """Start `sie serve` with these flags; port 0, JSON logs and one CPU worker unless they say otherwise.
+    """Start `sie serve` with these flags; port 0, JSON logs and one worker unless they say otherwise.
 
     prefix is a command that becomes the one behind it, such as `prlimit`.
     """
@@ -237,7 +245,7 @@ def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None, pref
     base = {
         "--port": "0",
         "--log-format": "json",
-        "--devices": "cpu:1",
+        "--devices": devices(1),
         "--runtime-dir": runtime_dir,
         "--state-dir": f"{runtime_dir}/state",
         "--memory-pressure-pct": "98",  # what other programs hold of this machine is no reason to refuse a model here

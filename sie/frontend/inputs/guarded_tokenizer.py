@@ -1,7 +1,7 @@
 """A tokenizer whose rules may take long: each text is first split in a confined process, within a limit of time.
 
 Only a text that the process split quickly is read here. The calls block, so they belong on the tokenizer's own thread:
-no request for another model waits for them (docs/decisions/036).
+no request for another model waits for them (docs/decisions/034).
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ def machine(monkeypatch):
         monkeypatch.setattr(devices, "read_memory", lambda: (1 << 41, free_bytes))
         monkeypatch.setattr(devices, "usable_cores", lambda: list(range(num_cores)))
         monkeypatch.setattr(devices, "_probe_gpus", probe_gpus)
+        monkeypatch.setattr(devices, "read_places", lambda _cores: {})
+        monkeypatch.setattr(devices, "find_near_cores", lambda *_: [])
 
     return make
 
@@ -55,6 +57,15 @@ def test_gpus_get_a_worker_each(machine, setting, num_gpus, names):
     slots = resolve_devices(setting, 1.0)
     assert [slot.device for slot in slots] == names
     assert sorted(core for slot in slots for core in slot.cores) == [0, 1, 2, 3]
+
+
+def test_gpus_get_the_cores_near_them(machine, monkeypatch):
+    machine(4, 2)
+    asked = []
+    monkeypatch.setattr(devices, "find_near_cores", lambda *args: asked.append(args) or [{2, 3}, {0, 1}])
+    assert resolve_devices("cuda:1,cuda:0", 1.0) == [WorkerSlot("cuda:1", (2, 3)), WorkerSlot("cuda:0", (0, 1))]
+    assert resolve_devices("cuda:0", 1.0) == [WorkerSlot("cuda:0", (0, 1, 2, 3))]
+    assert asked == [([1, 0], 1.0)]
 
 
 @pytest.mark.parametrize(
