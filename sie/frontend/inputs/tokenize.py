@@ -207,7 +207,7 @@ class Tokenizer:
         # When both texts of a pair are cut, the library also joins each piece of one with each piece of the other.
         # That takes a gigabyte for two texts of 10,000 words. So the library cuts only single texts.
         if limit is not None and (is_cut_here or len(query) > limit):
-            return _pair_short(tokenizer, query, documents, limit, cuts)
+            return cut_pairs(tokenizer, query, documents, limit, cuts)
         encodings = tokenizer.encode_batch_fast([(query, document) for document in documents])
         if limit is not None:
             _note_cuts(encodings, limit, cuts)
@@ -229,6 +229,15 @@ class Tokenizer:
         except TypeError as exc:
             raise unicode_error(texts, exc) from None
         return rows
+
+    def end_of(self, text: str, max_tokens: int) -> int:
+        """Return the end of a text's token number max_tokens, special ones left out, or that of a shorter text.
+
+        Raises TypeError, the library's, for a text that is not valid Unicode.
+        """
+        encoding = self._document.tokenizer.encode(text, add_special_tokens=False)
+        offsets = [*encoding.offsets, *chain.from_iterable(part.offsets for part in encoding.overflowing)]
+        return len(text) if len(offsets) <= max_tokens else offsets[max_tokens - 1][1]
 
     def check_token_ids(
         self, token_lists: Sequence[Sequence[int]], max_tokens: int | None = None, cuts: Cuts | None = None
@@ -335,11 +344,12 @@ def _encode_short(
     return [tokenizer.post_process(encoding, None, reader.add_special_tokens).ids for encoding in encodings]
 
 
-def _pair_short(
+def cut_pairs(
     tokenizer: tokenizers.Tokenizer, query: str, documents: Sequence[str], limit: int, cuts: Cuts
 ) -> list[tokenizers.Encoding]:
     """Return the encodings of pairs with at most limit tokens, special ones included, cut as the library does it.
 
+    cuts gets the documents whose pairs were cut. Raises TypeError, the library's, for a text that is not valid Unicode.
     Source: tokenizers 0.22, `truncate_encodings` with LongestFirst.
     """
     room = limit - tokenizer.num_special_tokens_to_add(True)
