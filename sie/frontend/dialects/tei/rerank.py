@@ -1,7 +1,7 @@
 """Decodes and encodes the bodies of `/rerank`, in the form of Text Embeddings Inference. Both are JSON.
 
 A body with `documents` instead of `texts` has the form of vLLM and of Jina, which `sie.frontend.dialects.cohere` reads.
-Source: text-embeddings-inference 1.8, router/src/http/types.rs and server.rs.
+Source: text-embeddings-inference, router/src/http/types.rs and server.rs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def decode_either(body: bytes, limits: Limits) -> tuple[ScoreRequest, Call]:
 def decode_texts(call: TextsBody, body_bytes: int, limits: Limits) -> tuple[ScoreRequest, TextsBody]:
     """Return the request of a decoded body. Raises BadRequest (InputTooLong for limits)."""
     check_texts({"query": call.query}, "texts", call.texts, body_bytes, limits)
-    # Without a choice, a router cuts or refuses as it was started (`auto_truncate`, which is on by default).
+    # Without a choice, a router does as it was started (`auto_truncate`); this server cuts, as on its other routes.
     policy = "error" if call.truncate is False else "truncate_text"
     request = ScoreRequest(
         model=call.model or DEFAULT_MODEL, query=call.query, documents=call.texts, options={"overflow_policy": policy},

@@ -1,6 +1,6 @@
 """Decodes and encodes the bodies of `/classify`. Both are JSON.
 
-Source: vLLM 0.15, entrypoints/pooling/classify/protocol.py and serving.py. Token ids and chats are refused by name.
+Source: vLLM, entrypoints/pooling/classify/protocol.py and serving.py. Token ids and chats are refused by name.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def usage(num_tokens: int) -> dict[str, Any]:
 
 
 def error_body(error: SieError) -> bytes:
-    """Return `{"error": {message, type, param, code}}`; code is the status. Source: vLLM 0.15, ErrorInfo."""
+    """Return `{"error": {message, type, param, code}}`; code is the status. Source: vLLM, ErrorInfo."""
     param = "model" if error.code == NotFound.code else error.extras.get("param")
     kind = _TYPES.get(error.http_status) or ("BadRequestError" if error.http_status < 500 else "InternalServerError")
     return _to_json({

@@ -1,6 +1,6 @@
 """Decodes and encodes the bodies of vLLM's `/score`. Both are JSON.
 
-Source: vLLM 0.15, entrypoints/pooling/scoring/protocol.py, serving.py and utils.py. The two sides have four pairs of
+Source: vLLM, entrypoints/pooling/scoring/protocol.py, serving.py and utils.py. The two sides have four pairs of
 names there.
 """
 
