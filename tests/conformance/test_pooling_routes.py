@@ -33,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_classifier(folder / "nli", auto, ["contradiction", "neutral", "entailment"])
     save_classifier(folder / "one", auto, ["LABEL_0"])
     save_cross_encoder(folder / "ce")
-    (folder / "models.toml").write_text('[models."tiny/one"]\ndirectory = "one"\ntask = "text-classification"\n')
+    (folder / "models.toml").write_text(
+        '[models."tiny/one"]\ndirectory = "one"\npreload = true\ntask = "text-classification"\n'
+    )
     return folder
 
 

@@ -61,9 +61,23 @@ class ScoreModel:
         for start, count, length in batch.runs:
             rectangle = batch.input_ids[start : start + count * length].reshape(count, length)
             types = self.backbone.type_arguments(batch, start, count, length)
-            logits = self._model(input_ids=self.backbone.move(rectangle), **types, **self._arguments).logits
-            parts.append(self._scores(logits))
+            for rows in self._runs_together(rectangle):
+                own = {name: values[rows] for name, values in types.items()}
+                logits = self._model(input_ids=self.backbone.move(rectangle[rows]), **own, **self._arguments).logits
+                parts.append(self._scores(logits))
         return torch.cat(parts)
+
+    def _runs_together(self, rectangle: NDArray[np.int64]) -> list[slice]:
+        """Return the rows of a rectangle that the model takes in one call, in order.
+
+        The head of an encoder-decoder refuses rows with different numbers of end tokens, such as a text and a pair.
+        """
+        config = self._model.config
+        if getattr(config, "is_encoder_decoder", False):
+            counts = (rectangle == config.eos_token_id).sum(axis=1)
+            if (counts != counts[0]).any():
+                return [slice(row, row + 1) for row in range(len(rectangle))]
+        return [slice(None)]
 
     def run_head(self, hidden: Tensor, batch: PackedBatch, view: HeadView) -> Tensor:
         """Run the head on the transformer's hidden states (t, d)."""

@@ -91,7 +91,8 @@ class ClassReading:
 
     def _encode(self, item: int, text: str) -> tokenizers.Encoding:
         """Return a text or a pair as the tokenizer reads it, cut to the limit."""
-        pair, library = self._pairs.get(item), self._tokenizer.backend
+        pair = self._pairs.get(item) or None  # transformers reads a text with an empty second one as a single text
+        library = self._tokenizer.backend
         num_special = library.num_special_tokens_to_add(pair is not None)
         if self._limit is not None and self._limit <= num_special:
             raise BadRequest(f"A limit of {self._limit} tokens leaves no room beside the {num_special} special ones")

@@ -131,7 +131,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
 def test_classes_of_texts_and_pairs_are_those_of_the_pipeline(served, family: str):
     model = served(family)
     together = model.classify(ITEMS)
-    assert set(model.reading.cuts) == {4, 5, 6}
+    assert {4, 5, 6} <= set(model.reading.cuts) < set(range(len(ITEMS)))
     winners = set()
     for item, found in zip(ITEMS, together, strict=True):
         expected = model.expect(*item)
