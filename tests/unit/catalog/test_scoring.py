@@ -80,8 +80,6 @@ def test_token_types_are_read_where_the_tokenizer_gives_them(
 @pytest.mark.parametrize(
     ("files", "part"),
     [
-        (_config(id2label={"0": "a", "1": "b", "2": "c"}), "3 labels"),
-        ({"config.json": {key: value for key, value in CONFIG.items() if key != "id2label"}}, "2 labels"),
         (_config(sbert_ce_default_activation_function="evil.Activation"), "evil.Activation"),
         ({**_config(), "config_sentence_transformers.json": {"default_prompt_name": "q"}}, "not one of its prompts"),
         ({**_config(), "sentence_bert_config.json": {"transformer_task": "fill-mask"}}, "fill-mask"),
@@ -168,7 +166,6 @@ def test_operators_description_replaces_the_checkpoints_own(write_files: Any) ->
     [
         (CAUSAL, Reranker(parts=("{query}", "{document}")), "needs a true_token"),
         (CAUSAL, Reranker(parts=("{query}", "{document}"), true_token="Ja"), "no token 'Ja'"),
-        ({**CONFIG, "id2label": {"0": "a", "1": "b"}}, DESCRIBED, "2 labels"),
     ],
 )
 def test_description_that_does_not_fit_is_refused(

@@ -132,13 +132,13 @@ def test_classes_of_texts_and_pairs_are_those_of_the_pipeline(served, family: st
     model = served(family)
     together = model.classify(ITEMS)
     assert {4, 5, 6} <= set(model.reading.cuts) < set(range(len(ITEMS)))
-    winners = set()
+    best: set[float] = set()
     for item, found in zip(ITEMS, together, strict=True):
         expected = model.expect(*item)
         assert_same(found, expected)
         assert_same(model.classify([item])[0], expected)
-        winners.add(found[0].label)
-    assert len(winners) > 1, "the scores depend on the texts"
+        best.add(round(found[0].score, 3))
+    assert len(best) > 1, "the scores depend on the texts"
 
 
 @pytest.mark.parametrize(
