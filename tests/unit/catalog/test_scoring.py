@@ -166,6 +166,7 @@ def test_operators_description_replaces_the_checkpoints_own(write_files: Any) ->
     [
         (CAUSAL, Reranker(parts=("{query}", "{document}")), "needs a true_token"),
         (CAUSAL, Reranker(parts=("{query}", "{document}"), true_token="Ja"), "no token 'Ja'"),
+        ({**CONFIG, "id2label": {"0": "a", "1": "b"}}, DESCRIBED, "2 labels"),
     ],
 )
 def test_description_that_does_not_fit_is_refused(
