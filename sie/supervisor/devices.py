@@ -60,7 +60,11 @@ def resolve_devices(setting: str, timeout_s: float) -> list[WorkerSlot]:
         found = _probe_gpus(timeout_s)
         if found.num_present and not found.num_usable:
             raise StartError(f"devices: {_why_unusable(found)}; {_TO_CPU} on purpose")
-        return _gpu_slots(list(range(found.num_usable)), timeout_s) if found.num_usable else _cpu_slots(_count_cpu_workers())
+        return (
+            _gpu_slots(list(range(found.num_usable)), timeout_s)
+            if found.num_usable
+            else _cpu_slots(_count_cpu_workers())
+        )
     if match := re.fullmatch(r"cpu(?::([1-9]\d*))?", setting):
         return _cpu_slots(int(match[1]) if match[1] else _count_cpu_workers())
     if not re.fullmatch(r"cuda|cuda:\d+(,cuda:\d+)*", setting):

@@ -16,6 +16,8 @@ from sie.values.tensor import TensorRule
 ModelState = Literal["available", "loading", "loaded", "unloading", "failed"]
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 """How the vectors of a text's tokens become one, as sentence-transformers names it."""
+ClassifierTask = Literal["text-classification", "text-ranking", "zero-shot-classification"]
+"""What a sequence classifier is served as: scores of its classes, a score of a pair, or entailment of any labels."""
 EncoderWeights = Literal["auto", "int8"]
 """Format of an encoder's linear layers: as set by `dtype`, or eight bits."""
 

@@ -236,7 +236,7 @@ class Tokenizer:
         # When both texts of a pair are cut, the library also joins each piece of one with each piece of the other.
         # That takes a gigabyte for two texts of 10,000 words. So the library cuts only single texts.
         if limit is not None and (is_cut_here or len(query) > limit):
-            return _pair_short(tokenizer, query, documents, limit, cuts, lengths=lengths)
+            return cut_pairs(tokenizer, query, documents, limit, cuts, lengths=lengths)
         encodings = tokenizer.encode_batch_fast([(query, document) for document in documents])
         if limit is not None:
             _note_cuts(encodings, limit, cuts)
@@ -258,6 +258,15 @@ class Tokenizer:
         except TypeError as exc:
             raise unicode_error(texts, exc) from None
         return rows
+
+    def end_of(self, text: str, max_tokens: int) -> int:
+        """Return the end of a text's token number max_tokens, special ones left out, or that of a shorter text.
+
+        Raises TypeError, the library's, for a text that is not valid Unicode.
+        """
+        encoding = self._document.tokenizer.encode(text, add_special_tokens=False)
+        offsets = [*encoding.offsets, *chain.from_iterable(part.offsets for part in encoding.overflowing)]
+        return len(text) if len(offsets) <= max_tokens else offsets[max_tokens - 1][1]
 
     def check_token_ids(
         self, token_lists: Sequence[Sequence[int]], max_tokens: int | None = None, cuts: Cuts | None = None
@@ -407,14 +416,23 @@ class _Lengths:
         return self._known[place]
 
 
-def _pair_short(
-    tokenizer: tokenizers.Tokenizer, query: str, documents: Sequence[str], limit: int, cuts: Cuts, *, lengths: _Lengths
+def cut_pairs(
+    tokenizer: tokenizers.Tokenizer,
+    query: str,
+    documents: Sequence[str],
+    limit: int,
+    cuts: Cuts,
+    *,
+    lengths: _Lengths | None = None,
 ) -> list[tokenizers.Encoding]:
     """Return the encodings of pairs with at most limit tokens, special ones included, cut as the library does it.
 
-    Of two texts that are both cut, the one that was longer as a whole keeps the odd token.
+    Of two texts that are both cut, the one that was longer as a whole keeps the odd token; lengths tells that where texts are
+    beginnings of longer ones. cuts gets the documents whose pairs were cut. Raises TypeError, the library's, for a text
+    that is not valid Unicode.
     Source: tokenizers 0.22, `truncate_encodings` with LongestFirst.
     """
+    lengths = lengths or _Lengths(tokenizer, [query, *documents])
     room = limit - tokenizer.num_special_tokens_to_add(True)
     pairs: list[tokenizers.Encoding] = []
     whole_query, *encoded = tokenizer.encode_batch_fast([query, *documents], add_special_tokens=False)

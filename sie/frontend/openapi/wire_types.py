@@ -111,5 +111,7 @@ def bounds(limits: Limits) -> dict[tuple[str, str], dict[str, int]]:
         ("ExtractBody", "items"): {"minItems": 1, "maxItems": limits.max_items},
         ("ExtractParams", "labels"): {"maxItems": limits.max_labels},
         ("RerankBody", "documents"): {"minItems": 1, "maxItems": limits.max_candidates},
+        ("RerankV2Body", "documents"): {"minItems": 1, "maxItems": limits.max_candidates},
+        ("TextsBody", "texts"): {"minItems": 1, "maxItems": limits.max_candidates},
         ("Item", "images"): {"maxItems": limits.max_item_images},
     }

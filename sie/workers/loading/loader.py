@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from sie.catalog.architecture import (
+    any_classifier_class,
     build_refusal,
     causal_class,
     classifier_class,
     detector_class,
     dual_encoder_class,
-    entailment_class,
     masked_lm_class,
     read_model_config,
     text_encoder_class,
@@ -183,7 +183,7 @@ def load_extractor(
     is_tokens = isinstance(card.extract, TokenClassification)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        model = _read_model(card, token_classifier_class if is_tokens else entailment_class)
+        model = _read_model(card, token_classifier_class if is_tokens else any_classifier_class)
     _convert_encoder(card.id, model, form, device, on_progress)
     if is_tokens:
         tokens = TokenModel(model, device)

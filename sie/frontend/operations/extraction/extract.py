@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -23,11 +23,12 @@ from sie.frontend.inputs.pairs import Arrays
 from sie.frontend.inputs.text_bounds import check_chars
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, is_long
 from sie.frontend.models.model_table import ModelTable
-from sie.frontend.operations.extraction import boxes, gliclass, gliner, label_pairs, token_labels
+from sie.frontend.operations.extraction import boxes, gliclass, gliner, label_pairs, text_classes, token_labels
 from sie.frontend.operations.extraction.boxes import BoxReading
 from sie.frontend.operations.extraction.gliclass import LabelReading
 from sie.frontend.operations.extraction.gliner import WindowReading
 from sie.frontend.operations.extraction.label_pairs import PairReading
+from sie.frontend.operations.extraction.text_classes import ClassReading
 from sie.frontend.operations.extraction.token_labels import TokenReading
 from sie.frontend.operations.extraction.whole_texts import TextReading
 from sie.frontend.operations.reply_reader import read_pieces, timing_of
@@ -41,6 +42,7 @@ from sie.values.extract import (
     ExtractTask,
     Gliclass,
     Gliner,
+    TextClassification,
     TokenClassification,
     ZeroShot,
 )
@@ -110,11 +112,11 @@ class Extractor:
         told = _task_bytes(rule, task)
         tokenizer = await self._models.tokenizer(entry) if card.tokenizer_file else None
         if tokenizer is not None:
-            check_chars(card.id, request.texts, tokenizer.max_chars)
-        reading = _reading(card, task, tokenizer, self._limits)
+            check_chars(card.id, [*request.texts, *request.pairs.values()], tokenizer.max_chars)
+        reading = _reading(card, request, tokenizer, self._limits)
         pool = None if tokenizer is None else tokenizer.pool
         if request.images is None:
-            arrays = await self._prepare(reading, request.texts, task, rule, pool)
+            arrays = await self._prepare(reading, request.texts, task, rule, pool, seconds=request.pairs.values())
             input_tokens, request.cuts = int(arrays[0][1][-1]), reading.cuts
         else:
             arrays, input_tokens = await self._prepare_images(
@@ -159,13 +161,21 @@ class Extractor:
         return mix_items(num_items, read, image_rule, arrays), num_tokens
 
     async def _prepare(
-        self, reading: Reading, texts: list[str], task: ExtractTask, rule: ExtractRule, pool: ThreadPoolExecutor | None
+        self,
+        reading: Reading,
+        texts: list[str],
+        task: ExtractTask,
+        rule: ExtractRule,
+        pool: ThreadPoolExecutor | None,
+        *,
+        seconds: Collection[str] = (),
     ) -> Arrays:
         """Tokenise at once, or on a thread when that would block the event loop too long.
 
-        pool is the tokenizer's own thread, or None if it has none.
+        pool is the tokenizer's own thread, or None if it has none. seconds are the second texts of pairs, which the reading
+        has.
         """
-        if pool is None and not is_long_work(rule, task, texts):
+        if pool is None and not is_long_work(rule, task, [*texts, *seconds]):
             return reading.prepare(texts)
         return await asyncio.get_running_loop().run_in_executor(pool or self._pool, reading.prepare, texts)
 
@@ -182,8 +192,10 @@ def check_task(card: ModelCard, task: ExtractTask) -> None:
     match card.extract:
         case TokenClassification() as rule:
             token_labels.check_task(card.id, rule, task)
-        case ZeroShot():
+        case ZeroShot() if not task.by_class:
             label_pairs.check_task(task)
+        case TextClassification() as rule:
+            text_classes.check_task(card.id, rule, task)
         case Gliner() as rule:
             gliner.check_task(rule, task)
         case Gliclass() as rule:
@@ -224,14 +236,18 @@ def _num_rows(rule: ExtractRule, task: ExtractTask) -> int:
     return len(task.labels if isinstance(rule, ZeroShot) else task.label_groups) or 1
 
 
-def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None, limits: Limits) -> Reading:
-    rule = card.extract
+def _reading(card: ModelCard, request: ExtractRequest, tokenizer: Tokenizer | None, limits: Limits) -> Reading:
+    rule, task = card.extract, request.task
     if isinstance(rule, Gliner) and tokenizer is not None:
         return WindowReading(rule, task, tokenizer, limits)
     if isinstance(rule, Gliclass) and tokenizer is not None:
         return LabelReading(rule, task, tokenizer, limits)
     if isinstance(rule, TokenClassification) and tokenizer is not None:
         return TokenReading(rule, task, tokenizer, limits)
+    if isinstance(rule, ZeroShot) and task.by_class:
+        rule = rule.classes
+    if isinstance(rule, TextClassification) and tokenizer is not None:
+        return ClassReading(rule, task, tokenizer, request.pairs)
     if isinstance(rule, ZeroShot) and tokenizer is not None:
         return PairReading(rule, task, tokenizer)
     if isinstance(rule, Detection) and tokenizer is not None:
