@@ -30,6 +30,8 @@ _COMMON: Final = frozenset(
     )
 )  # fmt: skip
 """The settings that `--help` lists."""
+_SHORT: Final = {"pool_name": ("--pool",)}
+"""Further flags of a setting."""
 
 
 class ConfiguredCommand(click.Command):
@@ -110,7 +112,7 @@ def _option(key: Key) -> click.Option:
     if isinstance(key.default, bool):
         return click.Option([f"{key.flag}/--no-{key.flag[2:]}", key.name], default=None)
     kind = click.Choice(choices) if (choices := _choices(key)) else click.STRING
-    return click.Option([key.flag, key.name], type=kind, multiple=key.is_list)
+    return click.Option([key.flag, *_SHORT.get(key.name, ()), key.name], type=kind, multiple=key.is_list)
 
 
 def _choices(key: Key) -> tuple[str, ...]:

@@ -66,10 +66,12 @@ class App:
         self._process = self._connect(loop)
         services = self._services = Services(self._process, self._identity, TABLE)
         self._handlers: dict[Route, Handler] = {}
-        submitters: dict[Route, TrySubmit] = {
-            ENCODE: EncodeFastPath(self._process, services.embed),
-            INFER: InferFastPath(self._process, services.kserve),
-        }
+        submitters: dict[Route, TrySubmit] = {}
+        if self._process.remote is None:  # a request to another host waits for more than a reply, so it is a task
+            submitters = {
+                ENCODE: EncodeFastPath(self._process, services.embed),
+                INFER: InferFastPath(self._process, services.kserve),
+            }
         self._fast_path = FastPath(self, self._process, submitters)
         calm_collector()
 
@@ -185,6 +187,8 @@ class App:
                 await self._discard_body(exchange)
                 return
             exchange.route = route
+        if self._process.remote is not None:
+            self._process.remote.check_route(route)
         if route.need == "admin":
             self._check_admin(exchange, route)
         handler = self._handlers.get(route) or await self._find_handler(route)

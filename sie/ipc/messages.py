@@ -15,7 +15,7 @@ from sie.values.card import AdapterSpec, ModelCard, ModelState
 from sie.values.errors import WireError
 
 Role = Literal["frontend", "worker"]
-Protocol = Literal["http", "grpc"]
+Protocol = Literal["http", "grpc", "nats", "gateway"]
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     incarnation: int
     protocol: Protocol = "http"
-    """The protocol that a frontend serves."""
+    """The protocol that a frontend serves; `nats` pulls work from a cluster, `gateway` is HTTP without workers."""
     host: str = ""
     port: int = 0
     listen_fd: int = -1

@@ -66,14 +66,20 @@ class Scorer:
 
     async def _prepare(self, entry: ModelEntry, request: ScoreRequest) -> Arrays:
         """Tokenise at once, or on a thread when that would block the event loop too long."""
-        num_chars = _count_chars(entry.card, request)
-        check_prompted(num_chars, self._limits.max_body_bytes)
+        num_chars = check_score(entry.card, request, self._limits)
         tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
         # In pairs the query is tokenised with every document.
         texts = [*request.documents, *[request.query] * (1 if request.compared else len(request.documents))]
         if tokenizer is None or (num_chars <= LONG_TEXT_BYTES and not is_long(texts, LONG_TEXT_BYTES)):
             return _arrays(entry.card, tokenizer, request)
         return await asyncio.get_running_loop().run_in_executor(self._pool, _arrays, entry.card, tokenizer, request)
+
+
+def check_score(card: ModelCard, request: ScoreRequest, limits: Limits) -> int:
+    """Return the number of characters to read. Raises BadRequest if they are too many with their prompts."""
+    num_chars = _count_chars(card, request)
+    check_prompted(num_chars, limits.max_body_bytes)
+    return num_chars
 
 
 def _count_chars(card: ModelCard, request: ScoreRequest) -> int:

@@ -11,18 +11,19 @@ default ones. Requests run as on `/v1/encode`, `/v1/score` and that route.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from sie.config.limits import Limits
 from sie.frontend.engine.interface import Pending
+from sie.frontend.generation.interface import TextStarter
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.operations.encode import Encoder
+from sie.frontend.operations.interface import EncodeOperation, ScoreOperation
 from sie.frontend.operations.reply_reader import read_reply
 from sie.frontend.operations.resolve import resolve_encode, resolve_score
-from sie.frontend.operations.score import Scorer, read_scores
+from sie.frontend.operations.score import read_scores
 from sie.frontend.tensors.held_reply import HeldReply
 from sie.ipc.messages import ModelEntry
 from sie.values.bytes_tensor import split_elements
@@ -30,9 +31,6 @@ from sie.values.card import ModelCard
 from sie.values.encode import EncodeRequest, ScoreRequest
 from sie.values.errors import BadRequest, InputTooLong
 from sie.values.tensor import Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
-
-if TYPE_CHECKING:
-    from sie.frontend.generation.start import Generator
 
 ENCODER: Final = "sie_encoder"
 SCORER: Final = "sie_scorer"
@@ -89,8 +87,8 @@ class TextTensors:
     """Runs tensor requests to text models. The requests are already checked against their rule."""
 
     def __init__(
-        self, encoder: Encoder, scorer: Scorer, generator: Callable[[], Generator], *, limits: Callable[[], Limits],
-        watch: Watch,
+        self, encoder: EncodeOperation, scorer: ScoreOperation, generator: Callable[[], TextStarter], *,
+        limits: Callable[[], Limits], watch: Watch,
     ) -> None:  # fmt: skip
         """Generator returns the process's generator; limits returns the present limits."""
         self._encoder = encoder
