@@ -364,6 +364,8 @@ class FrontendProcess:
             writer.close()
             break
         self._limit_unread_time()
+        if self.remote is not None:
+            await self.remote.wait_settled()
         self._send(messages.Ready())
 
     def _limit_unread_time(self) -> None:

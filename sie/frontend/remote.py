@@ -34,6 +34,10 @@ class Remote(Protocol):
         """Keep the connection to the hosts for as long as the process runs. Sets its models."""
         ...
 
+    async def wait_settled(self) -> None:
+        """Wait until the hosts are known; for some seconds at most, since they may all be away."""
+        ...
+
     def check_open(self) -> None:
         """Refuse a request before its body is read if no more can be taken. Raises Overloaded or Unavailable."""
         ...

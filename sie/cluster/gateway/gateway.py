@@ -6,6 +6,7 @@ Holds only what is in flight. A gateway that dies takes its own clients' connect
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from functools import cached_property
@@ -46,6 +47,7 @@ _TICK_S: Final = 0.1
 _BEAT_S: Final = 1.0
 _SETTLE_S: Final = 0.3
 """How long a new gateway waits for the heartbeats that it asked for, before it says what exists."""
+_READY_S: Final = 3.0
 _CARDS_S: Final = 5.0
 _CLOCK_S: Final = 30.0
 _DEAF_S: Final = 2.5
@@ -76,7 +78,7 @@ class Gateway:
         self._asking: set[str] = set()
         self._silent: set[str] = set()
         self._hears_from_s = 0.0
-        self._is_settled = False
+        self._settled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @cached_property
@@ -99,11 +101,16 @@ class Gateway:
         """Requests that are not answered."""
         return self._in_flight.num_pending + (self._texts.num_pending if self._texts is not None else 0)
 
+    async def wait_settled(self) -> None:
+        """Wait until the hosts that are there have been heard; not long, since NATS may be away."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), _READY_S)
+
     # --- checks of dispatch ---------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
         """Refuse a request if the gateway has just started, or holds `max_in_flight` items."""
-        if not self._is_settled:
+        if not self._settled.is_set():
             raise Unavailable("The gateway is starting", code="PROVISIONING", retry_after_s=1)
         self._in_flight.check_room()
 
@@ -119,7 +126,7 @@ class Gateway:
 
     def check_placement(self, exchange: Exchange) -> None:
         """Read the pool and machine profile that a request wants. Raises Unavailable PROVISIONING without a host."""
-        if self._is_settled:  # `check_open` refuses before that
+        if self._settled.is_set():  # `check_open` refuses before that
             self.places.enter(exchange.headers)
 
     def abandon(self, pending: Pending, error: SieError) -> None:
@@ -155,7 +162,7 @@ class Gateway:
         await self._join_own_pool()
         await connection.publish(wake_pattern(), b"")
         await asyncio.sleep(_SETTLE_S)
-        self._is_settled = True
+        self._settled.set()
         beat_s = clock_s = 0.0
         while True:
             now_s = time.monotonic()
