@@ -229,7 +229,11 @@ class Server:
 
 
 def launch(
-    *args: str, runtime_dir: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = (), command: str = "serve"
+    *args: str,
+    runtime_dir: str,
+    env: dict[str, str] | None = None,
+    prefix: tuple[str, ...] = (),
+    command: str = "serve",
 ) -> Server:
     """Start `sie serve`, or another command, with these flags; port 0, JSON logs and one CPU worker unless they say otherwise.
 

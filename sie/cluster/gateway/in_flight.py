@@ -203,7 +203,9 @@ class InFlight:
         if len(work.body) > INLINE_BYTES - len(work.reply_to) and not item.stored:
             item.stored = await self._connection.keep(pool, work.id, work.body)
         if item.stored:
-            work = Work(VERSION, work.id, work.reply_to, work.deadline_ns, work.operation, work.model, stored=item.stored)
+            work = Work(
+                VERSION, work.id, work.reply_to, work.deadline_ns, work.operation, work.model, stored=item.stored
+            )
         item.num_published += 1
         message_id = f"{work.id}.{item.num_published}"
         item.sequence = await self._connection.enqueue(

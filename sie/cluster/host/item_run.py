@@ -94,7 +94,9 @@ def _copied(reply: Reply, tokenization_ns: int, image_tokens: int, cuts: dict[in
     try:
         times, _ = _read_times(reply)
         queue_ns = max(0, times[0] - reply.submitted_ns)
-        return Answer(memoryview(bytes(reply.view)), reply.num_tokens, image_tokens, tokenization_ns, queue_ns, dict(cuts))
+        return Answer(
+            memoryview(bytes(reply.view)), reply.num_tokens, image_tokens, tokenization_ns, queue_ns, dict(cuts)
+        )
     finally:
         reply.release()
 

@@ -202,7 +202,10 @@ class WorkPull:
         """Return an answer as a result, with a large reply by reference."""
         stored, reply = "", answer.reply
         if len(reply) > INLINE_BYTES:
-            stored, reply = await self._connection.keep(self._lane.pool, f"{work.id}.{self._host}", reply), memoryview(b"")
+            stored, reply = (
+                await self._connection.keep(self._lane.pool, f"{work.id}.{self._host}", reply),
+                memoryview(b""),
+            )
         return Result(
             VERSION, work.id, self._host, reply=reply, stored=stored, num_tokens=answer.num_tokens,
             image_tokens=answer.image_tokens, tokenization_ns=answer.tokenization_ns, queue_ns=answer.queue_ns,
