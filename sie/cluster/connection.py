@@ -83,7 +83,7 @@ class Connection:
             disconnected_cb=self._on_disconnected,
             error_cb=self._on_error,
             max_reconnect_attempts=-1,
-            reconnect_time_wait=_RECONNECT_S,
+            reconnect_time_wait=_RECONNECT_S,  # pyright: ignore[reportArgumentType]  # it is given to asyncio.sleep
             ping_interval=_PING_S,  # pyright: ignore[reportArgumentType]  # it is given to asyncio.sleep
             max_outstanding_pings=_MAX_PINGS,
             pending_size=_BUFFER_BYTES,

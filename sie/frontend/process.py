@@ -291,8 +291,10 @@ class FrontendProcess:
 
     def request_load(self, model: str) -> None:
         """Ask for a load, at most once a second for each model."""
-        ask = self.remote.request_load if self.remote is not None else lambda name: self._send(messages.LoadModel(name))
-        self.request_load_once(model, ask)
+        self.request_load_once(model, self.remote.request_load if self.remote is not None else self._ask_supervisor)
+
+    def _ask_supervisor(self, model: str) -> None:
+        self._send(messages.LoadModel(model))
 
     def request_load_once(self, model: str, ask: Callable[[str], None]) -> None:
         """Call ask with a model, unless a load of it was asked for within the last second."""

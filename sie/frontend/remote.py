@@ -20,10 +20,25 @@ if TYPE_CHECKING:
 class Remote(Protocol):
     """The operations of a process without workers, and what dispatch asks of them."""
 
-    encoder: EncodeOperation
-    scorer: ScoreOperation
-    extractor: ExtractOperation
-    generator: TextStarter
+    @property
+    def encoder(self) -> EncodeOperation:
+        """The encode operation."""
+        ...
+
+    @property
+    def scorer(self) -> ScoreOperation:
+        """The score operation."""
+        ...
+
+    @property
+    def extractor(self) -> ExtractOperation:
+        """The extract operation."""
+        ...
+
+    @property
+    def generator(self) -> TextStarter:
+        """The starter of generated answers."""
+        ...
 
     @property
     def num_pending(self) -> int:

@@ -87,7 +87,8 @@ def test_c2_a_killed_gateway_breaks_only_its_own_connections(row: Row, nats: Nat
     with hosts(nats.url) as (host,), gateway(nats, 1) as front:
         for _ in range(ROUNDS):
             with (
-                gateway(nats, 1) as victim, open_loop(front, RATE, seed=rng.randrange(1 << 30), probes=False) as load,
+                gateway(nats, 1) as victim,
+                open_loop(front, RATE, seed=rng.randrange(1 << 30), probes=False) as load,
                 open_loop(victim, RATE, seed=rng.randrange(1 << 30), probes=False) as doomed,
             ):
                 time.sleep(0.3 + rng.random() * 0.5)

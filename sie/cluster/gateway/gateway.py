@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import secrets
 import time
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from nats.aio.msg import Msg
@@ -75,15 +74,21 @@ class Gateway:
         self.places = Places(self._directory, settings.server.pool_name, self._in_flight.by_lane)
         parts = self._in_flight, self.places.choose, settings.limits
         self.encoder, self.scorer, self.extractor = RemoteEncoder(*parts), RemoteScorer(*parts), RemoteExtractor(*parts)
+        self._texts: TextClient | None = None
         self._asking: set[str] = set()
         self._silent: set[str] = set()
         self._hears_from_s = 0.0
         self._settled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @cached_property
+    @property
     def generator(self) -> TextClient:
         """The starter of generated answers. Its module brings a template engine: it is imported when needed."""
+        if self._texts is None:
+            self._texts = self._make_texts()
+        return self._texts
+
+    def _make_texts(self) -> TextClient:
         from sie.cluster.gateway.text_client import TextClient
 
         process = self._process
@@ -91,10 +96,6 @@ class Gateway:
             self._connection, self.name, gateway_subject(self.name, "text"), self.places.hosts,
             settings=process.settings.generation, meter=process.generation_metrics,
         )  # fmt: skip
-
-    @property
-    def _texts(self) -> TextClient | None:
-        return vars(self).get("generator")
 
     @property
     def num_pending(self) -> int:

@@ -121,11 +121,11 @@ class TextTensors:
         model = entry.card.id
         request = EncodeRequest(model=model, texts=texts, output_types=("dense",), output_dtype="float32")
         request = resolve_encode(request, entry.card)
-        pending, tokenization_ns = await self._encoder.start(entry, request, deadline_ns)
-        self._watch(pending, exchange.protocol)
-        raw = await pending.reply()
+        started = await self._encoder.start(entry, request, deadline_ns)
+        self._watch(started.pending, exchange.protocol)
+        raw = await started.pending.reply()
         try:
-            reply = read_reply(raw, entry, request, exchange.began_ns, tokenization_ns)
+            reply = read_reply(raw, entry, request, exchange.began_ns, started.tokenization_ns)
             output = Tensor("dense", "FP32", (reply.num_items, reply.width), reply.values)
         except BaseException:
             raw.release()
@@ -138,11 +138,11 @@ class TextTensors:
     ) -> HeldReply:
         model = entry.card.id
         request = resolve_score(ScoreRequest(model=model, query=query, documents=documents), entry.card)
-        pending, tokenization_ns = await self._scorer.start(entry, request, deadline_ns)
-        self._watch(pending, exchange.protocol)
-        raw = await pending.reply()
+        started = await self._scorer.start(entry, request, deadline_ns)
+        self._watch(started.pending, exchange.protocol)
+        raw = await started.pending.reply()
         try:
-            reply = read_scores(raw, request, exchange.began_ns, tokenization_ns)
+            reply = read_scores(raw, request, exchange.began_ns, started.tokenization_ns)
         finally:
             raw.release()
         values = np.array(reply.scores, "<f4").tobytes()
