@@ -116,16 +116,7 @@ class FrontendProcess:
         self.watch_client: Watch = self._clients.add if launch.protocol in _HTTP else lambda _pending, _protocol: None
         self._images = ImageReader(settings.limits, settings.server.image_threads)
         self._set_operations(settings)
-        texts = TextTensors(
-            self.encoder, self.scorer, lambda: self.generator,
-            limits=lambda: self.settings.limits, watch=self.watch_client,
-        )  # fmt: skip
-        tensor_images = TensorImages(self._images, limits=lambda: self.settings.limits)
-        self.tensors = Tensors(
-            self.engine, self.models, self.admin, self._pool,
-            texts=texts, images=tensor_images, watch=self.watch_client,
-            decode_pool=self.decode_pool, served=self.metrics.record_last_inference,
-        )  # fmt: skip
+        self.tensors = self._make_tensors()
         self.held = HeldBytes(settings.limits.max_held_bytes, self.metrics.record_held_cut)
         self.count_held: Callable[[], int] = lambda: self.held.num_bytes
         """Returns the bytes held for clients; a process that serves no HTTP replaces it."""
@@ -136,13 +127,7 @@ class FrontendProcess:
         self.access = open_access(settings.access, pages, self.metrics.record_auth_failure, self.unread.settle)
         self.host_check = open_host_check(settings, launch)
         self.cors = Cors(settings.access.cors_origins) if settings.access.cors_origins else None
-        self.status = StatusHub(
-            self._frame,
-            interval_s=settings.status.interval_ms / 1e3,
-            max_watchers=settings.status.max_watchers,
-            watchers_on_host=self._count_watchers,
-            publish_watchers=self.metrics.set_watchers,
-        )
+        self.status = self._make_status_hub()
         self.tracing = _start_tracing(settings, launch)
         self._facts = server_facts(settings, launch)
         self._asked_load: dict[str, float] = {}
@@ -171,6 +156,28 @@ class FrontendProcess:
     def num_pending(self) -> int:
         """Number of requests that are not answered, here or elsewhere."""
         return self.remote.num_pending if self.remote is not None else self.engine.num_pending
+
+    def _make_tensors(self) -> Tensors:
+        """Return the service of tensor requests on this process's operations and threads."""
+        texts = TextTensors(
+            self.encoder, self.scorer, lambda: self.generator,
+            limits=lambda: self.settings.limits, watch=self.watch_client,
+        )  # fmt: skip
+        return Tensors(
+            self.engine, self.models, self.admin, self._pool,
+            texts=texts, images=TensorImages(self._images, limits=lambda: self.settings.limits),
+            watch=self.watch_client, decode_pool=self.decode_pool, served=self.metrics.record_last_inference,
+        )  # fmt: skip
+
+    def _make_status_hub(self) -> StatusHub:
+        """Return the sender of this process's status frames."""
+        return StatusHub(
+            self._frame,
+            interval_s=self.settings.status.interval_ms / 1e3,
+            max_watchers=self.settings.status.max_watchers,
+            watchers_on_host=self._count_watchers,
+            publish_watchers=self.metrics.set_watchers,
+        )
 
     @functools.cached_property
     def generator(self) -> TextStarter:

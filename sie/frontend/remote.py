@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sie.frontend.engine.interface import Pending
 from sie.frontend.generation.interface import TextStarter
-from sie.frontend.http.routes import Route
+from sie.frontend.http.routing import Route
 from sie.frontend.operations.interface import EncodeOperation, ExtractOperation, ScoreOperation
 from sie.values.errors import SieError
 

@@ -33,7 +33,7 @@ from sie.cluster.payloads import (
 from sie.cluster.subjects import any_host, gateway_subject, host_subject, wake_pattern
 from sie.frontend.engine.interface import Pending
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.routes import Route
+from sie.frontend.http.routing import Route
 from sie.frontend.process import FrontendProcess
 from sie.runtime.logs import get_logger
 from sie.values.errors import ProtocolError, SieError, Unavailable

@@ -52,7 +52,7 @@ class TextService:
     async def start(
         self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False
     ) -> TextRun:
-        """Submit a request to a served model. It ends when its client leaves. Raises as `Generator.start` does."""
+        """Submit a request to a served model. It ends when its client leaves. Raises the errors of `Generator.start`."""
         process = self._process
         run = await self.generator.start(
             entry, request, exchange.deadline_ns, salt=exchange.owner.encode(), echoes=echoes
