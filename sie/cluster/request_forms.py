@@ -10,8 +10,8 @@ from typing import Final
 import msgspec
 
 from sie.cluster.payloads import EncodeItem, ExtractItem, ItemOperation, ScoreItem
-from sie.values.encode import EncodeRequest, ExtractRequest, ScoreRequest
 from sie.values.errors import ProtocolError
+from sie.values.inference import EncodeRequest, ExtractRequest, ScoreRequest
 
 Request = EncodeRequest | ScoreRequest | ExtractRequest
 _encode: Final = msgspec.msgpack.Encoder().encode

@@ -21,8 +21,8 @@ from sie.frontend.operations.extraction.whole_texts import TextReading
 from sie.frontend.operations.interface import Started
 from sie.frontend.operations.score import check_score
 from sie.ipc.messages import ModelEntry
-from sie.values.encode import EncodeRequest, ExtractRequest, ScoreRequest
 from sie.values.errors import ProtocolError
+from sie.values.inference import EncodeRequest, ExtractRequest, ScoreRequest
 
 ChooseLane = Callable[[str], tuple[Lane, str]]
 """Returns the lane that serves a model for the request of the running task, and the machine profile that it wants.

@@ -33,7 +33,6 @@ from sie.config.generation_settings import Generation
 from sie.frontend.generation.generation_run import TokenMeter, add_event
 from sie.frontend.generation.start import check_request, generate_rule
 from sie.ipc.messages import ModelEntry
-from sie.values.encode import Timing
 from sie.values.errors import (
     ClientGone,
     DeadlineExceeded,
@@ -56,6 +55,7 @@ from sie.values.generate import (
     TextDelta,
     ToolCallDelta,
 )
+from sie.values.inference import Timing
 
 ChooseHosts = Callable[[str], Sequence[Host]]
 """Returns the hosts that may serve a model for the request of the running task. Raises SieErrors."""

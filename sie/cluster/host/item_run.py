@@ -15,8 +15,8 @@ from sie.frontend.models.adapter_lookup import requested_adapter
 from sie.frontend.operations.extraction.extract import read_extractions
 from sie.frontend.process import FrontendProcess
 from sie.ipc.messages import ModelEntry
-from sie.values.encode import EncodeRequest, ExtractRequest, ScoreRequest
 from sie.values.errors import Internal, ProtocolError, Unavailable
+from sie.values.inference import EncodeRequest, ExtractRequest, ScoreRequest
 from sie.values.work import ReplyHeader
 from sie.values.work_bytes import read_extent
 

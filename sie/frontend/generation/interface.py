@@ -7,9 +7,9 @@ from typing import Protocol
 
 from sie.frontend.engine.interface import Pending
 from sie.ipc.messages import ModelEntry
-from sie.values.encode import Timing
 from sie.values.errors import SieError
 from sie.values.generate import GenerateEvent, GenerateReply, GenerateRequest
+from sie.values.inference import Timing
 
 
 class TextRun(Protocol):

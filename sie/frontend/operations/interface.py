@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from sie.config.limits import Limits
 from sie.frontend.engine.interface import Pending
 from sie.ipc.messages import ModelEntry
-from sie.values.encode import EncodeRequest, ExtractRequest, ScoreRequest
 from sie.values.extract import Extraction
+from sie.values.inference import EncodeRequest, ExtractRequest, ScoreRequest
 
 
 class Submission(Protocol):
