@@ -35,21 +35,21 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "memory"
     stream_replicas: Annotated[int, Meta(ge=1, le=5, description="Copies of each stream among NATS servers.")] = 1
     stream_max_messages: Annotated[
-        int, Meta(ge=1, description="Most work items that a pool's stream holds; over it requests get 503.")
+        int, Meta(ge=1, le=1 << 31, description="Most work items that a pool's stream holds; over it requests get 503.")
     ] = 100_000
     stream_max_bytes: Annotated[
-        int, Meta(ge=MIB, description="Most bytes of work items that a pool's stream holds.")
+        int, Meta(ge=MIB, le=1 << 40, description="Most bytes of work items that a pool's stream holds.")
     ] = 256 * MIB
     payload_store_bytes: Annotated[
-        int, Meta(ge=MIB, description="Most bytes of payloads over 1 MiB that wait in a pool's store.")
+        int, Meta(ge=MIB, le=1 << 40, description="Most bytes of payloads over 1 MiB that wait in a pool's store.")
     ] = 1024 * MIB
     max_in_flight: Annotated[
-        int, Meta(ge=1, description="Most unanswered work items of a gateway process; over it requests get 503.")
+        int, Meta(ge=1, le=1 << 24, description="Most unanswered work items of a gateway process; over it requests get 503.")
     ] = 20_000
     max_pulled: Annotated[
         int,
         Meta(ge=1, le=65536, description="Most work items that a host takes from NATS before it has answered them."),
     ] = 256
     max_text_runs: Annotated[
-        int, Meta(ge=1, description="Most answers that a host generates for gateways at a time.")
+        int, Meta(ge=1, le=65536, description="Most answers that a host generates for gateways at a time.")
     ] = 256

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterable
@@ -45,7 +46,7 @@ class ConfiguredCommand(click.Command):
             ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all_help,
             help="Show this message with every setting and exit.",
         )  # fmt: skip
-        super().__init__(*args, params=[*(params or []), config, *map(_option, all_keys()), help_all], **kwargs)
+        super().__init__(*args, params=[*(params or []), config, *_options(), help_all], **kwargs)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does, but report errors in the form of a wrong variable or TOML key."""
@@ -106,6 +107,12 @@ def _show_all_help(ctx: click.Context, _param: click.Parameter, is_wanted: bool)
         ctx.meta[_ALL] = True
         click.echo(ctx.get_help())
         ctx.exit()
+
+
+@functools.cache
+def _options() -> tuple[click.Option, ...]:
+    """Return the flag of every setting; all commands share them, because making them takes long."""
+    return tuple(map(_option, all_keys()))
 
 
 def _option(key: Key) -> click.Option:

@@ -22,7 +22,7 @@ LIMITS = ("--max-body-bytes", "8388608", "--max-item-text-bytes", "8388608", "--
 MODELS = (
     "--model", "stub/a=stub:dense=16,sparse=64,multivector=8,score", "--model", "text=stub:generate,max_tokens=4096",
     "--model", "find=stub:extract", "--lazy-model", "stub/lazy=stub:dense=16,load_ms=300",
-    "--model", "wide=stub:dense=300000", "--model", "stub/poison=stub:dense=16,kill_on=poison",
+    "--model", "wide=stub:dense=16,multivector=4096", "--model", "stub/poison=stub:dense=16,kill_on=poison",
 )  # fmt: skip
 
 
@@ -123,11 +123,14 @@ def test_a_truncated_item_keeps_its_number(gateway: Server, host: Server):
 
 
 def test_a_payload_over_a_mebibyte_goes_by_reference_both_ways(gateway: Server, host: Server):
-    texts = [{"text": "word " * 300_000}, {"text": "short"}]  # 1.5 MB in, and 1.2 MB back for each
-    answers = [encode(server.port, "wide", [item["text"] for item in texts]) for server in (gateway, host)]
-    rows = [[to_array(item["dense"]["values"]) for item in answer.unpack()["items"]] for answer in answers]
-    np.testing.assert_array_equal(rows[0], rows[1])
-    assert rows[0][0].shape == (300_000,)
+    large = encode(gateway.port, "stub/a", ["word " * 300_000, "short"])
+    assert large.unpack()["items"] == encode(host.port, "stub/a", ["word " * 300_000, "short"]).unpack()["items"]
+    texts = ["x" * 400, "y" * 404]  # about a hundred tokens each, with vectors of 16 KB
+    answers = [encode(server.port, "wide", texts, output_types=["multivector"]) for server in (gateway, host)]
+    rows = [[to_array(item["multivector"]["values"]) for item in answer.unpack()["items"]] for answer in answers]
+    assert [row.nbytes > 1 << 20 for row in rows[0]] == [True, True]
+    for mine, own in zip(*rows, strict=True):
+        np.testing.assert_array_equal(mine, own)
 
 
 def test_a_stream_has_the_hosts_events_in_order(gateway: Server, host: Server):

@@ -193,9 +193,11 @@ class InFlight:
                 await asyncio.sleep(_RETRY_S)
             except SieError as error:
                 self.abandon(item.pending, error)
+                return
             except Exception:
                 _log.exception("work item %s cannot be published", item.work.id)
                 self.abandon(item.pending, Internal("internal error"))
+                return
 
     async def _publish_once(self, item: Item) -> None:
         work, pool = item.work, item.lane.pool
