@@ -7,6 +7,7 @@ ARGS ?=
 JOBS ?= 4
 BENCH ?= hop
 SECONDS ?= 3600
+ROUNDS ?= 50
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
@@ -91,8 +92,8 @@ chaos: $(VENV)/.test ## break running servers on purpose, all faults, and write 
 	CHAOS=long CHAOS_REPORT=build/chaos $(BIN)/python -m pytest tests/chaos $(ARGS); status=$$?; \
 		CHAOS=long $(BIN)/python tests/chaos/page.py build/chaos && exit $$status
 
-kills: $(VENV)/.test ## kill hosts, gateways and NATS of a cluster, and cut links, 50 times each (half an hour)
-	CHAOS=long $(BIN)/python -m pytest tests/chaos/test_cluster_kills.py $(ARGS)
+kills: $(VENV)/.test ## kill hosts, gateways and NATS of a cluster, and cut links, ROUNDS (50) times each
+	CHAOS=long KILL_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest tests/chaos/test_cluster_kills.py $(ARGS)
 
 soak: $(VENV)/.test ## keep a server busy for SECONDS (an hour) and see that no process grows; then see a leak caught
 	$(BIN)/python -m tests.chaos.soak --seconds $(SECONDS) --real $(ARGS)

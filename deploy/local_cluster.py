@@ -36,9 +36,13 @@ def main() -> int:
         start(held, [nats_server, "-a", "127.0.0.1", "-p", str(options.nats_port), "-js", "-sd", directory])
         wait_for(options.nats_port)
         for number in range(options.hosts):
-            start(held, [*sie("serve", directory, number), "--nats", url, "--port", "0", "--devices", "cpu:1", *models()])
+            start(
+                held, [*sie("serve", directory, number), "--nats", url, "--port", "0", "--devices", "cpu:1", *models()]
+            )
         process = start(held, [*sie("gateway", directory, options.hosts), "--nats", url, "--port", str(options.port)])
-        print(f"\n  a cluster of {options.hosts} hosts starts; its gateway: http://127.0.0.1:{options.port}\n", flush=True)
+        print(
+            f"\n  a cluster of {options.hosts} hosts starts; its gateway: http://127.0.0.1:{options.port}\n", flush=True
+        )
         with contextlib.suppress(KeyboardInterrupt):
             process.wait()
     return 0
@@ -64,7 +68,7 @@ def models() -> list[str]:
 
 def start(held: contextlib.ExitStack, command: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a part, and end it with the others."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)  # noqa: S603  # our own command
     held.callback(end, process)
     return process
 

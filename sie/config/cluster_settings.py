@@ -44,7 +44,10 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, Meta(ge=MIB, le=1 << 40, description="Most bytes of payloads over 1 MiB that wait in a pool's store.")
     ] = 1024 * MIB
     max_in_flight: Annotated[
-        int, Meta(ge=1, le=1 << 24, description="Most unanswered work items of a gateway process; over it requests get 503.")
+        int,
+        Meta(
+            ge=1, le=1 << 24, description="Most unanswered work items of a gateway process; over it requests get 503."
+        ),
     ] = 20_000
     max_pulled: Annotated[
         int,

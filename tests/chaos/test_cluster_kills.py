@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import time
@@ -18,7 +19,7 @@ from tests.process.nats_harness import Nats, start_gateway, start_host, start_li
 from tests.process.wire import encode, get
 
 STUB = ("--model", "stub/a=stub:dense=16,latency_ms=5", "--test")
-ROUNDS = pick(1, 50)
+ROUNDS = int(os.environ.get("KILL_ROUNDS", pick("1", "50")))
 RATE = 50
 DEAD_S = 3.0
 """A dead host's work is elsewhere within this time."""
