@@ -30,8 +30,13 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2, help="number of hosts [2]")
     parser.add_argument("--nats-port", type=int, default=4222, help="port of NATS [4222]")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does, so that no part is left
     url = f"nats://127.0.0.1:{options.nats_port}"
-    with tempfile.TemporaryDirectory(prefix="sie-cluster-") as directory, contextlib.ExitStack() as held:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        tempfile.TemporaryDirectory(prefix="sie-cluster-", ignore_cleanup_errors=True) as directory,
+        contextlib.ExitStack() as held,
+    ):
         nats_server = str(Path(sys.executable).with_name("nats-server"))
         start(held, [nats_server, "-a", "127.0.0.1", "-p", str(options.nats_port), "-js", "-sd", directory])
         wait_for(options.nats_port)
@@ -43,8 +48,7 @@ def main() -> int:
         print(
             f"\n  a cluster of {options.hosts} hosts starts; its gateway: http://127.0.0.1:{options.port}\n", flush=True
         )
-        with contextlib.suppress(KeyboardInterrupt):
-            process.wait()
+        process.wait()
     return 0
 
 
