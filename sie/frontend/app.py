@@ -31,7 +31,7 @@ from sie.frontend.process import FrontendProcess
 from sie.frontend.routes import error_envelopes
 from sie.frontend.routes.handlers import Handlers
 from sie.frontend.routes.models import ERROR_CODE
-from sie.frontend.routes.table import INFER, TABLE, WEBSOCKETS, Handler, find_route, is_unknown_action
+from sie.frontend.routes.table import CLUSTER_STATUS, INFER, TABLE, WEBSOCKETS, Handler, find_route, is_unknown_action
 from sie.frontend.telemetry.access_log import id_headers
 from sie.frontend.telemetry.counting import count_exchange
 from sie.runtime.child_setup import calm_collector
@@ -138,7 +138,8 @@ class App:
 
     async def _serve_websocket(self, scope: Any, protocol: Any) -> None:
         process = self._process
-        need = WEBSOCKETS.get(scope.path)
+        of_cluster = process.cluster_status if scope.path == CLUSTER_STATUS else None
+        need = "metrics" if of_cluster is not None else WEBSOCKETS.get(scope.path)
         may_go_on = None
         try:
             if process.host_check is not None:
@@ -151,7 +152,7 @@ class App:
         if need is None:
             protocol.close(404)
             return
-        await process.status.serve(protocol, may_go_on)
+        await (of_cluster or process.status).serve(protocol, may_go_on)
 
     async def _dispatch_for_holder(self, exchange: Exchange, access: Access) -> None:
         """Dispatch a request if its key allows it. Unknown paths and wrong methods need a key, too."""

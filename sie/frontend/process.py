@@ -70,6 +70,7 @@ _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
 _TICK_S: Final = 0.02
 _MAX_TOUCH_S: Final = 5.0
+_CLUSTER_FRAME_S: Final = 1.0
 _MS_PER_DAY: Final = 86_400_000
 _HTTP: Final = ("http", "gateway")
 """The protocols of processes behind Granian."""
@@ -127,7 +128,11 @@ class FrontendProcess:
         self.access = open_access(settings.access, pages, self.metrics.record_auth_failure, self.unread.settle)
         self.host_check = open_host_check(settings, launch)
         self.cors = Cors(settings.access.cors_origins) if settings.access.cors_origins else None
-        self.status = self._make_status_hub()
+        self.status = self._make_status_hub(self._frame, self.settings.status.interval_ms / 1e3)
+        self.cluster_status = (
+            self._make_status_hub(self.remote.status_frame, _CLUSTER_FRAME_S) if self.remote is not None else None
+        )
+        """The sender of frames about all hosts, of a process without workers."""
         self.tracing = _start_tracing(settings, launch)
         self._facts = server_facts(settings, launch)
         self._asked_load: dict[str, float] = {}
@@ -169,11 +174,11 @@ class FrontendProcess:
             watch=self.watch_client, decode_pool=self.decode_pool, served=self.metrics.record_last_inference,
         )  # fmt: skip
 
-    def _make_status_hub(self) -> StatusHub:
-        """Return the sender of this process's status frames."""
+    def _make_status_hub(self, frame: Callable[[], str], interval_s: float) -> StatusHub:
+        """Return a sender of this process's status frames."""
         return StatusHub(
-            self._frame,
-            interval_s=self.settings.status.interval_ms / 1e3,
+            frame,
+            interval_s=interval_s,
             max_watchers=self.settings.status.max_watchers,
             watchers_on_host=self._count_watchers,
             publish_watchers=self.metrics.set_watchers,
@@ -269,7 +274,7 @@ class FrontendProcess:
 
     def close(self) -> None:
         """Release the resources of the process. Called when no request is under way."""
-        self.status.close()
+        self._close_status()
         if self.remote is not None:
             self.remote.close()
         if self.tracing is not None:
@@ -360,7 +365,11 @@ class FrontendProcess:
     def _turn_away(self) -> None:
         """Close connections after their next response, so that clients connect to another process."""
         self.closes_connections = True
-        self.status.close()
+        self._close_status()
+
+    def _close_status(self) -> None:
+        for hub in filter(None, (self.status, self.cluster_status)):
+            hub.close()
 
     async def _report_ready(self) -> None:
         """Tell the supervisor when our listener answers. The server opens it at about the time the loop starts."""

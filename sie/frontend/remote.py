@@ -77,6 +77,10 @@ class Remote(Protocol):
         """End overdue requests; called on each tick of the process's clock."""
         ...
 
+    def status_frame(self) -> str:
+        """Return a frame of `/ws/cluster-status`, JSON."""
+        ...
+
     def health(self) -> dict[str, Any]:
         """Return the body of `/health`."""
         ...

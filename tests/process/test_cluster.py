@@ -12,6 +12,7 @@ import openai
 import pytest
 from sie_sdk import SIEClient
 from sie_sdk.client.errors import ProvisioningError, RequestError
+from websockets.sync.client import connect as connect_websocket
 
 from tests.conftest import MINILM
 from tests.process.harness import EX_CONFIG, Server, eventually, run_to_end
@@ -215,6 +216,16 @@ def test_health_says_gateway(gateway: Server):
     assert health["live_gpu_types"] == ["l4"]
     assert get(gateway.port, "/readyz").json() == {"status": "ready", "healthy_workers": 1}
     assert get(gateway.port, "/healthz").json() == {"status": "ok"}
+
+
+def test_the_cluster_is_watched_each_second(gateway: Server):
+    with connect_websocket(f"ws://127.0.0.1:{gateway.port}/ws/cluster-status") as watcher:
+        frames = [json.loads(watcher.recv(10)) for _ in range(2)]
+    assert frames[0]["timestamp"] < frames[1]["timestamp"]
+    (worker,) = frames[1]["workers"]
+    assert "stub/a" in worker["loaded_models"]
+    assert frames[1]["cluster"]["worker_count"] == 1
+    assert {model["name"] for model in frames[1]["models"]} >= {"stub/a", "stub/lazy", MINILM}
 
 
 def test_another_pool_or_profile_has_no_host(gateway: Server):

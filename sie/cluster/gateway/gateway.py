@@ -11,9 +11,11 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from nats.aio.msg import Msg
 
 from sie.cluster.connection import Connection
+from sie.cluster.gateway.cluster_status import cluster_status
 from sie.cluster.gateway.directory import Directory, Host
 from sie.cluster.gateway.in_flight import InFlight, RemotePending
 from sie.cluster.gateway.operations import RemoteEncoder, RemoteExtractor, RemoteScorer
@@ -314,10 +316,13 @@ class Gateway:
         """Return the body of `/readyz`."""
         return {"status": "ready", "healthy_workers": len(self.hosts())}
 
+    def status_frame(self) -> str:
+        """Return a frame of `/ws/cluster-status`. Source: SIE API reference, section 14."""
+        status = cluster_status(self.hosts(), self._process.models.entries.values())
+        return msgspec.json.encode({"timestamp": time.time(), **status}).decode()
+
     def health(self) -> dict[str, Any]:
         """Return the body of `/health`. Source: SIE API reference, section 14."""
-        from sie.cluster.gateway.cluster_status import cluster_status
-
         hosts = self.hosts()
         gpus = sorted({host.lane.profile for host in hosts})
         return {
