@@ -123,8 +123,10 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
             _log.error("NATS messages were dropped, because this process was too slow: %s", error)
-        else:
+        elif isinstance(error, nats.errors.Error | OSError | TimeoutError):
             _log.debug("NATS: %s", error or type(error).__name__)
+        else:  # a handler of a message failed
+            _log.error("a message from NATS was not handled", exc_info=error)
 
     # --- messages -------------------------------------------------------------------------------------------------
 

@@ -163,7 +163,7 @@ class Gateway:
         ):
             await connection.subscribe(subject, take)
         await self._join_own_pool()
-        await connection.publish(wake_pattern(), b"")
+        self._spawn(connection.publish(wake_pattern(), b""))
         await asyncio.sleep(_SETTLE_S)
         self._settled.set()
         beat_s = clock_s = 0.0
@@ -171,7 +171,8 @@ class Gateway:
             now_s = time.monotonic()
             if connection.is_connected and now_s - beat_s >= _BEAT_S:
                 beat_s = now_s
-                await connection.publish(gateway_subject(self.name, "beat"), encode(GatewayBeat(VERSION, self.name)))
+                beat = encode(GatewayBeat(VERSION, self.name))
+                self._spawn(connection.publish(gateway_subject(self.name, "beat"), beat))
             if connection.is_connected and now_s - clock_s >= _CLOCK_S:
                 clock_s = now_s
                 self._spawn(self._measure_clock())
