@@ -106,7 +106,9 @@ class Directory:
     def _merged(self, now_s: float) -> list[ModelEntry]:
         found: defaultdict[str, list[tuple[ModelEntry, ModelBeat, bool]]] = defaultdict(list)
         for host in self._hosts.values():
-            is_live = now_s - host.seen_s <= STALE_S and not host.beat.is_draining
+            if host.beat.is_draining:  # what it has is finished there; nobody comes back
+                continue
+            is_live = now_s - host.seen_s <= STALE_S
             for model, beat in host.beat.models.items():
                 entry = host.entries.get(model)
                 if entry is not None:
@@ -117,7 +119,7 @@ class Directory:
         """Return the lanes whose hosts serve a model, each with those hosts. If none beats, the remembered ones."""
         serving = [host for host in self.live(now_s) if host.serves(model)]
         if not serving:
-            serving = [host for host in self._hosts.values() if host.serves(model)]
+            serving = [host for host in self._hosts.values() if host.serves(model) and not host.beat.is_draining]
         lanes: defaultdict[Lane, list[Host]] = defaultdict(list)
         for host in serving:
             lanes[host.lane].append(host)

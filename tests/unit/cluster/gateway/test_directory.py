@@ -67,6 +67,15 @@ def test_a_host_that_leaves_gets_no_new_work():
     assert len(directory.beating(0.5)) == 2
 
 
+def test_a_model_of_a_host_that_has_left_is_gone_at_once():
+    directory = Directory()
+    hear(directory, beat("h1", {"m": SERVED}), beat("h2", {"m": COLD}))
+    hear(directory, beat("h1", {"m": SERVED}, is_draining=True), now_s=1.0)
+    hear(directory, beat("h2", {"m": COLD}), now_s=4.0)
+    assert states(directory, 4.5) == {"m": ("available", False, False)}
+    assert not directory.lanes("m", 4.5)
+
+
 def test_the_lane_with_the_least_work_for_each_worker_is_chosen():
     directory = Directory()
     hear(
