@@ -81,8 +81,8 @@ class Directory:
         return list(self._beating(now_s))
 
     def remembered(self) -> list[Host]:
-        """Return all hosts that were heard lately, silent ones included."""
-        return list(self._hosts.values())
+        """Return the hosts that were heard lately, silent ones included, without those that have left."""
+        return [host for host in self._hosts.values() if not host.beat.is_draining]
 
     def stale(self, now_s: float) -> set[str]:
         """Return the ids of the hosts that no longer beat."""
@@ -105,9 +105,7 @@ class Directory:
 
     def _merged(self, now_s: float) -> list[ModelEntry]:
         found: defaultdict[str, list[tuple[ModelEntry, ModelBeat, bool]]] = defaultdict(list)
-        for host in self._hosts.values():
-            if host.beat.is_draining:  # what it has is finished there; nobody comes back
-                continue
+        for host in self.remembered():
             is_live = now_s - host.seen_s <= STALE_S
             for model, beat in host.beat.models.items():
                 entry = host.entries.get(model)
@@ -119,7 +117,7 @@ class Directory:
         """Return the lanes whose hosts serve a model, each with those hosts. If none beats, the remembered ones."""
         serving = [host for host in self.live(now_s) if host.serves(model)]
         if not serving:
-            serving = [host for host in self._hosts.values() if host.serves(model) and not host.beat.is_draining]
+            serving = [host for host in self.remembered() if host.serves(model)]
         lanes: defaultdict[Lane, list[Host]] = defaultdict(list)
         for host in serving:
             lanes[host.lane].append(host)

@@ -62,9 +62,8 @@ class Places:
             raise self._provisioning(placement)
 
     def _known(self) -> list[Host]:
-        """Return the hosts that beat, or where none does those that were heard lately: NATS may be starting again."""
-        now_s = time.monotonic()
-        return self._directory.beating(now_s) or self._directory.remembered()
+        """Return the live hosts, or where none is those that were heard lately: NATS may be starting again."""
+        return self._directory.live(time.monotonic()) or self._directory.remembered()
 
     def _provisioning(self, placement: Placement) -> SieError:
         self.demand[placement.profile or "any"] += 1

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sie.cluster.gateway.directory import FORGET_S, STALE_S, Directory, choose_lane
-from sie.cluster.gateway.placement import Placement, read_placement
+from sie.cluster.gateway.placement import Placement, Places, read_placement
 from sie.cluster.gateway.text_client import choose_host, prefix_of
 from sie.cluster.payloads import VERSION, Beat, Cards, ModelBeat
 from sie.cluster.subjects import Lane
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
+from sie.values.errors import Unavailable
 from sie.values.generate import ChatMessage, GenerateRequest
 
 SERVED, COLD = ModelBeat("loaded", is_served=True), ModelBeat("available", is_served=False)
@@ -74,6 +77,14 @@ def test_a_model_of_a_host_that_has_left_is_gone_at_once():
     hear(directory, beat("h2", {"m": COLD}), now_s=4.0)
     assert states(directory, 4.5) == {"m": ("available", False, False)}
     assert not directory.lanes("m", 4.5)
+
+
+def test_where_the_last_host_leaves_a_client_is_told_to_wait_and_not_that_the_model_does_not_exist():
+    directory = Directory()
+    hear(directory, beat("h1", {"m": SERVED}, is_draining=True), now_s=time.monotonic())
+    with pytest.raises(Unavailable) as refused:
+        Places(directory, "p", Counter()).enter({})
+    assert (refused.value.code, refused.value.retry_after_s) == ("PROVISIONING", 5)
 
 
 def test_the_lane_with_the_least_work_for_each_worker_is_chosen():
