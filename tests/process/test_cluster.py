@@ -22,7 +22,7 @@ from tests.process.wire import Response, connect, encode, get, post_json, raw_re
 LIMITS = ("--max-body-bytes", "8388608", "--max-item-text-bytes", "8388608", "--max-items", "64")
 MODELS = (
     "--model", "stub/a=stub:dense=16,sparse=64,multivector=8,score", "--model", "text=stub:generate,max_tokens=4096",
-    "--model", "find=stub:extract", "--lazy-model", "stub/lazy=stub:dense=16,load_ms=300",
+    "--model", "slow=stub:generate,max_tokens=8192,latency_ms=30", "--model", "find=stub:extract", "--lazy-model", "stub/lazy=stub:dense=16,load_ms=300",
     "--model", "wide=stub:dense=16,multivector=4096", "--model", "stub/poison=stub:dense=16,kill_on=poison",
 )  # fmt: skip
 
@@ -146,7 +146,7 @@ def test_a_stream_has_the_hosts_events_in_order(gateway: Server, host: Server):
 
 
 def test_a_client_that_leaves_ends_the_generation_on_its_host(gateway: Server, host: Server):
-    body = json.dumps({"model": "text", "prompt": "x" * 4000, "max_tokens": 4000, "stream": True}).encode()
+    body = json.dumps({"model": "slow", "prompt": "x" * 3000, "max_tokens": 3000, "stream": True}).encode()
     with connect(gateway.port) as sock:
         sock.sendall(raw_request("/v1/completions", body, {"content-type": "application/json"}))
         eventually(lambda: running_texts(gateway) == 1, "an answer under way")
