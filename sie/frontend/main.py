@@ -81,6 +81,7 @@ def main() -> int:
 
 def run_slot(make_remote: MakeRemote | None = None) -> int:
     """Run one frontend slot, whose operations run elsewhere if make_remote says so."""
+    child_setup.exclude_imports_from_collections()
     launch = msgspec.json.decode(sys.argv[1], type=Launch)
     child_setup.die_with_parent(launch.supervisor_pid)
     configure(launch.log_format, launch.log_level, f"frontend-{launch.slot}")  # type: ignore[arg-type]
