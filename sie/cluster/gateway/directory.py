@@ -44,6 +44,11 @@ class Host:
         beat = self.beat.models.get(model)
         return beat is not None and beat.is_served
 
+    def restores(self, model: str) -> bool:
+        """Whether a model is coming back on the host, whose worker died."""
+        beat = self.beat.models.get(model)
+        return beat is not None and beat.is_coming_back
+
 
 class Directory:
     """All hosts that a gateway has heard of."""
@@ -115,7 +120,8 @@ class Directory:
 
     def lanes(self, model: str, now_s: float) -> dict[Lane, list[Host]]:
         """Return the lanes whose hosts serve a model, each with those hosts. If none beats, the remembered ones."""
-        serving = [host for host in self.live(now_s) if host.serves(model)]
+        live = self.live(now_s)
+        serving = [host for host in live if host.serves(model)] or [host for host in live if host.restores(model)]
         if not serving:
             serving = [host for host in self.remembered() if host.serves(model)]
         lanes: defaultdict[Lane, list[Host]] = defaultdict(list)

@@ -87,6 +87,13 @@ def test_where_the_last_host_leaves_a_client_is_told_to_wait_and_not_that_the_mo
     assert (refused.value.code, refused.value.retry_after_s) == ("PROVISIONING", 5)
 
 
+def test_work_waits_for_a_model_that_is_coming_back_on_the_only_host():
+    directory = Directory()
+    hear(directory, beat("h", {"m": ModelBeat("loaded", is_served=False, is_coming_back=True)}))
+    assert list(directory.lanes("m", 0.5)) == [Lane("p", "l4", "b")]
+    assert states(directory, 0.5) == {"m": ("loaded", False, True)}
+
+
 def test_the_lane_with_the_least_work_for_each_worker_is_chosen():
     directory = Directory()
     hear(
