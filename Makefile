@@ -7,6 +7,7 @@ ARGS ?=
 JOBS ?= 4
 BENCH ?= hop
 SECONDS ?= 3600
+ROUNDS ?= 50
 # Where torch comes from, for a build other than the package index's: TORCH_INDEX=https://download.pytorch.org/whl/cu126
 TORCH_INDEX ?=
 # What runs `gpu`, as it is: the tests' environment where there is one.
@@ -41,13 +42,16 @@ TORCHLESS := llama mistralrs
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve native smoke test gpu check fix bench peers chaos soak wheel deploy clean
+.PHONY: help serve cluster native smoke test gpu check fix bench peers chaos kills soak wheel deploy clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 serve: $(VENV)/.serve $(NATIVE) ## serve the bundled model on 127.0.0.1:8080
 	@exec $(BIN)/sie serve $(ARGS)
+
+cluster: $(VENV)/.test $(NATIVE) ## run NATS, a gateway and two hosts on loopback; the gateway answers on 127.0.0.1:8080
+	@exec $(BIN)/python deploy/local_cluster.py $(ARGS)
 
 native: $(VENV)/.serve ## compile the kernels of sie/native anew (installing does it, too)
 	$(BIN)/python -m sie.native
@@ -95,6 +99,9 @@ chaos: $(VENV)/.test ## break running servers on purpose, all faults, and write 
 	@rm -f build/chaos/rows.jsonl
 	CHAOS=long CHAOS_REPORT=build/chaos $(BIN)/python -m pytest tests/chaos $(ARGS); status=$$?; \
 		CHAOS=long $(BIN)/python tests/chaos/page.py build/chaos && exit $$status
+
+kills: $(VENV)/.test ## kill hosts, gateways and NATS of a cluster, and cut links, ROUNDS (50) times each
+	CHAOS=long KILL_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest tests/chaos/test_cluster_kills.py $(ARGS)
 
 soak: $(VENV)/.test ## keep a server busy for SECONDS (an hour) and see that no process grows; then see a leak caught
 	$(BIN)/python -m tests.chaos.soak --seconds $(SECONDS) --real $(ARGS)

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from sie.config.cluster_settings import Cluster
 from sie.config.generation_settings import Generation
 from sie.config.grpc_limits import Grpc
 from sie.config.limits import Limits
@@ -65,6 +66,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     supervisor: Supervisor = Supervisor()
     status: Status = Status()
     tracing: Tracing = Tracing()
+    cluster: Cluster = Cluster()
     testing: Testing = Testing()
 
 

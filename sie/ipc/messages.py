@@ -16,7 +16,7 @@ from sie.values.errors import WireError
 from sie.values.fallbacks import Fallback
 
 Role = Literal["frontend", "worker"]
-Protocol = Literal["http", "grpc"]
+Protocol = Literal["http", "grpc", "nats", "gateway"]
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     incarnation: int
     protocol: Protocol = "http"
-    """The protocol that a frontend serves."""
+    """The protocol that a frontend serves; `nats` pulls work from a cluster, `gateway` is HTTP without workers."""
     host: str = ""
     port: int = 0
     listen_fd: int = -1

@@ -19,10 +19,16 @@ from sie.supervisor.losses import DeviceLosses
 from sie.supervisor.restart import StartHistory
 
 ChildState = Literal["waiting", "starting", "ready", "lost", "gone"]
-_MODULES = {"frontend": "sie.frontend.main", "worker": "sie.workers.main"}
+_WORKER = "sie.workers.main"
+_FRONTENDS: dict[Protocol, str] = {
+    "http": "sie.frontend.main",
+    "grpc": "sie.frontend.grpc.main",
+    "nats": "sie.cluster.host.main",
+    "gateway": "sie.cluster.gateway.main",
+}
+"""The module of each kind of frontend, by name: only the process itself imports it."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-_GRPC_MODULE = "sie.frontend.grpc.main"
 
 
 class Child:
@@ -73,9 +79,10 @@ class Child:
         self.incarnation = launch.incarnation
         self.started_s = now_s
         self.is_faulty = self.is_retired = self.is_late = False
-        module = _GRPC_MODULE if self.protocol == "grpc" else _MODULES[self.role]
+        module = _FRONTENDS[self.protocol] if self.role == "frontend" else _WORKER
         command = [sys.executable, "-m", module, msgspec.json.encode(launch).decode()]
-        inherited = (launch.listen_fd,) if module == _MODULES["frontend"] and launch.listen_fd >= 0 else ()
+        is_http = self.role == "frontend" and self.protocol in ("http", "gateway")
+        inherited = (launch.listen_fd,) if is_http and launch.listen_fd >= 0 else ()
         inherited += tls_fds if self.role == "frontend" else ()
         self.process = subprocess.Popen(  # noqa: S603  # our own interpreter, module and launch record
             command, stdin=subprocess.DEVNULL, env=_environment(num_threads), process_group=0, pass_fds=inherited

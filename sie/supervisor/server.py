@@ -68,6 +68,7 @@ class Supervisor:
         reread: Callable[[], Reading],
         key_file: KeyFileWatch | None = None,
         certificates: CertificateFiles | None = None,
+        is_gateway: bool = False,
     ) -> None:
         """`reread` returns the settings and models that a start would read now. It raises SettingsError or StartError."""
         self._settings = settings
@@ -82,9 +83,9 @@ class Supervisor:
         self._started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         grpc = (grpc_listener.address, grpc_listener.port) if grpc_listener is not None else None
-        num_children = len(places) + num_frontends + (grpc is not None)
+        num_children = len(places) + num_frontends + (grpc is not None) + bool(settings.cluster.nats)
         self._children = Children(settings, places, num_frontends, self._launch(num_children), self,
-                          grpc=grpc, certificates=certificates)  # fmt: skip
+                          grpc=grpc, certificates=certificates, is_gateway=is_gateway)  # fmt: skip
         self._adapters = AdapterLoads(settings, adapters, progress, self._spawn)
         preparer = Preparer(settings, progress)
         self._loads = Loads(settings, self._registry, progress, self._spawn, preparer)
@@ -241,7 +242,8 @@ class Supervisor:
             return "stopping"
         if not self._loads.was_ready and not self._children.are_frontends_ready:
             return "frontends are starting"
-        if not any(worker.state == "ready" for worker in self._children.workers):
+        workers = self._children.workers
+        if workers and not any(worker.state == "ready" for worker in workers):
             return "no worker is running"
         if self._repositories.is_reading:
             return "the model repositories are being read"

@@ -41,10 +41,12 @@ _MODULES = {
     "worker": "sie.workers.main",
     "frontend": "sie.frontend.main",
     "grpc": "sie.frontend.grpc.main",
+    "puller": "sie.cluster.host.main",
+    "gateway": "sie.cluster.gateway.main",
     "supervisor": "serve",
 }
 
-Role = Literal["worker", "frontend", "grpc", "supervisor"]
+Role = Literal["worker", "frontend", "grpc", "puller", "gateway", "supervisor"]
 
 
 def devices(num_workers: int) -> str:
@@ -181,7 +183,7 @@ class Server:
 
     def frontends(self) -> list[int]:
         """Return the processes that answer HTTP: Granian's children, whose parents are the slots."""
-        pids = set(self.pids("frontend"))
+        pids = {*self.pids("frontend"), *self.pids("gateway")}
         found: list[int] = []
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended since
@@ -236,8 +238,14 @@ class Server:
         self.output.close()
 
 
-def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()) -> Server:
-    """Start `sie serve` with these flags; port 0, JSON logs and one worker unless they say otherwise.
+def launch(
+    *args: str,
+    runtime_dir: str,
+    env: dict[str, str] | None = None,
+    prefix: tuple[str, ...] = (),
+    command: str = "serve",
+) -> Server:
+    """Start `sie serve`, or another command, with these flags; port 0, JSON logs and one worker unless they say otherwise.
 
     prefix is a command that becomes the one behind it, such as `prlimit`.
     """
@@ -252,7 +260,7 @@ def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None, pref
     }
     defaults = [word for flag, value in base.items() if flag not in args for word in (flag, value)]
     process = subprocess.Popen(
-        [*prefix, sys.executable, "-m", "sie", "serve", *defaults, *args],
+        [*prefix, sys.executable, "-m", "sie", command, *defaults, *args],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -271,6 +279,7 @@ def start_server(
     is_stopped: bool = False,
     is_busy: bool = False,
     prefix: tuple[str, ...] = (),
+    command: str = "serve",
 ) -> Iterator[Server]:
     """Yield a ready server; at the end stop it, unless the test has (is_stopped), and assert that nothing is left.
 
@@ -278,7 +287,7 @@ def start_server(
     When the test fails, the server's log is shown.
     """
     with tempfile.TemporaryDirectory(prefix="sie-test-") as runtime_dir:
-        server = launch(*args, runtime_dir=runtime_dir, env=env, prefix=prefix)
+        server = launch(*args, runtime_dir=runtime_dir, env=env, prefix=prefix, command=command)
         try:
             server.wait_ready()
             yield server
@@ -328,11 +337,12 @@ def free_port() -> int:
 
 
 def run_to_end(
-    *args: str, env: dict[str, str] | None = None, timeout_s: float = 60.0, prefix: tuple[str, ...] = ()
-) -> tuple[int, str]:
-    """Run `sie serve` that is expected to refuse to start; return its exit status and what it wrote to stderr."""
+    *args: str, env: dict[str, str] | None = None, timeout_s: float = 60.0, prefix: tuple[str, ...] = (),
+    command: str = "serve",
+) -> tuple[int, str]:  # fmt: skip
+    """Run `sie serve`, or another command, that is expected to refuse to start; return its exit status and what it wrote to stderr."""
     with tempfile.TemporaryDirectory(prefix="sie-test-") as runtime_dir:
-        server = launch(*args, runtime_dir=runtime_dir, env=env, prefix=prefix)
+        server = launch(*args, runtime_dir=runtime_dir, env=env, prefix=prefix, command=command)
         try:
             status = server.process.wait(timeout_s)
         finally:

@@ -82,6 +82,11 @@ class Run:
         self._submitted_ns = min(part.pending.submitted_ns for part in parts)
 
     @property
+    def num_prompts(self) -> int:
+        """The number of its prompts."""
+        return len(self.parts)
+
+    @property
     def pendings(self) -> list[Pending]:
         """Its requests on the engine."""
         return [part.pending for part in self.parts]

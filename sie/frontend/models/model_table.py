@@ -44,6 +44,8 @@ class ModelTable:
         self._pool = pool
         self.on_stall: Callable[[int], None] = lambda _seconds: None
         """Called with the number of seconds for which the event loop may stall from now on."""
+        self.reads_tokenizers = True
+        """Whether texts are tokenised in this process; a gateway's hosts do that."""
         self.default = ""
         """The setting `default_model`."""
         self.loading_retry_after_s = loading_retry_after_s
@@ -78,7 +80,7 @@ class ModelTable:
         self.reason = message.reason
         self.config_error, self.tls_error = message.config_error, message.tls_error
         for entry in self.entries.values():
-            if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
+            if self.reads_tokenizers and entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)
         self._drop_tokenizers()
         self.announce()

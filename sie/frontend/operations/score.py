@@ -66,8 +66,7 @@ class Scorer:
 
     async def _prepare(self, entry: ModelEntry, request: ScoreRequest) -> Arrays:
         """Tokenise at once, or on a thread when that would block the event loop too long."""
-        num_chars = _count_chars(entry.card, request)
-        check_prompted(num_chars, self._limits.max_body_bytes)
+        num_chars = check_score(entry.card, request, self._limits)
         tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
         # In pairs the query is tokenised with every document.
         queries = request.queries or [request.query] * (1 if request.compared else len(request.documents))
@@ -76,6 +75,13 @@ class Scorer:
             return _arrays(entry.card, tokenizer, request)
         pool = tokenizer.pool or self._pool
         return await asyncio.get_running_loop().run_in_executor(pool, _arrays, entry.card, tokenizer, request)
+
+
+def check_score(card: ModelCard, request: ScoreRequest, limits: Limits) -> int:
+    """Return the number of characters to read. Raises BadRequest if they are too many with their prompts."""
+    num_chars = _count_chars(card, request)
+    check_prompted(num_chars, limits.max_body_bytes)
+    return num_chars
 
 
 def _count_chars(card: ModelCard, request: ScoreRequest) -> int:

@@ -20,7 +20,8 @@ from sie.agents.store.splicing import splice
 from sie.agents.store.store import Store, StoreFile
 from sie.frontend.dialects.openai.chat_messages import name_results
 from sie.frontend.dialects.store import sessions
-from sie.frontend.generation.generation_run import Run, add_event
+from sie.frontend.generation.generation_run import add_event
+from sie.frontend.generation.interface import TextRun
 from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
@@ -66,7 +67,7 @@ class Turn:
 class StoredRun:
     """A run whose answer is stored before its last events are sent. See `sie.frontend.http.stream.EventSource`."""
 
-    def __init__(self, run: Run, turn: Turn) -> None:
+    def __init__(self, run: TextRun, turn: Turn) -> None:
         self.is_over = False
         self._run = run
         self._turn = turn
@@ -106,6 +107,7 @@ class Conversations:
         if not request.session_id:
             await self.list_files(owner, request)
             return None
+        self._check_kept_here("session_id")
         store, session_id = self._process.store, request.session_id
         stored = await store.change(lambda opened: opened.sessions.use(owner, session_id, opened.now_s()))
         past = stored.files if stored is not None else ()
@@ -128,6 +130,7 @@ class Conversations:
         """Put the list of its files in front of a request. Return the files; None for one of the past that is gone."""
         if not request.files:
             return []
+        self._check_kept_here(request.files[0].field)
         store = self._process.store
         most = store.settings.max_request_files
         if len({file.file_id or file.field for file in request.files}) > most:
@@ -144,6 +147,11 @@ class Conversations:
         text = list_files([*listed.values()], limits.max_preview_chars, limits.max_request_preview_chars)
         request.messages = with_list(request.messages or [], text)
         return kept
+
+    def _check_kept_here(self, field: str) -> None:
+        """Refuse a field on a gateway: another gateway, which the next request may reach, would not have what it kept."""
+        if self._process.remote is not None:
+            raise wrong(field, "is not served by a gateway, which keeps no files and sessions; ask a host itself")
 
     async def _keep(self, owner: str, given: InputFile) -> KeptFile | None:
         """Return a file that a request names; one that it brings is kept first."""

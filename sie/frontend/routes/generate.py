@@ -212,6 +212,6 @@ class TextRoutes:
         process = self._process
         exchange.waits = waits
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
-        process.check_machine_profile(exchange.headers.get("x-sie-machine-profile"))
+        process.check_placement(exchange)
         process.check_accepting()
         return await exchange.read_body(process.text_bodies)

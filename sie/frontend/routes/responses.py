@@ -21,7 +21,7 @@ from sie.frontend.dialects.responses.items import name_kept_files, read_kept
 from sie.frontend.dialects.responses.page import read_page, read_stream_query
 from sie.frontend.dialects.responses.reply import ResponseRecord, ResponseWriter, encode_count, encode_deleted
 from sie.frontend.dialects.responses.request import ResponsesCall
-from sie.frontend.generation.generation_run import Run
+from sie.frontend.generation.interface import TextRun
 from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Answer
@@ -41,7 +41,7 @@ _to_json: Final = msgspec.json.Encoder().encode
 _NAMES: Final = {"messages": "input", "truncate_sequence": "truncation"}
 """This route's names for fields in the errors of the generation core."""
 _MANY_EVENTS: Final = 256
-Start = Callable[[ModelEntry], Coroutine[Any, Any, Run]]
+Start = Callable[[ModelEntry], Coroutine[Any, Any, TextRun]]
 
 
 class Responses:
@@ -153,7 +153,7 @@ class Responses:
         generator, request, salt = self._texts.generator, call.request, exchange.owner.encode()
         deadline_ns = exchange.began_ns + int(self._process.settings.generation.generation_timeout_s * 1e9)
 
-        async def start(entry: ModelEntry) -> Run:
+        async def start(entry: ModelEntry) -> TextRun:
             return await generator.start(entry, request, deadline_ns, salt=salt)
 
         # If the model is loaded, errors of the request are reported now.
@@ -168,7 +168,7 @@ class Responses:
         return [JSON], answer
 
     async def _work(
-        self, job: Job, deadline_ns: int, entry: ModelEntry, start: Start, run: Run | None
+        self, job: Job, deadline_ns: int, entry: ModelEntry, start: Start, run: TextRun | None
     ) -> list[GenerateEvent]:
         """Run a background response; return the last of its events."""
         record = job.record
@@ -187,8 +187,8 @@ class Responses:
         return (await self._gather(deadline_ns, entry, start, run))[1]
 
     async def _gather(
-        self, deadline_ns: int, entry: ModelEntry, start: Start, run: Run | None = None
-    ) -> tuple[Run, list[GenerateEvent]]:
+        self, deadline_ns: int, entry: ModelEntry, start: Start, run: TextRun | None = None
+    ) -> tuple[TextRun, list[GenerateEvent]]:
         """Return a finished run and all its events. Starts a new run if the model is reloaded meanwhile."""
         while True:
             if run is None:
@@ -358,7 +358,7 @@ def _not_found(response_id: str) -> NotFound:
 
 
 @contextlib.contextmanager
-def _given_up_on_failure(run: Run | None) -> Generator[None]:
+def _given_up_on_failure(run: TextRun | None) -> Generator[None]:
     """Give up a run if the body of the `with` statement fails, because nobody will read its events."""
     try:
         yield

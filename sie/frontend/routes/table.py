@@ -162,6 +162,8 @@ TABLE: Final = RouteTable((
 ))  # fmt: skip
 WEBSOCKETS: Final[dict[str, Need]] = {"/ws/status": "metrics"}
 """The path of each websocket and the scope it needs."""
+CLUSTER_STATUS: Final = "/ws/cluster-status"
+"""The path of a gateway's own websocket, which needs the scope of the others."""
 
 _ACTIONS: Final = ("", "ready", "config", "stats", "infer", "generate", "generate_stream")
 """The actions that may follow a model's name, or its version, in a path of KServe."""

@@ -6,7 +6,7 @@ import time
 from functools import partial
 from typing import Final
 
-from sie.frontend.generation.generation_run import Run
+from sie.frontend.generation.interface import TextRun
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.models.not_found import model_not_found
 from sie.frontend.process import FrontendProcess
@@ -51,13 +51,13 @@ class TextService:
 
     async def start(
         self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False
-    ) -> Run:
+    ) -> TextRun:
         """Submit a request to a served model. It ends when its client leaves. Raises the errors of `Generator.start`."""
         process = self._process
         run = await self.generator.start(
             entry, request, exchange.deadline_ns, salt=exchange.owner.encode(), echoes=echoes
         )
-        exchange.num_items = len(run.parts)
+        exchange.num_items = run.num_prompts
         for pending in run.pendings:
             process.watch_client(pending, exchange.protocol)
         return run

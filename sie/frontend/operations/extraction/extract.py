@@ -31,6 +31,7 @@ from sie.frontend.operations.extraction.label_pairs import PairReading
 from sie.frontend.operations.extraction.text_classes import ClassReading
 from sie.frontend.operations.extraction.token_labels import TokenReading
 from sie.frontend.operations.extraction.whole_texts import TextReading
+from sie.frontend.operations.interface import ExtractSubmission
 from sie.frontend.operations.reply_reader import read_pieces, timing_of
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
@@ -108,7 +109,7 @@ class Extractor:
         began_ns = time.monotonic_ns()
         card, task, rule = entry.card, request.task, entry.card.extract
         assert rule is not None
-        self._check_pairs(len(request.texts) * _num_rows(rule, task))
+        check_pairs(request, card, self._limits)
         told = _task_bytes(rule, task)
         tokenizer = await self._models.tokenizer(entry) if card.tokenizer_file else None
         if tokenizer is not None:
@@ -179,12 +180,15 @@ class Extractor:
             return reading.prepare(texts)
         return await asyncio.get_running_loop().run_in_executor(pool or self._pool, reading.prepare, texts)
 
-    def _check_pairs(self, num_pairs: int) -> None:
-        limit = self._limits.max_label_pairs
-        if num_pairs > limit:
-            raise BadRequest(
-                f"Items times labels (or label groups) are {num_pairs}, over max_label_pairs ({limit}); split the request"
-            )
+
+def check_pairs(request: ExtractRequest, card: ModelCard, limits: Limits) -> None:
+    """Raise BadRequest for a request of more texts times labels than a limit."""
+    assert card.extract is not None
+    num_pairs, limit = len(request.texts) * _num_rows(card.extract, request.task), limits.max_label_pairs
+    if num_pairs > limit:
+        raise BadRequest(
+            f"Items times labels (or label groups) are {num_pairs}, over max_label_pairs ({limit}); split the request"
+        )
 
 
 def check_task(card: ModelCard, task: ExtractTask) -> None:
@@ -255,7 +259,9 @@ def _reading(card: ModelCard, request: ExtractRequest, tokenizer: Tokenizer | No
     return TextReading(card, task.overflow_policy)
 
 
-def read_extractions(reply: Reply, submitted: Submitted, request: ExtractRequest, began_ns: int) -> ExtractReply:
+def read_extractions(
+    reply: Reply, submitted: ExtractSubmission, request: ExtractRequest, began_ns: int
+) -> ExtractReply:
     """Return the findings and the times, copied out of a reply's extent.
 
     began_ns is when the request's headers were read. Raises Internal when the extent does not match the layout.
