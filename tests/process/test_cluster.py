@@ -214,7 +214,7 @@ def test_what_a_gateway_does_not_serve_is_refused_by_name(gateway: Server, metho
 
 
 def test_a_gateway_keeps_no_sessions(gateway: Server):
-    body = {"model": "stub/text", "messages": [{"role": "user", "content": "x"}], "session_id": "mine"}
+    body = {"model": "text", "messages": [{"role": "user", "content": "x"}], "session_id": "mine"}
     answer = post_json(gateway.port, "/v1/chat/completions", body)
     assert answer.status == 400
     assert "session_id" in answer.body.decode()
