@@ -14,7 +14,7 @@ from sie.values.api_key import ApiKey
 from sie.values.card import AdapterSpec, ModelCard, ModelState
 from sie.values.errors import WireError
 
-Role = Literal["frontend", "worker"]
+Role = Literal["frontend", "worker", "agent"]
 Protocol = Literal["http", "grpc"]
 
 

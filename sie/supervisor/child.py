@@ -19,13 +19,13 @@ from sie.supervisor.losses import DeviceLosses
 from sie.supervisor.restart import StartHistory
 
 ChildState = Literal["waiting", "starting", "ready", "lost", "gone"]
-_MODULES = {"frontend": "sie.frontend.main", "worker": "sie.workers.main"}
+_MODULES = {"frontend": "sie.frontend.main", "worker": "sie.workers.main", "agent": "sie.agents.host.main"}
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _GRPC_MODULE = "sie.frontend.grpc.main"
 
 
 class Child:
-    """One slot for a frontend or a worker, and the process that currently fills it.
+    """One slot for a frontend, a worker or the agent process, and the process that currently fills it.
 
     waiting: no process; one will be started. starting: not ready yet. lost: the worker's device is lost and will be
     tried again later. gone: given up or stopped for good. peer_pid and peer_pidfd refer to the process that shares

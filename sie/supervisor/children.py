@@ -87,6 +87,8 @@ class Children:
         self.frontends = [Child("frontend", slot, WorkerSlot("")) for slot in range(num_frontends)]
         if grpc is not None:
             self.frontends.append(Child("frontend", num_frontends, WorkerSlot(""), "grpc"))
+        self.agents = [Child("agent", 0, WorkerSlot(""))] if settings.agents.is_on else []
+        """The agent process, if tools may run."""
         self.stand_in: Child | None = None
         """The last frontend. It runs only while the others are replaced, and exists only with certificates."""
         if certificates is not None:
@@ -111,8 +113,8 @@ class Children:
 
     @property
     def all(self) -> list[Child]:
-        """Workers, then frontends."""
-        return [*self.workers, *self.frontends]
+        """Workers, then frontends, then the agent process."""
+        return [*self.workers, *self.frontends, *self.agents]
 
     @property
     def num_http_frontends(self) -> int:
@@ -253,7 +255,7 @@ class Children:
         self._loop.add_reader(child.pidfd, self._on_death, child)
 
     def _num_threads(self, child: Child) -> int:
-        if child.role == "frontend":
+        if child.role != "worker":
             return 1
         return self._settings.devices.threads_per_worker or max(1, len(child.place.cores))
 
@@ -281,7 +283,7 @@ class Children:
     def _child_of(self, hello: Message) -> Child | None:
         if not isinstance(hello, messages.Hello):
             return None
-        slots = self.workers if hello.role == "worker" else self.frontends
+        slots = {"worker": self.workers, "frontend": self.frontends, "agent": self.agents}[hello.role]
         for child in slots[hello.slot : hello.slot + 1]:
             if child.process is not None and child.channel is None and child.incarnation == hello.incarnation:
                 return child
@@ -289,6 +291,9 @@ class Children:
 
     def _configure(self, child: Child) -> None:
         own = self._pages[child.name]
+        if child.role == "agent":
+            self.send(child, messages.Configure(self._settings))
+            return
         if child.role == "worker":
             self.send(child, messages.Configure(self._settings), [own.fd, self._inflight[child.slot].fd])
         else:
