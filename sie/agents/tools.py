@@ -104,8 +104,8 @@ NAMES: Final = frozenset(_BY_NAME)
 
 def tools_of(task: AgentTask) -> list[ServerTool]:
     """Return the tools that a request may use."""
-    found = [*(_CODE if task.has_code else ()), *(_SHELL if task.has_shell else ()), *(_SEARCH if task.has_search else ())]
-    return [*found, *(_FILES if task.has_code or task.has_shell else ())]
+    found = [*(_CODE if task.code else ()), *(_SHELL if task.shell else ()), *(_SEARCH if task.search else ())]
+    return [*found, *(_FILES if task.code or task.shell else ())]
 
 
 def find_tool(name: str) -> ServerTool:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
+from sie.agents.paths import socket_path
 from sie.config.settings import Settings
 from sie.frontend.access.gate import open_access
 from sie.frontend.access.host_check import open_host_check
@@ -54,6 +55,7 @@ from sie.shm.space import OutboundSpace
 from sie.values.errors import BadRequest, SieError, Unavailable
 
 if TYPE_CHECKING:
+    from sie.agents.channel import AgentClient
     from sie.frontend.generation.start import Generator
     from sie.frontend.telemetry.tracing import RequestTracing
 
@@ -155,6 +157,13 @@ class FrontendProcess:
 
         return Generator(self.engine, self.models, self.settings.generation, self.generation_metrics)
 
+    @functools.cached_property
+    def agents(self) -> AgentClient:
+        """The connection to the agent process."""
+        from sie.agents.channel import AgentClient
+
+        return AgentClient(socket_path(self._launch.control_path))
+
     @property
     def is_ready(self) -> bool:
         """Whether `/readyz` is green."""
@@ -234,6 +243,8 @@ class FrontendProcess:
         self._images.close()
         if "generator" in vars(self):
             self.generator.close()
+        if "agents" in vars(self):
+            self.agents.close()
 
     def _spawn(self, work: Any) -> None:
         task = self._loop.create_task(work)

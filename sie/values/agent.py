@@ -22,13 +22,15 @@ class ExpectedFile(msgspec.Struct, frozen=True):
 class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks the server to do besides generating.
 
-    session is the client's name for its session, or empty. max_rounds None means the server's setting. has_code,
-    has_shell and has_search: whether the model may use these tools of the server.
+    code, shell and search are the names of the fields that ask for Python, commands and web search, or empty; field is
+    the first field of all that asks for an agent. session is the client's name for its session, or empty. max_rounds
+    None means the server's setting.
     """
 
-    has_code: bool = False
-    has_shell: bool = False
-    has_search: bool = False
+    field: str = "tools"
+    code: str = ""
+    shell: str = ""
+    search: str = ""
     session: str = ""
     permission: Permission = "auto"
     max_rounds: int | None = None
@@ -99,6 +101,14 @@ class FileProduced(msgspec.Struct, frozen=True):
     """A tool made a file."""
 
     file: AgentFile
+
+
+class AgentOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer says about the server's acts."""
+
+    session: str
+    records: tuple[ToolRecord, ...] = ()
+    files: tuple[AgentFile, ...] = ()
 
 
 AgentEvent = ToolProgress | ApprovalRequired | FileProduced

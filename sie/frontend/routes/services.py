@@ -13,6 +13,7 @@ from sie.frontend.routes.models import Cards
 from sie.frontend.routes.server_pages import Pages
 
 if TYPE_CHECKING:
+    from sie.frontend.routes.agents import Agents
     from sie.frontend.routes.generate import TextRoutes
     from sie.frontend.routes.trtis import Trtis
 
@@ -36,6 +37,13 @@ class Services:
         from sie.frontend.routes.generate import TextRoutes
 
         return TextRoutes(self._process, self.kserve, self.embed.pool, self._identity)
+
+    @cached_property
+    def agents(self) -> Agents:
+        """The decisions on calls of tools."""
+        from sie.frontend.routes.agents import Agents
+
+        return Agents(self._process)
 
     @cached_property
     def trtis(self) -> Trtis:

@@ -91,6 +91,8 @@ TABLE: Final = RouteTable((
     _text("/v1/responses/{response_id}", "DELETE", lambda t: t.delete_response, label=""),
     _text("/v1/responses/{response_id}/cancel", "POST", lambda t: t.cancel_response, label=""),
     _text("/v1/responses/{response_id}/input_items", "GET", lambda t: t.list_input_items, label=""),
+    Row("/v1/agent/approvals/{approval_id}", "POST", "text", "", handler=lambda s: s.agents.decide,
+        imports="sie.frontend.routes.agents"),
     _text("/v1/generate/{model}", "POST", lambda t: t.generate, "sie"),
     _text(f"{_MODEL}/generate", "POST", lambda t: t.generate_tensor, "kserve"),
     _text(f"{_MODEL}/generate_stream", "POST", lambda t: t.generate_tensor_stream, "kserve"),

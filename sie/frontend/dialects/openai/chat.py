@@ -12,6 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
+from sie.frontend.dialects.openai.agent_fields import read_agent_task
+from sie.frontend.dialects.openai.agent_reply import agent_object
 from sie.frontend.dialects.openai.chat_messages import MessageField, read_messages
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
 from sie.frontend.dialects.openai.sse_chunks import ChunkWriter
@@ -97,7 +99,9 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     request.messages = read_messages(call.messages)
     if call.max_completion_tokens is not None:
         request.max_tokens = call.max_completion_tokens
-    request.tools = read_tools(call.tools or ())
+    server_tools: dict[str, str] = {}
+    request.tools = read_tools(call.tools or (), {"code_interpreter"}, server_tools)
+    request.agent = read_agent_task(call, server_tools)
     request.tool_choice = read_tool_choice(call.tool_choice, request.tools)
     request.parallel_tool_calls = call.parallel_tool_calls is not False
     if call.response_format is not None and request.grammar is not None:
@@ -198,7 +202,7 @@ def encode_chat(reply: GenerateReply, shown: Shown) -> bytes:
             }
         )
     head = shown.head("chat.completion", reply.model)
-    return _to_json({**head, "choices": choices, "usage": usage_object(reply.usage)})
+    return _to_json({**head, "choices": choices, "usage": usage_object(reply.usage), **agent_object(reply.agent)})
 
 
 def logprob_object(one: LogprobText) -> dict[str, Any]:
