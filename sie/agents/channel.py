@@ -114,8 +114,7 @@ class AgentServer:
 
     async def open(self) -> None:
         """Listen on a socket that only this user may open."""
-        with contextlib.suppress(FileNotFoundError):
-            Path(self._path).unlink()
+        await asyncio.to_thread(Path(self._path).unlink, missing_ok=True)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         before = os.umask(0o177)
         try:

@@ -147,7 +147,9 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     def _mounts(self, home: Path, program: Program) -> Iterator[tuple[str, ...]]:
         shown = ["/usr", *_python_roots(program.python)]
         # Without these rows the directories above a mount would be open to nobody but root.
-        for path in _parents([*shown, *(f"{_CODE}/sie/{name}" for name in (*_OWN_CODE, program.module)), "/etc/passwd"]):
+        for path in _parents(
+            [*shown, *(f"{_CODE}/sie/{name}" for name in (*_OWN_CODE, program.module)), "/etc/passwd"]
+        ):
             yield "--dir", path
         for path in dict.fromkeys(shown):
             yield "--ro-bind", path, path
@@ -165,7 +167,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
         for name in (*_OWN_CODE, *([program.module] if program.module else [])):
             yield "--ro-bind", str(package / name), f"{_CODE}/sie/{name}"
         yield from (("--proc", "/proc"), ("--dev", "/dev"))
-        yield "--bind", str(home / "shm"), "/dev/shm"
+        yield "--bind", str(home / "shm"), "/dev/shm"  # noqa: S108  # the sandbox's own
         yield "--bind", str(home / "tmp"), "/tmp"  # noqa: S108  # the sandbox's own
         yield "--bind", str(home / "work"), WORK
         yield from _hiding(self.hidden, [*shown, *(f"/{name}" for name in _SYSTEM)])
@@ -202,13 +204,15 @@ def find_bwrap() -> str:
         return ""
 
 
-def find_sandbox(*, has_network: bool = False, limits: Limits = Limits(), hidden: Iterable[str] = (), bwrap: str | None = None) -> tuple[Sandbox, Report]:  # fmt: skip
+def find_sandbox(
+    *, has_network: bool = False, limits: Limits | None = None, hidden: Iterable[str] = (), bwrap: str | None = None
+) -> tuple[Sandbox, Report]:
     """Return the strongest sandbox that works here, and what it holds. Without one its mode is off.
 
     It starts one to know. bwrap: the program to use; None finds it.
     """
     path = find_bwrap() if bwrap is None else bwrap
-    kept = Sandbox(mode="off", bwrap=path, has_network=has_network, limits=limits, hidden=tuple(hidden))
+    kept = Sandbox(mode="off", bwrap=path, has_network=has_network, limits=limits or Limits(), hidden=tuple(hidden))
     if not path:
         return kept, Report(problem="bubblewrap is missing: install the host's package or `ringserve[sandbox]`")
     problem = ""
@@ -252,7 +256,8 @@ def _python_roots(python: str) -> tuple[str, ...]:
         found = {sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib")}
     else:
         code = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix]))"
-        ran = subprocess.run([python, "-I", "-S", "-c", code], capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True)  # noqa: S603  # the operator's interpreter
+        command = [python, "-I", "-S", "-c", code]
+        ran = subprocess.run(command, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True)  # noqa: S603  # the operator's interpreter
         found = set(json.loads(ran.stdout))
         found |= {str(Path(python).resolve().parent.parent), str(Path(python).parent.parent)}
     below = ("/usr", *(f"/{name}" for name in _SYSTEM))

@@ -82,7 +82,9 @@ class Client:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         sock = self._open(self._judged(parts.hostname, port), port, deadline_s)
         connection = http.client.HTTPConnection(parts.hostname, port)
-        connection.sock = self._tls.wrap_socket(sock, server_hostname=parts.hostname) if parts.scheme == "https" else sock
+        connection.sock = (
+            self._tls.wrap_socket(sock, server_hostname=parts.hostname) if parts.scheme == "https" else sock
+        )
         return connection
 
     def _judged(self, host: str, port: int) -> list[str]:
@@ -100,7 +102,9 @@ class Client:
         error: OSError = OSError("no address")
         for address in addresses:
             try:
-                sock = socket.create_connection((address, port), max(0.01, min(_CONNECT_TIMEOUT_S, deadline_s - time.monotonic())))
+                sock = socket.create_connection(
+                    (address, port), max(0.01, min(_CONNECT_TIMEOUT_S, deadline_s - time.monotonic()))
+                )
             except OSError as raised:
                 error = raised
                 continue
@@ -108,7 +112,9 @@ class Client:
             return sock
         raise error
 
-    def _read(self, response: http.client.HTTPResponse, connection: http.client.HTTPConnection, deadline_s: float) -> bytes:
+    def _read(
+        self, response: http.client.HTTPResponse, connection: http.client.HTTPConnection, deadline_s: float
+    ) -> bytes:
         """Return the body up to the limit. A server that sends a little at a time must not outlast the deadline."""
         parts: list[bytes] = []
         left = self._max_bytes

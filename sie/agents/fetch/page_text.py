@@ -7,7 +7,21 @@ from html.parser import HTMLParser
 from typing import Final
 
 _UNREAD: Final = frozenset(
-    {"script", "style", "noscript", "template", "svg", "nav", "header", "footer", "aside", "form", "button", "iframe", "head"}
+    {
+        "script",
+        "style",
+        "noscript",
+        "template",
+        "svg",
+        "nav",
+        "header",
+        "footer",
+        "aside",
+        "form",
+        "button",
+        "iframe",
+        "head",
+    }
 )
 _BLOCKS: Final = frozenset(
     {"p", "div", "section", "article", "main", "li", "ul", "ol", "br", "tr", "table", "blockquote", "pre", "h1", "h2", "h3",

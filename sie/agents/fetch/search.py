@@ -53,7 +53,10 @@ class SearchEngine:
 
     def search(self, query: str) -> list[Result]:
         """Return up to ten results, best first. Blocking. Raises FetchError."""
-        fields = {"q": query[:_MAX_CHARS], **({"format": "json"} if self._kind == "searxng" else {"count": str(_MAX_RESULTS)})}
+        fields = {
+            "q": query[:_MAX_CHARS],
+            **({"format": "json"} if self._kind == "searxng" else {"count": str(_MAX_RESULTS)}),
+        }
         headers = {"Accept": "application/json"}
         headers |= {"X-Subscription-Token": self._key} if self._kind == "brave" and self._key else {}
         separator = "&" if "?" in self._url else "?"

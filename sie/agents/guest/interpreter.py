@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import base64
 import builtins
+import contextlib
 import io
 import json
 import os
@@ -62,13 +63,11 @@ def run(code: str, variables: dict[str, Any]) -> dict[str, Any]:
         made["exception"] = "KeyboardInterrupt: the time for this call is over"
     except SystemExit as left:
         made["exception"] = f"SystemExit: {left.code}"
-    except BaseException:  # noqa: BLE001  # whatever the code raises is its answer
+    except BaseException:  # whatever the code raises is its answer
         made["exception"] = _trace()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError, KeyboardInterrupt):  # the code closed it
             stream.flush()
-        except (OSError, ValueError, KeyboardInterrupt):
-            pass  # the code closed it
     return made
 
 

@@ -46,11 +46,12 @@ class AgentProcess:
             max_sessions=agents.agent_sessions, idle_s=agents.agent_session_idle_s, on_removed=self._approvals.forget,
         )  # fmt: skip
         bounds = Bounds(
-            memory_bytes=agents.sandbox_memory_bytes, disk_bytes=agents.sandbox_disk_bytes, files=agents.sandbox_files,
+            memory_bytes=agents.sandbox_memory_bytes, processes=agents.sandbox_processes, disk_bytes=agents.sandbox_disk_bytes, files=agents.sandbox_files,
             output_bytes=agents.sandbox_output_bytes, shown_chars=agents.max_result_chars,
         )  # fmt: skip
         python = agents.agent_python or sys.executable
-        self._tools = Tools(agents, self._sandbox, self._sessions, bounds, python, OutsideTools(agents).run)
+        outside = OutsideTools(agents)
+        self._tools = Tools(agents, self._sandbox, self._sessions, bounds, python=python, others=outside.run)
 
     async def open(self, path: str) -> None:
         """Begin to answer frontends on this socket."""

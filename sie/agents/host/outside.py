@@ -33,7 +33,6 @@ class _Page(msgspec.Struct):
     url: str
 
 
-
 class OutsideTools:
     """The tools that need no session."""
 
@@ -77,7 +76,9 @@ class OutsideTools:
             raise FetchError(f"the page answered with status {found.status}")
         text = page_text(found.body, found.kind)[: self._settings.max_result_chars]
         told = _to_json({"url": found.url, "text": text}).decode()
-        return ToolResult(content=told, record=f"1 results\n{found.url}", data={"results_count": 1, "sources": [found.url]})
+        return ToolResult(
+            content=told, record=f"1 results\n{found.url}", data={"results_count": 1, "sources": [found.url]}
+        )
 
     def _dispatch(self, call: RunTool) -> ToolResult:
         """Post a client's function to the operator's address. The answer is a text, or an object with `content`."""

@@ -29,13 +29,13 @@ def descendants(pid: int) -> list[int]:
 
 def _children(pid: int) -> list[int]:
     try:
-        tasks = os.listdir(f"/proc/{pid}/task")
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return []
     found: list[int] = []
     for task in tasks:
         with contextlib.suppress(OSError):
-            found += [int(word) for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+            found += [int(word) for word in (task / "children").read_text().split()]
     return found
 
 
@@ -62,11 +62,11 @@ def deleted_bytes(pids: list[int]) -> int:
     """Return the disk space of files that processes hold open and that no directory names any more."""
     sizes: dict[tuple[int, int], int] = {}
     for pid in pids:
-        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
-            for entry in entries:
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
-                    if os.readlink(entry.path).endswith(_DELETED):
-                        about = os.stat(entry.path)
+                    if str(entry.readlink()).endswith(_DELETED):
+                        about = entry.stat()
                         sizes[about.st_dev, about.st_ino] = about.st_blocks * _BLOCK
     return sum(sizes.values())
 

@@ -66,7 +66,7 @@ class Tools:
     """The tools that work in a session's directory. others runs every other tool."""
 
     def __init__(
-        self, settings: Agents, sandbox: Sandbox, sessions: Sessions, bounds: Bounds, python: str,
+        self, settings: Agents, sandbox: Sandbox, sessions: Sessions, bounds: Bounds, *, python: str,
         others: Callable[[RunTool], Awaitable[ToolResult]],
     ) -> None:  # fmt: skip
         self._settings = settings
@@ -77,13 +77,18 @@ class Tools:
         self._others = others
         self._running = asyncio.Semaphore(settings.agent_running)
         self._files = FileReader(settings.max_inline_bytes, settings.sandbox_file_bytes, settings.sandbox_files)
-        self._tools: dict[str, tuple[type[msgspec.Struct], Callable[[Session, RunTool, Any], Awaitable[ToolResult]]]] = {
+        self._tools: dict[
+            str, tuple[type[msgspec.Struct], Callable[[Session, RunTool, Any], Awaitable[ToolResult]]]
+        ] = {
             tools.SURFACE: (_Surface, self._surface),
             tools.READ_FILE: (_ReadFile, self._read_file),
             tools.LIST_FILES: (_Nothing, self._list_files),
         }
         if settings.has_code:
-            self._tools |= {tools.PYTHON: (_Python, self._run_python), tools.RESET_PYTHON: (_Nothing, self._reset_python)}
+            self._tools |= {
+                tools.PYTHON: (_Python, self._run_python),
+                tools.RESET_PYTHON: (_Nothing, self._reset_python),
+            }
         if settings.has_shell:
             self._tools[tools.SHELL] = (_Shell, self._run_shell)
 
@@ -207,13 +212,20 @@ class Tools:
         except (OSError, ValueError):
             return _plain(f"There is no file {arguments.file_id!r}", is_error=True)
         text = data.decode(errors="replace")
-        told = {"name": name, "start": start, "end": min(end, len(text)), "bytes": about.st_size, "text": text[start:end]}
+        told = {
+            "name": name,
+            "start": start,
+            "end": min(end, len(text)),
+            "bytes": about.st_size,
+            "text": text[start:end],
+        }
         return _plain(_dump(told))
 
     async def _list_files(self, session: Session, _call: RunTool, _arguments: _Nothing) -> ToolResult:
         ids = {name: file_id for file_id, name in session.ids.items()}
         files = [
-            _given({"id": ids.get(name), "name": name, "bytes": seen.size}) for name, seen in sorted(session.seen.items())
+            _given({"id": ids.get(name), "name": name, "bytes": seen.size})
+            for name, seen in sorted(session.seen.items())
         ]
         return _plain(_dump({"files": files}))
 

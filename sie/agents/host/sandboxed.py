@@ -26,6 +26,8 @@ _LOOK_S: Final = 0.1
 _LOOKS_A_MEASURE: Final = 3
 """How many looks at memory there are for each at the disk, whose files all must be listed."""
 _CHUNK: Final = 1 << 16
+_OWN_PROCESSES: Final = 2
+"""Bubblewrap's own, and the init of the sandbox."""
 _LEAST_FREE_BYTES: Final = 256 << 20
 """A sandbox whose disk has less room than this is ended, whoever uses the room."""
 
@@ -34,6 +36,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a whole sandbox. Each names the setting that it comes from."""
 
     memory_bytes: int
+    processes: int
     disk_bytes: int
     files: int
     output_bytes: int
@@ -145,6 +148,8 @@ class Sandboxed:
 
     def _find_problem(self, *, measures: bool) -> str:
         bounds, pids = self._bounds, process_tree.descendants(self.pid)
+        if len(pids) > bounds.processes + _OWN_PROCESSES:  # the kernel's own limit does not hold for root
+            return f"it started more processes than sandbox_processes ({bounds.processes})"
         memory = process_tree.memory_bytes(pids, bounds.memory_bytes)
         if memory > bounds.memory_bytes:
             return f"it used more memory than sandbox_memory_bytes ({bounds.memory_bytes})"

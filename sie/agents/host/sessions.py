@@ -117,7 +117,7 @@ async def _remove(home: Path) -> None:
             await asyncio.to_thread(_run, [*command, str(home)])
         except (OSError, subprocess.SubprocessError) as error:
             _log.warning("%s: %s", command[0], error)
-    if home.exists():
+    if await asyncio.to_thread(home.exists):
         _log.warning("the directory of a session could not be removed: %s", home)
 
 

@@ -29,7 +29,9 @@ class FileReader:
         self._max_file_bytes = max_file_bytes
         self._max_files = max_files
 
-    def show_news(self, session: Session, place: tuple[str, int, int], tool: str, named: Sequence[str]) -> list[AgentFile]:
+    def show_news(
+        self, session: Session, place: tuple[str, int, int], tool: str, named: Sequence[str]
+    ) -> list[AgentFile]:
         """Return the files that are new or changed since the last call, and those named, with placeholders for missing ones.
 
         place: run, round and turn of the call.

@@ -6,6 +6,7 @@ Files may change while they are read: each is opened once, beneath the directory
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import stat
 import struct
@@ -40,10 +41,14 @@ class Usage(NamedTuple):
 
 def open_beneath(root: int, name: str, flags: int) -> int:
     """Open a path beneath the directory `root`. Raises OSError, also for a path with a link or with `..` out of it."""
+    if "\0" in name:  # the kernel would read the name up to it
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), name)
     how = struct.pack("=QQQ", flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0, _BENEATH_WITHOUT_LINKS)
     libc = ctypes.CDLL(None, use_errno=True)
     path = ctypes.c_char_p(os.fsencode(name))
-    fd = libc.syscall(ctypes.c_long(_OPENAT2), ctypes.c_int(root), path, ctypes.c_char_p(how), ctypes.c_size_t(len(how)))
+    fd = libc.syscall(
+        ctypes.c_long(_OPENAT2), ctypes.c_int(root), path, ctypes.c_char_p(how), ctypes.c_size_t(len(how))
+    )
     if fd < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), name)
     return int(fd)
@@ -56,7 +61,7 @@ def read_file(directory: Path, name: str, max_bytes: int) -> tuple[bytes, os.sta
         fd = open_beneath(root, name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not make us wait
     finally:
         os.close(root)
-    with open(fd, "rb", buffering=0) as file:
+    with os.fdopen(fd, "rb", buffering=0) as file:
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode):
             raise OSError(f"{name} is not an ordinary file")

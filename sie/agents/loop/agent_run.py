@@ -75,9 +75,7 @@ class AgentRun:
 
     prompts: tuple[str, ...] = ()
 
-    def __init__(
-        self, first: Generating, start: Start, plan: AgentPlan, link: AgentLink, *, owner: str
-    ) -> None:
+    def __init__(self, first: Generating, start: Start, plan: AgentPlan, link: AgentLink, *, owner: str) -> None:
         """First is the first round, which has been submitted already: its errors have a status of their own."""
         self.model = first.model
         self.session = plan.task.session or secrets.token_hex(16)

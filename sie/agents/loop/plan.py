@@ -68,7 +68,9 @@ def _check_switches(task: AgentTask, settings: Agents) -> None:
         (task.search, settings.has_search, _FOR_SEARCH),
     ):
         if field and not is_on:
-            raise _wrong(field, f"asks for a tool that is off on this server; start it with {switch}, or --agent for all")
+            raise _wrong(
+                field, f"asks for a tool that is off on this server; start it with {switch}, or --agent for all"
+            )
     if not settings.is_on:
         raise _wrong(task.field, "asks the server to act as an agent, which is off; start it with --agent")
 

@@ -98,7 +98,7 @@ class TextRoutes:
         process = self._process
         entry = await process.models.wait_serving(self.service.find(exchange, request), exchange.deadline_ns)
         with renamed(messages.NAMES):
-            (ids,) = await self.service.generator.prompt_ids(entry, request)
+            (ids,) = await self.service.prompt_ids(entry, request)
         return [JSON], messages_reply.encode_count(len(ids))
 
     async def generate(self, exchange: Exchange) -> Answer | Streamed:

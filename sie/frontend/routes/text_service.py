@@ -69,9 +69,12 @@ class TextService:
         run.on_end(watch.cancel)
         return run
 
-    async def start_agent(
-        self, entry: ModelEntry, plan: AgentPlan, deadline_ns: int, *, owner: str
-    ) -> AgentRun:
+    async def prompt_ids(self, entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
+        """Return the tokens of a request's prompts, with the server's tools. Raises as `start` does."""
+        plan = plan_agent(request, self._process.settings.agents)
+        return await self.generator.prompt_ids(entry, request if plan is None else plan.request)
+
+    async def start_agent(self, entry: ModelEntry, plan: AgentPlan, deadline_ns: int, *, owner: str) -> AgentRun:
         """Submit the first round of an agent's run. deadline_ns: of its first token; later rounds have as much time."""
         models, timeout_ns = self._process.models, deadline_ns - time.monotonic_ns()
 

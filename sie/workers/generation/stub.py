@@ -68,7 +68,9 @@ class StubGenerator:
             if slot.scored is not None:
                 _score(slot.scored, int(self._memory[slot.blocks[0], 0]))
         return [
-            tuple(_choose(draw, ids, is_scripted=self._options.scripted) for draw in slot.draws) if ids is not None else ()
+            tuple(_choose(draw, ids, is_scripted=self._options.scripted) for draw in slot.draws)
+            if ids is not None
+            else ()
             for slot, ids in zip(slots, read, strict=True)
         ]
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.frontend.generation.sampling_fields import SamplingNumbers
-from sie.values.agent import PERMISSIONS, AgentTask, ExpectedFile
+from sie.values.agent import PERMISSIONS, AgentTask, ExpectedFile, Permission
 from sie.values.errors import BadRequest
 
 _MAX_FILES: Final = 64
@@ -65,7 +65,8 @@ def read_agent_task(body: AgentFields, tools: dict[str, str]) -> AgentTask | Non
     fields = [*asked, *tools.values()]
     if not fields:
         return None
-    own, older = body.agent_permission or "auto", body.code_execution_permission or "auto"
+    own: Permission = body.agent_permission or "auto"
+    older: Permission = body.code_execution_permission or "auto"
     searches = [path for kind, path in tools.items() if kind in SEARCH_TOOLS]
     return AgentTask(
         field=fields[0],
@@ -80,7 +81,8 @@ def read_agent_task(body: AgentFields, tools: dict[str, str]) -> AgentTask | Non
 
 
 def _is_given(value: Any) -> bool:
-    return value is not None and value is not False and (value == {} or value == 0 or bool(value))
+    is_number = isinstance(value, int) and not isinstance(value, bool)  # 0 rounds is a wish, too
+    return bool(value) or is_number or value == {}
 
 
 def take_server_tool(kind: str, path: str, allowed: Collection[str], found: dict[str, str]) -> None:
