@@ -27,7 +27,8 @@ _BLOCKS: Final = frozenset(
     {"p", "div", "section", "article", "main", "li", "ul", "ol", "br", "tr", "table", "blockquote", "pre", "h1", "h2", "h3",
      "h4", "h5", "h6", "dt", "dd"}
 )  # fmt: skip
-_SPACE: Final = re.compile(r"[ \t\r\f\v]+")
+_SPACE: Final = re.compile(r"\s+")
+_BLANKS: Final = re.compile(r" +")
 _LINES: Final = re.compile(r"\s*\n\s*")
 _CHARSET: Final = re.compile(r"charset=[\"']?([A-Za-z0-9_-]+)")
 
@@ -63,7 +64,7 @@ class _Reader(HTMLParser):
         if self._is_title:
             self.title += data
         elif not self._unread:
-            self.parts.append(data)
+            self.parts.append(_SPACE.sub(" ", data))
 
 
 def page_text(body: bytes, kind: str) -> str:
@@ -78,6 +79,6 @@ def page_text(body: bytes, kind: str) -> str:
     reader = _Reader()
     reader.feed(text)
     reader.close()
-    lines = _LINES.sub("\n", _SPACE.sub(" ", "".join(reader.parts))).strip()
+    lines = _LINES.sub("\n", _BLANKS.sub(" ", "".join(reader.parts))).strip()
     title = _SPACE.sub(" ", reader.title).strip()
     return f"{title}\n\n{lines}" if title else lines
