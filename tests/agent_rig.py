@@ -59,7 +59,13 @@ class Host:
         """Run one call of a tool."""
         text = msgspec.json.encode(arguments).decode()
         question = RunTool(
-            owner=owner, session=session, run_id="0123456789ab", round=next(self._numbers), turn=0, name=name, arguments=text
+            owner=owner,
+            session=session,
+            run_id="0123456789ab",
+            round=next(self._numbers),
+            turn=0,
+            name=name,
+            arguments=text,
         )
         return self.ask(question)
 

@@ -26,6 +26,7 @@ _log = get_logger(__name__)
 _SIZE: Final = struct.Struct("<I")
 _MAX_BYTES: Final = 512 << 20
 _CONNECT_TIMEOUT_S: Final = 5.0
+_AGAIN_S: Final = 0.05
 _encode: Final = msgspec.msgpack.Encoder().encode
 _asked: Final = msgspec.msgpack.Decoder(Asked)
 _answered: Final = msgspec.msgpack.Decoder(Answered)
@@ -77,11 +78,19 @@ class AgentClient:
             if self._streams is None:
                 try:
                     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                        self._streams = await asyncio.open_unix_connection(self._path)
-                except (OSError, TimeoutError):
+                        self._streams = await self._try_connect()
+                except TimeoutError:
                     raise _lost() from None
                 self._reader = asyncio.get_running_loop().create_task(self._read(self._streams[0]))
             return self._streams[1]
+
+    async def _try_connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect, again and again while the process is being started anew."""
+        while True:
+            try:
+                return await asyncio.open_unix_connection(self._path)
+            except OSError:
+                await asyncio.sleep(_AGAIN_S)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Hand out answers until the connection ends, then fail those that still wait."""

@@ -207,7 +207,10 @@ def test_a_large_file_ends_at_its_limit(host: Host) -> None:
     ("name", "code"),
     [
         ("files", "for i in range(9):\n    open(f'f{i}', 'wb').write(bytes(3 << 20))"),
-        ("deleted", "import os\nk = []\nfor i in range(9):\n    f = open('f', 'wb'); k.append(f); f.write(bytes(3 << 20)); f.flush(); os.unlink('f')"),
+        (
+            "deleted",
+            "import os\nk = []\nfor i in range(9):\n    f = open('f', 'wb'); k.append(f); f.write(bytes(3 << 20)); f.flush(); os.unlink('f')",
+        ),
         ("tmp", "for i in range(9):\n    open(f'/tmp/f{i}', 'wb').write(bytes(3 << 20))"),
         ("shm", "for i in range(9):\n    open(f'/dev/shm/f{i}', 'wb').write(bytes(3 << 20))"),
         ("inodes", "for i in range(300):\n    open(f'f{i}', 'w')"),
@@ -302,7 +305,17 @@ def test_links_and_pipes_are_not_shown(host: Host) -> None:
         "os.symlink('/etc/passwd', 'absolute'); os.symlink('../secret', 'relative'); os.symlink('/', 'root')\n"
         "os.mkfifo('pipe'); os.mkdir('dir'); os.symlink('..', 'dir/up'); open('plain', 'w').write('x')"
     )
-    asked = ["absolute", "relative", "root/etc/passwd", "pipe", "dir", "dir/up/secret", "../secret", "/etc/passwd", "plain\0"]
+    asked = [
+        "absolute",
+        "relative",
+        "root/etc/passwd",
+        "pipe",
+        "dir",
+        "dir/up/secret",
+        "../secret",
+        "/etc/passwd",
+        "plain\0",
+    ]
     result = host.call(tools.PYTHON, "links", code=code, outputs=[{"name": name} for name in asked])
     assert {file.name for file in result.files if file.code is None} == {"plain"}
     assert {file.code for file in result.files if file.name != "plain"} == {"not_produced"}

@@ -11,12 +11,13 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
+from sie.frontend.dialects.operation import Reply
 from sie.frontend.dialects.openai.text_fields import decode_body
 
 _MAX_MESSAGE: Final = 10_000
 
 
-class Decision(msgspec.Struct):
+class ApprovalDecision(msgspec.Struct):
     """A client's decision. remember_for_session counts only for an approval."""
 
     decision: Literal["approve", "deny"]
@@ -24,16 +25,16 @@ class Decision(msgspec.Struct):
     message: Annotated[str, Meta(max_length=_MAX_MESSAGE)] | None = None
 
 
-class DecisionStatus(msgspec.Struct):
+class ApprovalStatus(Reply):
     """What became of a decision: queued if the call did not wait for it yet, not_found if it came before or too late."""
 
     status: Literal["resolved", "queued", "not_found"]
 
 
-_DECODER: Final = msgspec.json.Decoder(Decision)
+_DECODER: Final = msgspec.json.Decoder(ApprovalDecision)
 
 
-def decode_decision(body: bytes, content_type: str | None, limits: Limits) -> Decision:
+def decode_decision(body: bytes, content_type: str | None, limits: Limits) -> ApprovalDecision:
     """Return the decision in a body. Raises BadRequest naming the field."""
     return decode_body(_DECODER, body, content_type, limits)
 

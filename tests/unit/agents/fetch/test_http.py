@@ -62,7 +62,9 @@ def test_redirects_end(port: int) -> None:
         client().get(f"http://127.0.0.1:{port}/round")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f.1", "0.0.0.0", "[::ffff:127.0.0.1]"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f.1", "0.0.0.0", "[::ffff:127.0.0.1]"]
+)
 def test_this_host_is_not_reached_by_any_spelling(port: int, host: str) -> None:
     with pytest.raises(FetchError, match=r"public|known"):
         client(allows_private=False).get(f"http://{host}:{port}/page")
@@ -115,6 +117,7 @@ def test_a_redirect_to_the_inside_is_not_followed(monkeypatch: pytest.MonkeyPatc
 
 def test_a_server_that_trickles_does_not_outlast_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
+
         def trickle() -> None:
             sock, _ = listener.accept()
             with sock:

@@ -114,7 +114,9 @@ class Link:
                 if self.error is not None:
                     raise self.error
                 file = AgentFile(id="file_0", name="made", created_at=0, source={})
-                return ToolResult(content=f"result of {question.name}", record="record", data={"stdout": "x"}, files=(file,))
+                return ToolResult(
+                    content=f"result of {question.name}", record="record", data={"stdout": "x"}, files=(file,)
+                )
             case OpenApproval():
                 return Approval("appr_1")
             case AwaitApproval():
@@ -149,7 +151,11 @@ def make_plan(task: AgentTask | None = None, settings: Agents = ON, **fields: An
 
 
 def run(
-    rounds: Sequence[Said], work: Callable[[AgentRun], Awaitable[Any]], *, link: Link | None = None, plan: AgentPlan | None = None
+    rounds: Sequence[Said],
+    work: Callable[[AgentRun], Awaitable[Any]],
+    *,
+    link: Link | None = None,
+    plan: AgentPlan | None = None,
 ) -> tuple[Any, list[GenerateRequest]]:
     """Return what work gives for a run of these rounds, and the requests of all but the first round."""
     requests: list[GenerateRequest] = []
@@ -294,7 +300,12 @@ def test_whole_answer_is_the_last_round_with_the_calls_of_all() -> None:
     assert reply.usage.completion_tokens == 6
     assert reply.agent.session == "mine"
     (record,) = reply.agent.records
-    assert (record.round, record.arguments, record.result, record.file_ids) == (0, '{"code":"1"}', "record", ("file_0",))
+    assert (record.round, record.arguments, record.result, record.file_ids) == (
+        0,
+        '{"code":"1"}',
+        "record",
+        ("file_0",),
+    )
     assert [file.name for file in reply.agent.files] == ["made"]
 
 
@@ -383,7 +394,13 @@ def test_at_most_64_files_are_shown() -> None:
         (AgentTask(search="web_search_options"), ON, {}, "web_search_options", "--enable-search"),
         (AgentTask(field="session_id", session="s"), Agents(), {}, "session_id", "--agent"),
         (AgentTask(code="x", permission="ask"), ON, {"stream": False}, "agent_permission", "stream"),
-        (AgentTask(code="x"), Agents(agent=True, agent_permission="ask"), {"stream": False}, "agent_permission", "stream"),
+        (
+            AgentTask(code="x"),
+            Agents(agent=True, agent_permission="ask"),
+            {"stream": False},
+            "agent_permission",
+            "stream",
+        ),
         (AgentTask(code="x"), ON, {"num_choices": 2}, "n", "1"),
         (AgentTask(code="x"), ON, {"tools": (Tool(name=tools.SHELL),)}, "tools", tools.SHELL),
     ],
@@ -399,7 +416,13 @@ def test_what_is_off_or_impossible_is_refused_by_name(
 
 @pytest.mark.parametrize(
     ("asked", "setting", "found"),
-    [("auto", "auto", "auto"), ("auto", "ask", "ask"), ("ask", "auto", "ask"), ("ask", "deny", "deny"), ("deny", "ask", "deny")],
+    [
+        ("auto", "auto", "auto"),
+        ("auto", "ask", "ask"),
+        ("ask", "auto", "ask"),
+        ("ask", "deny", "deny"),
+        ("deny", "ask", "deny"),
+    ],
 )
 def test_the_stricter_permission_counts(asked: Any, setting: Any, found: str) -> None:
     plan = make_plan(AgentTask(code="x", permission=asked), Agents(agent=True, agent_permission=setting))

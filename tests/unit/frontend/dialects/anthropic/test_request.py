@@ -211,7 +211,7 @@ def test_each_spelling_of_a_schema_binds_the_answer(fields: dict[str, Any]) -> N
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [TOOL, TOOL]}, "tools[1]"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -221,8 +221,8 @@ def test_each_spelling_of_a_schema_binds_the_answer(fields: dict[str, Any]) -> N
         ({"thinking": {"type": "adaptive"}, "enable_thinking": False}, "thinking"),
         ({"output_config": {"effort": "a lot"}}, "output_config.effort"),
         ({"container": {"skills": []}}, "container"),
-        ({"session_id": "s"}, "session_id"),
-        ({"files": [{"name": "f"}]}, "files"),
+        ({"session_id": 1}, "session_id"),
+        ({"files": [{"name": ""}]}, "files[0].name"),
         ({"dry_multiplier": 1}, "dry_multiplier"),
         (
             {
