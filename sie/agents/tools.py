@@ -104,8 +104,12 @@ NAMES: Final = frozenset(_BY_NAME)
 
 def tools_of(task: AgentTask) -> list[ServerTool]:
     """Return the tools that a request may use."""
-    found = [*(_CODE if task.code else ()), *(_SHELL if task.shell else ()), *(_SEARCH if task.search else ())]
-    return [*found, *(_FILES if task.code or task.shell else ())]
+    found = [
+        *(_CODE if task.code_field else ()),
+        *(_SHELL if task.shell_field else ()),
+        *(_SEARCH if task.search_field else ()),
+    ]
+    return [*found, *(_FILES if task.code_field or task.shell_field else ())]
 
 
 def find_tool(name: str) -> ServerTool:

@@ -11,6 +11,11 @@ PERMISSIONS: tuple[Permission, ...] = ("auto", "ask", "deny")
 """From the loosest to the strictest."""
 
 
+def stricter(one: Permission, other: Permission) -> Permission:
+    """Return the stricter of two permissions."""
+    return one if PERMISSIONS.index(one) >= PERMISSIONS.index(other) else other
+
+
 class ExpectedFile(msgspec.Struct, frozen=True):
     """A file that a request expects the tools to make; its name is a path in the working directory."""
 
@@ -22,15 +27,15 @@ class ExpectedFile(msgspec.Struct, frozen=True):
 class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks the server to do besides generating.
 
-    code, shell and search are the names of the fields that ask for Python, commands and web search, or empty; field is
-    the first field of all that asks for an agent. session is the client's name for its session, or empty. max_rounds
+    code_field, shell_field and search_field are the names of the fields that ask for Python, commands and web search, or
+    empty; field is the first field of all that asks for an agent. session is the client's name for its session, or empty. max_rounds
     None means the server's setting.
     """
 
     field: str = "tools"
-    code: str = ""
-    shell: str = ""
-    search: str = ""
+    code_field: str = ""
+    shell_field: str = ""
+    search_field: str = ""
     session: str = ""
     permission: Permission = "auto"
     max_rounds: int | None = None

@@ -8,7 +8,7 @@ import msgspec
 
 from sie.agents import tools
 from sie.config.agent_settings import Agents
-from sie.values.agent import PERMISSIONS, AgentTask
+from sie.values.agent import AgentTask, stricter
 from sie.values.errors import BadRequest
 from sie.values.generate import GenerateRequest
 
@@ -44,7 +44,7 @@ def plan_agent(request: GenerateRequest, settings: Agents) -> AgentPlan | None:
     if task is None or request.messages is None:
         return None
     _check_switches(task, settings)
-    permission = max(task.permission, settings.agent_permission, key=PERMISSIONS.index)
+    permission = stricter(task.permission, settings.agent_permission)
     if permission == "ask" and not request.stream:
         raise _wrong("agent_permission", "is 'ask', which needs 'stream': true: an approval is asked for in the stream")
     if request.num_choices > 1:
@@ -63,9 +63,9 @@ def plan_agent(request: GenerateRequest, settings: Agents) -> AgentPlan | None:
 
 def _check_switches(task: AgentTask, settings: Agents) -> None:
     for field, is_on, switch in (
-        (task.code, settings.has_code, _FOR_CODE),
-        (task.shell, settings.has_shell, _FOR_SHELL),
-        (task.search, settings.has_search, _FOR_SEARCH),
+        (task.code_field, settings.has_code, _FOR_CODE),
+        (task.shell_field, settings.has_shell, _FOR_SHELL),
+        (task.search_field, settings.has_search, _FOR_SEARCH),
     ):
         if field and not is_on:
             raise _wrong(

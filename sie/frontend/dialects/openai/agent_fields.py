@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.frontend.generation.sampling_fields import SamplingNumbers
-from sie.values.agent import PERMISSIONS, AgentTask, ExpectedFile, Permission
+from sie.values.agent import AgentTask, ExpectedFile, stricter
 from sie.values.errors import BadRequest
 
 _MAX_FILES: Final = 64
@@ -65,16 +65,14 @@ def read_agent_task(body: AgentFields, tools: dict[str, str]) -> AgentTask | Non
     fields = [*asked, *tools.values()]
     if not fields:
         return None
-    own: Permission = body.agent_permission or "auto"
-    older: Permission = body.code_execution_permission or "auto"
     searches = [path for kind, path in tools.items() if kind in SEARCH_TOOLS]
     return AgentTask(
         field=fields[0],
-        code="enable_code_execution" if body.enable_code_execution else tools.get("code_interpreter", ""),
-        shell="enable_shell" if body.enable_shell else tools.get("shell", ""),
-        search="web_search_options" if body.web_search_options is not None else next(iter(searches), ""),
+        code_field="enable_code_execution" if body.enable_code_execution else tools.get("code_interpreter", ""),
+        shell_field="enable_shell" if body.enable_shell else tools.get("shell", ""),
+        search_field="web_search_options" if body.web_search_options is not None else next(iter(searches), ""),
         session=body.session_id or "",
-        permission=max(own, older, key=PERMISSIONS.index),
+        permission=stricter(body.agent_permission or "auto", body.code_execution_permission or "auto"),
         max_rounds=body.max_tool_rounds,
         files=tuple(ExpectedFile(file.name, file.format, file.description) for file in body.files or ()),
     )

@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.operation import Reply
 from sie.frontend.dialects.openai.text_fields import decode_body
 
 _MAX_MESSAGE: Final = 10_000
@@ -23,12 +22,6 @@ class ApprovalDecision(msgspec.Struct):
     decision: Literal["approve", "deny"]
     remember_for_session: bool = False
     message: Annotated[str, Meta(max_length=_MAX_MESSAGE)] | None = None
-
-
-class ApprovalStatus(Reply):
-    """What became of a decision: queued if the call did not wait for it yet, not_found if it came before or too late."""
-
-    status: Literal["resolved", "queued", "not_found"]
 
 
 _DECODER: Final = msgspec.json.Decoder(ApprovalDecision)

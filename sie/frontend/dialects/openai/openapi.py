@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from sie.frontend.dialects.openai.approvals import ApprovalDecision, ApprovalStatus
+from sie.frontend.dialects.openai.approvals import ApprovalDecision
 from sie.frontend.dialects.openai.chat import ChatBody
 from sie.frontend.dialects.openai.completions import CompletionsBody
 from sie.frontend.dialects.openai.embeddings import EmbeddingsBody
@@ -36,6 +36,10 @@ from sie.frontend.dialects.operation import (
     Operation,
     Reply,
 )
+
+
+class ApprovalStatus(Reply):
+    status: Literal["resolved", "queued", "not_found"]
 
 
 class Embedding(Reply):

@@ -141,7 +141,7 @@ def make_plan(task: AgentTask | None = None, settings: Agents = ON, **fields: An
             "messages": [ChatMessage(role="user", content="hi")],
             "tools": (CLIENT_TOOL,),
             "stream": True,
-            "agent": task or AgentTask(code="tools", shell="enable_shell"),
+            "agent": task or AgentTask(code_field="tools", shell_field="enable_shell"),
             **fields,
         }
     )
@@ -233,7 +233,7 @@ def test_a_client_s_call_alone_runs_nothing() -> None:
 @pytest.mark.parametrize(("wanted", "setting", "num_rounds"), [(0, 256, 0), (1, 256, 1), (None, 2, 2), (5, 1, 1)])
 def test_at_the_cap_the_call_is_returned(wanted: int | None, setting: int, num_rounds: int) -> None:
     link = Link()
-    plan = make_plan(AgentTask(code="tools", max_rounds=wanted), Agents(agent=True, max_tool_rounds=setting))
+    plan = make_plan(AgentTask(code_field="tools", max_rounds=wanted), Agents(agent=True, max_tool_rounds=setting))
     events, requests = run([Said("x", call(tools.PYTHON)) for _ in range(4)], gather, link=link, plan=plan)
     assert len(requests) == num_rounds == len(link.names)
     assert isinstance(events[-3], ToolCallDelta)
@@ -295,7 +295,7 @@ def test_whole_answer_is_the_last_round_with_the_calls_of_all() -> None:
         return await agent.whole()
 
     rounds = [Said("before", call(tools.PYTHON, arguments='{"code":"1"}')), Said("after")]
-    reply, _ = run(rounds, whole, plan=make_plan(AgentTask(code="x", session="mine"), stream=False))
+    reply, _ = run(rounds, whole, plan=make_plan(AgentTask(code_field="x", session="mine"), stream=False))
     assert reply.choices[0].text == "after"
     assert reply.usage.completion_tokens == 6
     assert reply.agent.session == "mine"
@@ -314,7 +314,7 @@ def test_files_that_nobody_made_are_placeholders_and_the_text_stays() -> None:
         return await agent.whole()
 
     files = (ExpectedFile("made"), ExpectedFile("missing"))
-    plan = make_plan(AgentTask(code="x", files=files), stream=False)
+    plan = make_plan(AgentTask(code_field="x", files=files), stream=False)
     reply, _ = run([Said("x", call(tools.PYTHON)), Said("after")], whole, plan=plan)
     assert [(file.name, file.code) for file in reply.agent.files] == [("made", None), ("missing", "not_produced")]
     assert reply.choices[0].text == "after"
@@ -352,7 +352,7 @@ def test_a_lost_agent_process_is_a_result_for_the_model() -> None:
 
 def test_a_denied_call_is_told_to_the_model() -> None:
     link = Link()
-    plan = make_plan(AgentTask(code="x", permission="deny"))
+    plan = make_plan(AgentTask(code_field="x", permission="deny"))
     _, requests = run([Said("x", call(tools.PYTHON)), Said("so")], gather, link=link, plan=plan)
     assert link.asked == []
     assert requests[0].messages is not None
@@ -362,7 +362,7 @@ def test_a_denied_call_is_told_to_the_model() -> None:
 @pytest.mark.parametrize("decision", [Decision(True), Decision(False, "not that")])
 def test_an_approval_is_asked_for_between_the_two_events(decision: Decision) -> None:
     link = Link(decision)
-    plan = make_plan(AgentTask(code="x", permission="ask", session="s"))
+    plan = make_plan(AgentTask(code_field="x", permission="ask", session="s"))
     rounds = [Said("x", call(tools.PYTHON, arguments='{"code":"1"}')), Said("so")]
     events, requests = run(rounds, gather, link=link, plan=plan)
     made = [name for name in kinds(events) if name in {"ToolProgress", "ApprovalRequired", "FileProduced"}]
@@ -389,20 +389,26 @@ def test_at_most_64_files_are_shown() -> None:
 @pytest.mark.parametrize(
     ("task", "settings", "fields", "param", "said"),
     [
-        (AgentTask(code="tools[0]"), Agents(enable_shell=True), {}, "tools[0]", "--enable-code-execution"),
-        (AgentTask(shell="enable_shell"), Agents(enable_code_execution=True), {}, "enable_shell", "--enable-shell"),
-        (AgentTask(search="web_search_options"), ON, {}, "web_search_options", "--enable-search"),
-        (AgentTask(field="session_id", session="s"), Agents(), {}, "session_id", "--agent"),
-        (AgentTask(code="x", permission="ask"), ON, {"stream": False}, "agent_permission", "stream"),
+        (AgentTask(code_field="tools[0]"), Agents(enable_shell=True), {}, "tools[0]", "--enable-code-execution"),
         (
-            AgentTask(code="x"),
+            AgentTask(shell_field="enable_shell"),
+            Agents(enable_code_execution=True),
+            {},
+            "enable_shell",
+            "--enable-shell",
+        ),
+        (AgentTask(search_field="web_search_options"), ON, {}, "web_search_options", "--enable-search"),
+        (AgentTask(field="session_id", session="s"), Agents(), {}, "session_id", "--agent"),
+        (AgentTask(code_field="x", permission="ask"), ON, {"stream": False}, "agent_permission", "stream"),
+        (
+            AgentTask(code_field="x"),
             Agents(agent=True, agent_permission="ask"),
             {"stream": False},
             "agent_permission",
             "stream",
         ),
-        (AgentTask(code="x"), ON, {"num_choices": 2}, "n", "1"),
-        (AgentTask(code="x"), ON, {"tools": (Tool(name=tools.SHELL),)}, "tools", tools.SHELL),
+        (AgentTask(code_field="x"), ON, {"num_choices": 2}, "n", "1"),
+        (AgentTask(code_field="x"), ON, {"tools": (Tool(name=tools.SHELL),)}, "tools", tools.SHELL),
     ],
 )
 def test_what_is_off_or_impossible_is_refused_by_name(
@@ -425,7 +431,7 @@ def test_what_is_off_or_impossible_is_refused_by_name(
     ],
 )
 def test_the_stricter_permission_counts(asked: Any, setting: Any, found: str) -> None:
-    plan = make_plan(AgentTask(code="x", permission=asked), Agents(agent=True, agent_permission=setting))
+    plan = make_plan(AgentTask(code_field="x", permission=asked), Agents(agent=True, agent_permission=setting))
     assert plan.task.permission == found
 
 

@@ -275,7 +275,7 @@ REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"temperature": -1}, 400, "temperature"),
     ({"adapter": "a"}, 400, "adapter"),
     ({"dry_multiplier": 1}, 400, "dry_multiplier"),
-    ({"files": [{"name": 1}]}, 422, "files[...].name"),
+    ({"files": [{"name": 1}]}, 422, "files[0].name"),
     ({"max_tool_rounds": -2}, 400, "max_tool_rounds"),
     ({"tools": [{"type": "mcp"}]}, 400, "tools[0]"),
     ({"tools": [{"type": "shell"}, {"type": "shell"}]}, 400, "tools[1]"),
