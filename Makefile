@@ -37,7 +37,7 @@ TORCHLESS := llama mistralrs
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve native smoke test check fix bench peers chaos soak wheel deploy clean
+.PHONY: help serve native smoke test check fix bench peers chaos escapes soak wheel deploy clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -87,6 +87,9 @@ chaos: $(VENV)/.test ## break running servers on purpose, all faults, and write 
 	@rm -f build/chaos/rows.jsonl
 	CHAOS=long CHAOS_REPORT=build/chaos $(BIN)/python -m pytest tests/chaos $(ARGS); status=$$?; \
 		CHAOS=long $(BIN)/python tests/chaos/page.py build/chaos && exit $$status
+
+escapes: $(VENV)/.test ## try every way out of a sandbox; as root, also without a user namespace made by bubblewrap
+	$(BIN)/python -m pytest tests/security/test_sandbox_escapes.py tests/process/test_agent_host.py tests/unit/agents $(ARGS)
 
 soak: $(VENV)/.test ## keep a server busy for SECONDS (an hour) and see that no process grows; then see a leak caught
 	$(BIN)/python -m tests.chaos.soak --seconds $(SECONDS) --real $(ARGS)
