@@ -35,7 +35,8 @@ from sie.frontend.fastpath.infer_cache import (
     places_in,
     read_answer,
 )
-from sie.frontend.inputs.tokenize import Tokenizer, encode_stub_text
+from sie.frontend.inputs.stub_texts import encode_stub_text
+from sie.frontend.inputs.tokenize import Tokenizer
 from sie.frontend.operations.resolve import resolve_encode
 from sie.frontend.telemetry.metrics import FrontendMetrics
 from sie.shm.extent import begin_extent, write_extent, write_parts
@@ -43,13 +44,13 @@ from sie.shm.large import LargeBudget
 from sie.shm.layout import SUBMIT
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
-from sie.values.encode import EncodeReply, Timing
+from sie.values.inference import EncodeReply, Timing
 from sie.values.tensor import TensorReply
 from sie.values.work import TensorForm, TensorReplyHeader, WorkHeader
 from sie.values.work_bytes import extent_bytes, plan_arrays, split_extent
 from sie.workers.requests.readers import reader_of
 from sie.workers.scheduling.scheduler import State, plan_step
-from sie.workers.scheduling.waiting import Budget, Waiting
+from sie.workers.scheduling.waiting import Budget, WaitingItem
 
 Side = Literal["frontend", "tensors", "worker", "model"]
 _BLOCKS = 200
@@ -215,7 +216,7 @@ def _worker_stages() -> Iterator[Stage]:
 
     yield Stage("worker", "read a request's extent", read_request)
     state, budget = State(), Budget(max_tokens=1024, max_items=1024, max_age_ns=_FAR_NS)
-    item = Waiting(request=None, index=0, num_tokens=12, arrival_ns=0, deadline_ns=_FAR_NS)
+    item = WaitingItem(request=None, index=0, num_tokens=12, arrival_ns=0, deadline_ns=_FAR_NS)
 
     def plan() -> None:
         state.add("stub/echo", item)

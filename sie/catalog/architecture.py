@@ -51,7 +51,7 @@ def build_refusal(model_id: str, config: PretrainedConfig, error: Exception) -> 
         return refuse(
             model_id, f"its rope type {error.args[0]!r} is not one that transformers {__version__} computes: {known}"
         )
-    if "ignore_mismatched_sizes" in str(error):  # it has logged which, and says to look there
+    if "ignore_mismatched_sizes" in str(error):  # the library has logged the weights' names
         return refuse(model_id, "weights are of the wrong shape for its config.json")
     name = (config.architectures or [config.model_type])[0]
     return refuse(model_id, f"transformers cannot build {name}: {type(error).__name__}: {_one_line(error)}")

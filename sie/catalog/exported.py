@@ -227,7 +227,7 @@ def _check_tree(spec: Any, *, has_names: bool) -> None:
 
 def _tree_nodes(node: Any, depth: int) -> Iterator[dict[str, Any]]:
     if not isinstance(node, dict) or depth > _MAX_DEPTH:
-        raise ExportedError("its arguments or results have no form")
+        raise ExportedError("its arguments or results have no readable structure")
     yield node
     for child in node.get("children_spec") or ():
         yield from _tree_nodes(child, depth + 1)

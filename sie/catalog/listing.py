@@ -141,7 +141,7 @@ def check_adapters(loaded: Loaded) -> list[AdapterSpec]:
         if (spec.model, spec.id) in specs:
             raise SettingsError(f"{where}: {spec.id!r} of {spec.model!r} is named twice")
         if (spec.stub is None) != (models[spec.model][0].stub is None):
-            raise SettingsError(f"{where}: {spec.id!r}: a stub's adapters must be stubs, and only those")
+            raise SettingsError(f"{where}: adapter {spec.id!r} and model {spec.model!r} must both be stubs, or neither")
         specs[spec.model, spec.id] = spec
     for model_id, (model, _) in models.items():
         for name, options in _profiles(model).items():

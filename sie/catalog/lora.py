@@ -94,7 +94,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoraRule(NamedTuple):
-    """What a config says of one module; rank and scale matter where the adapter has weights for it."""
+    """The settings of a config for one module. Rank and scale count only if the adapter has weights for the module."""
 
     is_target: bool
     rank: int

@@ -39,7 +39,7 @@ class FileModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ignore_remote_code: bool = False
     """Whether an encoder with its own code (`auto_map`) is served by transformers' own class, as if it had no code."""
     reranker: Reranker | None = None
-    """How the model reads a pair, and its score; in place of what its files and the catalogue say."""
+    """How the model reads a pair and its score. Replaces the description in its files and in the catalogue."""
     pooling: Pooling | None = None
     """How a checkpoint without `modules.json` becomes one vector; None means as sentence-transformers does."""
     dimensions: bool | tuple[Annotated[int, msgspec.Meta(ge=1)], ...] | None = None

@@ -1,6 +1,6 @@
 """Turns `modules.json` into a pipeline: the steps after the transformer's hidden states.
 
-Follows sentence-transformers 2 to 6. A module that cannot be run exactly as there is refused by name.
+Follows sentence-transformers 2 to 6. A module that cannot run exactly as sentence-transformers runs it is refused by name.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _check(inputs: list[OnnxValue], outputs: list[OnnxValue]) -> None:
     for values in (inputs, outputs):
         names = [value.name for value in values]
         if len(set(names)) != len(names) or not all(names):
-            raise OnnxError("its inputs or outputs have no names of their own")
+            raise OnnxError("an input or output has no name, or the name of another one")
 
 
 def _read_value(data: memoryview) -> OnnxValue:

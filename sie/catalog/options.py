@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from sie.config.sources import did_you_mean
-from sie.values.encode import OUTPUT_DTYPES
 from sie.values.errors import BadRequest
+from sie.values.inference import OUTPUT_DTYPES
 from sie.values.output_kinds import KINDS
 
 OUTPUT_TYPES: Final = tuple(KINDS)

@@ -97,7 +97,7 @@ def _own_options(name: str, profiles: Mapping[str, Profile], inherited: Profiles
         if parent is None and profile.extends not in inherited:
             raise BadRequest(f"it extends {profile.extends!r}, which is not a profile of this model")
         if parent is not None and parent.extends is not None:
-            raise BadRequest(f"it extends {profile.extends!r}, which extends another one itself")
+            raise BadRequest(f"it extends {profile.extends!r}, which itself extends another profile")
     except BadRequest as error:
         raise BadRequest(f"profile {name!r}: {error.message}") from None
     return dict(profile.options or (parent.options if parent is not None else inherited[profile.extends]))

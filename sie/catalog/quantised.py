@@ -41,7 +41,7 @@ def find_quantised(dtypes: Mapping[str, str]) -> str | None:
     """Return the name of a tensor whose numbers need a scale, or None.
 
     dtypes maps each tensor to safetensors' name of its type. Such tensors are floats of 8 bits or fewer, and weights of
-    8-bit integers, as bitsandbytes keeps them. Other integers are positions, masks and the like.
+    8-bit integers, as bitsandbytes keeps them. Other integers are, for example, positions or masks.
     """
     for name, dtype in dtypes.items():
         is_small_float = dtype.startswith("F") and dtype not in _FLOATS

@@ -1,6 +1,6 @@
 """Decides how to serve checkpoints with their own Python code (`auto_map`). Must never run that code.
 
-A class of transformers replaces it: the one for the checkpoint's `model_type`, or for another. `remote_code.toml` lists
+A class of transformers replaces the code: the class for the checkpoint's `model_type`, or for another type. `remote_code.toml` lists
 classes of well-known checkpoints, and how they differ from the library's classes: in values of the configuration, in
 names of weights, or in layers, of which `sie.workers.loading.variants` has some. An encoder with unknown code is refused, because code may
 change attention, pooling or tokens. `ignore_remote_code = true` in its section of the file of models allows it.
@@ -64,7 +64,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def replace_remote_code(card: ModelCard) -> ModelCard:
-    """Return the card of an encoder, or a model with a head on one, with the changes of its own code.
+    """Return the card with the changes that the checkpoint's code makes, for an encoder with or without a head.
 
     Raises ModelLoadFailed, naming the class, if it is unknown or cannot be replaced.
     """
@@ -142,7 +142,7 @@ def _find(reference: str, config: dict[str, Any]) -> _Code | None:
 
 
 def _config_changes(model_id: str, reference: str, code: _Code, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with which the library's class computes what the code would."""
+    """Return the values with which the library's class computes the same as the checkpoint's code."""
     for key, value in code.expects.items():
         if config.get(key, value) not in (value, None):
             reason = f"config.json sets {key} to {config[key]!r}; of {reference} only {value!r} is computed"

@@ -30,7 +30,7 @@ _SUFFIXES = {".onnx": "onnxruntime_onnx", ".pt2": "pytorch_exported"}
 def find_models(repositories: tuple[str, ...], only: str = "") -> list[RepositoryModel]:
     """Return the models of the repositories by name, or only the one named `only`.
 
-    If two repositories have a name, the first repository wins. Folders with an invalid or hidden name are skipped.
+    If two repositories hold a model of the same name, the first repository wins. Folders with an invalid or hidden name are skipped.
     Raises ModelLoadFailed for a repository that cannot be read.
     """
     found: dict[str, RepositoryModel] = {}

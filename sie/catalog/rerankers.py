@@ -21,7 +21,7 @@ class Reranker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How a model reads a pair, and its score: an entry of the file, or `reranker` in a section of the file of models.
 
     The score of a causal model is (true token's logit - false token's logit) / divisor through the activation. The
-    score of a classifier is its own logit / divisor through the activation; it has no use for the tokens.
+    score of a classifier is its own logit / divisor through the activation; it does not use the tokens.
     """
 
     parts: tuple[str, ...]
@@ -64,7 +64,7 @@ def fill_in_like(table: dict[str, Any]) -> dict[str, Any]:
         return table
     known = find_reranker(str(table["like"]))
     if known is None:
-        raise BadRequest(f"reranker like: {table['like']!r} is not a reranker that is known by its id")
+        raise BadRequest(f"reranker like: {table['like']!r} is not the id of a known reranker")
     return {**msgspec.to_builtins(known), **{key: value for key, value in table.items() if key != "like"}}
 
 
@@ -72,10 +72,12 @@ def check_reranker(entry: Reranker) -> None:
     """Raise BadRequest for a description without exactly one place for the query and one for the document."""
     for place in ("{query}", "{document}"):
         if sum(part.count(place) for part in entry.parts) != 1:
-            raise BadRequest(f"reranker parts: exactly one of them has {place}, once")
+            raise BadRequest(f"reranker parts: {place} must appear exactly once in all parts together")
     is_joined = any("{query}" in part and "{document}" in part for part in entry.parts)
     if entry.instructed_query is not None and (is_joined or entry.instructed_query.count("{query}") != 1):
-        raise BadRequest("reranker instructed_query: it replaces a part with {query} and without {document}")
+        raise BadRequest(
+            "reranker instructed_query: it must hold {query} once, and no part may hold both {query} and {document}"
+        )
     if not math.isfinite(entry.divisor):
         raise BadRequest(f"reranker divisor: {entry.divisor} is not finite")
 

@@ -44,7 +44,7 @@ def read_scoring(
 ) -> Scoring | None:
     """Return a checkpoint's scoring rules, or None if it encodes. Raises ModelLoadFailed if they cannot be run.
 
-    described is the operator's own description, which replaces what the catalogue and the checkpoint say.
+    described is the operator's own description. It replaces those of the catalogue and the checkpoint.
     """
     entry = described or find_reranker(checkpoint.id, is_bare=modules is None)
     names = [module.name for module in modules or ()]
@@ -136,8 +136,8 @@ def reads_token_types(transformer: Checkpoint, config: dict[str, Any]) -> bool:
 def _reads_chats(transformer: Checkpoint) -> bool:
     """Tell whether a classifier reads pairs through its chat template.
 
-    Source: sentence_transformers 6.2 base/modules/transformer.py: it does if there is one, unless the ways of reading
-    that `sentence_bert_config.json` lists leave messages out.
+    Source: sentence_transformers 6.2 base/modules/transformer.py: the template is used if there is one, unless
+    `sentence_bert_config.json` lists the kinds of input and `message` is not among them.
     """
     listed = transformer.read_object("sentence_bert_config.json").get("modality_config")
     if isinstance(listed, dict) and "message" not in listed:

@@ -72,7 +72,7 @@ class RepositoryModel(msgspec.Struct, frozen=True, kw_only=True):
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The source of one served model: a directory, a stub, a model repository, or (none set) the hub's `id`.
 
-    max_sequence_length and what follows are the operator's settings, from the file that `sie.catalog.model_file` reads.
+    max_sequence_length and the fields after it are the operator's settings, from the file that `sie.catalog.model_file` reads.
     """
 
     id: str
@@ -138,7 +138,7 @@ def parse_adapter_spec(text: str) -> AdapterSpec:
         raise BadRequest(f"adapter spec {text!r} names no adapter; the form is {ADAPTER_FORM}")
     spec = parse_model_spec(rest)
     if spec.stub is not None and spec.stub != StubOptions(load_ms=spec.stub.load_ms):
-        raise BadRequest(f"adapter spec {text!r}: a stub's adapter has no option but load_ms")
+        raise BadRequest(f"adapter spec {text!r}: the only option of a stub's adapter is load_ms")
     return AdapterSpec(
         model=_checked_id(model, text), id=spec.id, directory=spec.directory, revision=spec.revision, stub=spec.stub
     )
@@ -212,7 +212,9 @@ def _parse_stub(options: str, text: str) -> StubOptions:
         raise BadRequest(f"model spec {text!r}: a stub that generates has no option {min(others)!r}")
     for key in KINDS:
         if (width := _option_of(stub, key)) > MAX_STUB_WIDTH:
-            raise BadRequest(f"model spec {text!r}: stub option {key!r} is {width}, the most is {MAX_STUB_WIDTH}")
+            raise BadRequest(
+                f"model spec {text!r}: stub option {key!r} is {width}, but must be at most {MAX_STUB_WIDTH}"
+            )
     return stub
 
 

@@ -1,7 +1,8 @@
 """Recognises models that are a table of one vector for each token, and reads their rules: a text is their mean.
 
-Two layouts: a StaticEmbedding in `modules.json`, which sentence-transformers 6.2 reads (potion models have it too), and
-model2vec's own without that file, which leaves unknown tokens out and reads at most 512 others.
+There are two layouts. The first is a StaticEmbedding in `modules.json`, as sentence-transformers 6.2 reads it; potion
+models have it too. The second is model2vec's own, without that file: it leaves out unknown tokens, and reads at most 512
+tokens of a text.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def convert_tokenizer(model_id: str, directory: str, cache_dir: str) -> str:
 def keep_tokenizer(model_id: str, cache_dir: str, fingerprint: str, convert: Callable[[], str]) -> str:
     """Return the path of the cached `tokenizer.json` of a fingerprint; convert makes its text if it is missing.
 
-    A file that was cut or damaged is made anew. Raises ModelLoadFailed when it cannot be written, and the errors of
+    A cut or damaged file is written again. Raises ModelLoadFailed when it cannot be written, and the errors of
     convert.
     """
     path = Path(cache_dir, _FOLDER, f"{fingerprint}.json")

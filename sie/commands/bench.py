@@ -38,7 +38,7 @@ _POSITIVE = click.FloatRange(0, 1_000_000, min_open=True)
     "--texts",
     default="mixed",
     show_default=True,
-    help="Tokens of each text: 12; or lengths with weights, 12:0.6,64:0.3,230:0.1; mixed stands for these.",
+    help="Tokens of each text: one length, such as 12, or lengths with weights. mixed means 12:0.6,64:0.3,230:0.1.",
 )
 @click.option("--items", type=_COUNT, default=1, show_default=True, help="Texts in a request.")
 @click.option("--label", "labels", multiple=True, help="Label to extract; repeatable.")
@@ -72,10 +72,10 @@ _POSITIVE = click.FloatRange(0, 1_000_000, min_open=True)
     help="Find the highest rate with p99 below MS milliseconds; begins at --rate.",
 )
 @click.option("--seconds", type=_SECONDS, default=10.0, show_default=True, help="Length of each load.")
+@click.option("--warmup", type=_SECONDS, default=1.0, show_default=True, help="Seconds of load before the measurement.")
 @click.option(
-    "--warmup", type=_SECONDS, default=1.0, show_default=True, help="Seconds of load before the first one that counts."
+    "--within-ms", type=_POSITIVE, default=100.0, show_default=True, help="A later answer is not counted as good."
 )
-@click.option("--within-ms", type=_POSITIVE, default=100.0, show_default=True, help="Longest time of a good answer.")
 @click.option(
     "--distinct", type=_COUNT, default=128, show_default=True, help="Number of different requests, sent in turn."
 )
@@ -90,7 +90,7 @@ def bench(
     """Measure a running server.
 
     Sends requests of fixed lengths in turn, and compares each answer with the server's answer to the same request
-    alone. Exit status 1: there was no good answer, or a wrong one.
+    alone. Exit status 1: no answer was good, or one was wrong.
 
     \b
       sie bench --model sentence-transformers/all-MiniLM-L6-v2

@@ -36,7 +36,9 @@ def chat_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer. Default: all that fit."),
         click.option(
-            "--temperature", type=click.FloatRange(0, 2), help="0: the most likely token. Default: the model's."
+            "--temperature",
+            type=click.FloatRange(0, 2),
+            help="Sampling temperature; 0 always takes the most likely token. Default: the model's.",
         ),
         click.option("--system", default="", help="System message to begin with."),
     ):

@@ -154,7 +154,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[_Chunk]:
         if chunk.error is not None:
             raise ServerError(chunk.error.message)
         yield chunk
-    raise ServerError("the server broke off its answer")
+    raise ServerError("the server ended the answer early")
 
 
 def _read(data: bytes) -> _Chunk | None:

@@ -164,7 +164,7 @@ for _command in (bench, chat, keys, ps, pull, run, service, stop, top):
 def doctor(config_file: str | None, as_json: bool, only: tuple[str, ...], wait_s: float, **flags: Any) -> int:
     """Check this host and these settings, and say how to correct faults.
 
-    Exit status 1: there is an error, and the server would not start, or would not serve.
+    Exit status 1: an error was found, so the server would not start or would not answer requests.
     """
     from sie.doctor import examine, render_json, render_text
 

@@ -60,6 +60,6 @@ def _history() -> History:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(mode=stat.S_IRUSR | stat.S_IWUSR)
-    except OSError:  # a home that cannot be written to
+    except OSError:  # the home directory is read-only
         return InMemoryHistory()
     return FileHistory(str(path))

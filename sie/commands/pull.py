@@ -17,7 +17,7 @@ from sie.config.sources import SettingsError
 def pull(named: tuple[str, ...], config_file: str | None, **flags: Any) -> int:
     """Download models and check their files, without serving them.
 
-    A MODEL without a directory comes from the hub, as far as its files are not in the cache. Exit status 1: not every
+    A MODEL without a directory comes from the hub; files in the cache are not downloaded again. Exit status 1: not every
     model can be served.
 
     \b

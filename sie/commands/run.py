@@ -1,4 +1,4 @@
-"""The command `sie run`: talks to a model, and serves it for that time if no server does."""
+"""The command `sie run`: talks to a model, and serves it for the conversation if no running server has it."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def run(
     max_tokens: int | None,
     **access: str,
 ) -> int:
-    """Talk to MODEL, and serve it for that time if no server does.
+    """Talk to MODEL. If no running server has it, serve it for the conversation.
 
     MODEL is named as for `sie serve`: an id on the hub, ID=DIR, or a path. A server at --url that has the model is
-    used. Otherwise one is started on a Unix socket of its own, and stopped at the end; the model is downloaded if need be.
+    used. Otherwise one is started on a Unix socket of its own, and stopped at the end; the model is downloaded if it is missing.
     With a QUESTION, or text from a pipe, it prints one answer; without either it is a conversation.
 
     \b
@@ -109,7 +109,7 @@ def _serving(spec: str, model_id: str) -> Generator[Target | None]:
             [sys.executable, "-m", "sie", "serve", "--model", spec, "--uds", str(path), "--uds-mode", "600",
              "--state-dir", str(Path(directory, "state")), "--frontends", "1", "--grpc-port", "0", "--log-level", "warning",
              "--api-keys", "", "--tls-cert", "", "--tls-key", "", "--tls-client-ca", ""],
-            env={name: value for name, value in os.environ.items() if name != "SIE_API_KEY"},  # a client's, not a server's
+            env={name: value for name, value in os.environ.items() if name != "SIE_API_KEY"},  # a client's variable, unknown to a server
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent,  # noqa: PLW1509  # no other thread runs here
         )  # fmt: skip
         try:

@@ -28,7 +28,7 @@ def _check_path(ctx: click.Context, param: click.Parameter, value: str | None) -
 
 def _check_user(ctx: click.Context, param: click.Parameter, value: str) -> str:
     if not _USER.fullmatch(value) or value == "root":
-        raise click.BadParameter(f"{value!r} is not the name of a user without rights", ctx, param)
+        raise click.BadParameter(f"{value!r} is not the name of an unprivileged user", ctx, param)
     return value
 
 

@@ -23,7 +23,7 @@ _OPTIONS = (
         envvar=["SIE_API_KEY", "BENCH_API_KEY"],
         show_envvar=True,
         default="",
-        help="API key. OPENAI_API_KEY counts, too, if the server was named by --url or SIE_URL.",
+        help="API key. OPENAI_API_KEY is used, too, if --url or SIE_URL names the server.",
     ),
     click.option(
         "--ca",
@@ -32,10 +32,10 @@ _OPTIONS = (
         default="",
         help="PEM file of the authorities to trust instead of the system's.",
     ),
+    click.option("--cert", "cert_file", type=click.Path(), default="", help="PEM file of this client's certificate."),
     click.option(
-        "--cert", "cert_file", type=click.Path(), default="", help="PEM file of the certificate that this client shows."
+        "--cert-key", "key_file", type=click.Path(), default="", help="PEM file of the private key of --cert."
     ),
-    click.option("--cert-key", "key_file", type=click.Path(), default="", help="PEM file of its private key."),
 )
 
 

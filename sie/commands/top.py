@@ -19,7 +19,7 @@ from sie.commands.terminal import fail
 def top(*, url: str, **access: str) -> int:
     """Watch a running server: its load, models, workers and GPUs, once a second.
 
-    `sie ps` prints the same once. The dashboard at the server's `/` shows it in a browser.
+    `sie ps` prints the same figures once. The dashboard at the server's `/` shows them in a browser.
     """
     from sie.loadgen.target import TargetError
 

@@ -88,7 +88,7 @@ class TopView(App[None]):
         self._has_left.set()
 
     def action_pause(self) -> None:
-        """Stop to take frames, or go on."""
+        """Pause or continue the live view."""
         self._is_paused = not self._is_paused
         self.sub_title = "paused" if self._is_paused else ""
         if self._frames:

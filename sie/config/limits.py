@@ -88,7 +88,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued_images: Annotated[
         int,
         Meta(
-            ge=1, le=1 << 20, description="Most images waiting to be decoded in a frontend; over it is 503 QUEUE_FULL."
+            ge=1,
+            le=1 << 20,
+            description="Most images waiting to be decoded in a frontend; a request over it gets 503 QUEUE_FULL.",
         ),
     ] = 1024
     max_depth: Annotated[int, Meta(ge=4, le=500, description="Deepest nesting of a JSON or msgpack body.")] = 64
@@ -104,7 +106,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, Meta(ge=4096, le=1024 * MIB, description="Largest reply, measured as the bytes of its vectors.")
     ] = 64 * MIB
     max_queued_tokens: Annotated[
-        int, Meta(ge=1, le=1 << 32, description="Most tokens waiting for one worker; over it is 503 QUEUE_FULL.")
+        int,
+        Meta(
+            ge=1, le=1 << 32, description="Most tokens waiting for one worker; a request over it gets 503 QUEUE_FULL."
+        ),
     ] = 1 << 20
     oom_retry_after_s: Annotated[
         int, Meta(ge=1, le=60, description="`Retry-After` of 503 RESOURCE_EXHAUSTED: no memory for an item even alone.")

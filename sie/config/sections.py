@@ -37,10 +37,10 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, Meta(ge=0, le=3600, description="Longest time for accepted requests to finish after SIGTERM.")
     ] = 25.0
     log_format: Annotated[
-        Literal["text", "json"], Meta(description="Log lines for people, or for machines with one object a line.")
+        Literal["text", "json"], Meta(description="Form of log lines: text for people, or json with one object a line.")
     ] = "text"
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least important log lines to write.")
+        Literal["debug", "info", "warning", "error"], Meta(description="Lowest level of log lines to write.")
     ] = "info"
     access_log: Annotated[
         float, Meta(ge=0, le=1, description="Share of requests that get a log line when they end; 0 writes none.")
@@ -51,7 +51,10 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(description="Lock file and control socket; empty uses systemd's, the user's or a temporary directory."),
     ] = ""
     state_dir: Annotated[
-        str, Meta(description="Kept responses; empty uses systemd's, else the user's, state directory.")
+        str,
+        Meta(
+            description="Directory of stored responses; empty uses the state directory of systemd, or else of the user."
+        ),
     ] = ""
     machine_profile: Annotated[
         str, Meta(description="Value that `X-SIE-MACHINE-PROFILE` must match; empty uses the type of the GPU.")
@@ -130,7 +133,9 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     default_model: Annotated[
         str,
-        Meta(description="Model for OpenAI requests without a model; if empty or unsuitable, the only suitable one."),
+        Meta(
+            description="Model for OpenAI requests without a model; if it is empty or unsuitable, the only served model that is suitable."
+        ),
     ] = ""
     repositories: Annotated[
         tuple[str, ...],
@@ -176,7 +181,10 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "auto"
     cache_dir: Annotated[
-        str, Meta(description="Converted tokenizers; empty uses systemd's, else the user's, cache directory.")
+        str,
+        Meta(
+            description="Directory of converted tokenizers; empty uses the cache directory of systemd, or else of the user."
+        ),
     ] = ""
     load_timeout_s: Annotated[float, Meta(ge=1, le=86400, description="Longest time to load one model.")] = 900.0
     load_retry_s: Annotated[

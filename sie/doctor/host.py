@@ -102,7 +102,7 @@ def _has_hub_models(settings: Settings) -> bool:
 
     try:
         return any(is_hub(parse_model_spec(text)) for text in (*settings.models.preload, *settings.models.lazy))
-    except SieError:  # the settings' own finding
+    except SieError:  # the area `software` reports wrong settings
         return False
 
 

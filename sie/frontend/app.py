@@ -23,14 +23,14 @@ from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.intake import Intake, Scheduler
 from sie.frontend.http.near_routes import hint_for
 from sie.frontend.http.response import Response
-from sie.frontend.http.routes import Route, Row
+from sie.frontend.http.routing import Route, Row
 from sie.frontend.http.stream import STREAM_HEADERS, Streamed, send_stream
 from sie.frontend.http.unread import MIN_BYTES
 from sie.frontend.models.admin import check_admin
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes import error_envelopes
+from sie.frontend.routes.handlers import Handlers
 from sie.frontend.routes.models import ERROR_CODE
-from sie.frontend.routes.services import Services
 from sie.frontend.routes.table import INFER, TABLE, WEBSOCKETS, Handler, find_route, is_unknown_action
 from sie.frontend.telemetry.access_log import id_headers
 from sie.frontend.telemetry.counting import count_exchange
@@ -64,11 +64,11 @@ class App:
     def __rsgi_init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """Join the supervisor before the first connection is accepted."""
         self._process = self._connect(loop)
-        services = self._services = Services(self._process, self._identity, TABLE)
-        self._handlers: dict[Route, Handler] = {}
+        handlers = self._handlers = Handlers(self._process, self._identity, TABLE)
+        self._handler_of: dict[Route, Handler] = {}
         submitters: dict[Route, TrySubmit] = {
-            ENCODE: EncodeFastPath(self._process, services.embed),
-            INFER: InferFastPath(self._process, services.kserve),
+            ENCODE: EncodeFastPath(self._process, handlers.inference),
+            INFER: InferFastPath(self._process, handlers.kserve),
         }
         self._fast_path = FastPath(self, self._process, submitters)
         calm_collector()
@@ -187,7 +187,7 @@ class App:
             exchange.route = route
         if route.need == "admin":
             self._check_admin(exchange, route)
-        handler = self._handlers.get(route) or await self._find_handler(route)
+        handler = self._handler_of.get(route) or await self._find_handler(route)
         try:
             answer = await handler(exchange)
             if isinstance(answer, Response):
@@ -202,9 +202,9 @@ class App:
         """Return the handler of a route at its first request, and cache it."""
         assert isinstance(route, Row)
         if route.imports:
-            pool = self._services.embed.pool
+            pool = self._handlers.inference.pool
             await asyncio.get_running_loop().run_in_executor(pool, importlib.import_module, route.imports)
-        handler = self._handlers[route] = route.handler(self._services)
+        handler = self._handler_of[route] = route.handler(self._handlers)
         return handler
 
     async def _stream(self, exchange: Exchange, answer: Streamed) -> None:
@@ -267,8 +267,8 @@ class App:
         """Answer with an error in the shape of the route's dialect."""
         envelope = exchange.route.envelope if exchange.route is not None else "sie"
         if isinstance(error, ClientGone):
-            # Mostly nobody reads it. But Granian logs a missing response, and a client that closed only its own
-            # direction, in the middle of its body, does read it.
+            # Usually nobody reads this response. But Granian logs a missing one, and a client that closed only its
+            # sending direction, in the middle of its body, reads it.
             _, headers, body = error_envelopes.failure(envelope, BadRequest(error.message))
             exchange.protocol.response_bytes(400, [*headers, _CLOSE], body)
             for record in self._process.recorders:

@@ -110,16 +110,7 @@ class FrontendProcess:
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, settings.limits, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
-        texts = TextTensors(
-            self.encoder, self.scorer, lambda: self.generator,
-            limits=lambda: self.settings.limits, watch=self.watch_client,
-        )  # fmt: skip
-        tensor_images = TensorImages(self._images, limits=lambda: self.settings.limits)
-        self.tensors = Tensors(
-            self.engine, self.models, self.admin, self._pool,
-            texts=texts, images=tensor_images, watch=self.watch_client,
-            decode_pool=self.decode_pool, served=self.metrics.record_last_inference,
-        )  # fmt: skip
+        self.tensors = self._make_tensors()
         self.held = HeldBytes(settings.limits.max_held_bytes, self.metrics.record_held_cut)
         self.count_held: Callable[[], int] = lambda: self.held.num_bytes
         """Returns the bytes held for clients; a process that serves no HTTP replaces it."""
@@ -130,13 +121,7 @@ class FrontendProcess:
         self.access = open_access(settings.access, pages, self.metrics.record_auth_failure, self.unread.settle)
         self.host_check = open_host_check(settings, launch)
         self.cors = Cors(settings.access.cors_origins) if settings.access.cors_origins else None
-        self.status = StatusHub(
-            self._frame,
-            interval_s=settings.status.interval_ms / 1e3,
-            max_watchers=settings.status.max_watchers,
-            watchers_on_host=self._count_watchers,
-            publish_watchers=self.metrics.set_watchers,
-        )
+        self.status = self._make_status_hub()
         self.tracing = _start_tracing(settings, launch)
         self._facts = server_facts(settings, launch)
         self._asked_load: dict[str, float] = {}
@@ -149,6 +134,28 @@ class FrontendProcess:
             in_granian=launch.protocol == "http",
         )  # fmt: skip
         self._attaching = Attaching(loop, self._space, settings.memory.ring_capacity, self.engine.attach)
+
+    def _make_tensors(self) -> Tensors:
+        """Return the service of tensor requests on this process's operations and threads."""
+        texts = TextTensors(
+            self.encoder, self.scorer, lambda: self.generator,
+            limits=lambda: self.settings.limits, watch=self.watch_client,
+        )  # fmt: skip
+        return Tensors(
+            self.engine, self.models, self.admin, self._pool,
+            texts=texts, images=TensorImages(self._images, limits=lambda: self.settings.limits),
+            watch=self.watch_client, decode_pool=self.decode_pool, served=self.metrics.record_last_inference,
+        )  # fmt: skip
+
+    def _make_status_hub(self) -> StatusHub:
+        """Return the sender of this process's status frames."""
+        return StatusHub(
+            self._frame,
+            interval_s=self.settings.status.interval_ms / 1e3,
+            max_watchers=self.settings.status.max_watchers,
+            watchers_on_host=self._count_watchers,
+            publish_watchers=self.metrics.set_watchers,
+        )
 
     @functools.cached_property
     def generator(self) -> Generator:

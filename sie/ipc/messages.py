@@ -113,7 +113,7 @@ class Load(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unload(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to worker: finish what is queued for this model, then free it."""
+    """Supervisor to worker: finish the queued requests of this model, then free it."""
 
     model: str
 
@@ -169,7 +169,7 @@ class Manage(msgspec.Struct, tag=True, frozen=True):
 class Managed(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to frontend: the action has begun (the new state is in the `Models` just before), or it failed.
 
-    models: the ids of the versions that a load or reload of a repository is to have loaded in the end. has_changed: the
+    models: the ids of the versions that will be loaded when the load or reload of a repository ends. has_changed: the
     action found something to load, to load again or to remove.
     """
 
@@ -218,7 +218,7 @@ class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
 
 
 class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to worker: finish what is queued for this adapter, then free it."""
+    """Supervisor to worker: finish the queued requests of this adapter, then free it."""
 
     model: str
     adapter: str
@@ -354,7 +354,7 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
 
 
 class Silence(msgspec.Struct, tag=True, frozen=True):
-    """Child to supervisor: its loop may stall for so many seconds without counting as hung; 0: the stall is over."""
+    """Child to supervisor: its loop may stall for this many seconds without counting as hung; 0: the stall is over."""
 
     seconds: int
 
@@ -364,7 +364,7 @@ class Retire(msgspec.Struct, tag=True, frozen=True):
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to child: accept nothing new; finish what was accepted."""
+    """Supervisor to child: accept no new requests, and finish the accepted ones."""
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):

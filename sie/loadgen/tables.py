@@ -56,7 +56,7 @@ def notes(measured: Sequence[Measured], within_ms: float) -> list[str]:
     num_checked = sum(one.verdict.num_checked for one in measured)
     lowest = min((one.verdict.min_cosine for one in measured), default=1.0)
     lines = [
-        f"{num_checked:,} answers compared with what the server says to the same request alone: lowest cosine {lowest:.5f}",
+        f"{num_checked:,} answers compared with the server's answer to the same request alone: lowest cosine {lowest:.5f}",
         f"good/s: answers within {within_ms:g} ms a second",
     ]
     busiest = max((one.run.cpu_share for one in measured), default=0.0)

@@ -51,7 +51,7 @@ def digest() -> str:
 def build(target: Path = SHARED_LIBRARY, extra_flags: tuple[str, ...] = (), parts: tuple[str, ...] = ("",)) -> None:
     """Compile and link the sources into target. An existing library is replaced atomically, or kept on BuildError.
 
-    parts are what the names of the sources begin with. As many compilers run as there are processors.
+    parts are the beginnings of the sources' names. As many compilers run as there are processors.
     """
     from concurrent.futures import ThreadPoolExecutor  # every process imports this module, and hardly one builds
 

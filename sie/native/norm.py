@@ -26,5 +26,5 @@ def can_normalise(*, is_bf16: bool) -> bool:
 
 
 def run_norm(call: NormCall) -> None:
-    """Write the norms of a struct's rows to its `output`."""
+    """Normalise the rows of a call, and write the results to its `output`."""
     native.loaded().sie_normalise(ctypes.byref(call))

@@ -79,7 +79,7 @@ def parse(text: str) -> Failpoint:
         near = difflib.get_close_matches(point, POINTS, n=1, cutoff=0.0)[0]
         raise ValueError(f"failpoint {text!r}: there is no point {point!r}; did you mean {near!r}?")
     if action not in _ACTIONS or (action in _WITH_ARGUMENT) != (argument is not None):
-        raise ValueError(f"failpoint {text!r}: {action!r} is no action; the form is {FAILPOINT_FORM}")
+        raise ValueError(f"failpoint {text!r}: {action!r} is not an action; the form is {FAILPOINT_FORM}")
     make = _ACTIONS[action]
     return Failpoint(point, make(point, int(argument or 0)), int(match["count"]) if match["count"] else None)
 

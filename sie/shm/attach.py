@@ -163,7 +163,7 @@ class Attachment:
     ) -> Attachment:
         """Exchange offers with the peer and return the attachment. Takes over sock and peer_pidfd in every case.
 
-        Waits at most timeout_s, then raises TimeoutError; otherwise as `PendingAttachment`.
+        Waits at most timeout_s, then raises TimeoutError. Raises the errors of `PendingAttachment`.
         """
         deadline = time.monotonic() + timeout_s
         pending = PendingAttachment(sock, peer_pidfd, generation, outbound, ring_capacity)
@@ -211,7 +211,7 @@ class Attachment:
         return staged
 
     def push(self, *fields: int, **named: int) -> bool:
-        """Publish one extent and all staged descriptors; otherwise as `stage`."""
+        """Stage one extent as `stage` does, and publish all staged descriptors."""
         staged = self.stage(*fields, **named)
         self.publish()
         return staged

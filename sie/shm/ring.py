@@ -109,7 +109,7 @@ class RingProducer:
             _ring(self._bell, num_staged)
 
     def push(self, *fields: int) -> bool:
-        """Publish one descriptor and all staged ones; otherwise as `stage`."""
+        """Stage one descriptor as `stage` does, and publish all staged ones."""
         if not self.stage(*fields):
             return False
         self.publish()

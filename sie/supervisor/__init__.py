@@ -57,12 +57,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
     key_file = _open_key_file(settings.access.api_keys)
     certificates = open_certificates(settings.access)
     with contextlib.ExitStack() as held:
-        listener = held.enter_context(contextlib.closing(open_listener(server, settings.access)))
-        grpc_listener = open_grpc_listener(server, settings.access)
-        if grpc_listener is not None:
-            held.enter_context(contextlib.closing(grpc_listener))
-        for warning in _exposure(listener, grpc_listener, settings.access):
-            _log.warning("%s", warning)
+        listener, grpc_listener = _open_listeners(held, settings)
         base = Path(server.runtime_dir)
         runtime_dir = make_runtime_dir(base)
         lock = take_lock(base, listener.port) if listener.port else None
@@ -103,6 +98,17 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
         finally:
             if lock is not None:
                 os.close(lock)
+
+
+def _open_listeners(held: contextlib.ExitStack, settings: Settings) -> tuple[Listener, Listener | None]:
+    """Open the HTTP and gRPC listeners until held is closed, and warn about addresses that other hosts can reach."""
+    listener = held.enter_context(contextlib.closing(open_listener(settings.server, settings.access)))
+    grpc_listener = open_grpc_listener(settings.server, settings.access)
+    if grpc_listener is not None:
+        held.enter_context(contextlib.closing(grpc_listener))
+    for warning in _exposure(listener, grpc_listener, settings.access):
+        _log.warning("%s", warning)
+    return listener, grpc_listener
 
 
 def _needed_tasks(settings: Settings, places: list[WorkerSlot], num_frontends: int, *, has_grpc: bool) -> int:

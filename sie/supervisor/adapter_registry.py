@@ -12,7 +12,7 @@ from collections.abc import Container
 import msgspec
 
 from sie.ipc.messages import AdapterEntry, AdapterReport
-from sie.supervisor.lifecycle import Event, Place, Stage, next_place, next_stage
+from sie.supervisor.lifecycle import Event, LifeStage, Place, loaded_slots, next_place, next_stage
 from sie.values.card import AdapterSpec, ModelState
 from sie.values.errors import Internal, WireError, to_wire
 
@@ -29,7 +29,7 @@ class AdapterRecord(msgspec.Struct):
 
     spec: AdapterSpec
     directory: str = ""
-    stage: Stage = Stage.IDLE
+    stage: LifeStage = LifeStage.IDLE
     places: dict[int, Place] = {}
     preparing: bool = False
     error: WireError | None = None
@@ -44,9 +44,9 @@ class AdapterRecord(msgspec.Struct):
         return bool(self.directory) or self.spec.stub is not None
 
     @property
-    def workers(self) -> tuple[int, ...]:
+    def loaded_on(self) -> tuple[int, ...]:
         """The slots of the workers that have it, ascending."""
-        return tuple(sorted(slot for slot, place in self.places.items() if place is Place.LOADED))
+        return loaded_slots(self.places)
 
     @property
     def wanted(self) -> bool:
@@ -118,7 +118,7 @@ class AdapterRegistry:
     def _make_room(self, model: str) -> list[AdapterRecord]:
         """Stop wanting the least recently used loaded adapters over max_loras, and return them."""
         loaded = sorted(
-            (record for record in self.wanted_of(model) if record.workers), key=lambda record: record.last_used
+            (record for record in self.wanted_of(model) if record.loaded_on), key=lambda record: record.last_used
         )
         over = loaded[: max(0, len(loaded) - self._max_loras)]
         for record in over:
@@ -142,7 +142,7 @@ class AdapterRegistry:
             for record in self.wanted_of(model):
                 if model not in hosted and not record.preparing:
                     record.wanted_since_s = now_s
-                elif not record.workers and now_s - record.wanted_since_s > timeout_s:
+                elif not record.loaded_on and now_s - record.wanted_since_s > timeout_s:
                     late.append(record)
         for record in late:
             reason = f"Adapter '{record.spec.id}' cannot be loaded: not loaded within load_timeout_s ({timeout_s:g} s)"
@@ -166,9 +166,9 @@ class AdapterRegistry:
         return {
             record.spec.id: AdapterEntry(
                 state=_state(record),
-                workers=record.workers if record.wanted else (),
+                workers=record.loaded_on if record.wanted else (),
                 error=record.error,
-                recovering=record.stage is Stage.SERVING and not record.workers,
+                recovering=record.stage is LifeStage.SERVING and not record.loaded_on,
             )
             for record in self._records(model)
         }
@@ -183,5 +183,5 @@ def _is_somewhere(record: AdapterRecord) -> bool:
 
 def _state(record: AdapterRecord) -> ModelState:
     if record.wanted:
-        return "loaded" if record.workers else "loading"
+        return "loaded" if record.loaded_on else "loading"
     return "failed" if record.error is not None else "available"

@@ -111,7 +111,7 @@ def check_models(settings: Settings, specs: Sequence[ModelSpec]) -> dict[str, Mo
 
 
 def prepare_models(settings: Settings, specs: Sequence[ModelSpec]) -> dict[str, ModelCard | WireError]:
-    """Return the card or the error of each model, by id. A model without a directory is downloaded if need be."""
+    """Return the card or the error of each model, by id. A model without a directory is downloaded if its files are missing."""
     return asyncio.run(_prepare_models(settings, specs, is_check=False))
 
 

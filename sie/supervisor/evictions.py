@@ -55,7 +55,7 @@ def is_under_pressure(policy: Policy, memory: Memory | None) -> bool:
 
 
 def plan_evictions(policy: Policy, memory: Memory | None, tenants: list[Tenant], needed: int) -> tuple[list[str], int]:
-    """Choose the least recently used unpinned models to unload before needed more bytes fit.
+    """Choose the least recently used unpinned models to unload, so that `needed` more bytes fit.
 
     Returns them, and the number of bytes still short after unloading them. memory None: it was not measured.
     """

@@ -1,7 +1,7 @@
 """Defines the states of a model or an adapter and the events that change them. Pure: uses no message, process or clock.
 
-There are two tables. `Place` is the state on one worker. `Stage` is the state on this server: the server's intention,
-which also decides how requests for it are treated. An event that a table does not list for a state cannot happen in
+There are two tables. `Place` is the state on one worker. `LifeStage` is the state on this server: the server's
+intention, which also decides how its requests are treated. An event that a table does not list for a state cannot happen in
 that state. The form is that of h11, `h11/_state.py`.
 
     request, load:   idle, failed, released, dismissed ──▶ loading ──▶ serving
@@ -12,6 +12,7 @@ that state. The form is that of h11, `h11/_state.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Final, Literal
 
@@ -60,7 +61,7 @@ def next_place(place: Place, event: PlaceEvent) -> Place:
 # --- on this server -------------------------------------------------------------------------------------------------
 
 
-class Stage(Enum):
+class LifeStage(Enum):
     """The server's intention for a model.
 
     IDLE: no request has wanted it yet. FAILED: its last load failed. RELEASED: the server unloads it, and any request
@@ -96,12 +97,12 @@ class Stage(Enum):
     @property
     def waits_for_memory(self) -> bool:
         """Whether its load waits for memory and has not been sent to workers."""
-        return self in (Stage.WAITING, Stage.RELOAD_WAITING)
+        return self in (LifeStage.WAITING, LifeStage.RELOAD_WAITING)
 
     @property
     def loads_again(self) -> bool:
         """Whether it loads again once it is unloaded everywhere."""
-        return self in (Stage.LEAVING, Stage.CLEARING)
+        return self in (LifeStage.LEAVING, LifeStage.CLEARING)
 
 
 class Event(Enum):
@@ -131,61 +132,66 @@ class LifecycleError(Exception):
 
 
 _WANTED: Final = frozenset((
-    Stage.LOADING, Stage.WAITING, Stage.SERVING, Stage.RENEWING, Stage.RELOADING, Stage.RELOAD_WAITING,
+    LifeStage.LOADING, LifeStage.WAITING, LifeStage.SERVING, LifeStage.RENEWING, LifeStage.RELOADING, LifeStage.RELOAD_WAITING,
 ))  # fmt: skip
-_RELOADING: Final = frozenset((Stage.RENEWING, Stage.LEAVING, Stage.RELOADING, Stage.RELOAD_WAITING))
-_ANYWHERE: Final[dict[Event, Stage]] = {
-    Event.LOADED: Stage.SERVING, Event.FAIL: Stage.FAILED, Event.RELEASE: Stage.RELEASED,
-    Event.DISMISS: Stage.DISMISSED, Event.RELOAD: Stage.CLEARING,
+_RELOADING: Final = frozenset((LifeStage.RENEWING, LifeStage.LEAVING, LifeStage.RELOADING, LifeStage.RELOAD_WAITING))
+_ANYWHERE: Final[dict[Event, LifeStage]] = {
+    Event.LOADED: LifeStage.SERVING, Event.FAIL: LifeStage.FAILED, Event.RELEASE: LifeStage.RELEASED,
+    Event.DISMISS: LifeStage.DISMISSED, Event.RELOAD: LifeStage.CLEARING,
 }  # fmt: skip
 """The next stage after an event, unless the current stage has its own entry."""
-_STAGES: Final[dict[Stage, dict[Event, Stage]]] = {
-    Stage.IDLE: {Event.WANT: Stage.LOADING, Event.KEEP: Stage.IDLE},
-    Stage.FAILED: {Event.WANT: Stage.LOADING, Event.KEEP: Stage.FAILED},
+_STAGES: Final[dict[LifeStage, dict[Event, LifeStage]]] = {
+    LifeStage.IDLE: {Event.WANT: LifeStage.LOADING, Event.KEEP: LifeStage.IDLE},
+    LifeStage.FAILED: {Event.WANT: LifeStage.LOADING, Event.KEEP: LifeStage.FAILED},
     # A load that ends after the unload brings neither of these back.
-    Stage.RELEASED: {
-        Event.WANT: Stage.LOADING, Event.LOADED: Stage.RELEASED, Event.FAIL: Stage.RELEASED, Event.KEEP: Stage.RELEASED,
+    LifeStage.RELEASED: {
+        Event.WANT: LifeStage.LOADING, Event.LOADED: LifeStage.RELEASED, Event.FAIL: LifeStage.RELEASED, Event.KEEP: LifeStage.RELEASED,
     },
-    Stage.DISMISSED: {
-        Event.WANT: Stage.LOADING, Event.LOADED: Stage.DISMISSED, Event.FAIL: Stage.DISMISSED,
-        Event.KEEP: Stage.DISMISSED, Event.RELEASE: Stage.DISMISSED,
+    LifeStage.DISMISSED: {
+        Event.WANT: LifeStage.LOADING, Event.LOADED: LifeStage.DISMISSED, Event.FAIL: LifeStage.DISMISSED,
+        Event.KEEP: LifeStage.DISMISSED, Event.RELEASE: LifeStage.DISMISSED,
     },
-    Stage.LOADING: {Event.SHORT: Stage.WAITING, Event.FITS: Stage.LOADING, Event.KEEP: Stage.SERVING},
-    Stage.WAITING: {Event.SHORT: Stage.WAITING, Event.FITS: Stage.LOADING, Event.KEEP: Stage.SERVING},
-    Stage.SERVING: {
-        Event.SHORT: Stage.RELOAD_WAITING, Event.FITS: Stage.SERVING, Event.KEEP: Stage.SERVING,
-        Event.RENEW: Stage.RENEWING, Event.RELOAD: Stage.LEAVING,
+    LifeStage.LOADING: {Event.SHORT: LifeStage.WAITING, Event.FITS: LifeStage.LOADING, Event.KEEP: LifeStage.SERVING},
+    LifeStage.WAITING: {Event.SHORT: LifeStage.WAITING, Event.FITS: LifeStage.LOADING, Event.KEEP: LifeStage.SERVING},
+    LifeStage.SERVING: {
+        Event.SHORT: LifeStage.RELOAD_WAITING, Event.FITS: LifeStage.SERVING, Event.KEEP: LifeStage.SERVING,
+        Event.RENEW: LifeStage.RENEWING, Event.RELOAD: LifeStage.LEAVING,
     },
     # Another worker may get it meanwhile, and the reload continues.
-    Stage.RENEWING: {
-        Event.LOADED: Stage.RENEWING, Event.KEEP: Stage.SERVING, Event.RENEW: Stage.RENEWING,
-        Event.RELOAD: Stage.LEAVING, Event.SHORT: Stage.RELOAD_WAITING, Event.FITS: Stage.RELOADING,
+    LifeStage.RENEWING: {
+        Event.LOADED: LifeStage.RENEWING, Event.KEEP: LifeStage.SERVING, Event.RENEW: LifeStage.RENEWING,
+        Event.RELOAD: LifeStage.LEAVING, Event.SHORT: LifeStage.RELOAD_WAITING, Event.FITS: LifeStage.RELOADING,
     },
-    Stage.LEAVING: {
-        Event.GONE: Stage.RELOADING, Event.LOADED: Stage.LEAVING, Event.FAIL: Stage.CLEARING,
-        Event.KEEP: Stage.LEAVING, Event.RELEASE: Stage.LEAVING, Event.RELOAD: Stage.LEAVING,
+    LifeStage.LEAVING: {
+        Event.GONE: LifeStage.RELOADING, Event.LOADED: LifeStage.LEAVING, Event.FAIL: LifeStage.CLEARING,
+        Event.KEEP: LifeStage.LEAVING, Event.RELEASE: LifeStage.LEAVING, Event.RELOAD: LifeStage.LEAVING,
     },
-    Stage.RELOADING: {
-        Event.SHORT: Stage.RELOAD_WAITING, Event.FITS: Stage.RELOADING, Event.KEEP: Stage.SERVING,
-        Event.RELOAD: Stage.LEAVING,
+    LifeStage.RELOADING: {
+        Event.SHORT: LifeStage.RELOAD_WAITING, Event.FITS: LifeStage.RELOADING, Event.KEEP: LifeStage.SERVING,
+        Event.RELOAD: LifeStage.LEAVING,
     },
-    Stage.RELOAD_WAITING: {
-        Event.SHORT: Stage.RELOAD_WAITING, Event.FITS: Stage.RELOADING, Event.KEEP: Stage.SERVING,
-        Event.RELOAD: Stage.LEAVING,
+    LifeStage.RELOAD_WAITING: {
+        Event.SHORT: LifeStage.RELOAD_WAITING, Event.FITS: LifeStage.RELOADING, Event.KEEP: LifeStage.SERVING,
+        Event.RELOAD: LifeStage.LEAVING,
     },
-    Stage.CLEARING: {
-        Event.GONE: Stage.LOADING, Event.LOADED: Stage.CLEARING, Event.FAIL: Stage.CLEARING,
-        Event.KEEP: Stage.CLEARING, Event.RELEASE: Stage.CLEARING,
+    LifeStage.CLEARING: {
+        Event.GONE: LifeStage.LOADING, Event.LOADED: LifeStage.CLEARING, Event.FAIL: LifeStage.CLEARING,
+        Event.KEEP: LifeStage.CLEARING, Event.RELEASE: LifeStage.CLEARING,
     },
 }  # fmt: skip
 
 
-def can(stage: Stage, event: Event) -> bool:
+def loaded_slots(places: Mapping[int, Place]) -> tuple[int, ...]:
+    """Return the slots of the workers whose place is LOADED, ascending."""
+    return tuple(sorted(slot for slot, place in places.items() if place is Place.LOADED))
+
+
+def can(stage: LifeStage, event: Event) -> bool:
     """Return whether an event can happen in a state."""
     return event in _STAGES[stage] or event in _ANYWHERE
 
 
-def next_stage(stage: Stage, event: Event) -> Stage:
+def next_stage(stage: LifeStage, event: Event) -> LifeStage:
     """Return the state after an event. Raises LifecycleError for one that cannot happen."""
     found = _STAGES[stage].get(event) or _ANYWHERE.get(event)
     if found is None:

@@ -80,7 +80,7 @@ def check_certificates(access: Access, paths: dict[str, str]) -> None:
 
 
 class Listener(NamedTuple):
-    """The server's listening address: host and port, or a Unix socket. held reserves it until `close`."""
+    """The server's listening address: host and port, or a Unix socket. The socket `held` reserves it until `close`."""
 
     address: str
     port: int

@@ -145,7 +145,7 @@ class Loads:
             if record.is_stale:  # its files have changed since it was loaded
                 self._renew(record)
             elif record.error is None or now_s >= record.retry_at_s:
-                # Before that, the load would fail here again, and perhaps kill the worker.
+                # A load before that would fail again, and perhaps kill the worker.
                 self._send_load(record, record.card, [child])
 
     def want(self, model: str) -> None:
@@ -200,7 +200,7 @@ class Loads:
         self.cancel_staged(record.spec.id)
         self._refuse(record, error)
         if record.loaded_on:
-            _log.warning("%s goes on as it was loaded before", record.spec.id)
+            _log.warning("%s keeps serving as it was loaded before", record.spec.id)
 
     def load(self, record: Record) -> None:
         """Load a model unless its load has begun. Earlier failures do not count."""

@@ -12,7 +12,7 @@ import msgspec
 from sie.catalog.profiles import known_profiles
 from sie.catalog.spec import ModelSpec
 from sie.ipc.messages import ModelEntry, ModelReport
-from sie.supervisor.lifecycle import Event, Place, PlaceEvent, Stage, can, next_place, next_stage
+from sie.supervisor.lifecycle import Event, LifeStage, Place, PlaceEvent, can, loaded_slots, next_place, next_stage
 from sie.values.card import ModelCard, ModelState
 from sie.values.errors import Internal, WireError, to_wire, without_paths
 from sie.values.tensor import TensorRule
@@ -43,7 +43,7 @@ class Record(msgspec.Struct):
     is_pinned: bool = False
     may_fail: bool = False
     is_excused: bool = False
-    stage: Stage = Stage.IDLE
+    stage: LifeStage = LifeStage.IDLE
     places: dict[int, Place] = {}
     reports: dict[int, ModelReport] = {}
     is_stale: bool = False
@@ -62,7 +62,7 @@ class Record(msgspec.Struct):
     @property
     def loaded_on(self) -> tuple[int, ...]:
         """The slots of the workers that have it, ascending."""
-        return tuple(sorted(slot for slot, place in self.places.items() if place is Place.LOADED))
+        return loaded_slots(self.places)
 
     def apply(self, event: Event) -> None:
         """Change the stage as the table says."""
@@ -321,10 +321,10 @@ def _entry(record: Record) -> ModelEntry:
         card=record.card or _unread_card(record.spec),
         state=_state(record, bool(workers)),
         is_read=record.card is not None,
-        recovering=stage in (Stage.SERVING, Stage.RENEWING) and not workers,
+        recovering=stage in (LifeStage.SERVING, LifeStage.RENEWING) and not workers,
         reloading=stage.is_reloading,
         is_outdated=bool(workers) and stage.is_wanted and record.is_stale and record.error is not None,
-        dismissed=stage is Stage.DISMISSED,
+        dismissed=stage is LifeStage.DISMISSED,
         preload=record.preload,
         workers=workers,
         device=next((report.device for report in record.reports.values()), ""),
@@ -348,7 +348,7 @@ def _state(record: Record, is_loaded: bool) -> ModelState:
         return "loaded"
     if Place.UNLOADING in places or is_loaded:
         return "unloading"
-    if record.stage is Stage.DISMISSED and Place.LOADING in places:  # it is unloaded as soon as its load has ended
+    if record.stage is LifeStage.DISMISSED and Place.LOADING in places:  # it is unloaded as soon as its load has ended
         return "unloading"
     if _is_asked_for(record) or Place.LOADING in places:
         return "loading"

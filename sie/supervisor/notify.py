@@ -47,10 +47,10 @@ class SystemdReporter:
 
     @property
     def grace_s(self) -> float:
-        """The time before the kill of a hung process at which the supervisor stops feeding the watchdog: two intervals.
+        """How long before the kill of a hung process the supervisor stops feeding the watchdog: two intervals.
 
-        systemd waits for four intervals. So it acts at least one interval after the supervisor should have acted, for
-        any values of WatchdogSec and of our own limits.
+        systemd waits for four intervals. So systemd acts at least one interval after the supervisor should have acted,
+        for any values of WatchdogSec and of our own limits.
         """
         return (self._watchdog_s or 0.0) * 2
 

@@ -45,7 +45,7 @@ class StagedReloads:
         on_complete: Callable[[Record], None],
         on_failed: Callable[[Record, WireError], None],
     ) -> None:
-        """on_complete: only the switch is left, and `take` has the card. on_failed: the reload has failed."""
+        """on_complete is called when every worker has staged the model; `take` then returns the card to switch to."""
         self._children = children
         self._preparer = preparer
         self._spawn = spawn

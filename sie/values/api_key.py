@@ -169,7 +169,7 @@ def _check_unique(values: list[str], field: str, where: str) -> None:
     for index, value in enumerate(values):
         if value in seen:
             shown = f" {value!r}" if field == "name" else ""
-            raise KeyFileError(f"{where}: {field}{shown} stands there twice - at `$.key[{index}].{field}`")
+            raise KeyFileError(f"{where}: {field}{shown} appears twice - at `$.key[{index}].{field}`")
         seen.add(value)
 
 

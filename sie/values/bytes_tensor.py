@@ -1,4 +1,4 @@
-"""Frames and splits the elements of a BYTES tensor: each is its length, uint32 little-endian, and that many bytes.
+"""Frames and splits the elements of a BYTES tensor: each is its length as uint32, little-endian, then its bytes.
 
 Elements have no padding. Pure; never trusts a declared number of elements.
 """

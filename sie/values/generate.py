@@ -153,7 +153,7 @@ class TokenFrame(msgspec.Struct, array_like=True, frozen=True):
 class GenerateTotals(msgspec.Struct, array_like=True, frozen=True):
     """The header of the terminal reply to a generation request, sent after its last record. It has no arrays.
 
-    Times in nanoseconds, started_ns of CLOCK_MONOTONIC. num_generated counts all choices.
+    Times are in nanoseconds; started_ns is on CLOCK_MONOTONIC. num_generated counts all choices.
     """
 
     num_cached: int

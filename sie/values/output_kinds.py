@@ -117,5 +117,5 @@ RAGGED: Final[dict[str, OutputKind]] = {name: kind for name, kind in KINDS.items
 
 
 def offsets_name(output: str) -> str:
-    """Return the name of the array int32 (n + 1,) with the bounds of each item's entries in an output's arrays."""
+    """Return the name of an output's offsets array: (n + 1,) int32, the bounds of each item's entries."""
     return f"{output}_offsets"

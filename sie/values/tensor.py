@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from sie.values.encode import Timing
+from sie.values.inference import Timing
 
 DATATYPES: Final[dict[str, str]] = {
     "BOOL": "|b1",

@@ -1,11 +1,11 @@
-"""Places work and answers in bytes, and reads them: prologue, header, aligned arrays.
+"""Lays out requests and replies as bytes, and reads them: prologue, header, aligned arrays.
 
     header, payload = read_extent(reply.view, decoder)
     array_view(payload, header.arrays[0])
 
 An `ArrayRef` is relative to the payload, which begins at the first 64-byte multiple after the header (`sie.shm.layout`
-draws it, `sie.shm.extent` writes it). Another process may have written it, so all that is read is checked here, in copies
-that the writer cannot change.
+draws it, `sie.shm.extent` writes it). Another process may have written the bytes. So the header is copied first and
+then checked: the writer cannot change the copy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the worker's step loop: drain requests, plan a step, run it, reply. Only this worker file affects rings.
+"""Runs the worker's step loop: drain requests, plan a step, run it, reply. No other file of a worker drains a ring.
 
 It has one thread. It waits in epoll only if no item waits for a step, and it never waits for a peer.
 """
@@ -32,11 +32,11 @@ from sie.workers.recovery import Recovery
 from sie.workers.requests.frontend_link import FrontendLink
 from sie.workers.requests.joining import Joining
 from sie.workers.requests.reply_writer import NEVER_FITS, ReplyWriter
-from sie.workers.requests.request import Request, send_error
+from sie.workers.requests.worker_request import Request, send_error
 from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown
 from sie.workers.scheduling.pace import Pace
 from sie.workers.scheduling.scheduler import State, plan_step
-from sie.workers.scheduling.waiting import Budget, Step, Waiting
+from sie.workers.scheduling.waiting import Budget, Step, WaitingItem
 from sie.workers.telemetry import WorkerMetrics
 
 _log = get_logger(__name__)
@@ -76,7 +76,7 @@ class Loop:
         self._metrics = metrics
         self._budget = budget
         self._state = State()
-        self._parked: dict[str, list[Waiting]] = {}
+        self._parked: dict[str, list[WaitingItem]] = {}
         """Items by model whose replies found no memory. They are not in the queues, where they would block others."""
         self._replies = ReplyWriter(settings)
         self._recovery = Recovery(
@@ -302,7 +302,7 @@ class Loop:
             blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
             if blocked:
                 self._park(step.model, blocked)
-        self._send_replies()  # those of items that do not run
+        self._send_replies()  # the replies to items that do not run
         for same in by_operation(items):
             self._run(runner, hosted.card, same)
 
@@ -322,10 +322,10 @@ class Loop:
         """Return whether a frontend still holds a reply that it will release."""
         return any(link.num_leased for link in self._links.values())
 
-    def _park(self, model: str, items: list[Waiting]) -> None:
+    def _park(self, model: str, items: list[WaitingItem]) -> None:
         """Set items aside until a reply extent is released. If none will be, their replies can never fit.
 
-        The items behind a leading item go with it: they must not find memory without it.
+        With a leading item, the items that need its output are parked too: they must not run before it.
         """
         if self._may_get_memory():
             led = {id(item.request) for item in items if item.leads}
@@ -341,7 +341,7 @@ class Loop:
         for model, items in parked.items():
             self._state.requeue(model, items)
 
-    def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
+    def _run(self, runner: Runner, card: ModelCard, items: list[WaitingItem]) -> None:
         num_tokens = sum([item.num_tokens for item in items])
         started_ns, started_busy_ns = time.monotonic_ns(), self._busy_ns()
         is_usual = True
@@ -354,15 +354,15 @@ class Loop:
         ended_ns = time.monotonic_ns()
         self._publish_heartbeat(ended_ns)
         self._measure(card, items, num_tokens, ended_ns - started_ns)
-        if is_usual:  # else one run that was ended would allow the next one ten times as long
+        if is_usual:  # a failed run's time would make the next allowance far too long
             self._pace.record(card.id, num_tokens, ended_ns - started_ns)
         self._pace.adapt(card.id, num_tokens, self._busy_ns() - started_busy_ns)
 
-    def _attempt(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
+    def _attempt(self, runner: Runner, card: ModelCard, items: list[WaitingItem]) -> None:
         """Run items of a failed step once more. Raises the runner's errors."""
         self._forward(runner, card, items, sum(item.num_tokens for item in items))
 
-    def _forward(self, runner: Runner, card: ModelCard, items: list[Waiting], num_tokens: int) -> None:
+    def _forward(self, runner: Runner, card: ModelCard, items: list[WaitingItem], num_tokens: int) -> None:
         """Run one forward pass and answer it. Raises the runner's errors."""
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = self._announce(self._pace.allowed_ns(card.id, num_tokens), running.values(), num_tokens)
@@ -383,7 +383,7 @@ class Loop:
         failpoints.reach("worker.before_step")
         return started_ns
 
-    def _measure(self, card: ModelCard, items: list[Waiting], num_tokens: int, took_ns: int) -> None:
+    def _measure(self, card: ModelCard, items: list[WaitingItem], num_tokens: int, took_ns: int) -> None:
         self._state.charge(card.id, took_ns)
         num_rows = len(items) if card.tensor is None else sum(item.num_rows for item in items)
         self._metrics.observe_step(took_ns / 1e9, num_tokens)

@@ -1,7 +1,7 @@
 """Defines the interfaces between the step loop and the runners of loaded models.
 
 A runner turns one step's inputs into rows. It must not know rings, requests or output dtypes: the loop passes its rows
-to `sie.workers.requests.finish`. One thread at a time calls it.
+to `sie.workers.requests.postprocess`. One thread at a time calls it.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class RowStep(NamedTuple):
 
     inputs have the form that the card reads: token ids (t_i,) int32, UTF-8 bytes, `ImageItem`, `Pair`, or
     `SearchedImage`. wants has one for each input; to compare, they are `Side`s, and each query comes no later than its
-    documents. loras names each input's adapter, empty for none; it is empty itself if no input has one. tasks has one
-    for each input of an extractor that needs it.
+    documents. loras is empty if no input has an adapter; otherwise it has one name for each input, empty for no adapter.
+    tasks has one for each input of an extractor that needs it.
     """
 
     operation: Forward
@@ -296,7 +296,7 @@ class GenerateRunner(Protocol):
     def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Sequence[tuple[Chosen, ...]]:
         """Copy blocks (from, to), run all slots in one forward pass, and return the tokens of each slot's draws.
 
-        Sharing a step changes results only by rounding. Raises what the library raises.
+        Sharing a step changes results only by rounding. Raises the library's errors.
         """
         ...
 

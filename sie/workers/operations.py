@@ -16,15 +16,15 @@ from sie.values.extract import ExtractTask, TokenClassification, ZeroShot
 from sie.values.work import WorkHeader
 from sie.workers.model_api import RowStep, Side, StepOutputs
 from sie.workers.requests.quantise import output_layout
-from sie.workers.requests.request import Request
 from sie.workers.requests.tensors import grouping
+from sie.workers.requests.worker_request import Request
 from sie.workers.scheduling.queue_policy import policy_of
-from sie.workers.scheduling.waiting import Refused, RequestPolicy, Waiting
+from sie.workers.scheduling.waiting import Refused, RequestPolicy, WaitingItem
 
 
-def by_operation(items: list[Waiting]) -> list[list[Waiting]]:
+def by_operation(items: list[WaitingItem]) -> list[list[WaitingItem]]:
     """Split a step's items by operation: a model that both encodes and scores needs one forward pass for each."""
-    groups: dict[str, list[Waiting]] = {}
+    groups: dict[str, list[WaitingItem]] = {}
     for item in items:
         groups.setdefault(item.request.header.operation, []).append(item)
     return list(groups.values())
@@ -35,12 +35,12 @@ _MAX_CACHED_TASK_BYTES = 2048
 _task_decoder = msgspec.msgpack.Decoder(ExtractTask)
 
 
-def is_score(items: list[Waiting]) -> bool:
+def is_score(items: list[WaitingItem]) -> bool:
     """Return whether the items of one forward pass are pairs to score."""
     return items[0].request.header.operation == "score"
 
 
-def words_of(items: list[Waiting]) -> str:
+def words_of(items: list[WaitingItem]) -> str:
     """Return the name of that forward pass in error messages."""
     return _WORDS[items[0].request.header.operation]
 
@@ -86,17 +86,17 @@ def costs_of(request: Request, card: ModelCard) -> list[int]:
     return [max(cost, expand_to) for cost in costs] if request.header.is_query else costs
 
 
-def waiting_items(request: Request, card: ModelCard, now_ns: int) -> list[Waiting]:
+def waiting_items(request: Request, card: ModelCard, now_ns: int) -> list[WaitingItem]:
     """Return a request's items for the scheduler, in queue order."""
     if request.header.operation == "infer":
         batch_key, num_rows, max_rows = grouping(card, request.inputs[0])
         return [
-            Waiting(request, 0, request.costs[0], now_ns, request.deadline_ns, request.is_alone, batch_key=batch_key,
+            WaitingItem(request, 0, request.costs[0], now_ns, request.deadline_ns, request.is_alone, batch_key=batch_key,
                     num_rows=num_rows, max_rows=max_rows, policy=_policy_of(request, card, now_ns))
         ]  # fmt: skip
     leader = None if request.comparison is None else 0
     return [
-        Waiting(request, index, cost, now_ns, request.deadline_ns, request.is_alone, index == leader)
+        WaitingItem(request, index, cost, now_ns, request.deadline_ns, request.is_alone, index == leader)
         for index, cost in enumerate(costs_of(request, card))
     ]
 
@@ -112,7 +112,7 @@ def refusal(refused: Refused) -> SieError:
     return Overloaded("Exceeds maximum queue size", retry_after_s=1)
 
 
-def forward(runner: Any, items: list[Waiting]) -> StepOutputs:
+def forward(runner: Any, items: list[WaitingItem]) -> StepOutputs:
     """Run one forward pass of one operation. runner is a `sie.workers.model_api.Runner`."""
     inputs = [item.request.inputs[item.index] for item in items]
     headers = [item.request.header for item in items]

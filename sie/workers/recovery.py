@@ -18,12 +18,13 @@ from sie.workers.device.memory import free_cached
 from sie.workers.model_api import Runner
 from sie.workers.operations import words_of
 from sie.workers.scheduling.ceilings import Ceiling, lower_ceiling
-from sie.workers.scheduling.waiting import Waiting
+from sie.workers.scheduling.scheduler import by_length
+from sie.workers.scheduling.waiting import WaitingItem
 from sie.workers.telemetry import WorkerMetrics
 
 _log = get_logger(__name__)
 
-Attempt = Callable[[Runner, ModelCard, list[Waiting]], None]
+Attempt = Callable[[Runner, ModelCard, list[WaitingItem]], None]
 """Runs items in one forward pass and answers them. If it raises, it has answered none of them."""
 
 
@@ -46,7 +47,7 @@ class Recovery:
         self._retry_after_s = retry_after_s
         self.ask_for_memory = ask_for_memory
 
-    def recover(self, runner: Runner, card: ModelCard, items: list[Waiting], error: Exception) -> None:
+    def recover(self, runner: Runner, card: ModelCard, items: list[WaitingItem], error: Exception) -> None:
         """Answer the items of a step that raised `error`. Raises DeviceLostError if the device is lost."""
         if is_sticky(error):
             raise DeviceLostError(str(error)) from error
@@ -55,7 +56,7 @@ class Recovery:
         else:
             self._isolate(runner, card, items, error)
 
-    def _isolate(self, runner: Runner, card: ModelCard, items: list[Waiting], error: Exception) -> None:
+    def _isolate(self, runner: Runner, card: ModelCard, items: list[WaitingItem], error: Exception) -> None:
         """Fail a lone request with the error, or try each of several requests by itself."""
         requests = {id(item.request): item.request for item in items}
         alive = [request for request in requests.values() if not request.ended]
@@ -75,7 +76,7 @@ class Recovery:
             except Exception as own_error:
                 self.recover(runner, card, own, own_error)
 
-    def _split(self, runner: Runner, card: ModelCard, items: list[Waiting], error: Exception) -> None:
+    def _split(self, runner: Runner, card: ModelCard, items: list[WaitingItem], error: Exception) -> None:
         """Run the items in steps of at most half the tokens and half the items of the smallest failed step.
 
         So at most log2(items) steps of several items fail, plus one for each item that does not fit even alone; its
@@ -84,7 +85,7 @@ class Recovery:
         """
         self._metrics.count_oom(definitions.OOM_ATTEMPTED, card.id)
         self.ask_for_memory(card.id)
-        waiting = deque(sorted(items, key=_by_length))
+        waiting = deque(sorted(items, key=by_length))
         max_items, max_tokens = self._shrink(card, items, error)
         num_lost = 0
         while waiting:
@@ -105,7 +106,7 @@ class Recovery:
                     self._give_up(card, chunk[0])
         self._metrics.count_oom(definitions.OOM_FAILED if num_lost else definitions.OOM_SUCCEEDED, card.id)
 
-    def _shrink(self, card: ModelCard, items: list[Waiting], error: Exception) -> tuple[int, int]:
+    def _shrink(self, card: ModelCard, items: list[WaitingItem], error: Exception) -> tuple[int, int]:
         """Free the memory that a failed step still holds. Return the maximum items and tokens of the next steps."""
         forget_frames(error)
         free_cached()
@@ -117,14 +118,14 @@ class Recovery:
             self._ceilings[card.id] = lower_ceiling(self._ceilings.get(card.id), num_tokens, time.monotonic_ns())
         return max(1, len(items) // 2), max(1, num_tokens // 2)
 
-    def _give_up(self, card: ModelCard, item: Waiting) -> None:
+    def _give_up(self, card: ModelCard, item: WaitingItem) -> None:
         text = f"Model '{card.id}': no memory for an item of {item.num_tokens} tokens, even alone"
         item.request.fail(ResourceExhausted(text, retry_after_s=self._retry_after_s))
 
 
-def _take(waiting: deque[Waiting], max_items: int, max_tokens: int) -> list[Waiting]:
+def _take(waiting: deque[WaitingItem], max_items: int, max_tokens: int) -> list[WaitingItem]:
     """Take the next items for one step, at least one. Items of ended requests are dropped."""
-    chunk: list[Waiting] = []
+    chunk: list[WaitingItem] = []
     num_tokens = 0
     while waiting and len(chunk) < max_items:
         num_tokens += waiting[0].num_tokens
@@ -136,7 +137,3 @@ def _take(waiting: deque[Waiting], max_items: int, max_tokens: int) -> list[Wait
         else:
             chunk.append(item)
     return chunk
-
-
-def _by_length(item: Waiting) -> int:
-    return 0 if item.leads else item.num_tokens

@@ -179,7 +179,7 @@ def gpu_identity(index: int, properties: DeviceProperties) -> GpuIdentity:
 def gpu_type(name: str, memory_total_bytes: int) -> str:
     """Return the machine-profile name of a device (`l4`, `a100-80gb`, `h100`, ...), or `unknown`.
 
-    The size in its name tells an A100's two variants apart, or else its memory. Source: SIE API reference, 14.
+    An A100's two variants differ in the size in the name, or else in the memory. Source: SIE API reference, 14.
     """
     words = re.split(r"[^a-z0-9]+", name.lower())
     known = next((word for word in words if word in _KNOWN_GPU_WORDS), "unknown")

@@ -16,7 +16,7 @@ from sie.frontend.dialects.native import encode, encode_reply
 from sie.frontend.dialects.openai import embeddings
 from sie.frontend.operations.resolve import resolve_embeddings, resolve_encode
 from sie.values.card import ModelCard
-from sie.values.encode import EncodeReply, Timing
+from sie.values.inference import EncodeReply, Timing
 
 LIMITS = Limits()
 CARD = ModelCard(id="org/m", kind="encoder", dims={"dense": 2}, tokenizer_file="tokenizer.json")

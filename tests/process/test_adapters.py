@@ -243,7 +243,7 @@ def test_real_model_with_a_good_and_two_bad_adapters(adapters: Path, minilm_dire
         with pytest.raises(ServerError, match=r"lora_A.weight is \(4, 384\) of float32, not \(8, 384\)") as failed:
             client.encode("mini", {"text": "x"}, options={"lora_id": "misfit"})
         assert (failed.value.status_code, failed.value.code) == (500, "INFERENCE_ERROR")
-        with pytest.raises(RequestError, match="it has none of its layers") as refused:
+        with pytest.raises(RequestError, match="the model has none of the adapter's layers") as refused:
             client.encode("mini", {"text": "x"}, options={"lora_id": "foreign"})
         assert (refused.value.status_code, refused.value.code) == (400, "INVALID_INPUT")
         assert states(server, "mini") == {"good": "loaded", "misfit": "failed", "foreign": "failed"}

@@ -80,7 +80,7 @@ def test_only_the_answer_itself_is_printed_where_no_terminal_is(capsys: pytest.C
     ("body", "status", "said"),
     [
         (event({"content": "y"}) + b'data: {"error": {"message": "the worker was lost"}}\n\n' + DONE, 200, "was lost"),
-        (event({"content": "y"}), 200, "broke off"),
+        (event({"content": "y"}), 200, "ended the answer early"),
         (b"data: {not json\n\n", 200, "not one of chat completions"),
         (b"<h1>Bad gateway</h1>", 502, "with status 502"),
     ],

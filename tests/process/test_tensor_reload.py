@@ -148,7 +148,7 @@ def test_a_bad_file_in_place_of_a_version_leaves_it_as_it_was_loaded(tmp_path: P
                 assert card["last_error"]["message"], name
                 assert admin.is_model_ready("m"), name
                 traffic.wait_for("1:1")
-            assert server.log_line("goes on as it was loaded before")
+            assert server.log_line("keeps serving as it was loaded before")
             replace(repository, shift(2))
             admin.load_model("m")
             traffic.wait_for("1:2")

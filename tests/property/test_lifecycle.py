@@ -12,12 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sie.catalog.spec import ModelSpec
 from sie.ipc.messages import AdapterReport, ModelEntry, ModelReport
 from sie.supervisor.adapter_registry import AdapterRegistry
-from sie.supervisor.lifecycle import Event, LifecycleError, Place, Stage, can, next_place, next_stage
+from sie.supervisor.lifecycle import Event, LifecycleError, LifeStage, Place, can, next_place, next_stage
 from sie.supervisor.model_registry import ModelRegistry
 from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import Internal, to_wire
 
-OFF = {Stage.IDLE, Stage.FAILED, Stage.RELEASED, Stage.DISMISSED}
+OFF = {LifeStage.IDLE, LifeStage.FAILED, LifeStage.RELEASED, LifeStage.DISMISSED}
 REPORTS = ("loading", "loaded", "unloading", "available", "failed")
 slots = st.integers(0, 2)
 ERROR = to_wire(Internal("it broke", extras={"error_class": "UNKNOWN"}))
@@ -26,7 +26,7 @@ ERROR = to_wire(Internal("it broke", extras={"error_class": "UNKNOWN"}))
 # --- the tables -------------------------------------------------------------------------------------------------------
 
 
-def reached(start: Stage, *, without: frozenset[Event] = frozenset()) -> set[Stage]:
+def reached(start: LifeStage, *, without: frozenset[Event] = frozenset()) -> set[LifeStage]:
     found, new = {start}, [start]
     while new:
         stage = new.pop()
@@ -38,33 +38,37 @@ def reached(start: Stage, *, without: frozenset[Event] = frozenset()) -> set[Sta
 
 
 def test_every_state_can_be_reached_and_none_is_a_dead_end():
-    assert reached(Stage.IDLE) == set(Stage)
-    for stage in Stage:
-        assert {Stage.SERVING, Stage.DISMISSED} <= reached(stage)
+    assert reached(LifeStage.IDLE) == set(LifeStage)
+    for stage in LifeStage:
+        assert {LifeStage.SERVING, LifeStage.DISMISSED} <= reached(stage)
 
 
 def test_each_state_is_on_off_or_on_its_way_back():
-    for stage in Stage:
+    for stage in LifeStage:
         assert (stage in OFF) + stage.is_wanted + stage.loads_again == 1, stage
 
 
 def test_what_was_unloaded_comes_back_only_when_it_is_asked_for():
     asks = frozenset((Event.WANT, Event.RELOAD))
-    assert reached(Stage.DISMISSED, without=asks) == {Stage.DISMISSED}
-    assert reached(Stage.RELEASED, without=asks) == {Stage.RELEASED, Stage.DISMISSED}
+    assert reached(LifeStage.DISMISSED, without=asks) == {LifeStage.DISMISSED}
+    assert reached(LifeStage.RELEASED, without=asks) == {LifeStage.RELEASED, LifeStage.DISMISSED}
 
 
 def test_a_reload_goes_on_until_it_ends():
     """Requests wait for a model that is reloaded: nothing but an end of the reload takes it out of these states."""
     ends = {Event.LOADED, Event.KEEP, Event.FAIL, Event.RELEASE, Event.DISMISS}
-    for stage in (stage for stage in Stage if stage.is_reloading):
+    for stage in (stage for stage in LifeStage if stage.is_reloading):
         for happened in set(Event) - ends:
             if can(stage, happened):
                 assert next_stage(stage, happened).is_reloading, (stage, happened)
 
 
 def test_what_cannot_happen_is_refused():
-    for stage, happened in ((Stage.IDLE, Event.GONE), (Stage.LOADING, Event.RENEW), (Stage.RELEASED, Event.FITS)):
+    for stage, happened in (
+        (LifeStage.IDLE, Event.GONE),
+        (LifeStage.LOADING, Event.RENEW),
+        (LifeStage.RELEASED, Event.FITS),
+    ):
         with pytest.raises(LifecycleError, match=f"{happened.name} in {stage.name}"):
             next_stage(stage, happened)
 
@@ -176,7 +180,7 @@ class ModelMachine(RuleBasedStateMachine):
 
     @rule(slot=slots, state=st.sampled_from(REPORTS))
     def report(self, slot: int, state: Any) -> None:
-        was_renewing = self.record.stage is Stage.RENEWING
+        was_renewing = self.record.stage is LifeStage.RENEWING
         error = ERROR if state == "failed" else None
         self.registry.report(slot, ModelReport("m", state, progress=0.5, error=error), self.now_s)
         if was_renewing and state == "loaded":
@@ -230,7 +234,7 @@ class AdapterMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(names))
     def want(self, name: str) -> None:
-        was_wanted, had_workers = self.record(name).wanted, bool(self.record(name).workers)
+        was_wanted, had_workers = self.record(name).wanted, bool(self.record(name).loaded_on)
         if self.registry.want("m", name, self.now_s) is not None:
             assert not was_wanted
             assert self.registry.entries("m")[name].state == "loading" or had_workers

@@ -32,7 +32,7 @@ from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.encode import Encoder
 from sie.frontend.operations.extraction.extract import Extractor
 from sie.frontend.operations.score import Scorer
-from sie.frontend.routes.embed import Inference
+from sie.frontend.routes.inference import Inference
 from sie.frontend.routes.kserve import KServe
 from sie.frontend.services.trtis_service import TrtisService
 from sie.frontend.tensors.encoded_images import TensorImages

@@ -9,7 +9,7 @@ from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from sie.workers.scheduling.scheduler import State, plan_step
-from sie.workers.scheduling.waiting import Budget, Waiting
+from sie.workers.scheduling.waiting import Budget, WaitingItem
 
 _reached: Counter[str] = Counter()
 _MODELS = ("a", "b", "c")
@@ -35,8 +35,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, max_tokens: int, max_items: int, max_age: int, window: int) -> None:
         self.budget = Budget(max_tokens=max_tokens, max_items=max_items, max_age_ns=max_age, window_items=window)
         self.state = State()
-        self.waiting: dict[int, tuple[str, Waiting]] = {}
-        self.parked: list[tuple[str, list[Waiting]]] = []
+        self.waiting: dict[int, tuple[str, WaitingItem]] = {}
+        self.parked: list[tuple[str, list[WaitingItem]]] = []
         self.led: set[int] = set()
         self.was_led: set[int] = set()
         self.now_ns = 0
@@ -55,7 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.led.add(request)
         for index, num_tokens in enumerate(sizes):
             leads = led and index == 0
-            item = Waiting(request, index, num_tokens, self.now_ns, self.now_ns + lifetime, alone, leads)
+            item = WaitingItem(request, index, num_tokens, self.now_ns, self.now_ns + lifetime, alone, leads)
             self.state.add(model, item)
             self.waiting[id(item)] = (model, item)
 
@@ -90,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 del self.waiting[id(item)]
             self.parked.append((step.model, [*step.items, *followers]))
 
-    def _check_leaders(self, items: list[Waiting], runs: bool) -> None:
+    def _check_leaders(self, items: list[WaitingItem], runs: bool) -> None:
         there = set()
         for item in items:
             there.update({item.request} if item.leads else ())
@@ -103,7 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.led -= there
             self.was_led |= there
 
-    def _check_items(self, items: list[Waiting], num_tokens: int) -> None:
+    def _check_items(self, items: list[WaitingItem], num_tokens: int) -> None:
         assert num_tokens == sum(item.num_tokens for item in items)
         assert len(items) <= self.budget.max_items
         if num_tokens > self.budget.max_tokens:

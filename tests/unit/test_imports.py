@@ -18,7 +18,7 @@ ROOT = Path(sie.__file__).parent
 FOUNDATION = {
     "sie", "sie.config", "sie.shm", "sie.values", "sie.values.card", "sie.config.sources", "sie.values.errors", "sie.values.extract", "sie.values.generate",
     "sie.config.agent_settings", "sie.config.generation_settings", "sie.values.agent", "sie.config.grpc_limits", "sie.values.work", "sie.config.limits",
-    "sie.config.sections", "sie.config.settings", "sie.values.output_kinds", "sie.values.spans", "sie.values.tensor", "sie.values.encode",
+    "sie.config.sections", "sie.config.settings", "sie.values.output_kinds", "sie.values.spans", "sie.values.tensor", "sie.values.inference",
 }  # fmt: skip
 SLOW = {"torch", "transformers", "sentence_transformers"}
 SERVERS = {"granian", "nats", "uvloop"}
@@ -29,7 +29,7 @@ PURE_FILES = (
     "frontend/generation/reader.py",
     "frontend/generation/stops.py",
     "frontend/inputs/profile_options.py",
-    "frontend/http/routes.py",
+    "frontend/http/routing.py",
     "frontend/engine/admission.py",
     "frontend/engine/placement.py",
     "frontend/inputs/prompts.py",

@@ -24,7 +24,6 @@ from sie.agents.loop.plan import AgentPlan
 from sie.agents.messages import FindFiles, FoundFiles
 from sie.runtime.logs import get_logger
 from sie.values.agent import AgentFile, AgentOutcome, FileProduced, ToolProgress
-from sie.values.encode import Timing
 from sie.values.errors import DeadlineExceeded, Internal, SieError, Unavailable
 from sie.values.generate import (
     ChatMessage,
@@ -42,6 +41,7 @@ from sie.values.generate import (
     ToolCall,
     ToolCallDelta,
 )
+from sie.values.inference import Timing
 
 _log = get_logger(__name__)
 _LONG_S: Final = 86_400.0

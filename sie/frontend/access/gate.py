@@ -43,7 +43,7 @@ class Access:
     """Checks the requests of one frontend process.
 
     pages are the counter pages, our own first; through them the frontends share the limits. count_failure is called
-    with the reason of each refusal. settle ends the requests of a key whose answers have been read since its last call.
+    with the reason of each refusal. settle is called to end the requests of keys whose answers have been read.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Access:
         return holder
 
     def admit(self, exchange: Exchange, need: Need) -> None:
-        """Identify the holder of a request, record it and admit the request. Raises as `identify` and `begin` do."""
+        """Identify the holder of a request, record it and admit the request. Raises the errors of `identify` and `begin`."""
         exchange.holder = holder = self.identify(exchange.headers, need)
         if holder is not None:
             self.begin(holder)
@@ -136,7 +136,7 @@ class Access:
         """Admit a websocket. Return a function that tells whether it may continue, as its key may be revoked meanwhile.
 
         The key is in a header, or in the subprotocol `sie.bearer.KEY` for clients that cannot set headers. A browser
-        needs its subprotocol confirmed, so it sends a ticket (`?ticket=`) instead. Raises as `identify` does. Limits do
+        needs its subprotocol confirmed, so it sends a ticket (`?ticket=`) instead. Raises the errors of `identify`. Limits do
         not apply.
         """
         if self._is_open(need):

@@ -14,7 +14,7 @@ from msgspec import Struct
 from sie.config.limits import Limits
 from sie.frontend.dialects.operation import Operation
 from sie.frontend.http.response import JSON, Response
-from sie.frontend.http.routes import Row
+from sie.frontend.http.routing import Row
 from sie.values.errors import BadRequest, NotFound, SieError
 
 _GENERATION: Final = "sie.frontend.routes.generate"
@@ -33,13 +33,15 @@ class Codec(Struct, frozen=True, kw_only=True):
     operation: Literal["encode", "embed", "score", "extract"]
     """`embed` is an encode request for dense float32 vectors only."""
     decode: Callable[[bytes, Sent, Limits], tuple[Any, Any]]
-    """Returns the request of `sie.values.encode`, and anything that `encode` needs to know of it. Raises BadRequest."""
+    """Returns (request, shown): a request of `sie.values.inference`, and the facts that decide how its answer is written,
+    such as the form of vectors. Raises BadRequest.
+    """
     encode: Callable[[Any, Any, Any, bool], bytes]
-    """Returns the body for (request, the decoder's second value, the reply, whether it must be msgpack)."""
+    """Returns the body for (request, shown, reply, whether it must be msgpack)."""
     default_output: str = ""
     """The output of the model that a request for `default` gets; empty if the path names the model."""
     is_quick: Callable[[Any, bool], bool] = lambda _shown, _msgpack: False
-    """Whether even a large reply is cheap to encode, for the decoder's second value and the form. Others need a thread."""
+    """Whether even a large reply is cheap to encode, for (shown, whether it is msgpack). Others need a thread."""
     has_msgpack: bool = False
     """Whether bodies may be msgpack."""
     has_timing: bool = True
@@ -52,23 +54,23 @@ class TextCodec(Struct, frozen=True, kw_only=True):
     """The wire form of one route that generates text from a request that names its model in the body."""
 
     decode: Callable[[bytes, str | None, Limits], tuple[Any, Any]]
-    """Returns the `GenerateRequest`, and anything that the writers need to know of it, for a body and its content type.
-    Raises BadRequest.
+    """Returns (request, shown) for a body and its content type: a `GenerateRequest`, and the facts that decide how its
+    answer is written, such as whether it repeats the prompt. Raises BadRequest.
     """
     encode: Callable[[Any, Any, Sequence[str]], bytes]
-    """Returns the body for (reply, the decoder's second value, the prompts to echo)."""
+    """Returns the body for (reply, shown, the prompts to echo)."""
     make_writer: Callable[[Any, str, Sequence[str]], Any]
-    """Returns the `EventWriter` of a stream for (the decoder's second value, the model's id, the prompts to echo)."""
+    """Returns the `EventWriter` of a stream for (shown, the model's id, the prompts to echo)."""
     names_of: Callable[[Any], Mapping[str, str]] = lambda _shown: {}
-    """The API's own names of fields in errors, for the decoder's second value."""
+    """Returns the API's own names of fields in errors, for shown."""
     echoes: Callable[[Any], bool] = lambda _shown: False
-    """Whether the answer repeats the prompt, for the decoder's second value."""
+    """Whether the answer repeats the prompt, for shown."""
 
 
 def operation_row(template: str, codec: Codec, envelope: str, label: str) -> Row:
     """Return the row of a route with a `Codec`. label is the endpoint under which metrics count it."""
     return Row(
-        template, "POST", envelope, label, codec=codec, handler=lambda services: services.embed.handler_of(codec)
+        template, "POST", envelope, label, codec=codec, handler=lambda handlers: handlers.inference.handler_of(codec)
     )
 
 
@@ -76,7 +78,7 @@ def text_row(template: str, codec: TextCodec, envelope: str) -> Row:
     """Return the row of a route with a `TextCodec`."""
     return Row(
         template, "POST", envelope, "generate", codec=codec, imports=_GENERATION,
-        handler=lambda services: services.texts.handler_of(codec),
+        handler=lambda handlers: handlers.texts.handler_of(codec),
     )  # fmt: skip
 
 

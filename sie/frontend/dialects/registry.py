@@ -12,7 +12,7 @@ from sie.frontend.dialects.native import dialect as native
 from sie.frontend.dialects.openai import dialect as openai
 from sie.frontend.dialects.responses import dialect as responses
 from sie.frontend.dialects.trtis import dialect as trtis
-from sie.frontend.http.routes import Row
+from sie.frontend.http.routing import Row
 
 DIALECTS: Final[tuple[Dialect, ...]] = (
     native.DIALECT,

@@ -126,7 +126,7 @@ class ShmEngine:
     def submit_parts(
         self, layout: RequestLayout, parts: Sequence[bytes | memoryview], num_tokens: int, deadline_ns: int
     ) -> ShmPending:
-        """Do as `submit` for a request that already has a layout and whose arrays are bytes."""
+        """Submit a request that already has a layout and whose arrays are bytes. Raises the errors of `submit`."""
         with self._lease(layout) as lease:
             write_parts(lease.view, layout.head, layout.places, parts)
             return self._hand_over(lease, layout, "", num_tokens, deadline_ns)
@@ -134,7 +134,7 @@ class ShmEngine:
     async def submit_large(
         self, header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]], num_tokens: int, deadline_ns: int
     ) -> ShmPending:
-        """Do as `submit`, but let the event loop turn between copies: the arrays may have megabytes."""
+        """Submit a request with megabytes of arrays: the event loop runs between copies. Raises the errors of `submit`."""
         layout = lay_out(header, arrays)
         with self._lease(layout) as lease:
             own = [array for _, array in arrays]
@@ -150,9 +150,10 @@ class ShmEngine:
         deadline_ns: int,
         stream: TokenStream,
     ) -> ShmPending:
-        """Do as `submit_large` for work whose tokens go to stream. deadline_ns is the deadline of the first token.
+        """Submit a request to generate, whose tokens go to stream. deadline_ns is the deadline of the first token.
 
-        Such work stays long, so it gets at most half of the request segment. Raises Overloaded beyond that.
+        Such requests run long, so they get at most half of the request segment. Raises Overloaded over that half, and
+        the errors of `submit`.
         """
         layout = lay_out_once(header, arrays)
         held = sum(pending.lease.nbytes for pending in self._all_pending() if pending.stream is not None)
@@ -263,14 +264,14 @@ class ShmEngine:
             set_cancelled(pending.lease.view)
 
     def finish(self, pending: Pending) -> None:
-        """Do as `abandon` for a request whose remaining output is not needed."""
+        """Abandon a request whose remaining output is not needed."""
         if not pending.future.done():
             self.abandon(pending, ClientGone("nothing more is wanted"))
 
     def expire(self, now_ns: int) -> None:
         """Abandon overdue requests, release replies, and measure the rate of answers. The process's tick calls this."""
         for pending in self._all_pending():
-            # A cancelled wait ends only the future, and no worker may ever end the lease of a held request.
+            # If a caller is cancelled, only its future ends. A held request is at no worker that could end its lease.
             is_due = pending.link is None if pending.future.done() else pending.deadline_ns <= now_ns
             if is_due:
                 self.abandon(pending, overdue(pending))
@@ -404,7 +405,9 @@ class ShmEngine:
                 self._mark_suspect(rival)
             return
         if not pending.may_run_again():
-            end(pending, WorkerLost("worker_lost: the worker died while it generated; what it had sent stands"))
+            end(
+                pending, WorkerLost("worker_lost: the worker died while it generated; the text sent so far stays valid")
+            )
             return
         if is_suspect:
             self._mark_suspect(pending)

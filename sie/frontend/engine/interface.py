@@ -1,7 +1,8 @@
-"""Defines what operations, dialects and routes know of an engine: work in, a `Pending`, then its `Reply`.
+"""Defines the interface of an engine: a submitted request is a `Pending`, which ends with a `Reply`.
 
-`sie.frontend.engine.engine.ShmEngine` implements it with shared memory. Its own classes are the records that operations
-hold, so nothing is wrapped. Two plain classes belong to the interface, too: `TokenStream` and `RequestLayout`.
+Operations, dialects and routes know only this interface. `sie.frontend.engine.engine.ShmEngine` implements it with
+shared memory, and its `ShmPending` and `ShmReply` satisfy the protocols here without wrappers. The plain classes
+`TokenStream` and `RequestLayout` are part of the interface.
 """
 
 from __future__ import annotations

@@ -61,4 +61,4 @@ def _input_of(task: bytes) -> bytes:
 
 def poison() -> PoisonInput:
     """Return the error for the client of a refused input."""
-    return PoisonInput("This input was running when a worker died, twice; it is refused")
+    return PoisonInput("Two workers died while they ran this input, so it is refused")

@@ -26,7 +26,7 @@ _MIN_RATE_SPAN_S = 0.5
 
 
 class Answers:
-    """The answers of one engine's workers. hold queues a request that must wait for a worker again."""
+    """The answers of one engine's workers. `hold` is called with a request that must wait for a worker again."""
 
     def __init__(self, find_model: Callable[[str], ModelEntry | None], hold: Callable[[ShmPending], None]) -> None:
         self._find_model = find_model

@@ -1,7 +1,7 @@
 """Carries the tokens of one request from an engine to the request's handler, and reports when they are overdue.
 
-A worker's records are checked as they come: each choice's in order, none missing, none after its last. A worker's death
-restarts the stream while the client was sent nothing. After that it ends the stream.
+A worker's records are checked as they come: each choice's in order, none missing, none after its last. If a
+worker dies before anything was sent to the client, the stream starts again. Later it ends with an error.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class TokenStream:
             try:
                 self.totals, _ = read_extent(reply.view, _totals_decoder)
             except ProtocolError:
-                self.totals = None  # the records already said the same
+                self.totals = None  # the records have the tokens; only the totals are lost
             finally:
                 reply.release()
         self._on_news()

@@ -122,7 +122,7 @@ class WorkerLink:
     def __init__(
         self, slot: int, attachment: Attachment, on_fault: Callable[[WorkerLink, ProtocolError], None]
     ) -> None:
-        """on_fault is called when a worker breaks the protocol after it was given its request."""
+        """on_fault is called when a worker breaks the protocol while descriptors are published."""
         self._on_fault = on_fault
         self.slot = slot
         self.attachment = attachment

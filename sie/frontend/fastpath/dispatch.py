@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sie.frontend.engine.interface import Pending, Reply
 from sie.frontend.http.response import Response
-from sie.frontend.http.routes import Route
+from sie.frontend.http.routing import Route
 from sie.frontend.routes.table import match_path
 from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.values.errors import Unavailable

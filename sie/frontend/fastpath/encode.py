@@ -1,9 +1,9 @@
 """Submits and answers encode requests without a task. Must check and answer exactly as `Inference.handler_of` does.
 
-The second half of a request is the same code in both: `read` and `Inference.answer`. The first half uses the same codec,
-checks and `Encoder.try_start`, but the order of the calls stands in both places. There, `Inference.handler_of` may wait
-for the body, a thread, a model or its tokenizer; here each of these is a `return None`. One coroutine for both would
-begin outside a task and move into one at its first wait, which asyncio has only from Python 3.12 on (eager tasks).
+Both paths call the same functions: the codec, the checks, `Encoder.try_start`, `read_rows` and `Inference.answer`. The
+order of the first half's calls is written twice, because `Inference.handler_of` may wait for the body, a thread, a model
+or its tokenizer. Here, a request that would have to wait gets None instead. One coroutine for both paths would need the
+eager tasks of Python 3.12.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from sie.frontend.models.adapter_lookup import requested_adapter
 from sie.frontend.operations.resolve import resolve_encode
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.decode_body import add_hint
-from sie.frontend.routes.embed import Inference, read
+from sie.frontend.routes.inference import Inference, read_rows
 from sie.ipc.messages import ModelEntry
-from sie.values.encode import EncodeRequest
 from sie.values.errors import BadRequest, Unavailable
+from sie.values.inference import EncodeRequest
 
 _CODEC: Final[Codec] = ENCODE.codec
 
@@ -47,7 +47,7 @@ class EncodeWork:
 
     def answer(self, raw: Reply) -> Response | Awaitable[Response]:
         exchange, request = self._exchange, self._request
-        reply = read(exchange, self.entry, request, self._took_ns, raw)
+        reply = read_rows(exchange, self.entry, request, self._took_ns, raw)
         is_large = len(raw.view) >= LARGE_BYTES
         return self._inference.answer(_CODEC, exchange, (request, None, reply), raw, is_large=is_large)
 

@@ -2,7 +2,7 @@
 
 Clients often send the same JSON with other tensor elements behind it. The cache key of a checked request is the model's
 path, the bytes of the JSON and the length of the body. A hit reads only the elements. The JSON of an answer is cached by
-the header of the worker's reply. Every entry is dropped when the models or limits change that it was checked against.
+the header of the worker's reply. All entries are dropped when the models or the limits change.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from sie.config.limits import Limits
 from sie.frontend.dialects.kserve.infer import InferCall
 from sie.frontend.engine.interface import Reply
-from sie.frontend.http.routes import Match
+from sie.frontend.http.routing import Match
 from sie.frontend.tensors.held_reply import places_of
 from sie.frontend.tensors.infer import Plan
 from sie.ipc.messages import ModelEntry

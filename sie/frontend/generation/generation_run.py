@@ -10,7 +10,6 @@ from typing import Final, Protocol
 from sie.frontend.engine.interface import Engine, Pending
 from sie.frontend.engine.token_stream import TokenStream
 from sie.frontend.generation.reader import Reader
-from sie.values.encode import Timing
 from sie.values.errors import Internal, SieError
 from sie.values.generate import (
     ChoiceReply,
@@ -26,6 +25,7 @@ from sie.values.generate import (
     TextDelta,
     ToolCallDelta,
 )
+from sie.values.inference import Timing
 
 _LONG_S: Final = 86_400.0
 """Only bounds one wait; the engine ends requests that take too long."""
@@ -102,7 +102,7 @@ class Run:
         return events
 
     async def __aiter__(self) -> AsyncIterator[GenerateEvent]:
-        """Yield every event; raises as `wait` does."""
+        """Yield every event; raises the errors of `wait`."""
         while not self.is_over:
             for event in await self.wait(_LONG_S):
                 yield event
@@ -122,7 +122,7 @@ class Run:
         return GenerateReply(model=self.model, choices=list(self._choices.values()), usage=self.usage(), scored=scored)
 
     async def gather(self) -> list[GenerateEvent]:
-        """Return all events of a request with one prompt. Restarts and raises as `whole` does."""
+        """Return all events of a request with one prompt. Restarts and raises the errors of `whole`."""
         (part,) = self.parts
         events: list[GenerateEvent] = []
         while not self.is_over:

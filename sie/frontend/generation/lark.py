@@ -24,7 +24,7 @@ def refusal_of(text: str) -> str:
     rest = _TOKEN.sub(" ", text)
     if _OPERATOR.search(rest):
         return _REFUSAL
-    return _OPEN if '"' in rest or "/" in rest else ""  # else an operator could hide in it
+    return _OPEN if '"' in rest or "/" in rest else ""  # an operator could hide behind an open string
 
 
 def refusal_of_composed(text: str) -> str:

@@ -129,7 +129,7 @@ def finish_chat(draft: Draft, text: str, rule: GenerateRule) -> Rendered:
 
 
 def _without_reasoning(text: str, rule: GenerateRule) -> str:
-    """Return a prompt that the answer itself follows: reasoning that the template begins is ended at once.
+    """Return the prompt with its reasoning closed, if the template opens one, so that the answer follows at once.
 
     Source: chat template of Qwen 3, which writes this where `enable_thinking` is false.
     """
@@ -187,7 +187,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 def _message(message: ChatMessage, roles: Mapping[str, str]) -> dict[str, Any]:
     """Return a message in the form that templates expect, with its reasoning under each name that some template reads.
 
-    roles: the template's own names for roles that it calls otherwise.
+    roles maps a role to the template's name for it, if they differ.
     """
     shown: dict[str, Any] = {"role": roles.get(message.role, message.role), "content": message.content}
     if message.name is not None:

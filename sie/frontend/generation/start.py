@@ -105,7 +105,7 @@ class Generator:
         self._templates.close()
 
     async def prompt_ids(self, entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
-        """Return the tokens of a request's prompts, for a caller that only counts them. Raises as `start` does.
+        """Return the tokens of a request's prompts, for a caller that only counts them. Raises the errors of `start`.
 
         An overlong prompt is returned whole, or cut if the request has it cut.
         """
@@ -189,7 +189,7 @@ def check_request(request: GenerateRequest, settings: Generation) -> None:
 def plan_task(
     request: GenerateRequest, rule: GenerateRule, vocab_size: int, salt: bytes, grammar: Grammar | None = None
 ) -> GenerateTask:
-    """Return the task for a worker: the request's values, else the model's defaults, else the API's.
+    """Return the task for a worker. A value comes from the request, else from the model's defaults, else from the API's.
 
     max_tokens is set later, for each prompt. Raises BadRequest for a bias of a token that the model does not have.
     """

@@ -114,7 +114,7 @@ class Service:
         """Decompress a message. Raises SieError."""
         coding, limits = call.head.coding, self._process.settings.limits
         if coding == "identity":
-            raise Internal("the message is marked as packed, and the call names no grpc-encoding")
+            raise Internal("the message is marked as compressed, but the call has no grpc-encoding")
         max_bytes, max_ratio = limits.max_grpc_message_bytes, limits.max_compression_ratio
         size = len(message.data) * _DECOMPRESSED_TIMES
         try:
@@ -122,7 +122,7 @@ class Service:
                 self._process.decode_pool, size, decompress, message.data, coding, max_bytes, max_ratio
             )
         except InputTooLong:
-            text = "the message is too large when unpacked (max_grpc_message_bytes, max_compression_ratio)"
+            text = "the message is too large when decompressed (max_grpc_message_bytes, max_compression_ratio)"
             raise SieError(text, code="MESSAGE_TOO_LARGE", http_status=413) from None
 
     async def _serve(self, call: Call, message: bytes, keys: list[KeyHolder] | None = None) -> bytes:

@@ -11,8 +11,8 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from sie.frontend.dialects.kserve import grpc
-from sie.frontend.dialects.kserve.grpc import InferMessage
+from sie.frontend.dialects.kserve import infer_protobuf
+from sie.frontend.dialects.kserve.infer_protobuf import InferMessage
 from sie.frontend.dialects.kserve.trace_settings import check_unchanged
 from sie.frontend.grpc.transport.status_codes import details
 from sie.frontend.http.exchange import Exchange
@@ -39,10 +39,10 @@ class KServeGrpc:
         if not is_stream or error.http_status in (401, 403, 429):
             return None
         try:
-            request_id = grpc.parse_infer(message).message.id
+            request_id = infer_protobuf.parse_infer(message).message.id
         except BadRequest:
             request_id = ""
-        return grpc.stream_error(details(error), request_id)
+        return infer_protobuf.stream_error(details(error), request_id)
 
     # --- inference ------------------------------------------------------------------------------------------------
 
@@ -50,13 +50,13 @@ class KServeGrpc:
 
     def infer(self, exchange: Exchange, message: bytes) -> Awaitable[bytes]:
         """Answer `ModelInfer`."""
-        return self._infer(exchange, grpc.parse_infer(message), is_final=False)
+        return self._infer(exchange, infer_protobuf.parse_infer(message), is_final=False)
 
     async def stream_infer(self, exchange: Exchange, message: bytes) -> bytes:
         """Answer one request of `ModelStreamInfer`."""
-        parsed = grpc.parse_infer(message)
-        is_final = grpc.wants_final_response(parsed.message)
-        return grpc.stream_reply(await self._infer(exchange, parsed, is_final=is_final))
+        parsed = infer_protobuf.parse_infer(message)
+        is_final = infer_protobuf.wants_final_response(parsed.message)
+        return infer_protobuf.stream_reply(await self._infer(exchange, parsed, is_final=is_final))
 
     def _infer(self, exchange: Exchange, parsed: InferMessage, *, is_final: bool) -> Awaitable[bytes]:
         name, version = parsed.message.model_name, parsed.message.model_version
@@ -65,8 +65,8 @@ class KServeGrpc:
         max_values = self._process.settings.limits.max_tensor_values
 
         def decode(model: str, rule: TensorRule) -> tuple[TensorRequest, Encode[bytes]]:
-            call = grpc.decode_infer(parsed, model, rule, max_values)
-            return call.request, partial(grpc.encode_infer, call, is_final=is_final)
+            call = infer_protobuf.decode_infer(parsed, model, rule, max_values)
+            return call.request, partial(infer_protobuf.encode_infer, call, is_final=is_final)
 
         return self.service.tensors.answer(exchange, name, version, decode, len(parsed.rest))
 

@@ -12,7 +12,7 @@ from sie.frontend.grpc.kserve import KServeGrpc
 from sie.frontend.grpc.reflection import Reflection
 from sie.frontend.grpc.trtis import TrtisGrpc
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.routes import Route
+from sie.frontend.http.routing import Route
 from sie.frontend.services.kserve_service import KServeService, check_region, refuse_region
 from sie.frontend.services.trtis_service import TrtisService, refuse
 from sie.proto import message_class

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from sie.frontend.dialects.kserve.protobuf_wire import MalformedMessage
-from sie.frontend.dialects.trtis import grpc
+from sie.frontend.dialects.trtis import infer_protobuf
 from sie.frontend.dialects.trtis.infer import decode_raw_inputs
 from sie.frontend.dialects.trtis.status import repository_index, request_status, server_status, status_of
 from sie.frontend.http.exchange import Exchange
@@ -39,10 +39,10 @@ class TrtisGrpc:
             return None
         if exchange.route.label == "infer":
             try:
-                header = grpc.parse_infer(message).header
+                header = infer_protobuf.parse_infer(message).header
             except MalformedMessage:
-                return grpc.encode_failure(status_of(error), 0) if is_stream else None
-            return grpc.encode_failure(status_of(error), grpc.id_of(header))
+                return infer_protobuf.encode_failure(status_of(error), 0) if is_stream else None
+            return infer_protobuf.encode_failure(status_of(error), infer_protobuf.id_of(header))
         if isinstance(error, MalformedMessage):
             return None
         name = exchange.route.template.rpartition("/")[2]
@@ -52,13 +52,13 @@ class TrtisGrpc:
 
     async def infer(self, exchange: Exchange, message: bytes) -> bytes:
         """Answer `Infer`, and one request of `StreamInfer`."""
-        parsed = grpc.parse_infer(message)
-        head = grpc.parse_head(parsed.header)
+        parsed = infer_protobuf.parse_infer(message)
+        head = infer_protobuf.parse_head(parsed.header)
         check_version(parsed.version)
         await self.service.admit(exchange, parsed.model, parsed.version)
 
         def decode(model: str, rule: TensorRule) -> tuple[TensorRequest, Encode[bytes]]:
-            return decode_raw_inputs(head, parsed.raw, model, rule), partial(grpc.encode_infer, head)
+            return decode_raw_inputs(head, parsed.raw, model, rule), partial(infer_protobuf.encode_infer, head)
 
         return await self.service.tensors.answer(exchange, parsed.model, parsed.version, decode)
 

@@ -169,7 +169,7 @@ class BodyReader:
             if body is None and (length is None or length > _WHOLE_BYTES):
                 return await self._read_chunks(reading, protocol, length, kept)
             data: bytes = await (protocol() if body is None else body)
-            self._held.put(kept, len(data))  # announced bytes must not cut others
+            self._held.put(kept, len(data))  # counted only on arrival: announced bytes must not cut other connections
             return data
         except asyncio.CancelledError:
             if reading.error is None:

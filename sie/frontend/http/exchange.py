@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.http.body import Body, BodyReader, HeldBody
-from sie.frontend.http.routes import Route
+from sie.frontend.http.routing import Route
 
 _MOST_NAMED: Final = 1000
 """Most items to name in a header, because clients read headers up to 8 KiB."""
@@ -61,7 +61,7 @@ class Exchange:
         return "x-sie-truncated", ",".join(map(str, sorted(self.cuts)[:_MOST_NAMED]))
 
     async def read_body(self, bodies: BodyReader) -> bytes:
-        """Read the complete body, and record its size. Raises as `BodyReader.read` does."""
+        """Read the complete body, and record its size. Raises the errors of `BodyReader.read`."""
         if self.body is None or not self.body.done():  # a body that has arrived is not counted
             self.held_body = HeldBody()
         body = await bodies.read(self.headers, self.protocol, self.deadline_ns, self.body, self.held_body)
@@ -74,7 +74,7 @@ class Exchange:
             bodies.release(self.held_body)
 
     def take_body(self, bodies: BodyReader) -> bytes:
-        """Return a body that has arrived, and record its size. Raises as `BodyReader.take` does."""
+        """Return a body that has arrived, and record its size. Raises the errors of `BodyReader.take`."""
         assert self.body is not None
         body = bodies.take(self.body)
         self.body_bytes = len(body)

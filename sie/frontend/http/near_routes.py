@@ -6,7 +6,7 @@ import difflib
 import functools
 from typing import Final
 
-from sie.frontend.http.routes import Route, RouteTable
+from sie.frontend.http.routing import Route, RouteTable
 
 _MAX_CHARS: Final = 200
 """A longer path gets no suggestion."""

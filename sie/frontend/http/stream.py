@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from sie.frontend.http.unread import Unread
-from sie.values.encode import Timing
 from sie.values.errors import ClientGone, SieError
 from sie.values.generate import GenerateEvent
+from sie.values.inference import Timing
 
 Headers = list[tuple[str, str]]
 STREAM_HEADERS: Final = (("content-type", "text/event-stream"), ("cache-control", "no-cache"))

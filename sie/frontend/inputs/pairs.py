@@ -35,7 +35,7 @@ def pair_arrays(
     """Return a score request's arrays, the items' bounds first; tokenizer is None for a model that reads text.
 
     cuts gets the documents whose pairs were cut, in either text. `prompts.apply_pair_prompt` adds the prompts. Raises
-    BadRequest as it does, and for a text that is not valid Unicode. Source: SIE API reference, sections 11 and 19.
+    its errors, and BadRequest for a text that is not valid Unicode. Source: SIE API reference, sections 11 and 19.
     """
     options, cuts = options or {}, {} if cuts is None else cuts
     query, documents, instruction = apply_pair_prompt(card, query, documents, options, instruction)

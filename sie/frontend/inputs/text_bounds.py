@@ -1,4 +1,4 @@
-"""Bounds what a tokenizer library gets to read: the beginning of a long text, in parts of a bounded size.
+"""Limits the text that a tokenizer library reads: the beginning of a long text, in parts of a bounded size.
 
 The library needs 100 bytes for each character of a text, and up to 0.5 us, even for tokens that are cut off afterwards.
 A tokenizer file's own rules may also make a text longer before it is split. Pure, apart from the library's calls.
@@ -64,10 +64,10 @@ def check_chars(model_id: str, texts: Sequence[str], most: int) -> None:
 def shorten(
     model_id: str, tokenizer: tokenizers.Tokenizer, texts: Sequence[str], limit: int | None, most: int
 ) -> Sequence[str]:
-    """Return the texts, or the beginnings that hold over limit tokens, so that the rest cannot matter.
+    """Return the texts, long ones cut to a beginning that has more than limit tokens: the rest cannot matter.
 
-    A beginning is only tried of a text that has 16 characters for each token of the limit. Raises InputTooLong when so
-    many tokens need more than `most` characters, and TypeError for a text that is not valid Unicode.
+    Only texts with over 16 characters for each token of the limit are cut. Raises InputTooLong when limit tokens need
+    more than `most` characters, and TypeError for a text that is not valid Unicode.
     """
     size = _MORE_CHARS + _CHARS_A_TOKEN * limit if limit is not None else most
     if max(map(len, texts), default=0) <= min(2 * size, most):
@@ -78,7 +78,7 @@ def shorten(
 
 
 def groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yield the texts in order, in groups of which each is small enough for one call of the library."""
+    """Yield the texts in order, in groups that are small enough for one call of the library."""
     if sum(map(len, texts)) <= _CHARS_AT_ONCE:
         yield texts
         return

@@ -15,8 +15,8 @@ from typing import Final
 from sie.catalog.profiles import model_of
 from sie.frontend.models.model_table import ModelTable
 from sie.ipc.messages import ModelEntry, Touch, WantAdapter
-from sie.values.encode import EncodeRequest
 from sie.values.errors import BadRequest, Unavailable, from_wire
+from sie.values.inference import EncodeRequest
 
 _CODE: Final = "LORA_LOADING"
 _RETRY_S: Final = 1
@@ -51,7 +51,7 @@ class AdapterTable:
         """Return the model's entry once a worker has this declared adapter. Requests a load if necessary.
 
         wait_until_ns 0 never waits. Raises Unavailable LORA_LOADING, or the error of the last load: Internal, or BadRequest
-        if the adapter does not fit the model. Raises as `ModelTable.wait_serving` if the model is unloaded meanwhile.
+        if the adapter does not fit the model. Raises the errors of `ModelTable.wait_serving` if the model is unloaded before.
         """
         while True:
             changed = self._models.changed

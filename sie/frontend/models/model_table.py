@@ -22,8 +22,8 @@ from sie.ipc.messages import ModelEntry, Models, WorkerEntry
 from sie.native.preempt import free
 from sie.runtime.gil_stalls import seconds_to_read
 from sie.runtime.logs import get_logger
-from sie.values.encode import DEFAULT_MODEL
 from sie.values.errors import ModelLoadFailed, SieError, Unavailable, from_wire, without_paths
+from sie.values.inference import DEFAULT_MODEL
 
 _log = get_logger(__name__)
 _ASK_AGAIN_S = 1.0
@@ -83,7 +83,7 @@ class ModelTable:
         self.announce()
 
     def _drop_tokenizers(self) -> None:
-        """Let go of the tokenizers of models that are gone, or whose file may have changed at the next load."""
+        """Drop the tokenizers of removed models, and of models whose file may change before the next load."""
         idle = {name for name, entry in self.entries.items() if entry.state in ("unloading", "available")}
         gone = self._tokenizers.keys() - (self.entries.keys() | self._hosted.keys())
         gone |= self._tokenizers.keys() & (idle | {model_of(name) for name in idle})
@@ -127,8 +127,8 @@ class ModelTable:
     def default_of(self, output: str = "") -> str | None:
         """Return the model for requests without one: the setting's if it is capable, or the only capable one, or None.
 
-        Without an output, it is the model that text generation would take, or embeddings, or where neither is served
-        rerank: the entry `default` of `/v1/models` is from the API for text generation.
+        Without an output, it is the default model of text generation, or without one, that of embeddings. If no model
+        gives either, it is that of rerank. `/v1/models` shows it as its entry `default`.
         """
         chosen = self.find(self.default) if self.default else None
         if chosen is not None and (not output or not chosen.is_read or gives(chosen.card, output)):
@@ -186,7 +186,7 @@ class ModelTable:
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
         """Return a model's entry once it can be served. Waits while the model is loading, unloading or reloading.
 
-        Raises as `check_serving` does: at once for a failed load, or at the deadline for one under way. The load is
+        Raises the errors of `check_serving`: at once for a failed load, or at the deadline for one under way. The load is
         requested repeatedly, because a model may be loaded and unloaded again before this waiter notices.
         """
         while True:

@@ -15,7 +15,7 @@ from sie import __version__
 from sie.config.limits import Limits
 from sie.frontend.dialects.operation import JSON, Answer, Fault, Operation
 from sie.frontend.dialects.registry import DIALECTS, ENVELOPES
-from sie.frontend.http.routes import Route, RouteTable
+from sie.frontend.http.routing import Route, RouteTable
 from sie.frontend.openapi import schemas, server_operations
 
 Document = dict[str, Any]

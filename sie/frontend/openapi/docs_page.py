@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any, Final
 
 from sie.config.limits import Limits
-from sie.frontend.http.routes import RouteTable
+from sie.frontend.http.routing import RouteTable
 from sie.frontend.openapi import document
 
 _Json = dict[str, Any]

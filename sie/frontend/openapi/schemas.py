@@ -1,8 +1,8 @@
 """Writes the JSON schemas of the wire structs.
 
-msgspec writes them, from twins of the structs that it cannot describe itself. A twin has the fields of its struct, with
-two differences. Fields that the decoder leaves as bytes get their real types (`wire_types.TYPES`). A twin is always an
-object, because structs that cross processes as arrays are objects on the wire. The file `words.toml` of each dialect has
+msgspec writes the schema of a struct. Some structs it cannot describe, so it gets a twin of them: a struct with the same
+fields and two differences. Fields that the decoder leaves as bytes get their real types (`wire_types.TYPES`). And a twin
+is always an object, because structs that cross processes as arrays are objects on the wire. The file `words.toml` of each dialect has
 the meaning of each field; the one here has those of several dialects and of the server itself. Outputs say their own.
 """
 

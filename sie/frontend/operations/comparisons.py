@@ -15,8 +15,8 @@ from sie.frontend.inputs.profile_options import token_limit
 from sie.frontend.inputs.prompts import apply_prompt
 from sie.frontend.inputs.tokenize import Cuts, Tokenizer
 from sie.values.card import ModelCard
-from sie.values.encode import ScoreRequest
 from sie.values.errors import BadRequest
+from sie.values.inference import ScoreRequest
 from sie.values.output_kinds import KINDS
 
 Compared = tuple[tuple[str, float], ...]

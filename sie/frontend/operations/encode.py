@@ -1,7 +1,7 @@
 """Prepares and submits encode requests: turns a typed request of any dialect into its extent's arrays.
 
-Order: resolve -> prompt -> tokenise, decode images -> admission -> engine. `reply_reader` reads the reply. The dialect
-decodes before and encodes after.
+Order: `resolve` -> prompt -> tokenise, decode images -> engine, which admits and submits. `reply_reader` reads the reply.
+The dialect decodes the request before, and encodes the reply after.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.inputs.mixed import mix_items
 from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion, token_limit
 from sie.frontend.inputs.prompts import apply_prompt, check_prompted, count_prompted
-from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, encode_stub_text, encode_stub_texts, is_long
+from sie.frontend.inputs.stub_texts import encode_stub_text, encode_stub_texts
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, is_long
 from sie.frontend.models.adapter_lookup import requested_adapter
 from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.interface import Started
 from sie.frontend.operations.reply_reader import count_items
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
-from sie.values.encode import EncodeRequest
 from sie.values.errors import BadRequest
+from sie.values.inference import EncodeRequest
 from sie.values.work import WorkHeader
 
 _DENSE_ONLY: Final = ("dense",)

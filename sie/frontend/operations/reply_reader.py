@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from sie.frontend.engine.interface import Reply
 from sie.ipc.messages import ModelEntry
-from sie.values.encode import EncodeReply, EncodeRequest, RaggedRows, RowArray, Timing
 from sie.values.errors import Internal, ProtocolError
+from sie.values.inference import EncodeReply, EncodeRequest, RaggedRows, RowArray, Timing
 from sie.values.output_kinds import RAGGED, OutputKind, offsets_name
 from sie.values.work import ArrayRef, ReplyHeader
 from sie.values.work_bytes import DTYPES, PROLOGUE, PROLOGUE_BYTES, array_view, read_extent

@@ -9,8 +9,8 @@ from sie.catalog.options import OUTPUT_TYPES
 from sie.frontend.inputs.profile_options import gives, merge_options, refuse_adapter
 from sie.frontend.operations.comparisons import resolve_compared
 from sie.values.card import ModelCard
-from sie.values.encode import OUTPUT_DTYPES, EncodeRequest, MediaItems, ScoreRequest
 from sie.values.errors import BadRequest
+from sie.values.inference import OUTPUT_DTYPES, EncodeRequest, MediaItems, ScoreRequest
 
 _DENSE_ONLY = ("dense",)
 

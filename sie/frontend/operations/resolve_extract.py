@@ -11,9 +11,9 @@ from sie.frontend.inputs.profile_options import merge_options, refuse_adapter
 from sie.frontend.operations.extraction.extract import check_task
 from sie.frontend.operations.resolve import check_media
 from sie.values.card import ModelCard
-from sie.values.encode import ExtractRequest
 from sie.values.errors import BadRequest
 from sie.values.extract import ExtractRule, ExtractTask, LabelGroup, LabelledExample
+from sie.values.inference import ExtractRequest
 
 OPTIONS_PATH: Final = "$.params.options"
 

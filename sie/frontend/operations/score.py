@@ -26,8 +26,8 @@ from sie.frontend.operations.interface import Started
 from sie.frontend.operations.reply_reader import timing_of
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
-from sie.values.encode import ScoreReply, ScoreRequest
 from sie.values.errors import Internal, ProtocolError
+from sie.values.inference import ScoreReply, ScoreRequest
 from sie.values.work import ReplyHeader, WorkHeader
 from sie.values.work_bytes import array_view, read_extent
 

@@ -37,7 +37,7 @@ class EventRows:
         """Bytes of the events that this process added since the owner last reset the count."""
 
     def add(self, rows: Sequence[NewEvents]) -> None:
-        """Store the next events of those responses that are stored themselves.
+        """Store the next events of the stored responses among these.
 
         It uses few statements, because after each one the thread waits until the event loop releases the GIL.
         """

@@ -15,9 +15,9 @@ from sie.frontend.dialects.responses.replay import end_events, is_terminal, repl
 from sie.frontend.dialects.responses.reply import RUNNING
 from sie.frontend.http.threads import offload
 from sie.frontend.responses.store import Followed
-from sie.values.encode import Timing
 from sie.values.errors import NotFound, SieError
 from sie.values.generate import GenerateEvent, Started
+from sie.values.inference import Timing
 
 POLL_S: Final = 0.25
 """Time between two polls of the database."""

@@ -14,9 +14,9 @@ from sie.frontend.dialects.responses.reply import CANCELLED, ResponseRecord
 from sie.frontend.http.stream import EventSource
 from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.runtime.logs import get_logger
-from sie.values.encode import Timing
 from sie.values.errors import BadRequest, ClientGone, Internal, SieError, Unavailable
 from sie.values.generate import GenerateEvent
+from sie.values.inference import Timing
 
 _log = get_logger(__name__)
 _MAX_WAIT_S: Final = 86_400.0

@@ -281,7 +281,7 @@ class ResponseStore:
             _log.warning("responses cannot be kept in %s: %s", self._directory, reason)
 
     def _opened(self) -> ResponseFile:
-        """Return the open file; opens it anew when another process, or an operator, has moved it."""
+        """Return the open file. Opens it again if another process, or an operator, has moved it."""
         if self._file is not None and self._file.is_moved:
             self._file.close()  # SQLite leaves the new file's log alone: it looks whether its own was moved, too
             self._file = None

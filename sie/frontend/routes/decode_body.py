@@ -1,6 +1,6 @@
-"""Decodes request bodies; explains a refused one, and finds the model that it names. Only refused requests pay for that.
+"""Decodes request bodies. For a refused body, adds a hint to the error and finds the model that the body names.
 
-Must not refuse what a dialect takes.
+An accepted request does not pay for that. Must not refuse a body that its dialect accepts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from sie.frontend.dialects.description import Codec
 from sie.frontend.dialects.native.negotiate import is_msgpack
 from sie.frontend.http.compression import CODING_NOT_SERVED, has_coding
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.routes import Row
+from sie.frontend.http.routing import Row
 from sie.frontend.http.threads import offload
 from sie.frontend.models.model_table import ModelTable
-from sie.values.encode import DEFAULT_MODEL
 from sie.values.errors import BadRequest
+from sie.values.inference import DEFAULT_MODEL
 
 _T = TypeVar("_T")
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from sie.frontend.dialects.registry import ENVELOPES, envelope_of_path
 from sie.frontend.http.response import Response
-from sie.frontend.http.routes import Route
+from sie.frontend.http.routing import Route
 from sie.values.errors import SieError
 
 _ASK_NO_MORE: Final = ("x-should-retry", "false")

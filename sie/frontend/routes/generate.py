@@ -191,10 +191,10 @@ class TextRoutes:
             finally:
                 run.give_up(ClientGone("the client no longer waits for the answer"))
 
-    async def _read(self, exchange: Exchange, decode: Callable[..., _T], *told: Any, waits: bool = True) -> _T:
-        """Read and decode the body, and let go of it. told is what decode needs instead of the content type."""
+    async def _read(self, exchange: Exchange, decode: Callable[..., _T], *decode_args: Any, waits: bool = True) -> _T:
+        """Read and decode the body, and release it. decode_args replace the content type as decode's arguments."""
         body = await self.read_body(exchange, waits=waits)
-        args = (*(told or (exchange.headers.get("content-type"),)), self._process.settings.limits)
+        args = (*(decode_args or (exchange.headers.get("content-type"),)), self._process.settings.limits)
         decoded = await decode_body(exchange, self._pool, self._process.models, decode, body, *args)
         exchange.release_body(self._process.bodies)  # generating may take long
         return decoded

@@ -114,7 +114,7 @@ class KServe:
         return [JSON], answer
 
     async def _admit(self, exchange: Exchange) -> None:
-        """Wait until the model takes requests, before its body is read. Raises as `Tensors.wait_serving` and the engine."""
+        """Wait until the model takes requests, before the body is read. Raises the errors of `Tensors.wait_serving` and the engine."""
         process = self._process
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
         process.check_accepting()

@@ -12,8 +12,8 @@ from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.access_log import id_headers
 from sie.frontend.telemetry.metrics import UNKNOWN_MODEL
 from sie.ipc.messages import ModelEntry
-from sie.values.encode import DEFAULT_MODEL
 from sie.values.errors import NotFound
+from sie.values.inference import DEFAULT_MODEL
 
 ERROR_CODE: Final = "x-sie-error-code"
 """The header with SIE's own code of an error, on routes whose errors have another API's form."""

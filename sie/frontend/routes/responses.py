@@ -1,6 +1,6 @@
 """Creates, stores, shows and cancels the responses of `/v1/responses`. Must show a stored response only to its owner.
 
-`sie.frontend.routes.generate` has the routes. Handlers raise, as its own do.
+`sie.frontend.routes.generate` has the routes. Handlers raise; the app's error boundary answers.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class Responses:
     async def _update(self, record: ResponseRecord) -> None:
         """Store the current state of a response."""
         if record.is_kept:
-            with contextlib.suppress(Unavailable):  # already logged; clients see the previous status
+            with contextlib.suppress(Unavailable):  # the store has logged it; clients see the status before this
                 await self._keep([record], is_update=True)
 
     async def _keep(self, records: Sequence[ResponseRecord], *, is_update: bool = False) -> None:

@@ -9,7 +9,7 @@ from sie.frontend.dialects.native import negotiate
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.html import page_headers
 from sie.frontend.http.response import JSON, Headers, Response
-from sie.frontend.http.routes import RouteTable
+from sie.frontend.http.routing import RouteTable
 from sie.frontend.openapi import docs_page
 from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.access_log import id_headers

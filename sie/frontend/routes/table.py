@@ -13,9 +13,9 @@ from sie.frontend.dialects.description import Codec, TextCodec
 from sie.frontend.dialects.registry import rows_of
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import Response
-from sie.frontend.http.routes import Match, Route, RouteTable, Row
+from sie.frontend.http.routing import Match, Route, RouteTable, Row
 from sie.frontend.http.stream import Streamed
-from sie.frontend.routes.services import Services
+from sie.frontend.routes.handlers import Handlers
 from sie.frontend.services.kserve_service import KServeService
 from sie.frontend.tensors.paths import split_model_path
 from sie.values.api_key import Need
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 Handler = Callable[[Exchange], Awaitable[Response | Streamed]]
 """Serves one request. Raises; the app's error boundary answers with the error."""
-Find = Callable[[Services], Handler]
-"""Finds a handler among the services of a process."""
+Find = Callable[[Handlers], Handler]
+"""Finds the handler of one route among those of a process."""
 
 _MODEL: Final = "/v2/models/{model}"
 _GENERATION: Final = "sie.frontend.routes.generate"
@@ -45,8 +45,8 @@ def _text(
     *,
     label: str = "generate",
 ) -> Row:
-    def find(services: Services) -> Handler:
-        return services.texts.served(handler(services.texts))
+    def find(handlers: Handlers) -> Handler:
+        return handlers.texts.served(handler(handlers.texts))
 
     return Row(template, method, envelope, label, handler=find, imports=_GENERATION)
 
@@ -56,7 +56,7 @@ def _v2(template: str, method: str, handler: Find, *, label: str = "", need: Nee
 
 
 def _v2_value(template: str, value: Callable[[KServeService, Exchange], Any]) -> Row:
-    return _v2(template, "GET", lambda services: services.kserve.showing(value))
+    return _v2(template, "GET", lambda handlers: handlers.kserve.showing(value))
 
 
 def _v1(template: str, method: str, handler: Find, *, label: str = "", need: Need = "infer", also: str = "") -> Row:

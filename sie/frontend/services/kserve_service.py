@@ -48,7 +48,7 @@ class KServeService:
         return entry
 
     def _find_read(self, exchange: Exchange, name: str, version: str) -> ModelEntry:
-        """Do as `find`, but raise NotFound for a repository's version that was unloaded or whose file was not read.
+        """Return the entry as `find` does. Raises NotFound, too, for an unloaded version or one with an unread file.
 
         The tensors of an unread file are unknown.
         """
@@ -60,13 +60,13 @@ class KServeService:
         return entry
 
     def metadata(self, exchange: Exchange, name: str, version: str) -> dict[str, Any]:
-        """Return a model's inputs and outputs. Raises as `find`."""
+        """Return a model's inputs and outputs. Raises the errors of `find`."""
         entry = self._find_read(exchange, name, version)
         rule = rule_of(entry)
         return models.model_metadata(rule, [rule.version] if version else self._table.shown_versions(entry))
 
     def config(self, exchange: Exchange, name: str, version: str) -> dict[str, Any]:
-        """Return a model's configuration. Raises as `find`."""
+        """Return a model's configuration. Raises the errors of `find`."""
         return rule_of(self._find_read(exchange, name, version)).config
 
     def statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
@@ -95,12 +95,12 @@ class KServeService:
         return models.config_statuses(self._table.states())
 
     async def load(self, name: str, parameters: Mapping[str, Any], deadline_ns: int) -> None:
-        """Load a model. The caller has checked the permission. Raises BadRequest, and as `RepositoryAdmin.load`."""
+        """Load a model. The caller has checked the permission. Raises BadRequest, and the errors of `RepositoryAdmin.load`."""
         models.check_manage(parameters, "load")
         await self.tensors.repository.load(name, deadline_ns)
 
     async def unload(self, name: str, parameters: Mapping[str, Any], deadline_ns: int) -> None:
-        """Unload a model. The caller has checked the permission. Raises BadRequest, and as `RepositoryAdmin.unload`."""
+        """Unload a model. The caller has checked the permission. Raises BadRequest, and the errors of `RepositoryAdmin.unload`."""
         models.check_manage(parameters, "unload")
         await self.tensors.repository.unload(name, deadline_ns)
 

@@ -63,12 +63,12 @@ class TrtisService:
         return self.tensors.table.names
 
     async def control(self, name: str, deadline_ns: int, *, is_load: bool) -> None:
-        """Load or unload a model. The caller has checked the permission. Raises as `RepositoryAdmin` does."""
+        """Load or unload a model. The caller has checked the permission. Raises the errors of `RepositoryAdmin`."""
         repository = self.tensors.repository
         await (repository.load if is_load else repository.unload)(name, deadline_ns)
 
     async def admit(self, exchange: Exchange, name: str, version: str) -> None:
-        """Wait until a version takes requests. Raises Unavailable, also for an unknown version, and as the engine does."""
+        """Wait until a version takes requests. Raises Unavailable, also for an unknown version, and the engine's errors."""
         process = self._process
         if process.is_draining:
             raise Unavailable("Server exiting")

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from sie.frontend.access.key_use import KeyHolder
-from sie.frontend.http.routes import Route
+from sie.frontend.http.routing import Route
 from sie.runtime.logs import get_logger
-from sie.values.encode import Timing
 from sie.values.errors import SieError
+from sie.values.inference import Timing
 
 _log = get_logger("sie.access")
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")

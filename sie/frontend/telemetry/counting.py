@@ -6,7 +6,7 @@ import time
 from typing import Final
 
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.routes import Route
+from sie.frontend.http.routing import Route
 from sie.frontend.telemetry.metrics import UNKNOWN_MODEL, FrontendMetrics
 from sie.values.errors import ClientGone, Overloaded, SieError
 

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from sie.metrics import definitions
 from sie.metrics.definitions import FAMILIES, Family
 from sie.shm.pages import CounterPage, Gauge, Labels, Record
-from sie.values.encode import Timing
+from sie.values.inference import Timing
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The content type of `render`. Every scraper reads version 0.0.4, and our names need no newer one."""

@@ -24,9 +24,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from sie import __version__
 from sie.config.sections import Tracing
-from sie.frontend.http.routes import Route
-from sie.values.encode import Timing
+from sie.frontend.http.routing import Route
 from sie.values.errors import SieError
+from sie.values.inference import Timing
 
 Headers = list[tuple[str, str]]
 _EXPORTER_LOG: Final = "opentelemetry.exporter.otlp.proto.grpc.exporter"

@@ -70,7 +70,7 @@ def check_datatype(name: str, datatype: str) -> None:
 def check_dimensions(name: str, shape: Sequence[int]) -> None:
     """Raise BadRequest for an impossible shape."""
     if len(shape) > MAX_RANK:
-        raise BadRequest(f"input '{name}' has {len(shape)} dimensions, the most are {MAX_RANK}")
+        raise BadRequest(f"input '{name}' has {len(shape)} dimensions, but may have at most {MAX_RANK}")
     if any(not 0 <= size <= _MAX_SIZE for size in shape):
         raise BadRequest(f"input '{name}' has a dimension that is negative or over 63 bits: {_shown(shape)[:200]}")
 

@@ -33,7 +33,7 @@ from sie.values.tensor import Tensor, TensorReply, TensorRequest
 async def start_generation(
     generator: Generator, entry: ModelEntry, request: TensorRequest, text: str, *, owner: str, deadline_ns: int
 ) -> Run:
-    """Start to generate after `text`. Raises BadRequest for a wrong parameter, and as `Generator.start` does."""
+    """Start to generate after `text`. Raises BadRequest for a wrong parameter, and the errors of `Generator.start`."""
     given = read_parameters(request.parameters)
     return await generator.start(
         entry, text_request([text], given, is_stream=False), deadline_ns, salt=owner.encode(),
@@ -42,7 +42,7 @@ async def start_generation(
 
 
 async def whole_tensor(run: Run, began_ns: int) -> HeldReply:
-    """Return the whole text of a run, as a reply that owns its output. Raises as `Run.whole` does."""
+    """Return the whole text of a run, as a reply that owns its output. Raises the errors of `Run.whole`."""
     try:
         reply = await run.whole()
     finally:

@@ -82,7 +82,7 @@ class Tensors:
     ) -> Awaitable[T]:
         """Decode a request to a version of a model (empty: the newest), run it, and return its encoded answer.
 
-        num_bytes is the size of what decode copies. Raises as `serve`, `infer`, decode and encode do.
+        num_bytes: the bytes that decode copies. Raises the errors of `serve`, `infer`, decode and encode.
         """
         return self.serve(name, version, exchange.deadline_ns, partial(self._answer, exchange, decode, num_bytes))
 
@@ -150,7 +150,7 @@ class Tensors:
         return plan if plan is not None and plan.is_plain else None
 
     def start(self, entry: ModelEntry, plan: Plan, parts: Sequence[memoryview], deadline_ns: int) -> Pending:
-        """Submit a request by its plain plan, with the bytes of its inputs in parts. Raises as `infer`."""
+        """Submit a request by its plain plan, with the bytes of its inputs in parts. Raises the errors of `infer`."""
         self._models.check_serving(entry)
         return self._engine.submit_parts(plan.layout, parts, plan.cost, deadline_ns)
 
@@ -169,7 +169,7 @@ class Tensors:
     async def wait_serving(self, name: str, version: str, deadline_ns: int) -> ModelEntry:
         """Return the entry of a version that takes requests. Waits for a version that is being reloaded.
 
-        Raises as `serving`, and Unavailable if the version is still loading at the deadline.
+        Raises the errors of `serving`, and Unavailable if the version is still loading at the deadline.
         """
         while True:
             changed = self._models.changed
@@ -180,7 +180,7 @@ class Tensors:
                 raise Unavailable(f"Model '{name}' is loading", retry_after_s=self._models.loading_retry_after_s)
 
     def try_serving(self, name: str, version: str) -> ModelEntry | None:
-        """Return the entry of a version that takes requests, or None while it is reloaded. Raises as `serving`."""
+        """Return the entry of a version that takes requests, or None while it is reloaded. Raises the errors of `serving`."""
         entry = self.table.resolve(name, version)
         if is_servable(entry) or not entry.reloading:
             return self.serving(entry.card.id)

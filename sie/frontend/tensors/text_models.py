@@ -27,8 +27,8 @@ from sie.frontend.tensors.held_reply import HeldReply
 from sie.ipc.messages import ModelEntry
 from sie.values.bytes_tensor import split_elements
 from sie.values.card import ModelCard
-from sie.values.encode import EncodeRequest, ScoreRequest
 from sie.values.errors import BadRequest, InputTooLong
+from sie.values.inference import EncodeRequest, ScoreRequest
 from sie.values.tensor import Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class TextTensors:
         self._watch = watch
 
     async def run(self, entry: ModelEntry, request: TensorRequest, exchange: Exchange, deadline_ns: int) -> HeldReply:
-        """Run a request. Raises as `Tensors.infer` does."""
+        """Run a request. Raises the errors of `Tensors.infer`."""
         inputs = {tensor.name: tensor for tensor in request.inputs}
         if entry.card.tensor is not None and entry.card.tensor.platform == GENERATOR:
             from sie.frontend.tensors.generated import start_generation, whole_tensor
@@ -158,7 +158,7 @@ def _decode(tensor: Tensor, max_texts: int, limits: Limits) -> list[str]:
     if not elements:
         raise BadRequest(f"input '{tensor.name}' holds no text")
     if len(elements) > max_texts:
-        raise BadRequest(f"input '{tensor.name}' holds {len(elements)} texts, the most are {max_texts}")
+        raise BadRequest(f"input '{tensor.name}' holds {len(elements)} texts, but may hold at most {max_texts}")
     if max(map(len, elements)) > limits.max_item_text_bytes:
         raise InputTooLong(
             f"input '{tensor.name}' holds a text of over max_item_text_bytes ({limits.max_item_text_bytes})"

@@ -22,7 +22,7 @@ from sie.workers.generation.sequences import Job
 from sie.workers.generation.step import StepSize
 from sie.workers.generation.step_metrics import GenerationMetrics
 from sie.workers.model_api import GenerateRunner, Runner
-from sie.workers.requests.request import Link, Request
+from sie.workers.requests.worker_request import Link, Request
 from sie.workers.scheduling.pace import Pace
 from sie.workers.scheduling.scheduler import State, own_name
 from sie.workers.telemetry import WorkerMetrics

@@ -1,7 +1,7 @@
 """The Triton kernels for a model's norms, rotations of queries and keys, gates, and products with one row.
 
 The library computes each with five to ten launches. In a captured step of one sequence, a layer has about forty such
-launches of about two microseconds: half as long as its products. All kernels compute in float32 and round once. The
+launches of about two microseconds. Together they take half as long as its products. All kernels compute in float32 and round once. The
 speed of a product with one row is limited by reading its weights, and the library's kernel may be designed for more
 rows.
 Imported only if Triton is installed, like `kernels`.

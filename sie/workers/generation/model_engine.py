@@ -22,7 +22,7 @@ from sie.workers.generation.sequences import Job, Sequence, Tokens
 from sie.workers.generation.step import StepSize, run_parts
 from sie.workers.generation.token_frames import note_sent, take_records
 from sie.workers.model_api import Chosen, GenerateRunner, Matcher
-from sie.workers.requests.request import Link
+from sie.workers.requests.worker_request import Link
 from sie.workers.scheduling.ceilings import Ceiling, lower_ceiling
 
 _log = get_logger(__name__)

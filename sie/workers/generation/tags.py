@@ -1,4 +1,4 @@
-"""Corrects masks for the tokens that llguidance never takes for text, even if the answer contains their text.
+"""Corrects the masks of tokens that llguidance treats as special, although their text may be part of an answer.
 
 The library treats every added token that is special or written `<...>` as special, such as Qwen's `<tool_call>`, which
 is text to the tokenizer. It never allows such a token where a grammar has its text. But if only one text can follow, it

@@ -19,7 +19,7 @@ from sie.workers.loading.hosting import Host
 from sie.workers.loading.load_queue import LoadQueue
 from sie.workers.loading.states import LoadEvent, LoadState, next_state
 from sie.workers.model_api import Adapters, Runner
-from sie.workers.scheduling.waiting import Waiting
+from sie.workers.scheduling.waiting import WaitingItem
 
 _log = get_logger(__name__)
 _RETRY_S = 1
@@ -88,7 +88,9 @@ class AdapterHost:
             self._send(AdapterReport(*key, "failed", error=error))
             return
         adapter = self._adapters.get(key)
-        if adapter is None or adapter.runner is not runner:  # an earlier model's is still read, and will be dropped
+        if (
+            adapter is None or adapter.runner is not runner
+        ):  # the old one belongs to an unloaded model; its read ends later
             adapter = self._adapters[key] = _Adapter(spec, runner)
         before = adapter.state
         self._change(adapter, LoadEvent.LOAD)
@@ -103,7 +105,7 @@ class AdapterHost:
         if found is not None:
             self._change(found, LoadEvent.UNLOAD)
 
-    def settle(self, waiting_of: Callable[[str], Iterable[Waiting]]) -> None:
+    def settle(self, waiting_of: Callable[[str], Iterable[WaitingItem]]) -> None:
         """Free the unloading adapters that none of a model's waiting items needs."""
         for adapter in [each for each in self._adapters.values() if each.state is LoadState.UNLOADING]:
             spec, weights = adapter.spec, _weights_of(adapter.runner)
@@ -134,7 +136,7 @@ class AdapterHost:
             self._install(read)
             return
         adapter.runner = read.weights = None
-        self._loads.join()  # it only has to drop its references, which keep an old model alive
+        self._loads.join()  # a short wait: the thread only drops its references to the model
         free_model()
         self._change(adapter, LoadEvent.READY)
 
@@ -159,9 +161,9 @@ class AdapterHost:
         """Change a state as the table says, and report the new one."""
         before, adapter.state = adapter.state, next_state(adapter.state, event)
         if adapter.state.is_gone:
-            adapter.runner = None  # the queue still has one whose load was cancelled, and would keep its model alive
+            adapter.runner = None  # the queue may still hold this adapter, which must not keep the model alive
         key = adapter.spec.model, adapter.spec.id
-        if self._adapters.get(key) is not adapter:  # its model is gone, and the next model's has taken its place
+        if self._adapters.get(key) is not adapter:  # a new model has an adapter of this name now
             return
         if adapter.state.is_gone:
             del self._adapters[key]

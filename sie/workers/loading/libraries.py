@@ -37,7 +37,7 @@ from sie.workers.stall_notices import reading
 
 _log = get_logger(__name__)
 _INSTALL = {
-    # gliner declares an older transformers than the one it runs with here, so pip cannot resolve it.
+    # gliner declares an older transformers than the version here. It runs with this one, but pip would refuse the pair.
     "gliner": "pip install --no-deps gliner",
     "gliclass": "pip install gliclass",
 }
@@ -164,7 +164,7 @@ def _build_gliner(card: ModelCard, library: Any) -> Any:
         settings["labels_encoder"] = folder
         apart["labels_tokenizer"] = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about tokens that the tokenizers of some published models lack
+        warnings.simplefilter("ignore")  # the tokenizers of some published models lack tokens
         return library.GLiNER.from_config(
             settings, backbone_from_pretrained=False, map_location="cpu", local_files_only=True, **apart
         )

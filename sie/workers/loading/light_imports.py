@@ -2,7 +2,7 @@
 
 A worker computes eagerly, on one device. `torch._dynamo`, `torch.distributed.tensor` and `scipy.optimize` are more
 than a third of the time from a worker's start to the first weights (transformers 5.23, torch 2.13). It never changes
-what the libraries compute: whoever asks for a part of `torch._dynamo` gets the real one.
+the libraries' results: code that uses a part of `torch._dynamo` gets the real one.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ _real: Final = threading.Lock()
 
 
 def prepare() -> None:
-    """Import torch, and the losses of transformers, in the short way. Later imports of transformers are short, too.
+    """Import torch and the losses of transformers without the libraries that a worker does not need.
 
-    Nothing happens to what was imported before.
+    Later imports of transformers leave them out, too.
+
+    Modules that were imported before stay unchanged.
     """
     import torch
     from transformers import utils
 
     if _DYNAMO not in sys.modules:
         _put_stand_ins()
-    # The answer is cached, and one that says no leaves `torch.distributed.tensor` out. A worker has one device.
+    # A worker has one device. transformers caches the answer `no`, and then never imports `torch.distributed.tensor`.
     with _replaced(torch.distributed, "is_available", _no):
         utils.is_torch_distributed_available()  # pyright: ignore[reportPrivateImportUsage]
-    with _replaced(utils, "is_scipy_available", _no), suppress(ImportError):  # a loss matches boxes by scipy
+    with _replaced(utils, "is_scipy_available", _no), suppress(ImportError):  # only a training loss uses scipy
         importlib.import_module("transformers.loss.loss_utils")
 
 
@@ -60,7 +62,7 @@ class _Dynamo(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in _MARKERS:
             return _unchanged
-        if name.startswith("__"):  # of modules in general, which debuggers and `inspect` look at
+        if name.startswith("__"):  # attributes that `inspect` and debuggers read on any module
             raise AttributeError(name)
         return getattr(_dynamo(), name)
 
@@ -78,7 +80,7 @@ class _Finder:
         module = sys.modules.get(name)
         if module is None:
             return importlib.util.find_spec(name)
-        # The import system goes on with the spec of a module that came meanwhile, and would execute it again.
+        # If a module was imported in the meantime, the import system would use its spec and execute it again.
         spec, module.__spec__ = ModuleSpec(name, _Present(module)), None
         return spec
 

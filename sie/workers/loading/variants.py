@@ -1,6 +1,6 @@
-"""Has the layers of checkpoints whose architecture is one of transformers' but for a part of its layers.
+"""Provides layers for checkpoints that differ from an architecture of transformers in some of its layers.
 
-`sie/catalog/remote_code.toml` says which checkpoints have them. Each class takes weights under its own names.
+`sie/catalog/remote_code.toml` lists these checkpoints. Each class reads weights under its own names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALIBI: Final = "sie_alibi"
 
 
 class AlibiModel(GteModel):
-    """A Gte whose tokens know their distances instead of their positions: jina-embeddings-v2.
+    """A Gte with distances between tokens (ALiBi) instead of positions: jina-embeddings-v2.
 
     With `qk_norm` in its configuration its queries and keys are normalised over all heads together, and each attention
     has a second norm: jina-embeddings-v2-base-code.

@@ -65,13 +65,13 @@ def _read(
     layers = {name.removeprefix(before): name for name in names if name.startswith(before)}
     if not shapes.keys() & layers.keys():
         raise BadRequest(
-            f"Model '{spec.model}' cannot run adapter '{spec.id}': it has none of its layers ({_some(names)})"
+            f"Model '{spec.model}' cannot run adapter '{spec.id}': the model has none of the adapter's layers ({_some(names)})"
         )
     foreign = names - {name for layer, name in layers.items() if layer in shapes}
     if foreign:
         raise refuse_adapter(spec.id, f"the model does not have the layers {_some(foreign)}")
     rules = dict(zip(shapes, _rules_of(spec, config, [before + layer for layer in shapes]), strict=True))
-    if not config.targets_all:  # else the config names no layer, without which the vectors would be different
+    if not config.targets_all:  # the config names layers, so each of them must have weights
         wanted = {layer for layer, rule in rules.items() if rule.is_target and not layer.startswith(UNREAD)}
         if missing := wanted - layers.keys():
             raise refuse_adapter(spec.id, f"weights of {_some(missing)} are missing")

@@ -21,7 +21,7 @@ _MAX_BIAS_ELEMENTS: Final = 16 << 20
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     """Return (num_heads,) float32 slopes: powers of 2 ** (-8 / n), for n the largest power of two within num_heads.
 
-    Further heads have every second slope of twice as many heads. Source: the paper's own code, get_slopes.
+    Heads after the n-th take every second slope of those for 2 n heads. Source: the paper's own code, get_slopes.
     """
     power = 1 << (num_heads.bit_length() - 1)
     first = [2.0 ** (-8.0 * (index + 1) / power) for index in range(power)]

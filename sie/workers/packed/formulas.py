@@ -68,7 +68,7 @@ def root_mean_square_of(norm: Any) -> tuple[Tensor, float] | None:
 def embedding_scale(config: Any, table: Tensor, first: Tensor | None) -> float:
     """Return the factor of the embeddings: the configured factor that a forward pass confirms.
 
-    table (t, d) are the embeddings of some tokens, first (1, t, d) what the first layer got for them. Raises
+    table (t, d) holds the embeddings of some tokens, first (1, t, d) the first layer's input for them. Raises
     UnknownPartsError if that is anything else.
     """
     if first is None or first.shape[1:] != table.shape:

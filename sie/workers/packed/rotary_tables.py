@@ -69,7 +69,7 @@ class RotaryTable:
 
 
 class Seen:
-    """What a forward pass showed: the first layer's input, and the rotary factors that each layer got."""
+    """The inputs that a forward pass showed: of the first layer, and the rotary factors of each layer."""
 
     def __init__(self) -> None:
         self.given: list[tuple[Tensor, Tensor] | None] = []
@@ -131,7 +131,7 @@ def rotary_tables(seen: Seen, is_rotary: Sequence[bool], head_width: int) -> lis
 def point_to_tables(layers: Iterable[Any], tables: Sequence[RotaryTable | None], num_positions: int = 0) -> int:
     """Point each compiled layer to its table, extended to at least num_positions; return the positions that they hold.
 
-    layers: records with `cosines` and `sines`. Without a rotary layer any position will do.
+    layers: records with `cosines` and `sines`. Without a rotary layer every position is valid.
     """
     own = {id(table): table for table in tables if table is not None}.values()
     for table in own:

@@ -136,7 +136,7 @@ class FrontendLink:
             raise ProtocolError(f"a reply could not be sent: {self._fault}") from self._fault
 
     def release(self, descriptor: Descriptor) -> None:
-        """End the lease on a reply that the frontend has read. Raises ProtocolError for a reply it never had."""
+        """End the lease on a reply that the frontend has read. Raises ProtocolError for a reply that the frontend does not hold."""
         self._space.end_released(descriptor.offset)
         if self._to_retry:
             self.retry()

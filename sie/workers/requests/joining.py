@@ -1,4 +1,4 @@
-"""Tracks the frontends that have our offer and whose own has not arrived; they are not attached before that.
+"""Tracks the frontends that got this worker's offer of memory and have not sent theirs yet.
 
 The step loop continues meanwhile, so a stopped frontend does not block it.
 """

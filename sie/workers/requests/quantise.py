@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.values.encode import OUTPUT_DTYPES
 from sie.values.errors import BadRequest, NonFinite
+from sie.values.inference import OUTPUT_DTYPES
 
 _DTYPE_CODES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 _MIN_NORM = 1e-12  # as torch.nn.functional.normalize: a zero row stays zero

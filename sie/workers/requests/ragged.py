@@ -41,7 +41,7 @@ class KeptBytes:
         """Add nbytes. Raises Overloaded RESOURCE_EXHAUSTED over the limit, and then adds nothing."""
         if self.used_bytes + nbytes > self.max_bytes:
             raise Overloaded(
-                "replies that wait for room hold max_pending_reply_bytes",
+                "unfinished replies hold max_pending_reply_bytes",
                 code="RESOURCE_EXHAUSTED",
                 retry_after_s=_RETRY_S,
             )

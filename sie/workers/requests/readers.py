@@ -1,6 +1,6 @@
 """Caches one reader for each request header: the header is checked once, then only each request's bytes.
 
-Only for frequent kinds: one text, one row of token ids, tensors. `sie.workers.requests.request` reads the others.
+Only for frequent kinds: one text, one row of token ids, tensors. `sie.workers.requests.worker_request` reads the others.
 """
 
 from __future__ import annotations

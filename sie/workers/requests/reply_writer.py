@@ -16,10 +16,10 @@ from sie.config.settings import Settings
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.workers.model_api import StepOutputs
-from sie.workers.requests.finish import Finished, finish_ragged, finish_rows_of
+from sie.workers.requests.postprocess import Finished, finish_ragged, finish_rows_of
 from sie.workers.requests.ragged import KeptBytes
-from sie.workers.requests.request import Link, Request
-from sie.workers.scheduling.waiting import Waiting
+from sie.workers.requests.worker_request import Link, Request
+from sie.workers.scheduling.waiting import WaitingItem
 
 NEVER_FITS = "The reply would not fit into this worker's memory for replies; split the request"
 
@@ -46,11 +46,11 @@ class ReplyWriter:
             return True
         return request.try_start(code, width, now_ns)
 
-    def put(self, card: ModelCard, items: list[Waiting], outputs: StepOutputs, ran_ns: int) -> None:
+    def put(self, card: ModelCard, items: list[WaitingItem], outputs: StepOutputs, ran_ns: int) -> None:
         """Convert outputs for each request, and send the complete replies.
 
-        No row is written before all outputs are valid: a failed step runs again and must not write twice. Raises what
-        the conversion raises.
+        No row is written before all outputs are valid: a failed step runs again and must not write twice. Raises the
+        errors of the conversion.
         """
         began_ns = time.monotonic_ns()
         wants = [item.request.header for item in items]
@@ -94,7 +94,7 @@ class ReplyWriter:
                 request.drop()
 
 
-def _put_rows(items: list[Waiting], finished: Finished) -> None:
+def _put_rows(items: list[WaitingItem], finished: Finished) -> None:
     members, rows = finished
     data = rows.data.cast("B")
     row_bytes = len(data) // len(members)
@@ -106,6 +106,6 @@ def _put_rows(items: list[Waiting], finished: Finished) -> None:
             _keep(item, "dense", (rows[place],))
 
 
-def _keep(item: Waiting, output: str, arrays: tuple[NDArray[Any], ...]) -> None:
+def _keep(item: WaitingItem, output: str, arrays: tuple[NDArray[Any], ...]) -> None:
     if not item.request.ended:  # an earlier output of this step may have exceeded a limit
         item.request.keep(output, item.index, arrays)

@@ -47,7 +47,7 @@ def read_task(task: bytes) -> TensorTask:
 
 
 def grouping(card: ModelCard, inputs: TensorInputs) -> tuple[object, int, int]:
-    """Return batch_key, num_rows and max_rows of a request for `Waiting`.
+    """Return batch_key, num_rows and max_rows of a request for `WaitingItem`.
 
     A stub's requests all run together. A request for a model that does not join requests runs alone.
     """

@@ -64,7 +64,7 @@ class TokenClassifyRunner:
         return StepOutputs(token_logits=self.run_token_logits(step.inputs))
 
     def run_token_logits(self, token_ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """Return the logits (t_i, classes) of each sequence (t_i,), which may be empty. Raises as `Backbone.check`."""
+        """Return the logits (t_i, classes) of each sequence (t_i,), which may be empty. Raises the errors of `Backbone.check`."""
         filled = [item for item, ids in enumerate(token_ids) if len(ids)]
         rule = self.card.extract
         assert isinstance(rule, TokenClassification)
@@ -97,7 +97,7 @@ class PairClassifyRunner:
         return StepOutputs(logits=self.run_logits(step.inputs))
 
     def run_logits(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
-        """Return (n, classes) float32 logits, owned by the caller. Raises as `Backbone.check` does."""
+        """Return (n, classes) float32 logits, owned by the caller. Raises the errors of `Backbone.check`."""
         batch = pack_pairs(pairs)
         self._model.backbone.check(self.card.id, batch)
         with torch.inference_mode():

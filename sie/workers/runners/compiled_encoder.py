@@ -211,7 +211,7 @@ def compile_encoder(model: nn.Module) -> CompiledEncoder:
 def find_linears(model: nn.Module) -> list[nn.Linear]:
     """Return all linear layers of a model of the BERT kind, whose norms are behind additions; else an empty list.
 
-    What eight bits cost was measured for such models only.
+    The loss by eight bits was measured for such models only.
     """
     try:
         parts = find_parts(model)
@@ -233,7 +233,7 @@ def _choose_level(parts: EncoderParts, *, is_bf16: bool) -> int:
 
 
 def _observe(model: nn.Module, parts: EncoderParts) -> ObservedForms:
-    """Run a packed forward pass of a few tokens, and return what it shows."""
+    """Run a packed forward pass of a few tokens, and return each layer's observed inputs."""
     config: Any = model.config
     if parts.distances is not None:
         return _forms_by_distance(config, parts, cast("Any", parts.distances))
@@ -292,7 +292,7 @@ def _tables_of(seen: Seen, rules: Sequence[AttentionRule]) -> list[RotaryTable |
 
 
 def _scale_of(config: Any, parts: EncoderParts, seen: Seen, ids: Tensor) -> float:
-    """Return the factor of the embeddings. Where more is added to them, or a norm follows, none is known."""
+    """Return the factor of the embeddings: 1 if other tables are added to them or a norm follows."""
     if parts.first_norm is not None or len(parts.tables) > 1:
         return 1.0
     return embedding_scale(config.get_text_config(), parts.words.weight[ids], seen.first)

@@ -115,7 +115,7 @@ class DualRunner:
         """Return dense rows; each input is a text's token ids (t_i,) or the images of an item.
 
         A text without tokens gives a row of zeros. An item of several images gives the mean of their vectors at unit
-        length. Raises as `Backbone.check` does.
+        length. Raises the errors of `Backbone.check`.
         """
         rows = np.zeros((len(inputs), self.card.dims["dense"]), np.float32)
         images = [(row, item) for row, item in enumerate(inputs) if isinstance(item, ImageItem)]

@@ -161,9 +161,9 @@ class EncodeRunner:
         return StepOutputs(self.run_tokens(step.inputs, step.loras))
 
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]], loras: Sequence[str] = ()) -> NDArray[np.float32]:
-        """Return (n, d) float32 rows, owned by the caller, without the checkpoint's last normalise.
+        """Return (n, d) float32 rows, owned by the caller, before the checkpoint's last normalisation.
 
-        loras names each item's adapter, empty for none. It is itself empty if no item has one.
+        loras is empty if no item has an adapter. Otherwise it has one name for each item, empty for no adapter.
 
         Each item is (t_i,). An item without tokens (an empty text without special tokens) gives a row of zeros, as in
         sentence-transformers. Raises BadRequest for an id outside the vocabulary, and InputTooLong for a sequence with

@@ -192,7 +192,7 @@ def _norm(module: nn.Module | None) -> NormParts | None:
 
 
 def _functions(layer: nn.Module) -> Iterator[nn.Module]:
-    """Yield a layer's modules that have no parameters, parts or state: its activation, but for dropouts."""
+    """Yield a layer's modules that have no parameters, parts or state: its activation, without dropouts."""
     for module in layer.modules():
         is_plain = not any(True for _ in (*module.children(), *module.parameters(), *module.buffers()))
         if is_plain and not isinstance(module, nn.Dropout | nn.Identity):

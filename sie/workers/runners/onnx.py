@@ -125,7 +125,7 @@ class OnnxRunner:
         if running is not None:
             started_ns, options = running
             if time.monotonic_ns() - max(started_ns, limit.allowed_until_ns()) > limit.limit_s * 1e9:
-                options.terminate = True  # looked at between two nodes, also of a loop's body
+                options.terminate = True  # onnxruntime reads it between two nodes, also in a loop
 
     def run_tensors(self, requests: Sequence[TensorInputs]) -> list[tuple[OutputTensor, ...]]:
         """Return each request's outputs. Raises BadRequest for inputs that the model rejects, else Internal."""

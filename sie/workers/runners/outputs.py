@@ -65,9 +65,9 @@ class OutputsRunner:
     ) -> StepOutputs:
         """Return the outputs that each input (t_i,) requests; one without tokens gives zeros, no entries, no vectors.
 
-        loras names each item's adapter, empty for none. It is itself empty if no item has one.
+        loras is empty if no item has an adapter. Otherwise it has one name for each item, empty for no adapter.
 
-        Raises as `Backbone.check` does, and NonFinite.
+        Raises the errors of `Backbone.check`, and NonFinite.
         """
         table, filled = self._heads.static_queries, self._filled(inputs, wants)
         looked_up = [item for item, want in enumerate(wants) if table is not None and want.is_query]
@@ -136,7 +136,7 @@ class OutputsRunner:
             return self._backbone.run(batch, self.execution), batch
 
     def run_comparisons(self, inputs: Sequence[NDArray[np.int32]], sides: Sequence[Side]) -> NDArray[np.float32]:
-        """Return (n, 1) scores; see the protocol. Vectors stay on the device. Raises as `run_wants` does."""
+        """Return (n, 1) scores; see the protocol. Vectors stay on the device. Raises the errors of `run_wants`."""
         filled = self._filled(inputs, sides)
         run = [item for item in range(len(inputs)) if len(filled[item][0])]
         with torch.inference_mode():

@@ -112,7 +112,7 @@ class ScoreRunner:
         return StepOutputs(scores=self.run_pairs(step.inputs))
 
     def run_pairs(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
-        """Return (n, 1) float32 scores, owned by the caller. Raises as `Backbone.check` does."""
+        """Return (n, 1) float32 scores, owned by the caller. Raises the errors of `Backbone.check`."""
         batch = pack_pairs(pairs)
         self._model.backbone.check(self.card.id, batch)
         with torch.inference_mode():

@@ -1,7 +1,7 @@
 """Prepares an image for OWLv2 on the device: pads it below and to the right to a square, blurs it and resizes it.
 
 All operations are linear and treat rows and columns alike. So each row of the result is a weighted sum of a few rows of
-the image, and then each column is one of a few columns. Values stay within the image's range. The library's clipping
+the image. Columns are then computed in the same way. Values stay within the image's range. The library's clipping
 only undoes rounding, so it is omitted here.
 Source: transformers 5.23 image_processing_pil_owlv2.py (pad, resize), scipy 1.17 ndimage gaussian_filter1d and zoom.
 """

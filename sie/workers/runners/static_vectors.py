@@ -1,6 +1,6 @@
 """Runs a model that is a table of token vectors: a text's vector is their mean. There is no transformer.
 
-Always on the CPU, where the mean takes less time than the way to a GPU. Source: StaticEmbedding of
+Always on the CPU, where the mean takes less time than a copy to a GPU. Source: StaticEmbedding of
 sentence_transformers 6.2, and model2vec.
 """
 

@@ -32,7 +32,7 @@ _WORD = re.compile(r"\S+")
 
 
 class StubRunner:
-    """Gives texts every output that the card names, pairs their scores, and texts with labels their extractions.
+    """Returns the card's outputs for texts, scores for pairs, and extractions for texts with labels.
 
     Building it takes the card's `load_ms`.
     """
@@ -111,7 +111,7 @@ class StubRunner:
                 raise RuntimeError(f"CUDA error: unspecified launch failure (a stub's step of {tokens} tokens)")
             if 0 < options.oom_tokens < tokens:
                 raise MemoryError(f"a stub's step of {tokens} tokens, over oom_tokens")
-            held = b"\1" * (tokens * options.kib_per_token << 10)  # not zeros, which might never use a page
+            held = b"\1" * (tokens * options.kib_per_token << 10)  # ones, because zeros may never take real pages
             time.sleep(options.latency_ms / 1e3 + tokens * options.per_token_us / 1e6)
             del held
 

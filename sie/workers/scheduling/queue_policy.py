@@ -13,7 +13,7 @@ from sie.values.work import TensorTask
 from sie.workers.scheduling.waiting import Refused, RequestPolicy
 
 if TYPE_CHECKING:
-    from sie.workers.scheduling.waiting import Waiting
+    from sie.workers.scheduling.waiting import WaitingItem
 
 _ANY_PRIORITY = 0
 _DEFAULT_POLICY = QueuePolicy()
@@ -31,14 +31,14 @@ def policy_of(rule: TensorRule, task: TensorTask, now_ns: int) -> RequestPolicy 
     return RequestPolicy(task.priority, until_ns, policy.delays, policy.max_requests)
 
 
-def order_by_policy(queue: Iterable[Waiting], now_ns: int) -> tuple[list[Waiting], list[Refused]]:
+def order_by_policy(queue: Iterable[WaitingItem], now_ns: int) -> tuple[list[WaitingItem], list[Refused]]:
     """Return the waiting items in the order to run, and the refused ones; queue is in order of arrival.
 
     A delayed item still runs before lower priorities. Only items of its own and higher priorities overtake it.
     """
     counts: dict[int, int] = {}
     refused: list[Refused] = []
-    ordered: list[tuple[int, bool, Waiting]] = []
+    ordered: list[tuple[int, bool, WaitingItem]] = []
     for item in queue:
         policy = item.policy
         assert policy is not None

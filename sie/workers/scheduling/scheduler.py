@@ -16,7 +16,7 @@ import msgspec
 
 from sie.workers.scheduling.ceilings import Ceiling
 from sie.workers.scheduling.queue_policy import order_by_policy
-from sie.workers.scheduling.waiting import Budget, Refused, Step, Waiting
+from sie.workers.scheduling.waiting import Budget, Refused, Step, WaitingItem
 
 
 class State:
@@ -24,13 +24,13 @@ class State:
 
     served_ns is the time of a model's steps. Tokens would be unfair: one model's token may take a hundred times as long
     as another's, so equal tokens would give nearly all time to the slowest model. A model that starts to wait again
-    begins at least at the level where the last served model stood before its step. So an idle model saves up no claim.
-    A busy model, whose queue is often empty while its step runs, loses none. Source: start-time fair queueing, Goyal,
+    begins at least at the level where the last served model stood before its step. So an idle model
+    does not save up time. A busy model, whose queue is often empty while its step runs, loses none. Source: start-time fair queueing, Goyal,
     Vin and Cheng, SIGCOMM 1996.
     """
 
     def __init__(self) -> None:
-        self.queues: dict[str, deque[Waiting]] = {}
+        self.queues: dict[str, deque[WaitingItem]] = {}
         self.active: dict[str, str] = {}
         """Models with a step to run that they plan themselves, by the name under which its time is counted."""
         self.served_ns: dict[str, int] = {}
@@ -54,7 +54,7 @@ class State:
         """Undo `activate`."""
         self.active.pop(own_name(model), None)
 
-    def add(self, model: str, item: Waiting) -> None:
+    def add(self, model: str, item: WaitingItem) -> None:
         """Append one item to its model's queue."""
         queue = self.queues.get(model)
         if queue is None:
@@ -78,7 +78,7 @@ class State:
         gone = {id(item) for item in step.items}
         gone.update(id(item) for item in step.expired)
         gone.update(id(refused.item) for refused in step.refused)
-        kept: list[Waiting] = []
+        kept: list[WaitingItem] = []
         while gone:
             item = queue.popleft()
             if id(item) in gone:
@@ -94,15 +94,15 @@ class State:
         self._start_ns = self.served_ns[model]
         self.served_ns[model] += took_ns
 
-    def requeue(self, model: str, items: list[Waiting]) -> None:
+    def requeue(self, model: str, items: list[WaitingItem]) -> None:
         """Return items without capacity for their reply to the front of the queue, in order."""
         if model not in self.queues:
             self._add_queue(model)
         self.queues[model].extendleft(reversed(items))
 
-    def drop_where(self, is_gone: Callable[[Any], bool]) -> list[Waiting]:
+    def drop_where(self, is_gone: Callable[[Any], bool]) -> list[WaitingItem]:
         """Remove and return the items for whose request `is_gone(request)` holds (its client's process died)."""
-        gone: list[Waiting] = []
+        gone: list[WaitingItem] = []
         for model, queue in list(self.queues.items()):
             gone.extend(item for item in queue if is_gone(item.request))
             kept = deque(item for item in queue if not is_gone(item.request))
@@ -154,7 +154,7 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     return Step(model, chosen, sum([item.num_tokens for item in chosen]), expired, refused)
 
 
-def _choose(live: list[Waiting], budget: Budget, now_ns: int) -> list[Waiting]:
+def _choose(live: list[WaitingItem], budget: Budget, now_ns: int) -> list[WaitingItem]:
     head = live[0]
     if head.alone:
         return _fill([item for item in live if item.request is head.request], budget)
@@ -164,7 +164,7 @@ def _choose(live: list[Waiting], budget: Budget, now_ns: int) -> list[Waiting]:
     overdue_ns = now_ns - budget.max_age_ns
     overdue = [item for item in together if item.arrival_ns < overdue_ns]
     recent = [item for item in together if item.arrival_ns >= overdue_ns]
-    recent.sort(key=_by_length)
+    recent.sort(key=by_length)
     return _fill(overdue + recent, budget)
 
 
@@ -174,7 +174,7 @@ def _max_tokens_by_key(state: State, budget: Budget, model: str) -> float:
     return min(limit, state.max_tokens.get(model, math.inf))
 
 
-def _choose_by_key(live: list[Waiting], max_items: int, max_tokens: float) -> list[Waiting]:
+def _choose_by_key(live: list[WaitingItem], max_items: int, max_tokens: float) -> list[WaitingItem]:
     """Take the oldest item, then in order those with the same batch key while their rows and tokens fit."""
     head = live[0]
     chosen, num_rows, num_tokens = [head], head.num_rows, head.num_tokens
@@ -189,13 +189,14 @@ def _choose_by_key(live: list[Waiting], max_items: int, max_tokens: float) -> li
     return chosen
 
 
-def _by_length(item: Waiting) -> int:
+def by_length(item: WaitingItem) -> int:
+    """Return the sort key that puts leading items first, then the shortest."""
     return 0 if item.leads else item.num_tokens
 
 
-def _fill(ordered: list[Waiting], budget: Budget) -> list[Waiting]:
+def _fill(ordered: list[WaitingItem], budget: Budget) -> list[WaitingItem]:
     """Take items in order until the next one does not fit; the first one always fits."""
-    chosen: list[Waiting] = []
+    chosen: list[WaitingItem] = []
     num_tokens = 0
     for item in ordered:
         num_tokens += item.num_tokens

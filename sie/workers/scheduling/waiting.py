@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 
-class Waiting(msgspec.Struct, eq=False):
+class WaitingItem(msgspec.Struct, eq=False):
     """One item of one request, waiting for a step.
 
     request is the loop's own record and opaque here; index is the item's row in it. alone: its request was running when
@@ -42,16 +42,16 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What to run now: items of one model, and the items that leave the queue without running.
+    """The next step: the items of one model to run, and the items that leave the queue without running.
 
     expired: their deadline passed. refused: their queue policy refuses them. is_own: the model plans the step itself
     (generation), and there are no items.
     """
 
     model: str
-    items: list[Waiting]
+    items: list[WaitingItem]
     num_tokens: int
-    expired: list[Waiting]
+    expired: list[WaitingItem]
     refused: list[Refused] = []
     is_own: bool = False
 
@@ -59,8 +59,8 @@ class Step(msgspec.Struct, frozen=True):
 class RequestPolicy(msgspec.Struct, frozen=True):
     """The queue policy that applies to one request.
 
-    Lower numbers of priority go first. After until_ns (0: never) the request is refused, or with delays moves behind
-    the others of its priority. max_requests: how many of its priority may wait; 0 means no limit.
+    Lower numbers of priority go first. After until_ns (0: never) the request is refused. If delays is set, it
+    moves behind the others of its priority instead. max_requests: how many of its priority may wait; 0 means no limit.
     """
 
     priority: int
@@ -72,5 +72,5 @@ class RequestPolicy(msgspec.Struct, frozen=True):
 class Refused(NamedTuple):
     """A request that never runs: it waited too long, or the queue of its priority was full."""
 
-    item: Waiting
+    item: WaitingItem
     reason: Literal["timeout", "size"]

@@ -120,7 +120,7 @@ def test_adapter_spec_is_read(text: str, spec: AdapterSpec) -> None:
         ("../m=a", "is a path without an id"),
         ("m=a/../b", "'..' part"),
         ("m=a=", "no directory after '='"),
-        ("m=a=stub:dense=3", "no option but load_ms"),
+        ("m=a=stub:dense=3", "the only option of a stub.s adapter is load_ms"),
     ],
 )
 def test_adapter_spec_that_cannot_be_read_says_why(text: str, reason: str) -> None:

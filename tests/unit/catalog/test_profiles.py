@@ -100,9 +100,9 @@ def test_a_profile_that_extends_has_the_other_s_options_unless_it_has_its_own():
         ({"a": Profile(extends="b")}, "profile 'a': it extends 'b', which is not a profile of this model"),
         (
             {"a": Profile(extends="b"), "b": Profile(extends="c"), "c": Profile()},
-            "profile 'a': it extends 'b', which extends another one itself",
+            "profile 'a': it extends 'b', which itself extends another profile",
         ),
-        ({"a": Profile(extends="a")}, "which extends another one itself"),
+        ({"a": Profile(extends="a")}, "which itself extends another profile"),
         ({"a b": Profile()}, "profile 'a b': a name has 1 to 64"),
         ({"a": Profile(options={"normalise": True})}, "unknown option 'normalise'; did you mean normalize?"),
         ({"a": Profile(options={"normalize": 1})}, "Expected `bool | null`, got `int`"),

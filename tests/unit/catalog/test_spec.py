@@ -58,7 +58,7 @@ def test_spec_is_read(text: str, spec: ModelSpec) -> None:
         ("a=stub:dense=8,dense=9", "exactly one value"),
         ("a=stub:dense=wide", "int"),
         ("a=stub:dense=0", "at least 1"),
-        ("a=stub:dense=100000", "the most is"),
+        ("a=stub:dense=100000", "but must be at most"),
         ("a=stub:latency_ms=-1", "at least 0"),
         ("a=stub:generate,dense=8", "a stub that generates has no option 'dense'"),
         ("a=stub:generate,blocks=0", "at least 1"),

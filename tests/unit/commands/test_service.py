@@ -134,8 +134,8 @@ def test_the_drop_in_for_gpus_comes_and_goes_with_them(tmp_path: Path):
         (("--executable", "/opt/my sie"), "absolute path"),
         (("--config", "/etc/%h.toml"), "absolute path"),
         (("--config", "/etc/x\nUser=root"), "absolute path"),
-        (("--user", "root"), "without rights"),
-        (("--user", "a b"), "without rights"),
+        (("--user", "root"), "an unprivileged user"),
+        (("--user", "a b"), "an unprivileged user"),
     ],
 )
 def test_what_systemd_would_read_as_something_else_is_refused(flags: tuple[str, str], reason: str, capsys):

@@ -52,9 +52,9 @@ def test_a_process_ends_as_it_was_told(action, status):
     [
         ("worker.before_reply", "the form is"),
         ("worker.before_repli=kill", "did you mean 'worker.before_reply'"),
-        ("worker.before_reply=explode", "'explode' is no action"),
-        ("worker.before_reply=sleep", "'sleep' is no action"),
-        ("worker.before_reply=kill:3", "'kill' is no action"),
+        ("worker.before_reply=explode", "'explode' is not an action"),
+        ("worker.before_reply=sleep", "'sleep' is not an action"),
+        ("worker.before_reply=kill:3", "'kill' is not an action"),
         ("worker.before_reply=kill@", "the form is"),
     ],
 )

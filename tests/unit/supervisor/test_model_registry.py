@@ -4,7 +4,7 @@ import pytest
 
 from sie.catalog.spec import ModelSpec
 from sie.ipc.messages import ModelEntry, ModelReport
-from sie.supervisor.lifecycle import Event, Stage
+from sie.supervisor.lifecycle import Event, LifeStage
 from sie.supervisor.model_registry import ModelRegistry
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, WireError, to_wire
@@ -132,7 +132,7 @@ def test_eighth_failure_is_permanent(lazy):
         assert not (lazy.entry.error and lazy.entry.error.extras["permanent"])
         lazy.report("failed", now_s=1e9)
         lazy.registry.want("m", 1e9 + 1e6)
-        lazy.record.stage = Stage.LOADING
+        lazy.record.stage = LifeStage.LOADING
     assert lazy.record.error.extras == {
         "error_class": "ENGINE", "detail": "kept", "attempts": 8, "permanent": True,
     }  # fmt: skip

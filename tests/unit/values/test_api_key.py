@@ -64,7 +64,7 @@ def test_entry_is_read_as_it_was_written():
         (entry(more="requests_per_minute = 9223372036854775808"), "$.key[0].requests_per_minute"),
         (entry(more="max_concurrent = -1"), "$.key[0].max_concurrent"),
         (entry(more="max_concurrent = 1.5"), "$.key[0].max_concurrent"),
-        (entry() + entry(hash_=OTHER), "name 'a' stands there twice"),
+        (entry() + entry(hash_=OTHER), "name 'a' appears twice"),
         (entry() + entry(name="b"), "$.key[1].hash"),
     ],
 )

@@ -31,7 +31,7 @@ from sie.workers.generation.sequences import Job
 from sie.workers.generation.step import StepSize
 from sie.workers.generation.stub import StubGenerator
 from sie.workers.model_api import Chosen, GenerateRunner, Slot
-from sie.workers.requests.request import Request
+from sie.workers.requests.worker_request import Request
 
 FAR_NS = 1 << 62
 MODEL = "stub/g"

@@ -17,7 +17,7 @@ from sie.workers.device.faults import DeviceLostError, is_out_of_memory, is_stic
 from sie.workers.recovery import Recovery
 from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown, lower_ceiling
 from sie.workers.scheduling.scheduler import State, plan_step
-from sie.workers.scheduling.waiting import Budget, Waiting
+from sie.workers.scheduling.waiting import Budget, WaitingItem
 from sie.workers.telemetry import WorkerMetrics
 from tests.unit.engine_rig import Rig, SumRunner, card, checksum, in_rig
 
@@ -220,7 +220,7 @@ def test_plan_keeps_a_model_s_steps_under_its_ceiling_and_others_under_the_budge
     state.ceilings["m"] = Ceiling(3, 0)
     for model in "mn":
         for index in range(8):
-            state.add(model, Waiting(object(), index, 1, 0, 10**18))
+            state.add(model, WaitingItem(object(), index, 1, 0, 10**18))
     budget = Budget(max_tokens=6, max_items=64, max_age_ns=10**9)
     sizes = {}
     for _ in range(2):
@@ -281,13 +281,13 @@ def test_errors_of_a_device_are_told_apart(text, out_of_memory, sticky):
 def test_items_that_lead_run_no_later_than_those_that_follow_them():
     ran: list[list[int]] = []
 
-    def attempt(_runner: Any, _card: Any, items: list[Waiting]) -> None:
+    def attempt(_runner: Any, _card: Any, items: list[WaitingItem]) -> None:
         ran.append([item.index for item in items])
         if sum(item.num_tokens for item in items) > 9:
             raise MemoryError
 
     request = SimpleNamespace(ended=False)
-    items = [Waiting(request, index, tokens, 0, 0, leads=index == 0) for index, tokens in enumerate((8, 3, 2, 1))]
+    items = [WaitingItem(request, index, tokens, 0, 0, leads=index == 0) for index, tokens in enumerate((8, 3, 2, 1))]
     page = CounterPage.create(1 << 16)
     recovery = Recovery(
         attempt, ceilings={}, metrics=WorkerMetrics(page, "0"), retry_after_s=5, ask_for_memory=lambda _model: None

@@ -9,7 +9,7 @@ from sie.frontend.dialects.cohere import openapi
 from sie.frontend.dialects.cohere.rerank import RerankCall, decode_rerank, encode_ranking, error_body
 from sie.frontend.dialects.description import Codec, Dialect, Envelope, Sent, json_failure, operation_row
 from sie.frontend.dialects.openai.openapi import OpenAIError
-from sie.values.encode import ScoreReply, ScoreRequest
+from sie.values.inference import ScoreReply, ScoreRequest
 
 
 def _decode(body: bytes, _sent: Sent, limits: Limits) -> tuple[ScoreRequest, RerankCall]:

@@ -14,8 +14,8 @@ import msgspec
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai.embeddings import error_object, field_of
 from sie.frontend.inputs.bounded_json import check_json, decode_free_form, decode_typed
-from sie.values.encode import ScoreReply, ScoreRequest
 from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
+from sie.values.inference import ScoreReply, ScoreRequest
 
 _MOST_DOCUMENTS = 65_536  # the setting's upper bound; the setting itself is checked after decoding
 _ABSENT = msgspec.Raw(b"")

@@ -120,7 +120,7 @@ def decode_infer(body: bytes, header_length: str | None, model: str, rule: Tenso
 
 
 class _InputHead(NamedTuple):
-    """One input without its elements. Without data and binary_bytes, the tail holds as many as the shape says."""
+    """One input without its elements. Without data and binary_bytes, the binary tail has the elements, as many as the shape says."""
 
     name: str
     datatype: str
@@ -308,7 +308,7 @@ def _wanted(outputs: Sequence[InferOutput], *, is_binary: bool) -> tuple[Wanted,
 def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:
     """Return the body, and the length of its JSON in bytes if tensors follow it (`Inference-Header-Content-Length`).
 
-    Raises BadRequest for an output that JSON cannot hold, and as `ranked` does.
+    Raises BadRequest for an output that JSON cannot hold, and the errors of `ranked`.
     """
     if any(one.num_classes for one in call.wanted):
         reply = ranked(call, reply, rule)

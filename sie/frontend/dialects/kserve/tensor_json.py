@@ -89,7 +89,7 @@ def _floats(flat: bytes, name: str, datatype: str, num_elements: int) -> bytes:
 
 
 def _few_floats(flat: bytes, name: str, datatype: str, num_elements: int) -> bytes:
-    """Do as `_floats`, but without NumPy: one call of it costs as much as a few dozen numbers."""
+    """Convert few numbers as `_floats` does, but without NumPy: one NumPy call costs as much as a few dozen numbers."""
     try:
         return struct.pack(f"<{num_elements}{'f' if datatype == 'FP32' else 'd'}", *_FLOATS.decode(b"[" + flat + b"]"))
     except (msgspec.DecodeError, OverflowError):  # the JSON is valid, so only a number out of range

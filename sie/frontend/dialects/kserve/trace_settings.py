@@ -50,7 +50,7 @@ def check_unchanged(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def _forms(setting: Any) -> tuple[Any, ...]:
-    """Return the accepted forms of a setting. A text may be in a list, as over gRPC; a list of one text may be that text."""
+    """Return the forms of a setting that count as equal: a text and a list of this one text, which gRPC sends."""
     if isinstance(setting, list):
         texts = cast("list[Any]", setting)
         return (texts, texts[0]) if len(texts) == 1 else (texts,)

@@ -15,8 +15,8 @@ import msgspec
 
 from sie.config.limits import Limits
 from sie.frontend.inputs.bounded_json import MAX_FREE_FORM_BYTES, check_json, decode_free_form, decode_typed
-from sie.values.encode import EncodeRequest, MediaItems
 from sie.values.errors import BadRequest, InputTooLong, SieError
+from sie.values.inference import EncodeRequest, MediaItems
 
 _MOST_ITEMS = 65_536  # the setting's upper bound; the setting itself is checked after decoding
 _MOST_NAMES = 64

@@ -16,7 +16,7 @@ import numpy as np
 
 from sie.frontend.dialects.native import output_maps
 from sie.frontend.dialects.native.arrays import array_header, pack
-from sie.values.encode import EncodeReply, Timing
+from sie.values.inference import EncodeReply, Timing
 
 
 class TimingBody(msgspec.Struct, frozen=True):

@@ -15,9 +15,9 @@ from sie.frontend.dialects.native.arrays import pack
 from sie.frontend.dialects.native.encode import Item, check_count, check_items, find_non_text, read_media
 from sie.frontend.inputs.bounded_json import check_json, children_of, decode_free_form, decode_typed
 from sie.frontend.operations.resolve_extract import OPTIONS_PATH
-from sie.values.encode import ExtractReply, ExtractRequest
 from sie.values.errors import BadRequest
 from sie.values.extract import Entity, Extraction
+from sie.values.inference import ExtractReply, ExtractRequest
 
 _MOST_ITEMS = 65_536  # the setting's upper bound; the setting itself is checked after decoding
 _MAX_SCHEMA_BYTES: Final = 1 << 20

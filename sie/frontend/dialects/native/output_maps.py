@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.frontend.dialects.native.arrays import array_header, array_prefix, pack
-from sie.values.encode import EncodeReply, RaggedRows
+from sie.values.inference import EncodeReply, RaggedRows
 from sie.values.output_kinds import KINDS, OutputKind
 
 

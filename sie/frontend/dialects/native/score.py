@@ -14,7 +14,7 @@ from sie.config.limits import Limits
 from sie.frontend.dialects.native.arrays import pack
 from sie.frontend.dialects.native.encode import Item, check_count, check_items, find_non_text
 from sie.frontend.inputs.bounded_json import check_json, decode_free_form, decode_typed
-from sie.values.encode import ScoreReply, ScoreRequest
+from sie.values.inference import ScoreReply, ScoreRequest
 
 _MOST_ITEMS = 65_536  # the setting's upper bound; the setting itself is checked after decoding
 _ABSENT = msgspec.Raw(b"")

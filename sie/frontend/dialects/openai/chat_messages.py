@@ -73,7 +73,7 @@ def find_calls(messages: Sequence[ChatMessage], field: str) -> dict[int, str]:
     """Return the name of the called tool for each message that is a tool result with a call id, by message index.
 
     field is the path in errors, with `{}` for the index of the message. Raises BadRequest for a result without its call,
-    because a template would show the model a result of no call.
+    because a template would show the model the result of a call that it never made.
     """
     called: dict[str, str] = {}
     found: dict[int, str] = {}
@@ -92,7 +92,7 @@ def find_calls(messages: Sequence[ChatMessage], field: str) -> dict[int, str]:
 def name_results(messages: Sequence[ChatMessage], field: str) -> list[ChatMessage]:
     """Return the conversation with the tool's name in each tool result, because some templates write it.
 
-    Raises as `find_calls` does.
+    Raises the errors of `find_calls`.
     """
     names = find_calls(messages, field)
     return [

@@ -17,8 +17,8 @@ from sie.frontend.dialects.description import (
 )
 from sie.frontend.dialects.openai import chat, completions, embeddings, models, openapi, text_fields
 from sie.frontend.http.response import JSON, Response
-from sie.values.encode import EncodeReply, EncodeRequest
 from sie.values.errors import NotFound, SieError, shorten
+from sie.values.inference import EncodeReply, EncodeRequest
 
 _FOLDERS: Final = (
     "assistants", "audio", "batches", "chat", "completions", "containers", "conversations", "embeddings", "evals",

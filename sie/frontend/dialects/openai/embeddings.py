@@ -1,8 +1,8 @@
 """Decodes the bodies of `/v1/embeddings` to a typed request, and encodes replies and errors.
 
 Requests are read in two steps, as in the native dialect. `decode_embeddings` needs no model. `resolve_embeddings`
-checks the request against the model's card. Replies are always JSON, whatever `Accept` says. The error envelope has
-`message` beside `error`, for readers of both forms. Source: SIE API reference, section 9.
+checks the request against the model's card. Replies are always JSON, whatever `Accept` says. An error body has
+`message` beside `error`, because some clients read the one and some the other. Source: SIE API reference, section 9.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pybase64
 
 from sie.config.limits import Limits
 from sie.frontend.inputs.bounded_json import check_json, decode_typed
-from sie.values.encode import DEFAULT_MODEL, EncodeReply, EncodeRequest
 from sie.values.errors import BadRequest, InputTooLong, SieError
+from sie.values.inference import DEFAULT_MODEL, EncodeReply, EncodeRequest
 
 _MOST_TOKENS = 1 << 20
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

@@ -256,7 +256,7 @@ def _check_size(output: OutputHead, tensor: Tensor, head: InferHead, rule: Tenso
     """Raise BadRequest if the size of an output is not the size that the request announced.
 
     A request of the first generation must announce it, because its client finds the outputs in the answer by the sizes
-    that it sent. This is not required for classes, which are elsewhere, nor for strings, which that client did not know.
+    that it sent. Classes need no size, because they are in the header. Strings need none: that generation had no strings.
     """
     is_required = head.is_first_generation and output.num_classes is None and tensor.datatype != "BYTES"
     if not output.item_bytes and not is_required:
@@ -293,7 +293,7 @@ def response_header(head: InferHead, rule: TensorRule, outputs: Sequence[Answere
 
 
 def encode_infer(head: InferHead, reply: TensorReply, rule: TensorRule, *, as_binary: bool) -> tuple[bytes, str]:
-    """Return the body (the raw outputs, then the header) and the value of `NV-InferResponse`. Raises as `answered`."""
+    """Return the body (the raw outputs, then the header) and the value of `NV-InferResponse`. Raises the errors of `answered`."""
     outputs = answered(head, reply, rule)
     message = response_header(head, rule, outputs)
     trailer = message.SerializeToString() if as_binary else text_format.MessageToString(message).encode()

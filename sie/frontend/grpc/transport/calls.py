@@ -25,7 +25,7 @@ class CallConnection(Protocol):
         ...
 
     def turn(self) -> asyncio.Future[None] | None:
-        """Return what to await before more work begins, or None if this turn of the event loop has time for it."""
+        """Return an awaitable to wait for before more work, or None if this turn of the event loop has time left."""
         ...
 
     def hold(self, num_bytes: int) -> None:

@@ -68,7 +68,7 @@ class ConnectionListener(InboxListener, Protocol):
         ...
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes that a connection holds; negative if released."""
+        """Add to the bytes that this connection holds. A negative number releases bytes."""
         ...
 
     def on_lost(self, connection: Connection) -> None:
@@ -401,7 +401,7 @@ class Connection(asyncio.Protocol):
         self._outbox.end(call, trailers)
 
     def turn(self) -> asyncio.Future[None] | None:
-        """Return what to await before more work begins, or None if this turn has time for it."""
+        """Return an awaitable to wait for before more work, or None if this turn has time left."""
         if self._turns.begin_call():
             return None
         turn = asyncio.get_running_loop().create_future()

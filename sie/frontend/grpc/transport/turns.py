@@ -118,7 +118,9 @@ class Turns:
             self.end_ns = end_ns = now_ns + min(left_ns, _SLICE_NS)
             is_more = go_on()
             done_ns = time.monotonic_ns()
-            used_ns = done_ns - now_ns + end_ns - self.end_ns  # calls that it began have moved the end
+            used_ns = (
+                done_ns - now_ns + end_ns - self.end_ns
+            )  # less the time of calls that it began: they moved the end
             left_ns -= used_ns + cost_ns
             share.used_ns += used_ns
             now_ns = done_ns

@@ -33,7 +33,6 @@ from sie.frontend.operations.extraction.whole_texts import TextReading
 from sie.frontend.operations.reply_reader import read_pieces, timing_of
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
-from sie.values.encode import ExtractReply, ExtractRequest
 from sie.values.errors import BadRequest, Internal
 from sie.values.extract import (
     Detection,
@@ -45,6 +44,7 @@ from sie.values.extract import (
     TokenClassification,
     ZeroShot,
 )
+from sie.values.inference import ExtractReply, ExtractRequest
 from sie.values.work import WorkHeader
 from sie.values.work_bytes import MAX_HEADER_BYTES
 

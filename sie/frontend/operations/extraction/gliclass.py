@@ -95,8 +95,9 @@ class LabelReading:
     def prepare(self, texts: Sequence[str]) -> Arrays:
         """Return the arrays of the request's extent.
 
-        Raises BadRequest for a blank text, for a text with a marker of the model, and when texts and labels are too
-        much together. Raises InputTooLong when the labels do not fit in a sequence, or as overflow_policy `error` asks.
+        Raises BadRequest for a blank text, for a text with a marker of the model, and for more characters than
+        `max_body_bytes`. Raises InputTooLong when the labels do not fit in a sequence, and for a text that is too long
+        under the overflow_policy `error`.
         """
         for index, text in enumerate(texts):
             if not text.strip():

@@ -31,7 +31,6 @@ from sie.values.agent import (
     FileProduced,
     ToolProgress,
 )
-from sie.values.encode import Timing
 from sie.values.errors import BadRequest, ClientGone, DeadlineExceeded, SieError, Unavailable
 from sie.values.generate import (
     ChatMessage,
@@ -47,6 +46,7 @@ from sie.values.generate import (
     ToolCallDelta,
     ToolChoice,
 )
+from sie.values.inference import Timing
 
 ON = Agents(agent=True)
 USAGE = GenerateUsage(prompt_tokens=10, completion_tokens=3)

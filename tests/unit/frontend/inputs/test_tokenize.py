@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from sie.frontend.inputs.tokenize import Tokenizer, encode_stub_texts, is_long
-from sie.values.card import ModelCard, StubOptions, TextPadding
+from sie.frontend.inputs.tokenize import Tokenizer, is_long
+from sie.values.card import ModelCard, TextPadding
 from sie.values.errors import BadRequest, InputTooLong, Internal
 from tests.unit.dual_checkpoints import save_tokenizer
 
@@ -32,9 +32,6 @@ TEXTS = [
     *SPECIALS,
     " ".join(SPECIALS) + " text [CLS][SEP] x[MASK]y",
 ]
-
-
-STUB_CARD = ModelCard(id="stub", kind="stub", stub=StubOptions())
 
 
 def minilm_directory():
@@ -237,24 +234,6 @@ def test_a_file_that_cannot_be_read_names_the_model_and_no_path(tmp_path):
     assert str(tmp_path) not in caught.value.message
 
 
-STUB = ModelCard(id="s", kind="stub", stub=StubOptions(max_tokens=10))
-
-
-def test_stub_texts_cost_a_token_for_four_bytes():
-    text, offsets, cu_seqlens = encode_stub_texts(STUB, ["", "abcd", "abcde", "é" * 3, "x" * 1000])
-    assert text.tobytes() == ("abcdabcde" + "é" * 3 + "x" * 1000).encode()
-    assert offsets.tolist() == [0, 0, 4, 9, 15, 1015]
-    assert np.diff(cu_seqlens).tolist() == [1, 1, 2, 2, 10]
-    assert (text.dtype, offsets.dtype, cu_seqlens.dtype) == (np.uint8, np.int32, np.int32)
-
-
-def test_stub_refuses_a_lone_surrogate_and_a_card_that_is_no_stub():
-    with pytest.raises(BadRequest, match="Text 1"):
-        encode_stub_texts(STUB, ["a", "\ud800"])
-    with pytest.raises(BadRequest, match="not a stub"):
-        encode_stub_texts(ModelCard(id="m", kind="encoder"), ["a"])
-
-
 @pytest.mark.parametrize(
     ("texts", "threshold", "expected"),
     [
@@ -270,12 +249,6 @@ def test_stub_refuses_a_lone_surrogate_and_a_card_that_is_no_stub():
 )
 def test_long_texts_are_counted_in_utf8_bytes(texts, threshold, expected):
     assert is_long(texts, threshold) is expected
-
-
-def test_a_lower_limit_cuts_a_stub_s_text_at_four_bytes_a_token():
-    text, offsets, cu_seqlens = encode_stub_texts(STUB_CARD, ["0123456789", "ab"], 2)
-    assert bytes(text) == b"01234567ab"
-    assert (offsets.tolist(), cu_seqlens.tolist()) == ([0, 8, 10], [0, 2, 3])
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -13,8 +13,8 @@ from tokenizers import models, pre_tokenizers, processors
 from sie.frontend.inputs.tokenize import Tokenizer
 from sie.frontend.operations.comparisons import comparison_arrays, resolve_compared
 from sie.values.card import LateInteraction, ModelCard, ScoreRule
-from sie.values.encode import ScoreRequest
 from sie.values.errors import BadRequest
+from sie.values.inference import ScoreRequest
 
 WORDS = ["<s>", "</s>", "<unk>", "[Q]", "[D]", *(f"w{i}" for i in range(50))]
 M3 = ModelCard(id="m3", kind="encoder", outputs=("dense", "sparse", "multivector", "score"),

@@ -26,8 +26,8 @@ from sie.frontend.operations.reply_reader import read_reply
 from sie.ipc.messages import ModelEntry
 from sie.shm.extent import write_extent
 from sie.values.card import LateInteraction, ModelCard
-from sie.values.encode import EncodeReply, EncodeRequest
 from sie.values.errors import BadRequest, Internal
+from sie.values.inference import EncodeReply, EncodeRequest
 from sie.values.work import ReplyHeader
 from sie.values.work_bytes import extent_bytes, plan_arrays
 from sie.workers.runners.stub import StubRunner

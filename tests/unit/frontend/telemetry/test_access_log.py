@@ -11,8 +11,8 @@ import pytest
 
 from sie.frontend.routes.table import TABLE
 from sie.frontend.telemetry.access_log import AccessLog
-from sie.values.encode import Timing
 from sie.values.errors import BadRequest, SieError
+from sie.values.inference import Timing
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 

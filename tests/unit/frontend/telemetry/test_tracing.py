@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from sie.frontend.telemetry.tracing import phases_of
-from sie.values.encode import Timing
+from sie.values.inference import Timing
 
 MS = 1_000_000
 TIMES = Timing(total_ms=20, queue_ms=3, tokenization_ms=2, inference_ms=5, submitted_ns=109 * MS)

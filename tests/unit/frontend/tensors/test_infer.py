@@ -671,7 +671,7 @@ async def test_a_model_that_only_scores_takes_a_query_and_documents(office: Offi
     [
         ([], {}, "input 'text' holds no text"),
         ([b"a", b"\xff"], {}, "input 'text' holds an element that is not UTF-8"),
-        ([b"a"] * 3, {"max_items": 2}, "input 'text' holds 3 texts, the most are 2"),
+        ([b"a"] * 3, {"max_items": 2}, "input 'text' holds 3 texts, but may hold at most 2"),
         ([b"aaaa"], {"max_item_text_bytes": 3}, r"input 'text' holds a text of over max_item_text_bytes \(3\)"),
     ],
 )

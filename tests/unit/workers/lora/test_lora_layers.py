@@ -340,7 +340,9 @@ def test_damaged_file_is_refused(make_checkpoint: Any, train: Train) -> None:
 
 def test_model_without_any_of_the_layers_cannot_run_the_adapter(make_checkpoint: Any, train: Train) -> None:
     adapter = train(make_checkpoint("qwen2", name="other"), target_modules=["q_proj"])
-    with pytest.raises(BadRequest, match="Model 'm' cannot run adapter 'a': it has none of its layers") as caught:
+    with pytest.raises(
+        BadRequest, match="Model 'm' cannot run adapter 'a': the model has none of the adapter's layers"
+    ) as caught:
         install(load(make_checkpoint("bert")), adapter)
     assert (caught.value.code, caught.value.http_status) == ("INVALID_INPUT", 400)
 

@@ -10,7 +10,7 @@ from sie.frontend.inputs.mixed import mix_items
 from sie.shm.layout import ProtocolError
 from sie.values.card import ImageRule
 from sie.workers.model_api import ImageItem, SearchedImage
-from tests.unit.workers.requests.test_request import MemoryLink, extent_of, request_of
+from tests.unit.workers.requests.test_worker_request import MemoryLink, extent_of, request_of
 
 RULE = ImageRule(patch=2, extra_tokens=1)
 IMAGES = [np.arange(3 * h * w, dtype=np.uint8).reshape(h, w, 3) for h, w in ((2, 4), (3, 3), (1, 1))]

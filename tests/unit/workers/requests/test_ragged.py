@@ -15,12 +15,12 @@ from sie.shm.extent import write_extent
 from sie.shm.layout import ERROR, REPLY, SUBMIT, Descriptor, ProtocolError
 from sie.shm.pool import ExtentPool, Lease
 from sie.values.card import ModelCard
-from sie.values.encode import EncodeReply, EncodeRequest
 from sie.values.errors import WireError
+from sie.values.inference import EncodeReply, EncodeRequest
 from sie.values.work import WorkHeader
 from sie.values.work_bytes import extent_bytes, plan_arrays, read_extent
 from sie.workers.requests.ragged import KeptBytes
-from sie.workers.requests.request import Request
+from sie.workers.requests.worker_request import Request
 
 MIB = 1 << 20
 CARD = ModelCard(id="a", kind="encoder", outputs=("dense", "sparse", "multivector"),

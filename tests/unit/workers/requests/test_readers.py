@@ -12,7 +12,7 @@ from sie.shm.layout import ProtocolError
 from sie.values.work import ArrayRef, TensorForm, TensorTask, WorkHeader
 from sie.values.work_bytes import plan_arrays
 from sie.workers.requests.readers import reader_of
-from sie.workers.requests.request import _read_inputs
+from sie.workers.requests.worker_request import _read_inputs
 
 TEXT = b"a text"
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from sie.frontend.operations.comparisons import comparison_arrays, resolve_compared
 from sie.values.card import ModelCard
-from sie.values.encode import ScoreRequest
+from sie.values.inference import ScoreRequest
 from sie.values.work import WorkHeader
 from sie.workers.model_api import Comparison, Side
 from sie.workers.requests.quantise import finish_rows

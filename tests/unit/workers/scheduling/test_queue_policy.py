@@ -8,17 +8,17 @@ from sie.values.tensor import QueuePolicy, TensorRule
 from sie.values.work import TensorTask
 from sie.workers.scheduling.queue_policy import policy_of
 from sie.workers.scheduling.scheduler import State, plan_step
-from sie.workers.scheduling.waiting import Budget, RequestPolicy, Step, Waiting
+from sie.workers.scheduling.waiting import Budget, RequestPolicy, Step, WaitingItem
 
 NEVER_NS = 1 << 62
 BUDGET = Budget(max_tokens=100, max_items=64, max_age_ns=1000)
 
 
-def waiting(name: str, policy: RequestPolicy, *, deadline_ns: int = NEVER_NS, max_rows: int = 1) -> Waiting:
-    return Waiting(name, 0, 1, 0, deadline_ns, batch_key="alike", max_rows=max_rows, policy=policy)
+def waiting(name: str, policy: RequestPolicy, *, deadline_ns: int = NEVER_NS, max_rows: int = 1) -> WaitingItem:
+    return WaitingItem(name, 0, 1, 0, deadline_ns, batch_key="alike", max_rows=max_rows, policy=policy)
 
 
-def state_of(*items: Waiting) -> State:
+def state_of(*items: WaitingItem) -> State:
     state = State()
     for item in items:
         state.add("m", item)

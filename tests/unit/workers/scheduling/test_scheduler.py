@@ -6,17 +6,19 @@ import pytest
 
 from sie.workers.scheduling.ceilings import lower_ceiling
 from sie.workers.scheduling.scheduler import State, own_name, plan_step
-from sie.workers.scheduling.waiting import Budget, Step, Waiting
+from sie.workers.scheduling.waiting import Budget, Step, WaitingItem
 
 NEVER_NS = 1 << 62
 BUDGET = Budget(max_tokens=100, max_items=8, max_age_ns=1000)
 
 
-def item(num_tokens: int, *, arrival_ns: int = 0, deadline_ns: int = NEVER_NS, request=None, alone=False) -> Waiting:
-    return Waiting(request or object(), 0, num_tokens, arrival_ns, deadline_ns, alone)
+def item(
+    num_tokens: int, *, arrival_ns: int = 0, deadline_ns: int = NEVER_NS, request=None, alone=False
+) -> WaitingItem:
+    return WaitingItem(request or object(), 0, num_tokens, arrival_ns, deadline_ns, alone)
 
 
-def state_of(*items: Waiting, model: str = "m") -> State:
+def state_of(*items: WaitingItem, model: str = "m") -> State:
     state = State()
     for one in items:
         state.add(model, one)
@@ -88,8 +90,8 @@ def test_shortest_go_first_when_not_all_fit():
 
 def test_item_that_leads_goes_before_every_shorter_one():
     request = object()
-    leader = Waiting(request, 0, 90, 0, NEVER_NS, leads=True)
-    followers = [Waiting(request, index, 10, 0, NEVER_NS) for index in (1, 2)]
+    leader = WaitingItem(request, 0, 90, 0, NEVER_NS, leads=True)
+    followers = [WaitingItem(request, index, 10, 0, NEVER_NS) for index in (1, 2)]
     state = state_of(item(5), leader, *followers, item(4))
     assert take(state).items[0] is leader
     assert sizes(take(state)) == [10, 10]
@@ -264,8 +266,8 @@ def test_items_that_could_not_run_cost_their_model_nothing():
 
 def rows(
     batch_key: object, num_rows: int = 1, *, max_rows: int = 4, num_tokens: int = 1, alone: bool = False
-) -> Waiting:
-    return Waiting(
+) -> WaitingItem:
+    return WaitingItem(
         object(), 0, num_tokens, 0, NEVER_NS, alone, batch_key=batch_key, num_rows=num_rows, max_rows=max_rows
     )
 
@@ -336,7 +338,7 @@ def test_model_that_stands_shares_the_time_with_items_that_wait_its_own_among_th
     state.activate("g")
     order = ""
     for number in range(30):
-        state.add(other, Waiting(None, number, 1, number, 10**9))
+        state.add(other, WaitingItem(None, number, 1, number, 10**9))
     for _ in range(30):
         step = plan_step(state, ONE_ITEM, 100)
         assert step.model == ("g" if step.is_own else other)

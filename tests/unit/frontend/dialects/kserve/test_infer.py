@@ -14,8 +14,8 @@ from sie.config.limits import Limits
 from sie.frontend.dialects.kserve.infer import InferCall, decode_infer, encode_infer
 from sie.frontend.tensors.classification import as_class_tensor
 from sie.values.bytes_tensor import frame_elements, split_elements
-from sie.values.encode import Timing
 from sie.values.errors import BadRequest
+from sie.values.inference import Timing
 from sie.values.tensor import Tensor, TensorReply, TensorRule, TensorSpec
 
 LIMITS = Limits(max_tensor_values=1000)

@@ -17,8 +17,8 @@ from sie.frontend.dialects.native.encode_reply import encode_reply
 from sie.frontend.models.not_found import model_not_found
 from sie.frontend.operations.resolve import resolve_encode
 from sie.values.card import ModelCard
-from sie.values.encode import EncodeReply, EncodeRequest, Timing
 from sie.values.errors import BadRequest, Internal, ModelLoadFailed, SieError
+from sie.values.inference import EncodeReply, EncodeRequest, Timing
 
 LIMITS = Limits()
 CARD = ModelCard(id="org/m", kind="encoder", dims={"dense": 4})

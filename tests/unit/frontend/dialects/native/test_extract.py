@@ -7,7 +7,6 @@ from sie.config.limits import Limits
 from sie.frontend.dialects.native.extract import decode_extract, encode_extractions
 from sie.frontend.operations.resolve_extract import resolve_extract
 from sie.values.card import ImageRule, ModelCard
-from sie.values.encode import ExtractReply, ExtractRequest, Timing
 from sie.values.errors import BadRequest
 from sie.values.extract import (
     Classification,
@@ -22,6 +21,7 @@ from sie.values.extract import (
     TokenClassification,
     ZeroShot,
 )
+from sie.values.inference import ExtractReply, ExtractRequest, Timing
 
 LIMITS = Limits(max_labels=3, max_schema_depth=5, max_schema_values=10, max_depth=20)
 STUB = ModelCard(id="org/m", kind="stub", outputs=("extract",), extract=StubExtract())

@@ -14,8 +14,8 @@ from sie.catalog.stub import stub_card
 from sie.config.limits import Limits
 from sie.frontend.dialects.native.encode import decode_encode
 from sie.frontend.operations.resolve import resolve_encode
-from sie.values.encode import EncodeRequest
 from sie.values.errors import BadRequest
+from sie.values.inference import EncodeRequest
 
 TEXTS = stub_card(parse_model_spec("t=stub:"))
 BOTH = stub_card(parse_model_spec("b=stub:image"))

@@ -10,8 +10,8 @@ import pytest
 from sie.frontend.dialects.native import encode_reply
 from sie.frontend.operations.resolve import resolve_encode
 from sie.values.card import ModelCard
-from sie.values.encode import EncodeReply, EncodeRequest, RaggedRows, RowArray, Timing
 from sie.values.errors import BadRequest
+from sie.values.inference import EncodeReply, EncodeRequest, RaggedRows, RowArray, Timing
 
 INDICES = np.array([1, 300, 2], "<i4")
 VALUES = np.array([0.5, 1.0, 2.0], "<f4")

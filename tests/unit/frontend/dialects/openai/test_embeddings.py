@@ -13,7 +13,6 @@ from sie.config.limits import Limits
 from sie.frontend.dialects.openai.embeddings import decode_embeddings, encode_embeddings, error_body
 from sie.frontend.operations.resolve import resolve_embeddings
 from sie.values.card import ModelCard
-from sie.values.encode import EncodeReply, Timing
 from sie.values.errors import (
     BadRequest,
     InputTooLong,
@@ -24,6 +23,7 @@ from sie.values.errors import (
     PoisonInput,
     Unavailable,
 )
+from sie.values.inference import EncodeReply, Timing
 
 LIMITS = Limits()
 CARD = ModelCard(id="m", kind="encoder", dims={"dense": 384}, tokenizer_file="tokenizer.json")

@@ -27,8 +27,8 @@ from sie.frontend.dialects.trtis.status import (
 from sie.frontend.tensors.states import Figures
 from sie.proto import message_class
 from sie.values.bytes_tensor import frame_elements
-from sie.values.encode import Timing
 from sie.values.errors import BadRequest, DeadlineExceeded, Internal, NotFound, Overloaded, SieError
+from sie.values.inference import Timing
 from sie.values.tensor import Tensor, TensorReply, TensorRule, TensorSpec
 
 ADD_SUB = TensorRule(

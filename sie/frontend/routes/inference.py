@@ -29,8 +29,16 @@ from sie.frontend.routes.decode_body import decode_body
 from sie.frontend.telemetry.access_log import id_headers
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
-from sie.values.encode import EncodeReply, EncodeRequest, ExtractReply, ExtractRequest, ScoreReply, ScoreRequest, Timing
 from sie.values.errors import BadRequest, Unavailable
+from sie.values.inference import (
+    EncodeReply,
+    EncodeRequest,
+    ExtractReply,
+    ExtractRequest,
+    ScoreReply,
+    ScoreRequest,
+    Timing,
+)
 
 _NO_BYTES: Final = memoryview(b"")
 _RESOLVE: Final[dict[str, Callable[[Any, ModelCard], Any]]] = {
@@ -91,31 +99,37 @@ class Inference:
         return answer if isinstance(answer, Response) else await answer
 
     def answer(
-        self, codec: Codec, exchange: Exchange, said: tuple[Any, Any, Any], raw: Reply | None, *, is_large: bool
+        self, codec: Codec, exchange: Exchange, codec_args: tuple[Any, Any, Any], raw: Reply | None, *, is_large: bool
     ) -> Response | Awaitable[Response]:
         """Encode an answer, in a thread if that takes long, and release the extent that holds its rows.
 
-        said is the first three arguments of `Codec.encode`; raw is None for a reply without rows.
+        codec_args are (request, shown, reply), the first arguments of `Codec.encode`; raw is None for a reply without rows.
         """
         wants_msgpack = codec.has_msgpack and negotiate.wants_msgpack(exchange.headers.get("accept"))
-        if is_large and not codec.is_quick(said[1], wants_msgpack):
-            return self._answer_on_thread(codec, exchange, said, raw, wants_msgpack=wants_msgpack)
+        if is_large and not codec.is_quick(codec_args[1], wants_msgpack):
+            return self._answer_on_thread(codec, exchange, codec_args, raw, wants_msgpack=wants_msgpack)
         try:
-            answer = codec.encode(*said, wants_msgpack)
+            answer = codec.encode(*codec_args, wants_msgpack)
         finally:
             if raw is not None:
-                _release(said[2], raw)
-        return Response(200, self._headers(codec, exchange, said[2].timing, wants_msgpack), answer)
+                _release(codec_args[2], raw)
+        return Response(200, self._headers(codec, exchange, codec_args[2].timing, wants_msgpack), answer)
 
     async def _answer_on_thread(
-        self, codec: Codec, exchange: Exchange, said: tuple[Any, Any, Any], raw: Reply | None, *, wants_msgpack: bool
+        self,
+        codec: Codec,
+        exchange: Exchange,
+        codec_args: tuple[Any, Any, Any],
+        raw: Reply | None,
+        *,
+        wants_msgpack: bool,
     ) -> Response:
         try:
-            answer = await self._on_thread(codec.encode, *said, wants_msgpack)
+            answer = await self._on_thread(codec.encode, *codec_args, wants_msgpack)
         finally:
             if raw is not None:
-                _release(said[2], raw)
-        return Response(200, self._headers(codec, exchange, said[2].timing, wants_msgpack), answer)
+                _release(codec_args[2], raw)
+        return Response(200, self._headers(codec, exchange, codec_args[2].timing, wants_msgpack), answer)
 
     def _headers(self, codec: Codec, exchange: Exchange, timing: Timing, wants_msgpack: bool) -> Headers:
         headers = [("content-type", negotiate.content_type(wants_msgpack))]
@@ -157,7 +171,7 @@ class Inference:
         if adapter is not None:
             self._process.adapters.check_declared(entry, adapter)
         entry, started, raw = await self._drive(self._process.encoder, exchange, entry, request, adapter)
-        return read(exchange, entry, request, started.tokenization_ns, raw), raw
+        return read_rows(exchange, entry, request, started.tokenization_ns, raw), raw
 
     async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
         _, started, raw = await self._drive(self._process.scorer, exchange, entry, request)
@@ -212,7 +226,7 @@ class Inference:
         return await asyncio.get_running_loop().run_in_executor(self.pool, work, *args)
 
 
-def read(
+def read_rows(
     exchange: Exchange, entry: ModelEntry, request: EncodeRequest, tokenization_ns: int, raw: Reply
 ) -> EncodeReply:
     """Return the rows of a reply, and record its timing. Releases the reply if it raises, as `read_reply` does."""

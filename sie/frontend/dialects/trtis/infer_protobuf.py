@@ -1,7 +1,7 @@
 """Decodes and encodes gRPC inference of the TensorRT Inference Server v1 API, in both of its generations. Pure.
 
-Only the bytes of the request's header show the generation. The first has an input's `byte_size`, one number, under the
-field number of the second's packed `dims`. Source: TRTIS v1 sheet, sections 2 and 7.
+Only the bytes of the request's header show the generation. Both use the same field number of an input: the first for
+`byte_size`, one number, and the second for `dims`, a packed list. Source: TRTIS v1 sheet, sections 2 and 7.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _is_first_generation(header: bytes) -> bool:
 
 
 def encode_infer(head: InferHead, reply: TensorReply, rule: TensorRule) -> bytes:
-    """Return an InferResponse. Raises as `answered` does."""
+    """Return an InferResponse. Raises the errors of `answered`."""
     outputs = answered(head, reply, rule)
     header = response_header(head, rule, outputs)
     response = _RESPONSE(request_status=request_status(), meta_data=header.SerializeToString())

@@ -43,7 +43,7 @@ class Row(Route, frozen=True, eq=False, kw_only=True):
     """One row of the table of HTTP routes: a route and its handler."""
 
     handler: Callable[[Any], Any]
-    """Returns the handler from the services of a process. Called once, at the route's first request."""
+    """Returns the handler from the `Handlers` of a process. Called once, at the route's first request."""
     imports: str = ""
     """A module to import on a thread before `handler` is called. It brings large libraries."""
     codec: Any = None

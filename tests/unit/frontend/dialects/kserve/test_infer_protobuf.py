@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sie.frontend.dialects.kserve import grpc
+from sie.frontend.dialects.kserve import infer_protobuf
 from sie.frontend.dialects.kserve.infer import InferCall
 from sie.frontend.dialects.kserve.protobuf_wire import MalformedMessage, parse, parse_with_views, wire_fields
 from sie.proto import message_class
 from sie.values.bytes_tensor import frame_elements
-from sie.values.encode import Timing
 from sie.values.errors import BadRequest
+from sie.values.inference import Timing
 from sie.values.tensor import DATATYPES, Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
 
 REQUEST = message_class("kserve", "inference.ModelInferRequest")
@@ -35,7 +35,9 @@ TYPED: dict[str, tuple[str, list[Any]]] = {
 
 
 def decoded(message: Any, max_values: int = 100) -> InferCall:
-    return grpc.decode_infer(grpc.parse_infer(message.SerializeToString()), "m/versions/3", RULE, max_values)
+    return infer_protobuf.decode_infer(
+        infer_protobuf.parse_infer(message.SerializeToString()), "m/versions/3", RULE, max_values
+    )
 
 
 def refusal(message: Any, max_values: int = 100) -> str:
@@ -148,7 +150,7 @@ def test_a_reply_is_read_by_the_message_class():
     ]  # fmt: skip
     call = InferCall(request=TensorRequest(model="m/versions/3", inputs=[], id="7"))
     reply = TensorReply(model="m/versions/3", outputs=outputs, timing=TIMING)
-    read = RESPONSE.FromString(grpc.encode_infer(call, reply, RULE, is_final=True))
+    read = RESPONSE.FromString(infer_protobuf.encode_infer(call, reply, RULE, is_final=True))
     assert (read.model_name, read.model_version, read.id) == ("m", "3", "7")
     assert read.parameters["triton_final_response"].bool_param
     assert [(o.name, o.datatype, tuple(o.shape)) for o in read.outputs] == [
@@ -156,7 +158,7 @@ def test_a_reply_is_read_by_the_message_class():
     ]
     assert list(read.raw_output_contents) == [bytes(t.data) for t in outputs]
     streamed = message_class("kserve", "inference.ModelStreamInferResponse").FromString(
-        grpc.stream_reply(grpc.encode_infer(call, reply, RULE))
+        infer_protobuf.stream_reply(infer_protobuf.encode_infer(call, reply, RULE))
     )
     assert (streamed.error_message, streamed.infer_response.id) == ("", "7")
     assert not streamed.infer_response.parameters

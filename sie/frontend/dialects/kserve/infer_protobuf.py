@@ -113,7 +113,7 @@ def _cached_form(rest: bytes) -> _Form:
 
 def _form_of(message: Any) -> _Form:
     if len(message.inputs) > _MAX_TENSORS or len(message.outputs) > _MAX_TENSORS:
-        raise BadRequest(f"a request has at most {_MAX_TENSORS} inputs and as many outputs")
+        raise BadRequest(f"a request may have at most {_MAX_TENSORS} inputs and {_MAX_TENSORS} outputs")
     parameters = _parameters(message.parameters)
     check_sequence(parameters, least_id=-_WRAPPED)
     flag(parameters, EMPTY_FINAL_RESPONSE)
@@ -205,7 +205,7 @@ def _wanted(outputs: Sequence[Any]) -> tuple[Wanted, ...]:
 
 
 def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters as JSON values. Raises BadRequest for one without a value, and as over HTTP."""
+    """Return parameters as JSON values. Raises BadRequest for one without a value, and for the parameters that are refused over HTTP."""
     found: dict[str, Any] = {}
     for name, parameter in parameters.items():
         choice = parameter.WhichOneof("parameter_choice")
@@ -216,7 +216,7 @@ def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule, *, is_final: bool = False) -> bytes:
-    """Return a ModelInferResponse. is_final marks the last reply to a request on a stream. Raises as `ranked` does."""
+    """Return a ModelInferResponse. is_final marks the last reply to a request on a stream. Raises the errors of `ranked`."""
     if any(one.num_classes for one in call.wanted):
         reply = ranked(call, reply, rule)
     forms = tuple([(output.name, output.datatype, output.shape) for output in reply.outputs])

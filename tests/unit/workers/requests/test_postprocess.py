@@ -11,7 +11,7 @@ from sie.values.errors import Internal
 from sie.values.extract import Entity, Extraction
 from sie.values.work import WorkHeader
 from sie.workers.model_api import StepOutputs
-from sie.workers.requests.finish import finish_dense, finish_ragged, finish_rows_of, finish_sparse
+from sie.workers.requests.postprocess import finish_dense, finish_ragged, finish_rows_of, finish_sparse
 
 CARD = ModelCard(id="a", kind="encoder", normalize=True)
 ROWS = np.array([[3, 4], [0, -2], [8, 6], [1, 0]], np.float32)

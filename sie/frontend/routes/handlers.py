@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from sie.frontend.http.routes import RouteTable
+from sie.frontend.http.routing import RouteTable
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.embed import Inference
+from sie.frontend.routes.inference import Inference
 from sie.frontend.routes.kserve import KServe
 from sie.frontend.routes.models import Cards
 from sie.frontend.routes.server_pages import Pages
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sie.frontend.routes.trtis import Trtis
 
 
-class Services:
+class Handlers:
     """One group of handlers for each API. identity is the headers by which SIE's clients know the server."""
 
     def __init__(
@@ -26,7 +26,7 @@ class Services:
     ) -> None:  # fmt: skip
         self._process = process
         self._identity = identity
-        self.embed = Inference(process, identity)
+        self.inference = Inference(process, identity)
         self.kserve = KServe(process)
         self.cards = Cards(process)
         self.pages = Pages(process, table)
@@ -36,7 +36,7 @@ class Services:
         """The text generation routes. Their module brings a template engine: import it on a thread first."""
         from sie.frontend.routes.generate import TextRoutes
 
-        return TextRoutes(self._process, self.kserve, self.embed.pool, self._identity)
+        return TextRoutes(self._process, self.kserve, self.inference.pool, self._identity)
 
     @cached_property
     def agents(self) -> Agents:

@@ -10,7 +10,7 @@ from sie.shm.pool import ExtentPool
 from sie.values.errors import InputTooLong, WireError, from_wire
 from sie.values.work import ReplyHeader, WorkHeader
 from sie.values.work_bytes import array_view, extent_bytes, plan_arrays, read_extent
-from sie.workers.requests.request import Request, reply_layout
+from sie.workers.requests.worker_request import Request, reply_layout
 
 _encode = msgspec.msgpack.Encoder().encode
 BYTES = ("text", "pixels")
