@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 
 def main() -> int:
     """Run the command line and return its exit status."""
     try:
+        gc.disable()  # collections beside the imports, and the one at the end, take as long as a quarter of them
         from sie.commands.cli import main as run  # takes a while, in which a user may change their mind
 
+        gc.freeze()
+        gc.enable()
         return run()
     except KeyboardInterrupt:
         return 130

@@ -23,6 +23,10 @@ from tests.process.harness import Server, start_server
 # Before torch is imported, and as a server has it for its workers: threads of OpenMP that wait for work let go of the
 # core soon. Tests side by side are more than there are cores, and would take turns to spin.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# One thread each, for the same reason: a second one makes the small models of the tests no faster, and waits on a core.
+# Tests of what threads share ask for several: the fixture `two_threads`. A server sets the number for its own workers.
+for _library in ("OMP", "MKL", "OPENBLAS"):
+    os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
 
 # A test of one example in 200 ms measures the machine: what asserts a duration says so with the mark `timing`.
 hypothesis.settings.register_profile("beside others", deadline=None)
@@ -47,10 +51,20 @@ class ByServer(LoadFileScheduling):
         return "minilm_server" if _shares_minilm(self.config.rootpath / file) else file
 
 
-def pytest_collection_finish() -> None:
-    """Take what was imported out of all later garbage collections: a full one took 0.4 s, and some tests ask for it."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while all files are imported, and take what they made out of all later collections.
+
+    Imports drop little, and a collection takes longer with every file; a full one took 0.4 s later, and some tests ask
+    for it.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 _WAITING = ("tests/chaos/", "tests/conformance/", "tests/process/")
@@ -96,6 +110,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServe
     return ByServer(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Let torch and the compiled kernels share their work between two threads, as a worker of two cores does."""
+    import torch  # takes a second, and most processes that collect tests have it anyway
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def minilm_directory() -> Path:
     """Return the directory of the bundled all-MiniLM-L6-v2."""
@@ -121,6 +146,7 @@ def stub_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def minilm_server(minilm_directory: Path) -> Iterator[Server]:
-    """Return a server of MiniLM in float32."""
-    with start_server("--model", f"{MINILM}={minilm_directory}", "--dtype", "float32") as server:
+    """Return a server of MiniLM in float32, of one thread: tests side by side are more than there are cores."""
+    flags = ("--dtype", "float32", "--threads-per-worker", "1")
+    with start_server("--model", f"{MINILM}={minilm_directory}", *flags) as server:
         yield server

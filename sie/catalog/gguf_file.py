@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -130,6 +129,8 @@ def _read_rule(model_id: str, fields: dict[str, Any], config: Any) -> GenerateRu
 
 def _convert_tokenizer(model_id: str, path: str, header_bytes: int, cache_dir: str) -> str:
     """Return the path of the `tokenizer.json` made from a file's metadata; the cache key is those metadata."""
+    from importlib.metadata import version  # imports a mail parser
+
     digest = hashlib.blake2b(version("transformers").encode(), digest_size=16)
     with Path(path).open("rb") as file:
         digest.update(file.read(header_bytes))

@@ -28,7 +28,7 @@ from sie.catalog.spec import ModelSpec, RepositoryModel
 from sie.catalog.text_ends import with_text_ends
 from sie.catalog.tokenizer import convert_tokenizer
 from sie.catalog.weights import with_num_weights
-from sie.runtime import confined
+from sie.runtime import child_setup, confined
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, ModelLoadFailed, SieError, WireError, to_wire
 
@@ -176,5 +176,6 @@ def _send(lines: BinaryIO, message: Message) -> None:
 
 
 if __name__ == "__main__":
+    child_setup.exclude_imports_from_collections()
     confined.give_up_privileges()
     sys.exit(main(sys.argv[1:]))

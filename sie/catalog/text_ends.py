@@ -8,7 +8,6 @@ transformers 4.57 tokenization_llama_fast.py (`update_post_processor`); embeddin
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -67,6 +66,8 @@ def with_text_ends(card: ModelCard, cache_dir: str) -> ModelCard:
     first, last = _missing_marks(card, data)
     if first is None and last is None:
         return card
+    from importlib.metadata import version  # imports a mail parser
+
     digest = hashlib.blake2b(version("tokenizers").encode(), digest_size=16)
     digest.update(b"\0%s\0%s\0" % (card.first_token.encode(), card.last_token.encode()))
     digest.update(data)

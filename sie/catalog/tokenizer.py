@@ -10,7 +10,6 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -77,6 +76,8 @@ def _is_whole(path: Path) -> bool:
 
 
 def _fingerprint(directory: str) -> str:
+    from importlib.metadata import version  # imports a mail parser
+
     digest = hashlib.blake2b(version("transformers").encode(), digest_size=16)
     for path in sorted({path for pattern in _SOURCES for path in Path(directory).glob(pattern)}):
         content = path.read_bytes()

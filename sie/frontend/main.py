@@ -76,6 +76,7 @@ def load_app(launch: Launch) -> Callable[..., Any]:
 
 def main() -> int:
     """Run one frontend slot; the launch record is the only argument."""
+    child_setup.exclude_imports_from_collections()
     launch = msgspec.json.decode(sys.argv[1], type=Launch)
     child_setup.die_with_parent(launch.supervisor_pid)
     configure(launch.log_format, launch.log_level, f"frontend-{launch.slot}")  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import with_num_weights
 from sie.config.settings import Access, Loaded, Settings
 from sie.runtime import failpoints
-from sie.runtime.child_setup import dump_stacks_on_abort
+from sie.runtime.child_setup import dump_stacks_on_abort, exclude_imports_from_collections
 from sie.runtime.logs import configure, get_logger
 from sie.runtime.progress import Progress
 from sie.shm.segment import ReservationError, check_reservation
@@ -49,6 +49,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
     settings = loaded.settings
     server = settings.server
     configure(server.log_format, server.log_level, "supervisor")
+    exclude_imports_from_collections()
     dump_stacks_on_abort()  # systemd's watchdog sends SIGABRT
     _check_failpoints(loaded)
     _check_tracing(settings)

@@ -45,6 +45,7 @@ _GPU_STEP_TOKENS = 16384
 
 def main() -> int:
     """Run one worker process; the launch record is the only argument."""
+    child_setup.exclude_imports_from_collections()
     launch = msgspec.json.decode(sys.argv[1], type=Launch)
     child_setup.die_with_parent(launch.supervisor_pid)
     child_setup.dump_stacks_on_abort()

@@ -19,7 +19,7 @@ from sie.frontend.grpc.transport import frames
 from sie.frontend.grpc.transport.frames import Code
 from sie.proto import message_class
 from tests.unit.frontend.grpc.transport.breaches import window
-from tests.unit.frontend.grpc.transport.peer import OPENING, block, data, headers, prefixed
+from tests.unit.frontend.grpc.transport.client_bytes import OPENING, block, data, headers, prefixed
 
 KSERVE: Final = "/inference.GRPCInferenceService"
 _CALL: Final = block(path=f"{KSERVE}/ModelInfer")

@@ -47,13 +47,15 @@ Role = Literal["worker", "frontend", "grpc", "supervisor"]
 def eventually(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
     """Return the first true value of `condition`, asked every 10 ms; fail with `what` when time is up.
 
-    After a second it is asked every 40 ms: a look at processes or a page takes 2 ms, of a core that others wait for.
+    After a second it is asked every 40 ms, and a look is followed by a pause of at least its own length: a look at
+    processes or a page takes some milliseconds of a core that others wait for.
     """
-    began_s = time.monotonic()
+    began_s = looked_s = time.monotonic()
     while not (value := condition()):
-        waited_s = time.monotonic() - began_s
-        assert waited_s < timeout_s, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.01 if waited_s < 1 else 0.04)
+        now_s = time.monotonic()
+        assert now_s - began_s < timeout_s, f"not within {timeout_s:g} s: {what}"
+        time.sleep(max(0.01 if now_s - began_s < 1 else 0.04, min(now_s - looked_s, 0.1)))
+        looked_s = time.monotonic()
     return value
 
 

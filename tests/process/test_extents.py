@@ -19,7 +19,7 @@ from sie.values.bytes_tensor import frame_elements
 from tests.process.harness import Server, free_port, start_server
 from tests.process.test_grpc import v1
 from tests.process.wire import connect, encode, raw_request, wait_no_extents
-from tests.unit.frontend.grpc.transport.peer import OPENING, block, data, headers, prefixed
+from tests.unit.frontend.grpc.transport.client_bytes import OPENING, block, data, headers, prefixed
 
 KSERVE = "/inference.GRPCInferenceService/ModelInfer"
 TRTIS = "/nvidia.inferenceserver.GRPCService/Infer"

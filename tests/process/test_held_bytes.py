@@ -18,7 +18,7 @@ from tests.process.harness import Server, eventually, free_port, start_server
 from tests.process.keys import INFER, METRICS, bearer, entry, write_keys
 from tests.process.test_grpc_hostile import KSERVE, Raw
 from tests.process.wire import MSGPACK, TIMEOUT_S, connect, raw_request, read_response, send_raw
-from tests.unit.frontend.grpc.transport.peer import OPENING, block, data, headers, prefixed
+from tests.unit.frontend.grpc.transport.client_bytes import OPENING, block, data, headers, prefixed
 
 MIB = 1 << 20
 MAX_BYTES = 64 * MIB

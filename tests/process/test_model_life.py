@@ -33,23 +33,36 @@ def test_a_cold_model_answers_503_at_once_and_loads():
 
 
 @pytest.mark.parametrize(
-    ("flags", "path", "body"),
+    ("flags", "requests"),
     [
-        ((), "/v1/embeddings", {"model": "stub/lazy", "input": "x"}),
-        ((), "/v1/rerank", {"model": "stub/lazy", "query": "q", "documents": ["a", "b"]}),
-        (("--wait-for-load",), "/v1/encode/stub/lazy", {"items": [{"text": "x"}]}),
-        (("--wait-for-load",), "/v1/score/stub/lazy", {"query": {"text": "q"}, "items": [{"text": "x"}]}),
+        (
+            (),
+            (
+                ("/v1/embeddings", {"model": "stub/one", "input": "x"}),
+                ("/v1/rerank", {"model": "stub/other", "query": "q", "documents": ["a", "b"]}),
+            ),
+        ),
+        (
+            ("--wait-for-load",),
+            (
+                ("/v1/encode/stub/one", {"items": [{"text": "x"}]}),
+                ("/v1/score/stub/other", {"query": {"text": "q"}, "items": [{"text": "x"}]}),
+            ),
+        ),
     ],
+    ids=["by the route", "by the setting"],
 )
-def test_a_cold_model_is_waited_for_where_clients_know_no_loading(flags, path, body):
-    with start_server(*flags, "--lazy-model", "stub/lazy=stub:dense=16,score=1,load_ms=1000") as server:
-        assert post_json(server.port, path, body, {"x-sie-timeout-ms": "100"}).status == 503, "not for ever"
-        assert post_json(server.port, path, body).status == 200
+def test_a_cold_model_is_waited_for_where_clients_know_no_loading(flags, requests):
+    cold = "stub:dense=16,score=1,load_ms=1000"
+    with start_server(*flags, "--lazy-model", f"stub/one={cold}", "--lazy-model", f"stub/other={cold}") as server:
+        for path, body in requests:
+            assert post_json(server.port, path, body, {"x-sie-timeout-ms": "100"}).status == 503, "not for ever"
+            assert post_json(server.port, path, body).status == 200
 
 
 def test_a_load_never_delays_a_model_that_serves():
     with start_server(
-        "--model", "stub/a=stub:dense=16", "--lazy-model", "stub/late=stub:dense=16,load_ms=4000"
+        "--model", "stub/a=stub:dense=16", "--lazy-model", "stub/late=stub:dense=16,load_ms=2000"
     ) as server:
         with Client(server.port) as client:
             dense_rows(client.encode("stub/a", ["warm"]))
@@ -60,7 +73,7 @@ def test_a_load_never_delays_a_model_that_serves():
                 assert time.monotonic() < deadline_s
                 assert np.array_equal(dense_rows(client.encode("stub/a", ["x"])), stub_rows(["x"], 16))
                 num_answered += 1
-        assert num_answered > 20, f"{num_answered} answers beside a load of 4 s"
+        assert num_answered > 20, f"{num_answered} answers beside a load of 2 s"
 
 
 def test_a_load_that_its_worker_did_not_survive_starts_again():

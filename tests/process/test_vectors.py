@@ -45,7 +45,7 @@ def texts() -> list[str]:
     """Return texts of 0 to about 400 tokens, in no order of length; some are over the model's 256."""
     print(f"texts seed {SEED}")
     rng = np.random.default_rng(SEED)
-    lengths = [0, 1, 2, 300, 5, 60, 350, 3, 20, 128, 1, 40, 9, 250, 15, 7]
+    lengths = [0, 1, 2, 300, 5, 60, 35, 3, 20, 128, 1, 40, 9, 250, 15, 7]
     return [" ".join(rng.choice(WORDS, length)) for length in lengths]
 
 
@@ -102,7 +102,7 @@ def test_each_text_in_each_place_of_a_batch(served, texts, reference):
 def test_each_text_in_a_mixed_load_of_many_clients(served, texts, reference):
     server, least = served
     rng = np.random.default_rng(SEED)
-    picks = [rng.integers(0, len(texts), rng.integers(1, 5)) for _ in range(96)]
+    picks = [rng.integers(0, len(texts), rng.integers(1, 5)) for _ in range(64)]
 
     def ask(some: np.ndarray) -> float:
         found = dense_rows(encode(server.port, MINILM, [texts[pick] for pick in some]))

@@ -57,6 +57,7 @@ async def serve(launch: Launch) -> None:
 
 def main() -> int:
     """Run the gRPC process. The launch record is the only argument."""
+    child_setup.exclude_imports_from_collections()
     launch = msgspec.json.decode(sys.argv[1], type=Launch)
     child_setup.die_with_parent(launch.supervisor_pid)
     configure(launch.log_format, launch.log_level, "grpc")  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ import pytest
 from sie.catalog.hub import classify
 from sie.catalog.prepare import Failed, Fetched, Message, Ready, Report, Request
 from sie.catalog.spec import ModelSpec, parse_model_spec
+from tests.unit.catalog.warm_helper import Run, WarmHelper, start_warm_helper
 from tests.unit.fake_hub import COMMIT, FakeHub
 
 CONFIG = {"model_type": "bert", "architectures": ["BertModel"], "hidden_size": 32, "vocab_size": 100}
@@ -51,8 +52,24 @@ def hub() -> Iterator[FakeHub]:
         yield hub
 
 
+@pytest.fixture(scope="module")
+def helper() -> Iterator[WarmHelper]:
+    """Return a helper that has imported what the hub's library needs, and not that library: it reads the environment."""
+    with start_warm_helper("asyncio", "filelock", "httpx2", "tqdm.auto", "yaml") as helper:
+        yield helper
+
+
+@pytest.fixture(scope="module")
+def helper_of_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmHelper]:
+    """Return a helper that has imported transformers; it knows no hub."""
+    home = str(tmp_path_factory.mktemp("hf"))
+    modules = ("transformers.modeling_rope_utils", "transformers.tokenization_utils_base")
+    with start_warm_helper(*modules, HF_HOME=home, HF_HUB_OFFLINE="1") as helper:
+        yield helper
+
+
 @pytest.fixture
-def prepare(tmp_path: Path) -> Prepare:
+def prepare(tmp_path: Path, helper: WarmHelper) -> Prepare:
     """Return a function that runs the helper and returns its last message, after checking all of them."""
 
     def run(
@@ -63,28 +80,35 @@ def prepare(tmp_path: Path) -> Prepare:
         is_check: bool = False,
         **environment: str,
     ) -> Message:
-        request = msgspec.json.encode(
-            Request(spec=spec, cache_dir=str(tmp_path / "cache"), is_adapter=is_adapter, is_check=is_check)
-        ).decode()
+        request = Request(spec=spec, cache_dir=str(tmp_path / "cache"), is_adapter=is_adapter, is_check=is_check)
         kept = {key: os.environ[key] for key in ("PATH", "HOME", "PYTHONPATH") if key in os.environ}
         settings = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*"}
         if hub is not None:
             settings["HF_ENDPOINT"] = hub.url
-        result = subprocess.run(
-            [sys.executable, "-m", "sie.catalog.prepare", request],
-            env={**kept, **settings, **environment},
-            cwd=Path(__file__).parents[3],
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
-        messages = [msgspec.json.decode(line, type=Message) for line in result.stdout.splitlines()]
-        assert messages, result.stderr.decode()
-        assert all(isinstance(message, Report) for message in messages[:-1])
-        assert result.returncode == (1 if isinstance(messages[-1], Failed) else 0)
-        return messages[-1]
+        return _last_message(helper, request, tmp_path, {**kept, **settings, **environment})
 
     return run
+
+
+@pytest.fixture
+def prepare_files(tmp_path: Path, helper_of_files: WarmHelper) -> Callable[[ModelSpec], Message]:
+    """Return `prepare` for specs of directories whose preparation takes transformers."""
+
+    def run(spec: ModelSpec) -> Message:
+        request = Request(spec=spec, cache_dir=str(tmp_path / "cache"))
+        return _last_message(helper_of_files, request, tmp_path, dict(os.environ))
+
+    return run
+
+
+def _last_message(helper: WarmHelper, request: Request, directory: Path, environment: dict[str, str]) -> Message:
+    output = directory / "messages"
+    status = helper.run(Run(msgspec.json.encode(request).decode(), environment, str(output)))
+    messages = [msgspec.json.decode(line, type=Message) for line in output.read_bytes().splitlines()]
+    assert messages, f"the helper ended with status {status} and without a message"
+    assert all(isinstance(message, Report) for message in messages[:-1])
+    assert status == (1 if isinstance(messages[-1], Failed) else 0)
+    return messages[-1]
 
 
 def _directory(message: Message) -> Path:
@@ -257,7 +281,7 @@ def test_broken_request_is_an_error_line() -> None:
     ("model_type", "ignored", "runs"), [("bert", True, True), ("bert", False, False), ("bert-of-mine", True, False)]
 )
 def test_remote_code_is_never_run(
-    write_files: Any, prepare: Prepare, tmp_path: Path, model_type: str, ignored: bool, runs: bool
+    write_files: Any, prepare_files: Prepare, tmp_path: Path, model_type: str, ignored: bool, runs: bool
 ) -> None:
     canary = tmp_path / "canary"
     remote = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoTokenizer": ["evil.T", "evil.T"]}
@@ -267,7 +291,7 @@ def test_remote_code_is_never_run(
         "evil.py": f"open({str(canary)!r}, 'w').write('ran')".encode(),
     }
     spec = ModelSpec(id="a", directory=str(write_files(files)), ignore_remote_code=ignored)
-    message = prepare(spec)
+    message = prepare_files(spec)
     assert isinstance(message, Ready) is runs
     if not runs:
         assert _error_class(message) == "CONFIG"
@@ -278,7 +302,7 @@ def test_remote_code_is_never_run(
 VOCABULARY = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nhello\nworld\n##s"
 
 
-def test_slow_tokenizer_is_converted_once(write_files: Any, prepare: Prepare, tmp_path: Path) -> None:
+def test_slow_tokenizer_is_converted_once(write_files: Any, prepare_files: Prepare, tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     files = {
@@ -287,25 +311,25 @@ def test_slow_tokenizer_is_converted_once(write_files: Any, prepare: Prepare, tm
         "tokenizer_config.json": {"tokenizer_class": "BertTokenizer", "do_lower_case": True},
     }
     spec = ModelSpec(id="a", directory=str(write_files(files)))
-    message = prepare(spec)
+    message = prepare_files(spec)
     assert isinstance(message, Ready), message
     path = Path(message.card.tokenizer_file)
     assert path.is_relative_to(tmp_path / "cache")
     assert Tokenizer.from_file(str(path)).encode("Hello worlds").ids == [2, 5, 6, 7, 3]
     written = path.stat().st_mtime_ns
-    assert prepare(spec) == message
+    assert prepare_files(spec) == message
     assert path.stat().st_mtime_ns == written
 
 
 @pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="sentencepiece is installed")
-def test_a_sentencepiece_tokenizer_names_the_library_that_converts_it(write_files: Any, prepare: Prepare) -> None:
+def test_a_sentencepiece_tokenizer_names_the_library_that_converts_it(write_files: Any, prepare_files: Prepare) -> None:
     config = {**CONFIG, "model_type": "deberta-v2"}
     directory = write_files({"tokenizer.json": None, "config.json": config, "spm.model": b"\x0a\x00"})
-    message = prepare(ModelSpec(id="a", directory=str(directory)))
+    message = prepare_files(ModelSpec(id="a", directory=str(directory)))
     assert _error_class(message) == "DEPENDENCY"
     assert "pip install 'ringserve[sentencepiece]'" in message.error.message  # type: ignore[union-attr]
 
 
-def test_checkpoint_without_any_tokenizer_is_refused(write_files: Any, prepare: Prepare) -> None:
-    message = prepare(ModelSpec(id="a", directory=str(write_files({"tokenizer.json": None}))))
+def test_checkpoint_without_any_tokenizer_is_refused(write_files: Any, prepare_files: Prepare) -> None:
+    message = prepare_files(ModelSpec(id="a", directory=str(write_files({"tokenizer.json": None}))))
     assert _error_class(message) == "CONFIG"

@@ -16,6 +16,7 @@ from sie.workers.packed.batch import pack_sequences
 
 LENGTHS = [1, 2, 12, 13, 16, 17, 33, 160, 12]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def _attend(

@@ -26,6 +26,7 @@ ALL = {**MODELS, **MODERN}
 LENGTHS = [1, 12, 3, 230, 16, 12, 33]
 EMULATED = Path(__file__).parents[4] / "build" / "tests"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+pytestmark = pytest.mark.usefixtures("two_threads")
 needs_kernels = pytest.mark.skipif(not native.has(Feature.AVX512_BF16), reason="no kernels on this machine")
 
 

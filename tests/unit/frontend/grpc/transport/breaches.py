@@ -6,7 +6,7 @@ import struct
 
 from sie.frontend.grpc.transport import frames
 from sie.frontend.grpc.transport.frames import Code
-from tests.unit.frontend.grpc.transport.peer import a_call, block, data, headers
+from tests.unit.frontend.grpc.transport.client_bytes import a_call, block, data, headers
 
 U32 = struct.Struct(">L")
 GREASE = frames.frame(0x0B, 0xFF, 7, b"extension")

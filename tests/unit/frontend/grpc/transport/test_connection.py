@@ -22,11 +22,8 @@ from sie.config.limits import Limits
 from sie.frontend.grpc.transport import floods, frames
 from sie.frontend.grpc.transport.frames import Code
 from tests.unit.frontend.grpc.transport.breaches import CONNECTION_FAULTS, GREASE, STREAM_FAULTS, WHOLE, window
-from tests.unit.frontend.grpc.transport.peer import (
+from tests.unit.frontend.grpc.transport.client_bytes import (
     OPENING,
-    STREAM,
-    UNARY,
-    Peer,
     a_call,
     answered,
     block,
@@ -38,6 +35,7 @@ from tests.unit.frontend.grpc.transport.peer import (
     reset_with,
     split_frames,
 )
+from tests.unit.frontend.grpc.transport.peer import STREAM, UNARY, Peer
 
 U32 = struct.Struct(">L")
 
