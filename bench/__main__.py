@@ -11,6 +11,7 @@ import click
 
 COMMANDS: Final = (
     "hop", "limits", "engine", "encoder", "scaling", "peers", "generate", "rounding", "tensors", "fairness", "shm", "plot",
+    "device-encoders", "device-decode",
 )  # fmt: skip
 """One module each, with a click command `main`."""
 
@@ -22,7 +23,7 @@ class Benchmarks(click.Group):
         return list(COMMANDS)
 
     def get_command(self, _context: click.Context, name: str) -> click.Command | None:
-        return importlib.import_module(f"bench.{name}").main if name in COMMANDS else None
+        return importlib.import_module(f"bench.{name.replace('-', '_')}").main if name in COMMANDS else None
 
 
 @click.command(cls=Benchmarks, context_settings={"max_content_width": 120, "help_option_names": ["-h", "--help"]})

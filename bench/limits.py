@@ -1,4 +1,4 @@
-"""Measure what this machine can do at most: matrix products in bf16 and fp32, and copies, on one core and on all.
+"""Measure what this machine can do at most: matrix products by format, and copies, on one core and on all, or on a GPU.
 
 Every other benchmark states its results as fractions of these.
 """
@@ -19,10 +19,15 @@ import click
 from bench.report import facts, print_facts, print_table, save
 
 DTYPES = ("bfloat16", "float32")
+GPU_DTYPES = ("bfloat16", "float16", "float32")
 _SIZES = (512, 1024, 2048)
 """Sides of the square matrices; the fastest counts."""
 _GPU_SIZE = 8192
 _COPY_BYTES = 256 << 20
+_GPU_COPY_BYTES = 1 << 30
+_GPU_CALLS = 10
+"""Between two waits for a GPU: one wait costs about as much as a launch."""
+_LAUNCHES = 1000
 _START_S = 0.2
 _WINDOWS = 5
 """Parts of a measurement; the fastest counts, since a ceiling is what a quiet machine does."""
@@ -35,14 +40,17 @@ class Ceilings(NamedTuple):
     """Format, number of cores: floating-point operations a second of matrix products."""
     copied: dict[int, float]
     """Number of cores: bytes a second, read and written counted once each."""
+    launch_s: float = 0.0
+    """What starting one small kernel takes of a GPU's host; 0 for a CPU."""
 
 
 def measure_ceilings(seconds: float = 1.0, device: str = "cpu") -> Ceilings:
     """Measure each ceiling for so many seconds, in processes of one thread that start together; a GPU counts as core 1."""
     if device != "cpu":
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            flops = {dtype: {1: pool.submit(_gpu_flops, dtype, device, seconds).result()} for dtype in DTYPES}
-            return Ceilings(flops, {1: pool.submit(_gpu_copied, device, seconds).result()})
+            flops = {dtype: {1: pool.submit(_gpu_flops, dtype, device, seconds).result()} for dtype in GPU_DTYPES}
+            copied = {1: pool.submit(_gpu_copied, device, seconds).result()}
+            return Ceilings(flops, copied, pool.submit(_gpu_launch, device, seconds).result())
     num_cores = len(os.sched_getaffinity(0))
     counts = sorted({1, num_cores})
     with ProcessPoolExecutor(num_cores, mp_context=get_context("spawn")) as pool:
@@ -55,7 +63,8 @@ def measure_ceilings(seconds: float = 1.0, device: str = "cpu") -> Ceilings:
 
 def as_figures(ceilings: Ceilings) -> dict[str, Any]:
     """Return them for a result file."""
-    return {"flops": ceilings.flops, "copied_bytes_per_s": ceilings.copied}
+    figures = {"flops": ceilings.flops, "copied_bytes_per_s": ceilings.copied}
+    return figures | ({"launch_s": ceilings.launch_s} if ceilings.launch_s else {})
 
 
 def linear_flop_per_token(directory: str) -> int:
@@ -96,7 +105,11 @@ def print_ceilings(ceilings: Ceilings) -> None:
         for dtype, by_count in ceilings.flops.items()
     ]
     rows.append(["copies, GB/s", *(f"{ceilings.copied[count] / 1e9:.1f}" for count in counts)])
-    print_table(("ceiling", *(f"{count} core{'s' if count > 1 else ''}" for count in counts)), rows)
+    if ceilings.launch_s:
+        rows.append(["launch of a kernel, us", f"{ceilings.launch_s * 1e6:.2f}"])
+        counts = []
+    columns = [f"{count} core{'s' if count > 1 else ''}" for count in counts] or ["GPU"]
+    print_table(("ceiling", *columns), rows)
 
 
 def _together(pool: ProcessPoolExecutor, count: int, measure: Any, what: str, seconds: float) -> float:
@@ -147,23 +160,40 @@ def _best_rate(call: Any, seconds: float, clock: Callable[[], float] = time.thre
     return best
 
 
+def _gpu_rate(call: Callable[[], object], device: str, seconds: float) -> float:
+    """Return the most calls a second, which wait for the device after every few."""
+    import torch
+
+    def together() -> None:
+        for _ in range(_GPU_CALLS):
+            call()
+        torch.cuda.synchronize(device)
+
+    return _GPU_CALLS * _best_rate(together, seconds, time.perf_counter)
+
+
 def _gpu_flops(dtype: str, device: str, seconds: float) -> float:
     import torch
 
-    left, right = (torch.randn(_GPU_SIZE, _GPU_SIZE, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
-    return (
-        2
-        * _GPU_SIZE**3
-        * _best_rate(lambda: (torch.mm(left, right), torch.cuda.synchronize()), seconds, time.perf_counter)
-    )
+    left, right = (torch.randn(_GPU_SIZE, _GPU_SIZE, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * _GPU_SIZE**3 * _gpu_rate(lambda: torch.mm(left, right, out=out), device, seconds)
 
 
 def _gpu_copied(device: str, seconds: float) -> float:
     import torch
 
-    source, target = (torch.zeros(_COPY_BYTES // 4, device=device) for _ in range(2))
-    return (
-        2
-        * _COPY_BYTES
-        * _best_rate(lambda: (target.copy_(source), torch.cuda.synchronize()), seconds, time.perf_counter)
-    )
+    source, target = (torch.rand(_GPU_COPY_BYTES // 4, device=device) for _ in range(2))
+    return 2 * _GPU_COPY_BYTES * _gpu_rate(lambda: target.copy_(source), device, seconds)
+
+
+def _gpu_launch(device: str, seconds: float) -> float:
+    import torch
+
+    numbers = torch.zeros(16, device=device)
+
+    def launch() -> None:
+        for _ in range(_LAUNCHES // _GPU_CALLS):
+            numbers.add_(1)
+
+    return 1 / (_LAUNCHES // _GPU_CALLS * _gpu_rate(launch, device, seconds))

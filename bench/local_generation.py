@@ -24,10 +24,12 @@ _STEP_TOKENS = 512
 class SieSteps:
     """A worker's own steps, the engine left out: a step is asked for as soon as the last one ends."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, step_tokens: int = _STEP_TOKENS) -> None:
+        """Take a loaded model, and the most tokens of prompts in a step."""
         from sie.values.generate import Sampling
 
         self._runner = runner
+        self._step_tokens = step_tokens
         self._greedy = Sampling(temperature=0.0)
         self._blocks: list[range] = []
         self._ends: list[int] = []
@@ -41,9 +43,9 @@ class SieSteps:
         self.last = [0] * len(prompts)
         parts: list[tuple[int, Sequence[int], int]] = []
         for stream, prompt in enumerate(prompts):
-            for first in range(0, len(prompt), _STEP_TOKENS):
-                part = prompt[first : first + _STEP_TOKENS]
-                if sum(len(ids) for _, ids, _ in parts) + len(part) > _STEP_TOKENS:
+            for first in range(0, len(prompt), self._step_tokens):
+                part = prompt[first : first + self._step_tokens]
+                if sum(len(ids) for _, ids, _ in parts) + len(part) > self._step_tokens:
                     self._run(parts)
                     parts = []
                 parts.append((stream, part, first))

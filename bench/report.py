@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shlex
@@ -18,7 +19,7 @@ import pynvml
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-_PACKAGES = ("granian", "uvloop", "msgspec", "numpy", "tokenizers", "torch", "transformers")
+_PACKAGES = ("granian", "uvloop", "msgspec", "numpy", "tokenizers", "torch", "transformers", "triton")
 
 
 def facts(title: str, method: str) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def facts(title: str, method: str) -> dict[str, Any]:
             "system": f"Linux {platform.release()}",
             "load_before": [round(value, 2) for value in os.getloadavg()],
         },
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES},
+        "versions": {"python": platform.python_version()} | _versions(),
         "method": method,
     }
 
@@ -60,15 +61,31 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print(flush=True)
 
 
-def save(name: str, known: dict[str, Any], figures: dict[str, Any]) -> Path:
-    """Write a result to `bench/results/DATE-CPU-CORES-NAME.json` and return where it is."""
+def save(
+    name: str, known: dict[str, Any], figures: dict[str, Any], *, folder: Path = RESULTS, device: str = "cpu"
+) -> Path:
+    """Write a result to `DATE-CPU-CORES-NAME.json`, or `DATE-GPU-NAME.json`, in bench/results/ or another folder.
+
+    Returns its path.
+    """
     machine = known["machine"]
-    cpu = "-".join(machine["cpu"].lower().split())
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{known['date'][:10]}-{cpu}-{machine['cores']}-cores-{name}.json"
+    what = (
+        f"{machine['cpu']} {machine['cores']} cores" if device == "cpu" or not machine["gpus"] else machine["gpus"][0]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{known['date'][:10]}-{'-'.join(what.lower().split())}-{name}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(known | figures)) + b"\n")
-    print(f"saved as {path.relative_to(ROOT)}")
+    print(f"saved as {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
     return path
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of the packages that are installed; a benchmark may not need all of them."""
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _commit() -> str:

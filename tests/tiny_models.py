@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 WORDS = [f"w{number}" for number in range(60)]
@@ -71,4 +73,20 @@ def save_poisoned(directory: Path, kind: type[Any], **config_values: Any) -> Pat
         tokenizer_object=tokenizer, model_max_length=64, pad_token="<pad>", unk_token="<unk>",
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     ).save_pretrained(directory)  # fmt: skip
+    return directory
+
+
+def save_adapter(directory: Path, num_layers: int = 3, width: int = 32) -> Path:
+    """Write a LoRA adapter for a BERT, as peft does, with weights that change its vectors."""
+    directory.mkdir(parents=True)
+    config = {"peft_type": "LORA", "target_modules": ["query", "value"], "r": 4, "lora_alpha": 12, "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(7)
+    weights: dict[str, torch.Tensor] = {}
+    for layer in range(num_layers):
+        for name in ("query", "value"):
+            prefix = f"base_model.model.encoder.layer.{layer}.attention.self.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(4, width, generator=generator) * 0.2
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(width, 4, generator=generator) * 0.2
+    save_file(weights, directory / "adapter_model.safetensors")
     return directory

@@ -112,7 +112,7 @@ def masked_lm_class(model_id: str, config: PretrainedConfig) -> type[Any]:
 
 
 def classifier_class(model_id: str, config: PretrainedConfig) -> type[Any]:
-    """Return the auto class of a sequence classifier. Raises ModelLoadFailed when the architecture has none."""
+    """Return the auto class of a sequence classifier without a decoder beside its encoder. Raises ModelLoadFailed when the architecture has none."""
     from transformers import AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
@@ -135,7 +135,7 @@ def detector_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     return AutoModelForZeroShotObjectDetection
 
 
-def entailment_class(model_id: str, config: PretrainedConfig) -> type[Any]:
+def any_classifier_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     """Return the auto class of a sequence classifier, also with encoder and decoder. Raises ModelLoadFailed."""
     from transformers import AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING

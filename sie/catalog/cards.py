@@ -10,7 +10,7 @@ from sie.catalog.profiles import Options, known_dimensions, known_profiles
 from sie.catalog.spec import ModelSpec
 from sie.catalog.stub import stub_card
 from sie.values.card import ModelCard
-from sie.values.extract import TokenClassification, ZeroShot
+from sie.values.extract import TextClassification, TokenClassification, ZeroShot
 
 
 def make_card(spec: ModelSpec, directory: str) -> ModelCard:
@@ -35,6 +35,9 @@ def complete_card(card: ModelCard, spec: ModelSpec) -> ModelCard:
     if spec.pooling is not None and (not card.pipeline or card.pipeline[0].config["modes"] != [spec.pooling]):
         reason = "its section sets pooling, which is for encoders without a modules.json"
         raise refuse(card.id, f"{reason}; its own files say how it pools" if card.pipeline else reason)
+    is_classifier = card.kind == "cross-encoder" or isinstance(card.extract, TextClassification | ZeroShot)
+    if spec.task is not None and not is_classifier:
+        raise refuse(card.id, f"its section sets task, which is for sequence classifiers, not for a {card.kind}")
     card = _with_dimensions(card, spec)
     if spec.accept_token_ids:
         if not card.tokenizer_file or "dense" not in card.outputs:
@@ -49,7 +52,9 @@ def _has_encoder(card: ModelCard) -> bool:
     """Tell whether a model is a transformer that reads texts, alone or with a classifier or score head."""
     if card.static_vectors is not None:
         return False
-    return card.kind in ("encoder", "cross-encoder") or isinstance(card.extract, TokenClassification | ZeroShot)
+    return card.kind in ("encoder", "cross-encoder") or isinstance(
+        card.extract, TokenClassification | TextClassification | ZeroShot
+    )
 
 
 def _shorten(card: ModelCard, limit: int) -> ModelCard:

@@ -19,7 +19,7 @@ from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
 from sie.catalog.quantised import refuse_quantised
 from sie.catalog.remote_code import replace_remote_code
-from sie.catalog.scoring import Scoring, read_scoring
+from sie.catalog.scoring import Scoring, is_classifier, read_scoring
 from sie.catalog.sparse import read_m3_heads, read_router, read_splade
 from sie.catalog.spec import ModelSpec
 from sie.catalog.static_vectors import is_static, read_static
@@ -98,7 +98,8 @@ def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
         return msgspec.structs.replace(towers, revision=spec.revision)
     config = _read_config(transformer, is_bare=modules is None)
     check_weights(transformer)
-    rule = read_extraction(transformer, modules, config)
+    task = spec.task or ("text-ranking" if spec.reranker is not None and is_classifier(config) else None)
+    rule = read_extraction(transformer, modules, config, task)
     if rule is not None:
         return _extract_card(spec, transformer, config, rule)
     scoring = read_scoring(checkpoint, transformer, modules, config, spec.reranker)

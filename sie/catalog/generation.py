@@ -75,9 +75,24 @@ def as_generator(checkpoint: Checkpoint, config: dict[str, Any], card: ModelCard
         eos_token_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
         defaults=generation,
     )
+    rule = msgspec.structs.replace(rule, kv_token_bytes=kv_token_bytes(config))
     return msgspec.structs.replace(
         card, kind="generator", outputs=(*card.outputs, "generate"), generate=rule, first_token="", last_token=""
     )  # no end token, because the model continues the prompt
+
+
+def kv_token_bytes(config: dict[str, Any]) -> int:
+    """Return the estimated bytes of a token's keys and values in all layers, in 16 bits; 0 if config.json is silent."""
+
+    def number(*names: str) -> int:
+        return next((value for name in names if isinstance(value := config.get(name), int) and value > 0), 0)
+
+    heads = number("num_attention_heads", "n_head")
+    width = number("head_dim") or number("hidden_size", "n_embd") // (heads or 1)
+    key_width = number("qk_nope_head_dim") + number("qk_rope_head_dim") or width  # DeepSeek's two widths
+    value_width = number("v_head_dim") or width
+    layers = number("num_hidden_layers", "n_layer")
+    return 2 * layers * (number("num_key_value_heads") or heads) * (key_width + value_width)
 
 
 def make_rule(

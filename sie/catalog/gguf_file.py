@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from sie.catalog.files import refuse
-from sie.catalog.generation import make_rule
+from sie.catalog.generation import kv_token_bytes, make_rule
 from sie.catalog.tokenizer import keep_tokenizer
 from sie.catalog.unserved import check_layers
 from sie.values.card import ModelCard
@@ -114,9 +114,10 @@ def _read_config(model_id: str, path: str) -> Any:
 
 
 def _read_rule(model_id: str, fields: dict[str, Any], config: Any) -> GenerateRule:
+    values: dict[str, Any] = config.to_dict()
     ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
     template = fields.get("tokenizer.chat_template", "")
-    return make_rule(
+    rule = make_rule(
         model_id,
         template=template if isinstance(template, str) else "",
         tool_template="",
@@ -125,6 +126,7 @@ def _read_rule(model_id: str, fields: dict[str, Any], config: Any) -> GenerateRu
         eos_token_ids=tuple(dict.fromkeys(number for number in ends if isinstance(number, int))),
         defaults={},
     )
+    return msgspec.structs.replace(rule, kv_token_bytes=kv_token_bytes(values))
 
 
 def _convert_tokenizer(model_id: str, path: str, header_bytes: int, cache_dir: str) -> str:

@@ -111,6 +111,7 @@ def _add_from_file(loaded: Loaded, specs: dict[str, tuple[ModelSpec, Start]]) ->
             ignore_remote_code=model.ignore_remote_code,
             reranker=model.reranker,
             pooling=model.pooling,
+            task=model.task,
             dimensions=model.dimensions,
             accept_token_ids=model.accept_token_ids,
             profiles=profiles,

@@ -20,7 +20,7 @@ from sie.catalog.profiles import Profile, Profiles, flatten, known_profiles
 from sie.catalog.rerankers import Reranker, check_reranker, fill_in_like
 from sie.catalog.spec import check_model_id, check_revision
 from sie.config.sources import did_you_mean, read_toml
-from sie.values.card import EncoderWeights, Pooling
+from sie.values.card import ClassifierTask, EncoderWeights, Pooling
 from sie.values.errors import BadRequest
 
 
@@ -42,6 +42,8 @@ class FileModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How the model reads a pair and its score. Replaces the description in its files and in the catalogue."""
     pooling: Pooling | None = None
     """How a checkpoint without `modules.json` becomes one vector; None means as sentence-transformers does."""
+    task: ClassifierTask | None = None
+    """How a sequence classifier is served; None means as its configuration says."""
     dimensions: bool | tuple[Annotated[int, msgspec.Meta(ge=1)], ...] | None = None
     """The shorter `dimensions` that it was trained for: any, or those listed; None means as known."""
     accept_token_ids: bool = False

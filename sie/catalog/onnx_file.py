@@ -140,13 +140,14 @@ def _check_functions(data: memoryview, graph: memoryview) -> None:
     bodies = {tuple(_text(one, field) for field in (10, 1, 13)): one for number, one in _messages(data) if number == 25}
     sizes: dict[tuple[str, ...], int] = {}
 
-    def count(kind: str, message: memoryview, depth: int) -> int:
+    def count(kind: str, message: memoryview, depth: int, *, is_own: bool = False) -> int:
+        """Return the nodes that a part stands for; nodes of the file's own graph (is_own) stand for themselves only."""
         if depth > _MAX_DEPTH:
             raise OnnxError(f"functions and graphs nested over {_MAX_DEPTH} deep")
         parts, total = _PARTS[kind], 0
         for number, value in _messages(message):
             if (part := parts.get(number)) in ("node", "attribute", "graph"):
-                total += count(part, value, depth + 1)
+                total += count(part, value, depth + 1, is_own=is_own)
         name = tuple(_text(message, field) for field in (7, 4, 8)) if kind == "node" else ()
         if (body := bodies.get(name)) is not None:
             if name not in sizes:
@@ -154,10 +155,10 @@ def _check_functions(data: memoryview, graph: memoryview) -> None:
             total += sizes[name]
         if total > _MAX_FUNCTION_NODES:
             raise OnnxError(f"its functions stand for over {_MAX_FUNCTION_NODES} nodes")
-        return total + (kind == "node")
+        return total + (kind == "node" and not is_own)
 
     if bodies:
-        count("graph", graph, 0)
+        count("graph", graph, 0, is_own=True)
 
 
 def _text(data: memoryview, wanted: int) -> str:

@@ -26,7 +26,7 @@ from sie.catalog.hub import CONFIGURATION, Progress, fetch, find_cached
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
 from sie.catalog.spec import ModelSpec, RepositoryModel
 from sie.catalog.text_ends import with_text_ends
-from sie.catalog.tokenizer import convert_tokenizer
+from sie.catalog.tokenizer import check_pieces, convert_tokenizer
 from sie.catalog.weights import with_num_weights
 from sie.runtime import child_setup, confined
 from sie.values.card import ModelCard
@@ -89,6 +89,14 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
 
     With is_check it downloads nothing. Raises ModelLoadFailed.
     """
+    card = _prepare(request, on_progress)
+    for path in (card.tokenizer_file, card.static_queries.tokenizer_file if card.static_queries else ""):
+        if path:
+            check_pieces(card.id, path)
+    return card
+
+
+def _prepare(request: Request, on_progress: Progress) -> ModelCard:
     spec = request.spec
     if spec.stub is not None:
         return make_card(spec, "")

@@ -48,7 +48,7 @@ def read_scoring(
     """
     entry = described or find_reranker(checkpoint.id, is_bare=modules is None)
     names = [module.name for module in modules or ()]
-    if str((config.get("architectures") or [""])[0]).endswith(_CLASSIFIER) and names in ([], ["Transformer"]):
+    if is_classifier(config) and names in ([], ["Transformer"]):
         rule = _classifier_rule(checkpoint, transformer, config, entry)
         return Scoring("cross-encoder", "sequence-classification", rule, entry.max_tokens if entry else None)
     if entry is not None:
@@ -56,6 +56,11 @@ def read_scoring(
     if modules and names == ["Transformer", "LogitScore"]:
         return Scoring("causal-reranker", "text-generation", _logit_rule(checkpoint, modules[1].folder, config))
     return None
+
+
+def is_classifier(config: dict[str, Any]) -> bool:
+    """Tell whether a checkpoint is a sequence classifier."""
+    return str((config.get("architectures") or [""])[0]).endswith(_CLASSIFIER)
 
 
 def _classifier_rule(

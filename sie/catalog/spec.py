@@ -14,7 +14,7 @@ import msgspec
 
 from sie.catalog.profiles import fold_default
 from sie.catalog.rerankers import Reranker
-from sie.values.card import AdapterSpec, EncoderWeights, Pooling, StubOptions
+from sie.values.card import AdapterSpec, ClassifierTask, EncoderWeights, Pooling, StubOptions
 from sie.values.errors import BadRequest
 from sie.values.output_kinds import KINDS, RAGGED
 
@@ -87,6 +87,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an encoder with unknown code is served by transformers' own class."""
     reranker: Reranker | None = None
     pooling: Pooling | None = None
+    task: ClassifierTask | None = None
     dimensions: bool | tuple[int, ...] | None = None
     accept_token_ids: bool = False
     profiles: dict[str, dict[str, Any]] = {}

@@ -24,6 +24,20 @@ _FOLDER = "tokenizers"
 _SENTENCEPIECE = "*.model"
 
 
+_MAX_PIECE_CHARS = 64
+"""A Unigram model looks at each place of a text for pieces of every length. SentencePiece makes pieces of up to 16."""
+
+
+class _UnigramForm(msgspec.Struct, frozen=True):
+    """The vocabulary, which is a list only in a Unigram model."""
+
+    vocab: msgspec.Raw = msgspec.Raw()
+
+
+class _ModelForm(msgspec.Struct, frozen=True):
+    model: _UnigramForm = _UnigramForm()
+
+
 class _TokenizerForm(msgspec.Struct):
     """The beginning and end of a `tokenizer.json`: decoding it finds a cut file, without its objects."""
 
@@ -63,6 +77,19 @@ def keep_tokenizer(model_id: str, cache_dir: str, fingerprint: str, convert: Cal
     except OSError as error:
         raise refuse(model_id, f"its tokenizer cannot be written to {path}: {error.strerror}", "STORAGE") from error
     return str(path)
+
+
+def check_pieces(model_id: str, tokenizer_file: str) -> None:
+    """Raise ModelLoadFailed for a Unigram tokenizer with pieces so long that a text would take seconds."""
+    try:
+        vocab = msgspec.json.decode(Path(tokenizer_file).read_bytes(), type=_ModelForm).model.vocab
+        pieces = msgspec.json.decode(vocab, type=list[tuple[str, float]]) if bytes(vocab).startswith(b"[") else []
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return  # the frontends refuse it
+    longest = max((len(piece) for piece, _ in pieces), default=0)
+    if longest > _MAX_PIECE_CHARS:
+        reason = f"its tokenizer has a piece of {longest} characters, and at most {_MAX_PIECE_CHARS} are read"
+        raise refuse(model_id, reason)
 
 
 def _is_whole(path: Path) -> bool:

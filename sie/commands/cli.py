@@ -51,7 +51,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 _GROUPS: Final = {
-    "Serve": ("serve", "run", "pull", "list", "doctor", "config", "keys", "service"),
+    "Serve": ("serve", "gateway", "run", "pull", "list", "doctor", "config", "keys", "service"),
     "Use a server": ("chat", "ps", "top", "stop", "bench"),
     "This command": ("completion", "version"),
 }
@@ -110,6 +110,30 @@ def serve(named: tuple[str, ...], config_file: str | None, **flags: Any) -> int:
 
     try:
         return supervisor.main(loaded, load)
+    except StartError as error:
+        raise SettingsError(str(error)) from error
+
+
+@cli.command(cls=ConfiguredCommand)
+def gateway(config_file: str | None, **flags: Any) -> int:
+    """Serve the models of a cluster's hosts until SIGTERM.
+
+    A gateway has no models and no devices. It passes requests to the hosts that were started with the same --nats:
+
+    \b
+      sie serve --nats nats://10.0.0.5:4222 org/name
+      sie gateway --nats nats://10.0.0.5:4222 --port 9000
+    """
+
+    def load() -> Loaded:
+        return _load(config_file, flags)
+
+    loaded = _warned(load())
+    from sie import supervisor
+    from sie.supervisor.host_resources import StartError
+
+    try:
+        return supervisor.main(loaded, load, is_gateway=True)
     except StartError as error:
         raise SettingsError(str(error)) from error
 

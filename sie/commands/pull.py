@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from sie.commands.terminal import fail
+from sie.config.bundled import with_bundled_files
 from sie.config.flags import ModelsCommand, with_models
 from sie.config.settings import load_settings
 from sie.config.sources import SettingsError
@@ -29,7 +30,7 @@ def pull(named: tuple[str, ...], config_file: str | None, **flags: Any) -> int:
     from sie.values.card import ModelCard
 
     given = {name: value for name, value in with_models(flags, named).items() if value is not None and value != ()}
-    loaded = load_settings(config_file, os.environ, given)
+    loaded = with_bundled_files(load_settings(config_file, os.environ, given))
     specs = [spec for spec, _ in check_models(loaded).values()]
     if not specs:
         raise SettingsError("MODEL: no model is named")

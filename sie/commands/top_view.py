@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from textual import work
 from textual.app import App, ComposeResult
 from textual.containers import Horizontal, Vertical
+from textual.message import Message
 from textual.widgets import DataTable, Footer, Label, Sparkline, Static
 
 from sie.commands.http_client import ServerError, frames
@@ -38,6 +39,22 @@ _MODELS: Final = ("MODEL", "STATE", "DEVICE", "MEMORY", "QUEUE", "OUTPUTS", "REQ
 _WORKERS: Final = ("WORKER", "DEVICE", "STATE", "BUSY", "TOKENS/S", "RESTARTS")
 _GPUS: Final = ("GPU", "NAME", "BUSY", "MEMORY", "TEMPERATURE")
 _CHARTS: Final = (("requests", "requests/s", "sie_requests"), ("tokens", "tokens/s", "sie_tokens_processed"))
+
+
+class FrameCame(Message):
+    """The server has sent a frame. The reading thread posts these: a view that is quitting drops them."""
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__()
+        self.frame = frame
+
+
+class FeedLost(Message):
+    """The connection to the server was lost, for a reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
 
 
 class TopView(App[None]):
@@ -101,13 +118,20 @@ class TopView(App[None]):
                 for data in frames(self._target):
                     if self._has_left.is_set():
                         return
-                    self.call_from_thread(self.take, read_frame(data))
+                    self.post_message(FrameCame(read_frame(data)))
                 reason = "the server has ended the feed"
             except (TargetError, ServerError, ValueError) as error:
                 reason = str(error)
-            if not self._has_left.is_set():
-                self.call_from_thread(self._show_lost, reason)
+            self.post_message(FeedLost(reason))
             self._has_left.wait(_RETRY_S)
+
+    def on_frame_came(self, message: FrameCame) -> None:
+        """Show a frame of the server."""
+        self.take(message.frame)
+
+    def on_feed_lost(self, message: FeedLost) -> None:
+        """Say why no frames come."""
+        self._show_lost(message.reason)
 
     def take(self, frame: Frame) -> None:
         """Show a frame, unless the view is paused."""

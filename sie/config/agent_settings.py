@@ -132,9 +132,6 @@ class Agents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_result_chars: Annotated[
         int, Meta(ge=256, le=1 << 24, description="Most characters of stdout, and of stderr, that a result shows.")
     ] = field(default=16_384, name="max_tool_result_chars")
-    max_inline_bytes: Annotated[
-        int, Meta(ge=0, le=1 << 28, description="Largest file that a tool made whose content is in the answer itself.")
-    ] = field(default=8 * MIB, name="max_inline_file_bytes")
 
     @property
     def has_code(self) -> bool:

@@ -26,9 +26,9 @@ def with_bundled_model(loaded: Loaded) -> Loaded:
     is_named = BUNDLED_MODEL in (*models.preload, *models.lazy)
     if not is_named and (models.preload or models.lazy or models.catalog or models.repositories):
         return loaded
-    spec = _find_bundled()
     if is_named:
-        return loaded if spec is None else _with_spec(loaded, spec)
+        return with_bundled_files(loaded)
+    spec = _find_bundled()
     if spec is None:
         raise SettingsError(
             "--model: no model is named and the bundled one is not installed; name one as ID[=DIR][@REVISION], "
@@ -40,7 +40,11 @@ def with_bundled_model(loaded: Loaded) -> Loaded:
     return msgspec.structs.replace(loaded, settings=settings, sources=sources)
 
 
-def _with_spec(loaded: Loaded, spec: str) -> Loaded:
+def with_bundled_files(loaded: Loaded) -> Loaded:
+    """Return `loaded` with the package's directory for the bundled model, if it is named and installed."""
+    spec = _find_bundled()
+    if spec is None:
+        return loaded
     models = loaded.settings.models
     preload = tuple(spec if text == BUNDLED_MODEL else text for text in models.preload)
     lazy = tuple(spec if text == BUNDLED_MODEL else text for text in models.lazy)

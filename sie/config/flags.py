@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterable
@@ -30,6 +31,8 @@ _COMMON: Final = frozenset(
     )
 )  # fmt: skip
 """The settings that `--help` lists."""
+_SHORT: Final = {"pool_name": ("--pool",)}
+"""Further flags of a setting."""
 
 
 class ConfiguredCommand(click.Command):
@@ -43,7 +46,7 @@ class ConfiguredCommand(click.Command):
             ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all_help,
             help="Show this message with every setting and exit.",
         )  # fmt: skip
-        super().__init__(*args, params=[*(params or []), config, *map(_option, all_keys()), help_all], **kwargs)
+        super().__init__(*args, params=[*(params or []), config, *_options(), help_all], **kwargs)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does, but report errors in the form of a wrong variable or TOML key."""
@@ -106,11 +109,17 @@ def _show_all_help(ctx: click.Context, _param: click.Parameter, is_wanted: bool)
         ctx.exit()
 
 
+@functools.cache
+def _options() -> tuple[click.Option, ...]:
+    """Return the flag of every setting; all commands share them, because making them takes long."""
+    return tuple(map(_option, all_keys()))
+
+
 def _option(key: Key) -> click.Option:
     if isinstance(key.default, bool):
         return click.Option([f"{key.flag}/--no-{key.flag[2:]}", key.name], default=None)
     kind = click.Choice(choices) if (choices := _choices(key)) else click.STRING
-    return click.Option([key.flag, key.name], type=kind, multiple=key.is_list)
+    return click.Option([key.flag, *_SHORT.get(key.name, ()), key.name], type=kind, multiple=key.is_list)
 
 
 def _choices(key: Key) -> tuple[str, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from sie.config.limits import MIB
+
+GPU_PREFILL_TOKENS: Final = 4096
+"""`max_prefill_tokens` on a GPU."""
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,11 +26,16 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
             le=1 << 42,
             description="Key/value cache of each generating model; 0 uses 1 GiB on a CPU, and on a GPU "
-            "`kv_cache_share` of the free memory.",
+            "`kv_cache_share` of the memory that the largest step leaves, below `memory_pressure_pct`.",
         ),
     ] = 0
     kv_cache_share: Annotated[
-        float, Meta(ge=0.05, le=0.98, description="Share of a GPU's free memory for the key/value cache.")
+        float,
+        Meta(
+            ge=0.05,
+            le=0.98,
+            description="Share of a GPU's memory for the key/value cache, of what the largest step leaves free.",
+        ),
     ] = 0.85
     kv_block_tokens: Annotated[
         int, Meta(ge=8, le=256, description="Tokens of a key/value cache block, the unit of sharing.")

@@ -53,7 +53,8 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state_dir: Annotated[
         str,
         Meta(
-            description="Directory of stored responses; empty uses the state directory of systemd, or else of the user."
+            description="Directory of stored responses, files, skills and sessions; empty uses the state directory of "
+            "systemd, or else of the user."
         ),
     ] = ""
     machine_profile: Annotated[
@@ -237,7 +238,7 @@ class Devices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             pattern=_DEVICES,
             description="Devices to use; cpu is one worker for each core, limited by memory; cpu:N is N workers that share "
-            "the cores.",
+            "the cores; auto is all GPUs, or cpu on a host without any.",
             extra={"form": "auto, cpu, cpu:N, cuda or cuda:0,cuda:1"},
         ),
     ] = "auto"

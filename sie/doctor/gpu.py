@@ -1,32 +1,38 @@
-"""Checks GPUs: driver, devices, their health, and whether torch can use them. Asks NVML, never CUDA.
+"""Checks GPUs: driver, devices, their health, and whether torch can use them. Asks NVML here, and CUDA in a process.
 
 A call into a stuck driver never returns. So all calls run on a thread, which is abandoned in this case.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import queue
 import re
-import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sie.config.limits import MIB
 from sie.config.settings import Settings
-from sie.doctor.finding import Finding
-from sie.doctor.software import torch_cuda
+from sie.doctor.cuda import Trial, trial_findings, try_devices
+from sie.doctor.finding import Finding, Level
+from sie.doctor.gpu_software import check_build_tools, check_onnxruntime, check_torch, version_text
 
 _TIMEOUT_S = 5.0
 _HOT_C = 90
 _PCI = Path("/sys/bus/pci/devices")
+_DEV = Path("/dev")
 _NVIDIA = "0x10de"
 _CONTROL_NODE = Path("/dev/nvidiactl")
 _GET_DRIVER = "install NVIDIA's driver for this kernel; `nvidia-smi` has to work"
+_RESET = "reset the device or restart the host when idle"
+_START_FABRIC = "systemctl enable --now nvidia-fabricmanager, in the version of the driver"
+
+T = TypeVar("T")
 
 
 def wants_gpu(settings: Settings) -> bool:
@@ -50,56 +56,84 @@ def check_gpus(settings: Settings, nvml: Any = None) -> Iterator[Finding]:
     if settings.devices.devices.startswith("cpu"):
         yield Finding(area="gpu", level="ok", message="not used (devices)")
         return
-    answers: queue.SimpleQueue[list[Finding]] = queue.SimpleQueue()
-    threading.Thread(target=_answer, args=(settings, nvml, answers), daemon=True).start()
     try:
-        yield from answers.get(timeout=_TIMEOUT_S)
-    except queue.Empty:
+        yield from _check(nvml or importlib.import_module("pynvml"), settings.devices.devices)
+    except TimeoutError:
         message = f"the driver did not answer within {_TIMEOUT_S:g} s"
         yield _error(message, "see `dmesg` for Xid messages; a host whose driver is stuck has to be restarted")
-
-
-def _answer(settings: Settings, nvml: Any, answers: queue.SimpleQueue[list[Finding]]) -> None:
-    try:
-        answers.put(list(_ask(settings, nvml or importlib.import_module("pynvml"))))
     except Exception as error:  # no error may look like a driver that does not answer
         fix = f"{sys.prefix}/bin/pip install --force-reinstall nvidia-ml-py"
-        answers.put([_error(f"NVML cannot be used: {type(error).__name__}: {error}", fix)])
+        yield _error(f"NVML cannot be used: {type(error).__name__}: {error}", fix)
 
 
-def _ask(settings: Settings, nvml: Any) -> Iterator[Finding]:
-    is_required = settings.devices.devices.startswith("cuda")
+def _in_time(call: Callable[[], T]) -> T:
+    """Return what a call into the driver returns, or raise what it raises. Raises TimeoutError if it hangs."""
+    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put((call(), None))
+        except BaseException as error:  # raised again by the thread that waits
+            answers.put((None, error))
+
+    threading.Thread(target=answer, daemon=True).start()
     try:
-        nvml.nvmlInit()
+        value, error = answers.get(timeout=_TIMEOUT_S)
+    except queue.Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # None only where the call returns that
+
+
+def _check(nvml: Any, devices: str) -> Iterator[Finding]:
+    is_required = devices.startswith("cuda")
+    try:
+        _in_time(nvml.nvmlInit)
     except nvml.NVMLError as error:
         yield _no_driver(str(error), is_required)
         return
     try:
-        count = nvml.nvmlDeviceGetCount()
-        driver, cuda = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlSystemGetCudaDriverVersion_v2()
-        if count == 0:
-            level = "error" if is_required else "warn"
-            yield Finding(area="gpu", level=level, message=f"driver {driver}, but no device", fix=_GET_DRIVER)
-            return
-        yield Finding(area="gpu", level="ok", message=f"driver {driver}, CUDA {_version(cuda)}, devices: {count}")
-        yield _check_torch(torch_cuda(), cuda, is_required)
-        yield from _check_compiler()
-        yield from _check_named(settings.devices.devices, count)
-        yield from _check_nodes()
-        for index in range(count):
-            yield from _check_device(nvml, index)
+        yield from _check_driver(nvml, devices, is_required)
     except nvml.NVMLError as error:
         yield _error(f"the driver fails: {error}", "see `nvidia-smi` and `dmesg`; restarting the host may help")
-    finally:
-        nvml.nvmlShutdown()
+    _in_time(nvml.nvmlShutdown)
+
+
+def _check_driver(nvml: Any, devices: str, is_required: bool) -> Iterator[Finding]:
+    driver, cuda, count = _in_time(
+        lambda: (
+            nvml.nvmlSystemGetDriverVersion(),
+            nvml.nvmlSystemGetCudaDriverVersion_v2(),
+            nvml.nvmlDeviceGetCount(),
+        )
+    )
+    if count == 0:
+        level: Level = "error" if is_required else "warn"
+        yield Finding(area="gpu", level=level, message=f"driver {driver}, but no device", fix=_GET_DRIVER)
+        return
+    yield Finding(area="gpu", level="ok", message=f"driver {driver}, CUDA {version_text(cuda)}, devices: {count}")
+    torch = check_torch(cuda, is_required=is_required)
+    yield torch
+    yield from check_build_tools()
+    yield from check_onnxruntime()
+    yield from _check_nodes()
+    trial = try_devices() if torch.level == "ok" else None
+    if trial is not None:
+        yield from trial_findings(trial, is_required=is_required)
+        yield from _check_named(devices, trial)
+    yield from _in_time(lambda: [found for i in range(count) for found in _check_device(nvml, i, trial)])
 
 
 def _no_driver(reason: str, is_required: bool) -> Finding:
+    fix = _GET_DRIVER
+    if "version mismatch" in reason.lower():  # NVML's words for a driver that was updated while it was loaded
+        fix = "restart the host: the loaded driver is older or newer than its libraries"
     if is_required:
-        return _error(f"devices asks for CUDA, but {reason}", _GET_DRIVER)
+        return _error(f"devices asks for CUDA, but {reason}", fix)
     if _has_card():
         message = f"there is an NVIDIA device, but {reason}: the cores are used"
-        return Finding(area="gpu", level="warn", message=message, fix=_GET_DRIVER)
+        return Finding(area="gpu", level="warn", message=message, fix=fix)
     return Finding(area="gpu", level="ok", message="none; the cores are used")
 
 
@@ -114,29 +148,10 @@ def _has_card() -> bool:
     return False
 
 
-def _check_torch(built: str | None, driver_cuda: int, is_required: bool) -> Finding:
-    """Compare torch's CUDA version with the driver's; a driver runs all versions up to its own major version."""
-    if built is None:
-        return _error("torch is not installed", "install it: https://pytorch.org/get-started")
-    if not built:
-        message = "torch is built without CUDA: the devices stay idle"
-        fix = "install a build for CUDA: https://pytorch.org/get-started"
-        return Finding(area="gpu", level="error" if is_required else "warn", message=message, fix=fix)
-    if int(built.partition(".")[0]) > driver_cuda // 1000:
-        fix = "update the driver, or install a torch built for an older CUDA"
-        return _error(f"torch is built for CUDA {built}, the driver goes to {_version(driver_cuda)}", fix)
-    return Finding(area="gpu", level="ok", message=f"torch is built for CUDA {built}")
-
-
-def _check_compiler() -> Iterator[Finding]:
-    """Look for the C compiler that Triton needs for its kernel launchers. Source: triton 3.6, `runtime/build.py`."""
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        message = "no C compiler for Triton: models that generate text run many times slower"
-        yield Finding(area="gpu", level="warn", message=message, fix="install gcc or clang, or name one in CC")
-
-
-def _check_named(devices: str, count: int) -> Iterator[Finding]:
-    for device in devices.split(",") if devices.startswith("cuda:") else []:
+def _check_named(devices: str, trial: Trial) -> Iterator[Finding]:
+    """Compare the setting with what CUDA shows, which CUDA_VISIBLE_DEVICES and MIG make fewer than the driver has."""
+    count = len(trial.devices)
+    for device in devices.split(",") if devices.startswith("cuda:") and not trial.error else []:
         if int(device.removeprefix("cuda:")) >= count:
             yield _error(f"devices names {device}, but the last one is cuda:{count - 1}", "name devices that are there")
 
@@ -147,15 +162,64 @@ def _check_nodes() -> Iterator[Finding]:
             yield _error(f"{node} cannot be opened", "`nvidia-modprobe -c 0 -u` as root makes it; see also its mode")
 
 
-def _check_device(nvml: Any, index: int) -> Iterator[Finding]:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    name = f"cuda:{index} {nvml.nvmlDeviceGetName(handle)}"
-    faults = list(_device_faults(nvml, handle, name))
+def _check_device(nvml: Any, number: int, trial: Trial | None) -> Iterator[Finding]:
+    """Check one device, under CUDA's number for it where the trial has shown that: NVML counts in another order."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(number)
+    uuid = _try(nvml, nvml.nvmlDeviceGetUUID, handle) or ""
+    slices = _mig_slices(nvml, handle)
+    name = f"{nvml.nvmlDeviceGetName(handle)} {uuid}".strip()
+    index = None if trial is None else next(filter(_is_number, map(trial.index_of, (uuid, *slices))), None)
+    is_hidden = trial is not None and trial.is_complete and index is None and not slices
+    name = f"device {number} {name}" if index is None else f"cuda:{index} {name}"
+    faults = [*_device_faults(nvml, handle, name), *_mig_faults(nvml, handle, name, slices)]
+    if (node := _closed_node(nvml, handle)) is not None:
+        fix = f"`nvidia-modprobe -c {node.name.removeprefix('nvidia')} -u` as root makes it; see also its mode"
+        faults.append(_error(f"{name}: {node} cannot be opened", fix))
     yield from faults
     memory = _try(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     if not faults:
         free = "healthy" if memory is None else f"{memory.free // MIB} of {memory.total // MIB} MiB free"
-        yield Finding(area="gpu", level="ok", message=f"{name}: {free}")
+        hidden = ", not shown by CUDA (CUDA_VISIBLE_DEVICES)" if is_hidden else ""
+        yield Finding(area="gpu", level="ok", message=f"{name}: {free}{hidden}")
+
+
+def _is_number(index: int | None) -> bool:
+    return index is not None
+
+
+def _closed_node(nvml: Any, handle: Any) -> Path | None:
+    """Return the device node, if it cannot be opened."""
+    minor = _try(nvml, nvml.nvmlDeviceGetMinorNumber, handle)
+    node = _DEV / f"nvidia{minor}"
+    return None if minor is None or os.access(node, os.R_OK | os.W_OK) else node
+
+
+def _mig_slices(nvml: Any, handle: Any) -> list[str]:
+    """Return the UUIDs of a device's MIG slices."""
+    mode = _try(nvml, nvml.nvmlDeviceGetMigMode, handle)
+    if mode is None or not mode[0]:
+        return []
+    found = (
+        _try(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)
+        for place in range(_try(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0)
+    )
+    return [nvml.nvmlDeviceGetUUID(one) for one in found if one is not None]
+
+
+def _mig_faults(nvml: Any, handle: Any, name: str, slices: list[str]) -> Iterator[Finding]:
+    mode = _try(nvml, nvml.nvmlDeviceGetMigMode, handle)
+    if mode is None:
+        return
+    if mode[0] != mode[1]:
+        message = f"{name}: its MIG mode changes with the next reset"
+        yield Finding(area="gpu", level="warn", message=message, fix=_RESET)
+    if mode[0] and not slices:
+        fix = "make slices (`nvidia-smi mig -cgi ... -C`), or turn MIG off (`nvidia-smi -mig 0`)"
+        yield _error(f"{name}: MIG is on, but there is no slice: CUDA cannot use it", fix)
+    if len(slices) > 1:
+        message = f"{name}: {len(slices)} MIG slices, and CUDA shows a process one of them: {', '.join(slices)}"
+        fix = "start a server for each, with CUDA_VISIBLE_DEVICES=MIG-..."
+        yield Finding(area="gpu", level="warn", message=message, fix=fix)
 
 
 def _device_faults(nvml: Any, handle: Any, name: str) -> Iterator[Finding]:
@@ -167,13 +231,17 @@ def _device_faults(nvml: Any, handle: Any, name: str) -> Iterator[Finding]:
         yield _error(f"{name}: a broken row of memory could not be replaced", "replace the device")
     elif rows is not None and rows[2]:
         message = f"{name}: a broken row of memory is to be replaced"
-        yield Finding(area="gpu", level="warn", message=message, fix="reset the device or restart the host when idle")
+        yield Finding(area="gpu", level="warn", message=message, fix=_RESET)
+    if _try(nvml, nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
+        message = f"{name}: a broken page of memory is to be retired"
+        yield Finding(area="gpu", level="warn", message=message, fix=_RESET)
     uncorrected = _try(
         nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     )
     if uncorrected:
         message = f"{name}: {uncorrected} memory errors that could not be corrected since the driver was loaded"
         yield Finding(area="gpu", level="warn", message=message, fix="restart the host; if they return, replace it")
+    yield from _fabric_faults(nvml, handle, name)
     temperature = _try(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
     if temperature is not None and temperature >= _HOT_C:
         yield Finding(area="gpu", level="warn", message=f"{name}: {temperature} °C", fix="see to its cooling")
@@ -181,6 +249,17 @@ def _device_faults(nvml: Any, handle: Any, name: str) -> Iterator[Finding]:
     if memory is not None and memory.used > 0.9 * memory.total:
         message = f"{name}: {memory.used // MIB} of {memory.total // MIB} MiB are in use"
         yield Finding(area="gpu", level="warn", message=message, fix="`nvidia-smi` shows by whom")
+
+
+def _fabric_faults(nvml: Any, handle: Any, name: str) -> Iterator[Finding]:
+    """Check that a device behind NVSwitch has joined the fabric: until then CUDA fails with error 802."""
+    info = nvml.c_nvmlGpuFabricInfo_t()
+    if _try(nvml, nvml.nvmlDeviceGetGpuFabricInfo, handle, ctypes.byref(info)) is None:
+        return
+    if info.state in (nvml.NVML_GPU_FABRIC_STATE_NOT_STARTED, nvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS):
+        yield _error(f"{name}: it has not joined the NVSwitch fabric: CUDA fails with error 802", _START_FABRIC)
+    elif info.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED and info.status != nvml.NVML_SUCCESS:
+        yield _error(f"{name}: the NVSwitch fabric failed with status {info.status}", _START_FABRIC)
 
 
 def _try(nvml: Any, call: Any, *args: Any) -> Any:
@@ -192,8 +271,3 @@ def _try(nvml: Any, call: Any, *args: Any) -> Any:
 
 def _error(message: str, fix: str) -> Finding:
     return Finding(area="gpu", level="error", message=message, fix=fix)
-
-
-def _version(cuda: int) -> str:
-    """Return `12.8` for NVML's form 12080."""
-    return f"{cuda // 1000}.{cuda % 1000 // 10}"

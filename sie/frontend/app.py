@@ -22,7 +22,7 @@ from sie.frontend.fastpath.infer import InferFastPath
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.intake import Intake, Scheduler
 from sie.frontend.http.near_routes import hint_for
-from sie.frontend.http.response import Response
+from sie.frontend.http.response import FileResponse, Response
 from sie.frontend.http.routing import Route, Row
 from sie.frontend.http.stream import STREAM_HEADERS, Streamed, send_stream
 from sie.frontend.http.unread import MIN_BYTES
@@ -31,7 +31,7 @@ from sie.frontend.process import FrontendProcess
 from sie.frontend.routes import error_envelopes
 from sie.frontend.routes.handlers import Handlers
 from sie.frontend.routes.models import ERROR_CODE
-from sie.frontend.routes.table import INFER, TABLE, WEBSOCKETS, Handler, find_route, is_unknown_action
+from sie.frontend.routes.table import CLUSTER_STATUS, INFER, TABLE, WEBSOCKETS, Handler, find_route, is_unknown_action
 from sie.frontend.telemetry.access_log import id_headers
 from sie.frontend.telemetry.counting import count_exchange
 from sie.runtime.child_setup import calm_collector
@@ -66,10 +66,12 @@ class App:
         self._process = self._connect(loop)
         handlers = self._handlers = Handlers(self._process, self._identity, TABLE)
         self._handler_of: dict[Route, Handler] = {}
-        submitters: dict[Route, TrySubmit] = {
-            ENCODE: EncodeFastPath(self._process, handlers.inference),
-            INFER: InferFastPath(self._process, handlers.kserve),
-        }
+        submitters: dict[Route, TrySubmit] = {}
+        if self._process.remote is None:  # a request to another host waits for more than a reply, so it is a task
+            submitters = {
+                ENCODE: EncodeFastPath(self._process, handlers.inference),
+                INFER: InferFastPath(self._process, handlers.kserve),
+            }
         self._fast_path = FastPath(self, self._process, submitters)
         calm_collector()
 
@@ -136,7 +138,8 @@ class App:
 
     async def _serve_websocket(self, scope: Any, protocol: Any) -> None:
         process = self._process
-        need = WEBSOCKETS.get(scope.path)
+        of_cluster = process.cluster_status if scope.path == CLUSTER_STATUS else None
+        need = "metrics" if of_cluster is not None else WEBSOCKETS.get(scope.path)
         may_go_on = None
         try:
             if process.host_check is not None:
@@ -149,7 +152,7 @@ class App:
         if need is None:
             protocol.close(404)
             return
-        await process.status.serve(protocol, may_go_on)
+        await (of_cluster or process.status).serve(protocol, may_go_on)
 
     async def _dispatch_for_holder(self, exchange: Exchange, access: Access) -> None:
         """Dispatch a request if its key allows it. Unknown paths and wrong methods need a key, too."""
@@ -185,6 +188,8 @@ class App:
                 await self._discard_body(exchange)
                 return
             exchange.route = route
+        if self._process.remote is not None:
+            self._process.remote.check_route(route)
         if route.need == "admin":
             self._check_admin(exchange, route)
         handler = self._handler_of.get(route) or await self._find_handler(route)
@@ -192,6 +197,8 @@ class App:
             answer = await handler(exchange)
             if isinstance(answer, Response):
                 self.respond(exchange, *answer)
+            elif isinstance(answer, FileResponse):
+                self._send_file(exchange, answer)
             else:
                 await self._stream(exchange, answer)
         finally:
@@ -206,6 +213,15 @@ class App:
             await asyncio.get_running_loop().run_in_executor(pool, importlib.import_module, route.imports)
         handler = self._handler_of[route] = route.handler(self._handlers)
         return handler
+
+    def _send_file(self, exchange: Exchange, answer: FileResponse) -> None:
+        """Have Granian send a file: it reads on only when the client does, so nothing has to be counted as unread."""
+        process = self._process
+        headers = answer.headers
+        for record in process.recorders:
+            headers = record(exchange, 200, headers, None)
+        exchange.protocol.response_file(200, headers, answer.path)
+        count_exchange(process.metrics, exchange, 200, None)
 
     async def _stream(self, exchange: Exchange, answer: Streamed) -> None:
         """Send a streamed answer. It is recorded and counted when it ends."""

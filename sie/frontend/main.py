@@ -18,7 +18,7 @@ from granian.server import mp
 from granian.server.mp import MPServer
 
 from sie.frontend.app import App
-from sie.frontend.process import connect
+from sie.frontend.process import MakeRemote, connect
 from sie.ipc.messages import Launch
 from sie.runtime import child_setup
 from sie.runtime.logs import LOG_CONFIG, configure
@@ -65,10 +65,10 @@ class _Server(MPServer):
         self._sso.set_inheritable(True)
 
 
-def load_app(launch: Launch) -> Callable[..., Any]:
-    """Return the app; Granian calls this in the child."""
+def load_app(launch: Launch, make_remote: MakeRemote | None = None) -> Callable[..., Any]:
+    """Return the app; Granian calls this in the child. make_remote: see `FrontendProcess`."""
     configure(launch.log_format, launch.log_level, f"frontend-{launch.slot}")  # type: ignore[arg-type]
-    app = App(connect(launch))
+    app = App(connect(launch, make_remote))
     mp._new_cbscheduler = app.scheduler  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]  # called once, behind `__rsgi_init__`
     # Granian looks for `__rsgi__` and its hooks before it would call the object.
     return cast("Callable[..., Any]", app)
@@ -76,6 +76,11 @@ def load_app(launch: Launch) -> Callable[..., Any]:
 
 def main() -> int:
     """Run one frontend slot; the launch record is the only argument."""
+    return run_slot()
+
+
+def run_slot(make_remote: MakeRemote | None = None) -> int:
+    """Run one frontend slot, whose operations run elsewhere if make_remote says so."""
     child_setup.exclude_imports_from_collections()
     launch = msgspec.json.decode(sys.argv[1], type=Launch)
     child_setup.die_with_parent(launch.supervisor_pid)
@@ -102,7 +107,7 @@ def main() -> int:
         ssl_client_verify=bool(launch.tls_client_ca),
     )
     server.listen_fd = launch.listen_fd
-    server.serve(target_loader=functools.partial(load_app, launch), wrap_loader=False)
+    server.serve(target_loader=functools.partial(load_app, launch, make_remote), wrap_loader=False)
     return 0
 
 

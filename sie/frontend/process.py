@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 from sie.agents.paths import socket_path
+from sie.agents.store import has_store
 from sie.config.settings import Settings
 from sie.frontend.access.gate import open_access
 from sie.frontend.access.host_check import open_host_check
@@ -33,6 +34,7 @@ from sie.frontend.models.admin import ModelAdmin
 from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.encode import Encoder
 from sie.frontend.operations.extraction.extract import Extractor
+from sie.frontend.operations.interface import EncodeOperation, ExtractOperation, ScoreOperation
 from sie.frontend.operations.score import Scorer
 from sie.frontend.retirement import Leaving
 from sie.frontend.telemetry.access_log import AccessLog
@@ -56,18 +58,26 @@ from sie.values.errors import BadRequest, SieError, Unavailable
 
 if TYPE_CHECKING:
     from sie.agents.channel import AgentClient
-    from sie.frontend.generation.start import Generator
+    from sie.agents.store.store import Store
+    from sie.frontend.generation.interface import TextStarter
+    from sie.frontend.http.exchange import Exchange
+    from sie.frontend.remote import Remote
     from sie.frontend.telemetry.tracing import RequestTracing
 
 Headers = list[tuple[str, str]]
 Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
 """Records a request that ends, from (exchange, status, headers, error). Returns the headers of the response."""
 
+MakeRemote = Callable[["FrontendProcess"], "Remote"]
+
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
 _TICK_S: Final = 0.02
 _MAX_TOUCH_S: Final = 5.0
+_CLUSTER_FRAME_S: Final = 1.0
 _MS_PER_DAY: Final = 86_400_000
+_HTTP: Final = ("http", "gateway")
+"""The protocols of processes behind Granian."""
 
 
 class FrontendProcess:
@@ -75,8 +85,9 @@ class FrontendProcess:
 
     def __init__(
         self, launch: Launch, settings: Settings, channel: Channel, pages: list[CounterPage],
-        loop: asyncio.AbstractEventLoop,
+        loop: asyncio.AbstractEventLoop, *, make_remote: MakeRemote | None = None,
     ) -> None:  # fmt: skip
+        """make_remote makes the operations of a process without workers."""
         self.settings = settings
         self.pages = pages
         self.is_draining = False
@@ -91,7 +102,7 @@ class FrontendProcess:
         self.decode_pool = ThreadPoolExecutor(2, "decode")
         """Threads for large bodies of all dialects."""
         self.models = ModelTable(
-            self._pool, self._ask_load, loading_retry_after_s=settings.models.loading_retry_after_s
+            self._pool, self.request_load, loading_retry_after_s=settings.models.loading_retry_after_s
         )
         self.models.on_stall = lambda seconds: self._send(messages.Silence(seconds))
         self.adapters = AdapterTable(self.models, self._send)
@@ -102,14 +113,14 @@ class FrontendProcess:
             "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
         )
         self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
-        self._clients = ClientWatch(self.engine)
+        self.remote = make_remote(self) if make_remote is not None else None
+        """The operations on other hosts, of a process without workers; None where the engine runs them."""
+        self._clients = ClientWatch(self.remote or self.engine)
         self.metrics = FrontendMetrics(pages[0], self.models)
         # A client of gRPC that leaves cancels the task of its call, which ends its work.
-        self.watch_client: Watch = self._clients.add if launch.protocol == "http" else lambda _pending, _protocol: None
+        self.watch_client: Watch = self._clients.add if launch.protocol in _HTTP else lambda _pending, _protocol: None
         self._images = ImageReader(settings.limits, settings.server.image_threads)
-        self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
-        self.scorer = Scorer(self.engine, self.models, settings.limits, self._pool)
-        self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
+        self._set_operations(settings)
         self.tensors = self._make_tensors()
         self.held = HeldBytes(settings.limits.max_held_bytes, self.metrics.record_held_cut)
         self.count_held: Callable[[], int] = lambda: self.held.num_bytes
@@ -121,7 +132,11 @@ class FrontendProcess:
         self.access = open_access(settings.access, pages, self.metrics.record_auth_failure, self.unread.settle)
         self.host_check = open_host_check(settings, launch)
         self.cors = Cors(settings.access.cors_origins) if settings.access.cors_origins else None
-        self.status = self._make_status_hub()
+        self.status = self._make_status_hub(self._frame, self.settings.status.interval_ms / 1e3)
+        self.cluster_status = (
+            self._make_status_hub(self.remote.status_frame, _CLUSTER_FRAME_S) if self.remote is not None else None
+        )
+        """The sender of frames about all hosts, of a process without workers."""
         self.tracing = _start_tracing(settings, launch)
         self._facts = server_facts(settings, launch)
         self._asked_load: dict[str, float] = {}
@@ -130,10 +145,26 @@ class FrontendProcess:
         """The tasks that serve requests."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leaving = Leaving(
-            lambda: not (self.requests or self.engine.num_pending), self._turn_away, settings.server.drain_timeout_s,
-            in_granian=launch.protocol == "http",
+            lambda: not (self.requests or self.num_pending), self._turn_away, settings.server.drain_timeout_s,
+            in_granian=launch.protocol in _HTTP,
         )  # fmt: skip
         self._attaching = Attaching(loop, self._space, settings.memory.ring_capacity, self.engine.attach)
+
+    def _set_operations(self, settings: Settings) -> None:
+        self.encoder: EncodeOperation
+        self.scorer: ScoreOperation
+        self.extractor: ExtractOperation
+        if self.remote is not None:
+            self.encoder, self.scorer, self.extractor = self.remote.encoder, self.remote.scorer, self.remote.extractor
+            return
+        self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
+        self.scorer = Scorer(self.engine, self.models, settings.limits, self._pool)
+        self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
+
+    @property
+    def num_pending(self) -> int:
+        """Number of requests that are not answered, here or elsewhere."""
+        return self.remote.num_pending if self.remote is not None else self.engine.num_pending
 
     def _make_tensors(self) -> Tensors:
         """Return the service of tensor requests on this process's operations and threads."""
@@ -147,19 +178,21 @@ class FrontendProcess:
             watch=self.watch_client, decode_pool=self.decode_pool, served=self.metrics.record_last_inference,
         )  # fmt: skip
 
-    def _make_status_hub(self) -> StatusHub:
-        """Return the sender of this process's status frames."""
+    def _make_status_hub(self, frame: Callable[[], str], interval_s: float) -> StatusHub:
+        """Return a sender of this process's status frames."""
         return StatusHub(
-            self._frame,
-            interval_s=self.settings.status.interval_ms / 1e3,
+            frame,
+            interval_s=interval_s,
             max_watchers=self.settings.status.max_watchers,
             watchers_on_host=self._count_watchers,
             publish_watchers=self.metrics.set_watchers,
         )
 
     @functools.cached_property
-    def generator(self) -> Generator:
+    def generator(self) -> TextStarter:
         """The starter of requests to generate. It is imported with the first such request."""
+        if self.remote is not None:
+            return self.remote.generator
         from sie.frontend.generation.start import Generator
 
         return Generator(self.engine, self.models, self.settings.generation, self.generation_metrics)
@@ -170,6 +203,15 @@ class FrontendProcess:
         from sie.agents.channel import AgentClient
 
         return AgentClient(socket_path(self._launch.control_path))
+
+    @functools.cached_property
+    def store(self) -> Store:
+        """The files, skills and sessions of clients. It is imported with the first request that needs it."""
+        from sie.agents.store.store import Store
+
+        store = Store(self.settings.server.state_dir, self.settings.store)
+        self._spawn(store.run_reaper())
+        return store
 
     @property
     def is_ready(self) -> bool:
@@ -218,14 +260,21 @@ class FrontendProcess:
         """Refuse a request before its body is read if the server takes no more. Raises Unavailable or Overloaded."""
         if self.is_draining:
             raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
-        self.engine.check_open()
+        (self.remote or self.engine).check_open()
+
+    def check_placement(self, exchange: Exchange) -> None:
+        """Check where a request wants to run. Source: SIE API reference, sections 12 and 15. Raises SieErrors."""
+        if self.remote is not None:
+            self.remote.check_placement(exchange)
+        else:
+            self.check_machine_profile(exchange.headers.get("x-sie-machine-profile"))
 
     def check_machine_profile(self, wanted: str | None) -> None:
-        """Raise BadRequest for a request that wants another machine profile. Source: SIE API reference, section 12."""
+        """Raise BadRequest for a request that wants another machine profile than this host's."""
         wanted = (wanted or "").strip()
         if not wanted:
             return
-        own = self.settings.server.machine_profile or self._gpu_type()
+        own = self.settings.server.machine_profile or self.gpu_type()
         if not own or wanted.lower() != own.lower():
             raise BadRequest(
                 f"This server's machine profile is {own or 'not set'!r}, not {wanted!r}",
@@ -239,10 +288,17 @@ class FrontendProcess:
         self._loop.add_reader(self._channel.fileno(), self._on_control)
         self._loop.call_soon(lambda: self._spawn(self._run_clock()))
         self._loop.call_soon(lambda: self._spawn(self._report_ready()))
+        if self._launch.protocol == "http" and has_store(self.settings.server.state_dir):
+            self._loop.call_soon(lambda: self.store)  # else what expired would stay until a client asks for something
+        if self.remote is not None:
+            remote = self.remote
+            self._loop.call_soon(lambda: self._spawn(remote.run()))
 
     def close(self) -> None:
         """Release the resources of the process. Called when no request is under way."""
-        self.status.close()
+        self._close_status()
+        if self.remote is not None:
+            self.remote.close()
         if self.tracing is not None:
             self.tracing.close()
         self._channel.close()
@@ -269,12 +325,19 @@ class FrontendProcess:
         with contextlib.suppress(ChannelClosedError):  # its end of file ends this process from `_on_control`
             self._channel.send(message)
 
-    def _ask_load(self, model: str) -> None:
+    def request_load(self, model: str) -> None:
         """Ask for a load, at most once a second for each model."""
+        self.request_load_once(model, self.remote.request_load if self.remote is not None else self._ask_supervisor)
+
+    def _ask_supervisor(self, model: str) -> None:
+        self._send(messages.LoadModel(model))
+
+    def request_load_once(self, model: str, ask: Callable[[str], None]) -> None:
+        """Call ask with a model, unless a load of it was asked for within the last second."""
         now_s = time.monotonic()
         if now_s - self._asked_load.get(model, 0.0) >= 1.0:
             self._asked_load[model] = now_s
-            self._send(messages.LoadModel(model))
+            ask(model)
 
     def _on_control(self) -> None:
         try:
@@ -286,6 +349,8 @@ class FrontendProcess:
 
     def _on_message(self, message: messages.Message, fds: list[int]) -> None:
         match message:
+            case Models() if self.remote is not None:
+                pass  # its models are those of its hosts
             case Models():
                 self.models.update(message)
                 self.engine.place_held()
@@ -324,11 +389,15 @@ class FrontendProcess:
     def _turn_away(self) -> None:
         """Close connections after their next response, so that clients connect to another process."""
         self.closes_connections = True
-        self.status.close()
+        self._close_status()
+
+    def _close_status(self) -> None:
+        for hub in filter(None, (self.status, self.cluster_status)):
+            hub.close()
 
     async def _report_ready(self) -> None:
         """Tell the supervisor when our listener answers. The server opens it at about the time the loop starts."""
-        while self._launch.listen_fd < 0:  # else the supervisor already listens
+        while self._launch.listen_fd < 0 and self._launch.protocol != "nats":  # else the supervisor already listens
             try:
                 _, writer = await asyncio.open_connection(self._launch.host, self._launch.port)
             except OSError:
@@ -337,10 +406,12 @@ class FrontendProcess:
             writer.close()
             break
         self._limit_unread_time()
+        if self.remote is not None:
+            await self.remote.wait_settled()
         self._send(messages.Ready())
 
     def _limit_unread_time(self) -> None:
-        if self._launch.protocol == "http":  # the gRPC transport has a limit of its own
+        if self._launch.protocol in _HTTP:  # the gRPC transport has a limit of its own
             limit_unread_time(self.settings.limits.unread_timeout_s)
 
     # --- the clock ------------------------------------------------------------------------------------------------
@@ -355,6 +426,8 @@ class FrontendProcess:
             self.metrics.record_loop_lag(max(0.0, now_ns / 1e9 - due_s))
             self.metrics.set_extents_in_use(self.engine.num_extents)
             self.engine.expire(now_ns)
+            if self.remote is not None:
+                self.remote.expire(now_ns)
             self.bodies.end_stalled(now_ns)
             self.unread.tick(now_ns)
             self.held.tick()
@@ -386,7 +459,7 @@ class FrontendProcess:
 
     def _is_saturated(self) -> bool:
         try:
-            self.engine.check_open()
+            (self.remote or self.engine).check_open()
         except SieError:
             return True
         return False
@@ -394,7 +467,8 @@ class FrontendProcess:
     def _count_watchers(self) -> int:
         return int(sum(values[0] for values in merge(self.pages)["sie_status_watchers"].values()))
 
-    def _gpu_type(self) -> str:
+    def gpu_type(self) -> str:
+        """Return the type of this host's GPU, or an empty text."""
         labels = (label for page in self.pages for record in page.records() for label in record.labels)
         return next((value for key, value in labels if key == "gpu_type"), "")
 
@@ -408,7 +482,9 @@ def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:
     return RequestTracing(settings.tracing, launch.slot)
 
 
-def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendProcess]:
+def connect(
+    launch: Launch, make_remote: MakeRemote | None = None
+) -> Callable[[asyncio.AbstractEventLoop], FrontendProcess]:
     """Return a function that joins the supervisor from Granian's child process, given its event loop."""
 
     def join(loop: asyncio.AbstractEventLoop) -> FrontendProcess:
@@ -420,7 +496,7 @@ def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendPro
             raise ChannelClosedError(f"expected Configure, got {type(message).__name__}")
         failpoints.arm(message.settings.testing.failpoints)
         pages = [CounterPage.open(fd, writable=index == 0) for index, fd in enumerate(fds)]
-        frontend = FrontendProcess(launch, message.settings, channel, pages, loop)
+        frontend = FrontendProcess(launch, message.settings, channel, pages, loop, make_remote=make_remote)
         if frontend.access is not None:
             first, _ = channel.receive(_CONFIGURE_TIMEOUT_S)
             if not isinstance(first, messages.Keys):

@@ -13,9 +13,10 @@ from sie.config.settings import Settings
 from sie.values.api_key import ApiKey
 from sie.values.card import AdapterSpec, ModelCard, ModelState
 from sie.values.errors import WireError
+from sie.values.fallbacks import Fallback
 
 Role = Literal["frontend", "worker", "agent"]
-Protocol = Literal["http", "grpc"]
+Protocol = Literal["http", "grpc", "nats", "gateway"]
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +28,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     incarnation: int
     protocol: Protocol = "http"
-    """The protocol that a frontend serves."""
+    """The protocol that a frontend serves; `nats` pulls work from a cluster, `gateway` is HTTP without workers."""
     host: str = ""
     port: int = 0
     listen_fd: int = -1
@@ -42,6 +43,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     cores: tuple[int, ...] = ()
     max_step_tokens: int = 0
     """For a worker whose predecessor was killed for lack of memory: the first limit of its steps; 0: the setting."""
+    without_graphs: bool = False
+    """For a worker whose predecessor could not undo a failed capture of a CUDA graph: capture none."""
     max_large_bytes: int = 0
     """This process's share of the setting of that name."""
     started_s: float = 0.0
@@ -153,6 +156,7 @@ class ModelReport(msgspec.Struct, tag=True, frozen=True):
     progress: float | None = None
     detail: str = ""
     error: WireError | None = None
+    fallbacks: tuple[Fallback, ...] = ()
 
 
 ManageAction = Literal["load", "unload", "reload"]
@@ -265,6 +269,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[int, ...] = ()
     device: str = ""
     memory_bytes: int = 0
+    fallbacks: tuple[Fallback, ...] = ()
+    """Those of any worker that has it."""
     error: WireError | None = None
     adapters: dict[str, AdapterEntry] = {}
 

@@ -78,6 +78,13 @@ MODEL_MEMORY = Family(
     help="Memory of the model's weights, summed over its workers.",
     labels=("model", "device"),
 )
+MODEL_FALLBACK = Family(
+    name="sie_model_fallback",
+    kind="gauge",
+    help="1 while a worker runs the model in a slower way (see fallbacks in /v1/models), else 0.",
+    labels=("model", "device", "fallback"),
+    merge="max",
+)
 OOM_ATTEMPTED = Family(
     name="sie_oom_recoveries_attempted_total",
     kind="counter",
@@ -374,7 +381,7 @@ GPU_SAMPLED = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    REQUESTS, REQUEST_DURATION, BATCH_SIZE, TOKENS_PROCESSED, QUEUE_DEPTH, MODEL_LOADED, MODEL_MEMORY, OOM_ATTEMPTED,
+    REQUESTS, REQUEST_DURATION, BATCH_SIZE, TOKENS_PROCESSED, QUEUE_DEPTH, MODEL_LOADED, MODEL_MEMORY, MODEL_FALLBACK, OOM_ATTEMPTED,
     OOM_SUCCEEDED, OOM_FAILED, OOM_CACHE_CLEARS, OOM_EVICTIONS, OOM_SPLITS, IDLE_EVICTIONS, PRESSURE_EVICTIONS,
     NON_FINITE, NON_FINITE_SHARE, LORAS_LOADED, SEQUENCES_RUNNING, SEQUENCES_WAITING, SEQUENCES_COMPLETED,
     PREEMPTIONS, KV_BLOCKS, KV_BLOCKS_USED, PREFIX_LOOKUPS, PREFIX_HITS, PREFIX_EVICTIONS, PROMPT_TOKENS,

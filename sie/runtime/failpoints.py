@@ -23,6 +23,8 @@ POINTS: Final[dict[str, str]] = {
     "worker.mid_write": "a row of a reply was written, others perhaps not",
     "worker.before_reply": "a reply lies whole in shared memory, its descriptor was not pushed",
     "worker.after_reply": "the descriptor of a reply was pushed",
+    "cluster.taken": "a host took a work item from NATS, and has not begun to run it",
+    "cluster.published": "a host published the result of a work item, and has not acknowledged it",
     "load.tokenizer": "a load in a worker is about to read a tokenizer, the supervisor was told if that may take long",
 }
 FAILPOINT_FORM: Final = "POINT=kill|stop|spin|raise|exit:STATUS|sleep:MILLISECONDS|hold:MILLISECONDS|leak:KIB[@COUNT]"

@@ -205,9 +205,9 @@ class CounterPage:
         return lambda: words[index]
 
     def close(self) -> None:
-        """Unmap the page; its values remain while any process has its fd."""
-        self._words = memoryview(b"").cast("d")
-        self._counts = memoryview(b"").cast("Q")
+        """Unmap the page; its values remain while any process has its fd. Its metrics must not be used any more."""
+        for view in (self._words, self._counts):
+            view.release()  # metrics share these; in a cycle of references they would keep the mapping for good
         self._segment.close()
 
     def _place(self, kind: RecordKind, meta: _Meta, num_words: int) -> _Place:

@@ -41,8 +41,10 @@ from sie.values.errors import SieError
 _log = get_logger(__name__)
 
 
-def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
+def main(loaded: Loaded, reload: Callable[[], Loaded], *, is_gateway: bool = False) -> int:
     """Serve until SIGTERM or SIGINT and return the exit status. Raises StartError for a fault that prevents the start.
+
+    is_gateway: start frontends without workers, whose operations run on the hosts of a cluster.
 
     reload returns the settings that a start would find now. It is called on SIGHUP and raises SettingsError.
     """
@@ -53,6 +55,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
     dump_stacks_on_abort()  # systemd's watchdog sends SIGABRT
     _check_failpoints(loaded)
     _check_tracing(settings)
+    _check_cluster(settings, is_gateway=is_gateway)
     models = _read_models(loaded)
     adapters = _read_adapters(loaded, models)
     key_file = _open_key_file(settings.access.api_keys)
@@ -63,11 +66,12 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
         runtime_dir = make_runtime_dir(base)
         lock = take_lock(base, listener.port) if listener.port else None
         try:
-            places = resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)
+            places = [] if is_gateway else resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)
             num_frontends = count_frontends(server.frontends)
             num_http = num_frontends + (certificates is not None)  # a stand-in serves during a renewal
-            check_reservation(reserved_bytes(settings.memory, num_http + (grpc_listener is not None), len(places)))
-            check_tasks(_needed_tasks(settings, places, num_http, has_grpc=grpc_listener is not None))
+            num_others = (grpc_listener is not None) + (bool(settings.cluster.nats) and not is_gateway)
+            check_reservation(reserved_bytes(settings.memory, num_http + num_others, len(places)))
+            check_tasks(_needed_tasks(settings, places, num_http, has_grpc=bool(num_others)))
             progress = Progress(sys.stderr, server.log_format)
 
             def reread() -> Reading:
@@ -89,6 +93,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
                     progress=progress,
                     key_file=key_file,
                     certificates=certificates,
+                    is_gateway=is_gateway,
                     reread=reread,
                 )
                 return await supervisor.run()
@@ -136,6 +141,16 @@ def _check_tracing(settings: Settings) -> None:
         is_there = False
     if not is_there:
         raise StartError("tracing: OpenTelemetry is not installed; pip install 'ringserve[otel]'")
+
+
+def _check_cluster(settings: Settings, *, is_gateway: bool) -> None:
+    """Raise StartError for a gateway without NATS or with a listener it does not have, and if the client is missing."""
+    if is_gateway and not settings.cluster.nats:
+        raise StartError("nats: a gateway needs the address of NATS (--nats nats://HOST:4222)")
+    if is_gateway and settings.server.grpc_port:
+        raise StartError("grpc_port: a gateway serves no gRPC")
+    if settings.cluster.nats and importlib.util.find_spec("nats") is None:
+        raise StartError("nats: the NATS client is not installed; pip install 'ringserve[cluster]'")
 
 
 def _check_failpoints(loaded: Loaded) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -19,9 +19,16 @@ from sie.supervisor.losses import DeviceLosses
 from sie.supervisor.restart import StartHistory
 
 ChildState = Literal["waiting", "starting", "ready", "lost", "gone"]
-_MODULES = {"frontend": "sie.frontend.main", "worker": "sie.workers.main", "agent": "sie.agents.host.main"}
+_MODULES = {"worker": "sie.workers.main", "agent": "sie.agents.host.main"}
+_FRONTENDS: dict[Protocol, str] = {
+    "http": "sie.frontend.main",
+    "grpc": "sie.frontend.grpc.main",
+    "nats": "sie.cluster.host.main",
+    "gateway": "sie.cluster.gateway.main",
+}
+"""The module of each kind of frontend, by name: only the process itself imports it."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_GRPC_MODULE = "sie.frontend.grpc.main"
+_CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 class Child:
@@ -44,7 +51,8 @@ class Child:
         self.history = StartHistory()
         self.losses = DeviceLosses()
         self.max_step_tokens = 0
-        """For a worker; see `Launch`."""
+        """For a worker; see `Launch`. So is without_graphs."""
+        self.without_graphs = False
         self.process: subprocess.Popen[bytes] | None = None
         self.pidfd = -1
         self.channel: Channel | None = None
@@ -71,9 +79,10 @@ class Child:
         self.incarnation = launch.incarnation
         self.started_s = now_s
         self.is_faulty = self.is_retired = self.is_late = False
-        module = _GRPC_MODULE if self.protocol == "grpc" else _MODULES[self.role]
+        module = _FRONTENDS[self.protocol] if self.role == "frontend" else _MODULES[self.role]
         command = [sys.executable, "-m", module, msgspec.json.encode(launch).decode()]
-        inherited = (launch.listen_fd,) if module == _MODULES["frontend"] and launch.listen_fd >= 0 else ()
+        is_http = self.role == "frontend" and self.protocol in ("http", "gateway")
+        inherited = (launch.listen_fd,) if is_http and launch.listen_fd >= 0 else ()
         inherited += tls_fds if self.role == "frontend" else ()
         self.process = subprocess.Popen(  # noqa: S603  # our own interpreter, module and launch record
             command, stdin=subprocess.DEVNULL, env=_environment(num_threads), process_group=0, pass_fds=inherited
@@ -93,14 +102,18 @@ class Child:
             self.process.send_signal(number)
 
     def run_state(self) -> tuple[str, float]:
-        """Return the letter of the process's state and its processor time in seconds. Source: proc_pid_stat(5)."""
+        """Return the letter of the process's state and its processor time in seconds. Source: proc_pid_stat(5).
+
+        A process in a frozen control group counts as stopped, which its own state does not tell.
+        """
         assert self.process is not None
         try:
             text = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:  # it has just ended
             return "X", 0.0
         words = text.rpartition(")")[2].split()
-        return words[0], (int(words[11]) + int(words[12])) / _TICKS_PER_S
+        state = "T" if _is_frozen(self.process.pid) else words[0]
+        return state, (int(words[11]) + int(words[12])) / _TICKS_PER_S
 
     def finish(self) -> None:
         """Tell a frontend to finish accepted requests. A starting one has none and ignores SIGTERM, so it is killed."""
@@ -132,6 +145,24 @@ class Child:
             self.channel.close()
         self.process, self.channel, self.pidfd, self.peer_pidfd = None, None, -1, -1
         return status
+
+
+def _is_frozen(pid: int) -> bool:
+    """Return whether a process's control group is frozen, in either version. Source: cgroups(7)."""
+    try:
+        for line in Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                events = _CGROUPS / path.lstrip("/") / "cgroup.events"
+                if events.exists() and "frozen 1" in events.read_text(encoding="utf-8"):
+                    return True
+            elif "freezer" in controllers.split(","):
+                state = _CGROUPS / controllers / path.lstrip("/") / "freezer.state"
+                if state.exists() and state.read_text(encoding="utf-8") != "THAWED\n":
+                    return True
+    except OSError:  # it has just ended, or its group is hidden from us
+        return False
+    return False
 
 
 def _environment(num_threads: int) -> dict[str, str]:

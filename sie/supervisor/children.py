@@ -29,7 +29,7 @@ from sie.shm.pages import CounterPage
 from sie.supervisor.certificates import CertificateFiles
 from sie.supervisor.child import Child
 from sie.supervisor.devices import WorkerSlot
-from sie.supervisor.losses import DEVICE_LOST_STATUS, plan_after_loss, tokens_after_kill
+from sie.supervisor.losses import DEVICE_LOST_STATUS, WORN_STATUS, plan_after_loss, tokens_after_kill
 from sie.supervisor.oom_kills import OomKills
 from sie.supervisor.restart import RestartPolicy, plan_restart
 
@@ -75,24 +75,31 @@ class Children:
         events: ChildEvents,
         *,
         grpc: tuple[str, int] | None = None,
+        is_gateway: bool = False,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """`launch` is the launch record that all children share; grpc is the (host, port) of an extra gRPC frontend."""
+        """`launch` is the launch record that all children share; grpc is the (host, port) of an extra gRPC frontend.
+
+        is_gateway: the frontends have no workers; their operations run on the hosts of a cluster.
+        """
         self._certificates = certificates
         self._grpc = grpc
         self._settings = settings
         self._events = events
         self._launch = launch
         self.workers = [Child("worker", slot, place) for slot, place in enumerate(places)]
-        self.frontends = [Child("frontend", slot, WorkerSlot("")) for slot in range(num_frontends)]
+        self._http: messages.Protocol = "gateway" if is_gateway else "http"
+        self.frontends = [Child("frontend", slot, WorkerSlot(""), self._http) for slot in range(num_frontends)]
         if grpc is not None:
             self.frontends.append(Child("frontend", num_frontends, WorkerSlot(""), "grpc"))
-        self.agents = [Child("agent", 0, WorkerSlot(""))] if settings.agents.is_on else []
+        if settings.cluster.nats and not is_gateway:
+            self.frontends.append(Child("frontend", len(self.frontends), WorkerSlot(""), "nats"))
+        self.agents = [Child("agent", 0, WorkerSlot(""))] if settings.agents.is_on and not is_gateway else []
         """The agent process, if tools may run."""
         self.stand_in: Child | None = None
         """The last frontend. It runs only while the others are replaced, and exists only with certificates."""
         if certificates is not None:
-            self.stand_in = Child("frontend", len(self.frontends), WorkerSlot(""))
+            self.stand_in = Child("frontend", len(self.frontends), WorkerSlot(""), self._http)
             self.stand_in.state = "gone"
             self.frontends.append(self.stand_in)
         page_bytes = settings.memory.counter_page_bytes
@@ -119,7 +126,7 @@ class Children:
     @property
     def num_http_frontends(self) -> int:
         """The number of HTTP frontends without the stand-in."""
-        return sum(child.protocol == "http" and child is not self.stand_in for child in self.frontends)
+        return sum(child.protocol == self._http and child is not self.stand_in for child in self.frontends)
 
     @property
     def are_frontends_ready(self) -> bool:
@@ -234,12 +241,15 @@ class Children:
             device=child.place.device,
             cores=child.place.cores,
             max_step_tokens=child.max_step_tokens,
+            without_graphs=child.without_graphs,
         )
         if child.role == "frontend" and self._certificates is not None:
             launch = msgspec.structs.replace(launch, **self._certificates.launch_paths)
         if child.protocol == "grpc" and self._grpc is not None:
             host, port = self._grpc
             launch = msgspec.structs.replace(launch, protocol="grpc", host=host, port=port, listen_fd=-1)
+        elif child.role == "frontend":
+            launch = msgspec.structs.replace(launch, protocol=child.protocol)
         if child.role == "worker":  # created as 0: a scraper sees an increase only of a counter that it saw before
             self._page.counter(
                 definitions.WORKER_RESTARTS.name, definitions.WORKER_RESTARTS.label_pairs(str(child.slot))
@@ -349,6 +359,9 @@ class Children:
             _log.warning("%s ended with status %d", child.name, status)
             if status == DEVICE_LOST_STATUS:
                 self._plan_after_loss(child)
+            elif status == WORN_STATUS:
+                child.without_graphs = True
+                self._start_after(child, 0.0)
             else:
                 was_killed = status == -signal.SIGKILL and not (child.is_faulty or was_oom_killed)
                 self._plan_restart(child, was_ready, was_killed)

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from sie.config.generation_settings import Generation
 from sie.config.sections import Models
 from sie.supervisor.evictions import (
     Memory,
@@ -34,8 +35,9 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceMemories:
     """The memory of all the server's devices."""
 
-    def __init__(self, settings: Models, devices: list[str]) -> None:
+    def __init__(self, settings: Models, generation: Generation, devices: list[str]) -> None:
         """`devices` are the workers' devices, by slot."""
+        self._generation = generation
         self._policy = Policy(pressure_pct=settings.memory_pressure_pct, max_model_bytes=settings.max_model_bytes)
         self._dtype = settings.dtype
         self._devices = devices
@@ -56,7 +58,7 @@ class DeviceMemories:
         must_wait = False
         for device in sorted(set(self._devices)):
             num_missing = sum(not record.place(slot).is_there for slot in self._slots(device))
-            needed = needed_bytes(record.card, device, self._dtype) * num_missing
+            needed = needed_bytes(record.card, device, self._dtype, self._generation) * num_missing
             if not needed or (device not in self._memory and not self._policy.max_model_bytes):
                 continue
             if self._is_settling(device, others):
@@ -70,11 +72,15 @@ class DeviceMemories:
         return LoadPlan(victims=tuple(victims), must_wait=must_wait or bool(victims))
 
     def pressure_victim(self, slot: int, records: Collection[Record]) -> str | None:
-        """Return the model to unload because a worker's device is over its limit, or None."""
+        """Return the model to unload because a worker's device is over its limit, or None.
+
+        A GPU's only model stays: its next request would load it again, into the same memory.
+        """
         device = self._devices[slot]
         if not is_under_pressure(self._policy, self._memory.get(device)) or self._is_settling(device, records):
             return None
-        return least_recently_used(self._tenants(device, records))
+        tenants = self._tenants(device, records)
+        return None if device != "cpu" and len(tenants) == 1 else least_recently_used(tenants)
 
     def shortage_victim(self, slot: int, model: str, records: Collection[Record]) -> str | None:
         """Return the model to unload because a step of `model` found no memory on a worker's device, or None."""
@@ -93,7 +99,8 @@ class DeviceMemories:
     def _tenants(self, device: str, records: Collection[Record]) -> list[Tenant]:
         tenants: list[Tenant] = []
         for record in records:
-            loaded = [record.reports[slot].memory_bytes for slot in self._slots(device) if slot in record.reports]
+            reports = [record.reports[slot] for slot in self._slots(device) if slot in record.reports]
+            loaded = [report.memory_bytes for report in reports if not (device != "cpu" and report.device == "cpu")]
             if loaded:
                 tenants.append(
                     Tenant(

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import msgspec
 
+from sie.config.generation_settings import Generation
 from sie.values.card import ModelCard
 
 _MIB = 1 << 20
+_LEAST_CONTEXT_TOKENS = 8192
+"""A generating model is loaded where a sequence of this length fits, or one of its whole context if that is shorter."""
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -36,17 +39,28 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     max_model_bytes: int = 0
 
 
-def needed_bytes(card: ModelCard, device: str, dtype: str) -> int:
+def needed_bytes(card: ModelCard, device: str, dtype: str, generation: Generation) -> int:
     """Return the peak memory of loading a model on one worker; 0 if the card does not say.
 
     On a CPU, weights are built in float32 before their conversion. On a GPU they arrive converted, and `auto` is
-    bfloat16.
+    bfloat16. There a generating model also needs keys and values: those of `kv_cache_bytes`, or else of one sequence. A
+    CPU's are claimed as they are used.
     """
     if card.stub is not None:
         return card.stub.memory_mb * _MIB
     if card.tensor is not None:
         return 4 * card.num_weights  # the bytes of its file, in any format
-    return card.num_weights * (4 if device == "cpu" or dtype == "float32" else 2)
+    weights = card.num_weights * (4 if device == "cpu" or dtype == "float32" else 2)
+    return weights + (0 if device == "cpu" else _cache_bytes(card, generation))
+
+
+def _cache_bytes(card: ModelCard, generation: Generation) -> int:
+    """Return the least memory for a generating model's keys and values on a GPU; 0 for other models."""
+    rule = card.generate
+    if rule is None:
+        return 0
+    context = min(rule.context_length, generation.max_context_tokens or rule.context_length, _LEAST_CONTEXT_TOKENS)
+    return generation.kv_cache_bytes or rule.kv_token_bytes * context
 
 
 def is_under_pressure(policy: Policy, memory: Memory | None) -> bool:

@@ -125,22 +125,6 @@ def reserved_bytes(memory: Memory, num_frontends: int, num_workers: int) -> int:
     return num_frontends * memory.request_segment_bytes + pairs * memory.reply_segment_bytes + rings + pages
 
 
-def share_cores(cores: list[int], num_workers: int) -> list[tuple[int, ...]]:
-    """Split cores into num_workers contiguous runs of nearly equal size; with too few cores, workers share them."""
-    if num_workers <= 1:
-        return [tuple(cores)]
-    if len(cores) < num_workers:
-        return [(cores[i % len(cores)],) for i in range(num_workers)]
-    size, extra = divmod(len(cores), num_workers)
-    shares: list[tuple[int, ...]] = []
-    start = 0
-    for i in range(num_workers):
-        end = start + size + (1 if i < extra else 0)
-        shares.append(tuple(cores[start:end]))
-        start = end
-    return shares
-
-
 def _cgroup_cpu_quota() -> float | None:
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

@@ -48,6 +48,7 @@ class Loads:
         preparer: Preparer | None = None,
     ) -> None:
         self._settings = settings.models
+        self._generation = settings.generation
         self._idle_s = settings.models.idle_unload_s
         self._timeout_s = settings.models.load_timeout_s
         self._registry = registry
@@ -67,7 +68,8 @@ class Loads:
     def bind(self, children: Children, not_ready_reason: Callable[[], str], on_first_ready: Callable[[], None]) -> None:
         """Set the children to talk to, and the source of reasons, other than models, for not being ready."""
         self._children = children
-        self._device_memories = DeviceMemories(self._settings, [worker.place.device for worker in children.workers])
+        devices = [worker.place.device for worker in children.workers]
+        self._device_memories = DeviceMemories(self._settings, self._generation, devices)
         self._staged_reloads = StagedReloads(
             children, self._preparer, self._spawn, on_complete=self._reload, on_failed=self.keep
         )
@@ -271,10 +273,10 @@ class Loads:
         self._children.send_all(self._children.workers, messages.Unload(model))
         self.broadcast()
 
-    def forget_worker(self, slot: int, *, blame: bool) -> None:
-        """Forget the models of a dead worker; blame: a load may have caused the death."""
-        self._registry.forget_worker(slot, time.monotonic(), blame=blame)
-        self._staged_reloads.forget_worker(slot, blame=blame)
+    def forget_worker(self, slot: int, *, blame: bool, is_lost: bool = False) -> None:
+        """Forget the models of a dead worker; blame: a load may have caused the death. is_lost: it lost its device."""
+        self._registry.forget_worker(slot, time.monotonic(), blame=blame, is_lost=is_lost)
+        self._staged_reloads.forget_worker(slot, blame=blame or is_lost)
 
     def tick(self, now_s: float) -> None:
         """Do the work that is due: retries, timeouts of loads, unloads of idle models."""

@@ -21,8 +21,10 @@ _MAX_REASON = 300
 """Most characters of a model's reason in the line that says why the server is not ready."""
 _MAX_RETRY_S = 1800.0
 _PERMANENT_ATTEMPTS = 8
+_MAX_LOAD_LOSSES = 2
+"""One may be the device's own fault; a third one within a minute would set the device aside."""
 _PERMANENT_CLASSES = frozenset({"GATED", "NOT_FOUND", "DEPENDENCY", "CONFIG"})
-_COOL_DOWNS = {"OOM": 2, "STORAGE": 2, "UNKNOWN": 20}
+_COOL_DOWNS = {"OOM": 2, "STORAGE": 2, "DEVICE": 4, "UNKNOWN": 20}
 """The first cool-down of each error class, as a multiple of load_retry_s; 1 for all others."""
 # SIE API reference, section 12: 60, 60, 600 and 30 s; doubled with each attempt up to 1,800 s; at most eight attempts.
 
@@ -53,6 +55,8 @@ class Record(msgspec.Struct):
     retry_at_s: float = 0.0
     last_used_s: float = 0.0
     loading_since_s: dict[int, float] = {}
+    num_losses: int = 0
+    """Workers in a row that lost their device while they loaded it."""
 
     @property
     def wanted(self) -> bool:
@@ -161,7 +165,7 @@ class ModelRegistry:
         return due
 
     def _forgive(self, record: Record) -> None:
-        record.error, record.num_attempts, record.retry_at_s = None, 0, 0.0
+        record.error, record.num_attempts, record.retry_at_s, record.num_losses = None, 0, 0.0, 0
 
     def due_again(self, now_s: float) -> list[Record]:
         """Return the failed models that readiness waits for and whose cool-down is over, now marked as wanted.
@@ -220,6 +224,7 @@ class ModelRegistry:
         record.last_used_s = max(record.last_used_s, now_s)
         if not record.is_stale:  # a stale model's error is about newer files than the loaded ones
             record.error, record.num_attempts = None, 0
+            record.num_losses = 0
 
     def fail(self, record: Record, error: WireError, now_s: float) -> None:
         """Record a failed load and the time of its next try. Workers that have the model keep serving it."""
@@ -235,20 +240,31 @@ class ModelRegistry:
         record.retry_at_s = float("inf") if permanent else now_s + cooldown_s
         record.apply(Event.KEEP if record.loaded_on else Event.FAIL)
 
-    def forget_worker(self, slot: int, now_s: float, *, blame: bool) -> None:
+    def forget_worker(self, slot: int, now_s: float, *, blame: bool, is_lost: bool = False) -> None:
         """Forget the models of a dead worker; with blame, its running load counts as failed.
 
         Otherwise a checkpoint whose load kills its worker would load again and again, and each time take down the
-        worker's other models.
+        worker's other models. is_lost: the worker lost its device. That ends every load, so only the second such loss in a
+        row counts as the load's fault, and none while another worker has the model.
         """
         for record in self.records.values():
-            if not blame or slot not in record.loading_since_s:
+            if slot not in record.loading_since_s:
                 continue
-            reason = f"Model '{record.spec.id}': the worker died while it loaded"
-            self.fail(record, to_wire(Internal(reason, extras={"error_class": "ENGINE"})), now_s)
+            is_proven = bool(set(record.loaded_on) - {slot})
+            record.num_losses += is_lost and not is_proven
+            if blame or record.num_losses >= _MAX_LOAD_LOSSES:
+                self._fail_deadly(record, now_s, is_lost=is_lost)
         for record in self.records.values():
             for by_slot in (record.places, record.reports, record.loading_since_s):
                 by_slot.pop(slot, None)
+
+    def _fail_deadly(self, record: Record, now_s: float, *, is_lost: bool) -> None:
+        """Record that a load ended its worker."""
+        record.num_losses = 0
+        what = "workers lost their device" if is_lost else "the worker died"
+        error_class = "DEVICE" if is_lost else "ENGINE"
+        reason = f"Model '{record.spec.id}': {what} while it loaded"
+        self.fail(record, to_wire(Internal(reason, extras={"error_class": error_class})), now_s)
 
     def idle(self, idle_s: float, now_s: float) -> list[Record]:
         """Return the loaded, unpinned models that load nowhere else and were not used for idle_s."""
@@ -329,6 +345,9 @@ def _entry(record: Record) -> ModelEntry:
         workers=workers,
         device=next((report.device for report in record.reports.values()), ""),
         memory_bytes=sum(report.memory_bytes for report in record.reports.values()),
+        fallbacks=tuple(
+            {fallback.name: fallback for report in record.reports.values() for fallback in report.fallbacks}.values()
+        ),
         error=record.error,
     )
 

@@ -31,7 +31,7 @@ from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.key_file import POLL_S, KeyFileWatch
 from sie.supervisor.listen import Listener
 from sie.supervisor.loads import Loads, Models
-from sie.supervisor.losses import DEVICE_LOST_STATUS
+from sie.supervisor.losses import DEVICE_LOST_STATUS, WORN_STATUS
 from sie.supervisor.model_registry import ModelRegistry
 from sie.supervisor.notify import Notifier, SystemdReporter, watchdog_interval_s
 from sie.supervisor.reload import Reading, Reloader
@@ -68,6 +68,7 @@ class Supervisor:
         reread: Callable[[], Reading],
         key_file: KeyFileWatch | None = None,
         certificates: CertificateFiles | None = None,
+        is_gateway: bool = False,
     ) -> None:
         """`reread` returns the settings and models that a start would read now. It raises SettingsError or StartError."""
         self._settings = settings
@@ -82,9 +83,9 @@ class Supervisor:
         self._started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         grpc = (grpc_listener.address, grpc_listener.port) if grpc_listener is not None else None
-        num_children = len(places) + num_frontends + (grpc is not None)
+        num_children = len(places) + num_frontends + (grpc is not None) + bool(settings.cluster.nats)
         self._children = Children(settings, places, num_frontends, self._launch(num_children), self,
-                          grpc=grpc, certificates=certificates)  # fmt: skip
+                          grpc=grpc, certificates=certificates, is_gateway=is_gateway)  # fmt: skip
         self._adapters = AdapterLoads(settings, adapters, progress, self._spawn)
         preparer = Preparer(settings, progress)
         self._loads = Loads(settings, self._registry, progress, self._spawn, preparer)
@@ -221,8 +222,9 @@ class Supervisor:
         """Forget the worker's models. Return its running requests as suspects if their input may be the cause."""
         is_suspect = self._watch.blames_input(status, worker.slot, was_oom_killed=was_oom_killed)
         self._watch.forget(worker.slot)
-        # A lost device ends every load, so it does not count against the model.
-        self._loads.forget_worker(worker.slot, blame=is_suspect and status != DEVICE_LOST_STATUS)
+        is_lost = status == DEVICE_LOST_STATUS
+        blames_load = is_suspect and not is_lost and status != WORN_STATUS
+        self._loads.forget_worker(worker.slot, blame=blames_load, is_lost=is_lost)
         self._adapters.forget_worker(worker.slot)
         return tuple((entry.frontend, entry.request_id) for entry in running.entries) if is_suspect else ()
 
@@ -242,7 +244,8 @@ class Supervisor:
             return "stopping"
         if not self._loads.was_ready and not self._children.are_frontends_ready:
             return "frontends are starting"
-        if not any(worker.state == "ready" for worker in self._children.workers):
+        workers = self._children.workers
+        if workers and not any(worker.state == "ready" for worker in workers):
             return "no worker is running"
         if self._repositories.is_reading:
             return "the model repositories are being read"

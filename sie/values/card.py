@@ -16,6 +16,8 @@ from sie.values.tensor import TensorRule
 ModelState = Literal["available", "loading", "loaded", "unloading", "failed"]
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 """How the vectors of a text's tokens become one, as sentence-transformers names it."""
+ClassifierTask = Literal["text-classification", "text-ranking", "zero-shot-classification"]
+"""What a sequence classifier is served as: scores of its classes, a score of a pair, or entailment of any labels."""
 EncoderWeights = Literal["auto", "int8"]
 """Format of an encoder's linear layers: as set by `dtype`, or eight bits."""
 
@@ -57,8 +59,8 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of its key/value cache blocks, if it generates."""
     grammar_ms: float = 0.0
     """Time that each grammar takes to compile."""
-    fail: Literal["", "load", "oom", "sticky", "nan"] = ""
-    """The part that fails, on a server with `test`: its load, its steps (no memory, a lost device) or its values."""
+    fail: Literal["", "load", "oom", "sticky", "worn", "nan"] = ""
+    """The part that fails, on a server with `test`: its load, its steps (no memory, a lost or worn device) or its values."""
     fail_on: str = ""
     """Limits `fail` to texts, or steps with a text, that contain this."""
     kill_on: str = ""

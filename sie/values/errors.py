@@ -251,7 +251,12 @@ _PATH = re.compile(r"(?<![\w:/.~-])/(?:[^\s/:'\"]+/)+(?=[^\s/:'\"])")
 
 def without_paths(wire: WireError) -> WireError:
     """Return the error for a client, with only the last name of each absolute path. The log has the full paths."""
-    return msgspec.structs.replace(wire, message=_PATH.sub(".../", wire.message))
+    return msgspec.structs.replace(wire, message=text_without_paths(wire.message))
+
+
+def text_without_paths(text: str) -> str:
+    """Return a text for a client, with only the last name of each absolute path."""
+    return _PATH.sub(".../", text)
 
 
 class ProtocolError(Exception):

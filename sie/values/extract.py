@@ -11,12 +11,18 @@ import msgspec
 
 ReadsForm = Literal["tokens", "pairs", "text", "image"]
 """The form in which a worker gets an item. tokens: one sequence for each window of the text; pairs: one sequence for
-each label; text: its UTF-8; image: its pixels. With tokens and pairs, a worker gets more items than the client sent."""
+each label, or for each text with the text beside it; text: its UTF-8; image: its pixels. With tokens and pairs, a worker gets more items than the client sent."""
 GivesForm = Literal["extract", "token_logits", "logits", "boxes"]
 """The form of a worker's answer (`sie.values.work.ReplyHeader`): whole extractions, or numbers to decode."""
 
 OVERFLOW_POLICIES = ("default", "error", "truncate_text")
 AGGREGATION_STRATEGIES = ("none", "simple", "first", "average", "max")
+"""Those of transformers' pipeline."""
+VITERBI = "viterbi"
+"""The strategy of models whose classes are begin, inside, end and single: the best path of allowed classes."""
+ClassFunction = Literal["softmax", "sigmoid", "none"]
+"""The function that turns a classifier's logits into scores."""
+CLASS_FUNCTIONS: tuple[ClassFunction, ...] = ("softmax", "sigmoid", "none")
 
 
 class Entity(msgspec.Struct, array_like=True, frozen=True):
@@ -116,6 +122,13 @@ class ExtractTask(msgspec.Struct, array_like=True, frozen=True):
     instruction: str | None = None
     output_schema: str = ""
     """JSON."""
+    function_to_apply: str | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    """Most tokens to read of a text; it can only lower the model's limit."""
+    operating_point: str | None = None
+    by_class: bool = False
+    """Whether each class of a classifier is returned, in the order of the classes."""
 
 
 class StubExtract(msgspec.Struct, frozen=True, kw_only=True, tag="stub"):
@@ -127,18 +140,59 @@ class StubExtract(msgspec.Struct, frozen=True, kw_only=True, tag="stub"):
     needs_labels: ClassVar[bool] = False
 
 
+class TransitionBiases(msgspec.Struct, frozen=True, kw_only=True, rename=lambda name: f"transition_bias_{name}"):
+    """What a path of classes gains at each step from one token to the next. Names as in `viterbi_calibration.json`."""
+
+    background_stay: float
+    background_to_start: float
+    inside_to_continue: float
+    inside_to_end: float
+    end_to_background: float
+    end_to_start: float
+
+
 class TokenClassification(msgspec.Struct, frozen=True, kw_only=True, tag="token_classification"):
     """A class for each token, joined to entities as in transformers' TokenClassificationPipeline."""
 
     reads: ClassVar[ReadsForm] = "tokens"
     gives: ClassVar[GivesForm] = "token_logits"
-    options: ClassVar[frozenset[str]] = frozenset({"threshold", "aggregation_strategy", "stride", "overflow_policy"})
     needs_labels: ClassVar[bool] = False
 
     labels: tuple[str, ...]
     """By class: `B-PER`, `I-PER`, ..., `O`."""
     unknown_token: str = ""
     """The token for text outside the vocabulary; it always begins a word."""
+    default_strategy: str = "simple"
+    operating_points: dict[str, TransitionBiases] = {}
+    """Biases of the strategy `viterbi` by name, `default` among them. Empty for classes without that strategy."""
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The values of `aggregation_strategy`."""
+        return (*AGGREGATION_STRATEGIES, VITERBI) if self.operating_points else AGGREGATION_STRATEGIES
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The options it serves."""
+        return _TOKEN_OPTIONS | {"operating_point"} if self.operating_points else _TOKEN_OPTIONS
+
+
+_TOKEN_OPTIONS = frozenset({"threshold", "aggregation_strategy", "stride", "overflow_policy"})
+
+
+class TextClassification(msgspec.Struct, frozen=True, kw_only=True, tag="text_classification"):
+    """A score for each class of a text, or of a pair of texts, as in transformers' TextClassificationPipeline."""
+
+    reads: ClassVar[ReadsForm] = "pairs"
+    gives: ClassVar[GivesForm] = "logits"
+    options: ClassVar[frozenset[str]] = frozenset({"threshold", "top_k", "function_to_apply", "overflow_policy"})
+    needs_labels: ClassVar[bool] = False
+
+    labels: tuple[str, ...]
+    """By class."""
+    function: ClassFunction = "softmax"
+    token_types: bool = False
+    """Whether the model reads token types, which mark the second text's tokens in a pair."""
 
 
 class ZeroShot(msgspec.Struct, frozen=True, kw_only=True, tag="zero_shot"):
@@ -157,6 +211,13 @@ class ZeroShot(msgspec.Struct, frozen=True, kw_only=True, tag="zero_shot"):
     contradiction: int
     token_types: bool = False
     """Whether the model reads token types, which mark the hypothesis's tokens in a pair."""
+    function: ClassFunction = "softmax"
+    """The function for its classes as such, without the labels of a request."""
+
+    @property
+    def classes(self) -> TextClassification:
+        """The rule for its own classes."""
+        return TextClassification(labels=self.labels, function=self.function, token_types=self.token_types)
 
 
 class Gliner(msgspec.Struct, frozen=True, kw_only=True, tag="gliner"):
@@ -242,7 +303,7 @@ _OWL_OPTIONS = frozenset({"threshold", "score_threshold", "overflow_policy"})
 _GROUNDING_OPTIONS = frozenset({"box_threshold", "text_threshold", "instruction", "overflow_policy"})
 
 
-ExtractRule = StubExtract | TokenClassification | ZeroShot | Gliner | Gliclass | Detection
+ExtractRule = StubExtract | TokenClassification | TextClassification | ZeroShot | Gliner | Gliclass | Detection
 """A model's extraction rule, one type for each family. Every family has these class attributes:
 
 reads, gives       the form in which the worker gets an item, and the form of its answer

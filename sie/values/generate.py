@@ -58,6 +58,8 @@ class GenerateRule(msgspec.Struct, frozen=True, kw_only=True):
     """Its format of tool calls."""
     reasoning_tags: tuple[str, str] | None = None
     """The texts that begin and end its reasoning; None for a model without visible reasoning."""
+    kv_token_bytes: int = 0
+    """Estimated bytes of a token's keys and values in all layers, in 16 bits; 0 if unknown."""
     gguf_file: str = ""
     """Absolute path of a GGUF file with its weights; empty for safetensors in the card's directory."""
 
@@ -185,6 +187,20 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str | None = None
 
 
+class InputFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that a message of a request names. One of file_id, data and url is not empty."""
+
+    field: str
+    """Its place in the request, for errors."""
+    file_id: str = ""
+    name: str = ""
+    data: str = ""
+    """The bytes in base64, or a `data:` URL."""
+    url: str = ""
+    is_past: bool = False
+    """Whether an earlier turn of the conversation named it: it may be gone."""
+
+
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """A function that the model may call; parameters is a JSON schema. strict: its arguments must follow it."""
 
@@ -218,6 +234,10 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 
     model: str
     messages: list[ChatMessage] | None = None
+    files: list[InputFile] = []
+    """With messages: the files that they name."""
+    session_id: str = ""
+    """With messages: the stored conversation that they continue or begin; empty for none."""
     continues: bool = False
     """With messages: whether the answer continues the text of the last message, an assistant's."""
     texts: list[str] | None = None

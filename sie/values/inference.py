@@ -116,6 +116,12 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
     model: str
     query: str
     documents: list[str]
+    queries: list[str] = []
+    """The query of each document; empty if `query` is that of all."""
+    is_raw: bool = False
+    """Whether the score of a pair is the model's own number, without its activation."""
+    max_document_tokens: int | None = None
+    """Most tokens to read of a document, special ones left out; None means the limit of a pair alone."""
     query_id: str | None = None
     ids: list[str | None] = []
     """Ids of the documents; empty when no document had one."""
@@ -152,6 +158,12 @@ class ExtractRequest(msgspec.Struct, kw_only=True):
     labels: tuple[str, ...] = ()
     output_schema: str = ""
     """JSON; empty if not given."""
+    pairs: dict[int, str] = {}
+    """The second text of each item that is a pair, by item number."""
+    by_class: bool = False
+    """Whether the API has a place for the scores of a classifier's own classes, and for nothing else."""
+    max_tokens: int | None = None
+    """As in `ExtractTask`."""
     instruction: str | None = None
     options: dict[str, Any] = {}
     non_text_item: int | None = None

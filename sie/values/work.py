@@ -55,6 +55,8 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     """Length of query expansion that replaces the card's; None: the card's."""
     lora: str = ""
     """Id of the adapter for all items; empty for the model without an adapter."""
+    is_raw: bool = False
+    """Whether scores of pairs are wanted without the model's activation."""
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):

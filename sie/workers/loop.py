@@ -23,6 +23,8 @@ from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Internal, SieError, Unavailable
+from sie.workers.device.faults import WornError
+from sie.workers.device.memory import is_worn
 from sie.workers.generation.engines import Generators
 from sie.workers.loading.adapters import AdapterHost
 from sie.workers.loading.hosting import Host
@@ -104,7 +106,7 @@ class Loop:
         self._watch(self._generators.event_fd, self._generators.collect)
 
     def run(self) -> None:
-        """Serve until the supervisor closes the control channel."""
+        """Serve until the supervisor closes the control channel. Raises DeviceLostError, WornError."""
         try:
             while True:
                 self.run_once(_IDLE_WAIT_S)
@@ -150,6 +152,13 @@ class Loop:
             link.retry()  # a lease that ended here without a release may have freed memory
         if self._read_memory is not None:
             self._channel.send(self._read_memory())
+        if is_worn() and self._is_idle():
+            raise WornError
+
+    def _is_idle(self) -> bool:
+        """Return whether nothing would be lost or repeated if the worker ended now."""
+        is_busy = self._state or self._parked or self._replies or self._host.is_loading
+        return not is_busy and not any(engine.jobs for engine in self._generators.engines.values())
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -198,7 +207,10 @@ class Loop:
             assert runner is not None
             if self._first_ceiling is not None:
                 self._state.ceilings[card.id] = self._first_ceiling
-            self._metrics.set_model(card.id, self._host.device, loaded=True, memory_bytes=runner.memory_bytes)
+            self._metrics.set_model(
+                card.id, self._host.device,
+                loaded=True, memory_bytes=runner.memory_bytes, fallbacks=hosted.fallbacks,
+            )  # fmt: skip
             self._generators.add(runner)
             self._tell_loaded(card)
             calm_collector()

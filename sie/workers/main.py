@@ -24,7 +24,7 @@ from sie.shm.pages import CounterPage
 from sie.values.card import ModelCard
 from sie.values.extract import Detection, Gliclass, Gliner
 from sie.workers import stall_notices
-from sie.workers.device.faults import EXIT_STATUS, DeviceLostError
+from sie.workers.device.faults import EXIT_STATUS, WORN_STATUS, DeviceLostError, WornError, set_device
 from sie.workers.device.memory import measure
 from sie.workers.loading import light_imports
 from sie.workers.loading.hosting import Host
@@ -61,6 +61,7 @@ def main() -> int:
         return 1
     assert isinstance(message, Configure)
     settings = message.settings
+    set_device(launch.device)
     failpoints.arm(settings.testing.failpoints)
     native.allow(allowed=settings.devices.native_kernels)
     counters = CounterPage.open(fds[0], writable=True)
@@ -86,6 +87,9 @@ def main() -> int:
     except DeviceLostError as error:
         _log.critical("the device is lost to this process: %s", error)
         os._exit(EXIT_STATUS)  # libraries that clean up at exit would call the device and may hang
+    except WornError:
+        _log.warning("this worker ends while it is idle: since a failed capture it cannot release a GPU's memory")
+        os._exit(WORN_STATUS)
     return 0
 
 
@@ -142,6 +146,7 @@ def _builder(
             return _load_library_model(card, launch, settings, progress)
         with stall_notices.importing():
             light_imports.prepare()
+            from sie.workers.device.capture import Capturer
             from sie.workers.loading.loader import (
                 load_detector,
                 load_dual_encoder,
@@ -151,8 +156,14 @@ def _builder(
                 load_scorer,
             )
 
+        if launch.without_graphs:
+            Capturer.forbidden = "a capture failed in an earlier process of this worker"
         if card.kind == "generator":
-            return load_generator(card, launch.device, settings.models.dtype, settings.generation, progress)
+            models = settings.models
+            return load_generator(
+                card, launch.device, models.dtype, settings.generation, progress,
+                pressure_pct=models.memory_pressure_pct,
+            )  # fmt: skip
 
         if card.kind == "dual-encoder":
             return load_dual_encoder(card, launch.device, settings.models.dtype, progress)

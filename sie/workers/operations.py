@@ -12,7 +12,7 @@ import msgspec
 
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Overloaded, SieError, Unavailable
-from sie.values.extract import ExtractTask, TokenClassification, ZeroShot
+from sie.values.extract import ExtractTask, TextClassification, TokenClassification, ZeroShot
 from sie.values.work import WorkHeader
 from sie.workers.model_api import RowStep, Side, StepOutputs
 from sie.workers.requests.quantise import output_layout
@@ -72,7 +72,7 @@ def _num_classes(header: WorkHeader, card: ModelCard) -> int:
     rule = card.extract
     if rule is None or header.output_types != (rule.gives,):
         raise BadRequest(f"Model '{card.id}' does not answer with {list(header.output_types)}")
-    return len(rule.labels) if isinstance(rule, TokenClassification | ZeroShot) else 1
+    return len(rule.labels) if isinstance(rule, TokenClassification | TextClassification | ZeroShot) else 1
 
 
 def costs_of(request: Request, card: ModelCard) -> list[int]:

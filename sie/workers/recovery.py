@@ -13,7 +13,7 @@ from sie.metrics import definitions
 from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, NonFinite, ResourceExhausted, SieError
-from sie.workers.device.faults import DeviceLostError, forget_frames, is_out_of_memory, is_sticky
+from sie.workers.device.faults import forget_frames, is_out_of_memory, raise_if_lost
 from sie.workers.device.memory import free_cached
 from sie.workers.model_api import Runner
 from sie.workers.operations import words_of
@@ -49,8 +49,7 @@ class Recovery:
 
     def recover(self, runner: Runner, card: ModelCard, items: list[WaitingItem], error: Exception) -> None:
         """Answer the items of a step that raised `error`. Raises DeviceLostError if the device is lost."""
-        if is_sticky(error):
-            raise DeviceLostError(str(error)) from error
+        raise_if_lost(error)
         if is_out_of_memory(error):
             self._split(runner, card, items, error)
         else:
@@ -95,7 +94,7 @@ class Recovery:
             try:
                 self._attempt(runner, card, chunk)
             except Exception as own_error:
-                if is_sticky(own_error) or not is_out_of_memory(own_error):
+                if not is_out_of_memory(own_error):
                     self.recover(runner, card, chunk, own_error)
                     continue
                 max_items, max_tokens = self._shrink(card, chunk, own_error)

@@ -13,13 +13,14 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
 import msgspec
 
 from sie.metrics import definitions
 from sie.shm.pages import CounterPage, Gauge
+from sie.values.fallbacks import MEANINGS, Fallback
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +104,10 @@ class WorkerMetrics:
             gauge = self._queues[model] = self._page.gauge(definitions.QUEUE_DEPTH.name, labels)
         gauge.set(num_sequences)
 
-    def set_model(self, model: str, device: str, *, loaded: bool, memory_bytes: int) -> None:
-        """Publish whether this model is loaded here, and the memory of its weights.
+    def set_model(
+        self, model: str, device: str, *, loaded: bool, memory_bytes: int, fallbacks: Sequence[Fallback] = ()
+    ) -> None:
+        """Publish whether this model is loaded here, the memory of its weights, and its fallbacks.
 
         Its failure counters start at 0 then: a scraper sees an increase only of a counter that it saw before.
         """
@@ -114,6 +117,10 @@ class WorkerMetrics:
         self._page.gauge(definitions.MODEL_MEMORY.name, definitions.MODEL_MEMORY.label_pairs(model, device)).set(
             memory_bytes
         )
+        found = {fallback.name for fallback in fallbacks}
+        for name in MEANINGS:
+            labels = definitions.MODEL_FALLBACK.label_pairs(model, device, name)
+            self._page.gauge(definitions.MODEL_FALLBACK.name, labels).set(name in found)
 
     def count_oom(self, family: definitions.Family, model: str) -> None:
         """Increment a counter of steps that ran out of memory."""
@@ -298,16 +305,23 @@ class GpuTelemetry:
             return math.nan
 
     def _find_handle(self) -> None:
-        """Find the device by uuid, or else by bus id. A MIG slice's temperature is its parent's."""
+        """Find the device by uuid, or else by bus id. A MIG slice's temperature is its parent's.
+
+        Drivers refuse a MIG slice's uuid in the form of a GPU with different errors, so any of them leads to the other
+        form. Raises the first error if both fail.
+        """
         nvml, gpu = self._nvml, self._gpu
         if not gpu.uuid:
             self._handle = self._parent = nvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id)
             return
         try:
             self._handle = self._parent = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu.uuid}")
-        except nvml.NVMLError_NotFound:
-            handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{gpu.uuid}")
-            self._parent = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        except nvml.NVMLError as error:
+            try:
+                handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{gpu.uuid}")
+                self._parent = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+            except nvml.NVMLError:
+                raise error from None
             self._handle = handle
 
     def _publish_down(self) -> None:

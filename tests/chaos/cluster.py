@@ -12,7 +12,7 @@ from typing import NamedTuple
 import psutil
 
 from tests.chaos.ledger import pick
-from tests.process.harness import Role, Server, eventually, start_server
+from tests.process.harness import DEVICE, Role, Server, devices, eventually, start_server
 from tests.process.wire import encode, extents_in_use
 
 MODEL = "stub/a"
@@ -116,7 +116,7 @@ def cluster(
     """
     with start_server(
         "--model", f"{MODEL}=stub:dense={DENSE},{stub}", "--test",
-        "--frontends", str(frontends), "--devices", f"cpu:{workers}", *flags, is_stopped=is_stopped,
+        "--frontends", str(frontends), "--devices", devices(workers), *flags, is_stopped=is_stopped,
         prefix=prefix, env=env,
     ) as server:  # fmt: skip
         eventually(lambda: count_loads(server) >= workers, "every worker to serve", 60.0)  # ready means that one does
@@ -138,7 +138,7 @@ def logged(server: Server, part: str, after: int = 0) -> bool:
 
 def count_loads(server: Server, after: int = 0) -> int:
     """Return how often the log, of its lines after the first `after`, says that a worker serves the model."""
-    return sum("loaded: cpu" in line and f'"{MODEL}"' in line for line in server.output.lines[after:])
+    return sum(f"loaded: {DEVICE}" in line and f'"{MODEL}"' in line for line in server.output.lines[after:])
 
 
 def rss_bytes(server: Server) -> dict[str, int]:

@@ -12,12 +12,18 @@ from typing import Final
 import pytest
 
 _ROOT: Final = Path("/sys/fs/cgroup")
-_LIMITS: Final = {"memory": ("memory.max", "memory.limit_in_bytes"), "pids": ("pids.max", "pids.max")}
+_LIMITS: Final = {
+    "memory": ("memory.max", "memory.limit_in_bytes"),
+    "pids": ("pids.max", "pids.max"),
+    "freezer": ("cgroup.freeze", "freezer.state"),
+}
+_FREEZES: Final = (("0", "1"), ("THAWED", "FROZEN"))
+"""What to write to let processes run, and to freeze them, by version."""
 _USAGES: Final = {"memory": ("memory.current", "memory.usage_in_bytes"), "pids": ("pids.current", "pids.current")}
 
 
 class ControlGroup:
-    """One group of one controller (`memory` or `pids`)."""
+    """One group of one controller (`memory`, `pids` or `freezer`)."""
 
     def __init__(self, path: Path, controller: str) -> None:
         self._path = path
@@ -30,6 +36,14 @@ class ControlGroup:
         """Allow so much; None for all there is."""
         text = str(value) if value is not None else "max" if self._limit_file().name.endswith("max") else "-1"
         self._limit_file().write_text(text)
+
+    def add(self, pid: int) -> None:
+        """Move a process into the group."""
+        (self._path / "cgroup.procs").write_text(str(pid))
+
+    def freeze(self, *, is_frozen: bool) -> None:
+        """Freeze the group's processes, or let them run on."""
+        self._limit_file().write_text(_FREEZES[self._version][is_frozen])
 
     def usage(self) -> int:
         """Return how much is in use."""

@@ -14,6 +14,7 @@ import pytest
 
 from tests import onnx_models
 from tests.chaos.cluster import MODEL, Leaks, cluster, kill, logged
+from tests.chaos.control_group import control_group
 from tests.chaos.history import open_loop
 from tests.chaos.ledger import SEED, Row, pick
 from tests.process.harness import Server, eventually, paused, running
@@ -86,6 +87,38 @@ def test_f5_an_input_whose_workers_were_stopped_is_answered(row: Row):
                 eventually(lambda: extents_in_use(server.port), "the request on its way")
                 time.sleep(0.2)  # well within its step
                 hang_and_find(server, server.worker())
+            status = answer.result(60.0).status
+        restarts = num_restarts(server)
+    row.equals("status of the innocent input", status, 200)
+    row.equals("workers killed", restarts, 2)
+
+
+@pytest.mark.row(
+    "F5", "a worker's control group is frozen in a step, and its successor's again: the input is not to blame"
+)
+@pytest.mark.timing
+def test_f5_an_input_whose_workers_were_frozen_is_answered(row: Row):
+    with (
+        control_group("freezer") as group,
+        cluster(
+            "--watchdog-s", f"{WATCHDOG_S:g}", stub="latency_ms=700", frontends=1, workers=1, is_warm=False
+        ) as server,
+    ):
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(encode, server.port, MODEL, ["innocent"])
+            for _ in range(2):
+                eventually(lambda: extents_in_use(server.port), "the request on its way")
+                time.sleep(0.2)  # well within its step
+                num_lines, victim = len(server.output.lines), server.worker()
+                group.add(victim)
+                group.freeze(is_frozen=True)
+                try:
+                    eventually(lambda: logged(server, "hangs: its step", num_lines), "a hang to be found")  # noqa: B023
+                    time.sleep(1.0)  # it is killed, for its stacks do not come
+                finally:
+                    group.freeze(is_frozen=False)
+                eventually(lambda: not running(victim), "the end of the frozen worker")  # noqa: B023
+                eventually(lambda: logged(server, "loaded: cpu", num_lines), "a successor that serves")  # noqa: B023
             status = answer.result(60.0).status
         restarts = num_restarts(server)
     row.equals("status of the innocent input", status, 200)

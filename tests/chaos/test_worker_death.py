@@ -6,6 +6,7 @@ import random
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.chaos.cluster import MODEL, Leaks, cluster, kill, logged
@@ -15,6 +16,8 @@ from tests.process.harness import Server, eventually
 from tests.process.wire import encode
 
 QUIET_S = pick(1.0, 5.0)
+WARM_KILLS = 4
+"""After so many, every thread and buffer that a death needs is there; growth counts from then on."""
 
 
 def kill_one(server: Server, victim: int) -> float:
@@ -23,6 +26,28 @@ def kill_one(server: Server, victim: int) -> float:
     kill(victim)
     eventually(lambda: logged(server, "loaded: cpu", num_lines), "a successor that serves")
     return killed_s
+
+
+class Survivors:
+    """The processes that no kill of a worker ends, and what they use now."""
+
+    def __init__(self, server: Server) -> None:
+        self.pids = [*server.pids("supervisor"), *server.frontends()]
+        self._used = [_usage(pid) for pid in self.pids]
+
+    def gained_threads(self) -> int:
+        """Return how many threads they have more than then."""
+        return sum(_usage(pid)[0] - threads for pid, (threads, _) in zip(self.pids, self._used, strict=True))
+
+    def gained_mib(self) -> float:
+        """Return the resident memory that the one that grew most has gained."""
+        return max(_usage(pid)[1] - used for pid, (_, used) in zip(self.pids, self._used, strict=True)) / (1 << 20)
+
+
+def _usage(pid: int) -> tuple[int, int]:
+    """Return a process's threads and resident bytes."""
+    process = psutil.Process(pid)
+    return process.num_threads(), process.memory_info().rss
 
 
 def added_p99_s(history: History, first_fault_s: float) -> float:
@@ -42,11 +67,16 @@ def test_f3_kills_of_one_of_two_workers_cost_no_answer(row: Row):
         leaks = Leaks(server)
         with open_loop(server, 100, seed=SEED) as load:
             time.sleep(QUIET_S)
-            for _ in range(pick(20, 200)):
+            for number in range(pick(20, 200)):
+                if number == WARM_KILLS:
+                    survivors = Survivors(server)
                 time.sleep(rng.random() * 0.1)
                 faults_s.append(kill_one(server, rng.choice(server.pids("worker"))))
         history = load.history
         leaks.check()
+        assert survivors.pids == Survivors(server).pids
+        row.equals("threads that survivors gained", survivors.gained_threads(), 0)
+        row.at_most("memory that a survivor gained", survivors.gained_mib(), 8.0, "MiB", slack=1.0)
     row.equals("kills", len(faults_s), pick(20, 200))
     row.at_least("requests", len(history.asks), pick(200, 5000), "")  # the faster the recoveries, the fewer
     row.equals("failed requests", len(history.failed()), 0)

@@ -26,11 +26,14 @@ from typing import IO, Any, Literal
 
 import psutil
 
-START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0
 WAIT_S = 40.0
 """How long a state is waited for: longer than a busy machine may stand still, and within a test's time."""
 EX_CONFIG = 78
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
+"""What servers run on unless a test says otherwise: cpu, or cuda."""
+START_TIMEOUT_S = 60.0 if DEVICE == "cpu" else 240.0
+"""A first load on a GPU compiles kernels."""
 _SCRAPE_S = 10.0
 _EXTENTS = re.compile(rb"^sie_extents_in_use(?:{[^}]*})? (\S+)$", re.MULTILINE)
 _MARK = "TEST_SERVER_MARK"
@@ -38,10 +41,17 @@ _MODULES = {
     "worker": "sie.workers.main",
     "frontend": "sie.frontend.main",
     "grpc": "sie.frontend.grpc.main",
+    "puller": "sie.cluster.host.main",
+    "gateway": "sie.cluster.gateway.main",
     "supervisor": "serve",
 }
 
-Role = Literal["worker", "frontend", "grpc", "supervisor"]
+Role = Literal["worker", "frontend", "grpc", "puller", "gateway", "supervisor"]
+
+
+def devices(num_workers: int) -> str:
+    """Return the setting `devices` for so many workers on DEVICE."""
+    return f"cpu:{num_workers}" if DEVICE == "cpu" else ",".join(f"cuda:{index}" for index in range(num_workers))
 
 
 def eventually(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
@@ -173,7 +183,7 @@ class Server:
 
     def frontends(self) -> list[int]:
         """Return the processes that answer HTTP: Granian's children, whose parents are the slots."""
-        pids = set(self.pids("frontend"))
+        pids = {*self.pids("frontend"), *self.pids("gateway")}
         found: list[int] = []
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended since
@@ -228,8 +238,14 @@ class Server:
         self.output.close()
 
 
-def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()) -> Server:
-    """Start `sie serve` with these flags; port 0, JSON logs and one CPU worker unless they say otherwise.
+def launch(
+    *args: str,
+    runtime_dir: str,
+    env: dict[str, str] | None = None,
+    prefix: tuple[str, ...] = (),
+    command: str = "serve",
+) -> Server:
+    """Start `sie serve`, or another command, with these flags; port 0, JSON logs and one worker unless they say otherwise.
 
     prefix is a command that becomes the one behind it, such as `prlimit`.
     """
@@ -237,14 +253,14 @@ def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None, pref
     base = {
         "--port": "0",
         "--log-format": "json",
-        "--devices": "cpu:1",
+        "--devices": devices(1),
         "--runtime-dir": runtime_dir,
         "--state-dir": f"{runtime_dir}/state",
         "--memory-pressure-pct": "98",  # what other programs hold of this machine is no reason to refuse a model here
     }
     defaults = [word for flag, value in base.items() if flag not in args for word in (flag, value)]
     process = subprocess.Popen(
-        [*prefix, sys.executable, "-m", "sie", "serve", *defaults, *args],
+        [*prefix, sys.executable, "-m", "sie", command, *defaults, *args],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -263,6 +279,7 @@ def start_server(
     is_stopped: bool = False,
     is_busy: bool = False,
     prefix: tuple[str, ...] = (),
+    command: str = "serve",
 ) -> Iterator[Server]:
     """Yield a ready server; at the end stop it, unless the test has (is_stopped), and assert that nothing is left.
 
@@ -270,7 +287,7 @@ def start_server(
     When the test fails, the server's log is shown.
     """
     with tempfile.TemporaryDirectory(prefix="sie-test-") as runtime_dir:
-        server = launch(*args, runtime_dir=runtime_dir, env=env, prefix=prefix)
+        server = launch(*args, runtime_dir=runtime_dir, env=env, prefix=prefix, command=command)
         try:
             server.wait_ready()
             yield server
@@ -320,11 +337,12 @@ def free_port() -> int:
 
 
 def run_to_end(
-    *args: str, env: dict[str, str] | None = None, timeout_s: float = 60.0, prefix: tuple[str, ...] = ()
-) -> tuple[int, str]:
-    """Run `sie serve` that is expected to refuse to start; return its exit status and what it wrote to stderr."""
+    *args: str, env: dict[str, str] | None = None, timeout_s: float = 60.0, prefix: tuple[str, ...] = (),
+    command: str = "serve",
+) -> tuple[int, str]:  # fmt: skip
+    """Run `sie serve`, or another command, that is expected to refuse to start; return its exit status and what it wrote to stderr."""
     with tempfile.TemporaryDirectory(prefix="sie-test-") as runtime_dir:
-        server = launch(*args, runtime_dir=runtime_dir, env=env, prefix=prefix)
+        server = launch(*args, runtime_dir=runtime_dir, env=env, prefix=prefix, command=command)
         try:
             status = server.process.wait(timeout_s)
         finally:

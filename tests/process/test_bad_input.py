@@ -123,7 +123,7 @@ def test_unknown_path_is_told_the_nearest_route(server, path, route):
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("/v1/files", ""),
+        ("/v1/batches", ""),
         ("/v1/audio/speech", ""),
         ("/v1/chat/completion", " Did you mean POST /v1/chat/completions?"),
         ("/v1/embeddings/x", " Did you mean POST /v1/embeddings?"),

@@ -374,7 +374,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}, "grammar": {"type": "regex", "value": "a"}},
      400, "grammar"),
     *((CHAT, {"messages": HELLO, field: value}, 400, field) for field, value in {
-        "files": [{"name": "a"}], "session_id": "s", "agent_permission": "auto", "code_execution_permission": "ask",
+        "files": [{"name": "a"}], "session_id": "a b", "agent_permission": "auto", "code_execution_permission": "ask",
         "enable_shell": True, "enable_code_execution": True, "max_tool_rounds": 3, "web_search_options": {},
     }.items()),
     (TEXTS, {}, 422, "prompt"),

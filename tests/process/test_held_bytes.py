@@ -85,9 +85,10 @@ def test_answers_that_nobody_reads_are_bounded_and_the_greediest_is_cut_first(se
     wait_all_read(server)
 
 
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
 @pytest.mark.parametrize("is_read", [True, False])
-def test_key_has_its_grpc_request_back_when_the_answer_has_left(server: Server, is_read: bool):
-    call = headers(1, block(path=f"{KSERVE}/ModelInfer", **bearer(ONE))) + data(1, prefixed(a_request("id", 1000)))
+def test_key_has_its_grpc_request_back_when_the_answer_has_left(server: Server, is_read: bool, method: str):
+    call = headers(1, block(path=f"{KSERVE}/{method}", **bearer(ONE))) + data(1, prefixed(a_request("id", 1000)))
     with Raw(server) as raw:
         raw.send(OPENING + frames.settings_frame({frames.INITIAL_WINDOW_SIZE: 0}) + call)
         raw.frames(kinds=(frames.HEADERS,))

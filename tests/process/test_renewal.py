@@ -11,7 +11,7 @@ import signal
 import socket
 import ssl
 import threading
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Self
 
@@ -171,6 +171,78 @@ def test_renewed_certificate_is_taken_over_and_no_request_fails(issued, served):
         assert not [line for line in server.output.lines if '"warning"' in line or '"error"' in line]
     assert clients.outcomes.pop("told to connect anew")
     assert set(clients.outcomes) == {"200"}, clients.outcomes
+
+
+class Flood:
+    """Connections that are opened as fast as they can be: some at once closed, some idle, some in a handshake that stops."""
+
+    def __init__(self, port: int, num_threads: int, num_open: int) -> None:
+        self.num_opened = 0
+        self._port = port
+        self._num_open = num_open
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._open, daemon=True) for _ in range(num_threads)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(WAIT_S)
+
+    def _open(self) -> None:
+        hello = client_hello()
+        kept: deque[socket.socket] = deque()
+        while not self._stop.wait(0.002):
+            try:
+                sock = socket.create_connection(("127.0.0.1", self._port), WAIT_S)
+                kept.append(sock)
+                sock.sendall((b"", hello[: len(hello) // 2], hello)[self.num_opened % 3])
+            except OSError:  # the flood itself may be turned away
+                continue
+            finally:
+                self.num_opened += 1
+                if len(kept) > self._num_open:
+                    kept.popleft().close()
+        for sock in kept:
+            sock.close()
+
+
+def client_hello() -> bytes:
+    outgoing = ssl.MemoryBIO()
+    assert try_handshake(trusting().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost")) is None
+    return outgoing.read()
+
+
+def count_fds(pid: int) -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def test_renewal_under_a_flood_of_connections_ends_and_breaks_no_request(issued, served):
+    """Granian sees no signal while connections arrive, so each frontend takes `drain_timeout_s` to end.
+
+    A connection that waited to be accepted there is reset, unless the host sets `net.ipv4.tcp_migrate_req`.
+    """
+    with start_server(*flags(served), "--frontends", "1", "--drain-timeout-s", "2") as server:
+        [supervisor] = server.pids("supervisor")
+        num_fds = count_fds(supervisor)
+        with Flood(server.port, 1, 100) as flood, Clients(server.port, 2) as clients:
+            eventually(lambda: flood.num_opened > 500, "a flood")
+            put(issued, served, "new")
+            server.log_line("certificate renewed", 120.0)
+        assert all(shown(server.port) == der(issued, "new") for _ in range(20))
+        assert clients.outcomes.pop("200")
+        assert clients.outcomes.keys() <= {
+            "told to connect anew",
+            "ConnectionResetError",
+            "SSLEOFError",
+            "BrokenPipeError",
+        }
+        eventually(lambda: len(server.frontends()) == 1, "no frontend more")
+        eventually(lambda: count_fds(supervisor) == num_fds, "no descriptor more")
 
 
 def test_broken_certificate_changes_nothing_and_is_reported(issued, served):

@@ -252,7 +252,7 @@ def test_rerank_answers_in_coheres_shape(server: Server) -> None:
         ({"rank_fields": ["text"]}, 400, "rank_fields"),
         ({"documents": []}, 400, "must not be empty"),
         ({"documents": ["x"] * (MAX_CANDIDATES + 1)}, 400, f"at most {MAX_CANDIDATES} entries"),
-        ({"documents": [{"text": "x"}]}, 400, "$.documents[0]"),
+        ({"documents": [{"title": "x"}]}, 400, "$.documents[0]"),
         ({"documents": ["x" * 70_000]}, 400, "documents[0]"),
         ({"query": ""}, 400, "Field 'query' must not be empty"),
         ({"model": ""}, 400, "Field 'model' must not be empty"),

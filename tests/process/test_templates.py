@@ -1,4 +1,4 @@
-"""A checkpoint with a hostile chat template affects only its own requests, and those only for a short time."""
+"""A checkpoint with a hostile chat template or tokenizer affects only its own requests, and those only for a short time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from tests import generation_models
 from tests.process.harness import WAIT_S, Server, eventually, start_server
@@ -37,7 +38,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (directory / "chat_template.jinja").write_text(
         "{% set n = messages|length %}" + "".join(branches) + "{{ messages[0].content }}"
     )
+    backtracks: Path = generation_models.save(directory.parent / "backtracks", "llama")
+    tokenizer = tiny_tokenizers.byte_level()
+    split = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
+    tokenizer.save(str(backtracks / "tokenizer.json"))
+    (backtracks / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with start_server(
+        "--model", f"backtracks={backtracks}",
         "--model", f"bad={directory}", "--model", "stub/a=stub:dense=16", "--model", "good=stub:generate",
         "--frontends", "1", "--devices", "cpu:1", "--template-timeout-s", str(TIMEOUT_S), "--dtype", "float32",
     ) as running:  # fmt: skip
@@ -95,14 +103,28 @@ class Stranger:
                 time.sleep(0.002)
 
 
+@pytest.mark.parametrize("text", ["x" * 40, ("x" * 20 + "z") * 380, ("x" * 20 + "z") * 3000])
+def test_texts_that_a_tokenizer_backtracks_over_are_refused_one_by_one(server: Server, text: str):
+    answer = chat(server, "backtracks", text)
+    assert answer.status in (400, 500), answer.body
+    assert "okenizer" in json.loads(answer.body)["error"]["message"]
+    assert chat(server, "backtracks", "a").status == 200
+    completion = {"model": "backtracks", "prompt": text, "max_tokens": 1}
+    assert post_json(server.port, "/v1/completions", completion).status in (400, 500)
+    assert post_json(server.port, "/v1/completions", {**completion, "prompt": "a"}).status == 200
+
+
 @pytest.mark.timing(alone=True)
-@pytest.mark.parametrize("name", list(HOSTILE))
-def test_a_hostile_template_stalls_no_stranger(server: Server, name: str):
+@pytest.mark.parametrize(
+    ("model", "name"), [*(("bad", name) for name in HOSTILE), ("backtracks", ("x" * 20 + "z") * 380)],
+    ids=[*HOSTILE, "backtracks"],
+)  # fmt: skip
+def test_a_hostile_template_or_tokenizer_stalls_no_stranger(server: Server, model: str, name: str):
     assert chat(server, "good", "a").status == 200
 
     def worst_s() -> float:
         with Stranger(server) as stranger:
-            assert chat(server, "bad", name).status == 400
+            assert chat(server, model, name).status == 400
         assert not stranger.failures
         return max(stranger.worst_s.values())
 

@@ -41,6 +41,16 @@ def test_twenty_kills_of_the_only_worker_under_load_fail_no_request():
         eventually(lambda: settled_fds(server) == baseline, f"descriptors back at {baseline}", 20.0)
 
 
+def test_a_worker_whose_device_is_worn_ends_when_it_is_idle_and_no_request_is_lost():
+    with start_server("--model", "stub/a=stub:dense=16,fail=worn,fail_on=WORN", "--test") as server:
+        before = server.worker()
+        assert encode(server.port, "stub/a", ["WORN"]).status == 200
+        eventually(lambda: server.pids("worker") not in ([], [before]), "a successor")
+        assert encode(server.port, "stub/a", ["again"]).status == 200
+        eventually(lambda: total(server.port, "sie_worker_restarts_total") == 1, "the restart counted")
+    assert any("worker-0 ended with status 76" in line for line in server.output.lines)
+
+
 def test_kills_in_quick_succession_before_the_successor_is_ready_fail_no_request():
     """Deaths before readiness back off, and eat a budget: three are within it."""
     with (

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -337,6 +338,8 @@ def test_no_order_of_reply_cancel_deadline_and_death_leaves_an_extent_in_use(ask
 
         asyncio.run(main())
 
+    mapped = Path("/proc/self/maps").read_text().count("memfd:sie-")
     run()
+    assert Path("/proc/self/maps").read_text().count("memfd:sie-") <= mapped
     assert "hedged" in _seen or ask is grpc_generate
     assert {"cancelled", "answered", "failed", "cancelled in the turn of its answer"} <= _seen.keys(), _seen

@@ -10,6 +10,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from tests.tiny_models import save_poisoned
 Change = Callable[[Path], object]
 PANICS_AT_LOAD = {"type": "Precompiled", "precompiled_charsmap": "//////////8="}
 ENLARGES = {"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 1000}
+BACKTRACKS = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+DIGITS = {"type": "Digits", "individual_digits": True}
 MAX_GROWTH_MIB = 300
 PANICS_AT_USE = {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"}
 
@@ -143,6 +146,14 @@ def test_checkpoint_names_no_kernel_to_fetch(checkpoint: Path, tmp_path: Path, n
     assert "someone/kernel" not in str(config.to_dict()) + str(config._attn_implementation)
 
 
+def test_tokenizer_of_endless_pieces_is_refused(checkpoint: Path, tmp_path: Path):
+    """A text of 8,000 characters took 36 s with pieces of up to 4,000."""
+    pieces = [("<unk>", 0.0), *(("x" * length, -float(length)) for length in range(1, 100))]
+    model = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
+    with pytest.raises(ModelLoadFailed, match="a piece of 99 characters"):
+        card_of(changed(checkpoint, tmp_path / "m", rewrite("tokenizer.json", model=model)))
+
+
 @pytest.mark.parametrize("normalizer", [PANICS_AT_LOAD])
 def test_tokenizer_on_which_its_library_panics_is_no_readable_one(
     checkpoint: Path, tmp_path: Path, normalizer: dict[str, str]
@@ -226,6 +237,8 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "at-load": rewrite("tokenizer.json", normalizer=PANICS_AT_LOAD),
         "at-use": rewrite("tokenizer.json", normalizer=PANICS_AT_USE),
         "enlarges": rewrite("tokenizer.json", normalizer={"type": "Sequence", "normalizers": [ENLARGES, ENLARGES]}),
+        "backtracks": rewrite("tokenizer.json", pre_tokenizer=BACKTRACKS),
+        "many-rules": rewrite("tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": [DIGITS] * 1000}),
         "plain": lambda _directory: None,
         "shapes": rewrite("config.json", intermediate_size=2**45),
         "padding": rewrite("config.json", pad_token_id=10**9),
@@ -258,7 +271,42 @@ def test_hostile_adapter_is_a_short_error_and_its_model_serves_on(server: Server
     assert server.worker() == worker
 
 
-@pytest.mark.parametrize("model", ["at-load", "at-use", "enlarges"])
+@pytest.mark.timing
+def test_expression_of_a_tokenizer_that_backtracks_stalls_nobody(server: Server):
+    """It held the event loop for 6 s with each text of 8 KB, and would have held a thread for ever."""
+    quick, harms = {"items": [{"text": "w1"}]}, {"items": [{"text": ("x" * 20 + "z") * 380}]}
+    eventually(lambda: post_json(server.port, "/v1/encode/backtracks", quick).status == 200, "the model is loaded", 30)
+    with ThreadPoolExecutor(3) as clients:
+        asked = [clients.submit(post_json, server.port, "/v1/encode/backtracks", harms) for _ in range(3)]
+        slowest_s = 0.0
+        while not all(one.done() for one in asked):
+            began_s = time.monotonic()
+            assert encode(server.port, "stub/a", ["x"]).status == 200
+            slowest_s = max(slowest_s, time.monotonic() - began_s)
+    replies = [one.result() for one in asked]
+    assert {reply.status for reply in replies} == {400}, replies
+    assert "takes too long for a text" in replies[0].json()["detail"]["message"]
+    assert slowest_s < 0.5
+    assert post_json(server.port, "/v1/encode/backtracks", quick).status == 200
+
+
+@pytest.mark.timing
+def test_long_words_of_an_ordinary_tokenizer_stall_nobody(server: Server):
+    """WordPiece takes the square of a word's length: 8 KB of words of 100 letters held the event loop for 0.1 s."""
+    eventually(lambda: encode(server.port, "plain", ["w1"]).status == 200, "the model is loaded")
+    text = ("w" * 99 + " ") * 80
+    slowest_s = 0.0
+    with ThreadPoolExecutor(4) as clients:
+        asked = [clients.submit(encode, server.port, "plain", [text]) for _ in range(40)]
+        while not all(one.done() for one in asked):
+            began_s = time.monotonic()
+            assert encode(server.port, "stub/a", ["x"]).status == 200
+            slowest_s = max(slowest_s, time.monotonic() - began_s)
+    assert {one.result().status for one in asked} == {200}
+    assert slowest_s < 0.5
+
+
+@pytest.mark.parametrize("model", ["at-load", "at-use", "enlarges", "many-rules"])
 @pytest.mark.parametrize(
     ("path", "body"),
     [

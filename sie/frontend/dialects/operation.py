@@ -14,6 +14,10 @@ JSON: Final = "application/json"
 BINARY: Final = "application/octet-stream"
 TEXT: Final = "text/plain"
 EVENTS: Final = "text/event-stream"
+FORM: Final = "multipart/form-data"
+ZIP: Final = "application/zip"
+ANY: Final = "*/*"
+"""A body whose media type its client chose; it has no schema."""
 
 INFERENCE: Final = "Inference"
 MODELS: Final = "Models"
@@ -62,6 +66,8 @@ class Operation(Struct, frozen=True, kw_only=True):
     example: dict[str, Any] = {}
     model: str = ""
     """An example of the name in the path, usually a model's name."""
+    second: str = ""
+    """An example of the second name in the path."""
     faults: tuple[Fault, ...] = ()
     has_timing: bool = False
     """Whether a 200 has the timing headers."""

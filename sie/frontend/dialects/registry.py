@@ -11,15 +11,21 @@ from sie.frontend.dialects.kserve import dialect as kserve
 from sie.frontend.dialects.native import dialect as native
 from sie.frontend.dialects.openai import dialect as openai
 from sie.frontend.dialects.responses import dialect as responses
+from sie.frontend.dialects.store import dialect as store
+from sie.frontend.dialects.tei import dialect as tei
 from sie.frontend.dialects.trtis import dialect as trtis
+from sie.frontend.dialects.vllm import dialect as vllm
 from sie.frontend.http.routing import Row
 
 DIALECTS: Final[tuple[Dialect, ...]] = (
     native.DIALECT,
     cohere.DIALECT,
+    tei.DIALECT,
+    vllm.DIALECT,
     openai.DIALECT,
     anthropic.DIALECT,
     responses.DIALECT,
+    store.DIALECT,
     kserve.DIALECT,
     trtis.DIALECT,
 )

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from sie.frontend.engine.interface import Engine, Pending
-from sie.values.errors import ClientGone
+from sie.frontend.engine.interface import Pending
+from sie.values.errors import ClientGone, SieError
 
 _WATCH_AFTER_NS: Final = 50_000_000
 """A request that waits longer than this gets a connection watcher; most are answered sooner."""
 
 
+class Abandons(Protocol):
+    """An engine, or operations elsewhere."""
+
+    def abandon(self, pending: Pending, error: SieError) -> None:
+        """End the client's wait with an error."""
+        ...
+
+
 class ClientWatch:
     """The waiting requests of one frontend, with their connections."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Abandons) -> None:
         self._engine = engine
         self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 from sie.frontend.engine.interface import Engine, Pending
@@ -82,6 +82,11 @@ class Run:
         self._submitted_ns = min(part.pending.submitted_ns for part in parts)
 
     @property
+    def num_prompts(self) -> int:
+        """The number of its prompts."""
+        return len(self.parts)
+
+    @property
     def pendings(self) -> list[Pending]:
         """Its requests on the engine."""
         return [part.pending for part in self.parts]
@@ -115,7 +120,7 @@ class Run:
                 if isinstance(event, PromptScored):
                     self._scored[event.prompt] = event.tokens
                 else:
-                    _add(self._choices, event)
+                    add_event(self._choices, event)
             if not self.is_over:
                 await self._news.wait()
         scored = [self._scored[prompt] for prompt in sorted(self._scored)]
@@ -226,7 +231,7 @@ class Run:
         part.last_ns = now_ns
 
 
-def _add(choices: dict[int, ChoiceReply], event: GenerateEvent) -> None:
+def add_event(choices: Mapping[int, ChoiceReply], event: GenerateEvent) -> None:
     """Add an event to its choice."""
     match event:
         case TextDelta(choice, text, logprobs):

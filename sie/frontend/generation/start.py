@@ -150,12 +150,18 @@ class Generator:
         if request.texts is not None:
             encode = functools.partial(_encode_texts, vocabulary, request.texts, request.suffix, marks)
             is_large = is_long([*request.texts, request.suffix], LONG_TEXT_BYTES)
-            return (await self._on_thread(encode) if is_large else encode()), ""
+            return (await self._read(vocabulary, encode, is_long=is_large)), ""
         draft = await self._on_thread(draft_chat, request, rule)
         rendered = finish_chat(draft, await self._templates.render(model, draft.packed), rule)
         tokenise = functools.partial(chat_ids, rendered, vocabulary)
-        ids = await self._on_thread(tokenise) if rendered.is_long else tokenise()
+        ids = await self._read(vocabulary, tokenise, is_long=rendered.is_long)
         return [ids], rendered.text[-_PROMPT_END_CHARS:]
+
+    async def _read(self, vocabulary: Vocabulary, read: Callable[[], _T], *, is_long: bool) -> _T:
+        """Read texts at once, or on the thread that they need."""
+        if vocabulary.pool is not None:
+            return await asyncio.get_running_loop().run_in_executor(vocabulary.pool, read)
+        return await self._on_thread(read) if is_long else read()
 
     async def _on_thread(self, work: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol
 
 import msgspec
@@ -17,7 +18,7 @@ from tokenizers import decoders
 
 from sie.frontend.generation.detokenise import ByteDecoder, TextDecoder, TokenDecoder
 from sie.frontend.inputs.text_bounds import check_chars, max_chars
-from sie.frontend.inputs.tokenize import unicode_error
+from sie.frontend.inputs.tokenize import own_pool, unicode_error
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 
@@ -40,6 +41,8 @@ class Vocabulary(Protocol):
 
     size: int
     """Ids are 0 to size - 1."""
+    pool: ThreadPoolExecutor | None
+    """The thread on which all texts must be read, or None: short texts may be read on the event loop."""
 
     def encode(self, text: str, *, whole: bool) -> list[int]:
         """Return a text's ids; special texts become special tokens.
@@ -75,6 +78,7 @@ class StubVocabulary:
     def __init__(self, card: ModelCard) -> None:
         rule = card.generate
         self._texts = rule.special_texts if rule is not None else ()
+        self.pool: ThreadPoolExecutor | None = None
         self.size = card.vocab_size or _NUM_BYTES + len(self._texts)
         self._pattern = re.compile("|".join(map(re.escape, self._texts)) or "(?!)")
 
@@ -124,6 +128,7 @@ class FileVocabulary:
 
     def __init__(self, card: ModelCard, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.pool = own_pool(tokenizer)
         self._model, self._max_chars = card.id, max_chars(tokenizer)
         self.size = card.vocab_size or tokenizer.get_vocab_size()
         steps = _decoder_steps(tokenizer.decoder)

@@ -7,9 +7,11 @@ into replies first.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncIterator
-from typing import Final, Protocol
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, Protocol
 
 from sie.config.settings import Settings
 from sie.frontend.access.key_use import KeyHolder
@@ -85,8 +87,7 @@ class Service:
         except Exception as error:
             _fail(call, error)
         finally:
-            for key in keys:
-                key.end()
+            _end(keys)
 
     async def _watch(self, call: Call, message: Message) -> None:
         try:
@@ -101,14 +102,16 @@ class Service:
             async for message in call.messages():
                 yield await self._decompressed(call, message) if message.is_compressed else message.data
 
-        async def answer(data: bytes) -> bytes:
-            return await self._serve(call, data)
-
+        unread = _UnreadReplies()
         try:
-            await self._streams.run(messages(), answer, call.write)
+            await self._streams.run(
+                messages(), unread.counted(functools.partial(self._serve, call)), unread.told(call.write)
+            )
             call.finish()
         except Exception as error:
             _fail(call, error)
+        finally:
+            unread.close()
 
     async def _decompressed(self, call: Call, message: Message) -> bytes:
         """Decompress a message. Raises SieError."""
@@ -204,6 +207,50 @@ class Service:
         if headers and not is_stream:  # a stream has many requests, but only one set of trailers
             exchange.protocol.set_trailing_metadata(headers)
         count_exchange(process.metrics, exchange, status, error)
+
+
+class _UnreadReplies:
+    """The requests of one stream for their keys: each ends when its reply has left, or when the stream ends."""
+
+    def __init__(self) -> None:
+        self._keys: deque[list[KeyHolder]] = deque()
+        """For each message in order that has no written reply, its key once it is identified."""
+        self._is_over = False
+
+    def counted(self, serve: Callable[[bytes, list[KeyHolder]], Awaitable[bytes]]) -> Callable[[bytes], Any]:
+        """Return a function that serves a message and keeps its key. It must be called in the order of the messages."""
+
+        async def answer(message: bytes) -> bytes:
+            keys: list[KeyHolder] = []
+            self._keys.append(keys)
+            try:
+                return await serve(message, keys)
+            finally:
+                if self._is_over:
+                    _end(keys)
+
+        return answer
+
+    def told(self, write: Callable[[bytes], Awaitable[None]]) -> Callable[[bytes], Awaitable[None]]:
+        """Return a function that writes the next reply, and ends its request when it has left."""
+
+        async def write_one(reply: bytes) -> None:
+            await write(reply)
+            _end(self._keys.popleft())
+
+        return write_one
+
+    def close(self) -> None:
+        """End all requests, also those that are still being cancelled."""
+        self._is_over = True
+        for keys in self._keys:
+            _end(keys)
+
+
+def _end(keys: list[KeyHolder]) -> None:
+    """End the requests of keys, once."""
+    while keys:
+        keys.pop().end()
 
 
 def _method(call: Call) -> Method:

@@ -8,7 +8,9 @@ same result.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import Any, Protocol
 
 from sie.config.limits import Limits
@@ -20,7 +22,11 @@ _WHOLE_BYTES = 256 * 1024
 _FREE_CHUNKS = 4096
 _MIN_CHUNK_BYTES = 1024
 """Each chunk wakes the event loop. A body may have _FREE_CHUNKS, and one more for each _MIN_CHUNK_BYTES of its size."""
+_PIECE_BYTES = 256 * 1024
+"""A body that is passed on goes in pieces of about this size."""
 _NO_LIMIT = 1 << 62
+Take = Callable[[bytes], Awaitable[None]]
+"""Takes the next piece of a body; the client waits until it is done."""
 
 
 class Headers(Protocol):
@@ -62,8 +68,8 @@ class HeldBody:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether the body is incomplete."""
-        return self.reading is not None
+        """Whether the body is incomplete, and its client is who keeps us waiting."""
+        return self.reading is not None and not self.reading.is_paused
 
     def measure(self) -> int:
         """Return the bytes received."""
@@ -79,10 +85,11 @@ class HeldBody:
 class Reading:
     """One body that is being read: the waiting task, the time of its last chunk, and the bytes received.
 
-    A body that is read in one call shows no progress, so it must be complete within the longest stall.
+    A body that is read in one call shows no progress, so it must be complete within the longest stall. While a piece of
+    it is passed on, the client waits for us: the read is paused, and must not be ended.
     """
 
-    __slots__ = ("began_ns", "deadline_ns", "error", "last_ns", "num_bytes", "task")
+    __slots__ = ("began_ns", "deadline_ns", "error", "is_paused", "last_ns", "num_bytes", "task")
 
     def __init__(self, task: asyncio.Task[Any], now_ns: int, deadline_ns: int) -> None:
         self.task = task
@@ -90,6 +97,7 @@ class Reading:
         self.num_bytes = 0
         self.deadline_ns = deadline_ns
         self.error: SieError | None = None
+        self.is_paused = False
 
     def end(self, error: SieError) -> None:
         """Make the read raise an error. Must not be called by the reading task."""
@@ -121,9 +129,14 @@ class BodyReader:
         for other in self._others:
             other.reconfigure(other._max_bytes, idle_timeout_s, min_bytes_per_s)
 
-    def with_limit(self, section: object, setting: str) -> BodyReader:
-        """Return a reader with its own size limit, from a setting of section. `end_stalled` covers its reads, too."""
-        other = BodyReader(getattr(section, setting), self._idle_s, self._min_bytes_per_s, setting, self._held)
+    def with_limit(self, section: object, setting: str, more_bytes: int = 0) -> BodyReader:
+        """Return a reader with its own size limit: a setting of section, and more_bytes for what is around the content.
+
+        `end_stalled` covers its reads, too.
+        """
+        other = BodyReader(
+            getattr(section, setting) + more_bytes, self._idle_s, self._min_bytes_per_s, setting, self._held
+        )
         other._readings = self._readings
         self._others.append(other)
         return other
@@ -159,6 +172,51 @@ class BodyReader:
         if body is not None and body.done():
             return self.take(body)
         length = self._announced(headers)
+        with self._reading(deadline_ns, held) as (reading, kept):
+            if body is None and (length is None or length > _WHOLE_BYTES):
+                whole = bytearray()
+                async for chunk in self._chunks(reading, protocol, length):
+                    whole += chunk
+                    self._held.put(kept, len(whole))
+                return bytes(whole)
+            data: bytes = await (protocol() if body is None else body)
+            self._held.put(kept, len(data))  # counted only on arrival: announced bytes must not cut other connections
+            return data
+
+    async def pass_on(
+        self, headers: Headers, protocol: HttpProtocol, deadline_ns: int, take: Take, body: Body | None = None
+    ) -> int:
+        """Give a body to `take`, piece by piece, and return its size. Only the present piece is in memory, and counts.
+
+        Raises as `read` does, and as take does; then the rest of the body is not read.
+        """
+        if body is not None:
+            data = await self.read(headers, protocol, deadline_ns, body)
+            await take(data)
+            return len(data)
+        length = self._announced(headers)
+        with self._reading(deadline_ns, None) as (reading, kept):
+            piece = bytearray()
+            async for chunk in self._chunks(reading, protocol, length):
+                piece += chunk
+                self._held.put(kept, len(piece))
+                if len(piece) >= _PIECE_BYTES:
+                    await self._give(reading, take, bytes(piece))
+                    piece.clear()
+                    self._held.put(kept, 0)
+            await self._give(reading, take, bytes(piece))
+            return reading.num_bytes
+
+    async def _give(self, reading: Reading, take: Take, piece: bytes) -> None:
+        reading.is_paused = True
+        try:
+            await take(piece)
+        finally:
+            reading.is_paused, reading.last_ns = False, time.monotonic_ns()
+
+    @contextlib.contextmanager
+    def _reading(self, deadline_ns: int, held: HeldBody | None) -> Generator[tuple[Reading, HeldBody]]:
+        """Watch a read in the block; raise the error that ended it."""
         task = asyncio.current_task()
         assert task is not None
         reading = Reading(task, time.monotonic_ns(), deadline_ns)
@@ -166,11 +224,7 @@ class BodyReader:
         kept = held if held is not None else HeldBody()
         kept.reading = reading
         try:
-            if body is None and (length is None or length > _WHOLE_BYTES):
-                return await self._read_chunks(reading, protocol, length, kept)
-            data: bytes = await (protocol() if body is None else body)
-            self._held.put(kept, len(data))  # counted only on arrival: announced bytes must not cut other connections
-            return data
+            yield reading, kept
         except asyncio.CancelledError:
             if reading.error is None:
                 raise
@@ -195,6 +249,8 @@ class BodyReader:
                 reading.end(SieError(text, code="REQUEST_TIMEOUT", http_status=408))
 
     def _is_overdue(self, reading: Reading, now_ns: int) -> bool:
+        if reading.is_paused:
+            return False
         if now_ns - reading.last_ns > self._idle_ns or now_ns > reading.deadline_ns:
             return True
         elapsed_ns = now_ns - reading.began_ns
@@ -215,27 +271,25 @@ class BodyReader:
             raise self._too_long()
         return length
 
-    async def _read_chunks(self, reading: Reading, protocol: HttpProtocol, length: int | None, held: HeldBody) -> bytes:
-        body = bytearray()
+    async def _chunks(self, reading: Reading, protocol: HttpProtocol, length: int | None) -> AsyncGenerator[bytes]:
+        """Yield the chunks of a body as they arrive, within the limits."""
         num_chunks = num_empty = 0
         async for chunk in protocol:
             if not chunk:
                 num_empty += 1
                 continue
             reading.last_ns = time.monotonic_ns()
-            body += chunk
-            reading.num_bytes = len(body)
+            reading.num_bytes = num_bytes = reading.num_bytes + len(chunk)
             num_chunks += 1
-            if len(body) > self._max_bytes:
+            if num_bytes > self._max_bytes:
                 raise self._too_long()
-            if num_chunks > _FREE_CHUNKS + len(body) // _MIN_CHUNK_BYTES:
-                raise BadRequest(f"The request body has {num_chunks} chunks for {len(body)} bytes: send larger chunks")
-            self._held.put(held, len(body))
-        if length is not None and len(body) != length:
+            if num_chunks > _FREE_CHUNKS + num_bytes // _MIN_CHUNK_BYTES:
+                raise BadRequest(f"The request body has {num_chunks} chunks for {num_bytes} bytes: send larger chunks")
+            yield chunk
+        if length is not None and reading.num_bytes != length:
             raise _client_gone()
         if num_empty > 1:
             raise BadRequest("The request body is cut, its chunks are malformed, or trailers follow it")
-        return bytes(body)
 
     def _too_long(self) -> InputTooLong:
         return InputTooLong(f"The request body is over {self._setting} ({self._max_bytes})", http_status=413)

@@ -37,7 +37,7 @@ class Exchange:
         self.model = ""
         """The part of the path at the route's placeholder, usually a model's name."""
         self.version = ""
-        """The version of a tensor model that the path names, or empty."""
+        """The part of the path at a second placeholder, or the version of a tensor model that the path names; or empty."""
         self.known_model = ""
         self.request_id = ""
         """The value of `x-request-id` in the answer; empty on routes without that header."""

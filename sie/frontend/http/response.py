@@ -16,5 +16,12 @@ class Response(NamedTuple):
     body: bytes
 
 
+class FileResponse(NamedTuple):
+    """A 200 whose body is a file on disk, which is not read into memory."""
+
+    headers: Headers
+    path: str
+
+
 Answer = tuple[Headers, bytes]
 """The headers and body of a 200 response."""

@@ -56,7 +56,16 @@ class Match(NamedTuple):
     route: Row
     model: str = ""
     version: str = ""
-    """The version of a tensor model that the path names, or empty."""
+    """The part at the second placeholder, or the version of a tensor model that the path names; or empty."""
+
+
+class _Around(NamedTuple):
+    """The parts of a template around its placeholders; middle is between two of them, or empty if there is one."""
+
+    prefix: str
+    suffix: str
+    middle: str
+    row: Row
 
 
 class RouteTable:
@@ -67,16 +76,18 @@ class RouteTable:
         self._by_method = {(row.template, method): row for row in rows for method in row.methods}
         first = {row.template: row for row in reversed(rows)}
         self._exact = {template: row for template, row in first.items() if "{" not in template}
-        named = [(*_PLACE.split(row.template), row) for row in rows if "{" in row.template]
-        around = [(prefix, suffix, row) for prefix, _, suffix, row in named if first[row.template] is row]
-        prefixes = list(dict.fromkeys(prefix for prefix, _, _ in around))
-        # "/v2/models/m/infer" is not about a model "m/infer", so the longest suffix comes first.
-        around.sort(key=lambda parts: (prefixes.index(parts[0]), -len(parts[1])))
+        named = [
+            (_PLACE.split(row.template), row) for row in rows if "{" in row.template and first[row.template] is row
+        ]
+        around = [_Around(parts[0], parts[-1], parts[2] if len(parts) > 3 else "", row) for parts, row in named]
+        prefixes = list(dict.fromkeys(parts.prefix for parts in around))
+        # "/v2/models/m/infer" is not about a model "m/infer", so the longest suffix comes first. Of two templates with one
+        # suffix, that with a second placeholder does.
+        around.sort(key=lambda parts: (prefixes.index(parts.prefix), -len(parts.suffix), -len(parts.middle)))
         self._around = tuple(around)
-        """The prefix and suffix around the placeholder of each template that has one."""
         self._by_start = {
-            start: tuple(parts for parts in around if parts[0].startswith(start))
-            for start in {parts[0][:_START_CHARS] for parts in around}
+            start: tuple(parts for parts in around if parts.prefix.startswith(start))
+            for start in {parts.prefix[:_START_CHARS] for parts in around}
         }
         """The same by the first characters of the path, so that a path is compared with few templates."""
 
@@ -88,9 +99,14 @@ class RouteTable:
         route = self._exact.get(path)
         if route is not None:
             return Match(route)
-        for prefix, suffix, candidate in self._by_start.get(path[:_START_CHARS], ()):
+        for prefix, suffix, middle, candidate in self._by_start.get(path[:_START_CHARS], ()):
             if path.startswith(prefix) and path.endswith(suffix) and len(path) >= len(prefix) + len(suffix):
-                return Match(candidate, path[len(prefix) : len(path) - len(suffix)])
+                place = path[len(prefix) : len(path) - len(suffix)]
+                if not middle:
+                    return Match(candidate, place)
+                model, found, second = place.partition(middle)
+                if found:
+                    return Match(candidate, model, second)
         return None
 
     def find(self, template: str, method: str) -> Row | None:
@@ -105,5 +121,7 @@ class RouteTable:
         """Return the target of the redirect (307) for a path without its model, as the reference does for `/v1/encode`."""
         if path in self._exact:
             return None
-        found = (prefix for prefix, _, row in self._around if path == prefix[:-1] and row.envelope == "sie")
+        found = (
+            around.prefix for around in self._around if path == around.prefix[:-1] and around.row.envelope == "sie"
+        )
         return next(found, None)

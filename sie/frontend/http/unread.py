@@ -91,7 +91,8 @@ class UnreadAnswers:
 
     def open_stream(self, client: str, limit_bytes: int) -> Unread:
         """Return the counter of an answer that comes in parts, with its own limit. `keep` or `end` must follow."""
-        return Unread(self._held, Backlog(client, limit_bytes))
+        self._sockets.expire()  # its connection may be newer than the last scan
+        return Unread(self._held, Backlog(client, limit_bytes, self._sockets))
 
     def add(self, exchange: Exchange, num_bytes: int, *, is_error: bool = False) -> None:
         """Count an answer that was just sent. Its request ends for its key when the answer is read.

@@ -1,8 +1,8 @@
 """Decodes one image: from the client's bytes to the uint8 RGB rows that a worker reads.
 
 Pillow decodes only six formats. The size is read from the header and checked before any pixel is decoded. Other costs
-are bounded too: only the first frame is read, JPEG scans and the reads of a decoder are limited, a TIFF tile is at most as large as an image, and
-a resize computes only the part that is kept. Pure except for Pillow. It is slow, so it runs on threads, where Pillow
+are bounded too: only the first frame is read, JPEG scans, the reads of a decoder and the values of a TIFF's or EXIF's directory are
+limited, a TIFF tile is at most as large as an image, and a resize computes only the part that is kept. Pure except for Pillow. It is slow, so it runs on threads, where Pillow
 releases the interpreter lock.
 Source of every step after decoding: transformers 5.23 image_processing_backends.py (PilBackend), image_transforms.py.
 """
@@ -10,23 +10,30 @@ Source of every step after decoding: transformers 5.23 image_processing_backends
 from __future__ import annotations
 
 import io
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from sie.values.card import ImageRule
 from sie.values.errors import BadRequest
 
 FORMATS: Final = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
 """Formats that are decoded, detected by content. Pillow calls a JPEG with several pictures MPO; the first is read."""
+_JPEG_START: Final = b"\xff\xd8"
 _SCAN_MARKER: Final = b"\xff\xda"
 _MAX_JPEG_SCANS: Final = 100
 """Every scan processes the whole image, even if it has few bytes; encoders write about ten."""
 _MAX_READS: Final = 100_000
 """Pillow reads segments and chunks of a file in Python: a million empty ones take seconds. A 34 MB file of a camera or a
 scanner takes a tenth of this."""
+_MAX_TAG_VALUES: Final = 65_536
+"""Pillow makes Python objects of the numbers in a directory of tags: four million strips of a TIFF take 23 s and 1.5 GB."""
+_EXIF_SEGMENT: Final = b"Exif\0\0"
+_MAX_EXIF_SEGMENTS: Final = 64
+"""Pillow copies all EXIF of a JPEG before for each further segment. One segment has up to 64 KiB, most files have one."""
 _UNBOUNDED_MODES: Final = frozenset(("I", "F"))
 """32-bit integers and floats, for which no value is defined as white."""
 _TILE_SIZE: Final = (322, 323)
@@ -62,12 +69,29 @@ class _CountedFile(io.BytesIO):
         return super().read(size)
 
 
+_load_directory: Final = ImageFileDirectory_v2.load
+
+
+def _load_bounded(self: ImageFileDirectory_v2, fp: IO[bytes]) -> None:
+    """Read a directory of a TIFF or of EXIF, and refuse it if it has too many numbers to make objects of."""
+    _load_directory(self, fp)
+    units, values = self._load_dispatch, self._tagdata  # pyright: ignore[reportPrivateUsage]  # `self` is Pillow's
+    sizes = ((units[self.tagtype[tag]][0], len(data)) for tag, data in values.items())
+    if sum(size // unit for unit, size in sizes if unit > 1) > _MAX_TAG_VALUES:
+        raise OSError("an image of too many parts")
+
+
+ImageFileDirectory_v2.load = _load_bounded  # Pillow has no limit of its own, and reads these in several places
+
+
 def open_image(data: memoryview, path: str, max_pixels: int) -> Image.Image:
     """Return an image after reading only its header. path is its place in the request.
 
     Raises BadRequest for undecodable data, and for an image or tile of more pixels than max_pixels.
     """
     encoded = bytes(data)
+    if encoded.startswith(_JPEG_START) and encoded.count(_EXIF_SEGMENT) > _MAX_EXIF_SEGMENTS:
+        raise _undecodable(path)
     try:
         image: Image.Image = Image.open(_CountedFile(encoded), formats=FORMATS)
     except Exception:  # each decoder raises different errors on foreign bytes

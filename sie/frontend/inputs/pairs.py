@@ -22,6 +22,22 @@ _PLACEHOLDER: Final = re.compile(r"\{(query|document|instruction)\}")
 _LENGTH: Final = struct.Struct("<I")
 
 
+def cut_documents(tokenizer: Tokenizer | None, documents: Sequence[str], max_tokens: int) -> list[str]:
+    """Return the documents, each up to the end of its token number max_tokens.
+
+    tokenizer is None for a model that reads text. Raises BadRequest for a text that is not valid Unicode.
+    """
+    try:
+        if tokenizer is None:
+            most = max_tokens * BYTES_PER_TOKEN
+            ends = [len(document.encode()[:most].decode(errors="ignore")) for document in documents]
+        else:
+            ends = [tokenizer.end_of(document, max_tokens) for document in documents]
+    except (TypeError, UnicodeEncodeError) as error:
+        raise unicode_error(documents, error) from None
+    return [document[:end] for document, end in zip(documents, ends, strict=True)]
+
+
 def pair_arrays(
     card: ModelCard,
     tokenizer: Tokenizer | None,
@@ -51,6 +67,38 @@ def pair_arrays(
     token_ids, cu_seqlens, token_types = tokenizer.encode_pairs(query, documents, max_tokens, cuts)
     arrays: Arrays = [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
     return arrays if token_types is None else [*arrays, ("token_types", token_types)]
+
+
+def matched_pair_arrays(
+    card: ModelCard,
+    tokenizer: Tokenizer | None,
+    queries: Sequence[str],
+    documents: Sequence[str],
+    instruction: str | None,
+    *,
+    options: dict[str, Any],
+    cuts: Cuts,
+) -> Arrays:
+    """Return the arrays of as many queries as documents, paired in order; the rest as in `pair_arrays`."""
+    parts: list[Arrays] = []
+    for index, (query, document) in enumerate(zip(queries, documents, strict=True)):
+        own: Cuts = {}
+        parts.append(pair_arrays(card, tokenizer, query, [document], instruction, options=options, cuts=own))
+        if own:
+            cuts[index] = own[0]
+    return _join(parts)
+
+
+def _join(parts: Sequence[Arrays]) -> Arrays:
+    """Return the arrays of single items as those of one request; bounds start where the last part's end."""
+    joined: Arrays = []
+    for place, (name, array) in enumerate(parts[0]):
+        values = [part[place][1] for part in parts]
+        if name in ("cu_seqlens", "text_offsets"):
+            joined.append((name, bounds_of([int(one[-1]) for one in values], len(values))))
+        else:
+            joined.append((name, np.concatenate(values, dtype=array.dtype)))
+    return joined
 
 
 def _fill_template(

@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 import tokenizers
 
+from sie.frontend.inputs.text_rules import least_chars
 from sie.values.errors import InputTooLong
 
 _MAX_GROWTH: Final = 4096
@@ -24,6 +25,7 @@ _CHARS_A_TOKEN: Final = 8
 _MORE_CHARS: Final = 1024
 _MARGIN: Final = 128
 """Tokens beyond the limit that a text's beginning must have: where it was cut, its last tokens may not be the text's."""
+_DIGITS_AT_ONCE: Final = 4096
 _CHARS_AT_ONCE: Final = 1 << 20
 _FIXED_GROWTH: Final = {
     "NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 2, "StripAccents": 1, "Strip": 1, "Nmt": 1,
@@ -97,15 +99,25 @@ def _beginning(tokenizer: tokenizers.Tokenizer, text: str, limit: int | None, si
         text.encode()
     except UnicodeEncodeError as error:
         raise TypeError from error
-    while limit is not None and (size := min(size, most)) < len(text):
+    while limit is not None and (size := _behind_number(text, min(size, most))) < len(text):
         head = text[:size]
         [encoding] = tokenizer.encode_batch_fast([head], add_special_tokens=False)
         if len(encoding) + sum(map(len, encoding.overflowing)) >= limit + _MARGIN:
             return head
-        if size == most:
+        if size >= most:
             break
         size *= 8
     return text
+
+
+def _behind_number(text: str, place: int) -> int:
+    """Return a place that is not inside a number: some tokenizers group digits from a number's end."""
+    if text[place - 1 : place].isnumeric():
+        while text[place : place + _DIGITS_AT_ONCE].isnumeric():
+            place += _DIGITS_AT_ONCE
+        while text[place : place + 1].isnumeric():
+            place += 1
+    return place
 
 
 def _growth(form: Any) -> float:
@@ -116,9 +128,10 @@ def _growth(form: Any) -> float:
     if kind == "Prepend":
         return 1 + len(form["prepend"].encode())
     if kind == "Replace":
-        pattern, content = form["pattern"].get("String"), len(form["content"].encode())
-        # A regular expression may match one byte, or none between two.
-        return max(1.0, content / len(pattern.encode())) if pattern else 1.0 + content
+        pattern, content = form["pattern"], len(form["content"].encode())
+        least = len(pattern.get("String", "").encode()) or least_chars(pattern.get("Regex", ""))
+        # An expression that is not known may match nothing, between any two bytes.
+        return max(1.0, content / least) if least else 1.0 + content
     if kind == "Precompiled":
         return _longest_text(form.get("precompiled_charsmap") or "") / _LONGEST_KEY
     return _FIXED_GROWTH.get(kind, _UNKNOWN_GROWTH)

@@ -7,18 +7,22 @@ holds the sequences back to back, and `cu_seqlens` (n + 1,) their bounds, first 
 
 from __future__ import annotations
 
+import asyncio
 import re
 import string
 import sys
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from sie.frontend.inputs.guarded_tokenizer import GuardedTokenizer
 from sie.frontend.inputs.text_bounds import GrowthError, groups, max_chars, shorten
+from sie.frontend.inputs.text_rules import RulesError, rules_to_try
 from sie.native.preempt import preempted
 from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.values.card import ModelCard
@@ -31,6 +35,11 @@ Cuts = dict[int, int]
 
 LONG_TEXT_BYTES = 8192
 """Above this, tokenising takes over about 2 ms and runs on a thread instead of the event loop (`is_long`)."""
+_MAX_COUNTED_CHARS = 1 << 18
+"""All tokens of a longer text are not counted, to find out whether it is the longer one of a pair."""
+_MANY_CHARS = 1024
+_LONG_WORD = 32
+"""WordPiece takes the square of a word's length: 8 KB of words of 100 letters take 60 ms, real texts 2 ms."""
 _MAX_UTF8_BYTES = 4
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _SPACES = re.compile(r"\s+")
@@ -80,27 +89,28 @@ class Tokenizer:
         self._wants_types = card.score is not None and card.score.token_types
 
     @classmethod
-    def load(cls, card: ModelCard) -> Tokenizer:
+    def load(cls, card: ModelCard, loop: asyncio.AbstractEventLoop | None = None) -> Tokenizer:
         """Read the card's tokenizer files.
 
-        Replaces the truncation and padding in the files: MiniLM's file pads every text to 128 tokens.
-        Raises Internal when a file cannot be read; the message names the model, never a path.
+        Replaces the truncation and padding in the files: MiniLM's file pads every text to 128 tokens. With the event
+        loop of a server, rules that may take long are guarded; this function must then run on a thread.
+        Raises Internal when a file cannot be used; the message names the model, never a path.
         """
         late, static = card.late, card.static_queries
         if late is None:
             # `sie.frontend.operations.extraction` cuts an extractor's texts: into windows, or to fit with their label.
             # A generation prompt that is too long is rejected, or loses its oldest tokens.
             limit = card.max_sequence_length if card.extract is None and card.generate is None else None
-            tokenizer = cls(card, _open(card, card.tokenizer_file, limit))
+            tokenizer = cls(card, _open(card, card.tokenizer_file, limit, loop))
         else:
-            document = _open_late(card, late.document_length, late.document_prefix)
+            document = _open_late(card, late.document_length, late.document_prefix, loop)
             tokenizer = cls(card, document.tokenizer)
             tokenizer._document = document
-            tokenizer._query = _open_late(card, late.query_length, late.query_prefix)
+            tokenizer._query = _open_late(card, late.query_length, late.query_prefix, loop)
         if card.static_vectors is not None:
             tokenizer._document = tokenizer._query = tokenizer._document._replace(add_special_tokens=False)
         if static is not None:
-            query = _open(card, static.tokenizer_file, static.max_length)
+            query = _open(card, static.tokenizer_file, static.max_length, loop)
             most = _most_chars(card, query)
             tokenizer._query = _Reader(query, static.max_length, add_special_tokens=False, max_chars=most)
         return tokenizer
@@ -109,6 +119,15 @@ class Tokenizer:
     def backend(self) -> tokenizers.Tokenizer:
         """The library's tokenizer, for callers that need more than token ids. Do not change it."""
         return self._document.tokenizer
+
+    @property
+    def pool(self) -> ThreadPoolExecutor | None:
+        """The thread on which all texts must be read, or None: short texts may be read on the event loop."""
+        return own_pool(self._document.tokenizer) or own_pool(self._query.tokenizer)
+
+    def may_read_now(self, texts: Sequence[str], threshold_bytes: int = LONG_TEXT_BYTES) -> bool:
+        """Return whether these texts may be read on the event loop."""
+        return self.pool is None and not is_long(texts, threshold_bytes)
 
     @property
     def max_chars(self) -> int:
@@ -183,10 +202,12 @@ class Tokenizer:
             query, documents = self._clean(query), [self._clean(document) for document in documents]
         rows: list[tuple[list[int], list[int]]] = []
         try:
-            query, *documents = self._document.shorten(self.card.id, [query, *documents], limit)
+            whole = [query, *documents]
+            query, *documents = self._document.shorten(self.card.id, whole, limit)
             for part in groups(documents):
                 own: Cuts = {}
-                encodings = self._pair(query, part, limit, own, is_cut_here=is_lower)
+                lengths = _Lengths(self._document.tokenizer, [whole[0], *whole[len(rows) + 1 :]])
+                encodings = self._pair(query, part, limit, own, lengths, is_cut_here=is_lower)
                 cuts |= {len(rows) + index: most for index, most in own.items()}
                 rows += [(encoding.ids, encoding.type_ids if self._wants_types else []) for encoding in encodings]
         except TypeError as exc:
@@ -201,13 +222,21 @@ class Tokenizer:
         )
 
     def _pair(
-        self, query: str, documents: Sequence[str], limit: int | None, cuts: Cuts, *, is_cut_here: bool
+        self,
+        query: str,
+        documents: Sequence[str],
+        limit: int | None,
+        cuts: Cuts,
+        lengths: _Lengths,
+        *,
+        is_cut_here: bool,
     ) -> Sequence[tokenizers.Encoding]:
         tokenizer = self._document.tokenizer
+        is_cut_here = is_cut_here or lengths.any_is_cut([query, *documents])
         # When both texts of a pair are cut, the library also joins each piece of one with each piece of the other.
         # That takes a gigabyte for two texts of 10,000 words. So the library cuts only single texts.
         if limit is not None and (is_cut_here or len(query) > limit):
-            return _pair_short(tokenizer, query, documents, limit, cuts)
+            return cut_pairs(tokenizer, query, documents, limit, cuts, lengths=lengths)
         encodings = tokenizer.encode_batch_fast([(query, document) for document in documents])
         if limit is not None:
             _note_cuts(encodings, limit, cuts)
@@ -229,6 +258,15 @@ class Tokenizer:
         except TypeError as exc:
             raise unicode_error(texts, exc) from None
         return rows
+
+    def end_of(self, text: str, max_tokens: int) -> int:
+        """Return the end of a text's token number max_tokens, special ones left out, or that of a shorter text.
+
+        Raises TypeError, the library's, for a text that is not valid Unicode.
+        """
+        encoding = self._document.tokenizer.encode(text, add_special_tokens=False)
+        offsets = [*encoding.offsets, *chain.from_iterable(part.offsets for part in encoding.overflowing)]
+        return len(text) if len(offsets) <= max_tokens else offsets[max_tokens - 1][1]
 
     def check_token_ids(
         self, token_lists: Sequence[Sequence[int]], max_tokens: int | None = None, cuts: Cuts | None = None
@@ -272,7 +310,9 @@ class Tokenizer:
         return text.lower() if self.card.lowercase else text
 
 
-def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer:
+def _open(
+    card: ModelCard, path: str, limit: int | None, loop: asyncio.AbstractEventLoop | None
+) -> tokenizers.Tokenizer:
     """Return a file's tokenizer without padding, and truncated only at limit."""
     try:
         with preempted("tokenizers"):
@@ -285,7 +325,22 @@ def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer
     tokenizer.no_truncation()
     if limit is not None:
         tokenizer.enable_truncation(limit)  # pyright: ignore[reportUnknownMemberType]  # untyped
-    return tokenizer
+    try:
+        rules = rules_to_try(tokenizer)
+    except RulesError as error:
+        raise _unusable(card, error) from None
+    if not rules or loop is None:
+        return tokenizer
+    return cast("tokenizers.Tokenizer", GuardedTokenizer(card.id, tokenizer, rules, loop))
+
+
+def _unusable(card: ModelCard, error: Exception) -> Internal:
+    return Internal(f"Model '{card.id}' has a tokenizer that cannot be used: {error}")
+
+
+def own_pool(tokenizer: tokenizers.Tokenizer) -> ThreadPoolExecutor | None:
+    """Return the thread on which all texts of a guarded tokenizer must be read; None for any other tokenizer."""
+    return cast("Any", tokenizer).pool if isinstance(cast("object", tokenizer), GuardedTokenizer) else None
 
 
 def _filler_of(card: ModelCard, tokenizer: tokenizers.Tokenizer) -> list[int] | None:
@@ -299,9 +354,9 @@ def _filler_of(card: ModelCard, tokenizer: tokenizers.Tokenizer) -> list[int] | 
     return [token_id] * padding.length
 
 
-def _open_late(card: ModelCard, length: int | None, prefix: str) -> _Reader:
+def _open_late(card: ModelCard, length: int | None, prefix: str, loop: asyncio.AbstractEventLoop | None) -> _Reader:
     limit = length or card.max_sequence_length
-    tokenizer = _with_marker(_open(card, card.tokenizer_file, limit), prefix)
+    tokenizer = _with_marker(_open(card, card.tokenizer_file, limit, loop), prefix)
     return _Reader(tokenizer, limit, prefix, max_chars=_most_chars(card, tokenizer))
 
 
@@ -309,7 +364,7 @@ def _most_chars(card: ModelCard, tokenizer: tokenizers.Tokenizer) -> int:
     try:
         return max_chars(tokenizer)
     except GrowthError as error:
-        raise Internal(f"Model '{card.id}' has a tokenizer that cannot be used: {error}") from None
+        raise _unusable(card, error) from None
 
 
 def _note_cuts(encodings: Sequence[tokenizers.Encoding], limit: int, cuts: Cuts) -> None:
@@ -335,13 +390,49 @@ def _encode_short(
     return [tokenizer.post_process(encoding, None, reader.add_special_tokens).ids for encoding in encodings]
 
 
-def _pair_short(
-    tokenizer: tokenizers.Tokenizer, query: str, documents: Sequence[str], limit: int, cuts: Cuts
+class _Lengths:
+    """The numbers of tokens of a query, at place 0, and its documents, of which only beginnings are read."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._known: dict[int, float] = {}
+
+    def any_is_cut(self, heads: Sequence[str]) -> bool:
+        """Return whether any of the first texts is longer than what is read of it."""
+        return any(len(head) < len(text) for head, text in zip(heads, self._texts, strict=False))
+
+    def of(self, place: int, head: str, num_tokens: int) -> float:
+        """Return the number of tokens of a text whose beginning has num_tokens; an estimate for an immense one."""
+        text = self._texts[place]
+        if len(head) == len(text):
+            return num_tokens
+        if place not in self._known:
+            if len(text) > _MAX_COUNTED_CHARS:
+                self._known[place] = num_tokens * len(text) / len(head)
+            else:
+                [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+                self._known[place] = _count_whole(encoding)
+        return self._known[place]
+
+
+def cut_pairs(
+    tokenizer: tokenizers.Tokenizer,
+    query: str,
+    documents: Sequence[str],
+    limit: int,
+    cuts: Cuts,
+    *,
+    lengths: _Lengths | None = None,
 ) -> list[tokenizers.Encoding]:
     """Return the encodings of pairs with at most limit tokens, special ones included, cut as the library does it.
 
+    Of two texts that are both cut, the one that was longer as a whole keeps the odd token; lengths tells that where texts are
+    beginnings of longer ones. cuts gets the documents whose pairs were cut. Raises TypeError, the library's, for a text
+    that is not valid Unicode.
     Source: tokenizers 0.22, `truncate_encodings` with LongestFirst.
     """
+    lengths = lengths or _Lengths(tokenizer, [query, *documents])
     room = limit - tokenizer.num_special_tokens_to_add(True)
     pairs: list[tokenizers.Encoding] = []
     whole_query, *encoded = tokenizer.encode_batch_fast([query, *documents], add_special_tokens=False)
@@ -353,9 +444,12 @@ def _pair_short(
         if shorter + longer > room:
             cuts[index] = limit
         longer = min(longer, max(shorter, room - shorter))
+        is_head_longer = query_tokens > document_tokens
         if shorter + longer > room:
             shorter, longer = room // 2, room - room // 2
-        is_head_longer = query_tokens > document_tokens
+            if shorter < longer:
+                wholes = lengths.of(0, query, query_tokens), lengths.of(index + 1, documents[index], document_tokens)
+                is_head_longer = wholes[0] > wholes[1]
         head.truncate(longer if is_head_longer else shorter)
         document.truncate(shorter if is_head_longer else longer)
         pairs.append(tokenizer.post_process(head, document))
@@ -387,10 +481,12 @@ def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tok
 def is_long(texts: Sequence[str], threshold_bytes: int) -> bool:
     """Tell whether texts exceed threshold_bytes of UTF-8, so that tokenising should leave the event loop.
 
-    Exact for ASCII. Other texts are encoded only when their length in characters does not decide.
+    Long words count as long texts. Exact for ASCII. Other texts are encoded only when their length in characters does not decide.
     """
     num_chars = sum(map(len, texts))
     if num_chars > threshold_bytes:
+        return True
+    if num_chars > _MANY_CHARS and any(len(word) > _LONG_WORD for text in texts for word in text.split()):
         return True
     if num_chars * _MAX_UTF8_BYTES <= threshold_bytes:
         return False

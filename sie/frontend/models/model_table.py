@@ -22,7 +22,8 @@ from sie.ipc.messages import ModelEntry, Models, WorkerEntry
 from sie.native.preempt import free
 from sie.runtime.gil_stalls import seconds_to_read
 from sie.runtime.logs import get_logger
-from sie.values.errors import ModelLoadFailed, SieError, Unavailable, from_wire, without_paths
+from sie.values.errors import ModelLoadFailed, SieError, Unavailable, from_wire, text_without_paths, without_paths
+from sie.values.fallbacks import Fallback
 from sie.values.inference import DEFAULT_MODEL
 
 _log = get_logger(__name__)
@@ -43,6 +44,8 @@ class ModelTable:
         self._pool = pool
         self.on_stall: Callable[[int], None] = lambda _seconds: None
         """Called with the number of seconds for which the event loop may stall from now on."""
+        self.reads_tokenizers = True
+        """Whether texts are tokenised in this process; a gateway's hosts do that."""
         self.default = ""
         """The setting `default_model`."""
         self.loading_retry_after_s = loading_retry_after_s
@@ -77,7 +80,7 @@ class ModelTable:
         self.reason = message.reason
         self.config_error, self.tls_error = message.config_error, message.tls_error
         for entry in self.entries.values():
-            if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
+            if self.reads_tokenizers and entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)
         self._drop_tokenizers()
         self.announce()
@@ -233,7 +236,8 @@ class ModelTable:
         known = self._tokenizers.get(model)
         if known is None or known[0] != card.tokenizer_file or _has_failed(known[1]):
             self._announce_stall(card.tokenizer_file)
-            future = asyncio.get_running_loop().run_in_executor(self._pool, Tokenizer.load, card)
+            loop = asyncio.get_running_loop()
+            future = loop.run_in_executor(self._pool, Tokenizer.load, card, loop)
             future.add_done_callback(_note_failure)
             known = self._tokenizers[model] = (card.tokenizer_file, future)
         self._tokenizers[card.id] = known  # profiles share their model's tokenizer
@@ -253,15 +257,16 @@ def _offered(entry: ModelEntry) -> list[ModelEntry]:
 
 
 def _without_paths(entry: ModelEntry) -> ModelEntry:
-    """Return the entry with the server's file paths removed from its errors."""
-    if entry.error is None and not any(adapter.error for adapter in entry.adapters.values()):
+    """Return the entry with the server's file paths removed from its errors and reasons."""
+    if entry.error is None and not entry.fallbacks and not any(adapter.error for adapter in entry.adapters.values()):
         return entry
     adapters = {
         name: msgspec.structs.replace(adapter, error=without_paths(adapter.error)) if adapter.error else adapter
         for name, adapter in entry.adapters.items()
     }
     error = without_paths(entry.error) if entry.error else None
-    return msgspec.structs.replace(entry, error=error, adapters=adapters)
+    fallbacks = tuple(Fallback(one.name, text_without_paths(one.reason)) for one in entry.fallbacks)
+    return msgspec.structs.replace(entry, error=error, adapters=adapters, fallbacks=fallbacks)
 
 
 def _has_failed(future: asyncio.Future[Tokenizer]) -> bool:

@@ -13,7 +13,7 @@ import msgspec
 
 from sie import __version__
 from sie.config.limits import Limits
-from sie.frontend.dialects.operation import JSON, Answer, Fault, Operation
+from sie.frontend.dialects.operation import ANY, JSON, Answer, Fault, Operation
 from sie.frontend.dialects.registry import DIALECTS, ENVELOPES
 from sie.frontend.http.routing import Route, RouteTable
 from sie.frontend.openapi import schemas, server_operations
@@ -97,21 +97,23 @@ def _structs(rows: dict[Route, Operation]) -> list[type[msgspec.Struct]]:
 
 
 def _operation(operation: Operation, route: Route, method: str) -> Document:
-    place = _PLACE.search(operation.template)
+    places = _PLACE.findall(operation.template)
     name = _PLACE.sub("", operation.template).strip("/").replace("/", "_").strip("_") or "home"
     described: Document = {
         "operationId": f"{method.lower()}_{name.replace('.', '_').replace('-', '_')}",
         "tags": [operation.tag],
         "summary": operation.summary,
     }
-    if place is not None:
-        described["operationId"] += f"_{place[1]}" if route.template.endswith("}") else ""
-        described["parameters"] = [_path_parameter(place[1], operation.model)]
+    if places:
+        described["operationId"] += f"_{places[-1]}" if route.template.endswith("}") else ""
+        examples = (operation.model, operation.second)
+        described["parameters"] = [_path_parameter(*pair) for pair in zip(places, examples, strict=False)]
     if operation.description:
         described["description"] = operation.description
     if operation.request is not None:
         content: Document = {media: {"schema": schemas.ref(operation.request)} for media in operation.media}
-        content[JSON]["example"] = operation.example
+        if JSON in content:
+            content[JSON]["example"] = operation.example
         described["requestBody"] = {"required": True, "content": content}
     responses = {str(answer.status): _answer(answer, operation) for answer in operation.answers}
     is_open = route.need == "open"
@@ -128,6 +130,11 @@ _PLACE_WORDS = {
     "model": "Id of the model, which may hold slashes, plain or as `%2F`; `id:profile` names a profile.",
     "response_id": "Id of the response.",
     "approval_id": "Id of the approval, from the event that asks for it.",
+    "file_id": "Id of the file.",
+    "container_id": "Id of the container, which may be any: all have the same files.",
+    "skill_id": "Id of the skill.",
+    "version": "Number or id of the version, or `latest`.",
+    "session_id": "Id of the session, which the client chose.",
 }
 
 
@@ -157,6 +164,9 @@ def _answer(answer: Answer, operation: Operation) -> Document:
     schema = {"type": "string"} if answer.type is None else schemas.ref(answer.type)
     content: Document = {}
     for media in answer.media:
+        if media == ANY:
+            content[media] = {}
+            continue
         if media.startswith("text/"):
             content[media] = {"schema": {"type": "string"}}
             continue

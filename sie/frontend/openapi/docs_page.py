@@ -89,7 +89,7 @@ def _responses(responses: _Json) -> str:
     for status, response in responses.items():
         content = response.get("content", {})
         media = " or ".join(content)
-        schema: _Json = next(iter(content.values()))["schema"] if content else {}
+        schema: _Json = next(iter(content.values())).get("schema", {}) if content else {}
         kind = _kind(schema) if "$ref" in schema else ""
         rows.append(
             f"<tr><td><b>{status}</b></td><td>{_prose(response['description'])}</td><td>{kind}</td>"
@@ -106,6 +106,8 @@ def _trial(method: str, path: str, operation: _Json) -> str:
         fields.append(f'<label>{_text(parameter["name"])} <input name="{parameter["name"]}" value="{value}"></label>')
     if "requestBody" in operation:
         content = next(iter(operation["requestBody"]["content"].values()))
+        if "example" not in content:
+            return ""  # a form of files
         example = _text(json.dumps(content["example"], indent=2))
         fields.append(f'<textarea aria-label="Body" rows="{example.count(chr(10)) + 1}">{example}</textarea>')
     return (

@@ -40,6 +40,7 @@ _Inputs = Annotated[
     ),
 ]
 """A union of msgspec may hold only one kind of list."""
+_Bytes = Annotated[Any, Meta(extra_json_schema={"type": "string", "format": "binary"})]
 _Weight = Annotated[float, Meta(ge=0, le=1e6)]
 
 _PROFILE: Final[dict[str, Any]] = {
@@ -95,6 +96,9 @@ TYPES: Final[dict[tuple[str, str], Any]] = {
     ("ExtractParams", "output_schema"): dict[str, Any] | None,
     ("EmbeddingsBody", "input"): _Inputs,
     ("Item", "metadata"): dict[str, Any] | None,
+    ("UploadForm", "file"): _Bytes,
+    ("SkillForm", "files"): list[_Bytes],
+    ("SessionBody", "messages"): list[dict[str, Any]],
 }
 """The type to show instead of the decoder's, by the names of a struct and its field."""
 
@@ -107,5 +111,7 @@ def bounds(limits: Limits) -> dict[tuple[str, str], dict[str, int]]:
         ("ExtractBody", "items"): {"minItems": 1, "maxItems": limits.max_items},
         ("ExtractParams", "labels"): {"maxItems": limits.max_labels},
         ("RerankBody", "documents"): {"minItems": 1, "maxItems": limits.max_candidates},
+        ("RerankV2Body", "documents"): {"minItems": 1, "maxItems": limits.max_candidates},
+        ("TextsBody", "texts"): {"minItems": 1, "maxItems": limits.max_candidates},
         ("Item", "images"): {"maxItems": limits.max_item_images},
     }

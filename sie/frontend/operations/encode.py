@@ -23,7 +23,7 @@ from sie.frontend.inputs.mixed import mix_items
 from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion, token_limit
 from sie.frontend.inputs.prompts import apply_prompt, check_prompted, count_prompted
 from sie.frontend.inputs.stub_texts import encode_stub_text, encode_stub_texts
-from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, is_long
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer
 from sie.frontend.models.adapter_lookup import requested_adapter
 from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.interface import Started
@@ -96,7 +96,7 @@ class Encoder:
         """Return the layout key of one text without options. Raises BadRequest for a row that is too large."""
         card, output_types = entry.card, request.output_types or _DENSE_ONLY
         output_dtype, width = request.output_dtype or "float32", request.dimensions
-        self._check_reply_bytes(1, width, output_types, output_dtype, card)
+        check_encode(card, request, self._limits)
         return card.id, output_dtype, _wants_normalize(request, entry), width, output_types
 
     def _try_start_text(
@@ -112,7 +112,7 @@ class Encoder:
             texts = apply_prompt(card, texts, {}, None, is_query=False)
         if card.tokenizer_file:
             tokenizer = self._models.ready_tokenizer(entry)
-            if tokenizer is None or is_long(texts, LONG_TEXT_BYTES):
+            if tokenizer is None or not tokenizer.may_read_now(texts):
                 return None
             token_ids, _ = tokenizer.encode_texts(texts, cuts=cuts)
             cost = len(token_ids)
@@ -126,6 +126,7 @@ class Encoder:
 
     def _header(self, entry: ModelEntry, request: EncodeRequest) -> WorkHeader:
         """Return the header for the worker. Raises BadRequest for a request or reply that would be too large."""
+        check_encode(entry.card, request, self._limits)
         header = WorkHeader(
             entry.card.id, "encode", count_items(request), (), request.output_dtype or "float32",
             _wants_normalize(request, entry), request.dimensions, request.output_types or ("dense",),
@@ -133,11 +134,6 @@ class Encoder:
         )  # fmt: skip
         if request.options and entry.card.late is not None and header.is_query:
             header = msgspec.structs.replace(header, expand_to=shorter_expansion(entry.card, request.options))
-        self._check_reply_bytes(
-            header.num_items, header.truncate_dim, header.output_types, header.output_dtype, entry.card
-        )
-        if request.options or request.instruction:
-            check_prompted(_count_chars(request), self._limits.max_body_bytes)
         return header
 
     def _try_prepare(self, entry: ModelEntry, request: EncodeRequest) -> list[tuple[str, NDArray[Any]]] | None:
@@ -145,7 +141,7 @@ class Encoder:
         tokenizer = None
         if entry.card.tokenizer_file:
             tokenizer = self._models.ready_tokenizer(entry)
-            if tokenizer is None or (request.texts is not None and is_long(request.texts, LONG_TEXT_BYTES)):
+            if tokenizer is None or not tokenizer.may_read_now(request.texts or ()):
                 return None
             if (request.options or request.instruction) and _count_chars(request) > LONG_TEXT_BYTES:
                 return None
@@ -153,8 +149,8 @@ class Encoder:
 
     async def _prepare_later(self, entry: ModelEntry, request: EncodeRequest) -> list[tuple[str, NDArray[Any]]]:
         tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, _prepare, entry, request, tokenizer)
+        pool = (tokenizer.pool if tokenizer is not None else None) or self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, _prepare, entry, request, tokenizer)
 
     async def _prepare_mixed(
         self, entry: ModelEntry, request: EncodeRequest, images: dict[int, list[memoryview]], deadline_ns: int
@@ -174,21 +170,19 @@ class Encoder:
         request.image_tokens = read.count_tokens(rule)
         return arrays
 
-    def _check_reply_bytes(
-        self,
-        num_items: int,
-        truncate_dim: int | None,
-        output_types: tuple[str, ...],
-        output_dtype: str,
-        card: ModelCard,
-    ) -> None:
-        width = truncate_dim or (card.dims["dense"] if "dense" in output_types else 0)
-        nbytes = int(num_items * width * _ITEM_BYTES[output_dtype])
-        if nbytes > self._limits.max_reply_bytes:
-            raise BadRequest(
-                f"The reply would hold {nbytes} bytes of vectors, over max_reply_bytes ({self._limits.max_reply_bytes}); "
-                "split the request"
-            )
+
+def check_encode(card: ModelCard, request: EncodeRequest, limits: Limits) -> None:
+    """Raise BadRequest for a resolved request that is too large with its prompts, or whose reply would be."""
+    output_types, output_dtype = request.output_types or _DENSE_ONLY, request.output_dtype or "float32"
+    width = request.dimensions or (card.dims["dense"] if "dense" in output_types else 0)
+    nbytes = int(count_items(request) * width * _ITEM_BYTES[output_dtype])
+    if nbytes > limits.max_reply_bytes:
+        raise BadRequest(
+            f"The reply would hold {nbytes} bytes of vectors, over max_reply_bytes ({limits.max_reply_bytes}); "
+            "split the request"
+        )
+    if request.options or request.instruction:
+        check_prompted(_count_chars(request), limits.max_body_bytes)
 
 
 def _count_chars(request: EncodeRequest) -> int:

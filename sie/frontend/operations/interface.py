@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from numpy.typing import NDArray
+
+from sie.config.limits import Limits
 from sie.frontend.engine.interface import Pending
 from sie.ipc.messages import ModelEntry
+from sie.values.extract import Extraction
+from sie.values.inference import EncodeRequest, ExtractRequest, ScoreRequest
 
 
 class Submission(Protocol):
@@ -24,6 +30,47 @@ class Started(NamedTuple):
     tokenization_ns: int
 
 
+class TimedSubmission(Submission, Protocol):
+    """A submission whose reply can be read with only the request."""
+
+    @property
+    def tokenization_ns(self) -> int:
+        """The time to read the items; asked for when the reply is there."""
+        ...
+
+
+class PieceReader(Protocol):
+    """Makes extractions of a worker's answer."""
+
+    def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
+        """Return one extraction for each text; pieces are the answer, one for each work item."""
+        ...
+
+
+class ExtractSubmission(TimedSubmission, Protocol):
+    """A submitted request to extract, with the data needed to read its reply."""
+
+    @property
+    def reading(self) -> PieceReader:
+        """The reader of its reply."""
+        ...
+
+    @property
+    def output(self) -> str:
+        """The name of its reply's output."""
+        ...
+
+    @property
+    def num_items(self) -> int:
+        """Items of the work, not of the request."""
+        ...
+
+    @property
+    def input_tokens(self) -> int:
+        """Tokens of the texts and of the labels or queries, each counted once; asked for when the reply is there."""
+        ...
+
+
 RequestT_contra = TypeVar("RequestT_contra", contravariant=True)
 SubmissionT_co = TypeVar("SubmissionT_co", bound=Submission, covariant=True)
 
@@ -33,4 +80,32 @@ class Operation(Protocol[RequestT_contra, SubmissionT_co]):
 
     async def start(self, entry: ModelEntry, request: RequestT_contra, deadline_ns: int, /) -> SubmissionT_co:
         """Prepare a resolved request, for example by tokenising it, and submit it to the engine."""
+        ...
+
+
+class EncodeOperation(Operation[EncodeRequest, TimedSubmission], Protocol):
+    """The encode operation of a process."""
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Use reloaded limits for later requests."""
+        ...
+
+    def try_start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> Started | None:
+        """Do the work of `start` at once, or return None when that would block the event loop too long."""
+        ...
+
+
+class ScoreOperation(Operation[ScoreRequest, TimedSubmission], Protocol):
+    """The score operation of a process."""
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Use reloaded limits for later requests."""
+        ...
+
+
+class ExtractOperation(Operation[ExtractRequest, ExtractSubmission], Protocol):
+    """The extract operation of a process."""
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Use reloaded limits for later requests."""
         ...

@@ -98,6 +98,8 @@ def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
     if request.instruction is None:
         request.instruction = request.options.get("instruction")
     request.compared = resolve_compared(request.options, card)
+    if request.compared and request.queries:
+        raise BadRequest(f"Model '{card.id}' compares vectors: it scores the documents of one query at a time")
     return request
 
 

@@ -12,7 +12,15 @@ from sie.frontend.operations.extraction.extract import check_task
 from sie.frontend.operations.resolve import check_media
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
-from sie.values.extract import ExtractRule, ExtractTask, LabelGroup, LabelledExample
+from sie.values.extract import (
+    ClassFunction,
+    ExtractRule,
+    ExtractTask,
+    LabelGroup,
+    LabelledExample,
+    TextClassification,
+    ZeroShot,
+)
 from sie.values.inference import ExtractRequest
 
 OPTIONS_PATH: Final = "$.params.options"
@@ -40,10 +48,13 @@ class ExtractOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     examples: list[Example] | None = None
     hypothesis_template: str | None = None
     aggregation_strategy: str | None = None
+    operating_point: str | None = None
     stride: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     score_threshold: _Fraction | None = None
     box_threshold: _Fraction | None = None
     text_threshold: _Fraction | None = None
+    function_to_apply: ClassFunction | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
 
 
 _NOT_GIVEN: Final[tuple[Any, ...]] = (None, "", (), [], {})
@@ -57,6 +68,12 @@ def resolve_extract(request: ExtractRequest, card: ModelCard) -> ExtractRequest:
             f"Model '{card.id}' does not support extraction. Its outputs are {card.wire_outputs}; "
             "choose a model whose outputs include 'json'"
         )
+    if request.by_class:
+        rule = _class_rule(card, rule)
+    if request.pairs and not isinstance(rule, TextClassification):
+        raise BadRequest(
+            f"Model '{card.id}' does not read pairs of texts - at `$.items[{min(request.pairs)}].text_pair`"
+        )
     if request.options or card.profiles:
         request.options = merge_options(card, request.options, OPTIONS_PATH)
         refuse_adapter(card, request.options, "extraction")
@@ -65,6 +82,15 @@ def resolve_extract(request: ExtractRequest, card: ModelCard) -> ExtractRequest:
     if request.non_text_item is not None or rule.reads == "image":
         _resolve_media(request, card)
     return request
+
+
+def _class_rule(card: ModelCard, rule: ExtractRule) -> TextClassification:
+    """Return the rule for a classifier's own classes. Raises BadRequest for another extractor."""
+    if isinstance(rule, ZeroShot):
+        return rule.classes
+    if isinstance(rule, TextClassification):
+        return rule
+    raise BadRequest(f"Model '{card.id}' is not a classifier of texts")
 
 
 def _resolve_media(request: ExtractRequest, card: ModelCard) -> None:
@@ -105,7 +131,13 @@ def _resolve_task(request: ExtractRequest, card: ModelCard, rule: ExtractRule) -
     if options.examples:
         wanted["examples"] = tuple(LabelledExample(example.text, example.labels) for example in options.examples)
     policy = request.options.get("overflow_policy") or "default"
-    return ExtractTask(labels=request.labels, overflow_policy=policy, **wanted)
+    return ExtractTask(
+        labels=request.labels,
+        overflow_policy=policy,
+        max_tokens=request.max_tokens,
+        by_class=request.by_class,
+        **wanted,
+    )
 
 
 def _typed_options(options: dict[str, Any]) -> ExtractOptions:

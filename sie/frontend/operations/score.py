@@ -16,10 +16,10 @@ import numpy as np
 
 from sie.config.limits import Limits
 from sie.frontend.engine.interface import Engine, Reply
-from sie.frontend.inputs.pairs import Arrays, pair_arrays
+from sie.frontend.inputs.pairs import Arrays, cut_documents, matched_pair_arrays, pair_arrays
 from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion
 from sie.frontend.inputs.prompts import check_prompted, count_prompted
-from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer
 from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.comparisons import comparison_arrays
 from sie.frontend.operations.interface import Started
@@ -61,36 +61,52 @@ class Scorer:
                                 normalize=request.options.get("normalize"), compared=request.compared,
                                 expand_to=shorter_expansion(entry.card, request.options))  # fmt: skip
         else:
-            header = WorkHeader(entry.card.id, "score", len(request.documents), ())
+            header = WorkHeader(entry.card.id, "score", len(request.documents), (), is_raw=request.is_raw)
         return Started(self._engine.submit(header, arrays, int(arrays[0][1][-1]), deadline_ns), took_ns)
 
     async def _prepare(self, entry: ModelEntry, request: ScoreRequest) -> Arrays:
         """Tokenise at once, or on a thread when that would block the event loop too long."""
-        num_chars = _count_chars(entry.card, request)
-        check_prompted(num_chars, self._limits.max_body_bytes)
+        num_chars = check_score(entry.card, request, self._limits)
         tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
         # In pairs the query is tokenised with every document.
-        texts = [*request.documents, *[request.query] * (1 if request.compared else len(request.documents))]
-        if tokenizer is None or (num_chars <= LONG_TEXT_BYTES and not is_long(texts, LONG_TEXT_BYTES)):
+        queries = request.queries or [request.query] * (1 if request.compared else len(request.documents))
+        texts = [*request.documents, *queries]
+        if tokenizer is None or (num_chars <= LONG_TEXT_BYTES and tokenizer.may_read_now(texts)):
             return _arrays(entry.card, tokenizer, request)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, _arrays, entry.card, tokenizer, request)
+        pool = tokenizer.pool or self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, _arrays, entry.card, tokenizer, request)
+
+
+def check_score(card: ModelCard, request: ScoreRequest, limits: Limits) -> int:
+    """Return the number of characters to read. Raises BadRequest if they are too many with their prompts."""
+    num_chars = _count_chars(card, request)
+    check_prompted(num_chars, limits.max_body_bytes)
+    return num_chars
 
 
 def _count_chars(card: ModelCard, request: ScoreRequest) -> int:
     """Return the number of characters to read, prompts included; in pairs the query counts for every document."""
     options, instruction = request.options, request.instruction
-    query = count_prompted([request.query], options, instruction, is_query=True)
-    is_read_once = request.compared or (card.score is not None and card.score.template is not None)
+    query = count_prompted(request.queries or [request.query], options, instruction, is_query=True)
+    is_read_once = request.compared or request.queries or (card.score is not None and card.score.template is not None)
     num_queries = 1 if is_read_once else len(request.documents)
     return query * num_queries + count_prompted(request.documents, options, None, is_query=False)
 
 
 def _arrays(card: ModelCard, tokenizer: Tokenizer | None, request: ScoreRequest) -> Arrays:
     request.cuts = {}
+    documents = request.documents
+    if request.max_document_tokens is not None:
+        documents = cut_documents(tokenizer, documents, request.max_document_tokens)
     if request.compared and tokenizer is not None:
-        return comparison_arrays(card, tokenizer, request, request.cuts)
+        return comparison_arrays(card, tokenizer, msgspec.structs.replace(request, documents=documents), request.cuts)
+    if request.queries:
+        return matched_pair_arrays(
+            card, tokenizer, request.queries, documents, request.instruction,
+            options=request.options, cuts=request.cuts,
+        )  # fmt: skip
     return pair_arrays(
-        card, tokenizer, request.query, request.documents, request.instruction,
+        card, tokenizer, request.query, documents, request.instruction,
         options=request.options, cuts=request.cuts,
     )  # fmt: skip
 

@@ -2,20 +2,14 @@
 
 Every call runs on one thread of this process. A response belongs to the name of the API key that requested it; for other
 keys it does not exist. A response under way names the process that runs it. If that process is gone, the response has
-failed. A file with another schema, or found to be damaged at any time, is set aside and a new one is created; other
-processes then open the new one. The state directory must be on a local disk and belong to one server.
+failed. `sie.runtime.database` opens the file, and sets it aside if it is damaged.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import fcntl
 import os
-import sqlite3
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -24,10 +18,9 @@ import msgspec
 from sie.config.limits import MIB
 from sie.frontend.dialects.responses.reply import StreamForm
 from sie.frontend.responses.events import EVENTS_SCHEMA, EventRows
-from sie.runtime.logs import get_logger
+from sie.runtime.database import DatabaseFile, DatabaseThread, Schema
 from sie.values.errors import Unavailable
 
-_log = get_logger(__name__)
 _SCHEMA_VERSION: Final = 2
 _SCHEMA: Final = """
 CREATE TABLE responses (
@@ -46,19 +39,12 @@ CREATE INDEX ages ON responses (created_s);
 CREATE INDEX sizes ON responses (number, nbytes);
 """
 _UPGRADES: Final = {0: _SCHEMA + EVENTS_SCHEMA, 1: EVENTS_SCHEMA}
-"""The statements that upgrade a file of an earlier version, or an empty file, to this version."""
+_FORM: Final = Schema("responses", "responses", _SCHEMA_VERSION, _UPGRADES)
 _RUNNING: Final = ("queued", "in_progress")
-_BUSY_TIMEOUT_S: Final = 5.0
 _RETRY_AFTER_S: Final = 5
-_WARN_AGAIN_S: Final = 60.0
 _PRUNES_A_LIMIT: Final = 64
 """The number of responses may exceed its limit by 1/64 of it between two prunes; small limits are exact."""
 _DEAD: Final = frozenset("ZX")
-_MAX_ASIDE: Final = 3
-"""Files set aside that are kept: a bad disk must not fill up with them."""
-_DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-_PRIMARY: Final = 0xFF
-"""Bits of the general code within an extended one."""
 _T = TypeVar("_T")
 
 
@@ -102,27 +88,13 @@ class ResponseFile:
         self._now_s = now_s
         self._num_added = 0
         self._maker = process_name(os.getpid())
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path = directory / "responses.db"
-        with _locked(directory):
-            self._db = _open(self._path)
-            self._identity = _identity(self._path)
+        self.file = DatabaseFile(directory / "responses.db", _FORM)
+        self._db = self.file.db
         self.events = EventRows(self._db)
-
-    @property
-    def is_moved(self) -> bool:
-        """Whether the file is no longer the one that processes open now."""
-        return _identity(self._path) != self._identity
-
-    def set_aside(self, reason: Exception) -> None:
-        """Set the file aside unless it has been; close this object then."""
-        with _locked(self._path.parent):
-            if not self.is_moved:
-                _set_aside(self._path, reason)
 
     def close(self) -> None:
         """Close the file."""
-        self._db.close()
+        self.file.close()
 
     def add(self, owner: str, kept: Kept) -> None:
         """Store a response. Deletes the oldest ones when a limit is reached."""
@@ -242,14 +214,13 @@ class ResponseFile:
 
 
 class ResponseStore:
-    """Access to the file from the event loop, through one thread. The first use opens the file."""
+    """Access to the file from the event loop. The first use opens the file."""
 
     def __init__(self, directory: str, limits: StoreLimits) -> None:
-        self._directory = Path(directory)
         self._limits = limits
-        self._thread = ThreadPoolExecutor(1, "responses")
-        self._file: ResponseFile | None = None
-        self._warned, self._warned_s = "", 0.0
+        self._thread = DatabaseThread(
+            directory, _FORM.kept, lambda: ResponseFile(Path(directory), limits), _unavailable
+        )  # fmt: skip
 
     @property
     def is_on(self) -> bool:
@@ -258,104 +229,12 @@ class ResponseStore:
 
     async def do(self, work: Callable[[ResponseFile], _T]) -> _T:
         """Run work on the file. Raises Unavailable if the file cannot be read or written now."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._do, work)
-
-    def _do(self, work: Callable[[ResponseFile], _T]) -> _T:
-        try:
-            try:
-                return work(self._opened())
-            except sqlite3.DatabaseError as error:
-                if self._file is None or error.sqlite_errorcode & _PRIMARY not in _DAMAGED:
-                    raise
-                self._file.set_aside(error)
-            return work(self._opened())
-        except (sqlite3.Error, OSError) as error:
-            self._warn(str(error))
-            text = "Responses cannot be kept or read now"
-            raise Unavailable(text, code="RESPONSES_UNAVAILABLE", retry_after_s=_RETRY_AFTER_S) from None
-
-    def _warn(self, reason: str) -> None:
-        now_s = time.monotonic()
-        if reason != self._warned or now_s - self._warned_s > _WARN_AGAIN_S:  # a full disk fails every request
-            self._warned, self._warned_s = reason, now_s
-            _log.warning("responses cannot be kept in %s: %s", self._directory, reason)
-
-    def _opened(self) -> ResponseFile:
-        """Return the open file. Opens it again if another process, or an operator, has moved it."""
-        if self._file is not None and self._file.is_moved:
-            self._file.close()  # SQLite leaves the new file's log alone: it looks whether its own was moved, too
-            self._file = None
-        if self._file is None:
-            self._file = ResponseFile(self._directory, self._limits)
-        return self._file
+        return await self._thread.do(work)
 
 
-# --- the file ---------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Generator[None]:
-    """Lock out other processes while the database is opened: only one may create it or set it aside."""
-    with (directory / "responses.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    try:
-        return _connect(path)
-    except sqlite3.DatabaseError as error:
-        if isinstance(error, sqlite3.OperationalError):
-            raise  # no access or a full disk: the file itself is not damaged
-        _set_aside(path, error)
-        return _connect(path)
-
-
-def _set_aside(path: Path, reason: Exception) -> None:
-    aside = path.with_name(f"{path.name}.{time.time_ns()}")
-    _log.error(
-        "%s cannot be used (%s): it is set aside as %s, and a new one begun. Responses that were kept in it are not found "
-        "any more; `sqlite3 %s .recover` may still read them",
-        path, reason, aside.name, aside,
-    )  # fmt: skip
-    # ORDER: the log first. A new file beside the log of the old one would be made of both.
-    for suffix in ("-wal", "-shm", ""):
-        with contextlib.suppress(FileNotFoundError):
-            Path(f"{path}{suffix}").rename(f"{aside}{suffix}")
-    numbers = {
-        found.name.removeprefix(f"{path.name}.").partition("-")[0] for found in path.parent.glob(f"{path.name}.*")
-    }
-    for number in sorted(filter(str.isdigit, numbers))[:-_MAX_ASIDE]:
-        for suffix in ("-wal", "-shm", ""):
-            path.with_name(f"{path.name}.{number}{suffix}").unlink(missing_ok=True)
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    """Open the database, with our schema. Raises sqlite3.DatabaseError if the file is not such a database."""
-    path.touch(mode=0o600)
-    db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-    try:
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")
-        if (upgrade := _UPGRADES.get(version)) is not None:
-            db.executescript(f"BEGIN; {upgrade} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
-        elif version != _SCHEMA_VERSION:
-            raise sqlite3.DatabaseError(f"its schema is version {version}, not {_SCHEMA_VERSION}")
-        if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'responses'").fetchone() is None:
-            raise sqlite3.DatabaseError("it has no table of responses")
-    except BaseException:
-        db.close()
-        raise
-    return db
+def _unavailable() -> Unavailable:
+    text = "Responses cannot be kept or read now"
+    return Unavailable(text, code="RESPONSES_UNAVAILABLE", retry_after_s=_RETRY_AFTER_S)
 
 
 # --- processes --------------------------------------------------------------------------------------------------------

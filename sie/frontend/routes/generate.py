@@ -25,6 +25,7 @@ from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Answer, Headers, Response
 from sie.frontend.http.stream import EventWriter, Streamed
 from sie.frontend.process import FrontendProcess
+from sie.frontend.routes.conversations import Conversations, StoredRun, Turn
 from sie.frontend.routes.decode_body import decode_body
 from sie.frontend.routes.kserve import KServe
 from sie.frontend.routes.responses import Responses
@@ -55,7 +56,8 @@ class TextRoutes:
         self._pool = pool
         self._identity = identity
         self.service = TextService(process)
-        self._responses = Responses(process, self.service, pool)
+        self._conversations = Conversations(process)
+        self._responses = Responses(process, self.service, pool, self._conversations)
 
     def served(self, handler: TextHandler) -> Callable[[Exchange], Awaitable[Response | Streamed]]:
         """Return a handler of the route table: it adds the headers that every answer of these routes has."""
@@ -81,13 +83,15 @@ class TextRoutes:
         async def serve(exchange: Exchange) -> Answer | Streamed:
             request, shown = await self._read(exchange, codec.decode)
             with renamed(codec.names_of(shown)):
+                entry = self.service.find(exchange, request)
                 return await self.answer_from(
                     exchange,
-                    self.service.find(exchange, request),
+                    entry,
                     request,
                     lambda reply, prompts: codec.encode(reply, shown, prompts),
                     lambda model, prompts: codec.make_writer(shown, model, prompts),
                     echoes=codec.echoes(shown),
+                    turn=await self._conversations.begin(exchange.owner, request),
                 )
 
         return self.served(serve)
@@ -98,6 +102,7 @@ class TextRoutes:
         process = self._process
         entry = await process.models.wait_serving(self.service.find(exchange, request), exchange.deadline_ns)
         with renamed(messages.NAMES):
+            await self._conversations.begin(exchange.owner, request)
             (ids,) = await self.service.prompt_ids(entry, request)
         return [JSON], messages_reply.encode_count(len(ids))
 
@@ -169,9 +174,9 @@ class TextRoutes:
 
     async def answer_from(
         self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, encode: Encode, make_writer: MakeWriter,
-        *, echoes: bool = False,
+        *, echoes: bool = False, turn: Turn | None = None,
     ) -> Answer | Streamed:  # fmt: skip
-        """Return the whole answer of a model, or a stream if the request asks for one."""
+        """Return the whole answer of a model, or a stream if the request asks for one. turn stores it in its session."""
         process = self._process
         while True:
             if entry.is_read:
@@ -179,9 +184,12 @@ class TextRoutes:
             entry = await process.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
             run = await self.service.start(exchange, entry, request, echoes=echoes)
             if request.stream:
-                return Streamed(run, make_writer(run.model, run.prompts))
+                source = run if turn is None else StoredRun(run, turn)
+                return Streamed(source, make_writer(run.model, run.prompts))
             try:
                 reply = await run.whole()
+                if turn is not None:
+                    await turn.end(reply.choices[0])
                 exchange.timing = run.timing(exchange.began_ns)
                 return [JSON], encode(reply, run.prompts)
             except Unavailable as error:
@@ -207,6 +215,6 @@ class TextRoutes:
         process = self._process
         exchange.waits = waits
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
-        process.check_machine_profile(exchange.headers.get("x-sie-machine-profile"))
+        process.check_placement(exchange)
         process.check_accepting()
         return await exchange.read_body(process.text_bodies)

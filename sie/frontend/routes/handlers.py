@@ -14,7 +14,11 @@ from sie.frontend.routes.server_pages import Pages
 
 if TYPE_CHECKING:
     from sie.frontend.routes.agents import Agents
+    from sie.frontend.routes.files import Files
     from sie.frontend.routes.generate import TextRoutes
+    from sie.frontend.routes.sessions import Sessions
+    from sie.frontend.routes.skills import Skills
+    from sie.frontend.routes.stored import Uploads
     from sie.frontend.routes.trtis import Trtis
 
 
@@ -51,3 +55,31 @@ class Handlers:
         from sie.frontend.routes.trtis import Trtis
 
         return Trtis(self._process)
+
+    @cached_property
+    def uploads(self) -> Uploads:
+        """The uploads of files and skills. Their module brings a reader of forms: import it on a thread first."""
+        from sie.frontend.routes.stored import Uploads
+
+        return Uploads(self._process)
+
+    @cached_property
+    def files(self) -> Files:
+        """The routes of files."""
+        from sie.frontend.routes.files import Files
+
+        return Files(self._process, self.uploads)
+
+    @cached_property
+    def skills(self) -> Skills:
+        """The routes of skills."""
+        from sie.frontend.routes.skills import Skills
+
+        return Skills(self._process, self.uploads)
+
+    @cached_property
+    def sessions(self) -> Sessions:
+        """The routes of sessions."""
+        from sie.frontend.routes.sessions import Sessions
+
+        return Sessions(self._process)

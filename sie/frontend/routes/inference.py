@@ -146,9 +146,7 @@ class Inference:
         is_shared = exchange.route is not None and exchange.route.envelope != "sie"
         exchange.waits = is_shared or process.settings.models.wait_for_load
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
-        profile = headers.get("x-sie-machine-profile")
-        if profile:
-            process.check_machine_profile(profile)
+        process.check_placement(exchange)
         remote = headers.get("x-sie-remote")
         if remote is not None and remote != "forbid":
             raise BadRequest("Header 'X-SIE-Remote' must be 'forbid'")
@@ -213,7 +211,7 @@ class Inference:
                 models.check_serving(entry)
             else:
                 entry = await models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
-            if adapter is not None:
+            if adapter is not None and process.remote is None:  # a remote host looks for it itself
                 entry = await process.adapters.serving(entry, adapter, exchange.deadline_ns if exchange.waits else 0)
             try:
                 submission = await operation.start(entry, request, exchange.deadline_ns)

@@ -74,4 +74,6 @@ def model_info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
             "permanent": extras.get("permanent", False),
         }
     loras = {name: adapter.state for name, adapter in entry.adapters.items()}
-    return dialect.model_info(entry.card, entry.state, last_error, created_s, loras, is_reloading=entry.reloading)
+    return dialect.model_info(
+        entry.card, entry.state, last_error, created_s, loras, is_reloading=entry.reloading, fallbacks=entry.fallbacks
+    )

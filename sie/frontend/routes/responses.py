@@ -17,13 +17,12 @@ from urllib.parse import parse_qs
 import msgspec
 
 from sie.agents.loop.agent_run import AgentRun
-from sie.agents.loop.plan import plan_agent
 from sie.frontend.dialects.openai.text_fields import renamed
-from sie.frontend.dialects.responses.items import read_kept
+from sie.frontend.dialects.responses.items import name_kept_files, read_kept
 from sie.frontend.dialects.responses.page import read_page, read_stream_query
 from sie.frontend.dialects.responses.reply import ResponseRecord, ResponseWriter, encode_count, encode_deleted
 from sie.frontend.dialects.responses.request import ResponsesCall
-from sie.frontend.generation.generation_run import Run
+from sie.frontend.generation.interface import TextRun
 from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Answer
@@ -33,23 +32,27 @@ from sie.frontend.process import FrontendProcess
 from sie.frontend.responses.follow import POLL_S, ResponseFollower
 from sie.frontend.responses.jobs import Job, cancelled
 from sie.frontend.responses.store import Followed, Kept, ResponseFile, ResponseStore, StoreLimits
+from sie.frontend.routes.conversations import Conversations
 from sie.frontend.routes.text_service import TextService
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import NotFound, Overloaded, RateLimited, Unavailable
-from sie.values.generate import ChatMessage, GenerateEvent
+from sie.values.generate import ChatMessage, GenerateEvent, InputFile
 
 _to_json: Final = msgspec.json.Encoder().encode
 _NAMES: Final = {"messages": "input", "truncate_sequence": "truncation"}
 """This route's names for fields in the errors of the generation core."""
 _MANY_EVENTS: Final = 256
-Start = Callable[[ModelEntry], Coroutine[Any, Any, Run | AgentRun]]
+Start = Callable[[ModelEntry], Coroutine[Any, Any, TextRun | AgentRun]]
 
 
 class Responses:
     """The handlers of one process, and its responses under way."""
 
-    def __init__(self, process: FrontendProcess, texts: TextService, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, process: FrontendProcess, texts: TextService, pool: ThreadPoolExecutor, conversations: Conversations
+    ) -> None:
         self._process = process
+        self._conversations = conversations
         self._texts = texts
         self._pool = pool
         limits = process.settings.generation
@@ -67,8 +70,7 @@ class Responses:
         if call.is_background:
             self._check_background(exchange)
         entry = self._texts.find(exchange, call.request)
-        history, before = await self._read_history(call, exchange.owner)
-        call.begin(before)
+        history = await self._join_history(call, exchange.owner)
         record = ResponseRecord(
             f"resp_{secrets.token_hex(16)}", int(time.time()), call, entry.card.id,
             max_kept_bytes=self._max_stream_bytes if self._store.is_on else 0,
@@ -90,7 +92,7 @@ class Responses:
     async def count(self, exchange: Exchange, call: ResponsesCall) -> Answer:
         """Return the number of tokens in a request's prompt, including the previous conversation."""
         entry = self._texts.find(exchange, call.request)
-        call.begin((await self._read_history(call, exchange.owner))[1])
+        await self._join_history(call, exchange.owner)
         entry = await self._process.models.wait_serving(entry, exchange.deadline_ns)
         with renamed(_NAMES):
             (ids,) = await self._texts.prompt_ids(entry, call.request)
@@ -152,9 +154,9 @@ class Responses:
         generator, request, salt = self._texts.generator, call.request, exchange.owner.encode()
         deadline_ns = exchange.began_ns + int(self._process.settings.generation.generation_timeout_s * 1e9)
 
-        plan = plan_agent(request, self._process.settings.agents)
+        plan = self._texts.plan(request)
 
-        async def start(entry: ModelEntry) -> Run | AgentRun:
+        async def start(entry: ModelEntry) -> TextRun | AgentRun:
             if plan is not None:
                 return await self._texts.start_agent(entry, plan, deadline_ns, owner=exchange.owner)
             return await generator.start(entry, request, deadline_ns, salt=salt)
@@ -171,7 +173,7 @@ class Responses:
         return [JSON], answer
 
     async def _work(
-        self, job: Job, deadline_ns: int, entry: ModelEntry, start: Start, run: Run | AgentRun | None
+        self, job: Job, deadline_ns: int, entry: ModelEntry, start: Start, run: TextRun | AgentRun | None
     ) -> list[GenerateEvent]:
         """Run a background response; return the last of its events."""
         record = job.record
@@ -190,8 +192,8 @@ class Responses:
         return (await self._gather(deadline_ns, entry, start, run))[1]
 
     async def _gather(
-        self, deadline_ns: int, entry: ModelEntry, start: Start, run: Run | AgentRun | None = None
-    ) -> tuple[Run | AgentRun, list[GenerateEvent]]:
+        self, deadline_ns: int, entry: ModelEntry, start: Start, run: TextRun | AgentRun | None = None
+    ) -> tuple[TextRun | AgentRun, list[GenerateEvent]]:
         """Return a finished run and all its events. Starts a new run if the model is reloaded meanwhile."""
         while True:
             if run is None:
@@ -263,11 +265,20 @@ class Responses:
             raise _not_found(response_id)
         return kept
 
-    async def _read_history(self, call: ResponsesCall, owner: str) -> tuple[bytes, list[ChatMessage]]:
-        """Return the conversation before a call: the stored items and the messages."""
+    async def _join_history(self, call: ResponsesCall, owner: str) -> bytes:
+        """Put the conversation before a call, and the list of all files, into its request. Return the stored items."""
+        history, before, files = await self._read_history(call, owner)
+        call.begin(before)
+        call.request.files = [*files, *call.request.files]
+        kept = await self._conversations.list_files(owner, call.request)
+        name_kept_files(call.items, [(file.id, file.name) for file in kept[len(files) :] if file is not None])
+        return history
+
+    async def _read_history(self, call: ResponsesCall, owner: str) -> tuple[bytes, list[ChatMessage], list[InputFile]]:
+        """Return the conversation before a call: the stored items, the messages, and the files that it names."""
         previous_id = call.previous_id
         if previous_id is None:
-            return b"[]", []
+            return b"[]", [], []
         kept = await self._store.do(lambda file: file.get(previous_id, owner)) if self._store.is_on else None
         if kept is None:
             text = f"Previous response '{previous_id[:80]}' not found"
@@ -334,14 +345,14 @@ class _Output(msgspec.Struct):
     output: list[msgspec.Raw]
 
 
-def _read_conversation(kept: Kept) -> tuple[bytes, list[ChatMessage]]:
+def _read_conversation(kept: Kept) -> tuple[bytes, list[ChatMessage], list[InputFile]]:
     items = [
         *msgspec.json.decode(kept.history, type=list[msgspec.Raw]),
         *msgspec.json.decode(kept.input, type=list[msgspec.Raw]),
         *msgspec.json.decode(kept.body, type=_Output).output,
     ]
     history = _to_json(items)
-    return history, read_kept(history)
+    return history, *read_kept(history)
 
 
 def _query(exchange: Exchange) -> dict[str, list[str]]:
@@ -354,7 +365,7 @@ def _not_found(response_id: str) -> NotFound:
 
 
 @contextlib.contextmanager
-def _given_up_on_failure(run: Run | AgentRun | None) -> Generator[None]:
+def _given_up_on_failure(run: TextRun | AgentRun | None) -> Generator[None]:
     """Give up a run if the body of the `with` statement fails, because nobody will read its events."""
     try:
         yield

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from sie.frontend import dashboard, openapi
 from sie.frontend.dialects.native import negotiate
 from sie.frontend.http.exchange import Exchange
@@ -15,6 +17,7 @@ from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.access_log import id_headers
 from sie.frontend.telemetry.metrics import CONTENT_TYPE, render
 
+_to_json: Final = msgspec.json.Encoder().encode
 _TEXT: Final = ("content-type", "text/plain; charset=utf-8")
 
 
@@ -34,11 +37,15 @@ class Pages:
 
     async def healthz(self, exchange: Exchange) -> Response:
         """Answer `GET /healthz`: the process is alive."""
+        if self._process.remote is not None:
+            return _answer(exchange, [JSON], b'{"status":"ok"}')
         return _answer(exchange, [_TEXT], b"ok")
 
     async def readyz(self, exchange: Exchange) -> Response:
         """Answer `GET /readyz`: the required models are loaded, or why not."""
         process = self._process
+        if process.remote is not None:
+            return _answer(exchange, [JSON], _to_json(process.remote.readiness()))
         if process.is_ready:
             return _answer(exchange, [_TEXT], b"ok", 200)
         reason = "stopping" if process.is_draining else process.models.reason
@@ -46,6 +53,8 @@ class Pages:
 
     async def health(self, exchange: Exchange) -> Response:
         """Answer `GET /health`. sie-sdk asks for JSON, to tell a cluster's gateway from a server."""
+        if self._process.remote is not None:
+            return _answer(exchange, [JSON], _to_json(self._process.remote.health()))
         if negotiate.JSON in (exchange.headers.get("accept") or ""):
             return _answer(exchange, [JSON], b'{"status":"ok","type":"worker"}')
         return _answer(exchange, [_TEXT], b"OK")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sie.frontend.dialects.description import Codec, TextCodec
 from sie.frontend.dialects.registry import rows_of
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.response import Response
+from sie.frontend.http.response import FileResponse, Response
 from sie.frontend.http.routing import Match, Route, RouteTable, Row
 from sie.frontend.http.stream import Streamed
 from sie.frontend.routes.handlers import Handlers
@@ -22,8 +22,9 @@ from sie.values.api_key import Need
 
 if TYPE_CHECKING:
     from sie.frontend.routes.generate import TextHandler, TextRoutes
+    from sie.frontend.routes.stored import StoredHandler
 
-Handler = Callable[[Exchange], Awaitable[Response | Streamed]]
+Handler = Callable[[Exchange], Awaitable[Response | FileResponse | Streamed]]
 """Serves one request. Raises; the app's error boundary answers with the error."""
 Find = Callable[[Handlers], Handler]
 """Finds the handler of one route among those of a process."""
@@ -49,6 +50,15 @@ def _text(
         return handlers.texts.served(handler(handlers.texts))
 
     return Row(template, method, envelope, label, handler=find, imports=_GENERATION)
+
+
+def _kept(module: str, template: str, method: str, handler: Callable[[Handlers], StoredHandler]) -> Row:
+    def find(handlers: Handlers) -> Handler:
+        from sie.frontend.routes.stored import served
+
+        return served(handler(handlers))
+
+    return Row(template, method, "text", handler=find, imports=f"sie.frontend.routes.{module}")
 
 
 def _v2(template: str, method: str, handler: Find, *, label: str = "", need: Need = "infer", also: str = "") -> Row:
@@ -93,6 +103,28 @@ TABLE: Final = RouteTable((
     _text("/v1/responses/{response_id}/input_items", "GET", lambda t: t.list_input_items, label=""),
     Row("/v1/agent/approvals/{approval_id}", "POST", "text", "", handler=lambda s: s.agents.decide,
         imports="sie.frontend.routes.agents"),
+    _kept("files", "/v1/files", "GET", lambda s: s.files.list_files),
+    _kept("files", "/v1/files", "POST", lambda s: s.files.upload),
+    _kept("files", "/v1/files/{file_id}", "GET", lambda s: s.files.show),
+    _kept("files", "/v1/files/{file_id}", "DELETE", lambda s: s.files.delete),
+    _kept("files", "/v1/files/{file_id}/content", "GET", lambda s: s.files.send),
+    _kept("files", "/v1/containers/{container_id}/files", "GET", lambda s: s.files.list_in_container),
+    _kept("files", "/v1/containers/{container_id}/files/{file_id}", "GET", lambda s: s.files.show_in_container),
+    _kept("files", "/v1/containers/{container_id}/files/{file_id}/content", "GET", lambda s: s.files.send_from_container),
+    _kept("skills", "/v1/skills", "GET", lambda s: s.skills.list_skills),
+    _kept("skills", "/v1/skills", "POST", lambda s: s.skills.create),
+    _kept("skills", "/v1/skills/{skill_id}", "GET", lambda s: s.skills.show),
+    _kept("skills", "/v1/skills/{skill_id}", "POST", lambda s: s.skills.update),
+    _kept("skills", "/v1/skills/{skill_id}", "DELETE", lambda s: s.skills.delete),
+    _kept("skills", "/v1/skills/{skill_id}/content", "GET", lambda s: s.skills.send),
+    _kept("skills", "/v1/skills/{skill_id}/versions", "GET", lambda s: s.skills.list_versions),
+    _kept("skills", "/v1/skills/{skill_id}/versions", "POST", lambda s: s.skills.add_version),
+    _kept("skills", "/v1/skills/{skill_id}/versions/{version}", "GET", lambda s: s.skills.show_version),
+    _kept("skills", "/v1/skills/{skill_id}/versions/{version}", "DELETE", lambda s: s.skills.delete_version),
+    _kept("skills", "/v1/skills/{skill_id}/versions/{version}/content", "GET", lambda s: s.skills.send_version),
+    _kept("sessions", "/v1/sessions/{session_id}", "GET", lambda s: s.sessions.show),
+    _kept("sessions", "/v1/sessions/{session_id}", "PUT", lambda s: s.sessions.replace),
+    _kept("sessions", "/v1/sessions/{session_id}", "DELETE", lambda s: s.sessions.delete),
     _text("/v1/generate/{model}", "POST", lambda t: t.generate, "sie"),
     _text(f"{_MODEL}/generate", "POST", lambda t: t.generate_tensor, "kserve"),
     _text(f"{_MODEL}/generate_stream", "POST", lambda t: t.generate_tensor_stream, "kserve"),
@@ -132,6 +164,8 @@ TABLE: Final = RouteTable((
 ))  # fmt: skip
 WEBSOCKETS: Final[dict[str, Need]] = {"/ws/status": "metrics"}
 """The path of each websocket and the scope it needs."""
+CLUSTER_STATUS: Final = "/ws/cluster-status"
+"""The path of a gateway's own websocket, which needs the scope of the others."""
 
 _ACTIONS: Final = ("", "ready", "config", "stats", "infer", "generate", "generate_stream")
 """The actions that may follow a model's name, or its version, in a path of KServe."""

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from sie.agents.loop.agent_run import AgentRun
 from sie.agents.loop.plan import AgentPlan, plan_agent
-from sie.frontend.generation.generation_run import Run
+from sie.frontend.generation.interface import TextRun
+from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.models.not_found import model_not_found
 from sie.frontend.process import FrontendProcess
@@ -55,12 +56,12 @@ class TextService:
 
     async def start(
         self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False
-    ) -> Run | AgentRun:
+    ) -> TextRun | AgentRun:
         """Submit a request to a served model, with the rounds of its agent if it asks for one.
 
         It ends when its client leaves. Raises as `Generator.start` and `plan_agent` do.
         """
-        plan = plan_agent(request, self._process.settings.agents)
+        plan = self.plan(request)
         if plan is None:
             return await self._start_round(exchange, entry, request, echoes=echoes)
         run = await self.start_agent(entry, plan, exchange.deadline_ns, owner=exchange.owner)
@@ -71,14 +72,21 @@ class TextService:
 
     async def prompt_ids(self, entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
         """Return the tokens of a request's prompts, with the server's tools. Raises as `start` does."""
-        plan = plan_agent(request, self._process.settings.agents)
+        plan = self.plan(request)
         return await self.generator.prompt_ids(entry, request if plan is None else plan.request)
+
+    def plan(self, request: GenerateRequest) -> AgentPlan | None:
+        """Return the plan of a request that asks the server to act, or None. Raises BadRequest if it does not."""
+        plan = plan_agent(request, self._process.settings.agents)
+        if plan is not None and self._process.remote is not None:
+            raise wrong(plan.task.field, "asks for tools, which a gateway does not run; ask a host itself")
+        return plan
 
     async def start_agent(self, entry: ModelEntry, plan: AgentPlan, deadline_ns: int, *, owner: str) -> AgentRun:
         """Submit the first round of an agent's run. deadline_ns: of its first token; later rounds have as much time."""
         models, timeout_ns = self._process.models, deadline_ns - time.monotonic_ns()
 
-        async def start(request: GenerateRequest) -> Run:
+        async def start(request: GenerateRequest) -> TextRun:
             next_ns = time.monotonic_ns() + max(timeout_ns, _LEAST_ROUND_NS)
             serving = await models.wait_serving(entry, next_ns)
             return await self.generator.start(serving, request, next_ns, salt=owner.encode())
@@ -88,12 +96,12 @@ class TextService:
 
     async def _start_round(
         self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False
-    ) -> Run:
+    ) -> TextRun:
         process = self._process
         run = await self.generator.start(
             entry, request, exchange.deadline_ns, salt=exchange.owner.encode(), echoes=echoes
         )
-        exchange.num_items = len(run.parts)
+        exchange.num_items = run.num_prompts
         for pending in run.pendings:
             process.watch_client(pending, exchange.protocol)
         return run

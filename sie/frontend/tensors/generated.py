@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sie.frontend.generation.generation_run import Run
+from sie.frontend.generation.interface import TextRun, TextStarter
 from sie.frontend.generation.sampling_fields import (
     Count,
     SamplingNumbers,
@@ -20,7 +20,6 @@ from sie.frontend.generation.sampling_fields import (
     read_stop,
     write_sampling,
 )
-from sie.frontend.generation.start import Generator
 from sie.frontend.tensors.held_reply import HeldReply
 from sie.frontend.tensors.parameters import EMPTY_FINAL_RESPONSE, checked_parameters
 from sie.ipc.messages import ModelEntry
@@ -31,8 +30,8 @@ from sie.values.tensor import Tensor, TensorReply, TensorRequest
 
 
 async def start_generation(
-    generator: Generator, entry: ModelEntry, request: TensorRequest, text: str, *, owner: str, deadline_ns: int
-) -> Run:
+    generator: TextStarter, entry: ModelEntry, request: TensorRequest, text: str, *, owner: str, deadline_ns: int
+) -> TextRun:
     """Start to generate after `text`. Raises BadRequest for a wrong parameter, and the errors of `Generator.start`."""
     given = read_parameters(request.parameters)
     return await generator.start(
@@ -41,7 +40,7 @@ async def start_generation(
     )  # fmt: skip
 
 
-async def whole_tensor(run: Run, began_ns: int) -> HeldReply:
+async def whole_tensor(run: TextRun, began_ns: int) -> HeldReply:
     """Return the whole text of a run, as a reply that owns its output. Raises the errors of `Run.whole`."""
     try:
         reply = await run.whole()

@@ -11,18 +11,19 @@ default ones. Requests run as on `/v1/encode`, `/v1/score` and that route.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from sie.config.limits import Limits
 from sie.frontend.engine.interface import Pending
+from sie.frontend.generation.interface import TextStarter
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.operations.encode import Encoder
+from sie.frontend.operations.interface import EncodeOperation, ScoreOperation
 from sie.frontend.operations.reply_reader import read_reply
 from sie.frontend.operations.resolve import resolve_encode, resolve_score
-from sie.frontend.operations.score import Scorer, read_scores
+from sie.frontend.operations.score import read_scores
 from sie.frontend.tensors.held_reply import HeldReply
 from sie.ipc.messages import ModelEntry
 from sie.values.bytes_tensor import split_elements
@@ -30,9 +31,6 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong
 from sie.values.inference import EncodeRequest, ScoreRequest
 from sie.values.tensor import Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
-
-if TYPE_CHECKING:
-    from sie.frontend.generation.start import Generator
 
 ENCODER: Final = "sie_encoder"
 SCORER: Final = "sie_scorer"
@@ -89,8 +87,8 @@ class TextTensors:
     """Runs tensor requests to text models. The requests are already checked against their rule."""
 
     def __init__(
-        self, encoder: Encoder, scorer: Scorer, generator: Callable[[], Generator], *, limits: Callable[[], Limits],
-        watch: Watch,
+        self, encoder: EncodeOperation, scorer: ScoreOperation, generator: Callable[[], TextStarter], *,
+        limits: Callable[[], Limits], watch: Watch,
     ) -> None:  # fmt: skip
         """Generator returns the process's generator; limits returns the present limits."""
         self._encoder = encoder
@@ -123,11 +121,11 @@ class TextTensors:
         model = entry.card.id
         request = EncodeRequest(model=model, texts=texts, output_types=("dense",), output_dtype="float32")
         request = resolve_encode(request, entry.card)
-        pending, tokenization_ns = await self._encoder.start(entry, request, deadline_ns)
-        self._watch(pending, exchange.protocol)
-        raw = await pending.reply()
+        started = await self._encoder.start(entry, request, deadline_ns)
+        self._watch(started.pending, exchange.protocol)
+        raw = await started.pending.reply()
         try:
-            reply = read_reply(raw, entry, request, exchange.began_ns, tokenization_ns)
+            reply = read_reply(raw, entry, request, exchange.began_ns, started.tokenization_ns)
             output = Tensor("dense", "FP32", (reply.num_items, reply.width), reply.values)
         except BaseException:
             raw.release()
@@ -140,11 +138,11 @@ class TextTensors:
     ) -> HeldReply:
         model = entry.card.id
         request = resolve_score(ScoreRequest(model=model, query=query, documents=documents), entry.card)
-        pending, tokenization_ns = await self._scorer.start(entry, request, deadline_ns)
-        self._watch(pending, exchange.protocol)
-        raw = await pending.reply()
+        started = await self._scorer.start(entry, request, deadline_ns)
+        self._watch(started.pending, exchange.protocol)
+        raw = await started.pending.reply()
         try:
-            reply = read_scores(raw, request, exchange.began_ns, tokenization_ns)
+            reply = read_scores(raw, request, exchange.began_ns, started.tokenization_ns)
         finally:
             raw.release()
         values = np.array(reply.scores, "<f4").tobytes()

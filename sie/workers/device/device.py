@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -46,9 +47,15 @@ def choose_dtype(setting: DtypeSetting, device: torch.device) -> torch.dtype:
     return _DTYPES[setting]
 
 
+@cache
+def is_ampere(device: torch.device) -> bool:
+    """Return whether a GPU is of the Ampere generation or newer: it computes in bfloat16 and runs flash attention."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _has_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        return is_ampere(device)
     return bool(cpu_flags() & _CPU_FLAGS_OF_BF16)
 
 

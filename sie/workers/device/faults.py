@@ -1,39 +1,38 @@
-"""Classifies device errors: out of memory, which a smaller step avoids, and errors after which the device is lost.
+"""Classifies errors: out of memory, which a smaller step avoids, and those after which the device is lost.
 
-It matches names and texts and never imports torch, because a worker with only stubs does not. CUDA's texts are those of
-`cudaGetErrorString`.
+After a loss the CUDA runtime fails every further call until the process ends, under changing names. So no list of texts
+decides: an error that a GPU's libraries may have raised is settled by a small operation on the device.
 """
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
 
 EXIT_STATUS = 75
 """Exit status of a worker that can no longer use its device (EX_TEMPFAIL); a new process may be able to."""
+WORN_STATUS = 76
+"""Exit status of an idle worker whose allocator a failed capture left broken; a new process captures nothing."""
 
 _OUT_OF_MEMORY = ("out of memory", "you tried to allocate", "CUBLAS_STATUS_ALLOC_FAILED")
 """GPU allocators; the CPU's (`DefaultCPUAllocator: ... you tried to allocate N bytes`); cuBLAS's workspace."""
-_STICKY = (
-    "an illegal memory access was encountered",
-    "device-side assert triggered",
-    "unspecified launch failure",
-    "misaligned address",
-    "an illegal instruction was encountered",
-    "invalid program counter",
-    "operation not supported on global/shared address space",
-    "hardware stack error",
-    "the launch timed out and was terminated",
-    "uncorrectable ECC error encountered",
-    "uncorrectable NVLink error detected",
-    "CUDA-capable device(s) is/are busy or unavailable",
-    "no CUDA-capable device is detected",
-    "No CUDA GPUs are available",
-)
-"""After these, the CUDA runtime returns the same error for every further call until the process ends."""
+_DEVICE_WORDS = ("cuda", "cudnn", "cublas")
+"""In the errors of torch, Triton (`Triton Error [CUDA]`) and onnxruntime (`CUDA failure 700`)."""
+_device = ""
 
 
 class DeviceLostError(Exception):
     """The device can compute nothing more in this process."""
+
+
+class WornError(Exception):
+    """The worker is idle, and a new process would serve better (`sie.workers.device.memory.is_worn`)."""
+
+
+def set_device(name: str) -> None:
+    """Set the device of this worker (`cpu`, `cuda:1`), on which errors are settled."""
+    global _device
+    _device = name
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -41,15 +40,46 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
-def is_sticky(error: BaseException) -> bool:
-    """Return whether the device is lost to this process after an error."""
-    text = str(error)
-    return "CUDA" in text and any(part in text for part in _STICKY)
+def is_device_lost(error: BaseException) -> bool:
+    """Return whether the device is lost to this process, after an error. May wait for the device."""
+    if any(isinstance(cause, DeviceLostError) for cause in _causes(error)):
+        return True
+    if not _device.startswith("cuda") or is_out_of_memory(error) or not _is_from_device(error):
+        return False
+    return not _can_compute(_device)
+
+
+def raise_if_lost(error: BaseException) -> None:
+    """Raise DeviceLostError if the device is lost, for code that otherwise goes on after an error."""
+    if is_device_lost(error):
+        raise DeviceLostError(str(error)) from error
+
+
+def _is_from_device(error: BaseException) -> bool:
+    texts = (f"{type(cause).__name__} {cause}".lower() for cause in _causes(error))
+    return any("acceleratorerror" in text or any(word in text for word in _DEVICE_WORDS) for text in texts)
+
+
+def _can_compute(device: str) -> bool:
+    """Return whether a small operation succeeds on a GPU, or only lacks memory."""
+    try:
+        import torch  # the error may be onnxruntime's, in a worker without torch
+
+        torch.ones(1, device=device).add_(1)
+        torch.cuda.synchronize(device)
+    except Exception as error:
+        return is_out_of_memory(error)
+    return True
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def forget_frames(error: BaseException) -> None:
     """Drop the local variables that an error's traceback keeps alive: after a failed step, its tensors."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _causes(error):
         traceback.clear_frames(cause.__traceback__)
-        cause = cause.__cause__ or cause.__context__

@@ -60,7 +60,7 @@ def start_recording(modules: Iterable[nn.Module]) -> Recorder:
 
 
 def stop_recording(modules: Iterable[nn.Module]) -> None:
-    """Remove the recorder that `start_recording` put on these modules."""
+    """Remove the recorder that `start_recording` put on these modules, or their blocks."""
     for module in modules:
         module.__dict__.pop(_PLACE, None)
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from sie.workers.generation.norms import CompiledNorm
 from sie.workers.generation.packed_weights import PackedLinear
-from sie.workers.generation.sharing import common_layer
 from sie.workers.packed.formulas import UnknownPartsError, activation_of
+from sie.workers.packed.sharing import common_layer
 
 _ORDERS: dict[frozenset[str], tuple[str | None, str | None, str | None, str | None]] = {
     frozenset(name for name in order if name is not None): order

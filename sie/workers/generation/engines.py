@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
+from sie.config.generation_settings import GPU_PREFILL_TOKENS
 from sie.config.settings import Settings
 from sie.metrics import definitions
 from sie.values.card import ModelCard
@@ -31,7 +32,6 @@ _CPU_PREFILL_TOKENS = 256
 """A chunk of this size delays running streams on a CPU by about a few steps."""
 _CPU_LONE_PREFILL_TOKENS = 512
 """Without a stream to delay: one read and unpacking of the weights serves twice as many tokens."""
-_GPU_PREFILL_TOKENS = 4096
 _decoder = msgspec.msgpack.Decoder(GenerateTask)
 
 Announce = Callable[[int, Collection[tuple[int, int]]], object]
@@ -57,7 +57,7 @@ class Generators:
         self._limits = EngineLimits(
             max_sequences=generation.max_sequences,
             max_prefill_tokens=generation.max_prefill_tokens
-            or (_CPU_PREFILL_TOKENS if device == "cpu" else _GPU_PREFILL_TOKENS),
+            or (_CPU_PREFILL_TOKENS if device == "cpu" else GPU_PREFILL_TOKENS),
             max_lone_prefill_tokens=_CPU_LONE_PREFILL_TOKENS
             if device == "cpu" and not generation.max_prefill_tokens
             else 0,

@@ -1,4 +1,4 @@
-"""Replaces layers of a generating model on a GPU with one kernel each, instead of the library's many launches.
+"""Replaces layers of a model on a GPU with one kernel each, instead of the library's many launches.
 
 No family is known by name. A norm, an attention layer's rotation or a gated layer is replaced if it gives the same
 results as the kernel on random numbers. Other layers stay as they are.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sie.runtime.logs import get_logger
+from sie.workers.device.fallbacks import note
+from sie.workers.device.faults import raise_if_lost
+from sie.workers.generation.kernel_check import describe, is_of_compiler, why_no_kernels
 from sie.workers.packed.formulas import norm_factors
 
 _log = get_logger(__name__)
@@ -29,22 +31,46 @@ _NUM_TOKENS = 3
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 
+class KernelError(Exception):
+    """A kernel cannot be built or launched."""
+
+
 def fuse_layers(model: nn.Module) -> int:
     """Replace the layers of a 16-bit model on a GPU that a kernel can compute; return how many were replaced.
 
-    Without Triton, or if a kernel does not run, the model stays as it is.
+    If kernels do not run here, the model stays as it is, and the fallback is noted. Raises DeviceLostError.
     """
     weight = next(model.parameters())
-    if weight.device.type != "cuda" or weight.dtype == torch.float32 or find_spec("triton") is None:
+    if weight.device.type != "cuda" or not _has_layers(model):
         return 0
-    with torch.no_grad():
-        return fuse_norms(model) + fuse_rotations(model) + fuse_gates(model)
+    why = "kernels need 16 bits" if weight.dtype == torch.float32 else why_no_kernels(weight.device)
+    if why:
+        note("no_kernels", why)
+        return 0
+    return fuse_all(model)
+
+
+def fuse_all(model: nn.Module) -> int:
+    """Replace layers as `fuse_layers`, for any device. Stops at the first kernel that cannot be built."""
+    count = 0
+    try:
+        with torch.no_grad():
+            for fuse in (fuse_norms, fuse_rotations, fuse_gates):
+                count += fuse(model)
+    except KernelError as error:
+        note("no_kernels", str(error))
+    return count
+
+
+def _has_layers(model: nn.Module) -> bool:
+    """Return whether a model has a layer that a kernel might compute."""
+    return any(_is_norm(module) or _turns(module) or _is_gated(module) for module in model.modules())
 
 
 def fuse_norms(model: nn.Module) -> int:
     """Replace root mean square norms."""
     count = 0
-    for norm in [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]:
+    for norm in filter(_is_norm, model.modules()):
         for factors, epsilon in norm_factors(norm):
             fused = partial(_normalise, factors, epsilon)
             if _is_same(norm, fused, _random(norm, _NUM_TOKENS, len(factors))):
@@ -52,6 +78,10 @@ def fuse_norms(model: nn.Module) -> int:
                 count += 1
                 break
     return count
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm")
 
 
 def _normalise(factors: Tensor, epsilon: float, states: Tensor) -> Tensor:
@@ -65,8 +95,8 @@ def fuse_rotations(model: nn.Module) -> int:
     count = 0
     fused: dict[Any, types.FunctionType | None] = {}
     for module in model.modules():
-        forward = type(module).forward
-        if isinstance(forward, types.FunctionType) and _ROTATE in forward.__code__.co_names:
+        if _turns(module):
+            forward: Any = type(module).forward
             if forward not in fused:
                 fused[forward] = _with_rotation(forward, module)
             own = fused[forward]
@@ -74,6 +104,12 @@ def fuse_rotations(model: nn.Module) -> int:
                 module.forward = types.MethodType(own, module)
                 count += 1
     return count
+
+
+def _turns(module: nn.Module) -> bool:
+    """Return whether a layer calls the library's rotation."""
+    forward = type(module).forward
+    return isinstance(forward, types.FunctionType) and _ROTATE in forward.__code__.co_names
 
 
 def _with_rotation(forward: types.FunctionType, module: nn.Module) -> types.FunctionType | None:
@@ -105,17 +141,25 @@ def _rotate(original: Rotate, query: Tensor, key: Tensor, cos: Tensor, sin: Tens
 def fuse_gates(model: nn.Module) -> int:
     """Replace the middle of gated layers, `down(act(gate(x)) * up(x))`."""
     count = 0
-    for module in model.modules():
-        parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
-        width = getattr(parts[0], "in_features", None)
-        is_silu = _is_silu(parts[3]) if isinstance(parts[3], nn.Module) else None
-        if is_silu is None or width is None or not all(isinstance(part, nn.Module) for part in parts):
+    for module in filter(_is_gated, model.modules()):
+        gate, *_, activation = _gated_parts(module)
+        is_silu = _is_silu(activation)
+        if is_silu is None:
             continue
-        fused = partial(_run_gated, *parts[:3], is_silu)
-        if _is_same(module, fused, _random(module, 1, _NUM_TOKENS, width)):
+        fused = partial(_run_gated, module, is_silu)
+        if _is_same(module, fused, _random(module, 1, _NUM_TOKENS, gate.in_features)):
             module.forward = fused
             count += 1
     return count
+
+
+def _gated_parts(module: nn.Module) -> list[Any]:
+    return [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
+
+
+def _is_gated(module: nn.Module) -> bool:
+    parts = _gated_parts(module)
+    return all(isinstance(part, nn.Module) for part in parts) and hasattr(parts[0], "in_features")
 
 
 def _is_silu(activation: nn.Module) -> bool | None:
@@ -128,10 +172,12 @@ def _is_silu(activation: nn.Module) -> bool | None:
     return None
 
 
-def _run_gated(gate: nn.Module, up: nn.Module, down: nn.Module, is_silu: bool, states: Tensor) -> Tensor:
+def _run_gated(module: Any, is_silu: bool, states: Tensor) -> Tensor:
+    """Run a gated layer with the linear layers that it has now: an adapter replaces them."""
     from sie.workers.generation import layer_kernels
 
-    return down(layer_kernels.gate(gate(states), up(states), is_silu=is_silu))
+    gates = module.gate_proj(states)
+    return module.down_proj(layer_kernels.gate(gates, module.up_proj(states), is_silu=is_silu))
 
 
 def _random(module: nn.Module, *shape: int) -> Tensor:
@@ -142,12 +188,18 @@ def _random(module: nn.Module, *shape: int) -> Tensor:
 
 
 def _is_same(original: Callable[..., Any], fused: Callable[..., Any], *states: Tensor) -> bool:
-    """Tell whether both return the same tensors except for rounding; False if either raises."""
+    """Tell whether both return the same tensors except for rounding; False if either raises.
+
+    Raises KernelError if the kernel cannot be built, DeviceLostError if the device is lost.
+    """
     try:
         expected, found = (
             value if isinstance(value, tuple) else (value,) for value in (original(*states), fused(*states))
         )
     except Exception as error:  # an unknown architecture or a compiler may raise anything
+        raise_if_lost(error)
+        if is_of_compiler(error):
+            raise KernelError(describe(error)) from error
         _log.info("a layer keeps the library's implementation: %s: %s", type(error).__name__, error)
         return False
     return len(expected) == len(found) and all(map(_is_close, expected, found))

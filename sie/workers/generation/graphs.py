@@ -9,21 +9,21 @@ is two copies in, one launch and one copy out. All other sampling runs outside t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sie.runtime.logs import get_logger
+from sie.workers.device.capture import Capturer
+from sie.workers.device.fallbacks import note
+from sie.workers.device.faults import raise_if_lost
+from sie.workers.device.memory import free_cached
 from sie.workers.generation.paged_cache import PagedCache
 from sie.workers.generation.sampling import likeliest
 from sie.workers.generation.varlen import DecodeStep, fill_blocks
 from sie.workers.model_api import Slot
 
-_log = get_logger(__name__)
 _LARGEST = 256
-_WARM_UPS = 2
-"""Runs before the capture, in which kernels are compiled and chosen, and libraries allocate their workspaces."""
 
 Forward = Callable[[Tensor, Tensor, None, Tensor], Tensor]
 """Takes token ids and positions (1, n), None (all rows are kept) and rotary lengths (n,); returns (n, vocabulary)."""
@@ -82,16 +82,25 @@ class DecodeGraphs:
     """The captured steps of one model."""
 
     def __init__(self, cache: PagedCache, forward: Forward, max_sequences: int, max_blocks: int) -> None:
-        """Capture the steps. max_blocks is the most blocks of one sequence. Raises any error of the library."""
+        """Capture the steps. max_blocks is the most blocks of one sequence.
+
+        Raises CaptureRefusedError for a model that waits for the device, and any error of the library.
+        """
         self._cache = cache
         self._max_blocks = max_blocks
         self._captured: dict[int, _Captured] = {}
         self._copied = torch.cuda.Event()
-        pool = torch.cuda.graph_pool_handle()
-        size = 1 << (min(max_sequences, _LARGEST) - 1).bit_length()
+        free_cached()
+        capturer = Capturer(cache.device)
+        size = 1 << (min(max_sequences, cache.num_blocks, _LARGEST) - 1).bit_length()  # each sequence has a block
         while size:  # largest first, so that the others can use the memory in its pool
-            self._captured[size] = self._capture(forward, size, pool)
+            self._captured[size] = self._capture(forward, size, capturer)
             size //= 2
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of sequences with a graph, largest first."""
+        return list(self._captured)
 
     def run(self, slots: Sequence[Slot]) -> Answers | None:
         """Return the answers to a step of slots with one token each, in their order, or None if no graph fits.
@@ -109,7 +118,7 @@ class DecodeGraphs:
         answers = captured.answers
         return Answers(answers.logits[:count], None if answers.best is None else answers.best[:count])
 
-    def _capture(self, forward: Forward, size: int, pool: Any) -> _Captured:
+    def _capture(self, forward: Forward, size: int, capturer: Capturer) -> _Captured:
         from sie.workers.generation.kernels import Tables
 
         cache, device = self._cache, self._cache.device
@@ -124,26 +133,21 @@ class DecodeGraphs:
             return Answers(logits, likeliest(logits))
 
         try:
-            side = torch.cuda.Stream(device)
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):
-                for _ in range(_WARM_UPS):
-                    run()
-            torch.cuda.current_stream(device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            # Other models may load meanwhile: only this thread's actions may invalidate the capture.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                answers = run()
+            graph, answers = capturer.capture(run)
         finally:
             cache.step = None
         return _Captured(graph, inputs, answers)
 
 
 def try_capture(cache: PagedCache, forward: Forward, max_sequences: int, max_blocks: int) -> DecodeGraphs | None:
-    """Return captured steps, or None if the model cannot be captured: it reads from the device during its step."""
+    """Return captured steps, or None if the model cannot be captured, for example if it waits during its step.
+
+    Raises DeviceLostError.
+    """
     try:
         with torch.inference_mode():
             return DecodeGraphs(cache, forward, max_sequences, max_blocks)
     except Exception as error:  # an unknown architecture may raise anything; steps run without a graph
-        _log.warning("decode steps run without CUDA graphs: %s: %s", type(error).__name__, error)
+        raise_if_lost(error)
+        note("no_graphs", f"{type(error).__name__}: {error}")
         return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from sie.runtime.logs import get_logger
+from sie.workers.device.capture import Capturer
+from sie.workers.device.faults import raise_if_lost
+from sie.workers.generation.kernel_check import why_no_kernels
 
 _log = get_logger(__name__)
 _TOLERANCE = 2e-2
@@ -41,7 +43,7 @@ class _Shape(NamedTuple):
 def choose_products(model: nn.Module, measure: Measure | None = None) -> int:
     """Make a 16-bit model's linear layers on a GPU multiply one row by the faster product; return how many changed.
 
-    After any failure a layer keeps the library's product.
+    After any failure a layer keeps the library's product. Raises DeviceLostError.
     """
     by_shape: dict[_Shape, list[nn.Linear]] = {}
     for layer in model.modules():
@@ -54,6 +56,7 @@ def choose_products(model: nn.Module, measure: Measure | None = None) -> int:
             with torch.inference_mode():
                 is_faster = _is_faster(layers, measure or measure_captured)
         except Exception as error:  # a compiler or the device's library may raise anything
+            raise_if_lost(error)
             _log.info("products with one row keep the library's implementation: %s: %s", type(error).__name__, error)
             return count
         if is_faster:
@@ -68,7 +71,7 @@ def _is_for_kernel(weight: Tensor, measure: Measure | None) -> bool:
     if not weight.is_contiguous():
         return False
     is_half = weight.device.type == "cuda" and weight.dtype in (torch.float16, torch.bfloat16)
-    return measure is not None or (is_half and find_spec("triton") is not None)
+    return measure is not None or (is_half and not why_no_kernels(weight.device))
 
 
 def _is_faster(layers: Sequence[nn.Linear], measure: Measure) -> bool:
@@ -95,15 +98,12 @@ def _multiply(layer: nn.Linear, states: Tensor) -> Tensor:
 
 def measure_captured(multiply: Multiply, states: Tensor, layers: Sequence[nn.Linear]) -> float:
     """Return the least milliseconds of a CUDA graph that holds one product with each layer."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(states.device)
-    stream.wait_stream(torch.cuda.current_stream(states.device))
-    with torch.cuda.stream(stream):
+
+    def run() -> None:
         for layer in layers:
             multiply(states, layer.weight, layer.bias)
-    torch.cuda.current_stream(states.device).wait_stream(stream)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for layer in layers:
-            multiply(states, layer.weight, layer.bias)
+
+    graph, _ = Capturer(states.device).capture(run)
     best = float("inf")
     for _ in range(_REPEATS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -8,6 +8,7 @@ refused, and the error names the reason.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -19,21 +20,20 @@ from torch import Tensor
 
 from sie.catalog.files import refuse
 from sie.config.generation_settings import Generation
-from sie.config.limits import MIB
-from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
 from sie.values.generate import Sampling
+from sie.workers.device.fallbacks import note
+from sie.workers.device.faults import raise_if_lost
 from sie.workers.generation import block_attention as attention
 from sie.workers.generation.block_attention import Recorder
+from sie.workers.generation.cache_size import blocks_of_a_choice, count_blocks
 from sie.workers.generation.decoder_probe import choose_decoder, relative_distance
 from sie.workers.generation.paged_cache import LayerForm, PagedCache
 from sie.workers.generation.runner import TextGenerator
+from sie.workers.generation.varlen import why_gathered
 from sie.workers.model_api import Draw, Slot
 
-_log = get_logger(__name__)
-
-_CPU_CACHE_BYTES = 1024 * MIB
 _KNOWN_LAYERS = ("full_attention", "sliding_attention", "attention")
 _MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 """Median distance of the tokens' logits, relative to their spread.
@@ -41,18 +41,23 @@ _MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 In 16 bits a single token may be far off: after meaningless tokens a few activations are huge, and so is their rounding,
 under any attention. With wrong keys, most tokens are off by about 1.
 """
-_MIN_BLOCKS = 6
-"""Blocks that the comparison needs, with the smallest blocks."""
 _NUM_DECODED = 8
 _DRAWN = (Draw(Sampling(temperature=0.0), 0, 0),)
 
 
 def make_pageable(
-    card: ModelCard, model: Any, device: torch.device, settings: Generation, weights: str
+    card: ModelCard,
+    model: Any,
+    device: torch.device,
+    settings: Generation,
+    weights: str,
+    *,
+    pressure_pct: float = 100.0,
 ) -> TextGenerator:
     """Return the runner of a model that is on its device; weights names the weight format.
 
-    Raises ModelLoadFailed for a model that cannot run on paged keys and values.
+    Its blocks leave the device below pressure_pct. Raises ModelLoadFailed for a model that cannot run on paged keys and
+    values, DeviceLostError if the device is lost.
     """
     block_tokens = settings.kv_block_tokens
     sequence = _probe_sequence(model, block_tokens)
@@ -62,35 +67,79 @@ def make_pageable(
     layers = recorder.layers
     forms = [form for _, form in layers]
     _check_layers(card.id, model.config.get_text_config(), forms)
-    per_choice = _blocks_of_a_choice(card, block_tokens, settings)
-    block_bytes = block_tokens * sum(form.token_bytes for form in forms)
-    num_blocks = _count_blocks(card.id, block_bytes, settings.max_sequences * per_choice, device, settings)
-    cache = PagedCache(layers, num_blocks, block_tokens, device)
-    runner = TextGenerator(card, model, cache, weights)
-    try:
-        _compare(runner, cache, sequence, expected)
-    except ModelLoadFailed as error:
-        if not runner.reads_in_place:
-            raise
-        _log.warning("blocks are gathered, since reading them in place fails: %s", error)
-        runner.reads_in_place = False
-        _compare(runner, cache, sequence, expected)
-    runner.decoder = choose_decoder(runner, cache, recorder.rules)
-    if runner.capture_decoding(settings.max_sequences, per_choice):
+
+    def make_runner(num_blocks: int) -> TextGenerator:
+        return TextGenerator(card, model, PagedCache(layers, num_blocks, block_tokens, device), weights)
+
+    def run_step(num_blocks: int, slots: Sequence[Slot]) -> None:
         try:
-            _compare(runner, cache, sequence, expected)
-        except ModelLoadFailed as error:
-            _log.warning("decode steps run without CUDA graphs: %s", error)
-            runner.drop_graphs()
+            make_runner(num_blocks).run_step(slots)
+        finally:
+            attention.stop_recording([module for module, _ in layers])  # else they keep these blocks
+
+    token_bytes = sum(form.token_bytes for form in forms)
+    num_blocks = count_blocks(card, token_bytes, device, settings, pressure_pct=pressure_pct, run_step=run_step)
+    runner = make_runner(num_blocks)
+    _choose_reading(runner, sequence, expected)
+    runner.decoder = choose_decoder(runner, runner.cache, recorder.rules)
+    if runner.capture_decoding(settings.max_sequences, blocks_of_a_choice(card, settings)):
+        _check_graphs(runner, sequence, expected)
     return runner
 
 
-def _blocks_of_a_choice(card: ModelCard, block_tokens: int, settings: Generation) -> int:
-    """Return the most blocks of one choice: its whole context, and one for the copy of a shared block."""
-    rule = card.generate
-    assert rule is not None
-    context = min(rule.context_length, settings.max_context_tokens or rule.context_length)
-    return -(-context // block_tokens) + 1
+def _choose_reading(runner: TextGenerator, sequence: NDArray[np.int32], expected: Tensor) -> None:
+    """Read blocks in place if that gives the expected logits, else gather them. Raises ModelLoadFailed."""
+    cache = runner.cache
+    if not runner.reads_in_place and cache.device.type != "cpu":
+        widths = {width for layer in cache.layers for width in layer.widths}
+        note("gathered_blocks", why_gathered(cache.device, cache.dtype, widths))
+    try:
+        _compare(runner, cache, sequence, expected)
+    except ModelLoadFailed as error:
+        raise_if_lost(error)
+        if not runner.reads_in_place:
+            raise
+        note("gathered_blocks", f"reading them in place fails: {error}")
+        runner.reads_in_place = False
+        _compare(runner, cache, sequence, expected)
+
+
+def _check_graphs(runner: TextGenerator, sequence: NDArray[np.int32], expected: Tensor) -> None:
+    """Drop the captured steps unless they give the expected logits, and steps of every size those of eager steps."""
+    try:
+        _compare(runner, runner.cache, sequence, expected)
+        for size in runner.captured_sizes:
+            _compare_size(runner, sequence, size)
+    except ModelLoadFailed as error:
+        raise_if_lost(error)
+        note("no_graphs", f"{error}")
+        runner.drop_graphs()
+
+
+def _compare_size(runner: TextGenerator, sequence: NDArray[np.int32], size: int) -> None:
+    """Refuse captured steps that differ from eager ones, with one token for each of `size` sequences.
+
+    Each sequence stores its token in a row of its own and reads the rows before it in its block, which other sequences
+    write in the same step. Leaves the blocks clear.
+    """
+    cache = runner.cache
+    blocks = tuple(range(min(cache.num_blocks, -(-size // cache.block_tokens))))
+    places = [divmod(number, cache.block_tokens) for number in range(min(size, len(blocks) * cache.block_tokens))]
+    slots = [
+        Slot(sequence[number % len(sequence), None], start, (block,), _DRAWN)
+        for number, (block, start) in enumerate(places)
+    ]
+    try:
+        found = runner.run_logits(slots).clone()
+        with runner.without_graphs():
+            expected = runner.run_logits(slots)
+    except Exception as error:  # as above
+        raise _cannot_page(runner.card.id, runner.model, f"{type(error).__name__}: {error}") from error
+    cache.clear(blocks)
+    distances = [relative_distance(*rows) for rows in zip(found, expected, strict=True)]
+    if not median(distances) < _MAX_DIFFERENCE[expected.dtype]:
+        text = f"captured steps of {size} sequences differ by {median(distances):.2g}"
+        raise _cannot_page(runner.card.id, runner.model, text)
 
 
 def _probe_sequence(model: Any, block_tokens: int) -> NDArray[np.int32]:
@@ -151,18 +200,6 @@ def _check_layers(model_id: str, config: Any, forms: list[LayerForm]) -> None:
     is_on = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if by_mask or (is_on and all(form.window is None for form in forms)):
         raise refuse(model_id, "its layers get the sliding window only as a mask, and masks are never built")
-
-
-def _count_blocks(model_id: str, block_bytes: int, most: int, device: torch.device, settings: Generation) -> int:
-    """Return the number of blocks that fit, at most `most` (all choices at full length). Raises ModelLoadFailed."""
-    num_bytes = settings.kv_cache_bytes or _CPU_CACHE_BYTES
-    if device.type == "cuda" and not settings.kv_cache_bytes:
-        num_bytes = int(torch.cuda.mem_get_info(device)[0] * settings.kv_cache_share)
-    num_blocks = min(num_bytes // block_bytes, most)
-    if num_blocks < _MIN_BLOCKS:
-        text = f"kv_cache_bytes has room for {num_blocks} blocks of {block_bytes} bytes; it needs {_MIN_BLOCKS}"
-        raise refuse(model_id, text)
-    return num_blocks
 
 
 def _compare(runner: TextGenerator, cache: PagedCache, sequence: NDArray[np.int32], expected: Tensor) -> None:

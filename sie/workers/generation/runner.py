@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class TextGenerator:
         self.read_bytes = _count_read(model)
         """Bytes of weights that a step of one token reads: all except the table of token embeddings."""
         self.model = model
-        self._cache = cache
+        self.cache = cache
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._rotations = find_rotations(model)
         self.restart_length = 0 if self._rotations is None else _restart_length(model)
@@ -91,7 +91,7 @@ class TextGenerator:
         if all(draw.matcher is None for draw in draws):
             return nullcontext()
         find = functools.partial(find_hidden, draws, self.vocab_size, GrammarMatcher.fill_masks)
-        is_spare = self._cache.device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
+        is_spare = self.cache.device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
         return self._masks.beside(find) if is_spare else nullcontext(find)
 
     @torch.inference_mode()
@@ -102,7 +102,7 @@ class TextGenerator:
     def _run(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> Answers:
         self._take_device()
         self._check(np.concatenate([slot.token_ids for slot in slots]))
-        self._cache.copy(copies)
+        self.cache.copy(copies)
         if self.decoder is not None:
             return Answers(self.decoder.run(slots))
         captured = None if self._graphs is None else self._graphs.run(slots)
@@ -110,10 +110,10 @@ class TextGenerator:
             return captured
         if captured is not None:
             kept = [i for i, slot in enumerate(slots) if kept_tokens(slot)]
-            return Answers(captured.logits[move(torch.tensor(kept, dtype=torch.int64), self._cache.device)])
+            return Answers(captured.logits[move(torch.tensor(kept, dtype=torch.int64), self.cache.device)])
         layout = lay_out(slots, self.block_tokens, self.num_blocks)
         if not self.reads_in_place:  # the kernels read only rows that were written
-            self._cache.clear(layout.unfilled)
+            self.cache.clear(layout.unfilled)
         rows = [
             end - len(slot.token_ids) + 1 + token
             for end, slot in zip(layout.ends, slots, strict=True)
@@ -147,8 +147,8 @@ class TextGenerator:
 
     def _take_device(self) -> None:
         """Select the model's GPU in this thread, which did not load the model: Triton and CUDA graphs require it."""
-        if self._cache.device.type == "cuda":
-            torch.cuda.set_device(self._cache.device)
+        if self.cache.device.type == "cuda":
+            torch.cuda.set_device(self.cache.device)
 
     def _check(self, token_ids: NDArray[np.integer]) -> None:
         """Raise BadRequest for an id outside the vocabulary: on a GPU it would end the process."""
@@ -158,8 +158,22 @@ class TextGenerator:
     def capture_decoding(self, max_sequences: int, max_blocks: int) -> bool:
         """Capture decode steps as CUDA graphs, if the kernels read blocks in place; return whether that succeeded."""
         if self.reads_in_place:
-            self._graphs = try_capture(self._cache, self._run_model, max_sequences, max_blocks)
+            self._graphs = try_capture(self.cache, self._run_model, max_sequences, max_blocks)
         return self._graphs is not None
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """The numbers of sequences whose decode steps are captured, largest first."""
+        return [] if self._graphs is None else self._graphs.sizes
+
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        """Run the steps within the block without CUDA graphs."""
+        graphs, self._graphs = self._graphs, None
+        try:
+            yield
+        finally:
+            self._graphs = graphs
 
     def drop_graphs(self) -> None:
         """Run decode steps without CUDA graphs from now on."""
@@ -167,7 +181,7 @@ class TextGenerator:
 
     def _forward(self, layout: StepLayout, rows: Sequence[int]) -> Tensor:
         """Return the logits (k, vocabulary) after these tokens of the step's row."""
-        cache = self._cache
+        cache = self.cache
         step = MixedStep if self.reads_in_place else GatheredStep
         cache.step = step(layout, cache.device, cache.dtype)
         try:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sie.runtime.logs import get_logger
 from sie.values.errors import Internal, SieError
-from sie.workers.device.faults import DeviceLostError, forget_frames, is_out_of_memory, is_sticky
+from sie.workers.device.faults import forget_frames, is_out_of_memory, raise_if_lost
 from sie.workers.device.memory import free_cached
 from sie.workers.generation.planner import Part, Plan
 from sie.workers.model_api import Chosen, GenerateRunner, Slot
@@ -66,8 +66,7 @@ def _run(
 def _recover(
     runner: GenerateRunner, plan: Plan, begin: Callable[[Sequence[Part]], None], error: Exception
 ) -> list[Result] | None:
-    if is_sticky(error):
-        raise DeviceLostError(str(error)) from error
+    raise_if_lost(error)
     if is_out_of_memory(error):
         forget_frames(error)
         free_cached()

@@ -18,6 +18,7 @@ from sie.catalog.stub import END_OF_TEXT, scripted_answer
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Internal
 from sie.values.generate import TokenLogprob
+from sie.workers.device.faults import DeviceLostError
 from sie.workers.model_api import Chosen, Draw, Matcher, Scored, Slot
 from sie.workers.runners.stub_faults import StubFaults
 
@@ -97,7 +98,7 @@ class StubGenerator:
     def _spend(self, num_tokens: int) -> None:
         options = self._options
         if 0 < options.lost_tokens < num_tokens:
-            raise RuntimeError(f"CUDA error: unspecified launch failure (a stub's step of {num_tokens} tokens)")
+            raise DeviceLostError(f"CUDA error: unspecified launch failure (a stub's step of {num_tokens} tokens)")
         if 0 < options.oom_tokens < num_tokens:
             raise MemoryError(f"a stub's step of {num_tokens} tokens, over oom_tokens")
         time.sleep(options.latency_ms / 1e3 + num_tokens * options.per_token_us / 1e6)

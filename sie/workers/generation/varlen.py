@@ -8,7 +8,6 @@ widths of keys and values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sie.workers.device.device import move
+from sie.workers.device.device import is_ampere, move
 from sie.workers.generation.gathered import GatheredStep
+from sie.workers.generation.kernel_check import why_no_kernels
 from sie.workers.generation.paged_cache import Rule
 from sie.workers.generation.step_layout import StepLayout
 from sie.workers.model_api import Slot
@@ -28,15 +28,22 @@ if TYPE_CHECKING:
     from sie.workers.generation.paged_cache import LayerCache
 
 _MAX_WIDTH = 256
-_LEAST_CAPABILITY = (8, 0)
-"""Of the GPU: the first one with bfloat16."""
 
 
 def can_attend(device: torch.device, dtype: torch.dtype, widths: set[int]) -> bool:
     """Tell whether the kernels run here, for keys and values of this format and these widths."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or max(widths) > _MAX_WIDTH:
-        return False
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+    return not why_gathered(device, dtype, widths)
+
+
+def why_gathered(device: torch.device, dtype: torch.dtype, widths: set[int]) -> str:
+    """Return why the kernels do not run here, or an empty text if they do. Raises DeviceLostError."""
+    if device.type != "cuda":
+        return "the kernels are for GPUs"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the kernels need 16 bits, and keys are in {dtype}"
+    if max(widths) > _MAX_WIDTH:
+        return f"a head is {max(widths)} wide, and the kernels' limit is {_MAX_WIDTH}"
+    return why_no_kernels(device) if is_ampere(device) else "the GPU is older than Ampere"
 
 
 class DecodeStep:

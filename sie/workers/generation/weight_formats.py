@@ -9,7 +9,7 @@ import torch
 from sie.values.errors import BadRequest
 from sie.workers.device.device import DtypeSetting, choose_dtype
 from sie.workers.generation.packed_weights import Bits, pack_linears
-from sie.workers.generation.sharing import share_inputs
+from sie.workers.packed.sharing import share_inputs
 
 WeightsSetting = Literal["auto", "float32", "bfloat16", "int8", "int4"]
 

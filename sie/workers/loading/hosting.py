@@ -16,7 +16,9 @@ from sie.ipc.messages import Load, ModelReport, Stage, Staged, Unload, Unstage
 from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, SieError, WireError, to_wire
-from sie.workers.device.faults import DeviceLostError, is_out_of_memory, is_sticky
+from sie.values.fallbacks import Fallback
+from sie.workers.device.fallbacks import collecting
+from sie.workers.device.faults import DeviceLostError, is_device_lost, is_out_of_memory
 from sie.workers.device.memory import free_model
 from sie.workers.loading.load_queue import LoadQueue
 from sie.workers.loading.states import LoadEvent, LoadState, next_state
@@ -38,13 +40,15 @@ class Hosted(msgspec.Struct, eq=False):
     number: int | None = None
     state: LoadState = LoadState.ABSENT
     runner: Runner | None = None
+    fallbacks: tuple[Fallback, ...] = ()
 
 
 class _Ended(msgspec.Struct):
-    """A finished load with its runner or its error."""
+    """A finished load with its runner and fallbacks, or its error."""
 
     hosted: Hosted
     runner: Runner | None = None
+    fallbacks: tuple[Fallback, ...] = ()
     error: WireError | None = None
 
 
@@ -110,17 +114,17 @@ class Host:
             self._loads.add(hosted)
         else:
             self._change(hosted, LoadEvent.START)
-            self._loads.post(_Ended(hosted, staged))
+            self._loads.post(_Ended(hosted, staged.runner, staged.fallbacks))
 
-    def _take_staged(self, card: ModelCard) -> Runner | None:
-        """Return the staged successor of a model, or None if it is not loaded or was loaded from another card."""
+    def _take_staged(self, card: ModelCard) -> Hosted | None:
+        """Remove and return the staged successor of a model, or None if it is not loaded or was loaded from another card."""
         successor = self._successors.get(card.id)
         if successor is None or successor.state is not LoadState.LOADED:
             return None
         if successor.card != card:
             self.unstage(card.id)
             return None
-        return self._successors.pop(card.id).runner
+        return self._successors.pop(card.id)
 
     def runner(self, model: str) -> Runner | None:
         """Return the runner that takes new work for a model, or None while it is not loaded."""
@@ -135,6 +139,11 @@ class Host:
         hosted = self.models.get(model)
         if hosted is not None:
             self._change(hosted, LoadEvent.UNLOAD)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load runs or waits."""
+        return any(hosted.state.is_loading for hosted in (*self.models.values(), *self._successors.values()))
 
     def unloading(self) -> list[str]:
         """Return the models that `finish_unload` still has to free."""
@@ -170,6 +179,7 @@ class Host:
             self._change(hosted, LoadEvent.FAIL, ended.error)
         elif is_wanted:
             hosted.runner, ended.runner = ended.runner, None
+            hosted.fallbacks = ended.fallbacks
             self._change(hosted, LoadEvent.READY)
         else:
             ended.runner = None
@@ -196,18 +206,27 @@ class Host:
     def _report(self, hosted: Hosted, **details: Any) -> None:
         runner = hosted.runner if hosted.state is LoadState.LOADED else None
         if runner is not None:
-            details.update(memory_bytes=runner.memory_bytes, dtype=str(getattr(runner, "dtype", "")))
-        self._send(ModelReport(hosted.card.id, hosted.state.report, self.device, **details))
+            details.update(
+                memory_bytes=runner.memory_bytes,
+                dtype=str(getattr(runner, "dtype", "")),
+                fallbacks=hosted.fallbacks,
+            )
+        self._send(ModelReport(hosted.card.id, hosted.state.report, self.device_of(hosted), **details))
+
+    def device_of(self, hosted: Hosted) -> str:
+        """Return the device on which a model runs: the worker's, unless it fell back to the CPU."""
+        return "cpu" if any(fallback.name == "cpu" for fallback in hosted.fallbacks) else self.device
 
     def _load(self, hosted: Hosted) -> _Ended | DeviceLostError:
         card = hosted.card
         self._loads.post(_Progress(hosted, 0.0, "starting"))
         try:
-            runner = self._build(card, lambda fraction, text: self._loads.post(_Progress(hosted, fraction, text)))
+            with collecting(card.id) as fallbacks:
+                runner = self._build(card, lambda fraction, text: self._loads.post(_Progress(hosted, fraction, text)))
         except BaseException as error:  # a failed load must not harm the worker's other models
             _log.exception("loading %s failed", card.id)
-            return DeviceLostError(str(error)) if is_sticky(error) else self._failed(hosted, error)
-        return _Ended(hosted, runner)
+            return DeviceLostError(str(error)) if is_device_lost(error) else self._failed(hosted, error)
+        return _Ended(hosted, runner, fallbacks.found)
 
     def _failed(self, hosted: Hosted, error: BaseException) -> _Ended:
         return _Ended(hosted, error=_load_error(hosted.card, error))

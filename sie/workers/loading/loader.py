@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from sie.catalog.architecture import (
+    any_classifier_class,
     build_refusal,
     causal_class,
     classifier_class,
     detector_class,
     dual_encoder_class,
-    entailment_class,
     masked_lm_class,
     read_model_config,
     text_encoder_class,
@@ -35,6 +35,7 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.extract import Detection, TokenClassification
 from sie.workers.device.device import DtypeSetting, choose_dtype, resolve_device
+from sie.workers.device.fallbacks import note
 from sie.workers.device.faults import is_out_of_memory
 from sie.workers.generation.fused import fuse_layers
 from sie.workers.generation.norms import compile_norms
@@ -49,8 +50,9 @@ from sie.workers.runners.encode import Backbone, EncodeRunner, Execution
 from sie.workers.runners.encoder_formats import (
     EncoderFormat,
     choose_encoder_format,
+    join_layers,
+    note_without_kernels,
     round_encoder,
-    warn_without_kernels,
 )
 from sie.workers.runners.grounding import GroundingRunner, build_grounding_runner
 from sie.workers.runners.head import Head, build_activation
@@ -99,7 +101,7 @@ def load_encoder(
     _convert_encoder(card.id, model, form, device, on_progress)
     backbone = Backbone(model, device)
     execution = choose_execution(card.id, backbone)
-    warn_without_kernels(card.id, backbone)
+    note_without_kernels(backbone)
     on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
     if heads.dense is not None and card.outputs == ("dense",):
         return EncodeRunner(card, backbone, heads.dense, execution, form.name)
@@ -149,7 +151,7 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     _convert_encoder(card.id, model, form, device, on_progress)
     scorer = ScoreModel(model, device, rule)
     execution, view = choose_scoring(card.id, scorer)
-    warn_without_kernels(card.id, scorer.backbone)
+    note_without_kernels(scorer.backbone)
     on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
     return ScoreRunner(card, scorer, activation, execution=execution, view=view, dtype=form.name)
 
@@ -181,7 +183,7 @@ def load_extractor(
     is_tokens = isinstance(card.extract, TokenClassification)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        model = _read_model(card, token_classifier_class if is_tokens else entailment_class)
+        model = _read_model(card, token_classifier_class if is_tokens else any_classifier_class)
     _convert_encoder(card.id, model, form, device, on_progress)
     if is_tokens:
         tokens = TokenModel(model, device)
@@ -192,8 +194,10 @@ def load_extractor(
         # An encoder-decoder has no pass that could be packed, and its head reads only a sequence's own end.
         is_one = not model.config.is_encoder_decoder
         execution, view = choose_scoring(card.id, pairs) if is_one else (Execution(packed=False), "model")
+        if not is_one and device.type != "cpu":
+            note("unpacked", "it has an encoder and a decoder")
         runner = PairClassifyRunner(card, pairs, execution=execution, view=view, dtype=form.name)
-    warn_without_kernels(card.id, tokens.backbone if is_tokens else pairs.backbone)
+    note_without_kernels(tokens.backbone if is_tokens else pairs.backbone)
     on_progress(1.0, "packed" if runner.execution.packed else "in batches of equal length")
     return runner
 
@@ -226,9 +230,17 @@ def load_detector(
 
 
 def load_generator(
-    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, settings: Generation, on_progress: Progress
+    card: ModelCard,
+    device_name: str,
+    dtype_setting: DtypeSetting,
+    settings: Generation,
+    on_progress: Progress,
+    *,
+    pressure_pct: float = 100.0,
 ) -> TextGenerator:
     """Return a model that generates text, ready for its first step. Arguments and errors as in `load_encoder`.
+
+    Its keys and values leave a GPU's memory below pressure_pct.
 
     Raises ModelLoadFailed that names the model if its layers cannot keep their keys and values in blocks.
     """
@@ -247,7 +259,7 @@ def load_generator(
         fuse_layers(model)
         choose_products(model)
     on_progress(0.8, "comparing paged with whole sequences")
-    runner = make_pageable(card, model, device, settings, form.name)
+    runner = make_pageable(card, model, device, settings, form.name, pressure_pct=pressure_pct)
     on_progress(0.9, "reading the vocabulary for grammars")
     with suppress(BadRequest):  # a request with a grammar will get the error
         runner.prepare_grammars()
@@ -350,7 +362,10 @@ def _convert_encoder(
     """Convert an encoder to its format and device, ready for the comparison of packed and single sequences."""
     on_progress(0.6, f"converting weights to {form.name} on {device}")
     round_encoder(model_id, model, form)
+    if device.type != "cpu":
+        join_layers(model_id, model)
     _convert(model, form.dtype, device)
+    fuse_layers(model)
     on_progress(0.8, "comparing packed with single sequences")
 
 

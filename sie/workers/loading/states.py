@@ -37,6 +37,11 @@ class LoadState(Enum):
         return self in (LoadState.ABSENT, LoadState.FAILED)
 
     @property
+    def is_loading(self) -> bool:
+        """Whether its load runs or waits."""
+        return self in (LoadState.QUEUED, LoadState.LOADING, LoadState.CANCELLED)
+
+    @property
     def report(self) -> ModelState:
         """The name of this state in a report to the supervisor."""
         return _REPORTS[self]

@@ -26,6 +26,7 @@ from sie.values.errors import Internal
 from sie.workers.lora.lora_weights import read_lora
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.packed.rounded_linear import RoundedLinear
+from sie.workers.packed.sharing import Share
 
 _NONE = -1
 _PROBE_LENGTHS = (5, 3)
@@ -127,7 +128,7 @@ class LoraAdapters:
         self._linears = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear | Conv1D | RoundedLinear)
+            if isinstance(module, nn.Linear | Conv1D | RoundedLinear | Share)
         }
 
     def __bool__(self) -> bool:
@@ -149,8 +150,9 @@ class LoraAdapters:
         pairs: dict[str, LoraPair] = {}
         for name, (down, up) in updates.items():
             layer = self._linears[name]
-            # A rounded layer computes in the model's own format.
-            weight = next(self._model.parameters()) if isinstance(layer, RoundedLinear) else layer.weight
+            # A rounded layer computes in the model's own format, and a joined one has no weight of its own.
+            is_own = isinstance(layer, nn.Linear | Conv1D)
+            weight = layer.weight if is_own else next(self._model.parameters())
             pairs[name] = pair = LoraPair(*(part.to(weight.device, weight.dtype) for part in (down, up)))
             if not all(torch.isfinite(part).all() for part in pair):
                 raise Internal(f"Adapter '{spec.id}' cannot be loaded: {name} has values too large for {weight.dtype}")
@@ -191,7 +193,7 @@ class LoraAdapters:
                 raise ValueError("its values are not finite")
 
 
-def _shape(layer: nn.Linear | Conv1D | RoundedLinear) -> tuple[int, int]:
+def _shape(layer: nn.Linear | Conv1D | RoundedLinear | Share) -> tuple[int, int]:
     """Return (inputs, outputs); a Conv1D stores its weight transposed."""
     if not isinstance(layer, Conv1D):
         return layer.in_features, layer.out_features

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sie.workers.device.device import is_ampere
+
 MAX_WIDTH = 256
 """The largest head width; it must be a multiple of 8, and the same for keys and values."""
 
@@ -43,7 +45,7 @@ def attend_flash(
 def can_attend_flash(device: torch.device, dtype: torch.dtype, widths: tuple[int, int]) -> bool:
     """Return whether `attend_flash` supports keys and values of these widths."""
     is_half = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
-    return is_half and widths[0] == widths[1] <= MAX_WIDTH and widths[0] % 8 == 0
+    return is_half and widths[0] == widths[1] <= MAX_WIDTH and widths[0] % 8 == 0 and is_ampere(device)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,9 @@ from sie.runtime.logs import get_logger
 from sie.values.card import EncoderWeights
 from sie.values.errors import BadRequest
 from sie.workers.device.device import DtypeSetting, choose_dtype
+from sie.workers.device.fallbacks import note
 from sie.workers.packed.rounded_linear import RoundedLinear
+from sie.workers.packed.sharing import share_inputs
 from sie.workers.runners.compiled_encoder import find_linears
 from sie.workers.runners.encode import Backbone
 
@@ -60,11 +62,21 @@ def round_encoder(model_id: str, model: PreTrainedModel, form: EncoderFormat) ->
                 setattr(parent, name, RoundedLinear(child))
 
 
-def warn_without_kernels(model_id: str, backbone: Backbone) -> None:
-    """Log a warning if torch computes rounded layers: vectors are the same, but the requested speed is not reached."""
+def join_layers(model_id: str, model: PreTrainedModel) -> int:
+    """Join the linear layers of a float32 encoder on the CPU that read the same input; return how many were joined.
+
+    A GPU then launches one product for queries, keys and values. A model that does not run on a few tokens stays as it
+    is.
+    """
+    table: Any = model.get_input_embeddings()
+    try:
+        return share_inputs(model, torch.arange(1, 5)[None] % table.num_embeddings)
+    except Exception as error:  # an unknown architecture may raise anything; the probe runs it in its own way
+        _log.info("%s: linear layers are not joined: %s: %s", model_id, type(error).__name__, error)
+        return 0
+
+
+def note_without_kernels(backbone: Backbone) -> None:
+    """Note a fallback if torch computes rounded layers: vectors are the same, but the requested speed is not reached."""
     if backbone.rounded_bytes and backbone.compiled is None:
-        _log.warning(
-            "%s: encoder_weights int8 has no compiled kernels here; torch gives the same vectors, slower than "
-            "without int8",
-            model_id,
-        )
+        note("uncompiled_int8", "the compiled encoder does not run this model here")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
@@ -20,7 +21,8 @@ from sie.catalog.files import refuse
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.workers.device.device import resolve_device
-from sie.workers.device.faults import is_out_of_memory, is_sticky
+from sie.workers.device.fallbacks import note
+from sie.workers.device.faults import is_device_lost, is_out_of_memory, raise_if_lost
 from sie.workers.model_api import OutputTensor, TensorInputs
 from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes
 
@@ -41,12 +43,30 @@ def load_exported(card: ModelCard, device: str, progress: Callable[[float, str],
     progress(0.3, "torch reads the program")
     try:
         program = torch.export.load(archive)
-        if target.type != "cpu":
-            program = move_to_device_pass(program, target)
+        if target.type != "cpu" and not _try_move(program, target):
+            archive.seek(0)
+            program, target = torch.export.load(archive), torch.device("cpu")
         module = program.module(check_guards=False)
     except _FAULTS as error:
         raise refuse(card.id, f"torch.export: {type(error).__name__}: {error}") from error
     return ExportedRunner(card, file, module, program.call_spec.in_spec, target)
+
+
+def _try_move(program: ExportedProgram, target: torch.device) -> bool:
+    """Move a program to a GPU in place; return False, and note the fallback, if it has parts that cannot be moved."""
+    try:
+        move_to_device_pass(program, target)
+        tensors = [*program.state_dict.values(), *program.constants.values()]
+        left = {tensor.device.type for tensor in tensors if isinstance(tensor, torch.Tensor)} - {target.type}
+        reason = f"tensors of the program stay on {', '.join(sorted(left))}" if left else ""
+    except Exception as error:  # the pass reads a stranger's graph
+        if is_out_of_memory(error):
+            raise
+        raise_if_lost(error)
+        reason = f"torch cannot move the program to the GPU: {type(error).__name__}: {error}"
+    if reason:
+        note("cpu", reason)
+    return not reason
 
 
 class ExportedRunner:
@@ -86,7 +106,7 @@ class ExportedRunner:
             with torch.inference_mode():
                 results, _ = pytree.tree_flatten(self._module(*args, **kwargs))
         except (RuntimeError, IndexError, ValueError) as error:
-            if is_out_of_memory(error) or is_sticky(error):
+            if is_out_of_memory(error) or is_device_lost(error):
                 raise
             if isinstance(error, IndexError) or names_sizes(str(error)):
                 reason = " ".join(str(error).split())

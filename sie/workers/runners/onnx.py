@@ -26,6 +26,7 @@ from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, DeadlineExceeded
 from sie.values.tensor import TensorRule
+from sie.workers.device.fallbacks import note
 from sie.workers.model_api import OutputTensor, TensorInputs
 from sie.workers.runners.row_probe import probe_rows
 from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes, without_source
@@ -40,6 +41,7 @@ _TYPES = {
 _BFLOAT16 = 16
 """TensorProto.DataType of bfloat16, which NumPy lacks."""
 _FATAL_ONLY = 4
+_CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
 class RunLimit(NamedTuple):
@@ -74,6 +76,7 @@ def load_onnx(
     except (states.Fail, states.InvalidProtobuf, states.InvalidGraph, states.InvalidArgument, states.NotImplemented,
             states.RuntimeException) as error:  # fmt: skip
         raise refuse(card.id, f"onnxruntime: {without_source(error)}") from error
+    _check_provider(device, session)
     _check_session(card, session)
     runner = OnnxRunner(card, session, run_limit)
     if card.tensor.probes_batching:
@@ -84,9 +87,31 @@ def load_onnx(
 
 def _providers(device: str) -> list[Any]:
     kind, _, index = device.partition(":")
-    if kind == "cuda" and "CUDAExecutionProvider" in onnxruntime.get_available_providers():
-        return [("CUDAExecutionProvider", {"device_id": int(index or 0)}), "CPUExecutionProvider"]
-    return ["CPUExecutionProvider"]
+    if kind != "cuda":
+        return [_CPU]
+    if _CUDA not in onnxruntime.get_available_providers():
+        note("cpu", f"onnxruntime {onnxruntime.__version__} is a build for CPUs: replace it by onnxruntime-gpu")
+        return [_CPU]
+    if hasattr(onnxruntime, "preload_dlls"):  # the libraries of CUDA and cuDNN are in packages beside torch's
+        onnxruntime.preload_dlls()
+    return [(_CUDA, {"device_id": int(index or 0)}), _CPU]
+
+
+def _check_provider(device: str, session: Any) -> None:
+    """Note a fallback if onnxruntime left the GPU out, which it does without an error."""
+    is_asked = device.startswith("cuda") and _CUDA in onnxruntime.get_available_providers()
+    if is_asked and _CUDA not in session.get_providers():
+        note("cpu", f"onnxruntime does not start its CUDA provider: {_why_not_loaded()}")
+
+
+def _why_not_loaded() -> str:
+    """Return the loader's reason why the library of the CUDA provider cannot be loaded, if that is the reason."""
+    library = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:
+        return str(error)
+    return "its library can be loaded; does its version of CUDA fit the driver?"
 
 
 def _check_session(card: ModelCard, session: Any) -> None:
@@ -116,16 +141,24 @@ class OnnxRunner:
         self._run_limit = run_limit
         self._running: tuple[int, Any] | None = None
         """The start of the current run, and its options."""
+        self._stood: tuple[Any, int] = None, 0
+        """The options of the last run that was looked at, and the nanoseconds in which it was stopped."""
         args = weakref.ref(self), run_limit.limit_s / 8
         threading.Thread(target=_end_long_runs, args=args, name="onnx-limit", daemon=True).start()
 
-    def end_long_run(self) -> None:
-        """End the current run if it takes longer than allowed. Called from another thread."""
+    def end_long_run(self, stood_ns: int = 0) -> None:
+        """End the current run if it takes longer than allowed. Called from another thread.
+
+        stood_ns: time since the last call in which this process did not run. It does not count.
+        """
         running, limit = self._running, self._run_limit
-        if running is not None:
-            started_ns, options = running
-            if time.monotonic_ns() - max(started_ns, limit.allowed_until_ns()) > limit.limit_s * 1e9:
-                options.terminate = True  # onnxruntime reads it between two nodes, also in a loop
+        if running is None:
+            return
+        started_ns, options = running
+        self._stood = options, stood_ns + (self._stood[1] if self._stood[0] is options else 0)
+        until_ns = max(started_ns, limit.allowed_until_ns()) + self._stood[1]
+        if time.monotonic_ns() - until_ns > limit.limit_s * 1e9:
+            options.terminate = True  # onnxruntime reads it between two nodes, also in a loop
 
     def run_tensors(self, requests: Sequence[TensorInputs]) -> list[tuple[OutputTensor, ...]]:
         """Return each request's outputs. Raises BadRequest for inputs that the model rejects, else Internal."""
@@ -172,8 +205,11 @@ class OnnxRunner:
 
 
 def _end_long_runs(runner: weakref.ref[OnnxRunner], every_s: float) -> None:
+    looked_ns, every_ns = time.monotonic_ns(), int(every_s * 1e9)
     while (alive := runner()) is not None:
-        alive.end_long_run()
+        now_ns = time.monotonic_ns()
+        late_ns, looked_ns = now_ns - looked_ns - every_ns, now_ns
+        alive.end_long_run(late_ns if late_ns > every_ns else 0)  # stopped by a signal, or without a core
         del alive
         time.sleep(every_s)
 

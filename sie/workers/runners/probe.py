@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sie.catalog.files import refuse
+from sie.workers.device.fallbacks import note
+from sie.workers.device.faults import raise_if_lost
 from sie.workers.packed import attention
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.packed.formulas import UnknownPartsError
@@ -62,11 +64,20 @@ def choose_execution(model_id: str, backbone: Backbone) -> Execution:
                     return _choose_compiled(model_id, backbone, batch, [execution], expected) or execution
             reason = "packed results differ"
         except Exception as error:  # an unknown architecture may raise anything; rectangles still work
+            raise_if_lost(error)
             reason = f"{type(error).__name__}: {error}"
         model.set_attn_implementation(own)
-        _log.info("%s runs unpacked, in batches of equal length: %s", model_id, reason)
+        _note_unpacked(model_id, backbone, reason)
         executions = [Execution(packed=False, position_offset=offset) for offset in _position_offsets(backbone)]
         return _choose_compiled(model_id, backbone, batch, executions, expected) or Execution(packed=False)
+
+
+def _note_unpacked(model_id: str, backbone: Backbone, reason: str) -> None:
+    """Note the fallback on a GPU, where it costs most of the speed; on a CPU, equal lengths are nearly as fast."""
+    if backbone.device.type == "cpu":
+        _log.info("%s runs unpacked, in batches of equal length: %s", model_id, reason)
+    else:
+        note("unpacked", reason)
 
 
 def _max_difference(backbone: Backbone, expected: Tensor) -> float:
@@ -141,10 +152,11 @@ def choose_scoring(model_id: str, scorer: ScoreModel) -> tuple[Execution, HeadVi
                 "model" if _spread(found, expected) > _MAX_HEAD_DIFFERENCE else _head_view(scorer, batch, hidden)
             )
         except Exception as error:  # an unknown architecture may raise anything; the whole model still works
+            raise_if_lost(error)
             _log.info("%s: its head cannot run separately: %s", model_id, error)
             view = "model"
     if view == "model":
-        _log.info("%s runs as a whole, in batches of equal length", model_id)
+        _note_unpacked(model_id, scorer.backbone, "its head needs the whole model")
         return Execution(packed=False), view
     return choose_execution(model_id, scorer.backbone), view
 
@@ -163,10 +175,11 @@ def choose_token_classification(model_id: str, classifier: TokenModel) -> tuple[
             found = classifier.run_head(classifier.backbone.run_rectangles(batch), batch)
             is_whole = found.shape != expected.shape or _spread(found, expected) > _MAX_HEAD_DIFFERENCE
         except Exception as error:  # an unknown architecture may raise anything; the whole model still works
+            raise_if_lost(error)
             _log.info("%s: its head cannot run separately: %s", model_id, error)
             is_whole = True
     if is_whole:
-        _log.info("%s runs as a whole, in batches of equal length", model_id)
+        _note_unpacked(model_id, classifier.backbone, "its head needs the whole model")
         return Execution(packed=False), True
     return choose_execution(model_id, classifier.backbone), False
 

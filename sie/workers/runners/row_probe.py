@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from sie.runtime.logs import get_logger
 from sie.values.tensor import DATATYPES, TensorRule, TensorSpec
 from sie.values.work import TensorForm, TensorTask
+from sie.workers.device.faults import raise_if_lost
 from sie.workers.model_api import OutputTensor, TensorInputs, TensorRunner
 from sie.workers.runners.tensor_arrays import as_array
 
@@ -34,6 +35,7 @@ def probe_rows(runner: TensorRunner, rule: TensorRule) -> TensorRule:
             refusal = "" if _treats_rows_independently(runner, rule, size) else "rows give other values beside others"
             break
         except Exception as error:  # a model may fail on random values and still be served
+            raise_if_lost(error)
             refusal = str(error) or type(error).__name__
     if refusal:
         _log.info("%s: requests are not joined: %s", rule.name, refusal)

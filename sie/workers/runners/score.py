@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sie.values.card import ModelCard, ScoreRule
+from sie.values.work import WorkHeader
 from sie.workers.model_api import Pair, RowStep, StepOutputs
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.runners.encode import Backbone, Execution
@@ -24,6 +25,9 @@ from sie.workers.runners.stand_in import ModelHead
 
 HeadView = Literal["ends", "all", "model"]
 """The head's input: each sequence's first and last token ("ends"), every token, or the model runs whole ("model")."""
+
+
+_NO_TOKEN = -1
 
 
 class ScoreModel:
@@ -36,7 +40,12 @@ class ScoreModel:
         self._model = model
         self._head = ModelHead(model)
         self._rule = rule
-        self._padding: int | None = model.config.get_text_config().pad_token_id
+        config = model.config.get_text_config()
+        if config.pad_token_id is None:
+            # The heads of decoders read each sequence's last token that is not padding. Without a padding token they
+            # refuse a batch of several sequences, even of equal length.
+            config.pad_token_id = _NO_TOKEN
+        self._padding: int = config.pad_token_id
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._arguments: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}
 
@@ -52,9 +61,23 @@ class ScoreModel:
         for start, count, length in batch.runs:
             rectangle = batch.input_ids[start : start + count * length].reshape(count, length)
             types = self.backbone.type_arguments(batch, start, count, length)
-            logits = self._model(input_ids=self.backbone.move(rectangle), **types, **self._arguments).logits
-            parts.append(self._scores(logits))
+            for rows in self._runs_together(rectangle):
+                own = {name: values[rows] for name, values in types.items()}
+                logits = self._model(input_ids=self.backbone.move(rectangle[rows]), **own, **self._arguments).logits
+                parts.append(self._scores(logits))
         return torch.cat(parts)
+
+    def _runs_together(self, rectangle: NDArray[np.int64]) -> list[slice]:
+        """Return the rows of a rectangle that the model takes in one call, in order.
+
+        The head of an encoder-decoder refuses rows with different numbers of end tokens, such as a text and a pair.
+        """
+        config = self._model.config
+        if getattr(config, "is_encoder_decoder", False):
+            counts = (rectangle == config.eos_token_id).sum(axis=1)
+            if (counts != counts[0]).any():
+                return [slice(row, row + 1) for row in range(len(rectangle))]
+        return [slice(None)]
 
     def run_head(self, hidden: Tensor, batch: PackedBatch, view: HeadView) -> Tensor:
         """Run the head on the transformer's hidden states (t, d)."""
@@ -109,17 +132,25 @@ class ScoreRunner:
 
     def run(self, step: RowStep) -> StepOutputs:
         """Return the scores of a step; see `RowRunner`."""
-        return StepOutputs(scores=self.run_pairs(step.inputs))
+        raw = [index for index, want in enumerate(step.wants) if isinstance(want, WorkHeader) and want.is_raw]
+        return StepOutputs(scores=self.run_pairs(step.inputs, raw))
 
-    def run_pairs(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
-        """Return (n, 1) float32 scores, owned by the caller. Raises the errors of `Backbone.check`."""
+    def run_pairs(self, pairs: Sequence[Pair], raw: Sequence[int] = ()) -> NDArray[np.float32]:
+        """Return (n, 1) float32 scores, owned by the caller; raw lists the pairs whose activation is left out.
+
+        Raises the errors of `Backbone.check`.
+        """
         batch = pack_pairs(pairs)
         self._model.backbone.check(self.card.id, batch)
         with torch.inference_mode():
-            logits = self._model.run(batch, self.execution, self.view)
-            scores = self._activation(logits[:, None] / self._divisor).cpu().numpy()
+            logits = self._model.run(batch, self.execution, self.view)[:, None] / self._divisor
+            scores = self._activation(logits).cpu().numpy()
         answer = np.empty_like(scores)
         answer[batch.order] = scores
+        if raw:
+            plain = np.empty_like(scores)
+            plain[batch.order] = logits.cpu().numpy()
+            answer[raw] = plain[raw]
         return answer
 
 

@@ -22,12 +22,16 @@ from transformers import PreTrainedModel
 from sie.catalog.files import refuse
 from sie.values.card import SparseOutput
 from sie.values.errors import NonFinite
+from sie.workers.device.device import read
 from sie.workers.packed.batch import PackedBatch
 from sie.workers.runners.stand_in import ModelHead
 
 Entries = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Indices (e,), ascending, and values (e,), positive and finite."""
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+"""Of logits at once. A GPU waits for the host after each reading of entries; a CPU's caches like small chunks."""
+_POOLED_BYTES = {"cpu": 0, "cuda": 1 << 30}
+"""Of pooled rows that are read together."""
 _MAX_DIFFERENCE = 1e-3
 
 
@@ -87,7 +91,7 @@ class SpladeHead:
         self._head = head
         self._is_max = options.pooling == "max"
         self._num_logs = 2 if options.activation == "log1p_relu" else 1
-        self._chunk_tokens = max(16, _CHUNK_BYTES // (4 * vocab_size))
+        self._row_bytes = 4 * vocab_size
 
     def weights(self) -> Iterable[Tensor]:
         """Return all weights of the language model; the head's last layer often shares the embeddings."""
@@ -95,17 +99,24 @@ class SpladeHead:
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
         """Return the vectors; see `SparseHead`."""
+        kind = hidden.device.type
+        chunk_tokens = max(16, _CHUNK_BYTES[kind] // self._row_bytes)
+        most_rows = _POOLED_BYTES[kind] // self._row_bytes
         entries: list[Entries] = []
-        for pooled in self._pooled(hidden, batch.cu_seqlens.tolist()):
-            entries += take_entries(pooled)
-        return entries
+        waiting: list[Tensor] = []
+        for pooled in self._pooled(hidden, batch.cu_seqlens.tolist(), chunk_tokens):
+            waiting.append(pooled)
+            if sum(map(len, waiting)) > most_rows:
+                entries += take_entries(torch.cat(waiting))
+                waiting.clear()
+        return entries + take_entries(torch.cat(waiting)) if waiting else entries
 
-    def _pooled(self, hidden: Tensor, bounds: list[int]) -> Iterator[Tensor]:
+    def _pooled(self, hidden: Tensor, bounds: list[int], chunk_tokens: int) -> Iterator[Tensor]:
         """Yield (k, vocabulary) float32 of the next k sequences, until all sequences are done."""
-        for first, last in _chunks(bounds, self._chunk_tokens):
+        for first, last in _chunks(bounds, chunk_tokens):
             start, end = bounds[first], bounds[last]
-            if end - start > self._chunk_tokens:  # one long sequence
-                pieces = hidden[start:end].split(self._chunk_tokens)
+            if end - start > chunk_tokens:  # one long sequence
+                pieces = hidden[start:end].split(chunk_tokens)
                 yield self._finish(
                     self._join(torch.stack([self._pool(self._head(piece)[None])[0] for piece in pieces]))
                 )
@@ -180,14 +191,24 @@ class StaticTable:
 
 
 def take_entries(weights: Tensor) -> list[Entries]:
-    """Return the positive entries of each row of (k, vocabulary) float32. Raises NonFinite."""
-    if not bool(torch.isfinite(weights).all()):
+    """Return the positive entries of each row of (k, vocabulary) float32. Raises NonFinite.
+
+    The host waits twice: for the number of entries, and for all that it reads, in one copy.
+    """
+    is_entry = weights > 0
+    rows, columns = is_entry.nonzero(as_tuple=True)
+    parts = (
+        columns, weights[rows, columns].view(torch.int32), is_entry.sum(1), torch.isfinite(weights).all().view(1),
+    )  # fmt: skip
+    found = read(torch.cat([part.to(torch.int32) for part in parts])).numpy()
+    if weights.device.type != "cpu":
+        found = found.copy()  # entries live until their reply is complete, and page-locked memory is scarce
+    count = len(columns)
+    indices, values = found[:count], found[count : 2 * count].view(np.float32)
+    if not found[-1]:
         raise _non_finite()
-    rows, columns = (weights > 0).nonzero(as_tuple=True)
-    values = weights[rows, columns].cpu().numpy()
-    indices = columns.to(torch.int32).cpu().numpy()
-    ends = torch.bincount(rows, minlength=len(weights)).cumsum(0).tolist()
-    return [(indices[start:end], values[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    bounds = [0, *np.cumsum(found[2 * count : -1]).tolist()]
+    return [(indices[start:end], values[start:end]) for start, end in pairwise(bounds)]
 
 
 def _chunks(bounds: list[int], max_tokens: int) -> Iterator[tuple[int, int]]:

@@ -23,6 +23,7 @@ from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import Internal
 from sie.values.extract import Classification, DetectedObject, Entity, Extraction, ExtractTask
 from sie.values.work import TensorForm, TensorTask
+from sie.workers.device.faults import DeviceLostError
 from sie.workers.model_api import ImageItem, OutputTensor, RowStep, StepOutputs, TensorInputs, Want
 from sie.workers.runners.stub_faults import StubFaults
 
@@ -108,7 +109,7 @@ class StubRunner:
         options = self._options
         if options.takes_time:
             if 0 < options.lost_tokens < tokens:
-                raise RuntimeError(f"CUDA error: unspecified launch failure (a stub's step of {tokens} tokens)")
+                raise DeviceLostError(f"CUDA error: unspecified launch failure (a stub's step of {tokens} tokens)")
             if 0 < options.oom_tokens < tokens:
                 raise MemoryError(f"a stub's step of {tokens} tokens, over oom_tokens")
             held = b"\1" * (tokens * options.kib_per_token << 10)  # ones, because zeros may never take real pages

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.values.card import StubOptions
+from sie.workers.device.faults import DeviceLostError
+from sie.workers.device.memory import wear_out
 
 Text = bytes | memoryview | NDArray[np.uint8]
 
@@ -31,15 +33,15 @@ class StubFaults:
         self._hang_on = options.hang_on.encode()
 
     def load(self) -> None:
-        """Fail a load: raise OSError, which does not tell the loader the cause, or RuntimeError as `step` does."""
+        """Fail a load: raise OSError, which does not tell the loader the cause, or DeviceLostError as `step` does."""
         self._need_device()
         if self._fail == "load":
             raise OSError("a stub's load fails (fail=load)")
 
     def step(self, texts: Sequence[Text]) -> None:
-        """Fail the step for these texts, end the worker, or never return, if a fault matches.
+        """Fail the step for these texts, end the worker now or when it is idle, or never return, if a fault matches.
 
-        Raises MemoryError, or RuntimeError with PyTorch's message for a lost CUDA device.
+        Raises MemoryError, or DeviceLostError as if a CUDA device were lost.
         """
         self._need_device()
         contents = [bytes(text) for text in texts]
@@ -47,14 +49,17 @@ class StubFaults:
             os.abort()  # a crash in native code: SIGKILL looks like an operator's action, and then no input is blamed
         if self._hang_on and any(self._hang_on in text for text in contents):
             _hang()
-        if self._fail in ("oom", "sticky") and any(self._fail_on in text for text in contents):
+        if self._fail in ("oom", "sticky", "worn") and any(self._fail_on in text for text in contents):
+            if self._fail == "worn":
+                wear_out()
+                return
             if self._fail == "oom":
                 raise MemoryError("a stub's step finds no memory (fail=oom)")
-            raise RuntimeError("CUDA error: device-side assert triggered (a stub's step, fail=sticky)")
+            raise DeviceLostError("CUDA error: device-side assert triggered (a stub's step, fail=sticky)")
 
     def _need_device(self) -> None:
         if self._lost_file is not None and self._lost_file.exists() and self._lost_file.read_text() == str(self._slot):
-            raise RuntimeError("CUDA error: no CUDA-capable device is detected (a stub's, lost_file)")
+            raise DeviceLostError("CUDA error: no CUDA-capable device is detected (a stub's, lost_file)")
 
     def spoil(self, values: NDArray[np.float32], texts: Sequence[Text]) -> NDArray[np.float32]:
         """Return the rows (n, d), one for each text, with NaN at the start of rows that `fail=nan` matches."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sie.catalog.directory import read_card
-from sie.catalog.generation import finish_generator
+from sie.catalog.generation import finish_generator, kv_token_bytes
 from sie.catalog.spec import ModelSpec
 from sie.values.errors import ModelLoadFailed
 
@@ -48,6 +48,21 @@ def test_a_bare_causal_checkpoint_generates_and_embeds(directory: Path) -> None:
     assert card.generate.context_length == 256
     assert card.generate.eos_token_ids == (7,)
     assert card.generate.special_texts == ("<|im_end|>",)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}, 131072),
+        ({"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024, "head_dim": 128}, 114688),
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768}, 36864),
+        ({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}, 448),
+        ({"num_hidden_layers": "many"}, 0),
+    ],
+)  # fmt: skip
+def test_the_memory_of_a_token_s_keys_and_values_is_estimated(config: dict[str, Any], expected: int) -> None:
+    """Llama 3 8B, Qwen3 0.6B, GPT-2, and DeepSeek's two widths."""
+    assert kv_token_bytes(config) == expected
 
 
 def test_control_texts_are_special_whether_or_not_they_are_marked(directory: Path) -> None:

@@ -3,10 +3,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import onnx
 import onnxruntime
 import pytest
 from onnx import helper
 
+from sie.catalog import onnx_file
 from sie.catalog.onnx_file import OnnxError, OnnxValue, read_onnx
 from tests import onnx_models
 
@@ -49,6 +51,16 @@ def test_external_files_are_found_wherever_a_tensor_may_be(tmp_path: Path, conte
 def test_functions_that_stand_for_nodes_without_end_are_refused(tmp_path: Path, content: bytes, reason: str):
     with pytest.raises(OnnxError, match=reason):
         read(tmp_path, content)
+
+
+def test_own_nodes_beside_functions_are_not_the_functions_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(onnx_file, "_MAX_FUNCTION_NODES", 20)
+    content = onnx.ModelProto.FromString(onnx_models.nested_functions(3))
+    content.graph.node.extend(helper.make_node("Identity", ["x"], [f"z{number}"]) for number in range(50))
+    assert read(tmp_path, content.SerializeToString()).outputs == (OnnxValue("y", "FP32", ("n",)),)
+    content.graph.node.add().CopyFrom(content.graph.node[0])
+    with pytest.raises(OnnxError, match="over 20 nodes"):
+        read(tmp_path, content.SerializeToString())
 
 
 def test_functions_of_few_nodes_are_read(tmp_path: Path):

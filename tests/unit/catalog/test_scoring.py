@@ -80,8 +80,6 @@ def test_token_types_are_read_where_the_tokenizer_gives_them(
 @pytest.mark.parametrize(
     ("files", "part"),
     [
-        (_config(id2label={"0": "a", "1": "b", "2": "c"}), "3 labels"),
-        ({"config.json": {key: value for key, value in CONFIG.items() if key != "id2label"}}, "2 labels"),
         (_config(sbert_ce_default_activation_function="evil.Activation"), "evil.Activation"),
         ({**_config(), "config_sentence_transformers.json": {"default_prompt_name": "q"}}, "not one of its prompts"),
         ({**_config(), "sentence_bert_config.json": {"transformer_task": "fill-mask"}}, "fill-mask"),

@@ -210,6 +210,21 @@ def unit(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
+def test_every_device_of_the_driver_gets_its_node(tmp_path: Path):
+    """The line of the drop-in, run by a shell with a driver of three devices and a command that notes its arguments."""
+    (line,) = re.findall(r"^ExecStartPre=\+-/bin/sh -c '(.*)'$", render(GPU_DROP_IN, DEFAULT), re.MULTILINE)
+    for minor in (0, 1, 7):
+        (tmp_path / f"gpus/{minor}").mkdir(parents=True)
+        (tmp_path / f"gpus/{minor}/information").write_text(f"Model: \t GPU X\nDevice Minor: \t {minor}\n")
+    command = tmp_path / "nvidia-modprobe"
+    command.write_text('#!/bin/sh\necho "$@"\n')
+    command.chmod(0o755)
+    script = line.replace("$$", "$").replace("/proc/driver/nvidia", str(tmp_path))
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(["/bin/sh", "-c", script], env=env, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "-u -c 0 -c 1 -c 7\n"
+
+
 @needs_systemd
 def test_systemd_finds_nothing_wrong_with_the_unit(unit: Path):
     done = analyze("verify", "--man=no", unit)

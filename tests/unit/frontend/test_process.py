@@ -149,7 +149,7 @@ async def test_process_is_ready_as_the_supervisor_says_until_it_drains(desk: Des
 @at_desk()
 async def test_same_load_is_asked_for_at_most_once_a_second(desk: Desk) -> None:
     for model in ("m", "m", "n", "m"):
-        desk.process._ask_load(model)
+        desk.process.request_load(model)
     assert desk.heard() == [control_messages.LoadModel("m"), control_messages.LoadModel("n")]
 
 

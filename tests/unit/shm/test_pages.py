@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -123,6 +124,22 @@ def test_full_page_counts_what_it_drops_and_never_raises() -> None:
     page.counter("kept").add()
     assert page.records()[0].value == 2.0
     page.close()
+
+
+def test_closed_page_is_unmapped_although_a_cycle_holds_its_metrics() -> None:
+    """A view that a cycle keeps is never released by Python 3.11, and so the mapping and its descriptor stayed."""
+
+    def num_mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("sie-counters")
+
+    before = num_mapped()
+    page = CounterPage.create(4096)
+    metrics: list[object] = [page.counter("a"), page.gauge("b"), page.histogram("c", (), _BOUNDS), page]
+    metrics.append(metrics)
+    assert num_mapped() == before + 1
+    page.close()
+    page.close()
+    assert num_mapped() == before
 
 
 def test_words_are_aligned_and_little_endian(page: CounterPage) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from sie.config.generation_settings import Generation
 from sie.supervisor.evictions import (
     Memory,
     Policy,
@@ -12,6 +13,7 @@ from sie.supervisor.evictions import (
     plan_evictions,
 )
 from sie.values.card import ModelCard, StubOptions
+from sie.values.generate import GenerateRule
 
 POLICY = Policy(pressure_pct=90.0)
 LIMITED = Policy(pressure_pct=100.0, max_model_bytes=100)
@@ -70,5 +72,25 @@ def test_victim_is_the_least_recently_used_that_is_not_pinned():
     ],
 )
 def test_estimate_is_the_peak_of_the_load(device, dtype, width):
-    assert needed_bytes(ModelCard(id="m", kind="encoder", num_weights=1000), device, dtype) == 1000 * width
-    assert needed_bytes(ModelCard(id="m", kind="stub", stub=StubOptions(memory_mb=3)), device, dtype) == 3 << 20
+    assert (
+        needed_bytes(ModelCard(id="m", kind="encoder", num_weights=1000), device, dtype, Generation()) == 1000 * width
+    )
+    assert (
+        needed_bytes(ModelCard(id="m", kind="stub", stub=StubOptions(memory_mb=3)), device, dtype, Generation())
+        == 3 << 20
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "expected"),
+    [
+        ("cpu", {}, 4000),
+        ("cuda:0", {}, 2000 + 8192 * 10),
+        ("cuda:0", {"max_context_tokens": 100}, 2000 + 100 * 10),
+        ("cuda:0", {"kv_cache_bytes": 7}, 2000 + 7),
+    ],
+)
+def test_a_generating_model_needs_keys_and_values_of_a_sequence_on_a_gpu(device, settings, expected):
+    rule = GenerateRule(context_length=1 << 17, kv_token_bytes=10)
+    card = ModelCard(id="m", kind="generator", num_weights=1000, generate=rule)
+    assert needed_bytes(card, device, "auto", Generation(**settings)) == expected

@@ -10,25 +10,9 @@ from sie.supervisor.host_resources import (
     StartError,
     make_runtime_dir,
     reserve_port,
-    share_cores,
     take_lock,
     usable_cores,
 )
-
-
-@pytest.mark.parametrize(
-    ("num_cores", "num_workers", "shares"),
-    [
-        (4, 1, [(0, 1, 2, 3)]),
-        (4, 2, [(0, 1), (2, 3)]),
-        (5, 2, [(0, 1, 2), (3, 4)]),
-        (3, 3, [(0,), (1,), (2,)]),
-        (2, 3, [(0,), (1,), (0,)]),
-        (1, 2, [(0,), (0,)]),
-    ],
-)
-def test_cores_are_shared_evenly_in_runs(num_cores, num_workers, shares):
-    assert share_cores(list(range(num_cores)), num_workers) == shares
 
 
 def test_usable_cores_are_those_of_the_affinity_bounded_by_the_cgroup(monkeypatch):

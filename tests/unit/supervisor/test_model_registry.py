@@ -8,6 +8,7 @@ from sie.supervisor.lifecycle import Event, LifeStage
 from sie.supervisor.model_registry import ModelRegistry
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, WireError, to_wire
+from sie.values.fallbacks import Fallback
 
 RETRY_S = 30.0
 
@@ -50,6 +51,17 @@ def test_lazy_model_is_available_until_somebody_wants_it():
     assert lazy.registry.want("m", 1.0) is lazy.record
     assert lazy.view == ("loading", (), False)
     assert lazy.registry.want("m", 2.0) is None, "it is loading already"
+
+
+def test_fallbacks_of_any_worker_are_the_model_s(lazy):
+    for slot, names in ((0, ("no_graphs",)), (1, ("no_graphs", "no_kernels"))):
+        fallbacks = tuple(Fallback(name, "why") for name in names)
+        lazy.report("loading", slot)
+        lazy.report("loaded", slot, fallbacks=fallbacks)
+    assert [fallback.name for fallback in lazy.entry.fallbacks] == ["no_graphs", "no_kernels"]
+    lazy.report("unloading", 1)
+    lazy.report("available", 1)
+    assert [fallback.name for fallback in lazy.entry.fallbacks] == ["no_graphs"]
 
 
 def test_unknown_model_is_nobody_s():
@@ -228,6 +240,36 @@ def test_model_whose_worker_died_is_recovering_until_it_is_loaded_again(lazy):
     assert lazy.view == ("loading", (), True)
     lazy.report("loaded")
     assert lazy.view == ("loaded", (0,), False)
+
+
+def test_second_device_lost_in_a_row_during_its_load_fails_the_model(lazy):
+    for num_lost in (1, 2):
+        lazy.report("loading", progress=0.0)
+        lazy.registry.forget_worker(0, 100.0, blame=False, is_lost=True)
+        assert (lazy.view[0] == "failed") == (num_lost == 2)
+    assert lazy.entry.error.message == "Model 'm': workers lost their device while it loaded"
+    assert lazy.record.retry_at_s == 100.0 + 4 * RETRY_S
+    assert lazy.registry.want("m", 101.0) is None
+
+
+def test_devices_lost_while_another_worker_serves_the_model_are_not_its_fault(lazy):
+    lazy.report("loading", slot=1)
+    lazy.report("loaded", slot=1)
+    for _ in range(5):
+        lazy.report("loading", progress=0.0)
+        lazy.registry.forget_worker(0, 100.0, blame=False, is_lost=True)
+    assert (lazy.view, lazy.entry.error) == (("loaded", (1,), False), None)
+
+
+def test_devices_lost_before_and_after_a_load_do_not_count_against_it(lazy):
+    lazy.report("loading", progress=0.0)
+    lazy.registry.forget_worker(0, 0.0, blame=False, is_lost=True)
+    lazy.report("loading", progress=0.0)
+    lazy.report("loaded")
+    lazy.registry.forget_worker(0, 0.0, blame=False, is_lost=True)
+    lazy.report("loading", progress=0.0)
+    lazy.registry.forget_worker(0, 0.0, blame=False, is_lost=True)
+    assert (lazy.view[0], lazy.entry.error) == ("loading", None)
 
 
 def test_model_that_another_worker_still_has_is_not_recovering(lazy):

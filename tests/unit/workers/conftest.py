@@ -74,24 +74,28 @@ def save_tokenizer(directory: Path, max_length: int) -> None:
     ).save_pretrained(directory)
 
 
+def save_checkpoint(
+    directory: Path, family: str, *, max_length: int = 128, auto: Any = transformers.AutoModel, **changes: Any
+) -> Path:
+    """Write a checkpoint of a family; return its directory."""
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[family](**{**COMMON, **FAMILIES.get(family, LEARNED), **changes})
+    model = auto.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            # Far from the usual 0.02: a wrong mask or position must be seen in the result.
+            weight.add_(torch.randn_like(weight) * 0.2)
+    model.save_pretrained(directory)
+    save_tokenizer(directory, max_length)
+    return directory
+
+
 @pytest.fixture
 def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
     """Return a function that writes a checkpoint of a family and returns its directory."""
 
-    def make(
-        family: str, *, max_length: int = 128, name: str = "model", auto: Any = transformers.AutoModel, **changes: Any
-    ) -> Path:
-        torch.manual_seed(0)
-        config = transformers.CONFIG_MAPPING[family](**{**COMMON, **FAMILIES.get(family, LEARNED), **changes})
-        model = auto.from_config(config)
-        with torch.no_grad():
-            for weight in model.parameters():
-                # Far from the usual 0.02: a wrong mask or position must be seen in the result.
-                weight.add_(torch.randn_like(weight) * 0.2)
-        directory = tmp_path / name
-        model.save_pretrained(directory)
-        save_tokenizer(directory, max_length)
-        return directory
+    def make(family: str, *, name: str = "model", **options: Any) -> Path:
+        return save_checkpoint(tmp_path / name, family, **options)
 
     return make
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +14,16 @@ import pytest
 from sie.ipc import messages
 from sie.metrics import definitions
 from sie.shm.pages import CounterPage
-from sie.values.errors import BadRequest, ResourceExhausted
-from sie.workers.device.faults import DeviceLostError, is_out_of_memory, is_sticky
+from sie.values.errors import BadRequest, Internal, ResourceExhausted
+from sie.workers.device import faults, memory
+from sie.workers.device.faults import DeviceLostError, WornError, is_out_of_memory
 from sie.workers.recovery import Recovery
 from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown, lower_ceiling
 from sie.workers.scheduling.scheduler import State, plan_step
 from sie.workers.scheduling.waiting import Budget, WaitingItem
 from sie.workers.telemetry import WorkerMetrics
 from tests.unit.engine_rig import Rig, SumRunner, card, checksum, in_rig
+from tests.unit.workers.device.fake_cuda import FakeCuda
 
 ASSERT = "CUDA error: device-side assert triggered"
 
@@ -72,6 +76,41 @@ def test_step_that_finds_no_memory_is_split_until_it_does(room: int) -> None:
         ], "each ran to its end once"
 
     run()
+
+
+@in_rig()
+async def test_a_step_without_memory_beside_a_capture_is_split_and_memory_is_released_after_the_capture(
+    rig: Rig,
+) -> None:
+    worker, _ = start_small(rig, 2)
+    requests = [rig.submit([i]) for i in range(1, 9)]
+    with pytest.MonkeyPatch.context() as patch:
+        cuda = FakeCuda(patch)
+        with memory.keeping_cached():
+            cuda.underway.append("a pool")
+            await rig.serve(worker)
+            for i, pending in enumerate(requests, 1):
+                assert await rig.rows(pending) == [checksum([i])]
+            cuda.underway.clear()
+            assert cuda.num_released == 0
+        assert cuda.num_released == 1
+    assert not memory.is_worn()
+
+
+@in_rig()
+async def test_a_worn_worker_ends_once_nothing_waits_in_it(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    pending = rig.submit([1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_allocator", memory._Allocator())
+        memory.wear_out()
+        worker.loop._periodic_ns = 0  # it is looked at once a second, before the step
+        worker.turn()
+        await rig.settle()
+        assert await rig.rows(pending) == [checksum([1])]
+        worker.loop._periodic_ns = 0
+        with pytest.raises(WornError):
+            worker.turn()
 
 
 @pytest.mark.parametrize("num_items", [2, 8, 32])
@@ -235,12 +274,21 @@ def test_plan_keeps_a_model_s_steps_under_its_ceiling_and_others_under_the_budge
 # --- lost devices --------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def on_a_gpu(*, computes: bool) -> Iterator[None]:
+    """Let errors of a GPU be settled by one that computes, or that does not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "_device", "cuda:0")
+        patch.setattr(faults, "_can_compute", lambda _device: computes)
+        yield
+
+
 @in_rig()
 async def test_lost_device_ends_the_loop_with_nothing_answered_and_its_work_named(rig: Rig) -> None:
     worker = rig.start_worker("m")
     worker.runners["m"].raises = {9: RuntimeError(ASSERT)}
     requests = [rig.submit([1]), rig.submit([9]), rig.submit([2])]
-    with pytest.raises(DeviceLostError):
+    with on_a_gpu(computes=False), pytest.raises(DeviceLostError):
         worker.turn()
     await rig.settle()
 
@@ -257,24 +305,32 @@ async def test_lost_device_ends_the_loop_with_nothing_answered_and_its_work_name
         assert await rig.rows(pending) == [checksum(ids)]
 
 
+@in_rig()
+async def test_an_error_after_which_the_device_computes_fails_its_own_request_only(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    worker.runners["m"].raises = {9: RuntimeError(ASSERT)}
+    requests = [rig.submit([1]), rig.submit([9]), rig.submit([2])]
+    with on_a_gpu(computes=True):
+        await rig.serve(worker)
+    for pending, ids in ((requests[0], [1]), (requests[2], [2])):
+        assert await rig.rows(pending) == [checksum(ids)]
+    with pytest.raises(Internal):
+        await rig.rows(requests[1])
+
+
 @pytest.mark.parametrize(
-    ("text", "out_of_memory", "sticky"),
+    ("text", "out_of_memory"),
     [
-        ("CUDA out of memory. Tried to allocate 20.00 GiB", True, False),
-        ("CUDA error: out of memory", True, False),
-        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True, False),
-        ("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes", True, False),
-        ("CUDA error: an illegal memory access was encountered", False, True),
-        (ASSERT, False, True),
-        ("CUDA error: unspecified launch failure", False, True),
-        ("CUDA error: invalid argument", False, False),
-        ("The size of tensor a (3) must match the size of tensor b (4)", False, False),
-        ("the text 'misaligned address' is not from a device", False, False),
+        ("CUDA out of memory. Tried to allocate 20.00 GiB", True),
+        ("CUDA error: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("The size of tensor a (3) must match the size of tensor b (4)", False),
     ],
 )  # fmt: skip
-def test_errors_of_a_device_are_told_apart(text, out_of_memory, sticky):
-    error = RuntimeError(text)
-    assert (is_out_of_memory(error), is_sticky(error)) == (out_of_memory, sticky)
+def test_errors_without_memory_are_told_apart(text, out_of_memory):
+    assert is_out_of_memory(RuntimeError(text)) == out_of_memory
     assert is_out_of_memory(MemoryError())
 
 

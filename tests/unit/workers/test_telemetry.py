@@ -14,6 +14,7 @@ import pytest
 from sie.metrics import definitions
 from sie.metrics.definitions import FAMILIES
 from sie.shm.pages import CounterPage
+from sie.values.fallbacks import MEANINGS, Fallback
 from sie.workers.telemetry import GpuIdentity, GpuTelemetry, WorkerMetrics, gpu_identity, gpu_type
 
 DEADLINE_S = 5.0
@@ -34,6 +35,9 @@ class FakeNvml:
     class NVMLError_NotFound(NVMLError):
         pass
 
+    class NVMLError_InvalidArgument(NVMLError):
+        pass
+
     class NVMLError_NotSupported(NVMLError):
         pass
 
@@ -48,6 +52,7 @@ class FakeNvml:
 
     def __init__(self, **devices):
         self.devices = {f"GPU-{UUID}": "gpu"} if not devices else devices["devices"]
+        self.unknown_uuid = self.NVMLError_NotFound
         self.init_error = None
         self.failing = {}
         self.unblocked = threading.Event()
@@ -68,7 +73,7 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByUUID(self, uuid):
         if uuid not in self.devices:
-            raise self.NVMLError_NotFound(uuid)
+            raise self.unknown_uuid(uuid)
         return self.devices[uuid]
 
     def nvmlDeviceGetHandleByPciBusId(self, bus_id):
@@ -151,8 +156,11 @@ def test_a_device_without_uuid_is_found_by_its_bus_id(page, start):
     wait_until(lambda: gauges(page)["utilization_percent"] == 77)
 
 
-def test_a_mig_slice_has_memory_no_utilisation_and_its_parents_temperature(page, start):
-    start(FakeNvml(devices={f"MIG-{UUID}": "mig"}))
+@pytest.mark.parametrize("error", ["NVMLError_NotFound", "NVMLError_InvalidArgument"])
+def test_a_mig_slice_has_memory_no_utilisation_and_its_parents_temperature(page, start, error):
+    nvml = FakeNvml(devices={f"MIG-{UUID}": "mig"})
+    nvml.unknown_uuid = getattr(nvml, error)
+    start(nvml)
     wait_until(lambda: gauges(page)["sample_timestamp_seconds"])
     found = gauges(page)
     assert math.isnan(found["utilization_percent"])
@@ -273,6 +281,7 @@ def test_worker_counters_use_the_defined_families(page):
         definitions.MODEL_LOADED.name: ({"model": "m", "device": "cpu"}, 1),
         definitions.MODEL_MEMORY.name: ({"model": "m", "device": "cpu"}, 1024),
         definitions.EXTENTS_IN_USE.name: ({"segment": "reply"}, 7),
+        definitions.MODEL_FALLBACK.name: ({"model": "m", "device": "cpu", "fallback": [*MEANINGS][-1]}, 0),
         **{name: ({"model": "m"}, 0) for name in defined if name.startswith("sie_oom_") and "evictions" not in name},
     }
     assert sum(by_name[definitions.BATCH_SIZE.name].buckets) == 2
@@ -284,6 +293,20 @@ def test_an_unloaded_model_is_published_as_zero(page):
     metrics.set_model("m", "cpu", loaded=False, memory_bytes=0)
     loaded = [record.value for record in page.records() if record.name == definitions.MODEL_LOADED.name]
     assert loaded == [0]
+
+
+def test_the_fallbacks_of_a_model_are_published_until_it_is_unloaded(page):
+    def shown() -> set[str]:
+        own = [record for record in page.records() if record.name == definitions.MODEL_FALLBACK.name]
+        assert {dict(record.labels)["fallback"] for record in own} == set(MEANINGS)
+        return {dict(record.labels)["fallback"] for record in own if record.value}
+
+    metrics = WorkerMetrics(page, "0")
+    fallbacks = (Fallback("no_graphs", "it waits"), Fallback("no_kernels", "no compiler"))
+    metrics.set_model("m", "cuda:0", loaded=True, memory_bytes=1, fallbacks=fallbacks)
+    assert shown() == {"no_graphs", "no_kernels"}
+    metrics.set_model("m", "cuda:0", loaded=False, memory_bytes=0)
+    assert shown() == set()
 
 
 def test_a_share_of_values_that_are_not_finite_grows_and_is_forgotten_when_the_model_is_well_again(page):

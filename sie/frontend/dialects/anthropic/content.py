@@ -63,8 +63,11 @@ class InputMessage(msgspec.Struct):
     content: str | Annotated[list[BlockField], Meta(max_length=_MAX_LIST)]
 
 
-def read_conversation(messages: Sequence[InputMessage]) -> list[ChatMessage]:
-    """Return the conversation. Raises BadRequest naming the block."""
+def read_conversation(messages: Sequence[InputMessage], *, continues: bool = False) -> list[ChatMessage]:
+    """Return the conversation. Raises BadRequest naming the block.
+
+    continues: an earlier part of the conversation is stored, so a tool result may come without its call.
+    """
     if not messages:
         raise wrong("messages", "must hold at least one message")
     read: list[ChatMessage] = []
@@ -76,7 +79,8 @@ def read_conversation(messages: Sequence[InputMessage]) -> list[ChatMessage]:
             read.extend(_read_user(message.content, path))
         else:
             read.append(_read_assistant(message.content, path))
-    return name_results(_one_turn_each(read), "messages")
+    turns = _one_turn_each(read)
+    return turns if continues else name_results(turns, "messages")
 
 
 def ends_with_partial_answer(messages: Sequence[ChatMessage]) -> bool:

@@ -12,15 +12,16 @@ from sie.frontend.http.response import JSON, Response
 from sie.values.generate import GenerateRequest
 
 
-def _decode(body: bytes, content_type: str | None, limits: Limits) -> tuple[GenerateRequest, str]:
-    return decode_messages(body, content_type, limits), reply.new_message_id()
+def _decode(body: bytes, content_type: str | None, limits: Limits) -> tuple[GenerateRequest, tuple[str, str]]:
+    request = decode_messages(body, content_type, limits)
+    return request, (reply.new_message_id(), request.session_id)
 
 
 _MESSAGES: Final = TextCodec(
     decode=_decode,
-    encode=lambda whole, message_id, _prompts: reply.encode_message(whole, message_id),
-    make_writer=lambda message_id, model, _prompts: reply.MessageWriter(message_id, model),
-    names_of=lambda _message_id: NAMES,
+    encode=lambda whole, ids, _prompts: reply.encode_message(whole, *ids),
+    make_writer=lambda ids, model, _prompts: reply.MessageWriter(ids[0], model, ids[1]),
+    names_of=lambda _ids: NAMES,
 )
 DIALECT: Final = Dialect(
     rows=(text_row("/v1/messages", _MESSAGES, "anthropic"),),

@@ -49,12 +49,12 @@ def new_message_id() -> str:
     return f"msg_{secrets.token_hex(12)}"
 
 
-def encode_message(reply: GenerateReply, message_id: str) -> bytes:
-    """Return the body of a whole answer."""
+def encode_message(reply: GenerateReply, message_id: str, session_id: str = "") -> bytes:
+    """Return the body of a whole answer. session_id is that of the request, or empty."""
     choice = reply.choices[0]
     return _to_json(
         {
-            **_message(message_id, reply.model),
+            **_message(message_id, reply.model, session_id),
             "content": _content(choice),
             "stop_reason": _reason(choice.reason, choice.stop_string),
             "stop_sequence": choice.stop_string,
@@ -69,8 +69,9 @@ def encode_count(num_tokens: int) -> bytes:
     return b'{"input_tokens":%d}' % num_tokens
 
 
-def _message(message_id: str, model: str) -> dict[str, Any]:
-    return {"id": message_id, "type": "message", "role": "assistant", "model": model}
+def _message(message_id: str, model: str, session_id: str) -> dict[str, Any]:
+    session = {"session_id": session_id} if session_id else {}
+    return {"id": message_id, "type": "message", "role": "assistant", "model": model, **session}
 
 
 def _content(choice: ChoiceReply) -> list[dict[str, Any]]:
@@ -127,8 +128,9 @@ class MessageWriter:
 
     keep_alive = _event("ping")
 
-    def __init__(self, message_id: str, model: str) -> None:
-        self._message = _message(message_id, model)
+    def __init__(self, message_id: str, model: str, session_id: str = "") -> None:
+        """Take the session of the request, or an empty text."""
+        self._message = _message(message_id, model, session_id)
         self._kind = ""
         """Type of the open block."""
         self._num_blocks = 0

@@ -20,7 +20,7 @@ from sie.frontend.dialects.anthropic.content import (
     join_text,
     read_conversation,
 )
-from sie.frontend.dialects.openai.agent_fields import read_agent_task, take_server_tool
+from sie.frontend.dialects.openai.agent_fields import read_agent_task, take_server_tool, take_session_id
 from sie.frontend.dialects.openai.chat import ResponseFormat, read_effort, read_format, read_thinking
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tools
 from sie.frontend.dialects.openai.text_fields import SamplingFields, decode_body, read_grammar, read_sampling_fields
@@ -102,9 +102,11 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     """Return the request in a body. Raises BadRequest naming the field."""
     call = decode_body(_DECODER, body, content_type, limits)
     if call.container is not None and call.container != {}:
-        raise wrong("container", "asks for skills or a container, which the server does not have")
+        raise wrong("container", "asks for skills or a container, and the server runs no tools that could use them")
+    session_id = take_session_id(call)
     request = read_sampling_fields(call)
-    conversation = read_conversation(call.messages)
+    request.session_id = session_id
+    conversation = read_conversation(call.messages, continues=bool(session_id))
     request.messages = [*_read_system(call.system), *conversation]
     request.continues = ends_with_partial_answer(conversation)
     server_tools: dict[str, str] = {}
@@ -112,7 +114,7 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     is_none = (
         call.tool_choice is not None and call.tool_choice.type == "none"
     )  # it switches off the server's tools, too
-    request.agent = None if is_none else read_agent_task(call, server_tools)
+    request.agent = None if is_none else read_agent_task(call, server_tools, session_id)
     request.tool_choice = _read_choice(call.tool_choice, request.tools, has_server_tools=bool(server_tools))
     request.parallel_tool_calls = call.tool_choice is None or not call.tool_choice.disable_parallel_tool_use
     request.grammar = _read_grammar(call)

@@ -1,8 +1,9 @@
-"""Decodes and encodes the bodies of `/v1/rerank`, in Cohere's form.
+"""Decodes and encodes the bodies of `/v1/rerank`, in the form of Cohere's first version and of Jina.
 
-Both are JSON. Errors have OpenAI's envelope and SIE's codes.
+Both are JSON. Errors have OpenAI's envelope and SIE's codes. A document is a text or an object with one, and an answer
+counts its tokens under Jina's name, too.
 
-Source: SIE API reference, section 10.
+Source: SIE API reference, section 10; Jina's reranker API.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ _ABSENT = msgspec.Raw(b"")
 _to_json = msgspec.json.Encoder().encode
 
 
+class TextDocument(msgspec.Struct, gc=False):
+    text: str
+
+
 class RerankBody(msgspec.Struct, gc=False, kw_only=True, forbid_unknown_fields=True):
     model: str
     query: str
-    documents: Annotated[list[str], msgspec.Meta(max_length=_MOST_DOCUMENTS)]
+    documents: Annotated[list[str | TextDocument], msgspec.Meta(max_length=_MOST_DOCUMENTS)]
     top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     return_documents: bool | None = None
+    max_doc_length: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     options: msgspec.Raw = _ABSENT
 
 
@@ -52,28 +58,39 @@ def decode_rerank(body: bytes, limits: Limits) -> RerankCall:
         call = decode_typed(_DECODER, body)
     except BadRequest as error:
         raise BadRequest(error.message, extras={"param": field_of(error.message)}) from None
-    documents = call.documents
-    for name, text in (("model", call.model), ("query", call.query)):
-        if not text.strip():
-            raise BadRequest(f"Field '{name}' must not be empty", extras={"param": name})
-    if not documents:
-        raise BadRequest("Field 'documents' must not be empty", extras={"param": "documents"})
-    if len(documents) > limits.max_candidates:
-        raise BadRequest(
-            f"Field 'documents' must hold at most {limits.max_candidates} entries, got {len(documents)}; "
-            "split the request",
-            extras={"param": "documents"},
-        )
-    if len(body) > limits.max_item_text_bytes:  # decoding JSON escapes only shrinks a text, so none can be longer
-        _check_sizes(call, limits.max_item_text_bytes)
+    documents = [one if isinstance(one, str) else one.text for one in call.documents]
+    check_texts({"model": call.model, "query": call.query}, "documents", documents, len(body), limits)
     options = decode_free_form(call.options, msgpack=False, path="$.options", max_depth=limits.max_depth)
-    request = ScoreRequest(model=call.model, query=call.query, documents=documents, options=options)
+    request = ScoreRequest(
+        model=call.model,
+        query=call.query,
+        documents=documents,
+        options=options,
+        max_document_tokens=call.max_doc_length,
+    )
     return RerankCall(request, call.top_n, bool(call.return_documents))
 
 
-def _check_sizes(call: RerankBody, max_bytes: int) -> None:
-    texts = [("query", call.query), *((f"documents[{i}]", text) for i, text in enumerate(call.documents))]
-    for name, text in texts:
+def check_texts(named: dict[str, str], field: str, documents: list[str], body_bytes: int, limits: Limits) -> None:
+    """Check the texts of a rerank request: named ones by field, and the documents, which are in another field.
+
+    Raises BadRequest for an empty text by name, and for no documents or too many; InputTooLong for a text's size.
+    """
+    for name, text in named.items():
+        if not text.strip():
+            raise BadRequest(f"Field '{name}' must not be empty", extras={"param": name})
+    if not documents:
+        raise BadRequest(f"Field '{field}' must not be empty", extras={"param": field})
+    if len(documents) > limits.max_candidates:
+        raise BadRequest(
+            f"Field '{field}' must hold at most {limits.max_candidates} entries, got {len(documents)}; "
+            "split the request",
+            extras={"param": field},
+        )
+    max_bytes = limits.max_item_text_bytes
+    if body_bytes <= max_bytes:  # decoding JSON escapes only shrinks a text, so none can be longer
+        return
+    for name, text in [*named.items(), *((f"{field}[{i}]", text) for i, text in enumerate(documents))]:
         if len(text.encode()) > max_bytes:
             raise InputTooLong(f"Field '{name}' must hold at most {max_bytes} bytes of UTF-8 text")
 
@@ -96,4 +113,5 @@ def encode_ranking(call: RerankCall, reply: ScoreReply) -> bytes:
         if index in call.request.cuts:
             result["truncated"] = True
         results.append(result)
-    return _to_json({"model": reply.model, "results": results, "usage": {"input_tokens": reply.input_tokens}})
+    usage = {"input_tokens": reply.input_tokens, "total_tokens": reply.input_tokens}
+    return _to_json({"model": reply.model, "results": results, "usage": usage})

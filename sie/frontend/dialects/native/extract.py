@@ -15,7 +15,7 @@ from sie.frontend.dialects.native.arrays import pack
 from sie.frontend.dialects.native.encode import Item, check_count, check_items, find_non_text, read_media
 from sie.frontend.inputs.bounded_json import check_json, children_of, decode_free_form, decode_typed
 from sie.frontend.operations.resolve_extract import OPTIONS_PATH
-from sie.values.errors import BadRequest
+from sie.values.errors import BadRequest, InputTooLong
 from sie.values.extract import Entity, Extraction
 from sie.values.inference import ExtractReply, ExtractRequest
 
@@ -27,6 +27,10 @@ _ABSENT = msgspec.Raw(b"")
 _to_json = msgspec.json.Encoder().encode
 
 
+class ExtractItem(Item, gc=False):
+    text_pair: str | None = None
+
+
 class ExtractParams(msgspec.Struct, gc=False):
     labels: Annotated[list[str], msgspec.Meta(max_length=_MOST_ITEMS)] | None = None
     output_schema: msgspec.Raw = _ABSENT
@@ -35,7 +39,7 @@ class ExtractParams(msgspec.Struct, gc=False):
 
 
 class ExtractBody(msgspec.Struct, gc=False):
-    items: Annotated[list[Item], msgspec.Meta(max_length=_MOST_ITEMS)]
+    items: Annotated[list[ExtractItem], msgspec.Meta(max_length=_MOST_ITEMS)]
     params: ExtractParams | None = None
 
 
@@ -57,6 +61,7 @@ def decode_extract(body: bytes, msgpack: bool, model: str, limits: Limits) -> Ex
     items, params = call.items, call.params or _NO_PARAMS
     check_count(items, limits.max_items)
     check_items(items, msgpack, len(body), limits.max_item_text_bytes)
+    pairs = _read_pairs(items, len(body), limits.max_item_text_bytes)
     labels = params.labels or []
     if len(labels) > limits.max_labels:
         raise BadRequest(f"Field 'params.labels' must hold at most {limits.max_labels} labels, got {len(labels)}")
@@ -70,9 +75,22 @@ def decode_extract(body: bytes, msgpack: bool, model: str, limits: Limits) -> Ex
         output_schema=_decode_schema(params.output_schema, msgpack, limits),
         instruction=params.instruction,
         options=decode_free_form(params.options, msgpack=msgpack, path=OPTIONS_PATH, max_depth=limits.max_depth),
+        pairs=pairs,
         non_text_item=non_text,
         media=None if non_text is None else read_media(items, limits),
     )
+
+
+def _read_pairs(items: list[ExtractItem], body_bytes: int, max_bytes: int) -> dict[int, str]:
+    """Return the second texts by item number. Raises InputTooLong for a text over max_bytes of UTF-8."""
+    pairs = {index: item.text_pair for index, item in enumerate(items) if item.text_pair is not None}
+    for index, text in pairs.items() if body_bytes > max_bytes else ():
+        if len(text.encode()) > max_bytes:
+            raise InputTooLong(
+                f"Field 'items[{index}].text_pair' must hold at most {max_bytes} bytes of UTF-8 text",
+                code=BadRequest.code,
+            )
+    return pairs
 
 
 def _decode_schema(raw: msgspec.Raw, msgpack: bool, limits: Limits) -> str:

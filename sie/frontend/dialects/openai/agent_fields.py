@@ -1,10 +1,12 @@
 """Reads the fields and tools by which a client asks the server to act: run code and commands, search, keep a session.
 
-`sie.agents.loop.plan` decides whether the server does so. Source: generation API reference, sections 3.1, 6.1 and 8.
+`sie.agents.loop.plan` decides whether the server acts; a session is kept without that, too.
+Source: generation API reference, sections 3.1, 6.1 and 8.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Annotated, Any, Final, Literal
 
@@ -16,7 +18,6 @@ from sie.values.agent import AgentTask, ExpectedFile, stricter
 from sie.values.errors import BadRequest
 
 _MAX_FILES: Final = 64
-_Session = Annotated[str, Meta(max_length=256)]
 
 
 class FileField(msgspec.Struct):
@@ -34,7 +35,7 @@ class AgentFields(SamplingNumbers, kw_only=True):
     """
 
     files: Annotated[list[FileField], Meta(max_length=_MAX_FILES)] | None = None
-    session_id: _Session | None = None
+    session_id: Any = None
     agent_permission: Literal["auto", "ask", "deny"] | None = None
     code_execution_permission: Literal["auto", "ask", "deny"] | None = None
     enable_shell: bool | None = None
@@ -44,6 +45,7 @@ class AgentFields(SamplingNumbers, kw_only=True):
 
 
 _OWN = tuple(field for field in AgentFields.__struct_fields__ if field not in SamplingNumbers.__struct_fields__)
+_SESSION_ID: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}")
 SEARCH_TOOLS: Final = frozenset({"web_search", "web_search_preview"})
 _UNSERVED_TOOLS: Final = {
     "mcp": "MCP servers are not served",
@@ -59,8 +61,11 @@ def drop_agent_fields(body: AgentFields, *served: str) -> None:
             setattr(body, field, None)
 
 
-def read_agent_task(body: AgentFields, tools: dict[str, str]) -> AgentTask | None:
-    """Return what the request asks the server to do, or None. tools: the path of each server tool by its type."""
+def read_agent_task(body: AgentFields, tools: dict[str, str], session_id: str = "") -> AgentTask | None:
+    """Return what the request asks the server to do, or None. tools: the path of each server tool by its type.
+
+    session_id: of the tools' interpreter and files, if the request asks for tools; by itself it asks for none.
+    """
     asked = [field for field in _OWN if _is_given(getattr(body, field))]
     fields = [*asked, *tools.values()]
     if not fields:
@@ -71,11 +76,30 @@ def read_agent_task(body: AgentFields, tools: dict[str, str]) -> AgentTask | Non
         code_field="enable_code_execution" if body.enable_code_execution else tools.get("code_interpreter", ""),
         shell_field="enable_shell" if body.enable_shell else tools.get("shell", ""),
         search_field="web_search_options" if body.web_search_options is not None else next(iter(searches), ""),
-        session=body.session_id or "",
+        session=session_id,
         permission=stricter(body.agent_permission or "auto", body.code_execution_permission or "auto"),
         max_rounds=body.max_tool_rounds,
         files=tuple(ExpectedFile(file.name, file.format, file.description) for file in body.files or ()),
     )
+
+
+def take_session_id(body: AgentFields) -> str:
+    """Return the id of the session that a request continues, or an empty text. Raises BadRequest if it cannot be one."""
+    session_id, body.session_id = body.session_id, None
+    if session_id is None:
+        return ""
+    if not isinstance(session_id, str):
+        raise BadRequest("Field 'session_id': expected a text", http_status=422, extras={"param": "session_id"})
+    if session_id:
+        check_session_id(session_id)
+    return session_id
+
+
+def check_session_id(session_id: str) -> None:
+    """Raise BadRequest for a text that may not be the id of a session."""
+    if not _SESSION_ID.fullmatch(session_id):
+        text = "Field 'session_id' must have 1 to 128 letters, digits and _.:@-"
+        raise BadRequest(text, extras={"param": "session_id"})
 
 
 def _is_given(value: Any) -> bool:

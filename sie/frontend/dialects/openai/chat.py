@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.openai.agent_fields import read_agent_task
+from sie.frontend.dialects.openai.agent_fields import read_agent_task, take_session_id
 from sie.frontend.dialects.openai.agent_reply import agent_object
 from sie.frontend.dialects.openai.chat_messages import MessageField, read_messages
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
@@ -95,13 +95,17 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     """Return the request in a body, and how to write its answer. Raises BadRequest naming the field."""
     call = decode_body(_DECODER, body, content_type, limits)
     _refuse_unserved(call)
+    session_id = take_session_id(call)
     request = read_text_fields(call)
-    request.messages = read_messages(call.messages)
+    request.session_id = session_id
+    request.messages = read_messages(call.messages, request.files, continues=bool(session_id))
+    if session_id and request.num_choices > 1:
+        raise wrong("n", "must be 1 with 'session_id'")
     if call.max_completion_tokens is not None:
         request.max_tokens = call.max_completion_tokens
     server_tools: dict[str, str] = {}
     request.tools = read_tools(call.tools or (), {"code_interpreter"}, server_tools)
-    request.agent = read_agent_task(call, server_tools)
+    request.agent = read_agent_task(call, server_tools, session_id)
     request.tool_choice = read_tool_choice(call.tool_choice, request.tools)
     request.parallel_tool_calls = call.parallel_tool_calls is not False
     if call.response_format is not None and request.grammar is not None:
@@ -110,7 +114,9 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     request.logprobs = _read_logprobs(call)
     thinking, request.reasoning_effort = read_thinking(call)
     request.thinking = thinking is not False  # on by default, whatever the template's own default is: section 3.1
-    return request, Shown.begin("chatcmpl", num_choices=request.num_choices, wants_usage=wants_usage(call))
+    return request, Shown.begin(
+        "chatcmpl", num_choices=request.num_choices, wants_usage=wants_usage(call), session_id=session_id
+    )
 
 
 def _refuse_unserved(call: ChatBody) -> None:
@@ -202,7 +208,10 @@ def encode_chat(reply: GenerateReply, shown: Shown) -> bytes:
             }
         )
     head = shown.head("chat.completion", reply.model)
-    return _to_json({**head, "choices": choices, "usage": usage_object(reply.usage), **agent_object(reply.agent)})
+    session = {"session_id": shown.session_id} if shown.session_id else {}
+    return _to_json(
+        {**head, "choices": choices, "usage": usage_object(reply.usage), **session, **agent_object(reply.agent)}
+    )
 
 
 def logprob_object(one: LogprobText) -> dict[str, Any]:

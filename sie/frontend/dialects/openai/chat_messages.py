@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from sie.frontend.generation.sampling_fields import wrong
 from sie.values.errors import BadRequest
-from sie.values.generate import ChatMessage, ToolCall
+from sie.values.generate import ChatMessage, InputFile, ToolCall
 
 _MAX_LIST: Final = 65_536
 ROLE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -24,12 +24,22 @@ _MEDIA: Final = frozenset(
 )
 
 
+class FileRef(msgspec.Struct):
+    """A file by the id of an upload, or with its name and its data."""
+
+    file_id: str | None = None
+    filename: str | None = None
+    file_data: str | None = None
+    file_url: Any = None
+
+
 class PartField(msgspec.Struct):
     """One part of a content."""
 
     type: str | None = None
     text: str | None = None
     refusal: str | None = None
+    file: FileRef | None = None
 
 
 class CallFunction(msgspec.Struct):
@@ -58,14 +68,21 @@ class MessageField(msgspec.Struct):
     function_call: Any = None
 
 
-def read_messages(messages: str | list[MessageField]) -> list[ChatMessage]:
-    """Return the conversation; a text alone is a user's message. Raises BadRequest naming the message."""
+def read_messages(
+    messages: str | list[MessageField], files: list[InputFile] | None = None, *, continues: bool = False
+) -> list[ChatMessage]:
+    """Return the conversation; a text alone is a user's message. Raises BadRequest naming the message.
+
+    The files that users name are added to `files`; without it, files are refused. continues: an earlier part of the
+    conversation is stored, so a tool result may come without its call.
+    """
     if isinstance(messages, str):
         return [ChatMessage(role="user", content=messages)]
     if not messages:
         raise wrong("messages", "must hold at least one message")
-    read = [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    find_calls(read, "messages[{}].tool_call_id")
+    read = [_read_message(message, f"messages[{index}]", files) for index, message in enumerate(messages)]
+    if not continues:
+        find_calls(read, "messages[{}].tool_call_id")
     return read
 
 
@@ -101,7 +118,7 @@ def name_results(messages: Sequence[ChatMessage], field: str) -> list[ChatMessag
     ]
 
 
-def _read_message(message: MessageField, path: str) -> ChatMessage:
+def _read_message(message: MessageField, path: str, files: list[InputFile] | None) -> ChatMessage:
     if not ROLE.fullmatch(message.role):
         raise _wrong(path, "role", "must be a short word, such as 'user'")
     if message.name is not None and not _SPEAKER.fullmatch(message.name):
@@ -113,9 +130,12 @@ def _read_message(message: MessageField, path: str) -> ChatMessage:
     reasoning = message.reasoning_content
     if reasoning is None and isinstance(message.reasoning, str):
         reasoning = message.reasoning
+    content = message.content
     return ChatMessage(
         role=message.role,
-        content=_join(message.content, f"{path}.content") if isinstance(message.content, list) else message.content,
+        content=_join(content, f"{path}.content", files if message.role == "user" else None)
+        if isinstance(content, list)
+        else content,
         name=message.name,
         tool_calls=tuple(
             _read_call(call, f"{path}.tool_calls[{number}]") for number, call in enumerate(message.tool_calls or ())
@@ -125,11 +145,14 @@ def _read_message(message: MessageField, path: str) -> ChatMessage:
     )
 
 
-def _join(parts: list[PartField], path: str) -> str:
-    """Return the text of a content's parts, joined by spaces."""
+def _join(parts: list[PartField], path: str, files: list[InputFile] | None) -> str:
+    """Return the text of a content's parts, joined by spaces. Files are added to `files`, if they may be there."""
     texts: list[str] = []
     for number, part in enumerate(parts):
         kind = part.type or "text"
+        if kind == "file" and files is not None:
+            files.append(_read_file(part.file, f"{path}[{number}].file"))
+            continue
         if kind not in _TEXT_PARTS:
             why = "images, audio and video are" if kind in _MEDIA else "files are" if "file" in kind else "that is"
             text = f"Field '{path}[{number}]': a part of type {kind[:40]!r} cannot be read, {why} not served"
@@ -139,6 +162,22 @@ def _join(parts: list[PartField], path: str) -> str:
             raise _wrong(f"{path}[{number}]", "text", "is required")
         texts.append(content)
     return " ".join(texts)
+
+
+def _read_file(ref: FileRef | None, path: str) -> InputFile:
+    if ref is not None and ref.file_url is not None:
+        raise BadRequest(f"Field '{path}.file_url' is not served here; use /v1/responses, or give the file's data",
+                         extras={"param": f"{path}.file_url"})  # fmt: skip
+    return read_file(path, ref.file_id, ref.filename, ref.file_data) if ref is not None else read_file(path)
+
+
+def read_file(
+    path: str, file_id: str | None = None, name: str | None = None, data: str | None = None, url: str | None = None
+) -> InputFile:
+    """Return a file that a part names in one way. Raises BadRequest for none or several ways."""
+    if sum(bool(one) for one in (file_id, data, url)) != 1:
+        raise BadRequest(f"Field '{path}' must hold one of 'file_id' and 'file_data'", extras={"param": path})
+    return InputFile(field=path, file_id=file_id or "", name=name or "", data=data or "", url=url or "")
 
 
 def _read_call(call: CallField, path: str) -> ToolCall:

@@ -22,10 +22,10 @@ from sie.values.inference import EncodeReply, EncodeRequest
 
 _FOLDERS: Final = (
     "assistants", "audio", "batches", "chat", "completions", "containers", "conversations", "embeddings", "evals",
-    "files", "fine_tuning", "images", "moderations", "organization", "realtime", "responses", "skills", "threads",
+    "files", "fine_tuning", "images", "moderations", "organization", "realtime", "responses", "sessions", "skills", "threads",
     "uploads", "vector_stores", "videos",
 )  # fmt: skip
-"""The folders below `/v1/` in OpenAI's API. Source: openai 3.52, `resources`."""
+"""The folders below `/v1/` in OpenAI's API (source: openai 3.52, `resources`), and those of ours beside them."""
 
 
 def _decode_embeddings(body: bytes, sent: Sent, limits: Limits) -> tuple[EncodeRequest, bool]:

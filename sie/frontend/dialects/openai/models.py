@@ -14,6 +14,7 @@ import msgspec
 from sie.catalog.profiles import DEFAULT_PROFILE
 from sie.values.card import ModelCard, ModelState
 from sie.values.errors import SieError
+from sie.values.fallbacks import Fallback
 from sie.values.output_kinds import KINDS
 
 OWNER = "local"
@@ -32,11 +33,13 @@ def model_info(
     loras: Mapping[str, str] | None = None,
     *,
     is_reloading: bool = False,
+    fallbacks: Sequence[Fallback] = (),
 ) -> dict[str, Any]:
     """Return one model's entry in the list.
 
     last_error is null or `{code, message, attempts, permanent}`; created is in seconds since 1970; loras holds the
     state of each adapter that requests may name. is_reloading: it is unloading or unloaded, and will be loaded again.
+    fallbacks are the slower ways in which workers run it.
     """
     return {
         "id": card.id,
@@ -61,6 +64,7 @@ def model_info(
         **({"encoder_weights": card.encoder_weights} if card.encoder_weights != "auto" else {}),
         **({"accept_token_ids": True} if card.accept_token_ids else {}),
         **({"loras": [{"id": name, "state": lora_state} for name, lora_state in loras.items()]} if loras else {}),
+        **({"fallbacks": [{"name": one.name, "reason": one.reason} for one in fallbacks]} if fallbacks else {}),
     }
 
 

@@ -36,6 +36,7 @@ from sie.frontend.dialects.operation import (
     Operation,
     Reply,
 )
+from sie.values.fallbacks import FallbackName
 
 
 class ApprovalStatus(Reply):
@@ -89,6 +90,11 @@ class Lora(Reply):
     state: str
 
 
+class ModelFallback(Reply):
+    name: FallbackName
+    reason: str
+
+
 class ModelInfo(Reply):
     id: str
     object: Literal["model"]
@@ -114,6 +120,7 @@ class ModelInfo(Reply):
     encoder_weights: Literal["int8"] | UnsetType = UNSET
     accept_token_ids: Literal[True] | UnsetType = UNSET
     loras: list[Lora] | UnsetType = UNSET
+    fallbacks: list[ModelFallback] | UnsetType = UNSET
 
 
 class ModelList(Reply):

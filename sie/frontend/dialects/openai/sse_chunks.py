@@ -41,9 +41,10 @@ class ChunkWriter(ABC):
             elif isinstance(event, ToolProgress | ApprovalRequired | FileProduced):
                 parts.append(agent_events(event))
             else:
-                ends_all = number == last and not self._shown.wants_usage
-                own = session if number == last else ""
-                parts += [self._chunk(choices, usage if ends_all else None, own) for choices in self._chunks(event)]
+                is_last = number == last and usage is not None
+                shown = usage if is_last and not self._shown.wants_usage else None
+                own = session or self._shown.session_id if is_last else ""
+                parts += [self._chunk(choices, shown, own) for choices in self._chunks(event)]
         return b"".join(parts)
 
     def write_error(self, error: SieError) -> bytes:

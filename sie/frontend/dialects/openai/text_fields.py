@@ -89,6 +89,8 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     num_hidden: int = 0
     """The number of choices of each prompt that are generated but not shown."""
     has_logprobs: bool = False
+    session_id: str = ""
+    """The session of a chat, which the end of an answer names."""
     names: dict[str, str] = {}
     """The request's names for fields in errors of the generation core, if they differ."""
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Final, cast
 import msgspec
 from msgspec import Meta
 
-from sie.frontend.dialects.openai.chat_messages import NAME, ROLE
+from sie.frontend.dialects.openai.chat_messages import NAME, ROLE, read_file
 from sie.frontend.generation.sampling_fields import wrong
-from sie.values.generate import ChatMessage, ToolCall
+from sie.values.generate import ChatMessage, InputFile, ToolCall
 
 _MAX_LIST: Final = 65_536
 _TEXT_PARTS: Final = frozenset({"input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"})
@@ -40,6 +40,7 @@ _NEEDED: Final[dict[str, dict[str, Any]]] = {
     "output_text": {"annotations": [], "logprobs": []},
 }
 """The fields that clients expect in each type of item and part, for those that a request left out."""
+_FILE: Final = "input_file"
 _PLAIN_TEXTS: Final = frozenset({"text", "input_text", "output_text"})
 """Types of a part that only tell its author, which the item tells, too."""
 _PART_BREAK: Final = "\n\n"
@@ -47,15 +48,24 @@ _PART_BREAK: Final = "\n\n"
 Item = dict[str, Any]
 
 
-class InputPart(msgspec.Struct, omit_defaults=True):
-    """One part of a content; only text is read."""
+class TextPart(msgspec.Struct, omit_defaults=True):
+    """One part that is a text."""
 
     type: str | None = None
     text: str | None = None
     refusal: str | None = None
 
 
-class OutputPart(InputPart, omit_defaults=True):
+class InputPart(TextPart, omit_defaults=True):
+    """One part of a content: a text or a file."""
+
+    file_id: str | None = None
+    filename: str | None = None
+    file_data: str | None = None
+    file_url: str | None = None
+
+
+class OutputPart(TextPart, omit_defaults=True):
     """One part of a call's output. A shell's part has the printed text, the outcome, or both."""
 
     stdout: str | None = None
@@ -80,7 +90,7 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     arguments: str | None = None
     output: str | Annotated[list[OutputPart], Meta(max_length=_MAX_LIST)] | None = None
     action: dict[str, Any] | None = None
-    summary: Annotated[list[InputPart], Meta(max_length=_MAX_LIST)] | None = None
+    summary: Annotated[list[TextPart], Meta(max_length=_MAX_LIST)] | None = None
     encrypted_content: str | None = None
     code: str | None = None
     container_id: str | None = None
@@ -92,10 +102,10 @@ _to_json: Final = msgspec.json.Encoder().encode
 _kept: Final = msgspec.json.Decoder(list[InputItem])
 
 
-def read_items(given: Input) -> list[ChatMessage]:
+def read_items(given: Input, files: list[InputFile]) -> list[ChatMessage]:
     """Return a conversation; a text alone is a user's message. Raises BadRequest naming the item.
 
-    Calls and the model's text beside them become one message, because templates expect that.
+    The files that users name are added to `files`. Calls and the model's text beside them become one message, because templates expect that.
     """
     if isinstance(given, str):
         return [ChatMessage(role="user", content=given)]
@@ -103,7 +113,7 @@ def read_items(given: Input) -> list[ChatMessage]:
     for number, item in enumerate(given):
         path, kind = f"input[{number}]", _kind(item)
         if kind == "message":
-            messages.append(_read_message(item, path))
+            messages.append(_read_message(item, path, files))
         elif kind in ("function_call", "shell_call"):
             _add_call(messages, _read_call(item, path) if kind == "function_call" else _read_shell_call(item, path))
         elif kind in ("function_call_output", "shell_call_output"):
@@ -115,9 +125,26 @@ def read_items(given: Input) -> list[ChatMessage]:
     return messages
 
 
-def read_kept(items: bytes) -> list[ChatMessage]:
-    """Return the conversation that was stored as JSON."""
-    return read_items(_kept.decode(items))
+def read_kept(items: bytes) -> tuple[list[ChatMessage], list[InputFile]]:
+    """Return the conversation that was stored as JSON, and the files that it names."""
+    files: list[InputFile] = []
+    messages = read_items(_kept.decode(items), files)
+    return messages, [msgspec.structs.replace(file, is_past=True) for file in files]
+
+
+def name_kept_files(items: Sequence[Item], ids: Sequence[tuple[str, str]]) -> None:
+    """Write the ids and names of the kept files into the parts of items that name files, in place of their data.
+
+    ids has one entry for each such part, in order.
+    """
+    kept = iter(ids)
+    for item in items:
+        content = item.get("content")
+        for part in cast("list[Item]", content) if isinstance(content, list) else ():
+            if part.get("type") == _FILE:
+                file_id, name = next(kept)
+                part.clear()
+                part.update(type=_FILE, file_id=file_id, filename=name)
 
 
 def listed_items(given: Input) -> list[Item]:
@@ -156,13 +183,14 @@ def _listed_part(part: Item, spoken: str) -> Item:
     return {**_NEEDED.get(kind, {}), **part, "type": kind}
 
 
-def _read_message(item: InputItem, path: str) -> ChatMessage:
+def _read_message(item: InputItem, path: str, files: list[InputFile]) -> ChatMessage:
     role = item.role or ""
     if not ROLE.fullmatch(role):
         raise wrong(f"{path}.role", "must be a short word, such as 'user'")
     if item.content is None:
         raise wrong(f"{path}.content", "is required")
-    return ChatMessage(role=role, content=_text(item.content, f"{path}.content"))
+    named = files if role == "user" else None
+    return ChatMessage(role=role, content=_text(item.content, f"{path}.content", named))
 
 
 def _read_call(item: InputItem, path: str) -> ToolCall:
@@ -214,16 +242,19 @@ def _read_output(item: InputItem, path: str) -> ChatMessage:
     return ChatMessage(role="tool", content=content, tool_call_id=item.call_id)
 
 
-def _text(content: str | Sequence[InputPart], path: str) -> str:
-    """Return the text of a content; its parts are joined by a blank line."""
+def _text(content: str | Sequence[TextPart], path: str, files: list[InputFile] | None = None) -> str:
+    """Return the text of a content; its parts are joined by a blank line. Files are added to `files`, if they may be there."""
     if isinstance(content, str):
         return content
     texts: list[str] = []
     for number, part in enumerate(content):
         here, kind = f"{path}[{number}]", part.type or "text"
+        if kind == _FILE and files is not None and isinstance(part, InputPart):
+            files.append(read_file(here, part.file_id, part.filename, part.file_data, part.file_url))
+            continue
         if kind not in _TEXT_PARTS:
             is_media = any(word in kind for word in _MEDIA_WORDS)
-            reason = "only text is supported, not media or files" if is_media else "this type is unknown"
+            reason = "only text and files of users are supported" if is_media else "this type is unknown"
             raise wrong(f"{here}.type", f"is {kind[:40]!r}; {reason}")
         text = part.refusal if kind == "refusal" and part.text is None else part.text
         if text is None:

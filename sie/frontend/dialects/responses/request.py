@@ -123,7 +123,8 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
     call = decode_body(_DECODER, body, content_type, limits)
     _refuse_unserved(call)
     request = read_text_fields(call)
-    request.messages = read_items(call.input)
+    request.messages = read_items(call.input, files := [])
+    request.files = files
     if not request.messages and call.previous_response_id is None:
         raise wrong("input", "must hold at least one message")
     request.max_tokens = call.max_output_tokens or call.max_completion_tokens or call.max_tokens

@@ -29,6 +29,8 @@ class Window(NamedTuple):
     """Start and end of each token in the text, in code points."""
     continues: list[bool]
     """Whether each token continues the previous token's word; empty for strategies that do not use words."""
+    start: int = 0
+    """Number of its first token among those of the whole text."""
 
 
 class _Classes(NamedTuple):
@@ -79,6 +81,24 @@ def read_window(logits: NDArray[np.float32], window: Window, labels: Sequence[st
             start, end = window.spans[token_bounds[first]][0], window.spans[token_bounds[last] - 1][1]
             found.append(Entity(names[class_id], float(best[first:last].mean()), start, end))
     return found
+
+
+def join_windows(logits: Sequence[NDArray[np.float32]], windows: Sequence[Window]) -> NDArray[np.float32]:
+    """Return one row for each token of a text, special ones left out; rows (t_i, classes) are those of its windows.
+
+    Of the tokens that two windows share, each window gives the half that is farther from its end.
+    """
+    parts: list[NDArray[np.float32]] = []
+    for number, (rows, window) in enumerate(zip(logits, windows, strict=True)):
+        first, last = 0, len(window.spans)
+        if number:
+            before = windows[number - 1]
+            first = (before.start + len(before.spans) - window.start) // 2
+        if number + 1 < len(windows):
+            after = windows[number + 1]
+            last = after.start - window.start + (window.start + last - after.start) // 2
+        parts.append(rows[window.num_before + first : window.num_before + last])
+    return np.concatenate(parts)
 
 
 def merge_windows(entities: list[Entity]) -> list[Entity]:

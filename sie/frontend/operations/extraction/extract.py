@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -23,13 +23,15 @@ from sie.frontend.inputs.pairs import Arrays
 from sie.frontend.inputs.text_bounds import check_chars
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, is_long
 from sie.frontend.models.model_table import ModelTable
-from sie.frontend.operations.extraction import boxes, gliclass, gliner, label_pairs, token_labels
+from sie.frontend.operations.extraction import boxes, gliclass, gliner, label_pairs, text_classes, token_labels
 from sie.frontend.operations.extraction.boxes import BoxReading
 from sie.frontend.operations.extraction.gliclass import LabelReading
 from sie.frontend.operations.extraction.gliner import WindowReading
 from sie.frontend.operations.extraction.label_pairs import PairReading
+from sie.frontend.operations.extraction.text_classes import ClassReading
 from sie.frontend.operations.extraction.token_labels import TokenReading
 from sie.frontend.operations.extraction.whole_texts import TextReading
+from sie.frontend.operations.interface import ExtractSubmission
 from sie.frontend.operations.reply_reader import read_pieces, timing_of
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
@@ -41,6 +43,7 @@ from sie.values.extract import (
     ExtractTask,
     Gliclass,
     Gliner,
+    TextClassification,
     TokenClassification,
     ZeroShot,
 )
@@ -106,17 +109,20 @@ class Extractor:
         began_ns = time.monotonic_ns()
         card, task, rule = entry.card, request.task, entry.card.extract
         assert rule is not None
-        self._check_pairs(len(request.texts) * _num_rows(rule, task))
+        check_pairs(request, card, self._limits)
         told = _task_bytes(rule, task)
         tokenizer = await self._models.tokenizer(entry) if card.tokenizer_file else None
         if tokenizer is not None:
-            check_chars(card.id, request.texts, tokenizer.max_chars)
-        reading = _reading(card, task, tokenizer, self._limits)
+            check_chars(card.id, [*request.texts, *request.pairs.values()], tokenizer.max_chars)
+        reading = _reading(card, request, tokenizer, self._limits)
+        pool = None if tokenizer is None else tokenizer.pool
         if request.images is None:
-            arrays = await self._prepare(reading, request.texts, task, rule)
+            arrays = await self._prepare(reading, request.texts, task, rule, pool, seconds=request.pairs.values())
             input_tokens, request.cuts = int(arrays[0][1][-1]), reading.cuts
         else:
-            arrays, input_tokens = await self._prepare_images(reading, request, card, request.images, deadline_ns)
+            arrays, input_tokens = await self._prepare_images(
+                reading, request, card, request.images, deadline_ns, pool=pool
+            )
         cu_seqlens = arrays[0][1]
         num_tokens = int(cu_seqlens[-1])
         took_ns = time.monotonic_ns() - began_ns
@@ -134,37 +140,55 @@ class Extractor:
         card: ModelCard,
         images: dict[int, list[memoryview]],
         deadline_ns: int,
+        *,
+        pool: ThreadPoolExecutor | None,
     ) -> tuple[Arrays, int]:
         """Return the arrays of a request with images, and the number of tokens in its texts and queries."""
         rule, image_rule, num_items = card.extract, card.image, len(request.texts)
         assert rule is not None
         assert image_rule is not None
         if isinstance(reading, BoxReading):
-            queries = await self._prepare(reading, reading.texts, request.task, rule)
+            queries = await self._prepare(reading, reading.texts, request.task, rule, pool)
             read = await self._images.read(images, image_rule, deadline_ns)
             reading.see(read)
             request.cuts = dict.fromkeys(range(num_items), min(reading.cuts.values())) if reading.cuts else {}
             return [*mix_items(num_items, read, image_rule, None), *queries], len(queries[0][1])
         texts = [text for item, text in enumerate(request.texts) if item not in images]
-        arrays = await self._prepare(reading, texts, request.task, rule) if texts else None
+        arrays = await self._prepare(reading, texts, request.task, rule, pool) if texts else None
         places = [item for item in range(num_items) if item not in images]
         request.cuts = {places[number]: limit for number, limit in reading.cuts.items()}
         read = await self._images.read(images, image_rule, deadline_ns)
         num_tokens = 0 if arrays is None else int(arrays[0][1][-1])
         return mix_items(num_items, read, image_rule, arrays), num_tokens
 
-    async def _prepare(self, reading: Reading, texts: list[str], task: ExtractTask, rule: ExtractRule) -> Arrays:
-        """Tokenise at once, or on a thread when that would block the event loop too long."""
-        if not is_long_work(rule, task, texts):
-            return reading.prepare(texts)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, reading.prepare, texts)
+    async def _prepare(
+        self,
+        reading: Reading,
+        texts: list[str],
+        task: ExtractTask,
+        rule: ExtractRule,
+        pool: ThreadPoolExecutor | None,
+        *,
+        seconds: Collection[str] = (),
+    ) -> Arrays:
+        """Tokenise at once, or on a thread when that would block the event loop too long.
 
-    def _check_pairs(self, num_pairs: int) -> None:
-        limit = self._limits.max_label_pairs
-        if num_pairs > limit:
-            raise BadRequest(
-                f"Items times labels (or label groups) are {num_pairs}, over max_label_pairs ({limit}); split the request"
-            )
+        pool is the tokenizer's own thread, or None if it has none. seconds are the second texts of pairs, which the reading
+        has.
+        """
+        if pool is None and not is_long_work(rule, task, [*texts, *seconds]):
+            return reading.prepare(texts)
+        return await asyncio.get_running_loop().run_in_executor(pool or self._pool, reading.prepare, texts)
+
+
+def check_pairs(request: ExtractRequest, card: ModelCard, limits: Limits) -> None:
+    """Raise BadRequest for a request of more texts times labels than a limit."""
+    assert card.extract is not None
+    num_pairs, limit = len(request.texts) * _num_rows(card.extract, request.task), limits.max_label_pairs
+    if num_pairs > limit:
+        raise BadRequest(
+            f"Items times labels (or label groups) are {num_pairs}, over max_label_pairs ({limit}); split the request"
+        )
 
 
 def check_task(card: ModelCard, task: ExtractTask) -> None:
@@ -172,8 +196,10 @@ def check_task(card: ModelCard, task: ExtractTask) -> None:
     match card.extract:
         case TokenClassification() as rule:
             token_labels.check_task(card.id, rule, task)
-        case ZeroShot():
+        case ZeroShot() if not task.by_class:
             label_pairs.check_task(task)
+        case TextClassification() as rule:
+            text_classes.check_task(card.id, rule, task)
         case Gliner() as rule:
             gliner.check_task(rule, task)
         case Gliclass() as rule:
@@ -214,14 +240,18 @@ def _num_rows(rule: ExtractRule, task: ExtractTask) -> int:
     return len(task.labels if isinstance(rule, ZeroShot) else task.label_groups) or 1
 
 
-def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None, limits: Limits) -> Reading:
-    rule = card.extract
+def _reading(card: ModelCard, request: ExtractRequest, tokenizer: Tokenizer | None, limits: Limits) -> Reading:
+    rule, task = card.extract, request.task
     if isinstance(rule, Gliner) and tokenizer is not None:
         return WindowReading(rule, task, tokenizer, limits)
     if isinstance(rule, Gliclass) and tokenizer is not None:
         return LabelReading(rule, task, tokenizer, limits)
     if isinstance(rule, TokenClassification) and tokenizer is not None:
         return TokenReading(rule, task, tokenizer, limits)
+    if isinstance(rule, ZeroShot) and task.by_class:
+        rule = rule.classes
+    if isinstance(rule, TextClassification) and tokenizer is not None:
+        return ClassReading(rule, task, tokenizer, request.pairs)
     if isinstance(rule, ZeroShot) and tokenizer is not None:
         return PairReading(rule, task, tokenizer)
     if isinstance(rule, Detection) and tokenizer is not None:
@@ -229,7 +259,9 @@ def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None, li
     return TextReading(card, task.overflow_policy)
 
 
-def read_extractions(reply: Reply, submitted: Submitted, request: ExtractRequest, began_ns: int) -> ExtractReply:
+def read_extractions(
+    reply: Reply, submitted: ExtractSubmission, request: ExtractRequest, began_ns: int
+) -> ExtractReply:
     """Return the findings and the times, copied out of a reply's extent.
 
     began_ns is when the request's headers were read. Raises Internal when the extent does not match the layout.

@@ -16,28 +16,34 @@ from numpy.typing import NDArray
 from sie.config.limits import Limits
 from sie.frontend.inputs.pairs import Arrays
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, pack_ids, too_long, unicode_error
+from sie.frontend.operations.extraction.bioes import decode_spans
 from sie.frontend.operations.extraction.entities import (
     OUTSIDE,
     Window,
     group_name,
+    join_windows,
     merge_windows,
     needs_words,
     read_window,
 )
 from sie.values.errors import BadRequest
-from sie.values.extract import AGGREGATION_STRATEGIES, Entity, Extraction, ExtractTask, TokenClassification
+from sie.values.extract import VITERBI, Entity, Extraction, ExtractTask, TokenClassification
 
-_DEFAULT_STRATEGY: Final = "simple"
+_DEFAULT_POINT: Final = "default"
 _STRIDE_PART: Final = 4
 """The default stride is one part in four of a window."""
 _LOGIT_BYTES: Final = 4
 
 
 def check_task(model_id: str, rule: TokenClassification, task: ExtractTask) -> None:
-    """Raise BadRequest for an unknown strategy or label."""
-    strategy = task.aggregation_strategy
-    if strategy is not None and strategy not in AGGREGATION_STRATEGIES:
-        raise BadRequest(f"Invalid aggregation_strategy {strategy!r}. Valid: {list(AGGREGATION_STRATEGIES)}")
+    """Raise BadRequest for an unknown strategy, operating point or label."""
+    strategy, point = task.aggregation_strategy, task.operating_point
+    if strategy is not None and strategy not in rule.strategies:
+        raise BadRequest(f"Invalid aggregation_strategy {strategy!r}. Valid: {list(rule.strategies)}")
+    if point is not None and point not in rule.operating_points:
+        raise BadRequest(f"Invalid operating_point {point!r}. Valid: {list(rule.operating_points)}")
+    if point is not None and (strategy or rule.default_strategy) != VITERBI:
+        raise BadRequest(f"Option 'operating_point' belongs to aggregation_strategy {VITERBI!r}, not {strategy!r}")
     available = dict.fromkeys(group_name(label) for label in rule.labels if label != OUTSIDE)
     for label in task.labels:
         if label not in available:
@@ -52,8 +58,9 @@ class TokenReading:
         self._task = task
         self._max_bytes = limits.max_reply_bytes
         self._num_tokens = 0
-        self._strategy = task.aggregation_strategy or _DEFAULT_STRATEGY
+        self._strategy = task.aggregation_strategy or rule.default_strategy
         self._tokenizer = tokenizer
+        self._texts: Sequence[str] = ()
         self._windows: list[list[Window]] = []
         """The windows of each text."""
         self.cuts: Cuts = {}
@@ -71,6 +78,7 @@ class TokenReading:
             encodings = [library.encode(texts[0])] if is_short else library.encode_batch(texts)
         except TypeError as error:
             raise unicode_error(texts, error) from None
+        self._texts = texts
         rows: list[list[int]] = []
         for index, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
             rows += self._cut(index, text, encoding)
@@ -81,16 +89,28 @@ class TokenReading:
         """Return the entities of each text; pieces are the windows' logits (t_i, classes) float32."""
         found: list[Extraction] = []
         first = 0
-        for windows in self._windows:
+        for text, windows in zip(self._texts, self._windows, strict=True):
             own = pieces[first : first + len(windows)]
             first += len(windows)
-            entities = [
-                entity
-                for window, logits in zip(windows, own, strict=True)
-                for entity in read_window(logits, window, self._rule.labels, self._strategy)
-            ]
-            found.append(Extraction(self._choose(merge_windows(entities) if len(windows) > 1 else entities)))
+            read = self._decode(text, windows, own) if self._strategy == VITERBI else self._aggregate(windows, own)
+            found.append(Extraction(self._choose(read)))
         return found
+
+    def _aggregate(self, windows: Sequence[Window], pieces: Sequence[NDArray[Any]]) -> list[Entity]:
+        """Return a text's entities as the pipeline finds them, in each window by itself."""
+        entities = [
+            entity
+            for window, logits in zip(windows, pieces, strict=True)
+            for entity in read_window(logits, window, self._rule.labels, self._strategy)
+        ]
+        return merge_windows(entities) if len(windows) > 1 else entities
+
+    def _decode(self, text: str, windows: Sequence[Window], pieces: Sequence[NDArray[Any]]) -> list[Entity]:
+        """Return a text's entities on one path through all windows, so that none ends where a window does."""
+        last = windows[-1]
+        spans = [span for window in windows[:-1] for span in window.spans[: windows[1].start - windows[0].start]]
+        biases = self._rule.operating_points[self._task.operating_point or _DEFAULT_POINT]
+        return decode_spans(join_windows(pieces, windows), [*spans, *last.spans], text, self._rule.labels, biases)
 
     def _choose(self, entities: list[Entity]) -> list[Entity]:
         labels, threshold = self._task.labels, self._task.threshold
@@ -111,7 +131,7 @@ class TokenReading:
         bounds = [(start, min(start + room, last - first)) for start in starts]
         spans = encoding.offsets[first:last]
         continues = self._continues(text, encoding)[first:last] if needs_words(self._strategy) else []
-        self._windows.append([Window(first, spans[start:end], continues[start:end]) for start, end in bounds])
+        self._windows.append([Window(first, spans[start:end], continues[start:end], start) for start, end in bounds])
         return [[*ids[:first], *ids[first + start : first + end], *ids[last:]] for start, end in bounds]
 
     def _window_starts(self, index: int, num_tokens: int, room: int) -> range:

@@ -7,7 +7,9 @@ import pytest
 from sie.agents.fetch.addresses import is_public
 
 
-@pytest.mark.parametrize("address", ["1.1.1.1", "93.184.216.34", "2606:4700:4700::1111", "2002:101:101::1"])
+@pytest.mark.parametrize(
+    "address", ["1.1.1.1", "93.184.216.34", "2606:4700:4700::1111", "::ffff:8.8.8.8", "2002:101:101::1"]
+)
 def test_public_addresses(address: str) -> None:
     assert is_public(address)
 
@@ -19,6 +21,7 @@ def test_public_addresses(address: str) -> None:
         "192.0.2.1", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255",
         "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1", "ff02::1", "2001:db8::1",
         "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "::127.0.0.1",
+        "2001:0:7f00:1::",
     ],
 )  # fmt: skip
 def test_addresses_of_this_host_and_its_networks_are_not_public(address: str) -> None:

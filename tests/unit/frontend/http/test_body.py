@@ -263,3 +263,66 @@ def test_task_can_go_on_after_its_body_stalled():
         return await task
 
     assert asyncio.run(run()) == "answered"
+
+
+# --- bodies that are passed on ----------------------------------------------------------------------------------------
+
+
+def test_body_is_passed_on_in_pieces_and_only_a_piece_is_held():
+    held = HeldBytes(1 << 40)
+    reader = BodyReader(1 << 30, IDLE_S, held=held)
+    given: list[int] = []
+    most = 0
+
+    async def take(piece: bytes) -> None:
+        nonlocal most
+        most = max(most, held.num_bytes)
+        given.append(len(piece))
+
+    body = Body(*[b"x" * 100_000] * 30, b"end")
+    assert asyncio.run(reader.pass_on(CHUNKED, body, NEVER_NS, take)) == sum(given) == 3_000_003
+    assert len(given) > 8
+    assert 0 < most < 400_000
+    assert held.num_bytes == 0
+
+
+def test_small_and_empty_bodies_are_passed_on_once():
+    async def run(headers: dict[str, str], *chunks: bytes) -> list[bytes]:
+        given: list[bytes] = []
+
+        async def take(piece: bytes) -> None:
+            given.append(piece)
+
+        await BodyReader(MAX_BYTES, IDLE_S).pass_on(headers, Body(*chunks), NEVER_NS, take)
+        return given
+
+    assert asyncio.run(run(length(3), b"abc")) == [b"abc"]
+    assert asyncio.run(run(length(0))) == [b""]
+
+
+@pytest.mark.parametrize(("limit", "chunks"), [(100, [b"x" * 101]), (100, [b"x" * 60, b"y" * 60])])
+def test_body_that_is_passed_on_has_the_same_limits(limit: int, chunks: list[bytes]):
+    async def take(_piece: bytes) -> None:
+        pass
+
+    with pytest.raises(InputTooLong):
+        asyncio.run(BodyReader(limit, IDLE_S).pass_on(CHUNKED, Body(*chunks), NEVER_NS, take))
+    with pytest.raises(ClientGone):
+        asyncio.run(BodyReader(MAX_BYTES, IDLE_S).pass_on(length(9), Body(b"cut"), NEVER_NS, take))
+
+
+def test_slow_disk_is_not_a_slow_client():
+    """While a piece is passed on, the client waits for us: no stall, and no cut, ends the read."""
+
+    async def run() -> int:
+        held = HeldBytes(1)
+        reader = BodyReader(MAX_BYTES, 0.001, held=held)
+
+        async def take(_piece: bytes) -> None:
+            reader.end_stalled(time.monotonic_ns() + 10**12)
+            held.tick()
+            await asyncio.sleep(0)
+
+        return await reader.pass_on(CHUNKED, Body(b"x" * 300_000, b"y"), NEVER_NS, take)
+
+    assert asyncio.run(run()) == 300_001

@@ -135,6 +135,16 @@ def test_tokenizer_that_makes_texts_enormous_is_refused(normalizer, growth):
         Tokenizer(ModelCard(id="m", kind="encoder"), with_normalizer(normalizer))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "content"), [(r"\s+", " "), (" {2,}", "▁"), ("[“”]", '"'), (r"[\u200b-\u200d]", ""), (r"\p{M}+", "")]
+)
+def test_many_replacements_that_shorten_a_text_are_read(pattern, content):
+    steps = [normalizers.Replace(Regex(pattern), content)] * (3 if content == "▁" else 20)
+    assert (
+        Tokenizer(ModelCard(id="m", kind="encoder"), with_normalizer(normalizers.Sequence(steps))).max_chars > 1 << 20
+    )
+
+
 def test_text_that_no_beginning_decides_is_refused_above_what_may_be_read():
     card = ModelCard(id="m", kind="encoder", max_sequence_length=16)
     tokenizer = Tokenizer(card, with_normalizer(GROWING))
@@ -159,6 +169,45 @@ def test_a_lower_limit_of_pairs_equals_a_tokenizer_of_that_limit(minilm, limit):
     for query in ("a few words", "word " * 700, ""):
         own, other = minilm.encode_pairs(query, TEXTS, limit), oracle.encode_pairs(query, TEXTS)
         assert [array.tolist() for array in own[:2]] == [array.tolist() for array in other[:2]]
+
+
+@needs_minilm
+@pytest.mark.parametrize("limit", [32, 33])
+def test_pairs_of_every_length_are_cut_as_the_library_cuts_them(minilm, limit):
+    """Two long texts are cut to halves; of an odd number of tokens the one that was longer as a whole gets one more."""
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.AutoTokenizer.from_pretrained(minilm_directory())
+    tokenizer = Tokenizer.load(msgspec.structs.replace(minilm.card, max_sequence_length=limit))
+    half, long = limit // 2, 1024 + 8 * limit
+    short = (0, half - 2, half - 1, half, limit - 3, limit, 2 * limit)
+    lengths = (
+        *itertools.product(short, short),
+        (half, long + 9),
+        (long + 9, half),
+        (long + 10, long + 9),
+        (long + 9, long + 10),
+    )
+    for query_words, document_words in lengths:
+        query, document = "w " * query_words, "z " * document_words
+        expected = oracle([[query, document]], truncation=True, max_length=limit)["input_ids"]
+        assert [tokenizer.encode_pairs(query, [document])[0].tolist()] == expected, (query_words, document_words)
+
+
+RIGHT_GROUPS = r"\d{1,3}(?=(?:\d{3})*(?:\D|$))|\D+"
+
+
+@pytest.mark.parametrize("before", ["", "1 ", "a " * 700, "7" * 40 + " "])
+@pytest.mark.parametrize("num_digits", [1535, 1536, 1537, 3100, 20_000])
+def test_digits_grouped_from_the_end_are_the_first_tokens_of_the_whole_text(before, num_digits):
+    numbers = ["".join(digits) for size in (1, 2, 3) for digits in itertools.product("123", repeat=size)]
+    library = LibraryTokenizer(models.WordLevel({"[UNK]": 0} | {text: n for n, text in enumerate(numbers, 1)}, "[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Split(Regex(RIGHT_GROUPS), "isolated")
+    text = before + "".join("123"[place * place % 7 % 3] for place in range(num_digits)) + " end"
+    expected = library.encode(text).ids[:64]
+    library.enable_truncation(64)
+    tokenizer = Tokenizer(ModelCard(id="m", kind="encoder", max_sequence_length=64), library)
+    assert tokenizer.encode_texts([text])[0].tolist() == expected
+    assert tokenizer.encode_texts([text, "1"])[0].tolist()[:-1] == expected
 
 
 @needs_minilm

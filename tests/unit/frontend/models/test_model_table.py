@@ -12,6 +12,7 @@ from sie.frontend.models.model_table import ModelTable
 from sie.ipc.messages import ModelEntry, Models, WorkerEntry
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, ModelLoadFailed, SieError, Unavailable, to_wire
+from sie.values.fallbacks import Fallback
 
 FAILURE = to_wire(Internal("no such weights", extras={"error_class": "STORAGE", "attempts": 2, "permanent": False}))
 
@@ -54,6 +55,13 @@ def test_update_replaces_everything_in_the_supervisor_s_order(table):
     table.update(message(entry("a")))
     assert (list(table.entries), table.is_ready, table.find("z")) == (["a"], True, None)
     assert [worker.slot for worker in table.workers] == [0]
+
+
+def test_reasons_of_fallbacks_have_no_paths_of_the_server(table):
+    reason = "/opt/sie/bin/gcc: Python.h: no such file"
+    table.update(message(entry("a", fallbacks=(Fallback("no_kernels", reason),))))
+    (shown,) = table.find("a").fallbacks
+    assert shown == Fallback("no_kernels", ".../gcc: Python.h: no such file")
 
 
 def test_loaded_model_serves_and_counts_as_used(table, asked):

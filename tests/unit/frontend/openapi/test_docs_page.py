@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sie.catalog.options import REFUSED
+from sie.frontend.dialects.store.openapi import OPERATIONS as STORE
 from sie.frontend.routes.table import TABLE, WEBSOCKETS
 from sie.values import errors
 
@@ -15,6 +16,7 @@ DOCS = Path(__file__).parents[4] / "docs"
 PAGE = DOCS.joinpath("sie-api.md").read_text(encoding="utf-8")
 TENSORS = DOCS.joinpath("tensors.md").read_text(encoding="utf-8")
 GENERATION = DOCS.joinpath("generation.md").read_text(encoding="utf-8")
+FILES = DOCS.joinpath("files.md").read_text(encoding="utf-8")
 SOURCES = Path(errors.__file__).parents[1]
 _SILENT = {
     "CLIENT_GONE",
@@ -26,9 +28,10 @@ _SILENT = {
     "UNSUPPORTED_MEDIA_TYPE",
 }
 """Codes of classes that are never sent as such, and of the tensor dialects, which send none or their own."""
-_OF_TENSORS = {route.template for route in TABLE if route.envelope in ("kserve", "trtis")}
+_OF_TENSORS = frozenset(route.template for route in TABLE if route.envelope in ("kserve", "trtis"))
 
-_OF_TEXT = {route.template for route in TABLE if route.envelope in ("text", "anthropic")}
+_OF_STORE = frozenset(operation.template for operation in STORE)
+_OF_TEXT = frozenset(route.template for route in TABLE if route.envelope in ("text", "anthropic"))
 
 
 def codes() -> set[str]:
@@ -41,13 +44,14 @@ def codes() -> set[str]:
 @pytest.mark.parametrize("path", sorted({route.template for route in TABLE} | WEBSOCKETS.keys()))
 def test_route_is_there(path: str) -> None:
     name = path.removeprefix("/v1/models/") if path.startswith("/v1/models/") and "{" not in path else path
-    page = TENSORS if path in _OF_TENSORS else GENERATION if path in _OF_TEXT else PAGE
+    pages = {_OF_TENSORS: TENSORS, _OF_STORE: FILES, _OF_TEXT: GENERATION}
+    page = next((page for paths, page in pages.items() if path in paths), PAGE)
     assert re.search(rf"[` ]{re.escape(name)}`", page)
 
 
 @pytest.mark.parametrize("code", sorted(codes()))
 def test_error_is_in_a_table(code: str) -> None:
-    rows = [line for line in (PAGE + GENERATION).splitlines() if line.startswith(f"| `{code}` |")]
+    rows = [line for line in (PAGE + GENERATION + FILES).splitlines() if line.startswith(f"| `{code}` |")]
     assert rows or code in _SILENT
 
 

@@ -66,7 +66,7 @@ def logits_both_ways(runner, steps: list[list[Slot]]) -> list[tuple[torch.Tensor
     decoder, found = runner.decoder, []
     assert decoder is not None
     for runner.decoder in (decoder, None):
-        for layer in runner._cache.layers:
+        for layer in runner.cache.layers:
             layer.keys.zero_()
             layer.values.zero_()
         found.append([runner.run_logits(slots) for slots in steps])
@@ -173,13 +173,13 @@ def test_what_lies_in_blocks_behind_the_last_token_is_not_read(load_tiny):
     assert runner.decoder is not None
     clean = [Stream(PROMPTS[1], range(5)), Stream(PROMPTS[0], [6])]
     step(runner, clean)
-    for layer in runner._cache.layers:
+    for layer in runner.cache.layers:
         layer.keys.fill_(torch.nan)
         layer.values.fill_(torch.nan)
     streams = [Stream(PROMPTS[1], range(5)), Stream(PROMPTS[0], [6])]
     step(runner, streams)
     assert [stream.answer for stream in streams] == [stream.answer for stream in clean]
-    for layer in runner._cache.layers:
+    for layer in runner.cache.layers:
         layer.keys.zero_()
         layer.values.zero_()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ import transformers
 from torch.nn import functional
 
 import sie.workers.generation
-from sie.workers.generation.fused import fuse_gates, fuse_layers, fuse_norms, fuse_rotations
+from sie.workers.device.fallbacks import collecting
+from sie.workers.generation import kernel_check
+from sie.workers.generation.fused import fuse_all, fuse_gates, fuse_layers, fuse_norms, fuse_rotations
 from tests.generation_models import FAMILIES
 from tests.triton_interpreter import IS_INTERPRETED, interpreted, needs_triton, run_interpreted
 
@@ -36,7 +39,7 @@ def gate(gates, states, *, is_silu):
     return (opened * states.float()).to(states.dtype)
 
 
-def build(name):
+def build_model(name):
     config_class, values = FAMILIES[name]
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**values)).eval()
@@ -61,27 +64,84 @@ def test_what_computes_the_same_is_replaced_and_the_logits_stay(name, norms, rot
     stand_in = SimpleNamespace(normalise=normalise, rotate=rotate, gate=gate)
     monkeypatch.setitem(sys.modules, "sie.workers.generation.layer_kernels", stand_in)
     monkeypatch.setattr(sie.workers.generation, "layer_kernels", stand_in, raising=False)
-    model = build(name)
+    model = build_model(name)
     token_ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         expected = model(token_ids, use_cache=False).logits
         assert (fuse_norms(model), fuse_rotations(model), fuse_gates(model)) == (norms, rotations, gates)
         assert torch.allclose(model(token_ids, use_cache=False).logits, expected, atol=1e-4)
         assert torch.allclose(
-            build(name)(token_ids, use_cache=False).logits, expected, atol=1e-5
+            build_model(name)(token_ids, use_cache=False).logits, expected, atol=1e-5
         )  # other models' are theirs
 
 
 def test_a_model_on_a_cpu_stays_as_it_is():
-    assert fuse_layers(build("llama")) == 0
+    assert fuse_layers(build_model("llama")) == 0
 
 
 def test_a_kernel_that_does_not_run_replaces_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "sie.workers.generation.layer_kernels", SimpleNamespace())
     monkeypatch.setattr(sie.workers.generation, "layer_kernels", SimpleNamespace(), raising=False)
-    model = build("llama")
+    model = build_model("llama")
     with torch.no_grad():
         assert fuse_norms(model) + fuse_rotations(model) + fuse_gates(model) == 0
+
+
+def test_the_first_kernel_that_cannot_be_built_ends_the_attempts_and_is_reported(monkeypatch):
+    calls = []
+
+    def build(*_arguments, **_named):
+        calls.append(1)
+        raise subprocess.CalledProcessError(1, ["gcc", "main.c"])
+
+    stand_in = SimpleNamespace(normalise=build, rotate=build, gate=build)
+    monkeypatch.setitem(sys.modules, "sie.workers.generation.layer_kernels", stand_in)
+    monkeypatch.setattr(sie.workers.generation, "layer_kernels", stand_in, raising=False)
+    with collecting("m") as fallbacks:
+        assert fuse_all(build_model("llama")) == 0
+    assert len(calls) == 1
+    (fallback,) = fallbacks.found
+    assert fallback.name == "no_kernels"
+    assert "'gcc', 'main.c'" in fallback.reason
+
+
+@pytest.fixture
+def fresh_check():
+    kernel_check.why_no_kernels.cache_clear()
+    yield
+    kernel_check.why_no_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_check")
+def test_whether_kernels_run_is_tried_once_for_a_device_and_names_what_is_missing(monkeypatch):
+    tried = []
+
+    def normalise(states, _factors, _epsilon):
+        tried.append(states.device)
+        raise RuntimeError("Failed to find C compiler")
+
+    stand_in = SimpleNamespace(normalise=normalise)
+    monkeypatch.setitem(sys.modules, "sie.workers.generation.layer_kernels", stand_in)
+    monkeypatch.setattr(sie.workers.generation, "layer_kernels", stand_in, raising=False)
+    monkeypatch.setattr(kernel_check, "find_spec", lambda _name: object())
+    monkeypatch.setattr(kernel_check.shutil, "which", lambda _name: None)
+    found = {kernel_check.why_no_kernels(torch.device("cpu")) for _ in range(3)}
+    assert found == {"there is no C compiler: install gcc"}
+    assert len(tried) == 1
+    monkeypatch.setattr(kernel_check.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(kernel_check.sysconfig, "get_paths", lambda: {"include": "/nowhere/python3.11"})
+    reason = kernel_check.why_no_kernels(torch.device("cpu", 0))
+    assert reason == "/nowhere/python3.11/Python.h is missing: install the headers of this Python (python3-dev)"
+
+
+@pytest.mark.usefixtures("fresh_check")
+def test_kernels_that_run_have_nothing_missing(monkeypatch):
+    stand_in = SimpleNamespace(normalise=normalise)
+    monkeypatch.setitem(sys.modules, "sie.workers.generation.layer_kernels", stand_in)
+    monkeypatch.setattr(sie.workers.generation, "layer_kernels", stand_in, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    monkeypatch.setattr(kernel_check, "find_spec", lambda _name: object())
+    assert kernel_check.why_no_kernels(torch.device("cpu")) == ""
 
 
 @needs_triton
@@ -128,7 +188,7 @@ def test_on_a_gpu_the_kernels_compute_what_the_library_does():
 @needs_gpu
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_on_a_gpu_layers_are_replaced(name):
-    model = build(name).to("cuda", torch.bfloat16)
+    model = build_model(name).to("cuda", torch.bfloat16)
     token_ids = torch.arange(3, 20, device="cuda")[None]
     with torch.no_grad():
         expected = model(token_ids, use_cache=False).logits.float()

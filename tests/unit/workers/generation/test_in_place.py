@@ -10,9 +10,13 @@ import pytest
 import torch
 
 import sie.workers.generation
+from sie.values.generate import Sampling
+from sie.workers.device.fallbacks import collecting
+from sie.workers.generation import paging
 from sie.workers.generation.graphs import Answers, DecodeGraphs, StepInputs, _Captured
 from sie.workers.generation.sampling import likeliest
 from sie.workers.generation.varlen import DecodeStep, can_attend
+from sie.workers.model_api import Draw, Slot
 from sie.workers.packed import flash
 from tests import paged_reference, varlen_stand_ins
 from tests.generation_models import Stream, load, random_prompt, step
@@ -85,7 +89,7 @@ def test_the_kernels_themselves_give_the_same_tokens(load_tiny, monkeypatch, in_
 def test_rows_that_no_token_has_written_are_never_read(in_place, load_tiny):
     runner = in_place("gemma2")
     expected = answers(load_tiny("gemma2")[0])
-    for layer in runner._cache.layers:
+    for layer in runner.cache.layers:
         layer.keys.fill_(torch.nan)
         layer.values.fill_(torch.nan)
     assert answers(runner) == expected
@@ -100,15 +104,15 @@ class EagerGraph:
     def replay(self):
         _, inputs, found = self.recorded()
         token_ids, positions, rows, lengths = inputs.numbers
-        self.runner._cache.step = DecodeStep(rows, paged_reference.Tables(positions, inputs.blocks))
+        self.runner.cache.step = DecodeStep(rows, paged_reference.Tables(positions, inputs.blocks))
         found.logits.copy_(self.runner._run_model(token_ids[None], positions[None], None, lengths))
         found.best.copy_(likeliest(found.logits))
-        self.runner._cache.step = None
+        self.runner.cache.step = None
 
 
 def eager_graphs(runner, sizes, max_blocks):
     graphs = DecodeGraphs.__new__(DecodeGraphs)
-    graphs._cache, graphs._captured = runner._cache, {}
+    graphs._cache, graphs._captured = runner.cache, {}
     graphs._copied = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     for size in sizes:
         graph = EagerGraph(runner, lambda size=size: graphs._captured[size])
@@ -182,6 +186,27 @@ def test_a_recording_that_gives_other_logits_is_not_used(load_tiny, monkeypatch)
     runner = load(load_tiny("llama")[1])
     assert runner.reads_in_place
     assert answers(runner) == answers(load_tiny("llama")[0])
+
+
+@pytest.mark.parametrize("wrong", [None, 1, 4, 8])
+def test_captured_steps_of_every_size_are_compared_with_eager_ones(wrong, in_place, load_tiny):
+    """Sizes that the comparison with whole sequences never reaches, since that runs two at once."""
+    runner = in_place("llama")
+    runner._graphs = eager_graphs(runner, (8, 4, 2, 1), 32)
+    if wrong is not None:
+        captured = runner._graphs._captured[wrong]
+        runner._graphs._captured[wrong] = captured._replace(graph=SimpleNamespace(replay=lambda: None))
+    whole, sequence = load_tiny("llama")[0], random_prompt(17, 0)
+    expected = torch.stack([whole.run_logits([slot_of(sequence[:end])])[0] for end in range(1, 18)])
+    with collecting("m") as fallbacks:
+        paging._check_graphs(runner, sequence, expected)
+    assert [fallback.name for fallback in fallbacks.found] == ([] if wrong is None else ["no_graphs"])
+    assert runner.captured_sizes == ([8, 4, 2, 1] if wrong is None else [])
+    assert not any(bool(layer.keys.any()) for layer in runner.cache.layers)
+
+
+def slot_of(tokens):
+    return Slot(tokens, 0, range(8), (Draw(Sampling(temperature=0.0), 0, 0),))
 
 
 @pytest.mark.usefixtures("in_place")

@@ -9,7 +9,7 @@ from torch import nn
 
 from sie.native.norm import can_normalise
 from sie.workers.generation.norms import CompiledNorm, compile_norms
-from sie.workers.generation.sharing import Share, share_inputs
+from sie.workers.packed.sharing import Share, share_inputs
 from tests.generation_models import FAMILIES
 
 SAMPLE = torch.arange(3, 9)[None]

@@ -101,14 +101,14 @@ def test_a_block_used_before_leaves_nothing_behind(load_tiny):
     runner, _ = load_tiny("llama")
     clean = Stream(PROMPTS[0], [0])
     step(runner, [clean])
-    for layer in runner._cache.layers:
+    for layer in runner.cache.layers:
         layer.keys[:9] = torch.nan
         layer.values[:9] = torch.nan
     streams = [Stream(PROMPTS[0], [0, 1]), Stream(PROMPTS[2], [2, 3, 4, 5])]
     for _ in range(4):
         step(runner, streams, most=9)
     assert streams[0].answer[0] == clean.answer[0]
-    for layer in runner._cache.layers:
+    for layer in runner.cache.layers:
         layer.keys[:9] = 0
         layer.values[:9] = 0
 

@@ -22,10 +22,10 @@ from sie.catalog.spec import ModelSpec
 from sie.config.limits import Limits
 from sie.frontend.inputs.tokenize import Tokenizer
 from sie.frontend.operations.extraction.label_pairs import PairReading
-from sie.frontend.operations.extraction.token_labels import TokenReading
+from sie.frontend.operations.extraction.token_labels import TokenReading, check_task
 from sie.values.card import ModelCard
-from sie.values.errors import BadRequest, InputTooLong
-from sie.values.extract import Extraction, ExtractTask
+from sie.values.errors import BadRequest, InputTooLong, ModelLoadFailed
+from sie.values.extract import Extraction, ExtractTask, TokenClassification
 from sie.workers.loading.loader import load_extractor
 from sie.workers.model_api import Pair
 from tests.unit.workers.packed_weights import write_checkpoint
@@ -332,12 +332,6 @@ def test_without_a_limit_of_its_tokenizer_a_model_reads_as_far_as_it_has_positio
     assert_same_entities(found, oracle(LONG))
 
 
-def test_a_classifier_without_entailment_is_still_refused(tmp_path: Path):
-    save(tmp_path, "bert", transformers.AutoModelForSequenceClassification, ["good", "bad"])
-    with pytest.raises(Exception, match="its classifier has 2 labels"):
-        read_card(ModelSpec(id="m", directory=str(tmp_path)), str(tmp_path))
-
-
 def test_labels_that_name_no_classes_are_refused(tmp_path: Path):
     save(tmp_path, "bert", transformers.AutoModelForTokenClassification, LABELS)
     path = tmp_path / "config.json"
@@ -375,3 +369,93 @@ def test_real_weights_find_what_a_reader_would(tmp_path: Path):
     assert as_rows(half) == as_rows(found[0])
     scores = [entity.score for entity in found[0].entities]
     np.testing.assert_allclose([entity.score for entity in half.entities], scores, atol=0.05)
+
+
+def save_privacy_filter(directory: Path, **points: dict[str, float]) -> Path:
+    """Write a tiny model of openai/privacy-filter's layout, with operating points if given."""
+    labels = ["O", *(f"{tag}-{kind}" for kind in ("person", "date") for tag in "BIES")]
+    torch.manual_seed(4)
+    config = transformers.AutoConfig.for_model(
+        "openai_privacy_filter", **COMMON, num_key_value_heads=1, head_dim=8, num_local_experts=4,
+        num_experts_per_tok=2, sliding_window=4, vocab_size=264, max_position_embeddings=64, pad_token_id=1,
+        id2label=dict(enumerate(labels)), label2id={label: number for number, label in enumerate(labels)},
+    )  # fmt: skip
+    model = transformers.AutoModelForTokenClassification.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.3)
+    model.save_pretrained(directory)
+    tokenizer = byte_level()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=LIMIT, pad_token="<pad>", unk_token="<unk>",
+        model_input_names=["input_ids", "attention_mask"],
+    ).save_pretrained(directory)  # fmt: skip
+    if points:
+        whole = {name: {"biases": {**dict.fromkeys(BIASES, 0.0), **biases}} for name, biases in points.items()}
+        (directory / "viterbi_calibration.json").write_text(json.dumps({"operating_points": whole}))
+    return directory
+
+
+BIASES = [f"transition_bias_{name}" for name in ("background_stay", "background_to_start", "inside_to_continue",
+                                                 "inside_to_end", "end_to_background", "end_to_start")]  # fmt: skip
+
+
+def test_privacy_filter_is_decoded_along_a_path_and_as_the_pipeline_if_asked(tmp_path: Path):
+    eager = {"transition_bias_background_stay": -50.0, "transition_bias_end_to_background": -50.0}
+    loaded = load(save_privacy_filter(tmp_path, default={}, eager=eager))
+    text = "Ada met Babbage"
+    (default,) = extract_tokens(loaded, [text])
+    (chosen,) = extract_tokens(loaded, [text], aggregation_strategy="viterbi", operating_point="default")
+    assert default == chosen
+    (found,) = extract_tokens(loaded, [text], operating_point="eager")
+    assert len(found.entities) > 0
+    assert sum(len(text[entity.start : entity.end]) for entity in found.entities) >= len(text.replace(" ", "")) - 1
+    oracle = pipeline("token-classification", tmp_path, aggregation_strategy="simple")
+    (simple,) = extract_tokens(loaded, [text], aggregation_strategy="simple")
+    assert_same_entities(simple, oracle(text))
+    assert simple != default
+
+
+def test_a_path_goes_through_the_windows_of_a_long_text(tmp_path: Path):
+    card, tokenizer, _ = load(save_privacy_filter(tmp_path))
+    assert isinstance(card.extract, TokenClassification)
+    names = card.extract.labels
+    reading = TokenReading(card.extract, ExtractTask(stride=8), tokenizer, Limits())
+    pieces = split(reading.prepare([LONG]))
+    assert len(pieces) > 3
+    inside = np.zeros(len(names), np.float32)
+    inside[names.index("I-person")] = 9
+    (found,) = reading.read([np.tile(inside, (len(piece), 1)) for piece in pieces])
+    assert as_rows(found) == [("person", 0, len(LONG))]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"operating_points": {"strict": {"biases": dict.fromkeys(BIASES, 0.0)}}}, "no operating point 'default'"),
+        ({"operating_points": {"default": {"biases": {BIASES[0]: 0.0}}}}, "viterbi_calibration.json"),
+        ({}, "viterbi_calibration.json"),
+    ],
+)
+def test_a_malformed_calibration_is_refused(tmp_path: Path, content: dict[str, Any], reason: str):
+    save_privacy_filter(tmp_path)
+    (tmp_path / "viterbi_calibration.json").write_text(json.dumps(content))
+    with pytest.raises(ModelLoadFailed, match=reason):
+        read_card(ModelSpec(id="m", directory=str(tmp_path)), str(tmp_path))
+
+
+def test_other_models_have_neither_the_strategy_nor_operating_points(make):
+    rule = make("bert", "tokens")[1][0].extract
+    with pytest.raises(BadRequest, match="Invalid aggregation_strategy 'viterbi'"):
+        check_task("m", rule, ExtractTask(aggregation_strategy="viterbi"))
+    assert "operating_point" not in rule.options
+
+
+def test_an_operating_point_is_checked(tmp_path: Path):
+    rule = load(save_privacy_filter(tmp_path))[0].extract
+    assert isinstance(rule, TokenClassification)
+    with pytest.raises(BadRequest, match=r"Invalid operating_point 'x'. Valid: \['default'\]"):
+        check_task("m", rule, ExtractTask(operating_point="x"))
+    with pytest.raises(BadRequest, match="belongs to aggregation_strategy 'viterbi'"):
+        check_task("m", rule, ExtractTask(operating_point="default", aggregation_strategy="max"))

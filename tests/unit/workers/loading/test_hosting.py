@@ -15,6 +15,8 @@ from sie.ipc.messages import ModelReport, Stage, Staged
 from sie.runtime.child_setup import calm_collector
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
+from sie.values.fallbacks import Fallback
+from sie.workers.device.fallbacks import note
 from sie.workers.loading.hosting import Host
 
 DEADLINE_S = 60.0
@@ -371,3 +373,26 @@ def test_a_model_that_is_wanted_again_after_its_cancelled_load_is_announced_befo
         assert readable(hosting.host.event_fd, DEADLINE_S), "not loaded in time"
         announced += hosting.host.collect()
     assert [hosted.card.id for hosted in announced] == ["m"]
+
+
+def test_fallbacks_of_a_load_are_in_its_report_and_go_with_a_staged_successor(hosting):
+    def build(card, _progress):
+        note("no_kernels", "no compiler")
+        note("no_kernels", "another reason")
+        note("cpu", "no provider") if card.directory else None
+        return Runner()
+
+    hosting.build = build
+    hosting.host.device = "cuda:0"
+    hosting.load("m")
+    report = hosting.collect_until("loaded")
+    assert (report.device, report.fallbacks) == ("cuda:0", (Fallback("no_kernels", "no compiler"),))
+    card = hosting.stage(7)
+    assert hosting.collect_staged().error is None
+    hosting.host.start_unload("m")
+    hosting.host.finish_unload("m")
+    hosting.reports.clear()
+    hosting.host.load(card)
+    report = hosting.collect_until("loaded")
+    assert (report.device, [fallback.name for fallback in report.fallbacks]) == ("cpu", ["no_kernels", "cpu"])
+    assert hosting.built == ["m", "m"], "the successor was not built twice"

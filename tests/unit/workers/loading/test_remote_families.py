@@ -382,16 +382,20 @@ ENCODERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], Callable[.
 }  # fmt: skip
 
 
+def save_remote(directory: Path, name: str) -> Path:
+    """Write an encoder of ENCODERS with mean pooling; return its directory."""
+    config, shapes, _ = ENCODERS[name]
+    pooling = {"pooling_mode_mean_tokens": True}
+    return _write(directory, config, _random(shapes), **{"modules.json": POOLED, "1_Pooling__config.json": pooling})
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_hidden_states_equal_the_formulas_alone_and_in_every_batch(name: str, tmp_path: Path) -> None:
     config, shapes, forward = ENCODERS[name]
     if forward is None:
         forward = lambda *arguments: _new(*arguments, prefix="new.")  # noqa: E731
     weights = _random(shapes)
-    pooling = {"pooling_mode_mean_tokens": True}
-    directory = _write(
-        tmp_path / "model", config, weights, **{"modules.json": POOLED, "1_Pooling__config.json": pooling}
-    )
+    directory = save_remote(tmp_path / "model", name)
     card = prepare(Request(spec=ModelSpec(id="org/model", directory=str(directory)), cache_dir=str(tmp_path)), print)
     runner: Any = load_encoder(card, "cpu", "float32", lambda *_: None)
     texts = _texts(7, 120, 1, 7, 33)

@@ -14,6 +14,7 @@ from sie.catalog.cards import make_card
 from sie.catalog.spec import ModelSpec
 from sie.native import Feature
 from sie.values.errors import BadRequest, ModelLoadFailed
+from sie.workers.device.fallbacks import collecting
 from sie.workers.loading.loader import load_encoder, load_scorer
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.packed.rounded_linear import RoundedLinear
@@ -146,13 +147,12 @@ def test_a_row_that_is_not_finite_gives_none_that_is(value: float) -> None:
 
 
 @pytest.mark.usefixtures("no_kernels")
-def test_without_kernels_torch_gives_the_same_and_the_log_says_so(
-    make_checkpoint: Any, tokenize: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_kernels_torch_gives_the_same_and_the_load_says_so(make_checkpoint: Any, tokenize: Any) -> None:
     directory = make_checkpoint("bert")
-    slow = _load(directory)
+    with collecting("m") as fallbacks:
+        slow = _load(directory)
     assert slow.dtype == "int8"
-    assert "encoder_weights int8 has no compiled kernels here" in caplog.text
+    assert [fallback.name for fallback in fallbacks.found] == ["uncompiled_int8"]
     ids = tokenize(slow.card, ["w1 w2 w3", "w4 " * 40, "w5"])
     native.allow(allowed=True)
     np.testing.assert_allclose(_cosines(slow.run_tokens(ids), _load(directory).run_tokens(ids)), 1, atol=1e-3)

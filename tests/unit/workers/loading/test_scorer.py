@@ -26,6 +26,7 @@ from sie.values.errors import BadRequest, InputTooLong, ModelLoadFailed
 from sie.workers.loading.loader import load_scorer
 from sie.workers.model_api import Pair
 from sie.workers.runners.score import ScoreRunner
+from tests.unit.workers.conftest import save_checkpoint
 
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
 SIGMOID, IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
@@ -59,18 +60,19 @@ def _scores(runner: ScoreRunner, query: str, documents: list[str]) -> np.ndarray
     return runner.run_pairs(_pairs(runner.card, query, documents))[:, 0]
 
 
+def save_scorer(directory: Path, family: str, *, typed: bool = False, num_labels: int = 1, **changes: Any) -> Path:
+    """Write a sequence classifier whose tokenizer joins pairs and whose logits lie apart; return its directory."""
+    save_checkpoint(directory, family, num_labels=num_labels, **changes)
+    config = transformers.AutoConfig.from_pretrained(directory)
+    _save_random(transformers.AutoModelForSequenceClassification.from_config(config), directory)
+    _join_pairs(directory, typed=typed)
+    return directory
+
+
 @pytest.fixture
-def make_scorer(make_checkpoint: Any) -> Any:
-    """Return a function that writes a sequence classifier whose tokenizer joins pairs and whose logits lie apart."""
-
-    def make(family: str, *, typed: bool = False, num_labels: int = 1, **changes: Any) -> Path:
-        directory = make_checkpoint(family, num_labels=num_labels, **changes)
-        config = transformers.AutoConfig.from_pretrained(directory)
-        _save_random(transformers.AutoModelForSequenceClassification.from_config(config), directory)
-        _join_pairs(directory, typed=typed)
-        return directory
-
-    return make
+def make_scorer(tmp_path: Path) -> Any:
+    """Return a function that writes what `save_scorer` does."""
+    return lambda family, *, name="model", **options: save_scorer(tmp_path / name, family, **options)
 
 
 def _save_random(model: Any, directory: Path) -> None:
@@ -245,23 +247,24 @@ GEMMA_TASK = (
 )
 
 
+def save_reranker(directory: Path, family: str) -> Path:
+    """Write a causal model whose tokenizer knows the words of the catalogue's templates; return its directory."""
+    save_checkpoint(directory, family, max_length=200, vocab_size=360)
+    config = transformers.AutoConfig.from_pretrained(directory)
+    _save_random(transformers.AutoModelForCausalLM.from_config(config), directory)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<bos>"]})
+    words = f"{QWEN_PREFIX} {MXBAI_TASK} {GEMMA_TASK} 0 1 yes no Yes No Query Document A B"
+    tokenizer.add_tokens(sorted(set(words.split())))
+    assert len(tokenizer) <= 360
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
 @pytest.fixture
-def make_reranker(make_checkpoint: Any) -> Any:
-    """Return a function that writes a causal model whose tokenizer knows the words of the catalogue's templates."""
-
-    def make(family: str) -> Path:
-        directory = make_checkpoint(family, max_length=200, vocab_size=360)
-        config = transformers.AutoConfig.from_pretrained(directory)
-        _save_random(transformers.AutoModelForCausalLM.from_config(config), directory)
-        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<bos>"]})
-        words = f"{QWEN_PREFIX} {MXBAI_TASK} {GEMMA_TASK} 0 1 yes no Yes No Query Document A B"
-        tokenizer.add_tokens(sorted(set(words.split())))
-        assert len(tokenizer) <= 360
-        tokenizer.save_pretrained(directory)
-        return directory
-
-    return make
+def make_reranker(tmp_path: Path) -> Any:
+    """Return a function that writes what `save_reranker` does."""
+    return lambda family: save_reranker(tmp_path / "model", family)
 
 
 def _last_logits(directory: Path, rows: list[list[int]], tokens: tuple[str, str]) -> torch.Tensor:

@@ -25,6 +25,7 @@ from sie.values.work import WorkHeader
 from sie.workers.loading.loader import load_encoder
 from sie.workers.lora import lora_weights
 from sie.workers.lora.lora_layers import LoraLayer
+from sie.workers.runners.encoder_formats import join_layers
 
 RTOL, ATOL = 2e-3, 2e-4
 """What docs/models.md promises in float32."""
@@ -128,6 +129,28 @@ def test_adapter_equals_peft(family: str, config: dict[str, Any], make_checkpoin
     assert np.abs(rows - plain).max() > 0.1, "the adapter changes the vectors"
     stored = load_file(adapter / "adapter_model.safetensors")
     assert nbytes == sum(tensor.nbytes for key, tensor in stored.items() if "pooler" not in key)
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen2", "xlm-roberta", "mpnet, in rectangles"])
+def test_adapter_of_layers_that_were_joined_for_a_gpu_equals_peft(
+    name: str, make_checkpoint: Any, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def join(model_id: str, model: Any, _form: Any) -> None:
+        assert join_layers(model_id, model) > 0
+
+    monkeypatch.setattr("sie.workers.loading.loader.round_encoder", join)
+    family, config = TRAINED[name]
+    base = make_checkpoint(family)
+    adapter = train(base, **config)
+    runner, inputs = load(base), items()
+    install(runner, adapter)
+    rows = runner.run_tokens(inputs, ["a"] * len(inputs))
+    np.testing.assert_allclose(rows, peft_rows(base, adapter, inputs), rtol=RTOL, atol=ATOL)
+    mixed = runner.run_tokens(inputs, ["a", "", "a", "", "", "a", "a"])
+    runner.adapters.remove("a")
+    plain = runner.run_tokens(inputs)
+    expected = [rows[i] if i in (0, 2, 5, 6) else plain[i] for i in range(len(inputs))]
+    np.testing.assert_allclose(mixed, expected, rtol=RTOL, atol=ATOL)
 
 
 @pytest.mark.parametrize("family", HEADS)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from sie.workers.device.device import is_ampere
 from sie.workers.packed import attention, flash
 from sie.workers.packed.attention import Boundaries
 from sie.workers.packed.batch import Run
@@ -61,5 +62,17 @@ def test_tokens_that_are_not_seen_are_no_keys():
         ("cuda", torch.bfloat16, (512, 512), False),
     ],
 )
-def test_what_the_kernel_does_not_compute_is_not_given_to_it(device, dtype, widths, expected):
+def test_what_the_kernel_does_not_compute_is_not_given_to_it(device, dtype, widths, expected, monkeypatch):
+    monkeypatch.setattr(flash, "is_ampere", lambda _device: True)
     assert can_attend_flash(torch.device(device), dtype, widths) is expected
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_gpus_older_than_ampere_are_asked_once_and_not_given_flash_attention(capability, expected, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or capability)
+    is_ampere.cache_clear()
+    for _ in range(3):
+        assert can_attend_flash(torch.device("cuda", 0), torch.float16, (64, 64)) is expected
+    is_ampere.cache_clear()
+    assert len(asked) == 1

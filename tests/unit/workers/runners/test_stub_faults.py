@@ -7,6 +7,7 @@ import pytest
 
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
+from sie.workers.device.faults import DeviceLostError
 from sie.workers.runners.stub import StubRunner
 
 
@@ -26,7 +27,7 @@ def test_values_that_are_not_finite_are_those_of_the_named_texts():
 
 
 @pytest.mark.parametrize(("fail", "error", "words"), [
-    ("oom", MemoryError, "no memory"), ("sticky", RuntimeError, "CUDA error: device-side assert triggered"),
+    ("oom", MemoryError, "no memory"), ("sticky", DeviceLostError, "CUDA error: device-side assert triggered"),
 ])  # fmt: skip
 def test_a_step_fails_when_it_holds_the_named_text(fail, error, words):
     stub = runner(f"fail={fail},fail_on=bad")

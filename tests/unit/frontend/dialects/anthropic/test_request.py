@@ -221,7 +221,7 @@ def test_each_spelling_of_a_schema_binds_the_answer(fields: dict[str, Any]) -> N
         ({"thinking": {"type": "adaptive"}, "enable_thinking": False}, "thinking"),
         ({"output_config": {"effort": "a lot"}}, "output_config.effort"),
         ({"container": {"skills": []}}, "container"),
-        ({"session_id": 1}, "session_id"),
+        ({"session_id": "a b"}, "session_id"),
         ({"files": [{"name": ""}]}, "files[0].name"),
         ({"dry_multiplier": 1}, "dry_multiplier"),
         (

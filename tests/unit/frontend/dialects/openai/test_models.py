@@ -8,6 +8,7 @@ import pytest
 from sie.frontend.dialects.openai.models import model_body, model_info, model_not_found_body, models_body
 from sie.values.card import ModelCard
 from sie.values.errors import NotFound
+from sie.values.fallbacks import Fallback
 from sie.values.generate import GenerateRule
 
 CARD = ModelCard(id="org/m", kind="encoder", dims={"dense": 384}, max_sequence_length=256, revision="abc")
@@ -24,6 +25,14 @@ def test_a_card_serves_sie_openai_and_anthropic_readers():
         "max_sequence_length": 256, "profiles": {}, "state": "loaded", "last_error": None, "revision": "abc",
         "capabilities": None, "routing": {"policy": None, "upstream_kind": None}, "status": "loaded", "root": "org/m",
     }  # fmt: skip
+
+
+def test_fallbacks_are_listed_with_their_reasons():
+    fallbacks = (Fallback("no_graphs", "it waits for the device"),)
+    assert model_info(CARD, fallbacks=fallbacks)["fallbacks"] == [
+        {"name": "no_graphs", "reason": "it waits for the device"}
+    ]
+    assert "fallbacks" not in model_info(CARD)
 
 
 def test_similarity_is_a_map_from_output_to_metric():

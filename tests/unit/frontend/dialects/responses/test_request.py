@@ -139,7 +139,7 @@ def test_listed_items_have_what_their_readers_need() -> None:
     assert listed[0]["content"] == [{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}]
     assert [item.get("status") for item in listed] == ["completed", "completed", None]
     assert (listed[2]["id"], listed[2]["summary"]) == ("rs_1", [])
-    assert read_kept(json.dumps(listed).encode())[0].content == "a"
+    assert read_kept(json.dumps(listed).encode())[0][0].content == "a"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_each_listed_item_is_one_of_the_clients_types(item: dict[str, Any], expe
 
 def test_instructions_and_history_stand_before_the_input() -> None:
     call = decode(instructions="be", input=[OUTPUT])
-    call.begin(read_kept(json.dumps([{"role": "user", "content": "q"}, CALL]).encode()))
+    call.begin(read_kept(json.dumps([{"role": "user", "content": "q"}, CALL]).encode())[0])
     roles = [(message.role, message.name) for message in call.request.messages or ()]
     assert roles == [("system", None), ("user", None), ("assistant", None), ("tool", "f")]
 
@@ -247,7 +247,9 @@ REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"input": [{"content": "x"}]}, 400, "input[0].type"),
     ({"input": [{"role": "a b", "content": "x"}]}, 400, "input[0].role"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400, "input[0].content[0].type"),
-    ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, 400, "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, 400, "input[0].content[0]"),
+    ({"input": [{"role": "assistant", "content": [{"type": "input_file", "file_id": "x"}]}]}, 400,
+     "input[0].content[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, 400, "input[0].content[0].text"),
     ({"input": [{"type": "function_call", "name": "f"}]}, 400, "input[0].call_id"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "a b"}]}, 400, "input[0].name"),

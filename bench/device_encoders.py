@@ -1,0 +1,183 @@
+"""Measure a worker's encoder steps on a device as shares of its limits, beside transformers with the same weights.
+
+Tokens go in and vectors come out in the host's memory; there is no server and no tokenizer. One text at a time is bound by
+the weights that a step reads, or by launches; many at a time by products. All texts of a load have one length, so that
+transformers pads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import click
+import numpy as np
+
+from bench.device import Session, build_random, call_times, device_options, free_device, linear_weights, load_built
+from bench.report import print_table
+
+_WORDS: Final = {"vocab_size": 30522, "pad_token_id": 0}
+"""A larger table of embeddings changes nothing but the memory that it takes."""
+SHAPES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+    "MiniLM-L6": (
+        "bert",
+        {**_WORDS, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    ),
+    "bge-base": ("bert", {**_WORDS}),
+    "bge-m3": (
+        "xlm-roberta",
+        {
+            **_WORDS, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+            "max_position_embeddings": 8194, "type_vocab_size": 1,
+        },
+    ),
+    "Qwen3-0.6B": (
+        "qwen3",
+        {
+            **_WORDS, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "head_dim": 128, "intermediate_size": 3072, "max_position_embeddings": 32768,
+        },
+    ),
+}  # fmt: skip
+"""By name: the family in transformers, and where its configuration differs from the family's defaults."""
+_TINY: Final = {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128,
+}  # fmt: skip
+_LENGTHS, _STEP_TOKENS = (16, 128, 512), 16384
+_QUICK_LENGTHS, _QUICK_STEP_TOKENS = (16, 64), 256
+_ROUNDS, _SECONDS, _WARM_UPS = 3, 0.4, 3
+_MIN_COSINE = 0.99
+
+
+class Load(NamedTuple):
+    """Texts of one length that are encoded together."""
+
+    length: int
+    count: int
+
+
+class Contender(NamedTuple):
+    """A library that encodes token ids (n, t) to vectors (n, d) in the host's memory."""
+
+    name: str
+    encode: Callable[[Any], Any]
+
+
+@click.command()
+@device_options
+def main(*, device: str, quick: bool, folder: Path | None, is_saved: bool) -> None:
+    """Measure encoders on a device as shares of its limits."""
+    lengths, step_tokens = (_QUICK_LENGTHS, _QUICK_STEP_TOKENS) if quick else (_LENGTHS, _STEP_TOKENS)
+    loads = [Load(length, count) for length in lengths for count in (1, step_tokens // length)]
+    session = Session.start(
+        f"Encoders on {device}",
+        f"random weights in bf16; {_ROUNDS} rounds, contenders in turn; texts of {lengths} tokens, one and {step_tokens} "
+        "tokens at a time; medians of all calls; the limit is the larger of products by the measured rate and weights by "
+        "the measured bandwidth",
+        device,
+        is_quick=quick,
+    )
+    figures = [row for shape in SHAPES for row in measure_shape(session, shape, loads)]
+    columns = ("shape", "tokens", "texts", "sie ms", "transformers ms", "times as fast", "tokens/s", "of the limit",
+               "theirs", "bound by", "cosine")  # fmt: skip
+    print_table(columns, [_cells(row) for row in figures])
+    session.keep("device-encoders", {"encoders": figures}, folder, is_saved=is_saved)
+    if wrong := [row for row in figures if not row["cosine"] >= _MIN_COSINE]:
+        raise click.ClickException(f"vectors differ from transformers' in {len(wrong)} rows")
+
+
+def measure_shape(session: Session, shape: str, loads: list[Load]) -> list[dict[str, Any]]:
+    """Return the figures of one shape under each load. Both contenders have the same weights."""
+    family, values = SHAPES[shape]
+    values = {**values, **(_TINY if session.is_quick else {})}
+    theirs, ours = (build_random(family, values, session.device) for _ in range(2))
+    sie, transformers = _sie(shape, ours, session.device), _transformers(theirs, session.device)
+    rows = [_measure(session, shape, _work(theirs, load), (sie, transformers), load) for load in loads]
+    del theirs, ours, sie, transformers
+    free_device(session.device)
+    return rows
+
+
+def _sie(shape: str, model: Any, device: str) -> Contender:
+    from sie.values.card import ModelCard, PipelineStep
+    from sie.workers.loading.loader import load_encoder
+
+    card = ModelCard(
+        id=shape, kind="encoder", dims={"dense": model.config.hidden_size},
+        pipeline=(PipelineStep(kind="pooling", config={"modes": ["mean"]}),),
+    )  # fmt: skip
+    runner = load_built(model, load_encoder, card, device, "bfloat16")
+    if not runner.execution.packed:
+        raise click.ClickException(f"{shape} does not run packed")
+    return Contender("sie", lambda ids: runner.run_tokens(list(ids)))
+
+
+def _transformers(model: Any, device: str) -> Contender:
+    import torch
+
+    def encode(ids: Any) -> Any:
+        with torch.inference_mode():
+            inputs = torch.from_numpy(ids.astype(np.int64)).to(device)
+            mask = torch.ones_like(inputs)
+            hidden = model(input_ids=inputs, attention_mask=mask).last_hidden_state
+            seen = mask[..., None].to(hidden.dtype)
+            return ((hidden * seen).sum(1) / seen.sum(1)).float().cpu().numpy()
+
+    return Contender("transformers", encode)
+
+
+def _measure(
+    session: Session, shape: str, work: tuple[float, float], contenders: tuple[Contender, ...], load: Load
+) -> dict[str, Any]:
+    ids = np.random.default_rng(1).integers(3, 500, (load.count, load.length)).astype(np.int32)
+    rows = [contender.encode(ids) for contender in contenders]
+    seconds = 0.05 if session.is_quick else _SECONDS
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for contender in contenders:
+        for _ in range(_WARM_UPS):
+            contender.encode(ids)
+    for _ in range(1 if session.is_quick else _ROUNDS):
+        for contender in contenders:
+            times[contender.name] += call_times(partial(contender.encode, ids), seconds)
+    ours_s, theirs_s = (median(times[contender.name]) for contender in contenders)
+    floor_s, bound = session.limits.floor_s(*work)
+    return {
+        "shape": shape, "length": load.length, "texts": load.count, "sie_s": ours_s, "transformers_s": theirs_s,
+        "tokens_per_s": load.length * load.count / ours_s, "share_of_limit": floor_s / ours_s,
+        "transformers_share_of_limit": floor_s / theirs_s, "bound_by": bound, "cosine": _lowest_cosine(*rows),
+    }  # fmt: skip
+
+
+def _work(model: Any, load: Load) -> tuple[float, float]:
+    """Return the operations of a step, and the bytes of weights that it reads at least once.
+
+    A token takes two operations for each weight of the linear layers, and four for each dimension of each token that it
+    attends to: half of the text's, if it sees only earlier ones.
+    """
+    config = model.config
+    weights = linear_weights(model)
+    seen = load.length / 2 if config.model_type == "qwen3" else load.length
+    width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    per_token = 2 * weights + 4 * seen * width * config.num_hidden_layers
+    return load.length * load.count * per_token, 2.0 * weights
+
+
+def _lowest_cosine(rows: Any, others: Any) -> float:
+    norms = np.linalg.norm(rows, axis=1) * np.linalg.norm(others, axis=1)
+    return float(((rows * others).sum(1) / norms).min())
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["shape"], str(row["length"]), str(row["texts"]), f"{row['sie_s'] * 1e3:.3f}",
+        f"{row['transformers_s'] * 1e3:.3f}", f"{row['transformers_s'] / row['sie_s']:.2f}", f"{row['tokens_per_s']:,.0f}",
+        f"{row['share_of_limit']:.1%}", f"{row['transformers_share_of_limit']:.1%}", row["bound_by"], f"{row['cosine']:.4f}",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

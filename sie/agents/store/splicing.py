@@ -1,0 +1,68 @@
+"""Joins the messages of a request with the stored conversation that it continues. Pure.
+
+Source: generation API reference, section 8.7. The reference does not say what a request means that holds only what is
+new; decision 050 does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from sie.values.generate import ChatMessage
+
+_INSTRUCTIONS: Final = frozenset({"system", "developer"})
+
+
+def splice(stored: Sequence[ChatMessage], incoming: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the conversation that a request continues.
+
+    A client may repeat the conversation, without the calls and results that it never saw: these are put back, until a
+    message differs. From there on the request's own messages count. A client may also send only what is new: messages
+    without any of the assistant, which do not begin as the stored conversation does. They follow all stored messages.
+    """
+    instructions, said = _split(incoming)
+    own_instructions, before = _split(stored)
+    if _is_news(before, said):
+        return [*(instructions or own_instructions), *before, *said]
+    return [*instructions, *_merge(before, said)]
+
+
+def _split(messages: Sequence[ChatMessage]) -> tuple[Sequence[ChatMessage], Sequence[ChatMessage]]:
+    """Return the instructions at the beginning, and the rest."""
+    place = next((n for n, message in enumerate(messages) if message.role not in _INSTRUCTIONS), len(messages))
+    return messages[:place], messages[place:]
+
+
+def _is_news(before: Sequence[ChatMessage], said: Sequence[ChatMessage]) -> bool:
+    if not before or not said:
+        return False
+    return all(message.role != "assistant" for message in said) and not _match(before[0], said[0])
+
+
+def _merge(before: Sequence[ChatMessage], said: Sequence[ChatMessage]) -> list[ChatMessage]:
+    merged: list[ChatMessage] = []
+    rest = list(said)
+    for message in before:
+        if rest and _match(message, rest[0]):
+            rest.pop(0)
+        elif not _is_hidden(message):
+            break
+        merged.append(message)
+    return [*merged, *rest]
+
+
+def _is_hidden(message: ChatMessage) -> bool:
+    """Tell whether a message is one that a client may not know: a call, or its result."""
+    return message.role == "tool" or bool(message.tool_calls)
+
+
+def _match(stored: ChatMessage, incoming: ChatMessage) -> bool:
+    """Tell whether two messages are the same. Clients may write the arguments of a call in another form."""
+    return (
+        stored.role == incoming.role
+        and (stored.content or "") == (incoming.content or "")
+        and stored.tool_call_id == incoming.tool_call_id
+        and [(call.id, call.name) for call in stored.tool_calls]
+        == [(call.id, call.name) for call in incoming.tool_calls]
+    )

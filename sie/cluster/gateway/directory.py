@@ -1,0 +1,163 @@
+"""Holds a gateway's picture of the hosts, from their heartbeats. Decides which lane serves a model. Pure.
+
+A host that has not beaten for STALE_S gets no new work. Its models stay known for FORGET_S, and requests for them wait:
+while NATS restarts, every host is silent, and no client should hear that a model does not exist.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+
+from sie.cluster.payloads import Beat, Cards, ModelBeat
+from sie.cluster.subjects import DEFAULT_POOL, Lane
+from sie.ipc.messages import ModelEntry, Models
+from sie.values.card import ModelState
+
+STALE_S: Final = 2.0
+FORGET_S: Final = 60.0
+_ORDER: Final[tuple[ModelState, ...]] = ("loaded", "loading", "unloading", "failed", "available")
+"""The state of a model that is in several states on several hosts is the first of these."""
+
+
+class Host:
+    """One host: its last heartbeat, its cards, and when it was heard."""
+
+    __slots__ = ("beat", "cards_key", "entries", "seen_s")
+
+    def __init__(self, beat: Beat, now_s: float) -> None:
+        self.beat = beat
+        self.seen_s = now_s
+        self.cards_key = ""
+        self.entries: dict[str, ModelEntry] = {}
+
+    @property
+    def lane(self) -> Lane:
+        """The lane of the host."""
+        return Lane(self.beat.pool, self.beat.profile, self.beat.bundle)
+
+    def serves(self, model: str) -> bool:
+        """Whether the host answers requests for a model now."""
+        beat = self.beat.models.get(model)
+        return beat is not None and beat.is_served
+
+    def restores(self, model: str) -> bool:
+        """Whether a model is coming back on the host, whose worker died."""
+        beat = self.beat.models.get(model)
+        return beat is not None and beat.is_coming_back
+
+
+class Directory:
+    """All hosts that a gateway has heard of."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, Host] = {}
+        self._shown: Any = None
+
+    def hear(self, beat: Beat, now_s: float) -> bool:
+        """Take in a heartbeat. Return whether the host's cards must be asked for."""
+        host = self._hosts.get(beat.host)
+        if host is None:
+            host = self._hosts[beat.host] = Host(beat, now_s)
+        host.beat, host.seen_s = beat, now_s
+        return host.cards_key != beat.cards_key
+
+    def learn(self, host: str, cards: Cards) -> None:
+        """Take in a host's cards."""
+        known = self._hosts.get(host)
+        if known is not None:
+            known.cards_key = cards.cards_key
+            known.entries = {entry.card.id: entry for entry in cards.entries}
+
+    def forget_old(self, now_s: float) -> None:
+        """Forget the hosts that have been silent for long."""
+        for name in [name for name, host in self._hosts.items() if now_s - host.seen_s > FORGET_S]:
+            del self._hosts[name]
+
+    def live(self, now_s: float) -> list[Host]:
+        """Return the hosts that beat and take new work."""
+        return [host for host in self._beating(now_s) if not host.beat.is_draining]
+
+    def beating(self, now_s: float) -> list[Host]:
+        """Return the hosts that beat, those that are leaving included."""
+        return list(self._beating(now_s))
+
+    def remembered(self) -> list[Host]:
+        """Return the hosts that were heard lately, silent ones included, without those that have left."""
+        return [host for host in self._hosts.values() if not host.beat.is_draining]
+
+    def stale(self, now_s: float) -> set[str]:
+        """Return the ids of the hosts that no longer beat."""
+        return {name for name, host in self._hosts.items() if now_s - host.seen_s > STALE_S}
+
+    def _beating(self, now_s: float) -> Iterable[Host]:
+        return (host for host in self._hosts.values() if now_s - host.seen_s <= STALE_S)
+
+    # --- models ---------------------------------------------------------------------------------------------------
+
+    def models(self, now_s: float) -> Models | None:
+        """Return all models as a supervisor would tell them, or None if nothing changed since the last call."""
+        merged = self._merged(now_s)
+        shown = [(entry.card.id, entry.state, bool(entry.workers), entry.recovering, entry.error) for entry in merged]
+        shown = (shown, sorted((name, host.cards_key) for name, host in self._hosts.items()))
+        if shown == self._shown:
+            return None
+        self._shown = shown
+        return Models(tuple(merged), ready=True)
+
+    def _merged(self, now_s: float) -> list[ModelEntry]:
+        found: defaultdict[str, list[tuple[ModelEntry, ModelBeat, bool]]] = defaultdict(list)
+        for host in self.remembered():
+            is_live = now_s - host.seen_s <= STALE_S
+            for model, beat in host.beat.models.items():
+                entry = host.entries.get(model)
+                if entry is not None:
+                    found[model].append((entry, beat, is_live))
+        return [_merge(found[model]) for model in sorted(found)]
+
+    def lanes(self, model: str, now_s: float) -> dict[Lane, list[Host]]:
+        """Return the lanes whose hosts serve a model, each with those hosts. If none beats, the remembered ones."""
+        live = self.live(now_s)
+        serving = [host for host in live if host.serves(model)] or [host for host in live if host.restores(model)]
+        if not serving:
+            serving = [host for host in self.remembered() if host.serves(model)]
+        lanes: defaultdict[Lane, list[Host]] = defaultdict(list)
+        for host in serving:
+            lanes[host.lane].append(host)
+        return dict(lanes)
+
+    def offering(self, model: str, now_s: float) -> list[Host]:
+        """Return the live hosts that could load a model."""
+        return [host for host in self.live(now_s) if model in host.beat.models]
+
+
+def _merge(found: list[tuple[ModelEntry, ModelBeat, bool]]) -> ModelEntry:
+    """Return one entry for a model of several hosts, each with its beat and whether it is live."""
+    live = [(entry, beat) for entry, beat, is_live in found if is_live]
+    heard = live or [(entry, beat) for entry, beat, _ in found]
+    state = next(state for state in _ORDER if any(beat.state == state for _, beat in heard))
+    entry, beat = next((entry, beat) for entry, beat in heard if beat.state == state)
+    is_served = any(beat.is_served for _, beat in live)
+    was_served = any(beat.is_served or beat.is_coming_back for _, beat, _ in found)
+    return msgspec.structs.replace(
+        entry, state=state, workers=(0,) if is_served else (), recovering=was_served and not is_served,
+        error=beat.error if state == "failed" else None,
+    )  # fmt: skip
+
+
+def choose_lane(lanes: dict[Lane, list[Host]], own_items: dict[Lane, int]) -> Lane:
+    """Return the lane with the least work for each worker; own_items are this gateway's unanswered items by lane."""
+    return min(lanes, key=lambda lane: _load(lanes[lane], own_items.get(lane, 0)))
+
+
+def _load(hosts: list[Host], num_items: int) -> float:
+    queued = sum(host.beat.queued_tokens for host in hosts)
+    return (queued + num_items) / max(1, sum(host.beat.num_workers for host in hosts))
+
+
+def matches(lane: Lane, pool: str, profile: str) -> bool:
+    """Return whether a lane is of a pool, and of a machine profile or its `-spot` variant (empty: of any)."""
+    return lane.pool == (pool or DEFAULT_POOL) and (not profile or lane.profile in (profile, f"{profile}-spot"))

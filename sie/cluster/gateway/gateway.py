@@ -1,0 +1,346 @@
+"""Connects a gateway's frontend process to the hosts: heartbeats in, work out, results and events back.
+
+Holds only what is in flight. A gateway that dies takes its own clients' connections with it and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from nats.aio.msg import Msg
+
+from sie.cluster.connection import Connection
+from sie.cluster.gateway.cluster_status import cluster_status
+from sie.cluster.gateway.directory import Directory, Host
+from sie.cluster.gateway.in_flight import InFlight, RemotePending
+from sie.cluster.gateway.operations import RemoteEncoder, RemoteExtractor, RemoteScorer
+from sie.cluster.gateway.placement import Placement, Places
+from sie.cluster.payloads import (
+    VERSION,
+    Cards,
+    GatewayBeat,
+    beat_decoder,
+    cards_decoder,
+    decode,
+    encode,
+    result_decoder,
+    taken_decoder,
+    text_frame_decoder,
+)
+from sie.cluster.subjects import any_host, gateway_subject, host_subject, wake_pattern
+from sie.frontend.engine.interface import Pending
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.routing import Route
+from sie.frontend.process import FrontendProcess
+from sie.runtime.logs import get_logger
+from sie.values.errors import ProtocolError, SieError, Unavailable
+
+if TYPE_CHECKING:
+    from sie.cluster.gateway.text_client import TextClient
+
+_log = get_logger(__name__)
+_TICK_S: Final = 0.1
+_BEAT_S: Final = 1.0
+_SETTLE_S: Final = 0.3
+"""How long a new gateway waits for the heartbeats that it asked for, before it says what exists."""
+_READY_S: Final = 3.0
+_CARDS_S: Final = 5.0
+_CLOCK_S: Final = 30.0
+_DEAF_S: Final = 2.5
+"""After a reconnect hosts have this long to be heard before they count as silent."""
+_REFUSED: Final = {"kserve": "tensors", "trtis": "tensors"}
+_REFUSED_PREFIXES: Final = {
+    "/v1/responses": "stored responses",
+    "/v1/files": "files",
+    "/v1/containers": "files",
+    "/v1/skills": "skills",
+    "/v1/sessions": "sessions",
+    "/v1/agent": "tools of the server",
+    "/v1/admin": "management of models",
+    "/v1/models/load": "management of models",
+    "/v1/models/unload": "management of models",
+    "/v1/models/reload": "management of models",
+    "/v1/models/status": "management of models",
+}
+
+
+class Gateway:
+    """The operations of one gateway process; its `sie.frontend.remote.Remote`."""
+
+    def __init__(self, process: FrontendProcess) -> None:
+        settings = process.settings
+        self._process = process
+        process.models.reads_tokenizers = False
+        self.name = secrets.token_hex(6)
+        self._connection = Connection(settings.cluster, f"sie gateway {self.name}")
+        self._connection.on_connected = self._on_connected
+        self._directory = Directory()
+        self._in_flight = InFlight(
+            self._connection, self.name, gateway_subject(self.name, "result"), settings.cluster.max_in_flight
+        )
+        self.places = Places(self._directory, settings.server.pool_name, self._in_flight.by_lane)
+        parts = self._in_flight, self.places.choose, settings.limits
+        self.encoder, self.scorer, self.extractor = RemoteEncoder(*parts), RemoteScorer(*parts), RemoteExtractor(*parts)
+        self._texts: TextClient | None = None
+        self._asking: set[str] = set()
+        self._silent: set[str] = set()
+        self._hears_from_s = 0.0
+        self._settled = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def generator(self) -> TextClient:
+        """The starter of generated answers. Its module brings a template engine: it is imported when needed."""
+        if self._texts is None:
+            self._texts = self._make_texts()
+        return self._texts
+
+    def _make_texts(self) -> TextClient:
+        from sie.cluster.gateway.text_client import TextClient
+
+        process = self._process
+        return TextClient(
+            self._connection, self.name, gateway_subject(self.name, "text"), self.places.hosts,
+            settings=process.settings.generation, meter=process.generation_metrics,
+        )  # fmt: skip
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that are not answered."""
+        return self._in_flight.num_pending + (self._texts.num_pending if self._texts is not None else 0)
+
+    async def wait_settled(self) -> None:
+        """Wait until the hosts that are there have been heard; not long, since NATS may be away."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), _READY_S)
+
+    # --- checks of dispatch ---------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Refuse a request if the gateway has just started, or holds `max_in_flight` items."""
+        if not self._settled.is_set():
+            raise Unavailable("The gateway is starting", code="PROVISIONING", retry_after_s=1)
+        self._in_flight.check_room()
+
+    def check_route(self, route: Route) -> None:
+        """Refuse a route that only a host serves. Raises SieError 501, which names it."""
+        what = _REFUSED.get(route.envelope) if route.need != "open" else None
+        for prefix, named in _REFUSED_PREFIXES.items():
+            if route.template == prefix or route.template.startswith(prefix + "/"):
+                what = named
+        if what is not None:
+            text = f"A gateway does not serve {what} ({route.template}); ask a host itself"
+            raise SieError(text, code="NOT_SERVED_BY_GATEWAY", http_status=501)
+
+    def check_placement(self, exchange: Exchange) -> None:
+        """Read the pool and machine profile that a request wants. Raises Unavailable PROVISIONING without a host."""
+        if self._settled.is_set():  # `check_open` refuses before that
+            self.places.enter(exchange.headers)
+
+    def abandon(self, pending: Pending, error: SieError) -> None:
+        """End a client's wait with an error."""
+        if isinstance(pending, RemotePending):
+            self._in_flight.abandon(pending, error)
+        else:
+            pending.run.give_up(error)  # type: ignore[attr-defined]  # the other kind of this package
+
+    def request_load(self, model: str) -> None:
+        """Ask a host to load a model: the one with the least to do among those that may."""
+        self._ask_load(model, self.places.current())
+
+    def _ask_load(self, model: str, placement: Placement) -> None:
+        hosts = [host for host in self.places.candidates(model, placement) if not host.serves(model)]
+        if hosts and self._connection.is_connected:
+            host = min(hosts, key=_memory_of)
+            self._spawn(self._connection.publish(host_subject(host.beat.pool, host.beat.host, "load"), model.encode()))
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Connect, then follow the hosts for as long as the process runs."""
+        connection = self._connection
+        await connection.open()
+        for subject, take in (
+            (any_host("beat"), self._on_beat),
+            (gateway_subject(self.name, "result"), self._on_result),
+            (gateway_subject(self.name, "taken"), self._on_taken),
+            (gateway_subject(self.name, "text"), self._on_text),
+        ):
+            await connection.subscribe(subject, take)
+        await self._join_own_pool()
+        self._spawn(connection.publish(wake_pattern(), b""))
+        await asyncio.sleep(_SETTLE_S)
+        self._settled.set()
+        beat_s = clock_s = 0.0
+        while True:
+            now_s = time.monotonic()
+            if connection.is_connected and now_s - beat_s >= _BEAT_S:
+                beat_s = now_s
+                beat = encode(GatewayBeat(VERSION, self.name))
+                self._spawn(connection.publish(gateway_subject(self.name, "beat"), beat))
+            if connection.is_connected and now_s - clock_s >= _CLOCK_S:
+                clock_s = now_s
+                self._spawn(self._measure_clock())
+            self._follow(now_s)
+            await asyncio.sleep(_TICK_S)
+
+    async def _join_own_pool(self) -> None:
+        while True:
+            try:
+                await self._connection.join_pool(self.places.current().pool)
+                return
+            except SieError as error:
+                _log.warning("%s", error.message)
+                await asyncio.sleep(1.0)
+
+    async def _measure_clock(self) -> None:
+        await self._connection.measure_clock(self.places.current().pool)
+
+    def _follow(self, now_s: float) -> None:
+        """Act on hosts that fell silent or came back, and on models that came or went."""
+        if not self._connection.is_connected:
+            self._hears_from_s = now_s + _DEAF_S  # our own silence says nothing about hosts
+        if now_s >= self._hears_from_s:
+            silent = self._directory.stale(now_s)
+            for host in self._silent - silent:
+                self._in_flight.on_returned(host)
+            if silent - self._silent:
+                _log.warning("hosts fell silent: %s", ", ".join(sorted(silent - self._silent)))
+            self._in_flight.on_silent(silent)
+            if self._texts is not None:
+                self._texts.on_silent(silent)
+            self._silent = silent
+            self._directory.forget_old(now_s)
+            self._rescue(now_s)
+        self._update_models(now_s)
+
+    def _rescue(self, now_s: float) -> None:
+        """Find other hosts for items whose lane serves their model no more, or have the model loaded."""
+        for (lane, model, profile), items in self._in_flight.waiting().items():
+            if any(host.lane == lane and host.serves(model) for host in self._directory.live(now_s)):
+                continue
+            placement = Placement(lane.pool, profile)
+            other = self.places.find_lane(model, placement)
+            if other is not None and other != lane:
+                self._in_flight.move(items, other)
+            elif other is None or self._directory.beating(now_s):
+                self._process.request_load_once(model, lambda name, where=placement: self._ask_load(name, where))
+
+    def _update_models(self, now_s: float) -> None:
+        models = self._directory.models(now_s)
+        if models is not None:
+            self._process.models.update(models)
+
+    async def _on_connected(self) -> None:
+        self._hears_from_s = time.monotonic() + _DEAF_S
+        await self._connection.publish(wake_pattern(), b"")
+        await self._in_flight.publish_again()
+
+    def expire(self, now_ns: int) -> None:
+        """End overdue requests."""
+        self._in_flight.expire(now_ns)
+        if self._texts is not None:
+            self._texts.expire(now_ns)
+
+    def close(self) -> None:
+        """End what is left; the connection ends with the process."""
+        if self._texts is not None:
+            self._texts.close()
+        self._in_flight.fail_all(Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1))
+
+    def _spawn(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_spawned_end)
+
+    def _on_spawned_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("a message to the hosts failed: %s", error or type(error).__name__)
+
+    # --- messages -------------------------------------------------------------------------------------------------
+
+    async def _on_beat(self, message: Msg) -> None:
+        try:
+            beat = decode(message.data, beat_decoder)
+        except ProtocolError as error:
+            _log.warning("a heartbeat is refused: %s", error)
+            return
+        if message.subject != host_subject(beat.pool, beat.host, "beat"):
+            _log.warning("a heartbeat for another host is refused: %s", message.subject)
+            return
+        now_s = time.monotonic()
+        if self._directory.hear(beat, now_s) and beat.host not in self._asking:
+            self._asking.add(beat.host)
+            self._spawn(self._ask_cards(beat.pool, beat.host))
+        self._update_models(now_s)
+
+    async def _ask_cards(self, pool: str, host: str) -> None:
+        try:
+            data = await self._connection.call(host_subject(pool, host, "cards"), b"", _CARDS_S)
+            cards = decode(data, cards_decoder)
+            if cards.stored:
+                cards = decode(await self._connection.fetch(pool, cards.stored), cards_decoder)
+            self._learn(host, cards)
+        except ProtocolError as error:
+            _log.warning("the cards of host %s are refused: %s", host, error)
+        finally:
+            self._asking.discard(host)
+
+    def _learn(self, host: str, cards: Cards) -> None:
+        self._directory.learn(host, cards)
+        self._update_models(time.monotonic())
+
+    async def _on_result(self, message: Msg) -> None:
+        try:
+            await self._in_flight.on_result(decode(message.data, result_decoder))
+        except ProtocolError as error:
+            _log.error("a result is refused: %s", error)
+
+    async def _on_taken(self, message: Msg) -> None:
+        try:
+            self._in_flight.on_taken(decode(message.data, taken_decoder))
+        except ProtocolError as error:
+            _log.error("a notice is refused: %s", error)
+
+    async def _on_text(self, message: Msg) -> None:
+        try:
+            frame = decode(message.data, text_frame_decoder)
+        except ProtocolError as error:
+            _log.error("a part of an answer is refused: %s", error)
+            return
+        if self._texts is not None:
+            self._texts.on_frame(frame)
+
+    # --- what is shown --------------------------------------------------------------------------------------------
+
+    def hosts(self) -> list[Host]:
+        """Return the hosts that beat."""
+        return self._directory.beating(time.monotonic())
+
+    def readiness(self) -> dict[str, Any]:
+        """Return the body of `/readyz`."""
+        return {"status": "ready", "healthy_workers": len(self.hosts())}
+
+    def status_frame(self) -> str:
+        """Return a frame of `/ws/cluster-status`. Source: SIE API reference, section 14."""
+        status = cluster_status(self.hosts(), self._process.models.entries.values())
+        return msgspec.json.encode({"timestamp": time.time(), **status}).decode()
+
+    def health(self) -> dict[str, Any]:
+        """Return the body of `/health`. Source: SIE API reference, section 14."""
+        hosts = self.hosts()
+        gpus = sorted({host.lane.profile for host in hosts})
+        return {
+            "status": "healthy" if hosts else "degraded", "type": "gateway", "configured_gpu_types": gpus,
+            "live_gpu_types": gpus, **cluster_status(hosts, self._process.models.entries.values()),
+        }  # fmt: skip
+
+
+def _memory_of(host: Host) -> tuple[int, int]:
+    return host.beat.memory_used_bytes, host.beat.queued_tokens

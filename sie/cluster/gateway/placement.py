@@ -1,0 +1,120 @@
+"""Reads where a request wants to run from its headers, and finds the hosts for it.
+
+The choice is kept in a context variable: each request has a task of its own, and its operation runs in that task.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextvars import ContextVar
+from typing import Any, Final, NamedTuple
+
+from sie.catalog.profiles import model_of
+from sie.cluster.gateway.directory import Directory, Host, choose_lane, matches
+from sie.cluster.subjects import DEFAULT_POOL, Lane
+from sie.values.errors import SieError, Unavailable
+
+_MAX_CHARS: Final = 200
+_PROVISIONING_S: Final = 5
+_LOADING_S: Final = 1
+
+
+class Placement(NamedTuple):
+    """The pool, and the machine profile or an empty text for any."""
+
+    pool: str
+    profile: str
+
+
+_placement: ContextVar[Placement | None] = ContextVar("placement", default=None)
+
+
+def read_placement(headers: Any, own_pool: str) -> Placement:
+    """Return the placement that headers ask for: `X-SIE-Pool` and `X-SIE-MACHINE-PROFILE`, or `pool/profile` there.
+
+    Source: SIE API reference, section 15.
+    """
+    profile = (headers.get("x-sie-machine-profile") or "").strip()[:_MAX_CHARS]
+    pool = (headers.get("x-sie-pool") or "").strip()[:_MAX_CHARS]
+    if "/" in profile:
+        named, _, profile = profile.partition("/")
+        pool = pool or named
+    return Placement(pool or own_pool or DEFAULT_POOL, profile.lower())
+
+
+class Places:
+    """Finds hosts for the request of the running task."""
+
+    def __init__(self, directory: Directory, own_pool: str, by_lane: Counter[Lane]) -> None:
+        """own_pool is the pool of requests that name none; by_lane counts this gateway's items."""
+        self._directory = directory
+        self._own_pool = own_pool
+        self._by_lane = by_lane
+        self.demand: Counter[str] = Counter()
+        """Requests that found no host, by machine profile, since the start."""
+
+    def enter(self, headers: Any) -> None:
+        """Read the placement of a request for its task. Raises Unavailable PROVISIONING if no host is there for it."""
+        placement = read_placement(headers, self._own_pool)
+        _placement.set(placement)
+        if not any(matches(host.lane, *placement) for host in self._known()):
+            raise self._provisioning(placement)
+
+    def _known(self) -> list[Host]:
+        """Return the live hosts, or where none is those that were heard lately: NATS may be starting again."""
+        return self._directory.live(time.monotonic()) or self._directory.remembered()
+
+    def _provisioning(self, placement: Placement) -> SieError:
+        self.demand[placement.profile or "any"] += 1
+        where = f"pool '{placement.pool}'" + (
+            f" with machine profile '{placement.profile}'" if placement.profile else ""
+        )
+        text = f"No host of {where} is there yet; retry in {_PROVISIONING_S} s"
+        return Unavailable(text, code="PROVISIONING", retry_after_s=_PROVISIONING_S)
+
+    def current(self) -> Placement:
+        """Return the placement of the running task's request."""
+        return _placement.get() or Placement(self._own_pool or DEFAULT_POOL, "")
+
+    def choose(self, model: str) -> tuple[Lane, str]:
+        """Return the lane for a model, and the machine profile that the request wants. Raises SieErrors."""
+        placement = self.current()
+        lane = self.find_lane(model, placement)
+        if lane is None:
+            raise self._not_served(model, placement)
+        return lane, placement.profile
+
+    def find_lane(self, model: str, placement: Placement) -> Lane | None:
+        """Return the lane that serves a model for a placement, or None."""
+        lanes = self._directory.lanes(model_of(model), time.monotonic())
+        lanes = {lane: hosts for lane, hosts in lanes.items() if matches(lane, *placement)}
+        return choose_lane(lanes, self._by_lane) if lanes else None
+
+    def hosts(self, model: str) -> list[Host]:
+        """Return the live hosts that serve a model for the running task's request. Raises SieErrors."""
+        placement = self.current()
+        live = self._directory.live(time.monotonic())
+        found = [host for host in live if matches(host.lane, *placement) and host.serves(model_of(model))]
+        if not found:
+            raise self._not_served(model, placement)
+        return found
+
+    def candidates(self, model: str, placement: Placement) -> list[Host]:
+        """Return the live hosts of a placement that could load a model."""
+        offering = self._directory.offering(model_of(model), time.monotonic())
+        return [host for host in offering if matches(host.lane, *placement)]
+
+    def _not_served(self, model: str, placement: Placement) -> SieError:
+        """Return the error for a model that no host of a placement serves now."""
+        if self.candidates(model, placement):
+            text = f"Model '{model}' is loading; retry in {_LOADING_S} s"
+            return Unavailable(text, code="MODEL_LOADING", retry_after_s=_LOADING_S)
+        others = sorted({host.lane for host in self._directory.offering(model_of(model), time.monotonic())})
+        if others and any(matches(host.lane, *placement) for host in self._known()):
+            bundles = sorted({lane.bundle for lane in others})
+            return SieError(
+                f"Model '{model}' is not in the bundles of pool '{placement.pool}'; bundles with it: {bundles}",
+                code="DEPENDENCY_CONFLICT", http_status=409, extras={"compatible_bundles": bundles},
+            )  # fmt: skip
+        return self._provisioning(placement)

@@ -1,0 +1,441 @@
+"""Generates text on hosts: chooses one for each request, and follows its frames.
+
+The host is chosen by load and by the first bytes of the conversation, so that turns of one conversation find the prefix
+cache they filled. Until the client was sent something, a lost host's request starts again on another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from sie.cluster.connection import Connection
+from sie.cluster.gateway.directory import Host
+from sie.cluster.payloads import (
+    VERSION,
+    Cancel,
+    CountWork,
+    TextFrame,
+    TextWork,
+    count_result_decoder,
+    decode,
+    encode,
+)
+from sie.cluster.subjects import host_subject
+from sie.cluster.text_events import decode_events
+from sie.config.generation_settings import Generation
+from sie.frontend.generation.generation_run import TokenMeter, add_event
+from sie.frontend.generation.start import check_request, generate_rule
+from sie.ipc.messages import ModelEntry
+from sie.values.errors import (
+    ClientGone,
+    DeadlineExceeded,
+    Internal,
+    ProtocolError,
+    SieError,
+    Unavailable,
+    WorkerLost,
+    from_wire,
+)
+from sie.values.generate import (
+    ChoiceReply,
+    Ended,
+    GenerateEvent,
+    GenerateReply,
+    GenerateRequest,
+    GenerateUsage,
+    PromptScored,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+)
+from sie.values.inference import Timing
+
+ChooseHosts = Callable[[str], Sequence[Host]]
+"""Returns the hosts that may serve a model for the request of the running task. Raises SieErrors."""
+_PREFIX_BYTES: Final = 4096
+_MAX_ATTEMPTS: Final = 3
+_COUNT_S: Final = 10.0
+_ELSEWHERE: Final = frozenset(("SHUTTING_DOWN", "QUEUE_FULL", "MODEL_LOADING", "MODEL_NOT_LOADED", "WORKER_LOST"))
+_encode_prefix: Final = msgspec.msgpack.Encoder().encode
+
+
+class TextPending:
+    """The part of a generated answer that a client's departure ends; a gateway's `Pending`."""
+
+    def __init__(self, run: RemoteRun, deadline_ns: int) -> None:
+        self.run = run
+        self.submitted_ns = time.monotonic_ns()
+        self.deadline_ns = deadline_ns
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def reply(self) -> Any:
+        """Wait for the end of the answer, which has no reply of its own."""
+        return await self.future
+
+    def stop(self, choice: int) -> None:
+        """Do nothing: the host stops its own choices."""
+
+
+class RemoteRun:
+    """One answer that a host generates. Take its events once, with `wait` or `async for`, or the whole with `whole`."""
+
+    def __init__(self, client: TextClient, work: TextWork, deadline_ns: int, host: Host) -> None:
+        self.model = work.model
+        self.prompts: Sequence[str] = ()
+        self.is_over = False
+        self.num_prompts = 1
+        self.work = work
+        self.host = host.beat.host
+        self.pool = host.beat.pool
+        self.num_attempts = 1
+        self.tried = {self.host}
+        self.has_begun = asyncio.Event()
+        self._client = client
+        self._pending = TextPending(self, deadline_ns)
+        self._events: list[GenerateEvent] = []
+        self._news = asyncio.Event()
+        self._sequence = 0
+        self._error: SieError | None = None
+        self._is_sent = False
+        self._usage = GenerateUsage(prompt_tokens=0, completion_tokens=0)
+        self._last_ns = 0
+
+    @property
+    def pendings(self) -> list[TextPending]:
+        """What a client's departure abandons."""
+        return [self._pending]
+
+    @property
+    def deadline_ns(self) -> int:
+        """When the run ends without a next frame, on the local clock."""
+        return self._pending.deadline_ns
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more comes."""
+        return self._pending.future.done()
+
+    # --- frames ---------------------------------------------------------------------------------------------------
+
+    def feed(self, frame: TextFrame, now_ns: int, idle_ns: int) -> None:
+        """Take in the next frame."""
+        if self.is_done:
+            return
+        if frame.error is not None and self._client.try_again(self, from_wire(frame.error)):
+            return
+        if frame.sequence != self._sequence:
+            self.fail(WorkerLost(f"a part of the answer was lost: frame {self._sequence} did not come"))
+            return
+        self._sequence += 1
+        try:
+            events = decode_events(frame.events)
+        except ProtocolError as fault:
+            self.fail(Internal(f"the host's answer cannot be read: {fault}"))
+            return
+        if frame.sequence == 0 and frame.error is None:
+            self.num_prompts, self.prompts = frame.num_prompts, frame.prompts
+            self.has_begun.set()
+        self._events += events
+        self._measure(events, now_ns)
+        if events:
+            self._pending.deadline_ns = now_ns + idle_ns
+        if frame.error is not None:
+            self.fail(from_wire(frame.error))
+        elif frame.is_over:
+            self._end(None)
+        self._news.set()
+
+    def _measure(self, events: Sequence[GenerateEvent], now_ns: int) -> None:
+        if not any(isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta) for event in events):
+            return
+        meter = self._client.meter
+        if self._last_ns:
+            meter.record_next_token(self.model, (now_ns - self._last_ns) / 1e9)
+        else:
+            meter.record_first_token(self.model, (now_ns - self._pending.submitted_ns) / 1e9)
+        self._last_ns = now_ns
+
+    def restart(self, work: TextWork, host: Host) -> bool:
+        """Begin anew on another host, unless the client was sent something."""
+        if self._is_sent or self.is_done:
+            return False
+        self.work, self.host, self.pool = work, host.beat.host, host.beat.pool
+        self.tried.add(self.host)
+        self.num_attempts += 1
+        self._events, self._sequence = [], 0
+        return True
+
+    def fail(self, error: SieError) -> None:
+        """End the answer with an error, which comes after the events before it."""
+        if not self.is_done:
+            self._error = error
+            self._end(error)
+            self._client.cancel(self)
+
+    def _end(self, error: SieError | None) -> None:
+        self._client.drop(self)
+        if not self._pending.future.done():
+            if error is None:
+                self._pending.future.set_result(None)
+            else:
+                self._pending.future.set_exception(error)
+                self._pending.future.exception()
+        self.has_begun.set()
+        self._news.set()
+
+    # --- the client's side ----------------------------------------------------------------------------------------
+
+    async def wait(self, timeout_s: float) -> list[GenerateEvent]:
+        """Return the next events, or an empty list after timeout_s. Raises the error that ended the answer."""
+        events = await self._next(timeout_s)
+        self._is_sent = self._is_sent or bool(events)
+        return events
+
+    async def _next(self, timeout_s: float | None) -> list[GenerateEvent]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._events and not self.is_done:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            return []
+        events, self._events = self._events, []
+        if not events and self._error is not None:
+            raise self._error
+        for event in events:
+            if isinstance(event, Ended):
+                self.is_over, self._usage = True, event.usage
+        if not events and self.is_done and not self.is_over:
+            raise Internal("the host ended an answer that it had not finished")
+        return events
+
+    async def __aiter__(self) -> AsyncIterator[GenerateEvent]:
+        """Yield every event; raises as `wait` does."""
+        while not self.is_over:
+            for event in await self.wait(86_400.0):
+                yield event
+
+    async def whole(self) -> GenerateReply:
+        """Return the whole answer. A lost host's request starts again elsewhere, so events are read at the end only."""
+        events = await self.gather()
+        choices: dict[int, ChoiceReply] = {
+            number: ChoiceReply() for number in range(self.num_prompts * self.work.request.num_choices)
+        }
+        scored: dict[int, Any] = {}
+        for event in events:
+            if isinstance(event, PromptScored):
+                scored[event.prompt] = event.tokens
+            else:
+                add_event(choices, event)
+        return GenerateReply(
+            model=self.model, choices=list(choices.values()), usage=self._usage,
+            scored=[scored[prompt] for prompt in sorted(scored)],
+        )  # fmt: skip
+
+    async def gather(self) -> list[GenerateEvent]:
+        """Return all events, when the answer is complete."""
+        while not self.is_done:
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None:
+            raise self._error
+        return await self._next(None)
+
+    def raise_early(self) -> None:
+        """Raise the error of an answer that ended before its first event."""
+        if self._error is not None and not self._events:
+            raise self._error
+
+    def give_up(self, error: SieError) -> None:
+        """Cancel the answer; a caller that still waits gets this error."""
+        self.fail(error)
+
+    def timing(self, began_ns: int) -> Timing:
+        """Return the timing of a request up to now; began_ns: when its headers were read."""
+        now_ns, submitted_ns = time.monotonic_ns(), self._pending.submitted_ns
+        return Timing(
+            total_ms=(now_ns - began_ns) / 1e6, inference_ms=(now_ns - submitted_ns) / 1e6, submitted_ns=submitted_ns
+        )
+
+
+class TextClient:
+    """Starts generated answers on hosts, and follows them."""
+
+    def __init__(
+        self, connection: Connection, gateway: str, reply_to: str, choose_hosts: ChooseHosts, *, settings: Generation,
+        meter: TokenMeter,
+    ) -> None:  # fmt: skip
+        self._connection = connection
+        self._gateway = gateway
+        self._reply_to = reply_to
+        self._choose_hosts = choose_hosts
+        self._settings = settings
+        self.meter = meter
+        self._idle_ns = int(settings.stream_idle_timeout_s * 1e9)
+        self._runs: dict[str, RemoteRun] = {}
+        self._own: dict[str, int] = {}
+        self._numbers = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_pending(self) -> int:
+        """Answers that are not complete."""
+        return len(self._runs)
+
+    async def start(
+        self, entry: ModelEntry, request: GenerateRequest, deadline_ns: int, *, salt: bytes = b"", echoes: bool = False
+    ) -> RemoteRun:
+        """Have a host generate an answer; returns when the host has begun. Raises the host's errors."""
+        generate_rule(entry.card)
+        check_request(request, self._settings)
+        host = self._choose(entry.card.id, request, set())
+        work = TextWork(
+            VERSION, f"{self._gateway}-t{next(self._numbers)}", self._gateway, self._reply_to,
+            self._connection.clock.to_server(deadline_ns), entry.card.id, request, salt, echoes,
+        )  # fmt: skip
+        packed = encode(work)
+        run = RemoteRun(self, work, deadline_ns, host)
+        self._runs[work.id] = run
+        self._count(host.beat.host, 1)
+        try:
+            await self._connection.publish(host_subject(host.beat.pool, host.beat.host, "text"), packed)
+            await run.has_begun.wait()
+        except BaseException:
+            run.give_up(ClientGone("the request ended before its answer began"))
+            raise
+        run.raise_early()
+        return run
+
+    async def prompt_ids(self, entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
+        """Return the tokens of a request's prompts, as a host counts them."""
+        generate_rule(entry.card)
+        check_request(request, self._settings)
+        host = self._choose(entry.card.id, request, set())
+        work = encode(CountWork(VERSION, entry.card.id, request))
+        data = await self._connection.call(host_subject(host.beat.pool, host.beat.host, "count"), work, _COUNT_S)
+        try:
+            result = decode(data, count_result_decoder)
+        except ProtocolError as error:
+            raise Internal(f"the host's answer cannot be read: {error}") from error
+        if result.error is not None:
+            raise from_wire(result.error)
+        return result.prompts
+
+    def close(self) -> None:
+        """End every answer."""
+        for run in list(self._runs.values()):
+            run.give_up(Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1))
+
+    # --- choosing -------------------------------------------------------------------------------------------------
+
+    def _choose(self, model: str, request: GenerateRequest, tried: set[str]) -> Host:
+        hosts = [host for host in self._choose_hosts(model) if host.beat.host not in tried]
+        if not hosts:
+            raise Unavailable(f"No host serves model '{model}' now", code="MODEL_LOADING", retry_after_s=1)
+        return choose_host(hosts, prefix_of(request), self._own)
+
+    def try_again(self, run: RemoteRun, error: SieError) -> bool:
+        """Send a request to another host after a failure that is its host's own, if the client was sent nothing."""
+        if error.code not in _ELSEWHERE or run.num_attempts >= _MAX_ATTEMPTS:
+            return False
+        try:
+            host = self._choose(run.model, run.work.request, run.tried)
+        except SieError:
+            return False
+        old_id, old_host = run.work.id, run.host
+        work = msgspec.structs.replace(run.work, id=f"{self._gateway}-t{next(self._numbers)}")
+        if not run.restart(work, host):
+            return False
+        self._runs.pop(old_id, None)
+        self._count(old_host, -1)
+        self._runs[work.id] = run
+        self._count(host.beat.host, 1)
+        self._spawn(self._connection.publish(host_subject(host.beat.pool, host.beat.host, "text"), encode(work)))
+        return True
+
+    def _count(self, host: str, change: int) -> None:
+        left = self._own.get(host, 0) + change
+        self._own[host] = left
+        if left <= 0:
+            del self._own[host]
+
+    # --- frames and ends ------------------------------------------------------------------------------------------
+
+    def on_frame(self, frame: TextFrame) -> None:
+        """Take in a frame of an answer."""
+        run = self._runs.get(frame.id)
+        if run is not None:
+            run.feed(frame, time.monotonic_ns(), self._idle_ns)
+
+    def cancel(self, run: RemoteRun) -> None:
+        """Tell a host that nobody waits for an answer."""
+        self._spawn(
+            self._connection.publish(host_subject(run.pool, run.host, "cancel"), encode(Cancel(VERSION, run.work.id)))
+        )
+
+    def drop(self, run: RemoteRun) -> None:
+        """Forget an answer that is over."""
+        if self._runs.pop(run.work.id, None) is not None:
+            self._count(run.host, -1)
+
+    def expire(self, now_ns: int) -> None:
+        """End the answers that are overdue."""
+        for run in [run for run in self._runs.values() if run.deadline_ns <= now_ns]:
+            run.fail(overdue(run))
+
+    def on_silent(self, silent: set[str]) -> None:
+        """Start the answers of hosts that fell silent again elsewhere, or end them."""
+        for run in [run for run in self._runs.values() if run.host in silent]:
+            lost = WorkerLost("worker_lost: the host was lost while it generated; what it had sent stands")
+            if not self.try_again(run, lost):
+                run.fail(lost)
+
+    def _spawn(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_sent)
+
+    def _on_sent(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # a message that cannot be sent: the host's silence ends the answer
+
+
+def overdue(run: RemoteRun) -> SieError:
+    """Return the error for an answer past its deadline."""
+    if not run.has_begun.is_set():
+        return DeadlineExceeded("the request's deadline passed before its first token was there")
+    return DeadlineExceeded("no token came for stream_idle_timeout_s")
+
+
+def prefix_of(request: GenerateRequest) -> bytes:
+    """Return the first bytes of a request's messages, which decide where its prefix may be cached."""
+    if request.messages is not None:
+        head: Any = [(message.role, message.content) for message in request.messages[:2]]
+    else:
+        head = (request.texts or request.token_lists or [""])[0]
+    return _encode_prefix([request.model, head])[:_PREFIX_BYTES]
+
+
+def choose_host(hosts: Sequence[Host], prefix: bytes, own: dict[str, int]) -> Host:
+    """Return the host that the prefix prefers, or the least loaded one if that has much more to do.
+
+    own counts this gateway's answers by host: heartbeats know them only later. Rendezvous hashing keeps most prefixes
+    where they are when hosts come and go.
+    """
+
+    def load(host: Host) -> float:
+        return max(host.beat.num_texts, own.get(host.beat.host, 0)) / max(1, host.beat.num_workers)
+
+    def rank(host: Host) -> bytes:
+        return hashlib.blake2b(prefix, key=host.beat.host.encode()[:64], digest_size=8).digest()
+
+    preferred, least = max(hosts, key=rank), min(hosts, key=load)
+    return preferred if load(preferred) <= 2 * load(least) + 2 else least

@@ -1,0 +1,92 @@
+"""Pulls the work items of one model from its durable consumer, as many as the host has credit for.
+
+A pull request stays open at the server until it is filled, so an item arrives without a poll. All hosts of a lane share
+the consumer. Source of the protocol: NATS, ADR-13 (pull subscribe internals).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from nats.aio.msg import Msg
+from nats.js import api
+
+from sie.cluster.connection import Connection
+from sie.cluster.subjects import Lane, consumer_name, work_stream, work_subject
+from sie.runtime.logs import get_logger
+
+_log = get_logger(__name__)
+ACK_WAIT_S: Final = 2.5
+"""An item is delivered again if its host says nothing for this long; a live host says so each second."""
+_IDLE_S: Final = 600.0
+_EXPIRES_S: Final = 20.0
+_MARGIN_S: Final = 2.0
+_MAX_ACK_PENDING: Final = 65_536
+_PENDING: Final = "Nats-Pending-Messages"
+
+Take = Callable[[Msg], Awaitable[None]]
+
+
+class Consumer:
+    """The open pull requests for one model."""
+
+    def __init__(self, connection: Connection, lane: Lane, model: str, inbox: str, take: Take) -> None:
+        """Set up without asking; inbox is a subject of this process alone; take starts to work on a message, and does not wait for its end."""
+        self._connection = connection
+        self._lane = lane
+        self._model = model
+        self._inbox = inbox
+        self._take = take
+        self._asked = 0
+        self._ends_s = 0.0
+        self.is_open = False
+
+    @property
+    def num_asked(self) -> int:
+        """Items that were asked for and may still come."""
+        return self._asked if time.monotonic() < self._ends_s else 0
+
+    async def open(self) -> None:
+        """Make sure of the consumer, and listen for what it sends. Raises nats' errors."""
+        await self.restore()
+        await self._connection.subscribe(self._inbox, self._on_message)
+        self.is_open = True
+
+    async def restore(self) -> None:
+        """Make sure of the consumer, also after a restarted server has lost it. Open requests count no more."""
+        lane = self._lane
+        await self._connection.make_consumer(lane.pool, api.ConsumerConfig(
+            durable_name=consumer_name(lane, self._model), filter_subject=work_subject(lane, self._model),
+            ack_policy=api.AckPolicy.EXPLICIT, ack_wait=ACK_WAIT_S, max_deliver=-1, max_ack_pending=_MAX_ACK_PENDING,
+            inactive_threshold=_IDLE_S,
+        ))  # fmt: skip
+        self._asked = 0
+
+    async def pull(self, room: int) -> None:
+        """Ask for as many items as there is room for, beside those that were asked for."""
+        wanted = room - self.num_asked
+        if not self.is_open or wanted <= 0 or wanted * 4 < room:  # a request for each item would double the messages
+            return
+        now_s = time.monotonic()
+        self._asked = self.num_asked + wanted
+        self._ends_s = now_s + _EXPIRES_S + _MARGIN_S
+        request = json.dumps({"batch": wanted, "expires": int(_EXPIRES_S * 1e9)}).encode()
+        stream, name = work_stream(self._lane.pool), consumer_name(self._lane, self._model)
+        await self._connection.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", request, self._inbox)
+
+    async def _on_message(self, message: Msg) -> None:
+        if message.headers and "Status" in message.headers and not message.reply.startswith("$JS.ACK"):
+            self._on_status(message.headers)
+            return
+        self._asked = max(0, self._asked - 1)
+        await self._take(message)
+
+    def _on_status(self, headers: dict[str, str]) -> None:
+        """Take back what a request that has ended did not bring."""
+        left = headers.get(_PENDING, "")
+        self._asked = max(0, self._asked - int(left)) if left.isdigit() else 0
+        if headers.get("Status") not in ("404", "408"):
+            _log.debug("pull of %s ended: %s %s", self._model, headers.get("Status"), headers.get("Description"))

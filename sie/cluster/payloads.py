@@ -1,0 +1,250 @@
+"""Defines what gateways and hosts send each other, as msgpack. Pure; knows no connection.
+
+Every payload is an `array_like` struct whose first field is its version: fields are only ever appended, and another
+version is refused by name. Times that cross hosts are on the clock of the NATS server (`sie.cluster.server_clock`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from sie.ipc.messages import ModelEntry
+from sie.values.card import ModelState
+from sie.values.errors import ProtocolError, WireError
+from sie.values.extract import ExtractTask
+from sie.values.generate import GenerateRequest
+
+VERSION: Final = 1
+"""The version of all payloads, and a part of every subject."""
+
+ItemOperation = Literal["encode", "score", "extract"]
+PayloadT = TypeVar("PayloadT")
+_NOTHING: Final = memoryview(b"")
+_to_msgpack: Final = msgspec.msgpack.Encoder().encode
+
+
+class Work(msgspec.Struct, array_like=True, frozen=True):
+    """One work item: one input of a request, or a whole request to score.
+
+    body is the msgpack of an `EncodeItem`, a `ScoreItem` or an `ExtractItem`; if it is large, it lies in the object store
+    under stored. deadline_ns is on the server's clock.
+    """
+
+    version: int
+    id: str
+    reply_to: str
+    deadline_ns: int
+    operation: ItemOperation
+    model: str
+    body: memoryview = _NOTHING
+    stored: str = ""
+
+
+class EncodeItem(msgspec.Struct, array_like=True, frozen=True):
+    """One input to encode, already checked against the model's card. Either text, tokens or images are set."""
+
+    text: str | None
+    tokens: list[int] | None
+    images: list[memoryview] | None
+    output_types: tuple[str, ...] | None
+    output_dtype: str | None
+    instruction: str | None
+    dimensions: int | None
+    options: dict[str, Any]
+
+
+class ScoreItem(msgspec.Struct, array_like=True, frozen=True):
+    """One query with all its documents, already checked."""
+
+    query: str
+    documents: list[str]
+    instruction: str | None
+    options: dict[str, Any]
+    compared: tuple[tuple[str, float], ...]
+
+
+class ExtractItem(msgspec.Struct, array_like=True, frozen=True):
+    """One input to extract from, already checked; images has one encoded image, or is None."""
+
+    text: str
+    images: list[memoryview] | None
+    options: dict[str, Any]
+    task: ExtractTask
+
+
+class Result(msgspec.Struct, array_like=True, frozen=True):
+    """The answer to a work item: an error, or the bytes of a reply (`sie.values.work_bytes`), inline or in the store.
+
+    The times of the reply's `times` count only by their differences; queue_ns and tokenization_ns are durations. cut is
+    the most tokens that the model reads, for each number of an input that was cut.
+    """
+
+    version: int
+    id: str
+    host: str
+    error: WireError | None = None
+    reply: memoryview = _NOTHING
+    stored: str = ""
+    num_tokens: int = 0
+    image_tokens: int = 0
+    tokenization_ns: int = 0
+    queue_ns: int = 0
+    cuts: dict[int, int] = {}
+
+
+class Taken(msgspec.Struct, array_like=True, frozen=True):
+    """Host to gateway: these work items have been running here for a while, so their loss would be this host's."""
+
+    version: int
+    host: str
+    ids: list[str]
+
+
+class ModelBeat(msgspec.Struct, array_like=True, frozen=True):
+    """One model in a heartbeat: its state, whether it answers now, or its requests wait for it to come back."""
+
+    state: ModelState
+    is_served: bool
+    is_coming_back: bool = False
+    error: WireError | None = None
+
+
+class Beat(msgspec.Struct, array_like=True, frozen=True):
+    """A host's heartbeat. cards_key changes with the cards, which a gateway then asks for (`Cards`).
+
+    queued_tokens and tokens_per_s are the engine's; memory in bytes, 0 unknown. num_running are the items that came over
+    NATS and are not answered; num_texts the answers that are being generated.
+    """
+
+    version: int
+    host: str
+    name: str
+    pool: str
+    profile: str
+    bundle: str
+    cards_key: str
+    models: dict[str, ModelBeat]
+    is_draining: bool = False
+    queued_tokens: int = 0
+    tokens_per_s: float = 0.0
+    num_running: int = 0
+    num_texts: int = 0
+    num_workers: int = 0
+    num_gpus: int = 0
+    gpu: str = ""
+    memory_used_bytes: int = 0
+    memory_total_bytes: int = 0
+    items_per_s: float = 0.0
+    url: str = ""
+
+
+class Cards(msgspec.Struct, array_like=True, frozen=True):
+    """Host to gateway: its models' cards, as they are offered; without paths of the host's files."""
+
+    version: int
+    cards_key: str
+    entries: list[ModelEntry] = []
+    stored: str = ""
+
+
+class GatewayBeat(msgspec.Struct, array_like=True, frozen=True):
+    """A gateway's heartbeat. A host ends the generation of a gateway that no longer beats."""
+
+    version: int
+    gateway: str
+
+
+class TextWork(msgspec.Struct, array_like=True, frozen=True):
+    """A request to generate, sent to one host. Its answer is a series of `TextFrame` to reply_to."""
+
+    version: int
+    id: str
+    gateway: str
+    reply_to: str
+    deadline_ns: int
+    model: str
+    request: GenerateRequest
+    salt: bytes = b""
+    echoes: bool = False
+
+
+class TextFrame(msgspec.Struct, array_like=True, frozen=True):
+    """The next part of a generated answer; sequence counts the frames of an answer from 0.
+
+    events are the events since the frame before, each (its number in `sie.cluster.text_events.KINDS`, its fields). The
+    last frame has is_over, or an error. The first frame says that the answer has begun; it has no events, and the
+    prompts if the request wants them.
+    """
+
+    version: int
+    id: str
+    sequence: int
+    events: list[tuple[int, msgspec.Raw]] = []
+    is_over: bool = False
+    error: WireError | None = None
+    num_prompts: int = 0
+    prompts: list[str] = []
+
+
+class CountWork(msgspec.Struct, array_like=True, frozen=True):
+    """A request for the tokens of prompts, answered by a `CountResult`."""
+
+    version: int
+    model: str
+    request: GenerateRequest
+
+
+class CountResult(msgspec.Struct, array_like=True, frozen=True):
+    """The tokens of each prompt, or an error."""
+
+    version: int
+    error: WireError | None = None
+    prompts: list[list[int]] = []
+
+
+class Cancel(msgspec.Struct, array_like=True, frozen=True):
+    """Gateway to host: nobody waits for this generated answer any more."""
+
+    version: int
+    id: str
+
+
+class DeadLetter(msgspec.Struct, array_like=True, frozen=True):
+    """A work item that is not tried again, and the reason."""
+
+    version: int
+    work: Work
+    reason: str
+    hosts: list[str] = []
+
+
+def encode(payload: msgspec.Struct) -> bytes:
+    """Return a payload as bytes."""
+    return _to_msgpack(payload)
+
+
+def decode(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[PayloadT]) -> PayloadT:
+    """Return the payload in data. Raises ProtocolError for another version, and for bytes that are no such payload."""
+    try:
+        payload: Any = decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"a payload that cannot be decoded: {error}") from error
+    if payload.version != VERSION:
+        raise ProtocolError(f"a payload of version {payload.version}; this process reads version {VERSION}")
+    return payload
+
+
+work_decoder: Final = msgspec.msgpack.Decoder(Work)
+result_decoder: Final = msgspec.msgpack.Decoder(Result)
+taken_decoder: Final = msgspec.msgpack.Decoder(Taken)
+beat_decoder: Final = msgspec.msgpack.Decoder(Beat)
+cards_decoder: Final = msgspec.msgpack.Decoder(Cards)
+gateway_beat_decoder: Final = msgspec.msgpack.Decoder(GatewayBeat)
+text_work_decoder: Final = msgspec.msgpack.Decoder(TextWork)
+text_frame_decoder: Final = msgspec.msgpack.Decoder(TextFrame)
+count_work_decoder: Final = msgspec.msgpack.Decoder(CountWork)
+count_result_decoder: Final = msgspec.msgpack.Decoder(CountResult)
+cancel_decoder: Final = msgspec.msgpack.Decoder(Cancel)
+dead_letter_decoder: Final = msgspec.msgpack.Decoder(DeadLetter)

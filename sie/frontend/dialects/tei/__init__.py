@@ -1,0 +1,1 @@
+"""The rerank API of Text Embeddings Inference on the wire."""

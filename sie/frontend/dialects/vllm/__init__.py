@@ -1,0 +1,1 @@
+"""vLLM's APIs of pooling models on the wire: `/classify` and `/score`."""

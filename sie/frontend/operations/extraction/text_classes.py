@@ -1,0 +1,125 @@
+"""Prepares and reads text classification: a score for each class of a text, or of a pair of texts.
+
+Matches TextClassificationPipeline of transformers 5. A text over the model's limit is cut as its tokenizer cuts it, of
+a pair the longer text first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from sie.frontend.inputs.pairs import Arrays
+from sie.frontend.inputs.tokenize import Cuts, Tokenizer, cut_pairs, pack_ids, too_long, unicode_error
+from sie.values.errors import BadRequest
+from sie.values.extract import Classification, Extraction, ExtractTask, TextClassification
+
+
+def check_task(model_id: str, rule: TextClassification, task: ExtractTask) -> None:
+    """Raise BadRequest for an unknown label."""
+    for label in task.labels:
+        if label not in rule.labels:
+            raise BadRequest(f"Model '{model_id}' has no label {label!r}. Available: {[*dict.fromkeys(rule.labels)]}")
+
+
+class ClassReading:
+    """Prepares and reads one request; its work has one item for each text or pair."""
+
+    def __init__(
+        self, rule: TextClassification, task: ExtractTask, tokenizer: Tokenizer, pairs: Mapping[int, str]
+    ) -> None:
+        """Prepare for a request; pairs has the second text of each item that is a pair."""
+        self._rule = rule
+        self._task = task
+        self._tokenizer = tokenizer
+        self._pairs = pairs
+        limits = (tokenizer.card.max_sequence_length, task.max_tokens)
+        self._limit = min((limit for limit in limits if limit is not None), default=None)
+        self.cuts: Cuts = {}
+
+    def prepare(self, texts: Sequence[str]) -> Arrays:
+        """Return the arrays of the request's extent.
+
+        Raises BadRequest for invalid Unicode, a text without tokens or a limit without room. Raises InputTooLong with
+        overflow_policy `error`.
+        """
+        rows: list[list[int]] = []
+        types: list[list[int]] = []
+        for item, text in enumerate(texts):
+            encoding = self._encode(item, text)
+            rows.append(encoding.ids)  # keep only the ids: an encoding takes 100 bytes and more for each token
+            if self._rule.token_types:
+                types.append(encoding.type_ids)
+        token_ids, cu_seqlens = pack_ids(rows)
+        arrays: Arrays = [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
+        if self._rule.token_types:
+            arrays.append(("token_types", np.fromiter(chain.from_iterable(types), np.uint8, len(token_ids))))
+        return arrays
+
+    def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
+        """Return each text's classes, best first unless the task wants their order; pieces are logits (classes,)."""
+        logits = np.stack(pieces).reshape(-1, len(self._rule.labels)).astype(np.float32)
+        return [Extraction(classifications=self._choose(row)) for row in self._scores(logits).tolist()]
+
+    def _scores(self, logits: NDArray[np.float32]) -> NDArray[Any]:
+        match self._task.function_to_apply or self._rule.function:
+            case "sigmoid":
+                ends = np.exp(-np.abs(logits))  # at most 1, so that no logit overflows
+                return np.where(logits >= 0, np.float32(1), ends) / (np.float32(1) + ends)
+            case "softmax":
+                exponents = np.exp(logits - logits.max(axis=-1, keepdims=True))
+                return exponents / exponents.sum(axis=-1, keepdims=True)
+            case _:
+                return logits
+
+    def _choose(self, scores: list[float]) -> list[Classification]:
+        labels, threshold = self._task.labels, self._task.threshold
+        found = list(map(Classification, self._rule.labels, scores))
+        if self._task.by_class:
+            return found
+        kept = [
+            one
+            for one in found
+            if (not labels or one.label in labels) and (threshold is None or one.score >= threshold)
+        ]
+        return sorted(kept, key=lambda one: -one.score)[: self._task.top_k]
+
+    def _encode(self, item: int, text: str) -> tokenizers.Encoding:
+        """Return a text or a pair as the tokenizer reads it, cut to the limit."""
+        pair = self._pairs.get(item) or None  # transformers reads a text with an empty second one as a single text
+        library = self._tokenizer.backend
+        num_special = library.num_special_tokens_to_add(pair is not None)
+        if self._limit is not None and self._limit <= num_special:
+            raise BadRequest(f"A limit of {self._limit} tokens leaves no room beside the {num_special} special ones")
+        try:
+            encoding = self._read_whole(library, text, pair)
+            if self._limit is not None and len(encoding) > self._limit:
+                self._note_cut(item, len(encoding), self._limit)
+                encoding = self._read_cut(library, text, pair, self._limit)
+        except TypeError as error:
+            raise unicode_error([text, pair or ""], error) from None
+        if not len(encoding):
+            raise BadRequest(f"Text {item} has no token to classify")
+        return encoding
+
+    def _read_whole(self, library: tokenizers.Tokenizer, text: str, pair: str | None) -> tokenizers.Encoding:
+        return library.encode_batch_fast([text if pair is None else (text, pair)])[0]
+
+    def _read_cut(self, library: tokenizers.Tokenizer, text: str, pair: str | None, limit: int) -> tokenizers.Encoding:
+        if pair is not None:
+            return cut_pairs(library, text, [pair], limit, {})[0]
+        (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
+        encoding.truncate(limit - library.num_special_tokens_to_add(False))
+        return library.post_process(encoding, None, True)
+
+    def _note_cut(self, item: int, num_tokens: int, limit: int) -> None:
+        if self._task.overflow_policy == "error":
+            raise too_long(
+                self._tokenizer.card, f"text {item} has {num_tokens} tokens, and at most {limit} are read of it"
+            )
+        self.cuts[item] = limit

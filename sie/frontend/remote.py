@@ -1,0 +1,94 @@
+"""Defines what a frontend process knows of operations that run on other hosts (`sie.cluster` implements it).
+
+Such a process has no workers. Routes, dialects, access and telemetry are the same; its operations go elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sie.frontend.engine.interface import Pending
+from sie.frontend.generation.interface import TextStarter
+from sie.frontend.http.routing import Route
+from sie.frontend.operations.interface import EncodeOperation, ExtractOperation, ScoreOperation
+from sie.values.errors import SieError
+
+if TYPE_CHECKING:
+    from sie.frontend.http.exchange import Exchange
+
+
+class Remote(Protocol):
+    """The operations of a process without workers, and what dispatch asks of them."""
+
+    @property
+    def encoder(self) -> EncodeOperation:
+        """The encode operation."""
+        ...
+
+    @property
+    def scorer(self) -> ScoreOperation:
+        """The score operation."""
+        ...
+
+    @property
+    def extractor(self) -> ExtractOperation:
+        """The extract operation."""
+        ...
+
+    @property
+    def generator(self) -> TextStarter:
+        """The starter of generated answers."""
+        ...
+
+    @property
+    def num_pending(self) -> int:
+        """Number of requests that are not answered."""
+        ...
+
+    async def run(self) -> None:
+        """Keep the connection to the hosts for as long as the process runs. Sets its models."""
+        ...
+
+    async def wait_settled(self) -> None:
+        """Wait until the hosts are known; for some seconds at most, since they may all be away."""
+        ...
+
+    def check_open(self) -> None:
+        """Refuse a request before its body is read if no more can be taken. Raises Overloaded or Unavailable."""
+        ...
+
+    def check_route(self, route: Route) -> None:
+        """Refuse a route that only a host of its own can serve. Raises SieError, which names it."""
+        ...
+
+    def check_placement(self, exchange: Exchange) -> None:
+        """Read where the request wants to run from its headers, for the task that serves it. Raises SieErrors."""
+        ...
+
+    def abandon(self, pending: Pending, error: SieError) -> None:
+        """End the client's wait with an error."""
+        ...
+
+    def request_load(self, model: str) -> None:
+        """Ask for a model that no host has loaded."""
+        ...
+
+    def expire(self, now_ns: int) -> None:
+        """End overdue requests; called on each tick of the process's clock."""
+        ...
+
+    def status_frame(self) -> str:
+        """Return a frame of `/ws/cluster-status`, JSON."""
+        ...
+
+    def health(self) -> dict[str, Any]:
+        """Return the body of `/health`."""
+        ...
+
+    def readiness(self) -> dict[str, Any]:
+        """Return the body of `/readyz`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the connection. Called when no request is under way."""
+        ...

@@ -1,0 +1,138 @@
+"""Every family that is served, with what writes a tiny checkpoint of it, and how it has to run on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from tests.generation_models import BY_LENGTH
+from tests.generation_models import save as save_generator
+from tests.gli_models import GLINER_VARIANTS, save_gliclass, save_gliner
+from tests.gpu.kinds import PROGRAM_WIDTH
+from tests.tiny_models import save_adapter
+from tests.unit.detection_checkpoints import FAMILIES as DETECTORS
+from tests.unit.detection_checkpoints import save_detector
+from tests.unit.dual_checkpoints import FAMILIES as DUAL_ENCODERS
+from tests.unit.dual_checkpoints import save_dual_encoder
+from tests.unit.workers.conftest import FAMILIES as ENCODERS
+from tests.unit.workers.conftest import save_checkpoint
+from tests.unit.workers.generation.test_parity import SERVED as GENERATORS
+from tests.unit.workers.loading.test_extractors import LABELS, NLI
+from tests.unit.workers.loading.test_extractors import save as save_extractor
+from tests.unit.workers.loading.test_remote_families import ENCODERS as REMOTE
+from tests.unit.workers.loading.test_remote_families import save_remote
+from tests.unit.workers.loading.test_scorer import save_reranker, save_scorer
+from tests.unit.workers.runners.test_tokens import FIXED, WIDTH, write_own
+
+UNPACKED = {"mpnet", "deberta-v2"}
+"""Encoders that transformers runs without its attention interface: they run in batches of equal length."""
+NOT_RECORDED = {"llama-dynamic"}
+"""Generators whose steps cannot be CUDA graphs: their rotary factors are computed for each length."""
+
+
+class Family(NamedTuple):
+    """One row of the comparison."""
+
+    kind: str
+    write: Callable[[Path], object]
+    is_packed: bool | None = None
+    """Whether sequences run back to back; None where a kind has no such choice."""
+    is_recorded: bool = False
+    """Whether decode steps in 16 bits are CUDA graphs that read their blocks in place."""
+
+
+def _colbert(directory: Path) -> None:
+    write_own(
+        save_checkpoint(directory, "bert"), mask={"skiplist_words": ["."]}, query_expansion=FIXED["query_expansion"]
+    )
+
+
+def _m3(directory: Path) -> None:
+    save_checkpoint(directory, "xlm-roberta")
+    for name, width in (("sparse", 1), ("colbert", WIDTH)):
+        weights = {"weight": torch.randn(width, 32), "bias": torch.randn(width)}
+        save_file(weights, directory / f"{name}_linear.safetensors")
+
+
+def _adapted(directory: Path) -> None:
+    save_checkpoint(directory, "bert")
+    save_adapter(directory.parent / f"{directory.name}-adapter")
+
+
+class _Program(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(PROGRAM_WIDTH, 3)
+        self.register_buffer("shift", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": torch.tanh(self.layer(x)) + self.get_buffer("shift")}
+
+
+def _program(directory: Path) -> None:
+    torch.manual_seed(0)
+    folder = directory / "m" / "1"
+    folder.mkdir(parents=True)
+    rows = {"x": {0: torch.export.Dim("batch")}}
+    torch.export.save(
+        torch.export.export(_Program(), (torch.ones(2, PROGRAM_WIDTH),), dynamic_shapes=rows), folder / "model.pt2"
+    )
+
+
+def _encoder(name: str, **options: Any) -> Family:
+    return Family("encoder", partial(save_checkpoint, family=name, **options), is_packed=name not in UNPACKED)
+
+
+def _scorer(name: str, **options: Any) -> Family:
+    return Family("scorer", partial(save_scorer, family=name, **options), is_packed=name not in UNPACKED)
+
+
+def _extractor(kind: str, name: str) -> Family:
+    auto: Any = transformers.AutoModelForTokenClassification
+    labels = LABELS
+    if kind == "label pairs":
+        auto, labels = transformers.AutoModelForSequenceClassification, list(NLI.values())
+    return Family(kind, partial(save_extractor, family=name, auto=auto, labels=labels), is_packed=True)
+
+
+_MASKED = {"auto": transformers.AutoModelForMaskedLM}
+
+FAMILIES: dict[str, Family] = {
+    **{f"encoder {name}": _encoder(name) for name in (*ENCODERS, "llama", "eurobert", "nomic_bert")},
+    **{f"encoder {name}": Family("encoder", partial(save_remote, name=name), is_packed=True) for name in REMOTE},
+    **{f"splade {name}": _encoder(name, **_MASKED) for name in ("bert", "modernbert", "mpnet")},
+    "colbert": Family("encoder", _colbert, is_packed=True),
+    "bge-m3": Family("encoder", _m3, is_packed=True),
+    "adapter": Family("adapter", _adapted, is_packed=True),
+    **{f"scorer {name}": _scorer(name) for name in ("roberta", "modernbert", "mpnet", "deberta-v2", "qwen3")},
+    "scorer bert": _scorer("bert", typed=True),
+    "reranker qwen3": Family("reranker", partial(save_reranker, family="qwen3"), is_packed=True),
+    **{f"token labels {name}": _extractor("token labels", name) for name in ("bert", "roberta", "modernbert")},
+    **{f"label pairs {name}": _extractor("label pairs", name) for name in ("bert", "roberta")},
+    **{f"dual {name}": Family("dual", partial(save_dual_encoder, family=name)) for name in DUAL_ENCODERS},
+    **{f"detector {name}": Family("detector", partial(save_detector, family=name)) for name in DETECTORS},
+    **{
+        f"gliner {name}": Family("gliner", partial(save_gliner, encoder="bert", variant=name)) for name in GLINER_VARIANTS
+    },
+    **{
+        f"gliner {name}": Family("gliner", partial(save_gliner, encoder=name)) for name in ("deberta-v2", "modernbert")
+    },
+    **{
+        f"gliclass {name}": Family("gliclass", partial(save_gliclass, encoder=name))
+        for name in ("bert", "deberta-v2", "modernbert")
+    },
+    "program": Family("program", _program),
+    **{
+        f"generator {name}": Family(
+            "generator", partial(save_generator, name=name), is_recorded=name not in NOT_RECORDED
+        )
+        for name in (*GENERATORS, *BY_LENGTH)
+    },
+}  # fmt: skip
+"""Static vectors have no row: they never leave the processor. ONNX has none: onnxruntime runs it, not torch."""

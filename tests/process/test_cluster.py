@@ -1,0 +1,257 @@
+"""A gateway before one host, over a real NATS: clients cannot tell it from the host itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from sie_sdk import SIEClient
+from sie_sdk.client.errors import ProvisioningError, RequestError
+from websockets.sync.client import connect as connect_websocket
+
+from tests.conftest import MINILM
+from tests.process.harness import EX_CONFIG, Server, eventually, run_to_end
+from tests.process.nats_harness import Nats, start_gateway, start_host, start_nats, wait_for_hosts
+from tests.process.wire import Response, connect, encode, get, post_json, raw_request, send_raw, to_array
+
+LIMITS = ("--max-body-bytes", "8388608", "--max-item-text-bytes", "8388608", "--max-items", "64")
+MODELS = (
+    "--model", "stub/a=stub:dense=16,sparse=64,multivector=8,score", "--model", "text=stub:generate,max_tokens=4096",
+    "--model", "slow=stub:generate,max_tokens=8192,latency_ms=30", "--model", "find=stub:extract", "--lazy-model", "stub/lazy=stub:dense=16,load_ms=300",
+    "--model", "wide=stub:dense=16,multivector=4096", "--model", "stub/poison=stub:dense=16,kill_on=poison",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def nats() -> Iterator[Nats]:
+    with start_nats() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def host(nats: Nats, minilm_directory: Path) -> Iterator[Server]:
+    with start_host(
+        nats.url, *MODELS, "--model", f"{MINILM}={minilm_directory}", "--dtype", "float32", "--test",
+        "--machine-profile", "L4", "--bundle", "small", *LIMITS,
+    ) as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture(scope="module")
+def gateway(nats: Nats, host: Server) -> Iterator[Server]:
+    with start_gateway(nats.url, *LIMITS) as running:
+        wait_for_hosts(running, 1, "stub/a", "text", "find", MINILM)
+        yield running
+
+
+def both(gateway: Server, host: Server, path: str, body: Any, **headers: str) -> tuple[Response, Response]:
+    """Return the answers of a gateway and of its host to the same request."""
+    data = json.dumps(body).encode()
+    sent = {"content-type": "application/json", "accept": "application/json", **headers}
+    first, second = (send_raw(server.port, raw_request(path, data, sent)) for server in (gateway, host))
+    return first, second
+
+
+def plain(response: Response) -> Any:
+    """Return an answer without what differs between any two answers of one server."""
+    answer = response.json()
+    for name in ("timing", "id", "created"):
+        answer.pop(name, None)
+    usage = answer.get("usage")
+    if isinstance(usage, dict):
+        answer["usage"] = {name: value for name, value in usage.items() if not name.endswith(("_sec", "_time_sec"))}
+    return answer
+
+
+SAME = {
+    "encode": ("/v1/encode/stub/a", {"items": [{"text": "one", "id": "x"}, {"text": ""}, {"text": "three " * 9}]}),
+    "all outputs": (
+        "/v1/encode/stub/a",
+        {
+            "items": [{"text": "one"}, {"text": "two three"}],
+            "params": {"output_types": ["dense", "sparse", "multivector"]},
+        },
+    ),
+    "float16": ("/v1/encode/stub/a", {"items": [{"text": "one"}] * 2, "params": {"output_dtype": "float16"}}),
+    "minilm": (f"/v1/encode/{MINILM}", {"items": [{"text": "a cat"}, {"text": "a dog and more words"}]}),
+    "score": ("/v1/score/stub/a", {"query": {"text": "q"}, "items": [{"text": "a", "id": "1"}, {"text": "bb"}]}),
+    "extract": (
+        "/v1/extract/find",
+        {"items": [{"text": "Ann met Bob"}, {"text": "nobody"}], "params": {"labels": ["x"]}},
+    ),
+    "embeddings": ("/v1/embeddings", {"model": MINILM, "input": ["a", "b c"]}),
+    "base64": ("/v1/embeddings", {"model": MINILM, "input": "a", "encoding_format": "base64"}),
+    "rerank": ("/v1/rerank", {"model": "stub/a", "query": "q", "documents": ["a", "bb"], "return_documents": True}),
+    "chat": ("/v1/chat/completions", {"model": "text", "messages": [{"role": "user", "content": "hello"}], "seed": 3}),
+    "two choices": (
+        "/v1/completions",
+        {"model": "text", "prompt": ["one", "two"], "n": 2, "max_tokens": 4, "echo": True},
+    ),
+    "unknown model": ("/v1/encode/nope", {"items": [{"text": "a"}]}),
+    "wrong type": ("/v1/encode/stub/a", {"items": [{"text": 1}]}),
+    "no such output": ("/v1/encode/find", {"items": [{"text": "a"}]}),
+    "too many items": ("/v1/encode/stub/a", {"items": [{"text": "a"}] * 65}),
+    "cut": (
+        f"/v1/encode/{MINILM}",
+        {"items": [{"text": "a"}, {"text": "b " * 900}], "params": {"options": {"overflow_policy": "error"}}},
+    ),
+    "no text model": ("/v1/chat/completions", {"model": "stub/a", "messages": [{"role": "user", "content": "x"}]}),
+    "too many tokens": ("/v1/completions", {"model": "text", "prompt": "x " * 9000, "max_tokens": 1}),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_an_answer_equals_the_hosts_own(gateway: Server, host: Server, name: str):
+    mine, own = both(gateway, host, *SAME[name])
+    assert (mine.status, plain(mine)) == (own.status, plain(own))
+    ignored = {"date", "content-length", "x-request-id", "x-sie-runtime-instance"}
+    shown = [
+        {key for key in answer.headers if key not in ignored and key != "x-postprocessing-time"}
+        for answer in (mine, own)
+    ]
+    assert shown[0] == shown[1]
+    assert mine.headers.get("x-sie-truncated") == own.headers.get("x-sie-truncated")
+
+
+def test_a_truncated_item_keeps_its_number(gateway: Server, host: Server):
+    mine, own = both(gateway, host, f"/v1/encode/{MINILM}", {"items": [{"text": "a"}, {"text": "b " * 900}]})
+    assert mine.headers["x-sie-truncated"] == own.headers["x-sie-truncated"] == "1"
+
+
+def test_a_payload_over_a_mebibyte_goes_by_reference_both_ways(gateway: Server, host: Server):
+    large = encode(gateway.port, "stub/a", ["word " * 300_000, "short"])
+    assert large.unpack()["items"] == encode(host.port, "stub/a", ["word " * 300_000, "short"]).unpack()["items"]
+    texts = ["x" * 400, "y" * 404]  # about a hundred tokens each, with vectors of 16 KB
+    answers = [encode(server.port, "wide", texts, output_types=["multivector"]) for server in (gateway, host)]
+    rows = [[to_array(item["multivector"]["values"]) for item in answer.unpack()["items"]] for answer in answers]
+    assert [row.nbytes > 1 << 20 for row in rows[0]] == [True, True]
+    for mine, own in zip(*rows, strict=True):
+        np.testing.assert_array_equal(mine, own)
+
+
+def test_a_stream_has_the_hosts_events_in_order(gateway: Server, host: Server):
+    body = {"model": "text", "messages": [{"role": "user", "content": "hello"}], "stream": True, "seed": 1}
+    deltas = []
+    for answer in both(gateway, host, "/v1/chat/completions", body):
+        events = [line.removeprefix(b"data: ") for line in answer.body.split(b"\n\n") if line.startswith(b"data")]
+        assert events[-1] == b"[DONE]"
+        deltas.append([json.loads(event)["choices"][0]["delta"] for event in events[:-1]])
+    assert deltas[0] == deltas[1]
+    assert len(deltas[0]) > 5
+
+
+def test_a_client_that_leaves_ends_the_generation_on_its_host(gateway: Server, host: Server):
+    body = json.dumps({"model": "slow", "prompt": "x" * 3000, "max_tokens": 3000, "stream": True}).encode()
+    with connect(gateway.port) as sock:
+        sock.sendall(raw_request("/v1/completions", body, {"content-type": "application/json"}))
+        eventually(lambda: running_texts(gateway) == 1, "an answer under way")
+    eventually(lambda: running_texts(gateway) == 0, "its end")
+
+
+def running_texts(gateway: Server) -> int:
+    return sum(worker["active_generations"] for worker in get(gateway.port, "/health").json()["workers"])
+
+
+def test_a_cold_model_is_loaded_at_its_first_request(gateway: Server):
+    first = encode(gateway.port, "stub/lazy", ["a"])
+    assert (first.status, first.code(), first.headers["retry-after"]) == (503, "MODEL_LOADING", "5")
+    eventually(lambda: encode(gateway.port, "stub/lazy", ["a"]).status == 200, "the model is loaded")
+
+
+def test_the_unmodified_sdk_waits_and_encodes(gateway: Server, host: Server):
+    with SIEClient(gateway.url) as mine, SIEClient(host.url) as own:
+        texts = [{"text": "one"}, {"text": "two", "id": "2"}]
+        for found, wanted in zip(mine.encode(MINILM, texts), own.encode(MINILM, texts), strict=True):
+            np.testing.assert_array_equal(found["dense"], wanted["dense"])
+        scores = mine.score("stub/a", {"text": "q"}, texts)
+        assert scores["scores"] == own.score("stub/a", {"text": "q"}, texts)["scores"]
+        assert mine.extract("find", texts[0], labels=["x"]) is not None
+        assert mine.encode("stub/a", {"text": "x"}, gpu="l4")["dense"].shape == (16,)
+        assert (mine.get_capacity()["worker_count"], mine.get_capacity(gpu="h100")["worker_count"]) == (1, 0)
+        with pytest.raises(ProvisioningError):
+            mine.encode("stub/a", {"text": "x"}, gpu="h100", wait_for_capacity=False)
+        with pytest.raises(RequestError, match="not found"):
+            mine.encode("nope", {"text": "x"})
+
+
+def test_the_openai_client_embeds_and_streams(gateway: Server):
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client:
+        answer = client.embeddings.create(model=MINILM, input=["a", "b"])
+        assert [len(row.embedding) for row in answer.data] == [384, 384]
+        parts = client.chat.completions.create(
+            model="text", messages=[{"role": "user", "content": "hello"}], stream=True
+        )
+        assert "hello" in "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+
+
+def test_an_input_that_kills_workers_is_refused_and_kept_as_a_dead_letter(gateway: Server, host: Server):
+    answer = encode(gateway.port, "stub/poison", ["this is poison"])
+    assert (answer.status, answer.code()) == (422, "POISON_INPUT")
+    assert encode(gateway.port, "stub/a", ["others are served"]).status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v2/models/stub/a/infer"),
+        ("GET", "/api/status"),
+        ("POST", "/v1/responses"),
+        ("POST", "/v1/models/load"),
+        ("GET", "/v1/files/file_x"),
+        ("POST", "/v1/skills"),
+        ("DELETE", "/v1/sessions/x"),
+    ],
+)
+def test_what_a_gateway_does_not_serve_is_refused_by_name(gateway: Server, method: str, path: str):
+    answer = send_raw(gateway.port, raw_request(path, b"{}", {"content-type": "application/json"}, method=method))
+    assert answer.status == (400 if path.startswith("/api") else 501)  # that API has only its own statuses
+    assert "A gateway does not serve" in answer.headers.get("nv-status", answer.body.decode())
+
+
+def test_a_gateway_keeps_no_sessions(gateway: Server):
+    body = {"model": "stub/text", "messages": [{"role": "user", "content": "x"}], "session_id": "mine"}
+    answer = post_json(gateway.port, "/v1/chat/completions", body)
+    assert answer.status == 400
+    assert "session_id" in answer.body.decode()
+
+
+def test_health_says_gateway(gateway: Server):
+    health = get(gateway.port, "/health").json()
+    assert (health["type"], health["status"]) == ("gateway", "healthy")
+    assert health["live_gpu_types"] == ["l4"]
+    assert get(gateway.port, "/readyz").json() == {"status": "ready", "healthy_workers": 1}
+    assert get(gateway.port, "/healthz").json() == {"status": "ok"}
+
+
+def test_the_cluster_is_watched_each_second(gateway: Server):
+    with connect_websocket(f"ws://127.0.0.1:{gateway.port}/ws/cluster-status") as watcher:
+        frames = [json.loads(watcher.recv(10)) for _ in range(2)]
+    assert frames[0]["timestamp"] < frames[1]["timestamp"]
+    (worker,) = frames[1]["workers"]
+    assert "stub/a" in worker["loaded_models"]
+    assert frames[1]["cluster"]["worker_count"] == 1
+    assert {model["name"] for model in frames[1]["models"]} >= {"stub/a", "stub/lazy", MINILM}
+
+
+def test_another_pool_or_profile_has_no_host(gateway: Server):
+    for headers in ({"x-sie-pool": "other"}, {"x-sie-machine-profile": "h100"}, {"x-sie-machine-profile": "other/l4"}):
+        answer = post_json(gateway.port, "/v1/encode/stub/a", {"items": [{"text": "a"}]}, headers)
+        assert (answer.status, answer.code()) == (503, "PROVISIONING")
+        assert int(answer.headers["retry-after"]) > 0
+    for headers in (
+        {"x-sie-machine-profile": "L4"},
+        {"x-sie-machine-profile": "default/l4"},
+        {"x-sie-pool": "default"},
+    ):
+        assert post_json(gateway.port, "/v1/encode/stub/a", {"items": [{"text": "a"}]}, headers).status == 200
+
+
+def test_a_gateway_without_nats_does_not_start():
+    status, output = run_to_end(command="gateway")
+    assert status == EX_CONFIG
+    assert "--nats" in output

@@ -1,0 +1,133 @@
+"""A gateway's picture of its hosts: silence, leaving, states of models, and the choice of a lane."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sie.cluster.gateway.directory import FORGET_S, STALE_S, Directory, choose_lane
+from sie.cluster.gateway.placement import Placement, Places, read_placement
+from sie.cluster.gateway.text_client import choose_host, prefix_of
+from sie.cluster.payloads import VERSION, Beat, Cards, ModelBeat
+from sie.cluster.subjects import Lane
+from sie.ipc.messages import ModelEntry
+from sie.values.card import ModelCard
+from sie.values.errors import Unavailable
+from sie.values.generate import ChatMessage, GenerateRequest
+
+SERVED, COLD = ModelBeat("loaded", is_served=True), ModelBeat("available", is_served=False)
+
+
+def beat(host: str, models: dict[str, ModelBeat], **fields: Any) -> Beat:
+    return Beat(VERSION, host, host, fields.pop("pool", "p"), fields.pop("profile", "l4"), "b", "k", models, **fields)
+
+
+def hear(directory: Directory, *beats: Beat, now_s: float = 0.0) -> None:
+    for one in beats:
+        directory.hear(one, now_s)
+        entries = [ModelEntry(card=ModelCard(id=name, kind="stub"), state="available") for name in one.models]
+        directory.learn(one.host, Cards(VERSION, "k", entries))
+
+
+def states(directory: Directory, now_s: float) -> dict[str, tuple[str, bool, bool]]:
+    found = directory.models(now_s)
+    assert found is not None
+    return {entry.card.id: (entry.state, bool(entry.workers), entry.recovering) for entry in found.entries}
+
+
+def test_cards_are_asked_for_once_until_they_change():
+    directory = Directory()
+    assert directory.hear(beat("h", {"m": SERVED}), 0.0)
+    directory.learn("h", Cards(VERSION, "k", []))
+    assert not directory.hear(beat("h", {"m": SERVED}), 1.0)
+
+
+def test_a_model_is_served_if_any_live_host_serves_it():
+    directory = Directory()
+    hear(directory, beat("h1", {"m": COLD}), beat("h2", {"m": SERVED, "n": COLD}))
+    assert states(directory, 0.5) == {"m": ("loaded", True, False), "n": ("available", False, False)}
+    assert directory.models(0.6) is None
+
+
+def test_while_all_hosts_are_silent_their_models_are_coming_back_and_not_unknown():
+    directory = Directory()
+    hear(directory, beat("h", {"m": SERVED}))
+    assert states(directory, STALE_S + 0.1) == {"m": ("loaded", False, True)}
+    assert list(directory.lanes("m", STALE_S + 0.1)) == [Lane("p", "l4", "b")]
+    assert directory.stale(STALE_S + 0.1) == {"h"}
+    directory.forget_old(FORGET_S + 1)
+    assert states(directory, FORGET_S + 1) == {}
+
+
+def test_a_host_that_leaves_gets_no_new_work():
+    directory = Directory()
+    hear(directory, beat("h1", {"m": SERVED}, is_draining=True), beat("h2", {"m": SERVED}, profile="a100"))
+    assert list(directory.lanes("m", 0.5)) == [Lane("p", "a100", "b")]
+    assert len(directory.beating(0.5)) == 2
+
+
+def test_a_model_of_a_host_that_has_left_is_gone_at_once():
+    directory = Directory()
+    hear(directory, beat("h1", {"m": SERVED}), beat("h2", {"m": COLD}))
+    hear(directory, beat("h1", {"m": SERVED}, is_draining=True), now_s=1.0)
+    hear(directory, beat("h2", {"m": COLD}), now_s=4.0)
+    assert states(directory, 4.5) == {"m": ("available", False, False)}
+    assert not directory.lanes("m", 4.5)
+
+
+def test_where_the_last_host_leaves_a_client_is_told_to_wait_and_not_that_the_model_does_not_exist():
+    directory = Directory()
+    hear(directory, beat("h1", {"m": SERVED}, is_draining=True), now_s=time.monotonic())
+    with pytest.raises(Unavailable) as refused:
+        Places(directory, "p", Counter()).enter({})
+    assert (refused.value.code, refused.value.retry_after_s) == ("PROVISIONING", 5)
+
+
+def test_work_waits_for_a_model_that_is_coming_back_on_the_only_host():
+    directory = Directory()
+    hear(directory, beat("h", {"m": ModelBeat("loaded", is_served=False, is_coming_back=True)}))
+    assert list(directory.lanes("m", 0.5)) == [Lane("p", "l4", "b")]
+    assert states(directory, 0.5) == {"m": ("loaded", False, True)}
+
+
+def test_the_lane_with_the_least_work_for_each_worker_is_chosen():
+    directory = Directory()
+    hear(
+        directory, beat("h1", {"m": SERVED}, queued_tokens=100, num_workers=1),
+        beat("h2", {"m": SERVED}, profile="a100", queued_tokens=150, num_workers=2),
+    )  # fmt: skip
+    lanes = directory.lanes("m", 0.5)
+    big, small = Lane("p", "a100", "b"), Lane("p", "l4", "b")
+    assert choose_lane(lanes, {}) == big
+    assert choose_lane(lanes, {big: 60}) == small
+
+
+@pytest.mark.parametrize(
+    ("headers", "wanted"),
+    [({}, ("own", "")), ({"x-sie-machine-profile": "L4"}, ("own", "l4")), ({"x-sie-pool": "p"}, ("p", "")),
+     ({"x-sie-machine-profile": "p/l4"}, ("p", "l4")),
+     ({"x-sie-machine-profile": "q/l4", "x-sie-pool": "p"}, ("p", "l4"))],
+)  # fmt: skip
+def test_headers_name_pool_and_profile(headers: dict[str, str], wanted: tuple[str, str]):
+    assert read_placement(headers, "own") == Placement(*wanted)
+
+
+def ask(text: str, *more: ChatMessage) -> GenerateRequest:
+    return GenerateRequest(model="m", messages=[ChatMessage(role="user", content=text), *more])
+
+
+def test_turns_of_a_conversation_go_to_one_host_until_it_has_much_more_to_do():
+    hosts: Any = [SimpleNamespace(beat=beat(f"h{n}", {"m": SERVED}, num_workers=1)) for n in range(4)]
+    answer, question = ChatMessage(role="assistant", content="b"), ChatMessage(role="user", content="c")
+    chosen = {choose_host(hosts, prefix_of(ask(f"{n}")), {}).beat.host for n in range(64)}
+    assert len(chosen) == 4
+    for n in range(16):
+        first = choose_host(hosts, prefix_of(ask(f"{n}", answer)), {}).beat.host
+        assert choose_host(hosts, prefix_of(ask(f"{n}", answer, question)), {}).beat.host == first
+        assert choose_host(hosts, prefix_of(ask(f"{n}", answer)), {first: 3}).beat.host != first
+        left: Any = [host for host in hosts if host.beat.host != first]
+        assert choose_host(left, prefix_of(ask(f"{n}", answer)), {}).beat.host != first

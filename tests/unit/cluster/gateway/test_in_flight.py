@@ -1,0 +1,250 @@
+"""Work items of a gateway: duplicates, late and lost answers, reconnects, oversized payloads and a full stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from sie.cluster.connection import INLINE_BYTES
+from sie.cluster.gateway.in_flight import InFlight, RemotePending, RemoteReply
+from sie.cluster.payloads import VERSION, Result, Taken, Work, decode, work_decoder
+from sie.cluster.subjects import Lane, dead_subject, work_subject
+from sie.values.errors import BadRequest, DeadlineExceeded, Overloaded, PoisonInput, SieError, to_wire
+from tests.unit.cluster.fakes import FakeConnection
+
+LANE, OTHER = Lane("p", "l4", "b"), Lane("p", "a100", "b")
+FAR_NS = 60_000_000_000
+
+
+class Desk:
+    """An `InFlight` on a fake connection."""
+
+    def __init__(self, max_items: int = 100) -> None:
+        self.connection = FakeConnection()
+        self.items = InFlight(self.connection, "gw", "sie.v1.gateway.gw.result", max_items)  # type: ignore[arg-type]
+        self.joined: list[Sequence[Result]] = []
+
+    def submit(self, *bodies: bytes, left_ns: int = FAR_NS) -> RemotePending:
+        deadline_ns = time.monotonic_ns() + left_ns
+        return self.items.submit(LANE, "encode", "m", bodies, deadline_ns=deadline_ns, join=self.join)
+
+    def join(self, results: Sequence[Result], submitted_ns: int) -> RemoteReply:
+        self.joined.append(results)
+        return RemoteReply(memoryview(b"".join(result.reply for result in results)), 0, submitted_ns)
+
+    def stored(self) -> list[Work]:
+        return [decode(data, work_decoder) for _, data, _ in self.connection.stream.values()]
+
+    async def answer(self, number: int, item: int, text: bytes = b"x", error: SieError | None = None) -> None:
+        wire = to_wire(error) if error is not None else None
+        await self.items.on_result(Result(VERSION, f"gw-{number}-{item}", "h", wire, memoryview(text)))
+
+
+def run(test: Callable[[Desk], Coroutine[Any, Any, None]]) -> None:
+    """Run a test with a desk on an event loop."""
+
+    async def body() -> None:
+        async with asyncio.timeout(10):
+            await test(Desk())
+
+    asyncio.run(body())
+
+
+async def turns() -> None:
+    """Let the tasks that were started do what they can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_the_items_of_a_request_are_joined_in_order_however_they_are_answered():
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a", b"b", b"c")
+        await turns()
+        assert [bytes(work.body) for work in desk.stored()] == [b"a", b"b", b"c"]
+        for item in (2, 0, 1):
+            await desk.answer(1, item, b"abc"[item : item + 1])
+        assert bytes((await pending.reply()).view) == b"abc"
+        await turns()
+        assert (desk.items.num_items, desk.items.num_pending) == (0, 0)
+
+    run(test)
+
+
+def test_a_second_answer_to_an_item_is_dropped():
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a", b"b")
+        await desk.answer(1, 0, b"first")
+        await desk.answer(1, 0, b"second")
+        assert not pending.future.done()
+        await desk.answer(1, 1, b"!")
+        assert bytes((await pending.reply()).view) == b"first!"
+        assert desk.items.num_duplicates == 1
+
+    run(test)
+
+
+def test_a_late_answer_changes_nothing():
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a", left_ns=1)
+        desk.items.expire(time.monotonic_ns() + 10)
+        with pytest.raises(DeadlineExceeded):
+            await pending.reply()
+        await desk.answer(1, 0)
+        assert not desk.joined
+        assert desk.items.num_items == 0
+
+    run(test)
+
+
+def test_the_first_item_that_failed_gives_the_error_under_its_own_number():
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a", b"b", b"c")
+        await desk.answer(1, 2, error=BadRequest("bad - at `$.items[0].text`"))
+        assert not pending.future.done(), "an item before it may fail, too"
+        await desk.answer(1, 0)
+        await desk.answer(1, 1, error=BadRequest("worse - at `$.items[0].text`"))
+        with pytest.raises(BadRequest, match=r"worse - at `\$\.items\[1\]\.text`"):
+            await pending.reply()
+
+    run(test)
+
+
+def test_after_a_reconnect_only_unanswered_items_are_published_again_and_as_new_messages():
+    async def test(desk: Desk) -> None:
+        desk.submit(b"a", b"b")
+        await turns()
+        await desk.answer(1, 0)
+        desk.connection.stream.clear()  # a restarted server
+        await desk.items.publish_again()
+        ((_, _, message_id),) = desk.connection.stream.values()
+        assert [bytes(work.body) for work in desk.stored()] == [b"b"]
+        assert message_id == "gw-1-1.2"
+
+    run(test)
+
+
+def test_a_request_while_nats_is_away_is_published_when_it_is_back():
+    async def test(desk: Desk) -> None:
+        desk.connection.is_connected = False
+        pending = desk.submit(b"a")
+        await turns()
+        assert not desk.connection.stream
+        assert not pending.future.done()
+        desk.connection.is_connected = True
+        await desk.items.publish_again()
+        assert len(desk.connection.stream) == 1
+
+    run(test)
+
+
+def test_an_item_over_a_mebibyte_goes_by_reference_and_its_payload_is_deleted_when_it_is_answered():
+    async def test(desk: Desk) -> None:
+        body = bytes(INLINE_BYTES + 1)
+        pending = desk.submit(body)
+        await turns()
+        (work,) = desk.stored()
+        assert (bytes(work.body), desk.connection.objects[work.stored]) == (b"", body)
+        await desk.answer(1, 0)
+        await pending.reply()
+        await turns()
+        assert not desk.connection.objects
+
+    run(test)
+
+
+def test_a_result_by_reference_that_is_gone_is_asked_for_again():
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a")
+        await turns()
+        await desk.items.on_result(Result(VERSION, "gw-1-0", "h", stored="gone"))
+        await turns()
+        assert not pending.future.done()
+        assert len(desk.connection.stream) == 2
+        desk.connection.objects["there"] = b"whole"
+        await desk.items.on_result(Result(VERSION, "gw-1-0", "h", stored="there"))
+        assert bytes((await pending.reply()).view) == b"whole"
+        assert not desk.connection.objects
+
+    run(test)
+
+
+def test_a_full_stream_refuses_the_request_and_leaves_nothing_behind():
+    async def test(desk: Desk) -> None:
+        desk.connection.refuses = Overloaded("full", retry_after_s=1)
+        pending = desk.submit(b"a", b"b")
+        with pytest.raises(Overloaded):
+            await pending.reply()
+        assert (desk.items.num_items, desk.items.num_pending, dict(desk.items.by_lane)) == (0, 0, {LANE: 0})
+
+    run(test)
+
+
+def test_a_gateway_refuses_over_max_in_flight_but_takes_one_large_request():
+    async def test(_: Desk) -> None:
+        desk = Desk(max_items=2)
+        desk.submit(b"a", b"b", b"c")
+        with pytest.raises(Overloaded, match="max_in_flight"):
+            desk.submit(b"d")
+
+    run(test)
+
+
+def test_what_a_client_no_longer_waits_for_leaves_the_stream_unless_a_host_runs_it():
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a", b"b")
+        await turns()
+        desk.items.on_taken(Taken(VERSION, "h", ["gw-1-0"]))
+        desk.items.abandon(pending, DeadlineExceeded("over"))
+        await turns()
+        assert [bytes(work.body) for work in desk.stored()] == [b"a"]
+
+    run(test)
+
+
+def test_an_item_that_three_hosts_died_with_is_refused_and_kept_as_a_dead_letter():
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a")
+        await turns()
+        for host in ("h1", "h2", "h3"):
+            assert not pending.future.done()
+            desk.items.on_taken(Taken(VERSION, host, ["gw-1-0"]))
+            desk.items.on_silent({host})
+            desk.items.on_silent({host})  # it stays silent: that is one loss
+            await turns()
+        with pytest.raises(PoisonInput):
+            await pending.reply()
+        await turns()
+        assert [subject for subject, _, _ in desk.connection.stream.values()] == [dead_subject(LANE, "m")]
+
+    run(test)
+
+
+def test_a_host_that_was_only_unreachable_convicts_nobody():
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a")
+        await turns()
+        for host in ("h1", "h2", "h3", "h4"):
+            desk.items.on_taken(Taken(VERSION, host, ["gw-1-0"]))
+            desk.items.on_silent({host})
+            desk.items.on_returned(host)
+        await turns()
+        assert not pending.future.done()
+
+    run(test)
+
+
+def test_items_of_a_lane_without_hosts_move_to_another():
+    async def test(desk: Desk) -> None:
+        desk.submit(b"a")
+        await turns()
+        ((key, items),) = desk.items.waiting().items()
+        assert key == (LANE, "m", "")
+        desk.items.move(items, OTHER)
+        await turns()
+        assert [subject for subject, _, _ in desk.connection.stream.values()] == [work_subject(OTHER, "m")]
+
+    run(test)

@@ -1,0 +1,194 @@
+"""Generated answers at a gateway: order of frames, lost hosts, cancellation and deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sie.cluster.gateway.text_client import RemoteRun, TextClient
+from sie.cluster.payloads import VERSION, Beat, ModelBeat, TextFrame, TextWork, decode, text_work_decoder
+from sie.cluster.text_events import encode_events
+from sie.config.generation_settings import Generation
+from sie.ipc.messages import ModelEntry
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest, ClientGone, DeadlineExceeded, SieError, WorkerLost, to_wire
+from sie.values.generate import (
+    Ended,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    GenerateRule,
+    GenerateUsage,
+    Started,
+    TextDelta,
+)
+from tests.unit.cluster.fakes import FakeConnection
+
+ENTRY = ModelEntry(card=ModelCard(id="m", kind="generator", generate=GenerateRule(context_length=100)), state="loaded")
+END = (Finished(0, "stop"), Ended(GenerateUsage(prompt_tokens=1, completion_tokens=2)))
+
+
+class Bench:
+    """A client before two hosts that a test plays."""
+
+    def __init__(self) -> None:
+        self.connection = FakeConnection()
+        served = {"m": ModelBeat("loaded", is_served=True)}
+        self.hosts = [SimpleNamespace(beat=Beat(VERSION, f"h{n}", "", "p", "", "", "", served)) for n in range(2)]
+        meter = SimpleNamespace(record_first_token=lambda *_: None, record_next_token=lambda *_: None)
+        self.client = TextClient(
+            self.connection, "gw", "to", lambda _model: self.hosts, settings=Generation(), meter=meter,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def sent(self) -> list[tuple[str, TextWork]]:
+        """Return the requests that were sent to hosts, each with its host."""
+        return [
+            (subject.split(".")[4], decode(data, text_work_decoder))
+            for subject, data in self.connection.published if subject.endswith(".text")
+        ]  # fmt: skip
+
+    def cancelled(self) -> list[str]:
+        return [subject.split(".")[4] for subject, _ in self.connection.published if subject.endswith(".cancel")]
+
+    async def start(self, left_ns: int = 60_000_000_000) -> RemoteRun:
+        """Start a request, whose host begins to answer."""
+        request = GenerateRequest(model="m", texts=["hello"])
+        starting = asyncio.create_task(self.client.start(ENTRY, request, time.monotonic_ns() + left_ns))
+        await until(self.sent)
+        self.frame(0)
+        return await starting
+
+    def frame(
+        self, sequence: int, *events: GenerateEvent, is_over: bool = False, error: SieError | None = None
+    ) -> None:  # fmt: skip
+        wire = to_wire(error) if error is not None else None
+        work_id = self.sent()[-1][1].id
+        self.client.on_frame(
+            TextFrame(VERSION, work_id, sequence, encode_events(events), is_over, wire, num_prompts=int(not sequence))
+        )
+
+
+def run(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
+    async def body() -> None:
+        async with asyncio.timeout(10):
+            await test(Bench())
+
+    asyncio.run(body())
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Let other tasks run until a condition holds; the test's time limit ends it."""
+    while not condition():  # noqa: ASYNC110  # what is waited for is a list of a fake
+        await asyncio.sleep(0)
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_events_come_in_order_and_the_whole_is_joined():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.frame(1, Started(1, 0), TextDelta(0, "he"))
+        bench.frame(2, TextDelta(0, "llo"), *END, is_over=True)
+        reply = await answer.whole()
+        assert (reply.choices[0].text, reply.choices[0].reason, reply.usage.completion_tokens) == ("hello", "stop", 2)
+        assert bench.client.num_pending == 0
+
+    run(test)
+
+
+def test_a_missing_frame_ends_the_stream_with_an_error_after_what_came_before():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.frame(1, TextDelta(0, "a"))
+        bench.frame(3, TextDelta(0, "c"))
+        assert await answer.wait(1.0) == [TextDelta(0, "a")]
+        with pytest.raises(WorkerLost):
+            await answer.wait(1.0)
+        await turns()
+        assert bench.cancelled()
+
+    run(test)
+
+
+def test_a_lost_host_s_answer_starts_again_elsewhere_until_the_client_has_some_of_it():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.frame(1, TextDelta(0, "lost"))
+        bench.client.on_silent({answer.host})
+        await turns()
+        (first, _), (second, _) = bench.sent()
+        assert first != second
+        bench.frame(0)
+        bench.frame(1, TextDelta(0, "whole"), *END, is_over=True)
+        assert (await answer.whole()).choices[0].text == "whole"
+
+    run(test)
+
+
+def test_a_lost_host_ends_a_stream_that_the_client_has_some_of():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.frame(1, TextDelta(0, "a"))
+        await answer.wait(1.0)
+        bench.client.on_silent({answer.host})
+        with pytest.raises(WorkerLost):
+            await answer.wait(1.0)
+        assert len(bench.sent()) == 1
+
+    run(test)
+
+
+def test_frames_of_a_host_that_was_given_up_are_ignored():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        old = bench.sent()[0][1].id
+        bench.client.on_silent({answer.host})
+        await turns()
+        bench.client.on_frame(TextFrame(VERSION, old, 1, encode_events([TextDelta(0, "late")])))
+        bench.frame(0)
+        bench.frame(1, TextDelta(0, "new"), *END, is_over=True)
+        assert (await answer.whole()).choices[0].text == "new"
+
+    run(test)
+
+
+def test_a_refusal_of_the_request_is_the_client_s():
+    async def test(bench: Bench) -> None:
+        request = GenerateRequest(model="m", texts=["hello"])
+        starting = asyncio.create_task(bench.client.start(ENTRY, request, time.monotonic_ns() + 60_000_000_000))
+        await until(bench.sent)
+        bench.frame(0, error=BadRequest("too long"))
+        with pytest.raises(BadRequest, match="too long"):
+            await starting
+        assert bench.client.num_pending == 0
+
+    run(test)
+
+
+def test_a_client_that_leaves_cancels_the_generation():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        answer.give_up(ClientGone("gone"))
+        await turns()
+        assert bench.cancelled() == [answer.host]
+        assert bench.client.num_pending == 0
+
+    run(test)
+
+
+def test_an_answer_without_a_token_ends_at_its_deadline():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.client.expire(answer.deadline_ns)
+        with pytest.raises(DeadlineExceeded):
+            await answer.whole()
+
+    run(test)

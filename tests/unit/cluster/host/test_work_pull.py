@@ -1,0 +1,203 @@
+"""Work items at a host: order of result and acknowledgement, expired and duplicated deliveries, clocks that differ."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sie.cluster.connection import INLINE_BYTES
+from sie.cluster.host import work_pull
+from sie.cluster.host.item_run import Answer
+from sie.cluster.host.work_pull import WorkPull
+from sie.cluster.payloads import VERSION, Result, Work, decode, encode, result_decoder
+from sie.cluster.request_forms import score_item
+from sie.cluster.subjects import Lane
+from sie.config.cluster_settings import Cluster
+from sie.config.settings import Settings
+from sie.values.errors import BadRequest, Overloaded, PoisonInput, from_wire
+from sie.values.inference import ScoreRequest
+from tests.unit.cluster.fakes import FakeConnection
+
+REPLY_TO, ACK = "sie.v1.gateway.gw.result", "$JS.ACK.one"
+HOUR_NS = 3_600_000_000_000
+BODY = memoryview(score_item(ScoreRequest(model="m", query="q", documents=["a"])))
+
+
+class Bench:
+    """A puller whose operations a test answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, skew_ns: int = 0) -> None:
+        process = SimpleNamespace(
+            settings=Settings(cluster=Cluster(max_pulled=4)), models=SimpleNamespace(entries={}, workers=()),
+            engine=SimpleNamespace(queued_tokens=0), check_accepting=lambda: None,
+        )  # fmt: skip
+        self.connection = FakeConnection(skew_ns)
+        self.pull = WorkPull(process, self.connection, Lane("p", "any", "any"), "h1")  # type: ignore[arg-type]
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.outcome: Answer | Exception = Answer(memoryview(b"reply"), 3, 0, 1, 2, {})
+        self.deadlines_ns: list[int] = []
+        monkeypatch.setattr(work_pull, "run_item", self.run_item)
+
+    async def run_item(self, _process: Any, _operation: str, _model: str, _request: Any, deadline_ns: int) -> Answer:
+        self.deadlines_ns.append(deadline_ns)
+        await self.gate.wait()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+    async def deliver(self, left_ns: int = HOUR_NS, *, version: int = VERSION, name: str = "gw-1-0") -> None:
+        deadline_ns = self.connection.clock.to_server(time.monotonic_ns() + left_ns)
+        work = Work(version, name, REPLY_TO, deadline_ns, "score", "m", BODY)
+        await self.pull._take(SimpleNamespace(data=encode(work), reply=ACK, headers=None))  # type: ignore[arg-type]
+
+    async def sent(self, count: int) -> list[tuple[str, bytes]]:
+        """Return what was published, once there is this much."""
+        while len(self.connection.published) < count:  # noqa: ASYNC110  # it is a list of a fake
+            await asyncio.sleep(0)
+        return self.connection.published
+
+
+def run(monkeypatch: pytest.MonkeyPatch, test: Callable[[Bench], Coroutine[Any, Any, None]], skew_ns: int = 0) -> None:
+    async def body() -> None:
+        async with asyncio.timeout(10):
+            await test(Bench(monkeypatch, skew_ns))
+
+    asyncio.run(body())
+
+
+def result_of(data: bytes) -> Result:
+    return decode(data, result_decoder)
+
+
+def test_an_item_is_acknowledged_after_its_result_was_published(monkeypatch):
+    async def test(bench: Bench) -> None:
+        await bench.deliver()
+        (subject, data), acknowledgement = await bench.sent(2)
+        assert subject == REPLY_TO
+        assert (bytes(result_of(data).reply), result_of(data).host) == (b"reply", "h1")
+        assert acknowledgement == (ACK, b"+ACK")
+
+    run(monkeypatch, test)
+
+
+def test_expired_work_is_acknowledged_and_not_run(monkeypatch):
+    async def test(bench: Bench) -> None:
+        await bench.deliver(left_ns=-1)
+        assert await bench.sent(1) == [(ACK, b"+ACK")]
+        assert not bench.deadlines_ns
+
+    run(monkeypatch, test)
+
+
+@pytest.mark.parametrize("skew_ns", [-HOUR_NS, HOUR_NS])
+def test_a_deadline_holds_though_the_clocks_differ_by_an_hour(monkeypatch, skew_ns):
+    async def test(bench: Bench) -> None:
+        before_ns = time.monotonic_ns()
+        await bench.deliver(left_ns=5_000_000_000)
+        await bench.sent(2)
+        assert 0 <= bench.deadlines_ns[0] - before_ns - 5_000_000_000 < 1_000_000_000
+
+    run(monkeypatch, test, skew_ns)
+
+
+def test_an_item_that_is_delivered_again_while_it_runs_runs_once(monkeypatch):
+    async def test(bench: Bench) -> None:
+        bench.gate.clear()
+        await bench.deliver()
+        await bench.deliver()
+        assert bench.pull.num_running == 1
+        bench.gate.set()
+        assert len(await bench.sent(2)) == 2
+        assert len(bench.deadlines_ns) == 1
+
+    run(monkeypatch, test)
+
+
+def test_an_item_that_is_delivered_again_after_its_answer_is_answered_again(monkeypatch):
+    async def test(bench: Bench) -> None:
+        await bench.deliver()
+        await bench.sent(2)
+        await bench.deliver()  # the acknowledgement was lost
+        sent = await bench.sent(4)
+        assert result_of(sent[0][1]) == result_of(sent[2][1])
+
+    run(monkeypatch, test)
+
+
+def test_another_version_is_refused_and_not_delivered_again(monkeypatch):
+    async def test(bench: Bench) -> None:
+        await bench.deliver(version=VERSION + 1)
+        assert await bench.sent(1) == [(ACK, b"+TERM")]
+
+    run(monkeypatch, test)
+
+
+def test_a_client_hears_the_error_of_its_own_item(monkeypatch):
+    async def test(bench: Bench) -> None:
+        bench.outcome = BadRequest("no")
+        await bench.deliver()
+        (_, data), _ = await bench.sent(2)
+        error = result_of(data).error
+        assert error is not None
+        assert from_wire(error).message == "no"
+
+    run(monkeypatch, test)
+
+
+def test_an_item_that_this_host_has_no_room_for_goes_back(monkeypatch):
+    async def test(bench: Bench) -> None:
+        bench.outcome = Overloaded("full")
+        await bench.deliver()
+        ((subject, data),) = await bench.sent(1)
+        assert subject == ACK
+        assert data.startswith(b"-NAK")
+
+    run(monkeypatch, test)
+
+
+def test_an_input_that_kills_workers_becomes_a_dead_letter_and_its_client_hears_why(monkeypatch):
+    async def test(bench: Bench) -> None:
+        bench.outcome = PoisonInput("it killed two workers")
+        await bench.deliver()
+        (_, data), _ = await bench.sent(2)
+        error = result_of(data).error
+        assert error is not None
+        assert error.code == "POISON_INPUT"
+        ((subject, _, _),) = bench.connection.stream.values()
+        assert ".dead." in subject
+
+    run(monkeypatch, test)
+
+
+def test_a_reply_over_a_mebibyte_goes_by_reference(monkeypatch):
+    async def test(bench: Bench) -> None:
+        bench.outcome = Answer(memoryview(bytes(INLINE_BYTES + 1)), 3, 0, 1, 2, {})
+        await bench.deliver()
+        (_, data), _ = await bench.sent(2)
+        assert len(bench.connection.objects[result_of(data).stored]) == INLINE_BYTES + 1
+        assert len(data) < 1000
+
+    run(monkeypatch, test)
+
+
+def test_a_host_that_stops_gives_new_items_back_and_finishes_what_runs(monkeypatch):
+    async def test(bench: Bench) -> None:
+        bench.gate.clear()
+        await bench.deliver()
+        draining = asyncio.create_task(bench.pull.drain(time.monotonic() + 5))
+        while not bench.pull.is_stopping:  # noqa: ASYNC110  # it is a flag
+            await asyncio.sleep(0)
+        await bench.deliver(name="gw-2-0")
+        bench.gate.set()
+        await draining
+        sent = [data for subject, data in bench.connection.published if subject == ACK]
+        assert sent[0].startswith(b"-NAK")
+        assert sent[-1] == b"+ACK"
+
+    run(monkeypatch, test)

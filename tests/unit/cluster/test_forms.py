@@ -1,0 +1,92 @@
+"""Requests as work items and replies of items as one reply; versions and names."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sie.cluster.payloads import VERSION, Result, Work, decode, encode, work_decoder
+from sie.cluster.reply_forms import join_replies, pack_arrays, read_arrays
+from sie.cluster.request_forms import encode_items, read_item
+from sie.cluster.subjects import Lane, consumer_name, lane_of, token, work_subject
+from sie.values.errors import ProtocolError
+from sie.values.inference import EncodeRequest
+
+_SAFE = set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-=")
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=6))
+def test_joined_replies_are_the_reply_of_the_whole_request(rows: list[list[int]]):
+    def reply(parts: list[list[int]]) -> memoryview:
+        return pack_arrays({
+            "times": np.array([1, 2, 3], np.int64),
+            "dense": np.array([[len(part), 1] for part in parts], np.float32),
+            "sparse_offsets": np.cumsum([0, *map(len, parts)]).astype(np.int32),
+            "sparse_indices": np.array([value for part in parts for value in part], np.int32),
+        })  # fmt: skip
+
+    joined = join_replies([read_arrays(reply([row])) for row in rows], (1, 2, 3))
+    assert joined == reply(rows)
+
+
+def test_replies_that_do_not_fit_together_are_refused():
+    dense = {"times": np.array([1, 2, 3], np.int64), "dense": np.zeros((1, 4), np.float32)}
+    for other in ({"dense": np.zeros((1, 5), np.float32)}, {"dense": np.zeros((1, 4), np.float16)}):
+        with pytest.raises(ProtocolError):
+            join_replies([dense, {**dense, **other}], (1, 2, 3))
+    with pytest.raises(ProtocolError):
+        join_replies([dense, {"times": dense["times"]}], (1, 2, 3))
+
+
+def test_each_input_is_an_item_and_arrives_as_a_request_of_its_own():
+    request = EncodeRequest(
+        model="m", texts=["a", "", "c"], images={1: [memoryview(b"png")]}, output_types=("dense", "sparse"),
+        output_dtype="float16", instruction="find", dimensions=8, options={"is_query": True},
+    )  # fmt: skip
+    items = [read_item("encode", "m", body) for body in encode_items(request)]
+    assert [item.texts for item in items] == [["a"], [""], ["c"]]
+    assert [bytes(item.images[0][0]) if item.images else None for item in items] == [None, b"png", None]
+    for item in items:
+        for name in ("output_types", "output_dtype", "instruction", "dimensions", "options"):
+            assert getattr(item, name) == getattr(request, name)
+
+
+def test_token_lists_stay_token_lists():
+    request = EncodeRequest(model="m", token_lists=[[1, 2], [3]])
+    assert [read_item("encode", "m", body).token_lists for body in encode_items(request)] == [[[1, 2]], [[3]]]
+
+
+def test_what_is_no_item_is_refused():
+    for body in (b"", b"\xc1", b"\x93\x01\x02\x03", b"[" * 5000):
+        with pytest.raises(ProtocolError):
+            read_item("encode", "m", body)
+
+
+def test_another_version_is_refused_by_name():
+    work = Work(VERSION + 1, "id", "to", 0, "encode", "m")
+    with pytest.raises(ProtocolError, match=f"version {VERSION + 1}; this process reads version {VERSION}"):
+        decode(encode(work), work_decoder)
+
+
+def test_fields_that_a_later_release_appends_are_ignored():
+    known = msgspec.msgpack.decode(encode(Work(VERSION, "id", "to", 0, "encode", "m")))
+    assert decode(msgspec.msgpack.encode([*known, "new"]), work_decoder).id == "id"
+    assert Result(VERSION, "id", "host").error is None
+
+
+@given(st.text(max_size=80))
+def test_a_name_is_one_token_of_a_subject(name: str):
+    assert set(token(name)) <= _SAFE
+    assert 0 < len(token(name)) < 80
+
+
+def test_names_that_differ_have_subjects_that_differ():
+    names = ["a/b", "a__b*", "a b", "a>b", "a.b", "a*b", "é", "x" * 61, "x" * 62, "org/model:p", "org/model"]
+    assert len({token(name) for name in names}) == len(names)
+    lane = Lane("p", "l4", "b")
+    assert len({consumer_name(lane, name) for name in names}) == len(names)
+    assert work_subject(lane, "org/m.1") == "sie.v1.p.work.l4.b.org__m_dot_1"
+    assert lane_of("", "L4", "") == Lane("default", "l4", "any")

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sie.commands import top_view
+from sie.commands.http_client import ServerError
+from sie.loadgen.target import Target
+
+
+@pytest.mark.parametrize("ends_with_error", [False, True])
+def test_frame_that_comes_while_the_view_quits_is_dropped(monkeypatch: pytest.MonkeyPatch, ends_with_error: bool):
+    """The reading thread waited for an application that had ended, or raised in it."""
+    view = top_view.TopView(Target(url="http://127.0.0.1:1"))
+
+    def frames(_target: Any) -> Iterator[bytes]:
+        view._has_left = threading.Event()  # it looks a moment before the view says that it has left
+        yield b""
+        view._has_left.set()
+        if ends_with_error:
+            raise ServerError("gone")
+
+    monkeypatch.setattr(top_view, "read_frame", lambda _data: None)
+    monkeypatch.setattr(top_view, "frames", lambda _target: iter(()))
+    monkeypatch.setattr(top_view.TopView, "take", lambda *_: pytest.fail("nobody looks any more"))
+
+    async def show() -> None:
+        async with view.run_test():
+            pass
+
+    asyncio.run(show())
+    monkeypatch.setattr(top_view, "frames", frames)
+    view._has_left = threading.Event()
+    errors: list[BaseException] = []
+
+    def follow() -> None:
+        try:
+            top_view.TopView._follow.__wrapped__(view)
+        except BaseException as error:  # to be shown by the test, not by the thread
+            errors.append(error)
+
+    reading = threading.Thread(target=follow, daemon=True)
+    reading.start()
+    reading.join(10)
+    assert not reading.is_alive()
+    assert not errors

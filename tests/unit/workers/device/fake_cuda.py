@@ -1,0 +1,94 @@
+"""A stand-in for the part of torch that captures graphs, with its allocator's rules, for a machine without a GPU.
+
+The rules are those of torch 2.11 to 2.13: the end of an invalid capture raises before the allocator hears of it, and
+while the allocator counts a capture, releasing memory raises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+
+
+class FakeCuda:
+    """The state of one process."""
+
+    def __init__(self, monkeypatch):
+        self.stream = "default"
+        self.underway = []
+        self.uses = Counter()
+        self.num_released = 0
+        self.num_captured = 0
+        self.num_waits = 0
+        self.is_capturing = self.is_invalid = False
+        self.can_repair = True
+        graph = type("Graph", (_Graph,), {"cuda": self})
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _device: _Stream(self))
+        monkeypatch.setattr(torch.cuda, "stream", self.on_stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: _Stream(self))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _device=None: None)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release_pool, raising=False)
+
+    @contextmanager
+    def on_stream(self, stream):
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def invalidate(self):
+        """Do what a capture does not allow, as a synchronisation."""
+        if self.is_capturing:
+            self.is_invalid = True
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    def empty_cache(self):
+        if self.underway:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+        self.num_released += 1
+
+    def end_allocate(self, _device, pool):
+        if pool not in self.underway or not self.can_repair:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.underway.remove(pool)
+
+    def release_pool(self, _device, pool):
+        self.uses[pool] -= 1
+        assert self.uses[pool] >= 0
+
+
+class _Stream:
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def wait_stream(self, _other):
+        assert not self.cuda.is_capturing
+        self.cuda.num_waits += 1
+
+
+class _Graph:
+    cuda: FakeCuda
+
+    def capture_begin(self, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        self.pool = pool
+        self.cuda.underway.append(pool)
+        self.cuda.uses[pool] += 1
+        self.cuda.is_capturing = True
+
+    def capture_end(self):
+        self.cuda.is_capturing = False
+        if self.cuda.is_invalid:
+            self.cuda.is_invalid = False
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self.cuda.underway.remove(self.pool)
+        self.cuda.num_captured += 1

@@ -1,0 +1,153 @@
+"""Captures of CUDA graphs that fail, or run beside others' releases of memory: service goes on after each."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from sie.workers.device import memory
+from sie.workers.device.capture import Capturer, CaptureRefusedError, refusing_waits
+from sie.workers.device.memory import free_cached, is_worn
+from tests.unit.workers.device.fake_cuda import FakeCuda
+
+GPU = torch.device("cuda", 0)
+META = torch.device("meta")
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    monkeypatch.setattr(memory, "_allocator", memory._Allocator())
+    monkeypatch.setattr(Capturer, "forbidden", "")
+    return FakeCuda(monkeypatch)
+
+
+def test_a_capture_returns_what_its_captured_run_returned(cuda):
+    runs = []
+
+    def run():
+        runs.append(cuda.is_capturing)
+        return len(runs)
+
+    graph, result = Capturer(GPU).capture(run)
+    assert (runs, result, graph.pool) == ([False, False, True], 3, (0, 1))
+    assert (cuda.underway, cuda.stream) == ([], "default")
+
+
+def test_a_capture_that_the_driver_breaks_off_leaves_stream_allocator_and_later_captures_as_they_were(cuda):
+    capturer = Capturer(GPU)
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        capturer.capture(cuda.invalidate)
+    assert (cuda.stream, cuda.underway, cuda.uses[0, 1]) == ("default", [], 0)
+    free_cached()
+    assert not is_worn()
+    capturer.capture(lambda: None)
+    assert cuda.num_captured == 1
+
+
+def test_a_capture_whose_code_fails_is_released_once(cuda):
+    def run():
+        if cuda.is_capturing:
+            raise ValueError("the model's own error")
+
+    with pytest.raises(ValueError, match="own error"):
+        Capturer(GPU).capture(run)
+    assert (cuda.stream, cuda.underway) == ("default", [])
+    assert cuda.uses[0, 1] == 1, "the graph that ended still uses the pool"
+    assert not is_worn()
+
+
+def test_after_a_capture_that_cannot_be_undone_nothing_is_captured_and_memory_is_asked_for_without_harm(cuda):
+    cuda.can_repair = False
+    with pytest.raises(RuntimeError, match="capturing"):
+        Capturer(GPU).capture(cuda.invalidate)
+    assert is_worn()
+    free_cached()
+    with pytest.raises(CaptureRefusedError, match="could not be undone"):
+        Capturer(GPU)
+
+
+def test_memory_that_another_thread_frees_during_a_capture_is_freed_after_it(cuda):
+    def run():
+        if cuda.is_capturing:
+            other = threading.Thread(target=free_cached)
+            other.start()
+            other.join(30)
+            assert not other.is_alive()
+            assert cuda.num_released == 0
+
+    Capturer(GPU).capture(run)
+    assert cuda.num_released == 1
+    assert not is_worn()
+
+
+def test_a_warm_up_that_waits_is_not_captured(cuda):
+    def run():
+        torch.ones(2, device=META).sum().item()
+
+    with pytest.raises(RuntimeError):  # of the meta tensor, in the run that may wait
+        Capturer(GPU).capture(run)
+    waits = [0]
+
+    def run_later():
+        waits[0] += 1
+        if waits[0] > 1:
+            torch.ones(2, device=META).nonzero()
+
+    with pytest.raises(CaptureRefusedError, match=r"aten\.nonzero"):
+        Capturer(GPU).capture(run_later)
+    assert (cuda.num_captured, cuda.stream, waits) == (0, "default", [2])
+    assert cuda.num_waits == 4, "each stream waited for the other, in both attempts"
+
+
+ON_GPU = torch.ones(4, 4, device=META)
+"""Stands for a tensor on a GPU."""
+ON_HOST = torch.ones(4, 4)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda: ON_GPU.sum().item(),
+        lambda: bool(ON_GPU.any()),
+        ON_GPU.nonzero,
+        lambda: ON_GPU.masked_select(ON_GPU > 0),
+        lambda: ON_GPU[ON_GPU > 0],
+        ON_GPU.unique,
+        lambda: torch.equal(ON_GPU, ON_GPU),
+        lambda: torch.ones(3, device=META, dtype=torch.int64).bincount(),
+        lambda: ON_GPU.repeat_interleave(torch.ones(4, device=META, dtype=torch.int64), 0),
+        ON_GPU.cpu,
+        lambda: ON_HOST.to(META),
+        lambda: ON_HOST.to(META, non_blocking=True),
+        lambda: torch.empty_like(ON_GPU).copy_(ON_HOST),
+        lambda: torch.empty_like(ON_HOST).copy_(ON_GPU),
+        lambda: ON_GPU[torch.tensor([0, 1])],
+    ],
+)
+def test_operations_that_wait_for_the_device_are_refused(wait):
+    with refusing_waits(), torch.inference_mode(), pytest.raises(CaptureRefusedError, match="waits for the device"):
+        wait()
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda: (ON_GPU @ ON_GPU).softmax(-1) * 2 + torch.tensor(3.0),
+        lambda: ON_GPU[torch.ones(2, device=META, dtype=torch.int64)],
+        lambda: ON_GPU.index_copy(0, torch.ones(1, device=META, dtype=torch.int64), ON_GPU[:1]),
+        lambda: ON_GPU.clone().__setitem__(ON_GPU > 0, 0.0),
+        lambda: ON_GPU.masked_fill(ON_GPU > 0, 0.0),
+        lambda: ON_GPU.to(torch.bfloat16),
+        lambda: torch.arange(4, device=META),
+        lambda: torch.topk(ON_GPU, 2),
+        lambda: torch.nn.functional.embedding(torch.ones(2, device=META, dtype=torch.int64), ON_GPU),
+        lambda: ON_HOST.sum().item(),
+        lambda: ON_HOST[ON_HOST > 0],
+        lambda: ON_GPU.repeat_interleave(2, 0),
+    ],
+)
+def test_work_that_does_not_wait_is_let_through(work):
+    with refusing_waits(), torch.inference_mode():
+        work()

@@ -1,0 +1,87 @@
+"""Errors that a GPU may have raised: a small operation on the device settles whether it is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sie.workers.device import faults
+from sie.workers.device.faults import DeviceLostError, is_device_lost, raise_if_lost
+
+
+class AcceleratorError(RuntimeError):
+    """As torch's; it may have any text."""
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Return a function that sets the error of every operation on this worker's GPU, or None if it computes."""
+    tried = []
+
+    def set_error(error):
+        def ones(_count, *, device):
+            tried.append(device)
+            if error is not None:
+                raise error
+            return torch.tensor([1.0])
+
+        monkeypatch.setattr(torch, "ones", ones)
+        monkeypatch.setattr(torch.cuda, "synchronize", tried.append)
+        monkeypatch.setattr(faults, "_device", "cuda:1")
+        return tried
+
+    return set_error
+
+
+OF_A_DEVICE = (
+    AcceleratorError("unknown error"),
+    RuntimeError("CUDA error: unknown error"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError("CUDA failure 802: system not yet initialized ; GPU=0"),
+)
+
+
+@pytest.mark.parametrize("error", OF_A_DEVICE, ids=str)
+def test_any_error_of_a_device_that_computes_nothing_more_is_a_loss(gpu, error):
+    tried = gpu(RuntimeError("CUDA error: unknown error"))
+    assert is_device_lost(error)
+    assert tried == ["cuda:1"]
+    with pytest.raises(DeviceLostError):
+        raise_if_lost(error)
+
+
+@pytest.mark.parametrize("error", OF_A_DEVICE, ids=str)
+def test_the_same_errors_of_a_device_that_computes_are_not(gpu, error):
+    tried = gpu(None)
+    assert not is_device_lost(error)
+    assert tried == ["cuda:1", "cuda:1"], "it computed, and was waited for"
+
+
+def test_the_cause_of_an_error_counts(gpu):
+    gpu(RuntimeError("CUDA error: unspecified launch failure"))
+    error = ValueError("the model does not run")
+    error.__cause__ = OF_A_DEVICE[0]
+    assert is_device_lost(error)
+
+
+def test_a_device_without_memory_for_the_operation_is_not_lost(gpu):
+    gpu(RuntimeError("CUDA out of memory. Tried to allocate 2 MiB"))
+    assert not is_device_lost(OF_A_DEVICE[0])
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("the text 'misaligned address'"), RuntimeError("CUDA error: out of memory"), MemoryError()],
+    ids=["other", "gpu-memory", "memory"],
+)  # fmt: skip
+def test_no_other_error_asks_the_device(gpu, error):
+    tried = gpu(RuntimeError("CUDA error: unknown error"))
+    assert not is_device_lost(error)
+    assert tried == []
+
+
+def test_a_worker_on_a_processor_has_no_device_to_lose(gpu, monkeypatch):
+    gpu(RuntimeError("CUDA error: unknown error"))
+    monkeypatch.setattr(faults, "_device", "cpu")
+    assert not is_device_lost(RuntimeError("Torch not compiled with CUDA enabled"))

@@ -1,0 +1,107 @@
+"""Captures of decode steps: which models can be captured, and what becomes of those that cannot."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+import sie.workers.generation
+from sie.values.card import ModelCard
+from sie.values.generate import GenerateRule
+from sie.workers.device import memory
+from sie.workers.device.capture import Capturer
+from sie.workers.device.fallbacks import collecting
+from sie.workers.generation import paging
+from sie.workers.generation.graphs import try_capture
+from sie.workers.generation.paged_cache import PagedCache
+from sie.workers.generation.runner import TextGenerator
+from tests import paged_reference
+from tests.generation_models import BY_LENGTH, FAMILIES, random_prompt
+from tests.unit.workers.device.fake_cuda import FakeCuda
+
+META = torch.device("meta")
+"""Stands for a GPU: it computes nothing, but a step that waits for it or mixes it with the host fails."""
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    kernels = SimpleNamespace(
+        Tables=paged_reference.Tables, write_rows=lambda *_: None, attend_blocks=lambda *_, **__: None
+    )
+    monkeypatch.setitem(sys.modules, "sie.workers.generation.kernels", kernels)
+    monkeypatch.setattr(sie.workers.generation, "kernels", kernels, raising=False)
+    monkeypatch.setattr(memory, "_allocator", memory._Allocator())
+    monkeypatch.setattr(Capturer, "forbidden", "")
+    return FakeCuda(monkeypatch)
+
+
+def on_gpu(name):
+    """Return a tiny model on the stand-in for a GPU, and its blocks."""
+    config_class, values = {**FAMILIES, **BY_LENGTH}[name]
+    config = getattr(transformers, config_class)(**values, dtype="bfloat16")
+    with META:
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.inference_mode():
+        recorder = paging._record("m", model, random_prompt(9, 0), META)
+        cache = PagedCache(recorder.layers, 16, 8, META)
+    card = ModelCard(id="m", kind="generator", outputs=("generate",), generate=GenerateRule(context_length=256))
+    return TextGenerator(card, model, cache, "bfloat16"), cache
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "gpt2", "phi3-longrope", "cohere2", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+)
+def test_the_steps_of_a_family_wait_for_nothing_and_are_captured(name, cuda):
+    runner, cache = on_gpu(name)
+    with collecting("m") as fallbacks:
+        graphs = try_capture(cache, runner._run_model, 4, 8)
+    assert fallbacks.found == ()
+    assert graphs is not None
+    assert graphs.sizes == [4, 2, 1]
+    assert cuda.num_captured == 3
+
+
+def test_a_model_that_waits_for_the_device_is_not_captured_and_says_why(cuda):
+    runner, cache = on_gpu("llama")
+    layer = runner.model.model.layers[1].mlp
+    forward, layer.forward = layer.forward, lambda states: forward(states[states > 0][:32].view(1, 1, 32))
+    calls = []
+
+    def run(*inputs):
+        calls.append(inputs)
+        return torch.zeros(1, 101, device=META) if len(calls) == 1 else runner._run_model(*inputs)
+
+    with collecting("m") as fallbacks:
+        assert try_capture(cache, run, 4, 8) is None
+    (fallback,) = fallbacks.found
+    assert (fallback.name, fallback.reason) == (
+        "no_graphs", "CaptureRefusedError: aten.index.Tensor waits for the device",
+    )  # fmt: skip
+    assert (cuda.num_captured, cuda.underway, cache.step) == (0, [], None)
+
+
+def test_a_capture_that_fails_leaves_a_model_without_graphs_and_memory_to_free(cuda):
+    runner, cache = on_gpu("llama")
+
+    def run(*inputs):
+        if cuda.num_captured == 1:
+            cuda.invalidate()
+        return runner._run_model(*inputs)
+
+    with collecting("m") as fallbacks:
+        assert try_capture(cache, run, 4, 8) is None
+    assert [fallback.name for fallback in fallbacks.found] == ["no_graphs"]
+    assert (cuda.num_captured, cuda.underway, cuda.stream, cache.step) == (1, [], "default", None)
+    memory.free_cached()
+    assert not memory.is_worn()
+
+
+def test_no_more_sequences_are_captured_than_have_a_block(cuda):
+    runner, cache = on_gpu("llama")
+    graphs = try_capture(cache, runner._run_model, 256, 8)
+    assert graphs is not None
+    assert graphs.sizes[0] == cache.num_blocks == 16
