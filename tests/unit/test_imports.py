@@ -148,7 +148,7 @@ def test_dialects_know_no_ring_no_socket_and_not_the_document():
 
 
 def test_a_dialect_imports_no_other_but_the_one_that_all_share():
-    shared = {"openai": set(), "trtis": {"openai", "kserve"}}
+    shared = {"openai": set(), "tei": {"openai", "cohere"}, "trtis": {"openai", "kserve"}}
     root = ROOT / "frontend" / "dialects"
     for path in sorted(root.glob("*/*.py")):
         package = path.parent.name

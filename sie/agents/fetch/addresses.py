@@ -16,7 +16,9 @@ def is_public(text: str) -> bool:
     """
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
-        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        if address.ipv4_mapped is not None:
+            return is_public(str(address.ipv4_mapped))
+        inner = [address.sixtofour, *(address.teredo or ())]
         if address in _NAT64 or address in _IPV4_COMPATIBLE:
             inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
         if any(one is not None and not is_public(str(one)) for one in inner):

@@ -20,7 +20,7 @@ from sie.values.errors import BadRequest
 _MAX_FILES: Final = 64
 
 
-class FileField(msgspec.Struct):
+class ExpectedFileField(msgspec.Struct):
     """A file that the tools are expected to make."""
 
     name: Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -34,7 +34,7 @@ class AgentFields(SamplingNumbers, kw_only=True):
     A field that is null, false or empty is ignored, except an empty `web_search_options`.
     """
 
-    files: Annotated[list[FileField], Meta(max_length=_MAX_FILES)] | None = None
+    files: Annotated[list[ExpectedFileField], Meta(max_length=_MAX_FILES)] | None = None
     session_id: Any = None
     agent_permission: Literal["auto", "ask", "deny"] | None = None
     code_execution_permission: Literal["auto", "ask", "deny"] | None = None
