@@ -22,6 +22,7 @@ from sie.agents.messages import Answer, Question, RunTool, ToolResult
 from sie.config.agent_settings import Agents
 from sie.config.sections import Access, Server
 from sie.config.settings import Settings
+from sie.config.store_settings import Store
 from sie.runtime.sandbox import Sandbox, SandboxMode, find_bwrap, find_sandbox
 
 WAIT_S = 60.0
@@ -83,7 +84,7 @@ class Host:
 
 
 @contextlib.contextmanager
-def start_host(mode: SandboxMode, directory: Path, **settings: Any) -> Iterator[Host]:
+def start_host(mode: SandboxMode, directory: Path, *, store: Store = Store(), **settings: Any) -> Iterator[Host]:
     """Yield a host whose sandboxes have this mode; at the end, nothing of it may run."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -97,7 +98,7 @@ def start_host(mode: SandboxMode, directory: Path, **settings: Any) -> Iterator[
     main.find_sandbox = choose
     try:
         agents = Agents(agent=True, agent_dir=str(directory / "agents"), **settings)
-        whole = Settings(agents=agents, server=Server(state_dir=str(directory), runtime_dir=str(directory)),
+        whole = Settings(agents=agents, store=store, server=Server(state_dir=str(directory), runtime_dir=str(directory)),
                          access=Access(api_keys=str(directory / "keys.toml")))  # fmt: skip
         before = {process.pid for process in psutil.Process().children(recursive=True)}
         host = Host(whole, loop)

@@ -13,6 +13,7 @@ import pytest
 
 from sie.agents import tools
 from sie.agents.messages import RunTool
+from sie.config.store_settings import Store
 from sie.values.errors import Forbidden, Overloaded
 from tests.agent_rig import Host, modes, open_directory, start_host
 from tests.process.harness import eventually
@@ -23,7 +24,7 @@ MODE = modes()[0]
 @pytest.fixture(scope="module")
 def host():
     with open_directory() as directory, start_host(
-        MODE, directory, code_timeout_s=1, max_result_chars=1000, agent_running=1, max_inline_bytes=100
+        MODE, directory, code_timeout_s=1, max_result_chars=1000, agent_running=1, store=Store(max_inline_file_bytes=100)
     ) as host:  # fmt: skip
         yield host
 
