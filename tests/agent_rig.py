@@ -84,7 +84,7 @@ class Host:
 
 
 @contextlib.contextmanager
-def start_host(mode: SandboxMode, directory: Path, *, store: Store = Store(), **settings: Any) -> Iterator[Host]:
+def start_host(mode: SandboxMode, directory: Path, *, store: Store | None = None, **settings: Any) -> Iterator[Host]:
     """Yield a host whose sandboxes have this mode; at the end, nothing of it may run."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -98,7 +98,7 @@ def start_host(mode: SandboxMode, directory: Path, *, store: Store = Store(), **
     main.find_sandbox = choose
     try:
         agents = Agents(agent=True, agent_dir=str(directory / "agents"), **settings)
-        whole = Settings(agents=agents, store=store, server=Server(state_dir=str(directory), runtime_dir=str(directory)),
+        whole = Settings(agents=agents, store=store or Store(), server=Server(state_dir=str(directory), runtime_dir=str(directory)),
                          access=Access(api_keys=str(directory / "keys.toml")))  # fmt: skip
         before = {process.pid for process in psutil.Process().children(recursive=True)}
         host = Host(whole, loop)
