@@ -42,7 +42,7 @@ TORCHLESS := llama mistralrs
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve cluster native smoke test gpu check fix bench peers chaos kills soak wheel deploy clean
+.PHONY: help serve cluster native smoke test gpu check fix bench peers chaos escapes kills soak wheel deploy clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -99,6 +99,9 @@ chaos: $(VENV)/.test ## break running servers on purpose, all faults, and write 
 	@rm -f build/chaos/rows.jsonl
 	CHAOS=long CHAOS_REPORT=build/chaos $(BIN)/python -m pytest tests/chaos $(ARGS); status=$$?; \
 		CHAOS=long $(BIN)/python tests/chaos/page.py build/chaos && exit $$status
+
+escapes: $(VENV)/.test ## try every way out of a sandbox; as root, also without a user namespace made by bubblewrap
+	$(BIN)/python -m pytest tests/security/test_sandbox_escapes.py tests/process/test_agent_host.py tests/unit/agents $(ARGS)
 
 kills: $(VENV)/.test ## kill hosts, gateways and NATS of a cluster, and cut links, ROUNDS (50) times each
 	CHAOS=long KILL_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest tests/chaos/test_cluster_kills.py $(ARGS)

@@ -29,7 +29,10 @@ tests. H(x) is SHAKE-256 of x, and `text` is the UTF-8 of the text:
                  ends after n tokens, or continues if the end is ignored. Let x be the next token by this rule; token
                  (x + r) modulo 257 has the probability 2**-(r + 1). At every temperature the likeliest token that a
                  bias and a grammar allow is chosen. A grammar of any kind is the answer itself; a blank one does not
-                 compile
+                 compile. A scripted stub answers with the texts that the last user's message holds in `[[ ]]`: with the
+                 first one, after each further turn of the assistant with the next one, and with the last one again. In
+                 a text, `{result}` is the latest tool result. Its calls are between `<tool_call>` tags, and it follows
+                 no grammar
 
 Values are float32. Queries and documents are treated alike. Options that lower the token limit cut the UTF-8 to four
 bytes for each allowed token. A text over `max_tokens` is reported as cut, costs at most `max_tokens`, and is refused if
@@ -39,6 +42,10 @@ number of rows of a multivector follows from this text too.
 """
 
 from __future__ import annotations
+
+import functools
+import re
+from typing import Final
 
 from sie.catalog.spec import ModelSpec
 from sie.values.card import ImageRule, ModelCard, StubOptions
@@ -52,6 +59,7 @@ BYTES_PER_TOKEN = 4
 END_OF_TEXT = 256
 """The token that ends a text of a generating stub; lower tokens are bytes."""
 _END_TEXT = "<|end|>"
+_SCRIPTED: Final = re.compile(rb"\[\[(.*?)\]\]", re.DOTALL)
 _CHAT_TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}\n{% endfor %}"
@@ -94,11 +102,22 @@ def _generator_card(name: str, stub: StubOptions) -> ModelCard:
         chat_template=_CHAT_TEMPLATE,
         special_tokens={"eos_token": _END_TEXT},
         special_texts=(_END_TEXT,),
+        tool_format="hermes" if stub.scripted else "json",
     )
     return ModelCard(
         id=name, kind="stub", architecture="stub", outputs=("generate",), max_sequence_length=stub.max_tokens,
         vocab_size=END_OF_TEXT + 1, stub=stub, generate=rule,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def scripted_answer(prompt: bytes) -> bytes:
+    """Return what a scripted stub answers to a prompt."""
+    _, _, turns = (b"\n" + prompt).rpartition(b"\nuser: ")
+    said, *later = turns.split(b"\nassistant: ")
+    texts = _SCRIPTED.findall(said) or [b"done"]
+    answer = texts[min(len(later) - 1, len(texts) - 1)]
+    return answer.replace(b"{result}", turns.rpartition(b"\ntool: ")[2].partition(b"\nassistant: ")[0])
 
 
 def _stub_rule(name: str) -> TensorRule:

@@ -5,7 +5,7 @@ TOML key `max_body_bytes` under `[limits]` and a row of docs/settings.md. Names 
 default < file < environment < flag. An unknown or bad key stops the start; an unknown variable only warns. No other
 module reads the environment, and only a reload changes settings after the start (`sie.config.reloadable`). Never imports
 slow modules, because every `sie` command waits for it. `sie.config.sections`, `sie.config.generation_settings`,
-`sie.config.store_settings`, `sie.config.grpc_limits` and `sie.config.limits` define the keys, each in one place; `sie.config.sources` reads the
+`sie.config.agent_settings`, `sie.config.store_settings`, `sie.config.grpc_limits` and `sie.config.limits` define the keys, each in one place; `sie.config.sources` reads the
 values.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from sie.config.agent_settings import Agents
 from sie.config.cluster_settings import Cluster
 from sie.config.generation_settings import Generation
 from sie.config.grpc_limits import Grpc
@@ -62,6 +63,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: Memory = Memory()
     scheduler: Scheduler = Scheduler()
     generation: Generation = Generation()
+    agents: Agents = Agents()
     store: Store = Store()
     supervisor: Supervisor = Supervisor()
     status: Status = Status()

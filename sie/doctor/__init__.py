@@ -16,7 +16,19 @@ from sie.config.settings import Loaded, Settings
 from sie.config.sources import SettingsError
 from sie.doctor.finding import Finding
 
-AREAS: Final = ("settings", "software", "kernel", "limits", "memory", "disk", "network", "access", "clock", "gpu")
+AREAS: Final = (
+    "settings",
+    "software",
+    "kernel",
+    "limits",
+    "memory",
+    "disk",
+    "network",
+    "access",
+    "sandbox",
+    "clock",
+    "gpu",
+)
 _WAIT_STEP_S = 1.0
 _COLOURS: Final = {"ok": "green", "warn": "yellow", "error": "red"}
 
@@ -36,7 +48,7 @@ def examine(load: Callable[[], Loaded], areas: Iterable[str], wait_s: float = 0.
 
 
 def _look(load: Callable[[], Loaded], areas: frozenset[str]) -> Iterator[Finding]:
-    from sie.doctor import access, gpu, host, kernel, software  # imported here, because their imports are slow
+    from sie.doctor import access, gpu, host, kernel, sandbox, software  # imported here, because their imports are slow
 
     settings = Settings()
     try:
@@ -55,6 +67,7 @@ def _look(load: Callable[[], Loaded], areas: frozenset[str]) -> Iterator[Finding
         "disk": host.check_disk,
         "network": host.check_network,
         "access": access.check_access,
+        "sandbox": sandbox.check_sandbox,
         "clock": host.check_clock,
         "gpu": gpu.check_gpus,
     }

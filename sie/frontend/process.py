@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
+from sie.agents.paths import socket_path
 from sie.agents.store import has_store
 from sie.config.settings import Settings
 from sie.frontend.access.gate import open_access
@@ -56,6 +57,7 @@ from sie.shm.space import OutboundSpace
 from sie.values.errors import BadRequest, SieError, Unavailable
 
 if TYPE_CHECKING:
+    from sie.agents.channel import AgentClient
     from sie.agents.store.store import Store
     from sie.frontend.generation.interface import TextStarter
     from sie.frontend.http.exchange import Exchange
@@ -196,6 +198,13 @@ class FrontendProcess:
         return Generator(self.engine, self.models, self.settings.generation, self.generation_metrics)
 
     @functools.cached_property
+    def agents(self) -> AgentClient:
+        """The connection to the agent process."""
+        from sie.agents.channel import AgentClient
+
+        return AgentClient(socket_path(self._launch.control_path))
+
+    @functools.cached_property
     def store(self) -> Store:
         """The files, skills and sessions of clients. It is imported with the first request that needs it."""
         from sie.agents.store.store import Store
@@ -297,6 +306,8 @@ class FrontendProcess:
         self._images.close()
         if "generator" in vars(self):
             self.generator.close()
+        if "agents" in vars(self):
+            self.agents.close()
 
     def _spawn(self, work: Any) -> None:
         task = self._loop.create_task(work)

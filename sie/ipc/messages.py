@@ -15,7 +15,7 @@ from sie.values.card import AdapterSpec, ModelCard, ModelState
 from sie.values.errors import WireError
 from sie.values.fallbacks import Fallback
 
-Role = Literal["frontend", "worker"]
+Role = Literal["frontend", "worker", "agent"]
 Protocol = Literal["http", "grpc", "nats", "gateway"]
 
 

@@ -19,29 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from sie.runtime import child_setup
+from sie.runtime import child_setup, system_filter
 
 SIZE: Final = struct.Struct("<I")
 """The prefix of each request and answer: its size."""
 _CHANNEL: Final = 0
 _PR_SET_NO_NEW_PRIVS: Final = 38
-_PR_SET_SECCOMP: Final = 22
-_SECCOMP_MODE_FILTER: Final = 2
-_EPERM: Final = 1
-
-# A filter of system calls is a classic BPF program over (nr, arch, ...).
-# Source: seccomp(2), linux/filter.h, linux/seccomp.h.
-_INSTRUCTION: Final = struct.Struct("<HBBI")
-_LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-_NUMBER_OFFSET, _MACHINE_OFFSET = 0, 4
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | _EPERM
-_CALLS: Final[dict[str, tuple[int, tuple[int, ...]]]] = {
-    # read write mmap mprotect munmap brk rt_sigaction rt_sigprocmask rt_sigreturn sched_yield mremap madvise getpid exit
-    # gettimeofday sigaltstack gettid time futex restart_syscall clock_gettime exit_group getrandom rseq
-    "x86_64": (0xC000003E, (0, 1, 9, 10, 11, 12, 13, 14, 15, 24, 25, 28, 39, 60, 96, 131, 186, 201, 202, 219, 228, 231, 318, 334)),
-    "aarch64": (0xC00000B7, (63, 64, 222, 226, 215, 214, 134, 135, 139, 124, 216, 233, 172, 93, 169, 132, 178, 98, 128, 113, 94, 278, 293)),
-}  # fmt: skip
-"""By machine: the kernel's code for it, and the numbers of the system calls for computing. Open files stay usable."""
 
 
 def give_up_privileges(parent_pid: int | None = None) -> None:
@@ -57,31 +40,7 @@ def give_up_everything() -> bool:
     """Only compute from now on. Return False if the kernel cannot filter system calls; the limits still apply."""
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
         resource.setrlimit(limit, (0, 0))
-    machine, numbers = _CALLS.get(os.uname().machine, (0, ()))
-    if not numbers or sys.byteorder != "little":
-        return False
-    program = _filter_of(machine, numbers)
-    size = len(program) // _INSTRUCTION.size
-    buffer = ctypes.create_string_buffer(program, len(program))
-    header = ctypes.create_string_buffer(struct.pack("@HP", size, ctypes.addressof(buffer)))
-    try:
-        _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header))
-    except OSError:
-        return False
-    return True
-
-
-def _filter_of(machine: int, numbers: tuple[int, ...]) -> bytes:
-    """Return a filter that allows these system calls on this machine; every other one fails with EPERM."""
-    rows = [
-        (_LOAD_WORD, 0, 0, _MACHINE_OFFSET),
-        (_JUMP_IF_EQUAL, 0, len(numbers) + 1, machine),
-        (_LOAD_WORD, 0, 0, _NUMBER_OFFSET),
-        *((_JUMP_IF_EQUAL, len(numbers) - index, 0, number) for index, number in enumerate(numbers)),
-        (_RETURN, 0, 0, _REFUSE),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-    return b"".join(_INSTRUCTION.pack(*row) for row in rows)
+    return system_filter.compute_only()
 
 
 def _prctl(option: int, *arguments: int) -> None:

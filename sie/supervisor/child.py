@@ -19,7 +19,7 @@ from sie.supervisor.losses import DeviceLosses
 from sie.supervisor.restart import StartHistory
 
 ChildState = Literal["waiting", "starting", "ready", "lost", "gone"]
-_WORKER = "sie.workers.main"
+_MODULES = {"worker": "sie.workers.main", "agent": "sie.agents.host.main"}
 _FRONTENDS: dict[Protocol, str] = {
     "http": "sie.frontend.main",
     "grpc": "sie.frontend.grpc.main",
@@ -32,7 +32,7 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 class Child:
-    """One slot for a frontend or a worker, and the process that currently fills it.
+    """One slot for a frontend, a worker or the agent process, and the process that currently fills it.
 
     waiting: no process; one will be started. starting: not ready yet. lost: the worker's device is lost and will be
     tried again later. gone: given up or stopped for good. peer_pid and peer_pidfd refer to the process that shares
@@ -79,7 +79,7 @@ class Child:
         self.incarnation = launch.incarnation
         self.started_s = now_s
         self.is_faulty = self.is_retired = self.is_late = False
-        module = _FRONTENDS[self.protocol] if self.role == "frontend" else _WORKER
+        module = _FRONTENDS[self.protocol] if self.role == "frontend" else _MODULES[self.role]
         command = [sys.executable, "-m", module, msgspec.json.encode(launch).decode()]
         is_http = self.role == "frontend" and self.protocol in ("http", "gateway")
         inherited = (launch.listen_fd,) if is_http and launch.listen_fd >= 0 else ()

@@ -94,6 +94,8 @@ class Children:
             self.frontends.append(Child("frontend", num_frontends, WorkerSlot(""), "grpc"))
         if settings.cluster.nats and not is_gateway:
             self.frontends.append(Child("frontend", len(self.frontends), WorkerSlot(""), "nats"))
+        self.agents = [Child("agent", 0, WorkerSlot(""))] if settings.agents.is_on and not is_gateway else []
+        """The agent process, if tools may run."""
         self.stand_in: Child | None = None
         """The last frontend. It runs only while the others are replaced, and exists only with certificates."""
         if certificates is not None:
@@ -118,8 +120,8 @@ class Children:
 
     @property
     def all(self) -> list[Child]:
-        """Workers, then frontends."""
-        return [*self.workers, *self.frontends]
+        """Workers, then frontends, then the agent process."""
+        return [*self.workers, *self.frontends, *self.agents]
 
     @property
     def num_http_frontends(self) -> int:
@@ -263,7 +265,7 @@ class Children:
         self._loop.add_reader(child.pidfd, self._on_death, child)
 
     def _num_threads(self, child: Child) -> int:
-        if child.role == "frontend":
+        if child.role != "worker":
             return 1
         return self._settings.devices.threads_per_worker or max(1, len(child.place.cores))
 
@@ -291,7 +293,7 @@ class Children:
     def _child_of(self, hello: Message) -> Child | None:
         if not isinstance(hello, messages.Hello):
             return None
-        slots = self.workers if hello.role == "worker" else self.frontends
+        slots = {"worker": self.workers, "frontend": self.frontends, "agent": self.agents}[hello.role]
         for child in slots[hello.slot : hello.slot + 1]:
             if child.process is not None and child.channel is None and child.incarnation == hello.incarnation:
                 return child
@@ -299,6 +301,9 @@ class Children:
 
     def _configure(self, child: Child) -> None:
         own = self._pages[child.name]
+        if child.role == "agent":
+            self.send(child, messages.Configure(self._settings))
+            return
         if child.role == "worker":
             self.send(child, messages.Configure(self._settings), [own.fd, self._inflight[child.slot].fd])
         else:

@@ -233,7 +233,9 @@ class Supervisor:
         self._loads.broadcast()
 
     def on_given_up(self, role: messages.Role) -> None:
-        """Stop the server: without any worker or any frontend it cannot serve."""
+        """Stop the server: without any worker or any frontend it cannot serve. Without agents it can."""
+        if role == "agent":
+            return
         _log.error("no %s can be started: stopping", role)
         self._fail()
 
@@ -320,7 +322,8 @@ class Supervisor:
             self._loads.tick(now_s)
             self._adapters.tick(now_s)
             if now_s - pinged_s >= min(_MAX_PING_S, self._settings.supervisor.tick_timeout_s / 4):
-                self._children.send_all(self._children.frontends, messages.Ping(int(now_s * 1e3)))
+                pinged = [*self._children.frontends, *self._children.agents]
+                self._children.send_all(pinged, messages.Ping(int(now_s * 1e3)))
                 pinged_s = now_s
                 self._systemd.set_status(self._status())
             if not self._hung(now_s):
@@ -367,7 +370,7 @@ class Supervisor:
 
     def _watch_frontends(self, now_s: float, late_s: float) -> None:
         timeout_s = self._settings.supervisor.tick_timeout_s
-        for frontend in self._children.frontends:
+        for frontend in (*self._children.frontends, *self._children.agents):
             if frontend.state == "starting":
                 self._check_start(frontend, now_s)
             elif frontend.state == "ready":
@@ -410,9 +413,10 @@ class Supervisor:
 
     async def _end_all_children(self) -> None:
         self._children.is_stopping = True
-        for worker in self._children.workers:
-            worker.signal(signal.SIGTERM)
-        await self._children.until_gone(self._children.workers, _WORKER_STOP_S)
+        ending = [*self._children.workers, *self._children.agents]
+        for child in ending:
+            child.signal(signal.SIGTERM)
+        await self._children.until_gone(ending, _WORKER_STOP_S)
         for child in self._children.all:
             child.kill()
         await self._children.until_gone(self._children.all, _KILL_S)

@@ -53,6 +53,8 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether it accepts tensors only."""
     generate: bool = False
     """Whether it generates text only."""
+    scripted: bool = False
+    """Whether it says the texts that its prompt holds in `[[ ]]`, one a turn, if it generates."""
     blocks: int = 1024
     """Number of its key/value cache blocks, if it generates."""
     grammar_ms: float = 0.0

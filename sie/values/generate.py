@@ -1,6 +1,6 @@
 """The typed values of text generation: the rule on a card, a task, its tokens, requests and events.
 
-Imports none of our modules. A *choice* is one of the n texts that a request asks for. Types sent over the rings
+Imports `sie.values.agent` only. A *choice* is one of the n texts that a request asks for. Types sent over the rings
 (`GenerateTask`, `TokenFrame`, `GenerateTotals`) are `array_like`: fields are only ever appended.
 
     dialect: bytes -> GenerateRequest     frontend: -> prompt tokens + GenerateTask  -> worker
@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+
+from sie.values.agent import AgentEvent, AgentOutcome, AgentTask
 
 MAX_CHOICES = 64
 """Each choice of a request can be stopped separately, by its bit in the extent."""
@@ -269,6 +271,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     truncate_prompt: bool = False
     """Whether an overlong prompt loses its oldest tokens instead of being refused."""
     stream: bool = False
+    agent: AgentTask | None = None
+    """What the server should do besides generating, if anything."""
 
 
 # --- what dialects encode -------------------------------------------------------------------------------------------
@@ -343,12 +347,13 @@ class GenerateUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The last event of a request."""
+    """The last event of a request. session: the name of the session of an agent's run."""
 
     usage: GenerateUsage
+    session: str = ""
 
 
-GenerateEvent = Started | PromptScored | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Ended
+GenerateEvent = Started | PromptScored | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Ended | AgentEvent
 
 
 class ChoiceReply(msgspec.Struct, kw_only=True):
@@ -372,3 +377,5 @@ class GenerateReply(msgspec.Struct, kw_only=True):
     usage: GenerateUsage
     scored: list[tuple[LogprobText, ...]] = []
     """The tokens of each prompt, if their logprobs are requested (`PromptScored`)."""
+    agent: AgentOutcome | None = None
+    """What the server did besides generating, if it was asked to act."""

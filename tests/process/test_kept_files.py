@@ -400,7 +400,7 @@ def test_requests_cannot_use_skills_yet(http: httpx.Client) -> None:
     skills = [{"type": "skill_reference", "skill_id": "skill_1"}]
     tool = {"type": "shell", "environment": {"type": "container_auto", "skills": skills}}
     answer = http.post("/v1/responses", json={"input": "x", "tools": [tool]})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0]")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0].environment.skills")
     body = {"messages": HELLO, "max_tokens": 9, "container": {"skills": [{"type": "custom", "skill_id": "skill_1"}]}}
     answer = http.post("/v1/messages", json=body)
     assert answer.status_code == 400

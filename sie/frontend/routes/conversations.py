@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from sie.agents.fetch import FetchError, FetchLimits, fetch
+from sie.agents.fetch.url_file import FetchError, FetchLimits, fetch
 from sie.agents.store.files import OF_REQUEST, KeptFile
 from sie.agents.store.keeping import USER_DATA, content_id, keep_upload
 from sie.agents.store.listing import ListedFile, list_files, with_list
@@ -21,8 +21,8 @@ from sie.agents.store.store import Store, StoreFile
 from sie.frontend.dialects.openai.chat_messages import name_results
 from sie.frontend.dialects.store import sessions
 from sie.frontend.generation.generation_run import add_event
-from sie.frontend.generation.interface import TextRun
 from sie.frontend.generation.sampling_fields import wrong
+from sie.frontend.http.stream import EventSource
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.files import file_gone
@@ -67,7 +67,7 @@ class Turn:
 class StoredRun:
     """A run whose answer is stored before its last events are sent. See `sie.frontend.http.stream.EventSource`."""
 
-    def __init__(self, run: TextRun, turn: Turn) -> None:
+    def __init__(self, run: EventSource, turn: Turn) -> None:
         self.is_over = False
         self._run = run
         self._turn = turn

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from sie.agents.loop.agent_run import AgentRun
 from sie.frontend.dialects.anthropic import reply as messages_reply
 from sie.frontend.dialects.anthropic import request as messages
 from sie.frontend.dialects.description import TextCodec
@@ -102,7 +103,7 @@ class TextRoutes:
         entry = await process.models.wait_serving(self.service.find(exchange, request), exchange.deadline_ns)
         with renamed(messages.NAMES):
             await self._conversations.begin(exchange.owner, request)
-            (ids,) = await self.service.generator.prompt_ids(entry, request)
+            (ids,) = await self.service.prompt_ids(entry, request)
         return [JSON], messages_reply.encode_count(len(ids))
 
     async def generate(self, exchange: Exchange) -> Answer | Streamed:
@@ -192,6 +193,8 @@ class TextRoutes:
                 exchange.timing = run.timing(exchange.began_ns)
                 return [JSON], encode(reply, run.prompts)
             except Unavailable as error:
+                if isinstance(run, AgentRun) and run.has_acted:
+                    raise
                 entry = process.models.reloaded(entry, error)
             finally:
                 run.give_up(ClientGone("the client no longer waits for the answer"))

@@ -13,6 +13,7 @@ from sie.frontend.routes.models import Cards
 from sie.frontend.routes.server_pages import Pages
 
 if TYPE_CHECKING:
+    from sie.frontend.routes.agents import Agents
     from sie.frontend.routes.files import Files
     from sie.frontend.routes.generate import TextRoutes
     from sie.frontend.routes.sessions import Sessions
@@ -40,6 +41,13 @@ class Handlers:
         from sie.frontend.routes.generate import TextRoutes
 
         return TextRoutes(self._process, self.kserve, self.inference.pool, self._identity)
+
+    @cached_property
+    def agents(self) -> Agents:
+        """The decisions on calls of tools."""
+        from sie.frontend.routes.agents import Agents
+
+        return Agents(self._process)
 
     @cached_property
     def trtis(self) -> Trtis:

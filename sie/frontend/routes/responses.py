@@ -16,6 +16,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from sie.agents.loop.agent_run import AgentRun
 from sie.frontend.dialects.openai.text_fields import renamed
 from sie.frontend.dialects.responses.items import name_kept_files, read_kept
 from sie.frontend.dialects.responses.page import read_page, read_stream_query
@@ -41,7 +42,7 @@ _to_json: Final = msgspec.json.Encoder().encode
 _NAMES: Final = {"messages": "input", "truncate_sequence": "truncation"}
 """This route's names for fields in the errors of the generation core."""
 _MANY_EVENTS: Final = 256
-Start = Callable[[ModelEntry], Coroutine[Any, Any, TextRun]]
+Start = Callable[[ModelEntry], Coroutine[Any, Any, TextRun | AgentRun]]
 
 
 class Responses:
@@ -94,7 +95,7 @@ class Responses:
         await self._join_history(call, exchange.owner)
         entry = await self._process.models.wait_serving(entry, exchange.deadline_ns)
         with renamed(_NAMES):
-            (ids,) = await self._texts.generator.prompt_ids(entry, call.request)
+            (ids,) = await self._texts.prompt_ids(entry, call.request)
         return [JSON], encode_count(len(ids))
 
     async def show(self, exchange: Exchange) -> Answer | Streamed:
@@ -153,7 +154,11 @@ class Responses:
         generator, request, salt = self._texts.generator, call.request, exchange.owner.encode()
         deadline_ns = exchange.began_ns + int(self._process.settings.generation.generation_timeout_s * 1e9)
 
-        async def start(entry: ModelEntry) -> TextRun:
+        plan = self._texts.plan(request)
+
+        async def start(entry: ModelEntry) -> TextRun | AgentRun:
+            if plan is not None:
+                return await self._texts.start_agent(entry, plan, deadline_ns, owner=exchange.owner)
             return await generator.start(entry, request, deadline_ns, salt=salt)
 
         # If the model is loaded, errors of the request are reported now.
@@ -168,7 +173,7 @@ class Responses:
         return [JSON], answer
 
     async def _work(
-        self, job: Job, deadline_ns: int, entry: ModelEntry, start: Start, run: TextRun | None
+        self, job: Job, deadline_ns: int, entry: ModelEntry, start: Start, run: TextRun | AgentRun | None
     ) -> list[GenerateEvent]:
         """Run a background response; return the last of its events."""
         record = job.record
@@ -187,8 +192,8 @@ class Responses:
         return (await self._gather(deadline_ns, entry, start, run))[1]
 
     async def _gather(
-        self, deadline_ns: int, entry: ModelEntry, start: Start, run: TextRun | None = None
-    ) -> tuple[TextRun, list[GenerateEvent]]:
+        self, deadline_ns: int, entry: ModelEntry, start: Start, run: TextRun | AgentRun | None = None
+    ) -> tuple[TextRun | AgentRun, list[GenerateEvent]]:
         """Return a finished run and all its events. Starts a new run if the model is reloaded meanwhile."""
         while True:
             if run is None:
@@ -197,6 +202,8 @@ class Responses:
             try:
                 return run, await run.gather()
             except Unavailable as error:
+                if isinstance(run, AgentRun) and run.has_acted:
+                    raise
                 entry = self._process.models.reloaded(entry, error)
             finally:
                 run.give_up(cancelled())
@@ -358,7 +365,7 @@ def _not_found(response_id: str) -> NotFound:
 
 
 @contextlib.contextmanager
-def _given_up_on_failure(run: TextRun | None) -> Generator[None]:
+def _given_up_on_failure(run: TextRun | AgentRun | None) -> Generator[None]:
     """Give up a run if the body of the `with` statement fails, because nobody will read its events."""
     try:
         yield

@@ -101,6 +101,8 @@ TABLE: Final = RouteTable((
     _text("/v1/responses/{response_id}", "DELETE", lambda t: t.delete_response, label=""),
     _text("/v1/responses/{response_id}/cancel", "POST", lambda t: t.cancel_response, label=""),
     _text("/v1/responses/{response_id}/input_items", "GET", lambda t: t.list_input_items, label=""),
+    Row("/v1/agent/approvals/{approval_id}", "POST", "text", "", handler=lambda s: s.agents.decide,
+        imports="sie.frontend.routes.agents"),
     _kept("files", "/v1/files", "GET", lambda s: s.files.list_files),
     _kept("files", "/v1/files", "POST", lambda s: s.files.upload),
     _kept("files", "/v1/files/{file_id}", "GET", lambda s: s.files.show),

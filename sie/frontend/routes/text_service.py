@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
+from sie.agents.loop.agent_run import AgentRun
+from sie.agents.loop.plan import AgentPlan, plan_agent
 from sie.frontend.generation.interface import TextRun
+from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.models.not_found import model_not_found
 from sie.frontend.process import FrontendProcess
 from sie.ipc.messages import ModelEntry
-from sie.values.errors import NotFound
+from sie.values.errors import ClientGone, NotFound
 from sie.values.generate import GenerateRequest
 
 _OUTPUT: Final = "generate"
+_LEAST_ROUND_NS: Final = 1_000_000_000
 
 
 class TextService:
@@ -51,8 +56,47 @@ class TextService:
 
     async def start(
         self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False
+    ) -> TextRun | AgentRun:
+        """Submit a request to a served model, with the rounds of its agent if it asks for one.
+
+        It ends when its client leaves. Raises as `Generator.start` and `plan_agent` do.
+        """
+        plan = self.plan(request)
+        if plan is None:
+            return await self._start_round(exchange, entry, request, echoes=echoes)
+        run = await self.start_agent(entry, plan, exchange.deadline_ns, owner=exchange.owner)
+        exchange.num_items = 1
+        watch = asyncio.get_running_loop().create_task(_end_with_client(run, exchange.protocol))
+        run.on_end(watch.cancel)
+        return run
+
+    async def prompt_ids(self, entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
+        """Return the tokens of a request's prompts, with the server's tools. Raises as `start` does."""
+        plan = self.plan(request)
+        return await self.generator.prompt_ids(entry, request if plan is None else plan.request)
+
+    def plan(self, request: GenerateRequest) -> AgentPlan | None:
+        """Return the plan of a request that asks the server to act, or None. Raises BadRequest if it does not."""
+        plan = plan_agent(request, self._process.settings.agents)
+        if plan is not None and self._process.remote is not None:
+            raise wrong(plan.task.field, "asks for tools, which a gateway does not run; ask a host itself")
+        return plan
+
+    async def start_agent(self, entry: ModelEntry, plan: AgentPlan, deadline_ns: int, *, owner: str) -> AgentRun:
+        """Submit the first round of an agent's run. deadline_ns: of its first token; later rounds have as much time."""
+        models, timeout_ns = self._process.models, deadline_ns - time.monotonic_ns()
+
+        async def start(request: GenerateRequest) -> TextRun:
+            next_ns = time.monotonic_ns() + max(timeout_ns, _LEAST_ROUND_NS)
+            serving = await models.wait_serving(entry, next_ns)
+            return await self.generator.start(serving, request, next_ns, salt=owner.encode())
+
+        first = await self.generator.start(entry, plan.request, deadline_ns, salt=owner.encode())
+        return AgentRun(first, start, plan, self._process.agents, owner=owner)
+
+    async def _start_round(
+        self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False
     ) -> TextRun:
-        """Submit a request to a served model. It ends when its client leaves. Raises the errors of `Generator.start`."""
         process = self._process
         run = await self.generator.start(
             entry, request, exchange.deadline_ns, salt=exchange.owner.encode(), echoes=echoes
@@ -61,3 +105,9 @@ class TextService:
         for pending in run.pendings:
             process.watch_client(pending, exchange.protocol)
         return run
+
+
+async def _end_with_client(run: AgentRun, protocol: Any) -> None:
+    """Give up a run when its client leaves."""
+    await protocol.client_disconnect()
+    run.give_up(ClientGone("the client left before its answer was there"))

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.catalog.stub import END_OF_TEXT
+from sie.catalog.stub import END_OF_TEXT, scripted_answer
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Internal
 from sie.values.generate import TokenLogprob
@@ -69,7 +69,9 @@ class StubGenerator:
             if slot.scored is not None:
                 _score(slot.scored, int(self._memory[slot.blocks[0], 0]))
         return [
-            tuple(_choose(draw, ids) for draw in slot.draws) if ids is not None else ()
+            tuple(_choose(draw, ids, is_scripted=self._options.scripted) for draw in slot.draws)
+            if ids is not None
+            else ()
             for slot, ids in zip(slots, read, strict=True)
         ]
 
@@ -79,8 +81,10 @@ class StubGenerator:
         return 0
 
     def compile_grammar(self, kind: str, text: str) -> Matcher:
-        """Return a matcher of the grammar's literal text, for any kind, after `grammar_ms`."""
+        """Return a matcher of the grammar's literal text, for any kind, after `grammar_ms`; a scripted stub is free."""
         time.sleep(self._options.grammar_ms / 1e3)
+        if self._options.scripted:
+            return FreeMatcher()
         if not text.strip():
             raise BadRequest(f"the {kind} grammar is blank")
         return LiteralMatcher(text.encode())
@@ -131,6 +135,23 @@ class LiteralMatcher:
         return self._num_taken == len(self._text)
 
 
+class FreeMatcher:
+    """Allows every token."""
+
+    is_complete = False
+
+    def fill_mask(self, allowed: NDArray[np.int32]) -> None:
+        """Allow all."""
+        allowed[:] = -1
+
+    def consume(self, token_id: int) -> None:
+        """Take any token."""
+
+    def fork(self) -> FreeMatcher:
+        """Return itself: it has no state."""
+        return self
+
+
 def _bytes_of(ids: NDArray[np.int32]) -> bytes:
     return ids[(ids >= 0) & (ids < END_OF_TEXT)].astype(np.uint8).tobytes()
 
@@ -143,12 +164,20 @@ def _score(scored: Scored, first_id: int) -> None:
     scored.top[:] = _LOGPROBS[ranks]
 
 
-def _choose(draw: Draw, ids: NDArray[np.int32]) -> Chosen:
-    """Return the token after ids (t,) for a draw."""
+def _expected(draw: Draw, ids: NDArray[np.int32], *, is_scripted: bool) -> int:
+    """Return the token that comes after ids (t,)."""
     num_prompt = draw.num_prompt
     number = len(ids) - num_prompt
+    if is_scripted:
+        answer = scripted_answer(_bytes_of(ids[:num_prompt]))
+        return answer[number] if number < len(answer) else END_OF_TEXT
     ends = number == num_prompt and END_OF_TEXT not in draw.forbidden
-    expected = END_OF_TEXT if ends else int(ids[(draw.choice + number) % num_prompt])
+    return END_OF_TEXT if ends else int(ids[(draw.choice + number) % num_prompt])
+
+
+def _choose(draw: Draw, ids: NDArray[np.int32], *, is_scripted: bool) -> Chosen:
+    """Return the token after ids (t,) for a draw."""
+    expected = _expected(draw, ids, is_scripted=is_scripted)
     logprobs = np.roll(_LOGPROBS, expected)
     scores = logprobs.copy()
     for token_id, bias in draw.sampling.logit_bias:

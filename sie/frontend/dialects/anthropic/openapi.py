@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from sie.frontend.dialects.anthropic.request import MessagesBody
 from sie.frontend.dialects.operation import EVENTS, JSON, Answer, Fault, Operation, Reply
@@ -29,6 +29,9 @@ class MessageAnswer(Reply):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage
+    session_id: str | UnsetType = UNSET
+    agentic_tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+    files: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class TokenCount(Reply):

@@ -12,7 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
+from sie.frontend.dialects.openai.agent_reply import agent_events, agent_object
 from sie.frontend.dialects.openai.text_fields import named_event
+from sie.values.agent import ApprovalRequired, FileProduced, ToolProgress
 from sie.values.errors import SieError
 from sie.values.generate import (
     ChoiceReply,
@@ -57,6 +59,7 @@ def encode_message(reply: GenerateReply, message_id: str, session_id: str = "") 
             "stop_reason": _reason(choice.reason, choice.stop_string),
             "stop_sequence": choice.stop_string,
             "usage": _usage(reply.usage),
+            **agent_object(reply.agent),
         }
     )
 
@@ -155,6 +158,8 @@ class MessageWriter:
                 return [_event("message_start", message=whole)]
             case PromptScored():
                 return []
+            case ToolProgress() | ApprovalRequired() | FileProduced():
+                return [*self._close(), agent_events(event)]
             case ReasoningDelta(_, text):
                 return self._delta(
                     "thinking", {"thinking": "", "signature": ""}, {"type": "thinking_delta", "thinking": text}

@@ -20,7 +20,7 @@ from sie.frontend.dialects.anthropic.content import (
     join_text,
     read_conversation,
 )
-from sie.frontend.dialects.openai.agent_fields import refuse_agent_tool, take_session_id
+from sie.frontend.dialects.openai.agent_fields import read_agent_task, take_server_tool, take_session_id
 from sie.frontend.dialects.openai.chat import ResponseFormat, read_effort, read_format, read_thinking
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tools
 from sie.frontend.dialects.openai.text_fields import SamplingFields, decode_body, read_grammar, read_sampling_fields
@@ -30,6 +30,9 @@ from sie.values.generate import ChatMessage, GenerateRequest, Grammar, Tool, Too
 _MAX_LIST: Final = 65_536
 _MODES: Final[dict[str, Literal["auto", "required", "none"]]] = {"auto": "auto", "any": "required", "none": "none"}
 _CLIENT_TOOLS: Final = frozenset({None, "custom", "function"})
+_SERVER_TOOLS: Final = frozenset({"code_interpreter", "web_search"})
+_SERVER_NAMES: Final = frozenset({"code_execution", "web_search"})
+"""The names of server tools in `tool_choice`."""
 NAMES: Final = {"stop": "stop_sequences"}
 """This route's names for fields in errors of the generation core."""
 
@@ -106,8 +109,13 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     conversation = read_conversation(call.messages, continues=bool(session_id))
     request.messages = [*_read_system(call.system), *conversation]
     request.continues = ends_with_partial_answer(conversation)
-    request.tools = _read_tools(call.tools or ())
-    request.tool_choice = _read_choice(call.tool_choice, request.tools)
+    server_tools: dict[str, str] = {}
+    request.tools = _read_tools(call.tools or (), server_tools)
+    is_none = (
+        call.tool_choice is not None and call.tool_choice.type == "none"
+    )  # it switches off the server's tools, too
+    request.agent = None if is_none else read_agent_task(call, server_tools, session_id)
+    request.tool_choice = _read_choice(call.tool_choice, request.tools, has_server_tools=bool(server_tools))
     request.parallel_tool_calls = call.tool_choice is None or not call.tool_choice.disable_parallel_tool_use
     request.grammar = _read_grammar(call)
     request.thinking, request.reasoning_effort = _read_thinking(call)
@@ -120,12 +128,15 @@ def _read_system(system: str | Sequence[TextBlock] | None) -> list[ChatMessage]:
     return [ChatMessage(role="system", content=text)] if text else []
 
 
-def _read_tools(tools: Sequence[InputTool]) -> tuple[Tool, ...]:
+def _read_tools(tools: Sequence[InputTool], server_tools: dict[str, str]) -> tuple[Tool, ...]:
+    """Return the functions of the client, and put the paths of the server's tools into server_tools."""
     fields: list[ToolField] = []
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
         if tool.type not in _CLIENT_TOOLS:
-            refuse_agent_tool(str(tool.type), path)
+            for kind in _server_kinds(str(tool.type)):
+                take_server_tool(kind, path, _SERVER_TOOLS, server_tools)
+            continue
         if tool.input_schema is None:
             raise wrong(f"{path}.input_schema", "is required")
         fields.append(
@@ -136,14 +147,24 @@ def _read_tools(tools: Sequence[InputTool]) -> tuple[Tool, ...]:
     return read_tools(fields)
 
 
-def _read_choice(choice: InputToolChoice | None, tools: Sequence[Tool]) -> ToolChoice:
-    if choice is None:
+def _server_kinds(kind: str) -> tuple[str, ...]:
+    """Return the tools of the server that one of Anthropic's names turns on. Its names end in a date."""
+    if kind == "web_search_20260209":
+        return "web_search", "code_interpreter"
+    for start, name in (("web_search_", "web_search"), ("code_execution_", "code_interpreter")):
+        if kind.startswith(start):
+            return (name,)
+    return (kind,)
+
+
+def _read_choice(choice: InputToolChoice | None, tools: Sequence[Tool], *, has_server_tools: bool) -> ToolChoice:
+    if choice is None or (choice.type == "tool" and choice.name in _SERVER_NAMES):
         return ToolChoice()
     if choice.type == "tool":
         if choice.name not in {tool.name for tool in tools}:
             raise wrong("tool_choice.name", f"is {str(choice.name)[:80]!r}, which is not one of the tools")
         return ToolChoice(mode="required", names=(choice.name or "",))
-    if choice.type == "any" and not tools:
+    if choice.type == "any" and not tools and not has_server_tools:
         raise wrong("tool_choice", "is 'any', but there are no tools")
     return ToolChoice(mode=_MODES[choice.type])
 

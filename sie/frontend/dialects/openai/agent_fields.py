@@ -1,40 +1,57 @@
-"""Lists the fields and tools by which a client asks the server to act: run code, search, keep files and sessions.
+"""Reads the fields and tools by which a client asks the server to act: run code and commands, search, keep a session.
 
-The server keeps sessions, and does nothing else of this. It refuses such a request and names the field.
-Source: generation API reference, sections 3.1 and 8.
+`sie.agents.loop.plan` decides whether the server acts; a session is kept without that, too.
+Source: generation API reference, sections 3.1, 6.1 and 8.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from collections.abc import Collection
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
 
 from sie.frontend.generation.sampling_fields import SamplingNumbers
+from sie.values.agent import AgentTask, ExpectedFile, stricter
 from sie.values.errors import BadRequest
+
+_MAX_FILES: Final = 64
+
+
+class ExpectedFileField(msgspec.Struct):
+    """A file that the tools are expected to make."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=1024)]
+    format: str | None = None
+    description: str | None = None
 
 
 class AgentFields(SamplingNumbers, kw_only=True):
-    """The agent fields. Chat and Messages serve `session_id`; no route serves the others. They extend the sampling fields, because a struct can have one base with fields.
+    """The agent fields. They extend the sampling fields, because a struct can have one base with fields.
 
-    A field that is null, false or empty is ignored.
+    A field that is null, false or empty is ignored, except an empty `web_search_options`.
     """
 
-    files: Any = None
+    files: Annotated[list[ExpectedFileField], Meta(max_length=_MAX_FILES)] | None = None
     session_id: Any = None
-    agent_permission: Any = None
-    code_execution_permission: Any = None
-    enable_shell: Any = None
-    enable_code_execution: Any = None
-    max_tool_rounds: Any = None
-    web_search_options: Any = None
+    agent_permission: Literal["auto", "ask", "deny"] | None = None
+    code_execution_permission: Literal["auto", "ask", "deny"] | None = None
+    enable_shell: bool | None = None
+    enable_code_execution: bool | None = None
+    max_tool_rounds: Annotated[int, Meta(ge=0, le=10_000)] | None = None
+    web_search_options: dict[str, Any] | None = None
 
 
 _OWN = tuple(field for field in AgentFields.__struct_fields__ if field not in SamplingNumbers.__struct_fields__)
 _SESSION_ID: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}")
-AGENT_TOOLS = frozenset(
-    {"code_interpreter", "web_search", "web_search_preview", "shell", "namespace", "file_search", "mcp"}
-)
-"""Types of tools that the server itself would run."""
+SEARCH_TOOLS: Final = frozenset({"web_search", "web_search_preview"})
+_UNSERVED_TOOLS: Final = {
+    "mcp": "MCP servers are not served",
+    "file_search": "searching in files is not served",
+    "namespace": "namespaces belong to the Responses API",
+}
 
 
 def drop_agent_fields(body: AgentFields, *served: str) -> None:
@@ -42,6 +59,28 @@ def drop_agent_fields(body: AgentFields, *served: str) -> None:
     for field in _OWN:
         if field not in served:
             setattr(body, field, None)
+
+
+def read_agent_task(body: AgentFields, tools: dict[str, str], session_id: str = "") -> AgentTask | None:
+    """Return what the request asks the server to do, or None. tools: the path of each server tool by its type.
+
+    session_id: of the tools' interpreter and files, if the request asks for tools; by itself it asks for none.
+    """
+    asked = [field for field in _OWN if _is_given(getattr(body, field))]
+    fields = [*asked, *tools.values()]
+    if not fields:
+        return None
+    searches = [path for kind, path in tools.items() if kind in SEARCH_TOOLS]
+    return AgentTask(
+        field=fields[0],
+        code_field="enable_code_execution" if body.enable_code_execution else tools.get("code_interpreter", ""),
+        shell_field="enable_shell" if body.enable_shell else tools.get("shell", ""),
+        search_field="web_search_options" if body.web_search_options is not None else next(iter(searches), ""),
+        session=session_id,
+        permission=stricter(body.agent_permission or "auto", body.code_execution_permission or "auto"),
+        max_rounds=body.max_tool_rounds,
+        files=tuple(ExpectedFile(file.name, file.format, file.description) for file in body.files or ()),
+    )
 
 
 def take_session_id(body: AgentFields) -> str:
@@ -63,18 +102,16 @@ def check_session_id(session_id: str) -> None:
         raise BadRequest(text, extras={"param": "session_id"})
 
 
-def refuse_agent_fields(body: AgentFields) -> None:
-    """Raise BadRequest for the first field by which the request asks the server to act."""
-    for field in _OWN:
-        value = getattr(body, field)
-        is_absent = value is None or value is False or (value != {} and isinstance(value, list | str) and not value)
-        if not is_absent:
-            text = f"Field '{field}' asks the server to act as an agent, which is not supported"
-            raise BadRequest(text, extras={"param": field})
+def _is_given(value: Any) -> bool:
+    is_number = isinstance(value, int) and not isinstance(value, bool)  # 0 rounds is a wish, too
+    return bool(value) or is_number or value == {}
 
 
-def refuse_agent_tool(kind: str, path: str) -> None:
-    """Raise BadRequest for a tool that is not a function of the client."""
-    reason = "would run on the server, which runs no tools" if kind in AGENT_TOOLS else "is unknown"
-    raise BadRequest(f"Field '{path}.type': a tool of type {kind!r} {reason}; use 'function'",
-                     extras={"param": path})  # fmt: skip
+def take_server_tool(kind: str, path: str, allowed: Collection[str], found: dict[str, str]) -> None:
+    """Note a tool of the server in found. Raises BadRequest for one that this route or this server does not have."""
+    if kind not in allowed:
+        reason = _UNSERVED_TOOLS.get(kind) or "is unknown here"
+        raise BadRequest(f"Field '{path}.type': a tool of type {kind!r}: {reason}", extras={"param": path})
+    if kind in found:
+        raise BadRequest(f"Field '{path}.type': there is a tool of type {kind!r} already", extras={"param": path})
+    found[kind] = path

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.openai.agent_fields import take_session_id
+from sie.frontend.dialects.openai.agent_fields import read_agent_task, take_session_id
+from sie.frontend.dialects.openai.agent_reply import agent_object
 from sie.frontend.dialects.openai.chat_messages import MessageField, read_messages
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
 from sie.frontend.dialects.openai.sse_chunks import ChunkWriter
@@ -102,7 +103,9 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
         raise wrong("n", "must be 1 with 'session_id'")
     if call.max_completion_tokens is not None:
         request.max_tokens = call.max_completion_tokens
-    request.tools = read_tools(call.tools or ())
+    server_tools: dict[str, str] = {}
+    request.tools = read_tools(call.tools or (), {"code_interpreter"}, server_tools)
+    request.agent = read_agent_task(call, server_tools, session_id)
     request.tool_choice = read_tool_choice(call.tool_choice, request.tools)
     request.parallel_tool_calls = call.parallel_tool_calls is not False
     if call.response_format is not None and request.grammar is not None:
@@ -206,7 +209,9 @@ def encode_chat(reply: GenerateReply, shown: Shown) -> bytes:
         )
     head = shown.head("chat.completion", reply.model)
     session = {"session_id": shown.session_id} if shown.session_id else {}
-    return _to_json({**head, "choices": choices, "usage": usage_object(reply.usage), **session})
+    return _to_json(
+        {**head, "choices": choices, "usage": usage_object(reply.usage), **session, **agent_object(reply.agent)}
+    )
 
 
 def logprob_object(one: LogprobText) -> dict[str, Any]:

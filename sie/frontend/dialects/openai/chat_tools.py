@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final, cast
 
 import msgspec
 
-from sie.frontend.dialects.openai.agent_fields import refuse_agent_tool
+from sie.frontend.dialects.openai.agent_fields import take_server_tool
 from sie.frontend.dialects.openai.chat_messages import NAME
 from sie.frontend.generation.sampling_fields import wrong
 from sie.values.generate import Tool, ToolChoice
@@ -33,15 +33,26 @@ class ToolField(msgspec.Struct):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    container: Any = None
+    environment: Any = None
 
 
-def read_tools(tools: Sequence[ToolField]) -> tuple[Tool, ...]:
-    """Return the tools. Raises BadRequest if one is not a function, or if its name is missing or used twice."""
+def read_tools(
+    tools: Sequence[ToolField], server: Collection[str] = (), found: dict[str, str] | None = None
+) -> tuple[Tool, ...]:
+    """Return the functions. The paths of server tools, by their types, are put into found.
+
+    server: the types of server tools that the route has. Raises BadRequest for another type, or if a function's name is
+    missing or used twice.
+    """
     read: dict[str, Tool] = {}
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
         if tool.type != "function":
-            refuse_agent_tool(tool.type, path)
+            take_server_tool(tool.type, path, server, found if found is not None else {})
+            _check_place(tool.container, f"{path}.container", "auto")
+            _check_place(tool.environment, f"{path}.environment", "container_auto")
+            continue
         made = tool.function or FunctionField(tool.name or "", tool.description, tool.parameters, tool.strict)
         named = f"{path}.function.name" if tool.function is not None else f"{path}.name"
         if not NAME.fullmatch(made.name):
@@ -52,6 +63,17 @@ def read_tools(tools: Sequence[ToolField]) -> tuple[Tool, ...]:
             name=made.name, description=made.description, parameters=made.parameters, strict=bool(made.strict)
         )
     return tuple(read.values())
+
+
+def _check_place(place: Any, path: str, kind: str) -> None:
+    """Raise BadRequest for a place to run in that is not a new, empty one."""
+    if place is None:
+        return
+    if not isinstance(place, dict) or cast("dict[str, Any]", place).get("type") != kind:
+        raise wrong(path, f"must have the type {kind!r}: the server runs tools in places of its own")
+    for field in ("file_ids", "skills", "memory_limit", "network_policy"):
+        if cast("dict[str, Any]", place).get(field):
+            raise wrong(f"{path}.{field}", "is not served")
 
 
 def read_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from sie.frontend.dialects.openai.approvals import ApprovalDecision
 from sie.frontend.dialects.openai.chat import ChatBody
 from sie.frontend.dialects.openai.completions import CompletionsBody
 from sie.frontend.dialects.openai.embeddings import EmbeddingsBody
@@ -36,6 +37,10 @@ from sie.frontend.dialects.operation import (
     Reply,
 )
 from sie.values.fallbacks import FallbackName
+
+
+class ApprovalStatus(Reply):
+    status: Literal["resolved", "queued", "not_found"]
 
 
 class Embedding(Reply):
@@ -199,6 +204,9 @@ class ChatAnswer(Reply):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: TextUsage
+    session_id: str | UnsetType = UNSET
+    agentic_tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+    files: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class CompletionLogprobs(Reply):
@@ -320,6 +328,23 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         example={"messages": [{"role": "user", "content": "What is a fox?"}], "max_tokens": 64},
         answers=(Answer(200, f"The whole answer. {_STREAMED}", (JSON, EVENTS), ChatAnswer),),
         faults=TEXT_FAULTS,
+    ),
+    Operation(
+        template="/v1/agent/approvals/{approval_id}",
+        tag=GENERATION,
+        summary="A decision on a call of a tool",
+        description="The id is in an event of the stream that waits for it. Any frontend takes the decision, with the same API key.",
+        model="appr_0123456789abcdef0123456789abcdef",
+        request=ApprovalDecision,
+        example={"decision": "approve"},
+        answers=(
+            Answer(200, "The decision counts; `queued` if the call did not wait for it yet.", type=ApprovalStatus),
+            Answer(404, "There is no such approval, or it was decided or timed out.", type=ApprovalStatus),
+        ),
+        faults=(
+            Fault(400, ("invalid_json",), "The request is wrong."),
+            Fault(422, ("invalid_input",), "A field has another type; the message names it."),
+        ),
     ),
     Operation(
         template="/v1/completions",

@@ -9,7 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from sie.frontend.dialects.openai.agent_reply import agent_events
 from sie.frontend.dialects.openai.text_fields import DONE, KEEP_ALIVE, Shown, data_line, error_events, usage_object
+from sie.values.agent import ApprovalRequired, FileProduced, ToolProgress
 from sie.values.errors import SieError
 from sie.values.generate import Ended, Finished, GenerateEvent, GenerateUsage
 
@@ -29,16 +31,20 @@ class ChunkWriter(ABC):
 
     def write(self, events: Sequence[GenerateEvent]) -> bytes:
         """See `sie.frontend.http.stream.EventWriter`."""
-        usage = events[-1].usage if isinstance(events[-1], Ended) else None
+        ended = events[-1] if isinstance(events[-1], Ended) else None
+        usage, session = (ended.usage, ended.session) if ended is not None else (None, "")
         last = max((number for number, event in enumerate(events) if isinstance(event, Finished)), default=-1)
         parts: list[bytes] = []
         for number, event in enumerate(events):
             if isinstance(event, Ended):
-                parts += [*([self._chunk([], event.usage)] if self._shown.wants_usage else []), DONE]
+                parts += [*([self._chunk([], event.usage, session)] if self._shown.wants_usage else []), DONE]
+            elif isinstance(event, ToolProgress | ApprovalRequired | FileProduced):
+                parts.append(agent_events(event))
             else:
                 is_last = number == last and usage is not None
                 shown = usage if is_last and not self._shown.wants_usage else None
-                parts += [self._chunk(choices, shown, ends=is_last) for choices in self._chunks(event)]
+                own = session or self._shown.session_id if is_last else ""
+                parts += [self._chunk(choices, shown, own) for choices in self._chunks(event)]
         return b"".join(parts)
 
     def write_error(self, error: SieError) -> bytes:
@@ -49,7 +55,6 @@ class ChunkWriter(ABC):
     def _chunks(self, event: GenerateEvent) -> list[list[dict[str, Any]]]:
         """Return the `choices` of each chunk for an event."""
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: GenerateUsage | None = None, *, ends: bool = False) -> bytes:
-        session = {"session_id": self._shown.session_id} if ends and self._shown.session_id else {}
-        shown = usage_object(usage) if usage else None
-        return data_line({**self._head, "choices": choices, "usage": shown, **session})
+    def _chunk(self, choices: list[dict[str, Any]], usage: GenerateUsage | None = None, session: str = "") -> bytes:
+        own = {"session_id": session} if session else {}
+        return data_line({**self._head, "choices": choices, "usage": usage_object(usage) if usage else None, **own})

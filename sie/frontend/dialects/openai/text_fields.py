@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai import embeddings
-from sie.frontend.dialects.openai.agent_fields import AgentFields, refuse_agent_fields
+from sie.frontend.dialects.openai.agent_fields import AgentFields
 from sie.frontend.generation.sampling_fields import Bias, Count, Share, read_stop, write_sampling, wrong
 from sie.frontend.inputs.bounded_json import check_json
 from sie.values.errors import BadRequest, NotFound, SieError
@@ -177,7 +177,6 @@ def read_text_fields(body: TextFields) -> GenerateRequest:
 
 def read_sampling_fields(body: SamplingFields) -> GenerateRequest:
     """Return a request with the common fields of all routes. Raises BadRequest for a wrong value."""
-    refuse_agent_fields(body)
     if body.dry_multiplier:
         raise wrong("dry_multiplier", "is not served; leave it out, or give 0")
     if body.adapter is not None:

@@ -20,14 +20,16 @@ from sie.values.generate import ChatMessage, InputFile, ToolCall
 _MAX_LIST: Final = 65_536
 _TEXT_PARTS: Final = frozenset({"input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"})
 _MEDIA_WORDS: Final = ("image", "audio", "video", "file")
-_SKIPPED: Final = frozenset({"reasoning", "item_reference"})
+_SKIPPED: Final = frozenset({"reasoning", "item_reference", "web_search_call"})
 """Items that are accepted but not shown to the model."""
 _PREFIXES: Final = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs", "shell_call": "sc",
-    "shell_call_output": "sco",
+    "shell_call_output": "sco", "code_interpreter_call": "ci", "web_search_call": "ws",
 }  # fmt: skip
 _SHELL: Final = "shell"
 """The shell's tool name for the model, in a conversation that used one."""
+_PYTHON: Final = "code_interpreter"
+"""As `_SHELL`, for the Python tool."""
 _NEEDED: Final[dict[str, dict[str, Any]]] = {
     "message": {"status": "completed"},
     "function_call": {"status": "completed", "arguments": "{}"},
@@ -90,6 +92,9 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     action: dict[str, Any] | None = None
     summary: Annotated[list[TextPart], Meta(max_length=_MAX_LIST)] | None = None
     encrypted_content: str | None = None
+    code: str | None = None
+    container_id: str | None = None
+    outputs: Annotated[list[dict[str, Any]], Meta(max_length=_MAX_LIST)] | None = None
 
 
 Input = str | Annotated[list[InputItem], Meta(max_length=_MAX_LIST)]
@@ -113,6 +118,8 @@ def read_items(given: Input, files: list[InputFile]) -> list[ChatMessage]:
             _add_call(messages, _read_call(item, path) if kind == "function_call" else _read_shell_call(item, path))
         elif kind in ("function_call_output", "shell_call_output"):
             messages.append(_read_output(item, path))
+        elif kind == "code_interpreter_call":
+            _add_code(messages, item, number)
         elif kind not in _SKIPPED:
             raise wrong(f"{path}.type", f"is {kind[:40]!r}, which is not supported; use messages and function calls")
     return messages
@@ -202,6 +209,14 @@ def _read_shell_call(item: InputItem, path: str) -> ToolCall:
     if item.action is None:
         raise wrong(f"{path}.action", "is required")
     return ToolCall(id=item.call_id, name=_SHELL, arguments=_to_json(item.action).decode())
+
+
+def _add_code(messages: list[ChatMessage], item: InputItem, number: int) -> None:
+    """Add a call of the Python tool and its result, as the model knew them."""
+    call_id = item.id or f"ci_{number}"
+    _add_call(messages, ToolCall(id=call_id, name=_PYTHON, arguments=_to_json({"code": item.code or ""}).decode()))
+    logs = "\n".join(str(one.get("logs", "")) for one in item.outputs or ())
+    messages.append(ChatMessage(role="tool", content=logs, tool_call_id=call_id))
 
 
 def full_name(namespace: str | None, name: str) -> str:

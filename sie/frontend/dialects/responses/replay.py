@@ -16,6 +16,7 @@ from sie.frontend.dialects.openai import text_fields
 from sie.frontend.dialects.responses.items import Item, full_name
 from sie.frontend.dialects.responses.reply import CANCELLED, RUNNING, ResponseRecord
 from sie.frontend.dialects.responses.request import ResponsesCall
+from sie.frontend.dialects.responses.tool_items import TOOL_ITEMS, cited_files, tool_events
 from sie.values.errors import SieError
 from sie.values.generate import (
     Ended,
@@ -96,10 +97,14 @@ def _written(item: Item) -> Iterator[GenerateEvent]:
     if item["type"] == "function_call":
         yield ToolCallDelta(0, 0, ToolCall(id=item["call_id"], name=_name(item), arguments=item["arguments"]))
         return
+    if item["type"] in TOOL_ITEMS:
+        yield from tool_events(item)
+        return
     for part in item["content"]:
         if item["type"] == "reasoning":
             yield ReasoningDelta(0, part["text"])
         else:
+            yield from cited_files(part)
             yield TextDelta(0, part["text"], tuple(_logprob(one) for one in part["logprobs"]))
 
 

@@ -12,9 +12,12 @@ from typing import Any, Final, Literal
 import msgspec
 
 from sie.frontend.dialects.openai import text_fields
+from sie.frontend.dialects.openai.agent_reply import agent_events
 from sie.frontend.dialects.openai.chat import logprob_object
 from sie.frontend.dialects.responses.items import Item, new_id
 from sie.frontend.dialects.responses.request import ResponsesCall
+from sie.frontend.dialects.responses.tool_items import tool_item
+from sie.values.agent import AgentEvent, AgentFile, ApprovalRequired, FileProduced, ToolProgress
 from sie.values.errors import SieError
 from sie.values.generate import (
     Ended,
@@ -65,6 +68,8 @@ class ResponseRecord:
         self._namespaces = call.namespaces
         self._items: list[Item] = []
         self._open: _OpenText | None = None
+        self._files: list[AgentFile] = []
+        """Files that tools made and that no text has cited yet."""
         self._usage: GenerateUsage | None = None
         self._error: dict[str, str] | None = None
         self._is_announced = False
@@ -169,9 +174,16 @@ class ResponseRecord:
                 self._add_text("message", text, logprobs)
             case ToolCallDelta(_, _, call):
                 self._add_call(call)
+            case ToolProgress():
+                self._add_progress(event)
+            case FileProduced(file=file):
+                self._files += [file] if file.code is None else []
+                self._emit_beside(event)
+            case ApprovalRequired():
+                self._emit_beside(event)
             case Finished(_, reason):
                 self._is_cut = reason == "length"
-                if not self._items and self._open is None:
+                if self._open is None and (self._files or not self._items):
                     self._open_text("message")
                 if self._open is not None:
                     self._close_text("incomplete" if self._is_cut else "completed")
@@ -200,6 +212,11 @@ class ResponseRecord:
             self._unkept.append(event)
             if self._room_bytes <= 0:
                 self.stop_keeping()
+
+    def _emit_beside(self, event: AgentEvent) -> None:
+        """Send an event that has no number: it is not stored, and the numbers of the others have no gap."""
+        if self.is_streamed and self.is_followed:
+            self._stream.append(agent_events(event))
 
     def _begin_item(self, item: Item) -> dict[str, Any]:
         """Add an item; return the fields that name it in events."""
@@ -240,7 +257,7 @@ class ResponseRecord:
         opened, self._open = self._open, None
         place, kind, text = opened.place, opened.kind, "".join(opened.texts)
         if kind == "message":
-            part = _text_part(text, opened.logprobs)
+            part = {**_text_part(text, opened.logprobs), "annotations": self._cite()}
             self._emit("response.output_text.done", **place, content_index=0, text=text, logprobs=opened.logprobs)
             self._emit("response.content_part.done", **place, content_index=0, part=part)
         else:
@@ -261,6 +278,29 @@ class ResponseRecord:
         self._emit(f"{step}.delta", **place, call_id=call.id, delta=call.arguments)
         self._emit(f"{step}.done", **place, call_id=call.id, name=name, arguments=call.arguments)
         self._end_item(place, {**item, "arguments": call.arguments, "status": "completed"})
+
+    # --- the server's tools ---------------------------------------------------------------------------------------
+
+    def _add_progress(self, event: ToolProgress) -> None:
+        """Add the items of a call that the server runs. The items of a shell replace its events."""
+        item = tool_item(event, f"cntr_{self.id}")
+        if self._open is not None:  # before the call's files, which the next text cites
+            self._close_text("completed")
+        if event.data.get("tool_type") != "shell":
+            self._emit_beside(event)
+        if item is None:
+            return
+        item = {"id": self._new_id(item["type"]), **item}
+        self._end_item(self._begin_item({**item, "status": "in_progress"}), item)
+
+    def _cite(self) -> list[dict[str, Any]]:
+        """Return the annotations of the files made since the last text."""
+        files, self._files = self._files, []
+        return [
+            {"type": "container_file_citation", "container_id": f"cntr_{self.id}", "file_id": file.id, "filename": file.name,
+             "start_index": 0, "end_index": 0}
+            for file in files
+        ]  # fmt: skip
 
 
 class _OpenText:

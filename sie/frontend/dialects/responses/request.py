@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.openai.agent_fields import drop_agent_fields
+from sie.frontend.dialects.openai.agent_fields import SEARCH_TOOLS, drop_agent_fields, read_agent_task
 from sie.frontend.dialects.openai.chat import ANY_OBJECT, ResponseFormat, read_effort, read_format
 from sie.frontend.dialects.openai.chat_messages import name_results
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
@@ -24,9 +24,10 @@ from sie.values.generate import ChatMessage, GenerateRequest, Grammar, ToolChoic
 
 _MAX_LIST: Final = 65_536
 _MAX_PAIRS: Final = 16
+_SERVER_TOOLS: Final = SEARCH_TOOLS | {"code_interpreter", "shell"}
 _LOGPROBS: Final = "message.output_text.logprobs"
 _UNSERVED: Final = {
-    "max_tool_calls": "is not served: the server runs no tools",
+    "max_tool_calls": "is not served; use 'max_tool_rounds'",
     "conversation": "is not served; use 'previous_response_id'",
     "prompt": "is not served: the server keeps no prompts",
 }
@@ -129,7 +130,9 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
     request.max_tokens = call.max_output_tokens or call.max_completion_tokens or call.max_tokens
     request.truncate_prompt = call.truncation == "auto"
     fields, namespaces = _flat_tools(call.tools or ())
-    request.tools = read_tools(fields)
+    server_tools: dict[str, str] = {}
+    request.tools = read_tools(fields, _SERVER_TOOLS, server_tools)
+    request.agent = read_agent_task(call, server_tools)
     request.tool_choice = read_tool_choice(call.tool_choice, request.tools)
     request.parallel_tool_calls = call.parallel_tool_calls is not False
     request.grammar = _read_grammar(call, request.grammar)
@@ -262,6 +265,9 @@ def _echo_tool(tool: ToolField) -> dict[str, Any]:
     if isinstance(tool, NamespaceTool) and tool.tools is not None:
         inner = [_echo_tool(one) for one in tool.tools]
         return {"type": "namespace", "name": tool.name, "description": tool.description or "", "tools": inner}
+    if tool.type in _SERVER_TOOLS:
+        places = {"container": tool.container, "environment": tool.environment}
+        return {"type": tool.type, **{name: place for name, place in places.items() if place is not None}}
     made = tool.function or tool
     return {
         "type": "function", "name": made.name, "description": made.description, "parameters": made.parameters,

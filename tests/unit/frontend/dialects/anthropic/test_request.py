@@ -211,7 +211,7 @@ def test_each_spelling_of_a_schema_binds_the_answer(fields: dict[str, Any]) -> N
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [TOOL, TOOL]}, "tools[1]"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -222,7 +222,7 @@ def test_each_spelling_of_a_schema_binds_the_answer(fields: dict[str, Any]) -> N
         ({"output_config": {"effort": "a lot"}}, "output_config.effort"),
         ({"container": {"skills": []}}, "container"),
         ({"session_id": "a b"}, "session_id"),
-        ({"files": [{"name": "f"}]}, "files"),
+        ({"files": [{"name": ""}]}, "files[0].name"),
         ({"dry_multiplier": 1}, "dry_multiplier"),
         (
             {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sie.agents.fetch import Address, FetchError, FetchLimits, fetch, is_public
+from sie.agents.fetch.url_file import Address, FetchError, FetchLimits, fetch
 
 LIMITS = FetchLimits(max_bytes=1000, timeout_s=20.0)
 HERE = ipaddress.ip_address("127.0.0.1")
@@ -89,22 +89,6 @@ def test_redirects_are_followed_a_few_times(port: int) -> None:
     assert (found.name, found.body) == ("y.txt", f"127.0.0.1:{port} /y.txt".encode())
     with pytest.raises(FetchError, match="redirected more than 3"):
         reach(f"http://127.0.0.1:{port}/loop")
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
-        "255.255.255.255", "198.18.0.1", "::1", "::", "fe80::1", "fd00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1",
-        "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:7f00:1::",
-    ],
-)  # fmt: skip
-def test_address_that_is_not_public_is_refused(address: str) -> None:
-    assert not is_public(ipaddress.ip_address(address))
-
-
-def test_public_addresses() -> None:
-    assert all(is_public(ipaddress.ip_address(one)) for one in ("8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8"))
 
 
 @pytest.mark.parametrize(

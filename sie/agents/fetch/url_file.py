@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
+from sie.agents.fetch.addresses import is_public
+
 _MAX_REDIRECTS: Final = 3
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _PORTS: Final = {"http": 80, "https": 443}
@@ -51,23 +53,12 @@ def resolve_host(host: str, port: int) -> list[Address]:
     return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
 
 
-def is_public(address: Address) -> bool:
-    """Tell whether an address is on the public internet, and not one that leads back into a private network."""
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return is_public(address.ipv4_mapped)
-        inner = (address.sixtofour, *(address.teredo or ()))
-        if any(one is not None and not is_public(one) for one in inner):
-            return False
-    return address.is_global and not address.is_multicast and not address.is_reserved
-
-
 def fetch(
     url: str,
     limits: FetchLimits,
     *,
     resolve: Callable[[str, int], list[Address]] = resolve_host,
-    may_reach: Callable[[Address], bool] = is_public,
+    may_reach: Callable[[Address], bool] = lambda address: is_public(str(address)),
 ) -> Fetched:
     """Return the document at a URL. Raises FetchError."""
     deadline_s = time.monotonic() + limits.timeout_s

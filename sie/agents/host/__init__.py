@@ -1,0 +1,1 @@
+"""The agent process: it owns interpreters, shells, working directories and approvals. Frontends ask it to act."""

@@ -1,0 +1,74 @@
+"""Keeps the approvals that clients have yet to give. One process holds them, so any frontend can take the decision."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import Final
+
+from sie.agents.messages import Approval, AwaitApproval, Decide, Decided, Decision, OpenApproval
+
+_TIMED_OUT: Final = "Nobody approved this call in time, so it was denied"
+_DENIED: Final = "The user denied this call"
+_MAX_OPEN: Final = 10_000
+
+
+class _Open:
+    def __init__(self, question: OpenApproval, ends_s: float) -> None:
+        self.question = question
+        self.ends_s = ends_s
+        self.is_awaited = False
+        self.decision: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+
+
+class Approvals:
+    """The open approvals, and the kinds of tools that a session has approved for good."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._open: dict[str, _Open] = {}
+        self._remembered: set[tuple[str, str, str]] = set()
+
+    def open(self, question: OpenApproval) -> Approval:
+        """Make an approval, unless this kind is approved for the session."""
+        if (question.owner, question.session, question.kind) in self._remembered:
+            return Approval("")
+        now_s = time.monotonic()
+        for approval_id in [one for one, approval in self._open.items() if approval.ends_s < now_s]:
+            del self._open[approval_id]  # its run never came to wait for it
+        while len(self._open) >= _MAX_OPEN:
+            del self._open[next(iter(self._open))]
+        approval_id = f"appr_{secrets.token_hex(16)}"
+        self._open[approval_id] = _Open(question, now_s + 2 * self._timeout_s)
+        return Approval(approval_id)
+
+    async def wait(self, question: AwaitApproval) -> Decision:
+        """Return the decision, or a denial when its time is over. A caller that stops waiting removes the approval."""
+        approval = self._open.get(question.id)
+        if approval is None:
+            return Decision(False, _TIMED_OUT)
+        approval.is_awaited = True
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await approval.decision
+        except TimeoutError:
+            return Decision(False, _TIMED_OUT)
+        finally:
+            self._open.pop(question.id, None)
+
+    def decide(self, question: Decide) -> Decided:
+        """Decide once. An approval of another owner does not exist."""
+        approval = self._open.get(question.id)
+        if approval is None or approval.question.owner != question.owner or approval.decision.done():
+            return Decided("not_found")
+        if question.is_approved and question.remembers:
+            asked = approval.question
+            self._remembered.add((asked.owner, asked.session, asked.kind))
+        message = question.message or ("" if question.is_approved else _DENIED)
+        approval.decision.set_result(Decision(question.is_approved, message))
+        return Decided("resolved" if approval.is_awaited else "queued")
+
+    def forget(self, owner: str, session: str) -> None:
+        """Forget what a session approved for good."""
+        self._remembered = {one for one in self._remembered if one[:2] != (owner, session)}

@@ -1,0 +1,100 @@
+"""Runs the tools that reach out of this host: search, pages, and a client's functions at the operator's address.
+
+Each runs on a thread, with a deadline; a fault is a result for the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from sie.agents import tools
+from sie.agents.fetch.http import Client, FetchError
+from sie.agents.fetch.page_text import page_text
+from sie.agents.fetch.search import SearchEngine
+from sie.agents.messages import RunTool, ToolResult
+from sie.config.agent_settings import Agents
+from sie.values.errors import Forbidden
+
+_MAX_PAGE_BYTES: Final = 4 << 20
+_THREADS: Final = 8
+_to_json: Final = msgspec.json.Encoder().encode
+
+
+class _Query(msgspec.Struct):
+    query: str
+
+
+class _Page(msgspec.Struct):
+    url: str
+
+
+class OutsideTools:
+    """The tools that need no session."""
+
+    def __init__(self, settings: Agents) -> None:
+        self._settings = settings
+        self._pool = ThreadPoolExecutor(_THREADS, "fetch")
+        private = settings.fetch_private_addresses
+        self._pages = Client(timeout_s=settings.tool_timeout_s, max_bytes=_MAX_PAGE_BYTES, allows_private=private)
+        self._trusted = Client(timeout_s=settings.tool_timeout_s, max_bytes=_MAX_PAGE_BYTES, allows_private=True)
+        self._engine = None
+        if settings.has_search:
+            key = Path(settings.search_key_file).read_text().strip() if settings.search_key_file else ""
+            self._engine = SearchEngine(settings.search_backend, settings.search_url, key, self._trusted)
+
+    async def run(self, call: RunTool) -> ToolResult:
+        """Run one call. Raises Forbidden for a tool that is off."""
+        work = {tools.SEARCH: self._search, tools.READ_PAGE: self._read_page}.get(call.name)
+        if work is None and call.name not in tools.NAMES and self._settings.tool_dispatch_url:
+            work = self._dispatch
+        if work is None or (work is not self._dispatch and self._engine is None):
+            raise Forbidden(f"The tool {call.name!r} is off on this server", code="TOOL_OFF")
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work, call)
+        except (FetchError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            told = _to_json({"status": "error", "exception": str(error)}).decode()
+            return ToolResult(content=told, record=told, data={"content": told})
+
+    def _search(self, call: RunTool) -> ToolResult:
+        assert self._engine is not None
+        results = self._engine.search(msgspec.json.decode(call.arguments, type=_Query).query)
+        sources = list(dict.fromkeys(result.source for result in results if result.source))
+        told = [{"title": one.title, "url": one.url, "content": one.content or one.description} for one in results]
+        record = "\n".join([f"{len(results)} results", *sources])
+        data = {"results_count": len(results), "sources": sources}
+        return ToolResult(content=_to_json({"results": told}).decode(), record=record, data=data)
+
+    def _read_page(self, call: RunTool) -> ToolResult:
+        url = msgspec.json.decode(call.arguments, type=_Page).url
+        found = self._pages.get(url)
+        if found.status != 200:
+            raise FetchError(f"the page answered with status {found.status}")
+        text = page_text(found.body, found.kind)[: self._settings.max_result_chars]
+        told = _to_json({"url": found.url, "text": text}).decode()
+        return ToolResult(
+            content=told, record=f"1 results\n{found.url}", data={"results_count": 1, "sources": [found.url]}
+        )
+
+    def _dispatch(self, call: RunTool) -> ToolResult:
+        """Post a client's function to the operator's address. The answer is a text, or an object with `content`."""
+        body = _to_json({"name": call.name, "arguments": msgspec.json.decode(call.arguments or "{}")})
+        url = self._settings.tool_dispatch_url
+        found = self._trusted.post(url, body, {"Content-Type": "application/json"})
+        if not 200 <= found.status < 300:
+            raise FetchError(f"the tool answered with status {found.status}")
+        content = _content_of(found.body)
+        return ToolResult(content=content, record=content, data={"content": content})
+
+
+def _content_of(body: bytes) -> str:
+    try:
+        answer = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return body.decode(errors="replace")
+    value = answer["content"] if isinstance(answer, dict) and "content" in answer else answer
+    return value if isinstance(value, str) else _to_json(value).decode()

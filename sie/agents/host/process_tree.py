@@ -1,0 +1,93 @@
+"""Reads what the processes of one sandbox hold, stops them and lets them go on. Source: proc(5).
+
+Every process of a sandbox is below its first one: orphans become children of the sandbox's own init.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Final
+
+_FREEZE_ATTEMPTS: Final = 50
+_BLOCK: Final = 512
+_DELETED: Final = " (deleted)"
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes below this one, parents first. Without any, it has ended or has no children."""
+    found: list[int] = []
+    todo = [pid]
+    while todo:
+        children = _children(todo.pop(0))
+        found += children
+        todo += children
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []
+    found: list[int] = []
+    for task in tasks:
+        with contextlib.suppress(OSError):
+            found += [int(word) for word in (task / "children").read_text().split()]
+    return found
+
+
+def memory_bytes(pids: list[int], limit: int) -> int:
+    """Return the memory of processes. Shared pages count once where that matters, which is over the limit."""
+    counted = sum(_fields(f"/proc/{pid}/status", ("RssAnon", "RssShmem")) for pid in pids)
+    if counted <= limit:
+        return counted
+    shares = [_fields(f"/proc/{pid}/smaps_rollup", ("Pss",)) for pid in pids]
+    return sum(shares) or counted
+
+
+def _fields(path: str, names: tuple[str, ...]) -> int:
+    """Return the sum of fields in kB, in bytes; 0 for a process that has ended or may not be read."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return 0
+    wanted = [line.split() for line in lines if line.partition(":")[0] in names]
+    return sum(int(words[1]) for words in wanted) * 1024
+
+
+def deleted_bytes(pids: list[int]) -> int:
+    """Return the disk space of files that processes hold open and that no directory names any more."""
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(entry.readlink()).endswith(_DELETED):
+                        about = entry.stat()
+                        sizes[about.st_dev, about.st_ino] = about.st_blocks * _BLOCK
+    return sum(sizes.values())
+
+
+def freeze(pid: int) -> None:
+    """Stop every process below this one. One that is just being started is stopped, too."""
+    stopped: set[int] = set()
+    for _ in range(_FREEZE_ATTEMPTS):
+        running = set(descendants(pid)) - stopped
+        if not running:
+            return
+        _signal(running, signal.SIGSTOP)
+        stopped |= running
+
+
+def thaw(pid: int) -> None:
+    """Let every process below this one go on."""
+    _signal(set(descendants(pid)), signal.SIGCONT)
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)

@@ -1,0 +1,125 @@
+"""Keeps the sessions: their working directories and interpreters, and the order in which they were last used."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from sie.agents.host.python_session import PythonSession
+from sie.agents.host.workdir import Seen
+from sie.runtime.logs import get_logger
+from sie.runtime.sandbox import Sandbox, make_home
+from sie.values.errors import Overloaded
+
+_log = get_logger(__name__)
+_LONGEST_LOOK_S: Final = 30.0
+_REMOVE_TIMEOUT_S: Final = 600.0
+
+
+class Session:
+    """One session of one owner. Its calls run one after another."""
+
+    def __init__(self, owner: str, name: str, home: Path) -> None:
+        self.owner = owner
+        self.name = name
+        self.home = home
+        self.lock = asyncio.Lock()
+        self.python: PythonSession | None = None
+        self.seen: dict[str, Seen] = {}
+        """The files that the last call left."""
+        self.ids: dict[str, str] = {}
+        """Paths of files that were shown, by their ids."""
+        self.num_shown: dict[tuple[str, int], int] = {}
+        """How many files each round of each run has shown."""
+        self.used_s = time.monotonic()
+
+    @property
+    def work(self) -> Path:
+        """Its working directory."""
+        return self.home / "work"
+
+
+class Sessions:
+    """All sessions of the agent process. on_removed is called with (owner, name) of one that is removed."""
+
+    def __init__(
+        self, root: Path, sandbox: Sandbox, *, max_sessions: int, idle_s: float, on_removed: Callable[[str, str], None]
+    ) -> None:
+        self._root = root
+        self._sandbox = sandbox
+        self._max_sessions = max_sessions
+        self._idle_s = idle_s
+        self._on_removed = on_removed
+        self._sessions: dict[tuple[str, str], Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    async def clear_directory(self) -> None:
+        """Remove what a server that was killed left behind, and make the directory, which nobody else may enter."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._root.chmod(0o700)
+        for path in list(self._root.iterdir()):
+            await _remove(path)
+
+    async def find(self, owner: str, name: str) -> Session:
+        """Return a session, a new one if need be. Raises Overloaded if every session is in use."""
+        session = self._sessions.pop((owner, name), None)
+        if session is None:
+            if len(self._sessions) >= self._max_sessions:
+                await self._remove_oldest()
+            home = self._root / secrets.token_hex(8)
+            make_home(home, self._sandbox)
+            session = Session(owner, name, home)
+        self._sessions[owner, name] = session  # the last one is the most recently used
+        session.used_s = time.monotonic()
+        return session
+
+    async def expire_forever(self) -> None:
+        """Remove sessions that nobody used for a while, until cancelled."""
+        while True:
+            await asyncio.sleep(min(_LONGEST_LOOK_S, self._idle_s / 4))
+            for session in list(self._sessions.values()):
+                if not session.lock.locked() and time.monotonic() - session.used_s > self._idle_s:
+                    await self._remove(session)
+
+    async def close(self) -> None:
+        """End every interpreter, and remove every directory."""
+        for session in list(self._sessions.values()):
+            await self._remove(session)
+
+    async def _remove_oldest(self) -> None:
+        for session in self._sessions.values():
+            if not session.lock.locked():
+                await self._remove(session)
+                return
+        text = f"As many sessions run as agent_sessions allows ({self._max_sessions})"
+        raise Overloaded(text, retry_after_s=1)
+
+    async def _remove(self, session: Session) -> None:
+        if self._sessions.pop((session.owner, session.name), None) is None:
+            return
+        self._on_removed(session.owner, session.name)
+        if session.python is not None:
+            await session.python.close()
+        await _remove(session.home)
+
+
+async def _remove(home: Path) -> None:
+    """Remove a directory in which a stranger made names: of any depth, and closed to its own owner."""
+    for command in (["chmod", "-R", "u+rwX", "--"], ["rm", "-rf", "--one-file-system", "--"]):
+        try:
+            await asyncio.to_thread(_run, [*command, str(home)])
+        except (OSError, subprocess.SubprocessError) as error:
+            _log.warning("%s: %s", command[0], error)
+    if await asyncio.to_thread(home.exists):
+        _log.warning("the directory of a session could not be removed: %s", home)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REMOVE_TIMEOUT_S, check=False)  # noqa: S603  # coreutils, on a path of ours

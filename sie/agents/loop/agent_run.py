@@ -1,0 +1,329 @@
+"""Runs the rounds of one request: generate, run the calls, and generate again with their results.
+
+Rounds count from 0. The text of every round is passed on; the end of a round only if it is the last. A round whose calls
+are all the server's has a next round. If it also called functions of the client, those calls go to the client and the
+run ends. The cap of rounds, a call that nobody here runs and an answer cut by `max_tokens` end it, too.
+
+    start(request) -> Generating      one round on the engine; a dead worker's round begins again if nothing was sent
+    AgentLink                         the agent process, which runs the calls
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final, Protocol
+
+import msgspec
+
+from sie.agents import tools
+from sie.agents.loop.calls import AgentLink, CallRunner
+from sie.agents.loop.event_queue import EventQueue
+from sie.agents.loop.plan import AgentPlan
+from sie.agents.messages import FindFiles, FoundFiles
+from sie.runtime.logs import get_logger
+from sie.values.agent import AgentFile, AgentOutcome, FileProduced, ToolProgress
+from sie.values.errors import DeadlineExceeded, Internal, SieError, Unavailable
+from sie.values.generate import (
+    ChatMessage,
+    ChoiceReply,
+    Ended,
+    Finished,
+    FinishReason,
+    GenerateEvent,
+    GenerateReply,
+    GenerateRequest,
+    GenerateUsage,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+from sie.values.inference import Timing
+
+_log = get_logger(__name__)
+_LONG_S: Final = 86_400.0
+_ATTEMPTS: Final = 3
+"""Attempts at a round of which nothing was sent."""
+_MAX_FILES: Final = 64
+"""Most files of one answer."""
+
+
+class Generating(Protocol):
+    """One round on the engine; `sie.frontend.generation.generation_run.Run` is one."""
+
+    model: str
+
+    @property
+    def is_over(self) -> bool: ...
+    async def wait(self, timeout_s: float) -> list[GenerateEvent]: ...
+    async def gather(self) -> list[GenerateEvent]: ...
+    def give_up(self, error: SieError) -> None: ...
+    def timing(self, began_ns: int) -> Timing: ...
+
+
+Start = Callable[[GenerateRequest], Awaitable[Generating]]
+
+
+class AgentRun:
+    """A run of rounds. Take its events once, with `wait` or `gather`, or the whole answer with `whole`.
+
+    A caller that stops before the last event must call `give_up`.
+    """
+
+    prompts: tuple[str, ...] = ()
+
+    def __init__(self, first: Generating, start: Start, plan: AgentPlan, link: AgentLink, *, owner: str) -> None:
+        """First is the first round, which has been submitted already: its errors have a status of their own."""
+        self.model = first.model
+        self.session = plan.task.session or secrets.token_hex(16)
+        self._run_id = secrets.token_hex(6)
+        self._start = start
+        self._request = plan.request
+        self._plan = plan
+        self._link = link
+        self._owner = owner
+        self._round = first
+        self._queue = EventQueue()
+        self._files: list[AgentFile] = []
+        self._usage = GenerateUsage(prompt_tokens=0, completion_tokens=0)
+        self._is_started = False
+        self._why: SieError | None = None
+        self._calls = CallRunner(
+            link, plan.task, self._emit, owner=owner, session=self.session, run_id=self._run_id
+        )  # fmt: skip
+        self._task = asyncio.get_running_loop().create_task(self._drive())
+
+    # --- for its reader ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last event was taken."""
+        return self._queue.is_over
+
+    @property
+    def has_acted(self) -> bool:
+        """Whether a tool has run, so that the run must not begin again."""
+        return bool(self._calls.records)
+
+    async def wait(self, timeout_s: float) -> list[GenerateEvent]:
+        """Return the next events, or an empty list after timeout_s. Raises the error that ended the run."""
+        return await self._queue.take(timeout_s)
+
+    async def __aiter__(self) -> AsyncIterator[GenerateEvent]:
+        """Yield every event; raises as `wait` does."""
+        while not self.is_over:
+            for event in await self.wait(_LONG_S):
+                yield event
+
+    async def gather(self) -> list[GenerateEvent]:
+        """Return all events. Raises the error that ended the run."""
+        return [event async for event in self]
+
+    async def whole(self) -> GenerateReply:
+        """Return the answer of the last round, with the calls and files of all rounds."""
+        choice = ChoiceReply()
+        usage = self._usage
+        async for event in self:
+            match event:
+                case TextDelta(_, text, logprobs):
+                    choice.text += text
+                    choice.logprobs += logprobs
+                case ReasoningDelta(_, text):
+                    choice.reasoning += text
+                case ToolCallDelta(_, _, call):
+                    choice.calls.append(call)
+                    choice.call_places.append(len(choice.text))
+                case Finished(_, reason, stop_string):
+                    choice.reason, choice.stop_string = reason, stop_string
+                case Ended(total):
+                    usage = total
+                case ToolProgress():
+                    choice = ChoiceReply()  # the text before it belongs to an earlier round
+                case _:
+                    pass
+        outcome = AgentOutcome(session=self.session, records=tuple(self._calls.records), files=tuple(self._files))
+        return GenerateReply(model=self.model, choices=[choice], usage=usage, agent=outcome)
+
+    def give_up(self, error: SieError) -> None:
+        """Stop the round and the call that run now; a caller that still waits gets this error."""
+        if not self._task.done() and self._why is None:
+            self._why = error
+            self._task.cancel()
+        self._queue.end(error)
+
+    def on_end(self, callback: Callable[[], object]) -> None:
+        """Call this once when the run is over."""
+        self._task.add_done_callback(lambda _task: callback())
+
+    def timing(self, began_ns: int) -> Timing:
+        """Return the timing of the latest round."""
+        return self._round.timing(began_ns)
+
+    # --- rounds -----------------------------------------------------------------------------------------------------
+
+    async def _drive(self) -> None:
+        """Run all rounds; end the events with whatever ended the rounds."""
+        error: SieError | None = None
+        try:
+            async with asyncio.timeout(self._plan.timeout_s):
+                await self._run_rounds()
+        except TimeoutError:
+            error = DeadlineExceeded(f"The tools took longer than agent_timeout_s ({self._plan.timeout_s:g} s)")
+        except asyncio.CancelledError:
+            error = self._why or Internal("the run was cancelled")
+        except SieError as raised:
+            error = raised
+        except Exception:
+            _log.exception("a run of tools failed")
+            error = Internal("internal error")
+        finally:
+            self._queue.end(error)
+
+    async def _run_rounds(self) -> None:
+        request, number = self._request, 0
+        messages = list(request.messages or ())
+        while True:
+            said = await self._generate(request, number)
+            own = [call for call in said.calls if self._plan.runs(call.name)]
+            is_last = not own or number >= self._plan.max_rounds or said.reason == "length"
+            if is_last:
+                await self._finish(said, said.calls, number)
+                return
+            results = [await self._calls.run(call, number, turn) for turn, call in enumerate(own)]
+            if others := [call for call in said.calls if call not in own]:
+                await self._finish(said, others, number)
+                return
+            messages += [said.to_message(), *(_result(call, text) for call, text in zip(own, results, strict=True))]
+            number += 1
+            request = self._next_request(messages)
+            if request.max_tokens == 0:
+                await self._finish(said.cut(), [], number)
+                return
+
+    def _next_request(self, messages: list[ChatMessage]) -> GenerateRequest:
+        """Return the request of the next round; its calls are free, and its tokens are what is left of the budget."""
+        left = max(0, self._plan.max_tokens - self._usage.completion_tokens)
+        most = self._request.max_tokens
+        choice = self._request.tool_choice
+        free = msgspec.structs.replace(choice, mode="auto") if choice.mode == "required" else choice
+        return msgspec.structs.replace(
+            self._request, messages=messages, tool_choice=free, continues=False,
+            # An overlong prompt is cut to leave room for its most tokens: then the budget must not be that number.
+            max_tokens=None if most is None and left and self._request.truncate_prompt else min(left if most is None else most, left),
+        )  # fmt: skip
+
+    async def _generate(self, request: GenerateRequest, number: int) -> _Said:
+        """Run one round, and pass its text on."""
+        said = _Said()
+        for attempt in range(_ATTEMPTS):
+            if number or attempt:
+                self._round = await self._start(request)
+            try:
+                await self._read(self._round, said, is_stream=request.stream)
+            except Unavailable:  # its worker died, or its model was reloaded
+                if said.is_begun or attempt == _ATTEMPTS - 1:
+                    raise
+            else:
+                break
+        return said
+
+    async def _read(self, run: Generating, said: _Said, *, is_stream: bool) -> None:
+        """Read one attempt at a round. What is not a stream is read as a whole, so that it may begin again."""
+        try:
+            if not is_stream:
+                self._take(await run.gather(), said)
+                return
+            while not run.is_over:
+                self._take(await run.wait(_LONG_S), said)
+        finally:
+            run.give_up(self._why or Internal("the round is over"))
+
+    def _take(self, events: list[GenerateEvent], said: _Said) -> None:
+        for event in events:
+            said.is_begun = True
+            match event:
+                case Started():
+                    if not self._is_started:
+                        self._is_started = True
+                        self._emit(event)
+                case TextDelta(_, text):
+                    said.text += text
+                    self._emit(event)
+                case ReasoningDelta(_, text):
+                    said.reasoning += text
+                    self._emit(event)
+                case ToolCallDelta(_, _, call):
+                    said.calls.append(call)
+                case Finished():
+                    said.finished = event
+                case Ended(usage):
+                    self._usage = _sum(self._usage, usage)
+                case _:
+                    self._emit(event)
+
+    async def _finish(self, said: _Said, calls: list[ToolCall], number: int) -> None:
+        """Pass on the calls of the client, the files it asked for, and the end."""
+        await self._find_missing(number)
+        for place, call in enumerate(calls):
+            self._emit(ToolCallDelta(0, place, call))
+        reason = said.reason if said.reason == "length" else "tool_calls" if calls else "stop"
+        self._emit(Finished(0, reason, said.finished.stop_string))
+        self._emit(Ended(self._usage, self.session))
+
+    async def _find_missing(self, number: int) -> None:
+        """Show the files that the request asked for and that no call has shown; placeholders stand for missing ones."""
+        shown = {file.name for file in self._files if file.code is None}
+        names = tuple(file.name for file in self._plan.task.files if file.name not in shown)
+        if names:
+            question = FindFiles(
+                owner=self._owner, session=self.session, run_id=self._run_id, round=number, turn=0, names=names
+            )
+            for file in (await self._link.ask(question, FoundFiles)).files:
+                self._emit(FileProduced(file))
+
+    def _emit(self, event: GenerateEvent) -> None:
+        if isinstance(event, FileProduced):
+            if len(self._files) >= _MAX_FILES:
+                return
+            self._files.append(event.file)
+        self._queue.push(event)
+
+
+class _Said:
+    """What a round said."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.reasoning = ""
+        self.calls: list[ToolCall] = []
+        self.finished = Finished(0, "stop")
+        self.is_begun = False
+        """Whether its first event was taken."""
+
+    @property
+    def reason(self) -> FinishReason:
+        """Why it ended."""
+        return self.finished.reason
+
+    def cut(self) -> _Said:
+        """Return the same, ended by the budget of tokens."""
+        self.finished = Finished(0, "length")
+        return self
+
+    def to_message(self) -> ChatMessage:
+        """Return it as a message of the history."""
+        return ChatMessage(
+            role="assistant", content=self.text or None, tool_calls=tuple(self.calls), reasoning=self.reasoning or None
+        )
+
+
+def _result(call: ToolCall, text: str) -> ChatMessage:
+    return ChatMessage(role="tool", content=text, name=tools.find_tool(call.name).name, tool_call_id=call.id)
+
+
+def _sum(one: GenerateUsage, other: GenerateUsage) -> GenerateUsage:
+    fields = GenerateUsage.__struct_fields__
+    return GenerateUsage(**{field: getattr(one, field) + getattr(other, field) for field in fields})

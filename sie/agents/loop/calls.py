@@ -1,0 +1,138 @@
+"""Runs one call of a model: approval, execution, and the events that show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
+
+from sie.agents import tools
+from sie.agents.messages import (
+    Answer,
+    Approval,
+    AwaitApproval,
+    Decision,
+    OpenApproval,
+    Question,
+    RunTool,
+    ToolResult,
+)
+from sie.agents.tools import ServerTool
+from sie.values.agent import AgentTask, ApprovalRequired, FileProduced, ToolProgress, ToolRecord
+from sie.values.errors import Unavailable
+from sie.values.generate import GenerateEvent, ToolCall
+
+_DENIED: Final = "The permission of this request denies every call of a tool"
+_AnswerT = TypeVar("_AnswerT", bound=Answer)
+_to_json: Final = msgspec.json.Encoder().encode
+
+
+class AgentLink(Protocol):
+    """A connection to the agent process."""
+
+    async def ask(self, question: Question, kind: type[_AnswerT]) -> _AnswerT:
+        """Return the answer to a question. Raises SieError."""
+        ...
+
+
+class CallRunner:
+    """Runs the calls of one run, one after another. emit takes the events as they happen."""
+
+    def __init__(
+        self, link: AgentLink, task: AgentTask, emit: Callable[[GenerateEvent], None],
+        *, owner: str, session: str, run_id: str,
+    ) -> None:  # fmt: skip
+        self.records: list[ToolRecord] = []
+        self._link = link
+        self._task = task
+        self._emit = emit
+        self._owner = owner
+        self._session = session
+        self._run_id = run_id
+
+    async def run(self, call: ToolCall, number: int, turn: int) -> str:
+        """Run call `turn` of round `number`; return its result for the model. Raises SieError if the run must end."""
+        tool = tools.find_tool(call.name)
+        arguments = _arguments(call.arguments)
+        self._progress(tool, call, number, "calling", _calling(tool, arguments))
+        decision = await self._decide(tool, arguments, number)
+        result = await self._execute(call, number, turn) if decision.is_approved else _denied(tool, decision.message)
+        for file in result.files:
+            self._emit(FileProduced(file))
+        self._progress(tool, call, number, "complete", result.data)
+        self.records.append(
+            ToolRecord(
+                round=number, name=call.name, arguments=call.arguments, result=result.record,
+                images=tuple(result.data.get("images_base64", ())), file_ids=tuple(file.id for file in result.files),
+            )
+        )  # fmt: skip
+        return result.content
+
+    async def _decide(self, tool: ServerTool, arguments: dict[str, Any], number: int) -> Decision:
+        if self._task.permission != "ask":
+            return Decision(self._task.permission == "auto", _DENIED)
+        question = OpenApproval(owner=self._owner, session=self._session, kind=tool.kind)
+        approval = await self._link.ask(question, Approval)
+        if not approval.id:
+            return Decision(True)
+        shown = {"source": tool.source, "kind": tool.kind, "label": tool.label}
+        self._emit(
+            ApprovalRequired(
+                approval_id=approval.id, session=self._session, round=number, tool=shown, arguments=arguments
+            )
+        )
+        return await self._link.ask(AwaitApproval(approval.id), Decision)
+
+    async def _execute(self, call: ToolCall, number: int, turn: int) -> ToolResult:
+        question = RunTool(
+            owner=self._owner, session=self._session, run_id=self._run_id, round=number, turn=turn, name=call.name,
+            arguments=call.arguments,
+        )  # fmt: skip
+        try:
+            return await self._link.ask(question, ToolResult)
+        except Unavailable as error:  # the agent process died with the call: the model is told, and the run goes on
+            told = _to_json({"status": "error", "exception": error.message}).decode()
+            return ToolResult(content=told, record=told, data=_failed(tools.find_tool(call.name), error.message))
+
+    def _progress(self, tool: ServerTool, call: ToolCall, number: int, phase: Any, data: dict[str, Any]) -> None:
+        self._emit(
+            ToolProgress(
+                round=number, name=call.name, phase=phase, data={"tool_type": tool.type, **data}, call_id=call.id,
+                arguments=call.arguments,
+            )
+        )  # fmt: skip
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        return {"arguments": text}
+
+
+def _calling(tool: ServerTool, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a call that begins."""
+    if tool.type == "code_execution":
+        return {"code": arguments["code"]} if "code" in arguments else {}
+    if tool.type == "shell":
+        commands = arguments.get("commands", [])
+        return {"commands": [commands] if isinstance(commands, str) else commands}
+    if tool.type == "web_search":
+        return {"query": arguments.get("query", arguments.get("url", ""))}
+    return {"arguments": arguments}
+
+
+def _denied(tool: ServerTool, message: str) -> ToolResult:
+    told = _to_json({"status": "denied", "exception": message}).decode()
+    data = {**_failed(tool, message), **({"status": "denied"} if tool.type == "shell" else {})}
+    return ToolResult(content=told, record=told, data=data)
+
+
+def _failed(tool: ServerTool, message: str) -> dict[str, Any]:
+    """Return the fields of a call that did not run."""
+    if tool.type == "code_execution":
+        return {"exception": message}
+    if tool.type == "shell":
+        return {"stderr": message, "status": "error"}
+    return {"results_count": 0, "sources": []} if tool.type == "web_search" else {"content": message}

@@ -1,0 +1,119 @@
+"""The typed values of agents: what a request asks the server to do, and the events of doing it. Imports no other folder."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Permission = Literal["auto", "ask", "deny"]
+PERMISSIONS: tuple[Permission, ...] = ("auto", "ask", "deny")
+"""From the loosest to the strictest."""
+
+
+def stricter(one: Permission, other: Permission) -> Permission:
+    """Return the stricter of two permissions."""
+    return one if PERMISSIONS.index(one) >= PERMISSIONS.index(other) else other
+
+
+class ExpectedFile(msgspec.Struct, frozen=True):
+    """A file that a request expects the tools to make; its name is a path in the working directory."""
+
+    name: str
+    format: str | None = None
+    description: str | None = None
+
+
+class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request asks the server to do besides generating.
+
+    code_field, shell_field and search_field are the names of the fields that ask for Python, commands and web search, or
+    empty; field is the first field of all that asks for an agent. session is the client's name for its session, or empty. max_rounds
+    None means the server's setting.
+    """
+
+    field: str = "tools"
+    code_field: str = ""
+    shell_field: str = ""
+    search_field: str = ""
+    session: str = ""
+    permission: Permission = "auto"
+    max_rounds: int | None = None
+    files: tuple[ExpectedFile, ...] = ()
+
+
+class AgentFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A file that a tool made, as the wire shows it. A placeholder has code and message, and no content.
+
+    Small content is in text (with its first characters in preview) or data_base64. Source: generation API reference,
+    section 7.
+    """
+
+    id: str
+    name: str
+    created_at: int
+    source: dict[str, Any]
+    purpose: str = "agent_output"
+    format: str = ""
+    mime_type: str = "application/octet-stream"
+    bytes: int = 0
+    text: str | None = None
+    preview: str | None = None
+    data_base64: str | None = None
+    code: str | None = None
+    message: str | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the File object of the API."""
+        made = msgspec.to_builtins(self)
+        shown = {"purpose": self.purpose, "format": self.format, "mime_type": self.mime_type, "bytes": self.bytes}
+        return {**shown, **made} if self.code is None else made
+
+
+class ToolRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that the server ran, for an answer that is not a stream."""
+
+    round: int
+    name: str
+    arguments: str
+    result: str
+    images: tuple[str, ...] = ()
+    file_ids: tuple[str, ...] = ()
+
+
+class ToolProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """A call begins or is complete. data has its `tool_type` and the fields of that type."""
+
+    round: int
+    name: str
+    phase: Literal["calling", "complete"]
+    data: dict[str, Any]
+    call_id: str
+    arguments: str
+
+
+class ApprovalRequired(msgspec.Struct, frozen=True, kw_only=True):
+    """A call waits for a client's approval."""
+
+    approval_id: str
+    session: str
+    round: int
+    tool: dict[str, str]
+    arguments: dict[str, Any]
+
+
+class FileProduced(msgspec.Struct, frozen=True):
+    """A tool made a file."""
+
+    file: AgentFile
+
+
+class AgentOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer says about the server's acts."""
+
+    session: str
+    records: tuple[ToolRecord, ...] = ()
+    files: tuple[AgentFile, ...] = ()
+
+
+AgentEvent = ToolProgress | ApprovalRequired | FileProduced

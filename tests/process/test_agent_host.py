@@ -1,0 +1,172 @@
+"""The agent process's own work: sessions and their ends, turns, priority and what calls show. In real sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sie.agents import tools
+from sie.agents.messages import RunTool
+from sie.config.store_settings import Store
+from sie.values.errors import Forbidden, Overloaded
+from tests.agent_rig import Host, modes, open_directory, start_host
+from tests.process.harness import eventually
+
+MODE = modes()[0]
+
+
+@pytest.fixture(scope="module")
+def host():
+    with open_directory() as directory, start_host(
+        MODE, directory, code_timeout_s=1, max_result_chars=1000, agent_running=1, store=Store(max_inline_file_bytes=100)
+    ) as host:  # fmt: skip
+        yield host
+
+
+def test_code_over_its_time_is_interrupted_and_its_variables_stay(host: Host) -> None:
+    ran = host.python("x = 41\nimport time\ntime.sleep(30)")
+    assert ran["exception"] == "KeyboardInterrupt: the time for this call is over"
+    assert host.python("x + 1")["result"] == "42"
+
+
+def test_commands_over_their_time_are_ended(host: Host) -> None:
+    ran = host.shell("sleep 30", timeout_ms=200)
+    assert (ran["status"], ran["timed_out"]) == ("timeout", True)
+
+
+@pytest.mark.parametrize(
+    ("code", "field", "part"),
+    [
+        ("input('?')", "exception", "input() is not available"),
+        ("print('x' * 5000)", "stdout", "[... 5001 bytes in all]"),
+        ("def f(:", "exception", "SyntaxError"),
+        ("raise SystemExit(3)", "exception", "SystemExit: 3"),
+        ("import os; os._exit(3)", "exception", "variables are lost"),
+        ("import os; os.close(1)\nprint('x')", "status", ""),
+        ("class A:\n    def __repr__(self): raise ValueError('no')\nA()", "exception", "ValueError: no"),
+        ("_", "exception", "NameError"),
+        ("import __main__; __main__.y = 1\ny", "result", "1"),
+        ("'\\ud800'", "result", "'\\ud800'"),
+        ("print('\\udcff'.encode('utf-8', 'surrogateescape'))", "stdout", "b'"),
+    ],
+)
+def test_what_code_may_do(host: Host, code: str, field: str, part: str) -> None:
+    ran = host.python(code, f"may {code}")
+    assert part in str(ran[field]), ran
+    assert len(str(ran)) < 3000
+    assert host.python("1 + 1", f"may {code}")["result"] == "2"
+
+
+def test_wrong_arguments_are_a_result_for_the_model(host: Host) -> None:
+    for name, arguments in ((tools.PYTHON, {}), (tools.SHELL, {"commands": 3}), (tools.READ_FILE, {"file_id": 1})):
+        assert "arguments are wrong" in host.call(name, **arguments).content
+    assert "longer than" in host.shell("x" * 100_001)["exception"]
+
+
+def test_files_over_the_inline_limit_have_a_preview_only(host: Host) -> None:
+    code = "open('long', 'w').write('é' * 90); open('binary', 'wb').write(bytes(200)); open('short', 'w').write('é')"
+    files = {file.name: file for file in host.call(tools.PYTHON, "files", code=code).files}
+    assert (files["long"].text, files["long"].preview, files["long"].bytes) == (None, "é" * 50, 180)
+    assert (files["binary"].data_base64, files["binary"].preview) == (None, None)
+    assert files["short"].text == "é"
+    code = "open('short', 'w').write('more')"
+    assert [file.name for file in host.call(tools.PYTHON, "files", code=code).files] == ["short"]
+    assert host.call(tools.PYTHON, "files", code="1").files == ()
+
+
+def test_calls_take_turns_and_let_everybody_else_go_first(host: Host) -> None:
+    commands = ["date +%s%N; cat /proc/self/stat; date +%s%N"]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        ran = list(pool.map(lambda n: host.shell(*commands, session=f"turn {n}"), range(3)))
+    spans = sorted((int(lines[0]), int(lines[-1])) for lines in (one["stdout"].splitlines() for one in ran))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+    policies = {int(one["stdout"].splitlines()[1].rpartition(")")[2].split()[38]) for one in ran}
+    assert policies == {os.SCHED_IDLE}
+
+
+def test_a_caller_that_gives_up_ends_what_runs(host: Host) -> None:
+    question = RunTool(owner="", session="given up", run_id="r", round=0, turn=0, name=tools.SHELL,
+                       arguments='{"commands": ["sleep 98762"]}')  # fmt: skip
+
+    def sleeps() -> list[psutil.Process]:
+        return [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "98762"]]
+
+    running = asyncio.run_coroutine_threadsafe(host.process.answer(question), host._loop)
+    eventually(sleeps, "the command")
+    running.cancel()
+    eventually(lambda: not sleeps(), "its end")
+
+
+def running_in(directory: Path) -> list[psutil.Process]:
+    """Return the bubblewraps over the homes in a directory."""
+    found = psutil.process_iter(["cmdline"])
+    return [one for one in found if any(str(directory) in word for word in one.info["cmdline"] or ())]
+
+
+def test_sessions_end_when_idle_or_least_recently_used() -> None:
+    with open_directory() as directory, start_host(MODE, directory, agent_sessions=2, agent_session_idle_s=1) as host:
+        host.python("x = 1", "a")
+        host.python("x = 1", "b")
+        assert host.python("x", "a")["result"] == "1"
+        host.python("x = 1", "c")
+        assert "NameError" in host.python("x", "b")["exception"], "b was the least recently used, and is anew"
+        assert len(list((directory / "agents").iterdir())) == 2
+
+        assert running_in(directory)
+        expiry = asyncio.run_coroutine_threadsafe(host.process.expire_forever(), host._loop)
+        eventually(lambda: not list((directory / "agents").iterdir()), "no directory")
+        eventually(lambda: not running_in(directory), "no process")
+        expiry.cancel()
+
+
+def test_a_host_full_of_busy_sessions_says_so() -> None:
+    with (
+        open_directory() as directory,
+        start_host(MODE, directory, agent_sessions=1) as host,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        busy = pool.submit(host.shell, "until [ -e go ]; do sleep 0.05; done", session="busy")
+        eventually(lambda: list((directory / "agents").glob("*/work")), "the session")
+        with pytest.raises(Overloaded, match="agent_sessions"):
+            host.python("1", "other")
+        (work,) = (directory / "agents").glob("*/work")
+        (work / "go").touch()
+        assert busy.result(30)["exit_code"] == 0
+
+
+def test_leftovers_of_a_killed_server_are_removed() -> None:
+    with open_directory() as directory:
+        deep = directory / "agents" / "old" / "work"
+        deep.mkdir(parents=True)
+        here = os.open(deep, os.O_RDONLY)
+        for _ in range(1500):
+            os.mkdir("d", dir_fd=here)
+            there = os.open("d", os.O_RDONLY, dir_fd=here)
+            os.close(here)
+            here = there
+        os.fchmod(here, 0)
+        os.close(here)
+        with start_host(MODE, directory):
+            assert not list((directory / "agents").iterdir())
+
+
+def test_without_its_sandbox_code_runs_only_if_the_operator_says_so() -> None:
+    with (
+        open_directory() as directory,
+        start_host("off", directory) as host,
+        pytest.raises(Forbidden, match="no sandbox"),
+    ):
+        host.python("1")
+    with open_directory() as directory, start_host("off", directory, sandbox="off") as host:
+        assert host.python("6 * 7")["result"] == "42"
+        ran = host.shell("pwd; id -u; touch made", timeout_ms=30_000)
+        assert ran["stdout"].splitlines() == [str(host.home() / "work"), str(os.getuid())]
+        assert [file["name"] for file in ran["files"]] == ["made"]
+        assert "KeyboardInterrupt" not in ran
+        assert Path(host.home() / "work" / "made").exists()

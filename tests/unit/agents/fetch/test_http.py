@@ -1,0 +1,133 @@
+"""The client of tools, against a server of a few lines on loopback."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sie.agents.fetch import http as fetch
+from sie.agents.fetch.http import Client, FetchError
+
+
+class _Pages(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        pages: dict[str, tuple[int, dict[str, str], bytes]] = {
+            "/page": (200, {"content-type": "text/html"}, b"<p>hello</p>"),
+            "/large": (200, {}, b"x" * 100_000),
+            "/moved": (302, {"location": "/page"}, b""),
+            "/round": (302, {"location": "/round"}, b""),
+            "/file": (302, {"location": "file:///etc/passwd"}, b""),
+            "/inside": (302, {"location": "http://inside.example/"}, b""),
+        }
+        status, headers, body = pages[self.path]
+        self.send_response(status)
+        for name, value in {**headers, "content-length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Pages) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def client(**limits: Any) -> Client:
+    return Client(**{"timeout_s": 5.0, "max_bytes": 1000, "allows_private": True, **limits})
+
+
+def test_a_page_behind_a_redirect_up_to_the_limit(port: int) -> None:
+    found = client().get(f"http://127.0.0.1:{port}/moved")
+    assert (found.status, found.body, found.kind) == (200, b"<p>hello</p>", "text/html")
+    assert found.url.endswith("/page")
+    assert len(client().get(f"http://127.0.0.1:{port}/large").body) == 1000
+
+
+def test_redirects_end(port: int) -> None:
+    with pytest.raises(FetchError, match="redirects"):
+        client().get(f"http://127.0.0.1:{port}/round")
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f.1", "0.0.0.0", "[::ffff:127.0.0.1]"]
+)
+def test_this_host_is_not_reached_by_any_spelling(port: int, host: str) -> None:
+    with pytest.raises(FetchError, match=r"public|known"):
+        client(allows_private=False).get(f"http://{host}:{port}/page")
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "gopher://a/", "http://", "http://u:p@a/", "http://a b/", "http://[/",
+                                 "http://a:0/", "http://a/\r\nX: y", "//a/b", ""])  # fmt: skip
+def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(FetchError):
+        client().get(url)
+
+
+def resolving(monkeypatch: pytest.MonkeyPatch, port: int, *addresses: str) -> list[str]:
+    """Have every name resolve to these addresses, one after another; return the list of what is connected to."""
+    found = iter(addresses)
+    connected: list[str] = []
+
+    def resolve(host: str, number: int, **_: Any) -> list[Any]:
+        address = host if host.replace(".", "").isdigit() else next(found)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, number))]
+
+    def connect(place: tuple[str, int], timeout: float) -> socket.socket:
+        connected.append(place[0])
+        made = socket.socket()
+        made.settimeout(timeout)
+        made.connect(("127.0.0.1", port))  # a stand-in for the public internet
+        return made
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(fetch.socket, "create_connection", connect)
+    return connected
+
+
+def test_a_name_that_is_bound_anew_is_judged_once_and_reached_there(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """The address that was judged is the one that is connected to: a second look would give loopback."""
+    connected = resolving(monkeypatch, port, "93.184.216.34", "127.0.0.1")
+    assert client(allows_private=False).get("http://rebound.example/page").status == 200
+    assert connected == ["93.184.216.34"]
+
+
+def test_a_redirect_to_the_inside_is_not_followed(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    connected = resolving(monkeypatch, port, "93.184.216.34", "10.0.0.7")
+    with pytest.raises(FetchError, match=r"inside\.example is not a public address"):
+        client(allows_private=False).get("http://outside.example/inside")
+    assert connected == ["93.184.216.34"]
+    resolving(monkeypatch, port, "93.184.216.34")
+    with pytest.raises(FetchError, match="only http"):
+        client(allows_private=False).get("http://outside.example/file")
+
+
+def test_a_server_that_trickles_does_not_outlast_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def trickle() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                stop.wait(10)
+
+        stop = threading.Event()
+        thread = threading.Thread(target=trickle, daemon=True)
+        thread.start()
+        with pytest.raises(FetchError):
+            client(timeout_s=0.2).get(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+        stop.set()
+        thread.join()

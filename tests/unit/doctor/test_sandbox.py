@@ -1,0 +1,34 @@
+"""What `sie doctor` says about sandboxes."""
+
+from __future__ import annotations
+
+import pytest
+
+from sie.config.agent_settings import Agents
+from sie.config.settings import Settings
+from sie.doctor import sandbox
+from sie.doctor.finding import Finding
+from sie.runtime.sandbox import Report, Sandbox
+
+
+def findings(monkeypatch: pytest.MonkeyPatch, report: Report, **agents: object) -> list[Finding]:
+    monkeypatch.setattr(sandbox, "find_sandbox", lambda **_: (Sandbox(mode=report.mode), report))
+    return list(sandbox.check_sandbox(Settings(agents=Agents(**agents))))  # type: ignore[arg-type]
+
+
+HELD = Report(mode="user", uid=1000, user_namespace=True, landlock=5, seccomp=True)
+MISSING = Report(problem="bubblewrap is missing")
+
+
+def test_a_sandbox_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = findings(monkeypatch, HELD)
+    assert found.level == "ok"
+    assert all(part in found.message for part in ("this user", "Landlock 5", "seccomp", "watchdog"))
+
+
+def test_a_missing_sandbox_is_a_fault_only_with_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [one.level for one in findings(monkeypatch, MISSING)] == ["ok"]
+    (found,) = findings(monkeypatch, MISSING, enable_shell=True)
+    assert (found.level, bool(found.fix)) == ("error", True)
+    assert "bubblewrap is missing" in found.message
+    assert [one.level for one in findings(monkeypatch, HELD, agent=True, sandbox="off")] == ["warn"]
