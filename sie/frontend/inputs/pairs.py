@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
+from sie.frontend.inputs.pair_cuts import Cuts
 from sie.frontend.inputs.profile_options import token_limit
 from sie.frontend.inputs.prompts import apply_pair_prompt
-from sie.frontend.inputs.tokenize import Cuts, Tokenizer, bounds_of, pack_ids, unicode_error
+from sie.frontend.inputs.tokenize import Tokenizer, bounds_of, pack_ids, unicode_error
 from sie.values.card import ModelCard, PairTemplate
 
 Arrays = list[tuple[str, NDArray[Any]]]

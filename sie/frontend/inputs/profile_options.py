@@ -9,7 +9,8 @@ from typing import Any
 
 from sie.catalog.options import OUTPUT_TYPES, check_options
 from sie.catalog.profiles import DEFAULT_PROFILE, model_of
-from sie.frontend.inputs.tokenize import Cuts, too_long
+from sie.frontend.inputs.pair_cuts import Cuts
+from sie.frontend.inputs.tokenize import too_long
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
-from sie.frontend.inputs.tokenize import BytesArray, Cuts, Int32Array, bounds_of, unicode_error
+from sie.frontend.inputs.pair_cuts import Cuts
+from sie.frontend.inputs.tokenize import BytesArray, Int32Array, bounds_of, unicode_error
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 

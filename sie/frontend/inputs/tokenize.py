@@ -21,6 +21,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from sie.frontend.inputs.guarded_tokenizer import GuardedTokenizer
+from sie.frontend.inputs.pair_cuts import Cuts, Lengths, cut_pairs
 from sie.frontend.inputs.text_bounds import GrowthError, groups, max_chars, shorten
 from sie.frontend.inputs.text_rules import RulesError, rules_to_try
 from sie.native.preempt import preempted
@@ -30,13 +31,9 @@ from sie.values.errors import BadRequest, InputTooLong, Internal, SieError
 
 Int32Array = NDArray[np.int32]
 BytesArray = NDArray[np.uint8]
-Cuts = dict[int, int]
-"""Maps the number of each item that was cut to the most tokens that the model reads of it. Functions add to it."""
 
 LONG_TEXT_BYTES = 8192
 """Above this, tokenising takes over about 2 ms and runs on a thread instead of the event loop (`is_long`)."""
-_MAX_COUNTED_CHARS = 1 << 18
-"""All tokens of a longer text are not counted, to find out whether it is the longer one of a pair."""
 _MANY_CHARS = 1024
 _LONG_WORD = 32
 """WordPiece takes the square of a word's length: 8 KB of words of 100 letters take 60 ms, real texts 2 ms."""
@@ -206,7 +203,7 @@ class Tokenizer:
             query, *documents = self._document.shorten(self.card.id, whole, limit)
             for part in groups(documents):
                 own: Cuts = {}
-                lengths = _Lengths(self._document.tokenizer, [whole[0], *whole[len(rows) + 1 :]])
+                lengths = Lengths(self._document.tokenizer, [whole[0], *whole[len(rows) + 1 :]])
                 encodings = self._pair(query, part, limit, own, lengths, is_cut_here=is_lower)
                 cuts |= {len(rows) + index: most for index, most in own.items()}
                 rows += [(encoding.ids, encoding.type_ids if self._wants_types else []) for encoding in encodings]
@@ -227,7 +224,7 @@ class Tokenizer:
         documents: Sequence[str],
         limit: int | None,
         cuts: Cuts,
-        lengths: _Lengths,
+        lengths: Lengths,
         *,
         is_cut_here: bool,
     ) -> Sequence[tokenizers.Encoding]:
@@ -388,77 +385,6 @@ def _encode_short(
             cuts[index] = max_tokens
         encoding.truncate(room)
     return [tokenizer.post_process(encoding, None, reader.add_special_tokens).ids for encoding in encodings]
-
-
-class _Lengths:
-    """The numbers of tokens of a query, at place 0, and its documents, of which only beginnings are read."""
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._texts = texts
-        self._known: dict[int, float] = {}
-
-    def any_is_cut(self, heads: Sequence[str]) -> bool:
-        """Return whether any of the first texts is longer than what is read of it."""
-        return any(len(head) < len(text) for head, text in zip(heads, self._texts, strict=False))
-
-    def of(self, place: int, head: str, num_tokens: int) -> float:
-        """Return the number of tokens of a text whose beginning has num_tokens; an estimate for an immense one."""
-        text = self._texts[place]
-        if len(head) == len(text):
-            return num_tokens
-        if place not in self._known:
-            if len(text) > _MAX_COUNTED_CHARS:
-                self._known[place] = num_tokens * len(text) / len(head)
-            else:
-                [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-                self._known[place] = _count_whole(encoding)
-        return self._known[place]
-
-
-def cut_pairs(
-    tokenizer: tokenizers.Tokenizer,
-    query: str,
-    documents: Sequence[str],
-    limit: int,
-    cuts: Cuts,
-    *,
-    lengths: _Lengths | None = None,
-) -> list[tokenizers.Encoding]:
-    """Return the encodings of pairs with at most limit tokens, special ones included, cut as the library does it.
-
-    Of two texts that are both cut, the one that was longer as a whole keeps the odd token; lengths tells that where texts are
-    beginnings of longer ones. cuts gets the documents whose pairs were cut. Raises TypeError, the library's, for a text
-    that is not valid Unicode.
-    Source: tokenizers 0.22, `truncate_encodings` with LongestFirst.
-    """
-    lengths = lengths or _Lengths(tokenizer, [query, *documents])
-    room = limit - tokenizer.num_special_tokens_to_add(True)
-    pairs: list[tokenizers.Encoding] = []
-    whole_query, *encoded = tokenizer.encode_batch_fast([query, *documents], add_special_tokens=False)
-    query_tokens = _count_whole(whole_query)
-    for index, document in enumerate(encoded):
-        head = tokenizers.Encoding.merge([whole_query], growing_offsets=False)  # a copy: `truncate` is in place
-        document_tokens = _count_whole(document)
-        shorter, longer = sorted((query_tokens, document_tokens))
-        if shorter + longer > room:
-            cuts[index] = limit
-        longer = min(longer, max(shorter, room - shorter))
-        is_head_longer = query_tokens > document_tokens
-        if shorter + longer > room:
-            shorter, longer = room // 2, room - room // 2
-            if shorter < longer:
-                wholes = lengths.of(0, query, query_tokens), lengths.of(index + 1, documents[index], document_tokens)
-                is_head_longer = wholes[0] > wholes[1]
-        head.truncate(longer if is_head_longer else shorter)
-        document.truncate(shorter if is_head_longer else longer)
-        pairs.append(tokenizer.post_process(head, document))
-    return pairs
-
-
-def _count_whole(encoding: tokenizers.Encoding) -> int:
-    """Return the number of tokens of a text, including those cut off by the tokenizer's limit."""
-    return len(encoding) + sum(map(len, encoding.overflowing))
 
 
 def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tokenizer:

@@ -10,10 +10,11 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from sie.frontend.inputs.pair_cuts import Cuts
 from sie.frontend.inputs.pairs import Arrays
 from sie.frontend.inputs.profile_options import token_limit
 from sie.frontend.inputs.prompts import apply_prompt
-from sie.frontend.inputs.tokenize import Cuts, Tokenizer
+from sie.frontend.inputs.tokenize import Tokenizer
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.inference import ScoreRequest

@@ -19,9 +19,10 @@ from sie.config.limits import Limits
 from sie.frontend.engine.interface import Engine, Pending, Reply
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.inputs.mixed import mix_items
+from sie.frontend.inputs.pair_cuts import Cuts
 from sie.frontend.inputs.pairs import Arrays
 from sie.frontend.inputs.text_bounds import check_chars
-from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, is_long
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.extraction import boxes, gliclass, gliner, label_pairs, text_classes, token_labels
 from sie.frontend.operations.extraction.boxes import BoxReading

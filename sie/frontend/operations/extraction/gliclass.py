@@ -16,8 +16,9 @@ import tokenizers
 from numpy.typing import NDArray
 
 from sie.config.limits import Limits
+from sie.frontend.inputs.pair_cuts import Cuts
 from sie.frontend.inputs.pairs import Arrays
-from sie.frontend.inputs.tokenize import Cuts, Tokenizer, pack_ids, too_long, unicode_error
+from sie.frontend.inputs.tokenize import Tokenizer, pack_ids, too_long, unicode_error
 from sie.values.errors import BadRequest, Internal
 from sie.values.extract import Classification, Extraction, ExtractTask, Gliclass, LabelGroup
 

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.config.limits import Limits
+from sie.frontend.inputs.pair_cuts import Cuts
 from sie.frontend.inputs.pairs import Arrays
 from sie.frontend.inputs.text_windows import Window, merge_adjacent, merge_windows, plan_windows, split_words
-from sie.frontend.inputs.tokenize import Cuts, Tokenizer, bounds_of, too_long, unicode_error
+from sie.frontend.inputs.tokenize import Tokenizer, bounds_of, too_long, unicode_error
 from sie.frontend.operations.extraction.whole_texts import read_whole
 from sie.values.errors import BadRequest, InputTooLong
 from sie.values.extract import Extraction, ExtractTask, Gliner, Relation

@@ -14,8 +14,9 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from sie.frontend.inputs.pair_cuts import Cuts, cut_pairs
 from sie.frontend.inputs.pairs import Arrays
-from sie.frontend.inputs.tokenize import Cuts, Tokenizer, cut_pairs, pack_ids, too_long, unicode_error
+from sie.frontend.inputs.tokenize import Tokenizer, pack_ids, too_long, unicode_error
 from sie.values.errors import BadRequest
 from sie.values.extract import Classification, Extraction, ExtractTask, TextClassification
 

@@ -14,8 +14,9 @@ import tokenizers
 from numpy.typing import NDArray
 
 from sie.config.limits import Limits
+from sie.frontend.inputs.pair_cuts import Cuts
 from sie.frontend.inputs.pairs import Arrays
-from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, pack_ids, too_long, unicode_error
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, pack_ids, too_long, unicode_error
 from sie.frontend.operations.extraction.bioes import decode_spans
 from sie.frontend.operations.extraction.entities import (
     OUTSIDE,

@@ -8,10 +8,10 @@ from typing import Any, Final
 import msgspec
 from numpy.typing import NDArray
 
+from sie.frontend.inputs.pair_cuts import Cuts
 from sie.frontend.inputs.pairs import Arrays
 from sie.frontend.inputs.profile_options import check_cuts
 from sie.frontend.inputs.stub_texts import encode_stub_texts
-from sie.frontend.inputs.tokenize import Cuts
 from sie.values.card import ModelCard
 from sie.values.errors import Internal
 from sie.values.extract import Extraction

@@ -1,0 +1,86 @@
+"""Cuts pairs of texts to a number of tokens as the tokenizers library does it, without the memory that it takes.
+
+Source: tokenizers 0.22, `truncate_encodings` with LongestFirst.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import tokenizers
+
+Cuts = dict[int, int]
+"""Maps the number of each item that was cut to the most tokens that the model reads of it. Functions add to it."""
+_MAX_COUNTED_CHARS: Final = 1 << 18
+"""All tokens of a longer text are not counted, to find out whether it is the longer one of a pair."""
+
+
+class Lengths:
+    """The numbers of tokens of a query, at place 0, and its documents, of which only beginnings are read."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._known: dict[int, float] = {}
+
+    def any_is_cut(self, heads: Sequence[str]) -> bool:
+        """Return whether any of the first texts is longer than what is read of it."""
+        return any(len(head) < len(text) for head, text in zip(heads, self._texts, strict=False))
+
+    def of(self, place: int, head: str, num_tokens: int) -> float:
+        """Return the number of tokens of a text whose beginning has num_tokens; an estimate for an immense one."""
+        text = self._texts[place]
+        if len(head) == len(text):
+            return num_tokens
+        if place not in self._known:
+            if len(text) > _MAX_COUNTED_CHARS:
+                self._known[place] = num_tokens * len(text) / len(head)
+            else:
+                [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+                self._known[place] = _count_whole(encoding)
+        return self._known[place]
+
+
+def cut_pairs(
+    tokenizer: tokenizers.Tokenizer,
+    query: str,
+    documents: Sequence[str],
+    limit: int,
+    cuts: Cuts,
+    *,
+    lengths: Lengths | None = None,
+) -> list[tokenizers.Encoding]:
+    """Return the encodings of pairs with at most limit tokens, special ones included, cut as the library does it.
+
+    Of two texts that are both cut, the one that was longer as a whole keeps the odd token; lengths tells that where texts are
+    beginnings of longer ones. cuts gets the documents whose pairs were cut. Raises TypeError, the library's, for a text
+    that is not valid Unicode.
+    """
+    lengths = lengths or Lengths(tokenizer, [query, *documents])
+    room = limit - tokenizer.num_special_tokens_to_add(True)
+    pairs: list[tokenizers.Encoding] = []
+    whole_query, *encoded = tokenizer.encode_batch_fast([query, *documents], add_special_tokens=False)
+    query_tokens = _count_whole(whole_query)
+    for index, document in enumerate(encoded):
+        head = tokenizers.Encoding.merge([whole_query], growing_offsets=False)  # a copy: `truncate` is in place
+        document_tokens = _count_whole(document)
+        shorter, longer = sorted((query_tokens, document_tokens))
+        if shorter + longer > room:
+            cuts[index] = limit
+        longer = min(longer, max(shorter, room - shorter))
+        is_head_longer = query_tokens > document_tokens
+        if shorter + longer > room:
+            shorter, longer = room // 2, room - room // 2
+            if shorter < longer:
+                wholes = lengths.of(0, query, query_tokens), lengths.of(index + 1, documents[index], document_tokens)
+                is_head_longer = wholes[0] > wholes[1]
+        head.truncate(longer if is_head_longer else shorter)
+        document.truncate(shorter if is_head_longer else longer)
+        pairs.append(tokenizer.post_process(head, document))
+    return pairs
+
+
+def _count_whole(encoding: tokenizers.Encoding) -> int:
+    """Return the number of tokens of a text, including those cut off by the tokenizer's limit."""
+    return len(encoding) + sum(map(len, encoding.overflowing))
