@@ -138,6 +138,10 @@ def test_what_the_server_and_its_models_say_of_themselves(client: triton.Inferen
     eventually(lambda: count_rows() >= 3, "the rows of the step in the statistics")
     (figures,) = client.get_inference_statistics("batched", "2").model_stats
     assert figures.inference_stats.success.count >= 1
+    sizes = {one.batch_size: one for one in figures.batch_stats}
+    assert sizes[3].compute_infer.count >= 1
+    assert sizes[3].compute_input.ns > 0
+    assert sizes[3].compute_output.ns > 0
     assert {one.version for one in client.get_inference_statistics("batched").model_stats} == {"1", "2"}
 
 

@@ -227,6 +227,11 @@ def test_statistics_count_rows_and_runs(client: triton.InferenceServerClient, se
     assert after["inference_stats"]["fail"]["count"] - before["inference_stats"]["fail"]["count"] == 1
     assert after["inference_count"] - before["inference_count"] >= 6
     assert after["last_inference"] > before["last_inference"]
+    for phase in ("compute_input", "compute_infer", "compute_output"):
+        assert after["inference_stats"][phase]["ns"] > before["inference_stats"][phase]["ns"], phase
+    sizes = {one["batch_size"]: one for one in after["batch_stats"]}
+    assert sizes[2]["compute_infer"]["count"] >= 3
+    assert min(sizes[2][phase]["ns"] for phase in ("compute_input", "compute_infer", "compute_output")) > 0
     assert total(server.port, "sie_requests_total", model="lookup/versions/1", endpoint="infer", status="success") >= 3
 
 

@@ -50,8 +50,8 @@ def _treats_rows_independently(runner: TensorRunner, rule: TensorRule, size: int
     rng = np.random.default_rng(0)
     for counts in _ROWS:
         requests = [_random_request(rule, count, size, rng) for count in counts]
-        alone = [output for request in requests for output in runner.run_tensors([request])[0]]
-        together = [output for outputs in runner.run_tensors(requests) for output in outputs]
+        alone = [output for request in requests for output in runner.run_tensors([request]).outputs[0]]
+        together = [output for outputs in runner.run_tensors(requests).outputs for output in outputs]
         if not all(_are_alike(*pair) for pair in zip(alone, together, strict=True)):
             return False
     return True

@@ -13,7 +13,7 @@ import msgspec
 
 from sie import __version__
 from sie.frontend.inputs.bounded_json import decode_typed
-from sie.frontend.tensors.states import Figures, VersionState
+from sie.frontend.tensors.states import Figures, Spent, VersionState
 from sie.values.card import ModelState
 from sie.values.errors import BadRequest
 from sie.values.tensor import TensorRule, TensorSpec
@@ -116,17 +116,26 @@ def _statistics(name: str, version: str, found: Figures) -> dict[str, Any]:
             "success": {"count": found.num_succeeded, "ns": found.success_ns},
             "fail": {"count": found.num_failed, "ns": found.failure_ns},
             "queue": {"count": found.num_succeeded, "ns": found.queue_ns},
-            "compute_input": {"count": found.num_succeeded, "ns": 0},
+            "compute_input": {"count": found.num_succeeded, "ns": found.input_ns},
             "compute_infer": {"count": found.num_succeeded, "ns": found.infer_ns},
-            "compute_output": {"count": found.num_succeeded, "ns": 0},
+            "compute_output": {"count": found.num_succeeded, "ns": found.output_ns},
             "cache_hit": {"count": 0, "ns": 0},
             "cache_miss": {"count": 0, "ns": 0},
         },
         "response_stats": {},
-        "batch_stats": [],
+        "batch_stats": [_batch_statistics(*size) for size in found.steps.items()],
         "memory_usage": [{"type": found.device, "id": 0, "byte_size": found.memory_bytes}]
         if found.memory_bytes
         else [],
+    }
+
+
+def _batch_statistics(num_rows: int, steps: Spent) -> dict[str, Any]:
+    return {
+        "batch_size": num_rows,
+        "compute_input": {"count": steps.count, "ns": steps.input_ns},
+        "compute_infer": {"count": steps.count, "ns": steps.infer_ns},
+        "compute_output": {"count": steps.count, "ns": steps.output_ns},
     }
 
 
