@@ -1,7 +1,7 @@
 """Reads a tensor model's `config.pbtxt`, refuses the parts that are not supported, and writes its JSON form.
 
 The file is a ModelConfig in protobuf's text format. Unsupported fields that would change a model's answers are refused
-by name. Hints about speed (instance_group, optimization, queue delays, warm-up, metric tags) are read and ignored.
+by name. Hints about speed (instance_group, optimization, queue delays, metric tags) are read and ignored.
 """
 
 from __future__ import annotations

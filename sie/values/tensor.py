@@ -67,6 +67,25 @@ class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """0 means no limit."""
 
 
+class WarmUpInput(msgspec.Struct, frozen=True):
+    """One input of a warm-up request: zeros (empty strings for BYTES), random values, or the bytes of a file."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    source: Literal["zero", "random", "file"]
+    file: str = ""
+    """An absolute path."""
+
+
+class WarmUp(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that runs when the model is loaded, count times, before any other."""
+
+    name: str
+    inputs: tuple[WarmUpInput, ...]
+    count: int = 1
+
+
 class TensorRule(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs, outputs and queue rules of one version of a model: `sie.values.card.ModelCard.tensor`."""
 
@@ -91,6 +110,7 @@ class TensorRule(msgspec.Struct, frozen=True, kw_only=True):
     default_priority: int = 0
     queue_policies: dict[int, QueuePolicy] = {}
     """Policies by priority; key 0 is for every other priority. Empty: requests wait until their deadline."""
+    warm_ups: tuple[WarmUp, ...] = ()
     config: dict[str, Any] = {}
     """The model's configuration as JSON: the protocol's ModelConfig with the proto's own names (snake_case), enums by
     name, numbers as numbers, and missing fields filled in."""
