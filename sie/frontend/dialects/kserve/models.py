@@ -18,7 +18,7 @@ from sie.values.card import ModelState
 from sie.values.errors import BadRequest
 from sie.values.tensor import TensorRule, TensorSpec
 
-EXTENSIONS: Final = ("classification", "model_repository", "schedule_policy", "model_configuration", "binary_tensor_data", "parameters",
+EXTENSIONS: Final = ("classification", "model_repository", "schedule_policy", "model_configuration", "system_shared_memory", "binary_tensor_data", "parameters",
                      "statistics")  # fmt: skip
 _INDEX_STATES: Final[dict[ModelState, str]] = {
     "loaded": "READY", "loading": "LOADING", "unloading": "UNLOADING", "failed": "UNAVAILABLE", "available": "UNAVAILABLE",
@@ -36,7 +36,16 @@ class _ManageBody(msgspec.Struct):
     parameters: dict[Annotated[str, msgspec.Meta(max_length=256)], Any] = {}
 
 
+class RegionBody(msgspec.Struct):
+    """A region of shared memory to register."""
+
+    key: str
+    byte_size: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    offset: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
+
+
 _INDEX: Final = msgspec.json.Decoder(_IndexBody)
+_REGION: Final = msgspec.json.Decoder(RegionBody)
 _MANAGE: Final = msgspec.json.Decoder(_ManageBody)
 
 
@@ -80,6 +89,11 @@ def index_entries(states: Iterable[VersionState], *, only_ready: bool) -> list[d
 def decode_manage(body: bytes) -> Mapping[str, Any]:
     """Return the parameters of a load or an unload. Raises BadRequest."""
     return decode_typed(_MANAGE, body).parameters if body else {}
+
+
+def decode_region(body: bytes) -> RegionBody:
+    """Return the region in a body. Raises BadRequest."""
+    return decode_typed(_REGION, body)
 
 
 def check_manage(parameters: Mapping[str, Any], action: str) -> None:
