@@ -108,13 +108,14 @@ class Regions:
         return sorted(found, key=lambda region: region.name)
 
     def find(self, owner: str, name: str) -> Region:
-        """Return a region. Raises NotFound, and SieError if regions are off."""
+        """Return a region. Raises NotFound, also for a region that was registered before regions were turned off."""
+        unknown = NotFound(f"Unable to find shared memory region: '{name[:_MAX_NAME_CHARS]}'")
         if not self._limits().max_client_regions:
-            raise _off()
+            raise unknown
         try:
             return _decoder.decode(self._path(owner, name).read_bytes())
         except FileNotFoundError:
-            raise NotFound(f"Unable to find shared memory region: '{name[:_MAX_NAME_CHARS]}'") from None
+            raise unknown from None
 
     def filled(self, owner: str, request: TensorRequest) -> TensorRequest:
         """Return a request whose inputs in regions have their bytes. Raises NotFound, BadRequest."""
