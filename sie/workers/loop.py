@@ -40,7 +40,7 @@ from sie.workers.scheduling.pace import Pace
 from sie.workers.scheduling.scheduler import State, plan_step
 from sie.workers.scheduling.waiting import Budget, Step, WaitingItem
 from sie.workers.telemetry import WorkerMetrics
-from sie.workers.tensor_statistics import compute_times
+from sie.workers.tensor_statistics import TensorStatistics, compute_times
 
 _log = get_logger(__name__)
 _IDLE_WAIT_S = 0.2
@@ -77,6 +77,7 @@ class Loop:
         self._adapters = AdapterHost(host, channel.send, metrics.set_adapters)
         self._page = page
         self._metrics = metrics
+        self._tensors = TensorStatistics(metrics.page)
         self._budget = budget
         self._state = State()
         self._parked: dict[str, list[WaitingItem]] = {}
@@ -303,7 +304,7 @@ class Loop:
         for refused in step.refused:
             if not refused.item.request.ended:
                 refused.item.request.fail(refusal(refused))
-                self._metrics.tensors.observe_failure(step.model, refused.item, time.monotonic_ns())
+                self._tensors.observe_failure(step.model, refused.item, time.monotonic_ns())
         hosted = self._host.models[step.model]
         runner = hosted.runner
         assert runner is not None
@@ -371,7 +372,7 @@ class Loop:
         if card.tensor is not None:
             for item in items:
                 if item.request.has_failed:
-                    self._metrics.tensors.observe_failure(card.id, item, ended_ns)
+                    self._tensors.observe_failure(card.id, item, ended_ns)
         if is_usual:  # a failed run's time would make the next allowance far too long
             self._pace.record(card.id, num_tokens, ended_ns - started_ns)
         self._pace.adapt(card.id, num_tokens, self._busy_ns() - started_busy_ns)
@@ -390,7 +391,7 @@ class Loop:
         self._send_replies()
         if outputs.tensors is not None:
             times = compute_times(outputs.tensors, ran_ns, time.monotonic_ns() - started_ns)
-            self._metrics.tensors.observe_step(card.id, items, times, started_ns)
+            self._tensors.observe_step(card.id, items, times, started_ns)
 
     def _send_replies(self) -> None:
         """Send the queued replies, with one doorbell for each frontend. Unsent ones are retried when idle."""

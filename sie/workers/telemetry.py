@@ -21,7 +21,6 @@ import msgspec
 from sie.metrics import definitions
 from sie.shm.pages import CounterPage, Gauge
 from sie.values.fallbacks import MEANINGS, Fallback
-from sie.workers.tensor_statistics import TensorStatistics
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +58,6 @@ class WorkerMetrics:
         self._non_finite_shares: dict[str, float] = {}
         """The recent share of non-finite sequences, for models that produced any."""
         self._depths: dict[str, int] = {}
-        self.tensors = TensorStatistics(page)
-        """The statistics of tensor models by batch size."""
 
     @property
     def page(self) -> CounterPage:
