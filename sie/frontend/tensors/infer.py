@@ -98,11 +98,21 @@ class Tensors:
         else:
             request, encode = await offload(self._decode_pool, num_bytes, decode, model, rule)
         if request.uses_regions:
-            pool, regions, owner = self._decode_pool, self.regions, exchange.owner
-            request = await offload(pool, request.region_bytes, regions.filled, owner, request)
-            encode = partial(_encode_stored, partial(regions.stored, owner, request), encode)
+            return await self._answer_in_regions(exchange, request, rule, encode)
         exchange.decoded_ns = time.monotonic_ns()
         return await self.encoded(exchange, await self.infer(request, exchange), rule, encode)
+
+    async def _answer_in_regions(
+        self, exchange: Exchange, request: TensorRequest, rule: TensorRule, encode: Encode[T]
+    ) -> T:
+        """Answer a request with inputs or outputs in clients' shared memory."""
+        regions, owner = self.regions, exchange.owner
+        with regions.holding(request.region_bytes):
+            filled = await offload(self._decode_pool, request.region_bytes, regions.filled, owner, request)
+            exchange.decoded_ns = time.monotonic_ns()
+            held = await self.infer(filled, exchange)
+        store = partial(regions.stored, owner, request)
+        return await self.encoded(exchange, held, rule, partial(_encode_stored, store, encode))
 
     async def encoded(self, exchange: Exchange, held: HeldReply, rule: TensorRule, encode: Encode[T]) -> T:
         """Encode an answer, in a thread if it is large, and release its reply."""

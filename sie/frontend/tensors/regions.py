@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from sie.config.limits import Limits
-from sie.values.errors import BadRequest, NotFound, SieError
+from sie.values.errors import BadRequest, NotFound, Overloaded, SieError
 from sie.values.tensor import RegionPart, Tensor, TensorReply, TensorRequest
 
 _SHM: Final = "/dev/shm"  # noqa: S108  # where the C library keeps POSIX shared memory
@@ -56,6 +56,7 @@ class Regions:
         self._folder = folder
         self._limits = limits
         self._shm = shm
+        self._held_bytes = 0
 
     def register(self, owner: str, region: RegionPart, key: str) -> None:
         """Register a region under a name.
@@ -116,6 +117,22 @@ class Regions:
             return _decoder.decode(self._path(owner, name).read_bytes())
         except FileNotFoundError:
             raise unknown from None
+
+    @contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        """Count the bytes of a request's inputs while it runs. Raises Overloaded over max_held_bytes in this process.
+
+        A request of a few bytes can name large regions, so those of all requests together need a limit.
+        """
+        limit = self._limits().max_held_bytes
+        if self._held_bytes + num_bytes > limit:
+            text = f"the inputs in shared memory of running requests are over max_held_bytes ({limit})"
+            raise Overloaded(text, retry_after_s=1)
+        self._held_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._held_bytes -= num_bytes
 
     def filled(self, owner: str, request: TensorRequest) -> TensorRequest:
         """Return a request whose inputs in regions have their bytes. Raises NotFound, BadRequest."""

@@ -10,7 +10,7 @@ import pytest
 
 from sie.config.limits import Limits
 from sie.frontend.tensors.regions import Regions
-from sie.values.errors import BadRequest, NotFound, SieError
+from sie.values.errors import BadRequest, NotFound, Overloaded, SieError
 from sie.values.inference import Timing
 from sie.values.tensor import RegionPart, Tensor, TensorReply, TensorRequest
 
@@ -120,6 +120,17 @@ def test_limits_are_named(host: Host):
     assert caught.value.code == "UNSUPPORTED"
     with pytest.raises(NotFound):
         host.one.filled("", request(RegionPart("a", 0, 1)))
+
+
+def test_inputs_of_running_requests_have_a_limit_together(host: Host):
+    host.limits = msgspec.structs.replace(LIMITS, max_held_bytes=100)
+    with host.one.holding(60):
+        with pytest.raises(Overloaded, match=r"max_held_bytes \(100\)"), host.one.holding(41):
+            pass
+        with host.one.holding(40):
+            pass
+    with host.one.holding(100):
+        pass
 
 
 def test_a_range_outside_of_the_region_is_refused_before_the_model_runs(host: Host):
