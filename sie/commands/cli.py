@@ -16,6 +16,7 @@ import msgspec
 from sie import __version__
 from sie.commands.bench import bench
 from sie.commands.chat import chat
+from sie.commands.convert import convert
 from sie.commands.keys import keys
 from sie.commands.pull import pull
 from sie.commands.run import run
@@ -51,7 +52,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 _GROUPS: Final = {
-    "Serve": ("serve", "gateway", "run", "pull", "list", "doctor", "config", "keys", "service"),
+    "Serve": ("serve", "gateway", "run", "pull", "convert", "list", "doctor", "config", "keys", "service"),
     "Use a server": ("chat", "ps", "top", "stop", "bench"),
     "This command": ("completion", "version"),
 }
@@ -168,7 +169,7 @@ def config(config_file: str | None, output_format: str, **flags: Any) -> None:
 
 
 cli.add_command(list_, "models")
-for _command in (bench, chat, keys, ps, pull, run, service, stop, top):
+for _command in (bench, chat, convert, keys, ps, pull, run, service, stop, top):
     cli.add_command(_command)
 
 
