@@ -76,18 +76,22 @@ def _find(checkpoint: Checkpoint, encoders: Encoders, name: Any) -> str:
 
 
 def _needs_marks(config: dict[str, Any]) -> bool:
-    """Tell whether the library would add its marks to the tokenizer: bi-encoders read labels without them."""
-    is_known = all(config.get(key, _UNKNOWN) != _UNKNOWN for key in ("class_token_index", "vocab_size"))
-    return not is_known and config.get("labels_encoder") is None
+    """Tell whether the library would count its marks among the encoder's tokens: bi-encoders read labels without them."""
+    return not _is_known(config) and config.get("labels_encoder") is None
+
+
+def _is_known(config: dict[str, Any]) -> bool:
+    return all(config.get(key, _UNKNOWN) != _UNKNOWN for key in ("class_token_index", "vocab_size"))
 
 
 def _write_tokenizer(model_id: str, source: Path, staged: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Write the encoder's tokenizer with the library's marks; return the numbers in the configuration that follow."""
     tokenizer = _load_tokenizer(model_id, source)
     changes: dict[str, Any] = {}
-    if _needs_marks(config):
+    if not _is_known(config):
         marks = [str(config.get(key) or default) for key, default in _MARKS.items()]
         tokenizer.add_tokens([_FIRST_MARK, *marks], special_tokens=True)
+    if _needs_marks(config):
         changes = {"class_token_index": len(tokenizer) - _LABEL_FROM_END, "vocab_size": len(tokenizer)}
     tokenizer.save_pretrained(staged)
     return changes
@@ -107,8 +111,3 @@ def _replace_text(path: Path, text: str) -> None:
     """Write a file that is this directory's own: a copy, never a link to the source's."""
     path.unlink()
     path.write_text(text, encoding="utf-8")
-
-
-def named_directory(directory: str) -> Encoders:
-    """Return the encoders of an operator who names one directory for all of them."""
-    return lambda _name: str(Path(directory).absolute())

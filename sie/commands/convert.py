@@ -13,8 +13,14 @@ from sie.commands.terminal import fail
 @click.command()
 @click.argument("source", type=click.Path(exists=True, file_okay=False))
 @click.argument("target", type=click.Path())
-@click.option("--encoder", type=click.Path(exists=True, file_okay=False), help="Directory of a GLiNER model's encoder.")
-def convert(source: str, target: str, encoder: str | None) -> int:
+@click.option(
+    "--encoder",
+    "encoders",
+    multiple=True,
+    metavar="[NAME=]DIR",
+    help="Directory of an encoder that a GLiNER model names.",
+)
+def convert(source: str, target: str, encoders: tuple[str, ...]) -> int:
     """Convert a checkpoint's pickled weights to safetensors, in a new directory.
 
     SOURCE is only read, and its pickles are never run. For models on the hub: `sie pull --convert MODEL`.
@@ -27,15 +33,17 @@ def convert(source: str, target: str, encoder: str | None) -> int:
     from sie.catalog.convert import convert as convert_directory
     from sie.catalog.convert import needs_conversion
     from sie.catalog.files import open_checkpoint, refuse
-    from sie.catalog.gliner_parts import named_directory
     from sie.catalog.spec import ModelSpec
     from sie.runtime.progress import Progress
     from sie.values.errors import SieError
 
+    named = {name: directory for name, _, directory in (encoder.rpartition("=") for encoder in encoders)}
+
     def find_encoder(name: str) -> str:
-        if encoder is None:
-            raise refuse(source, f"it needs files of its encoder {name!r}: name its directory with --encoder")
-        return named_directory(encoder)(name)
+        directory = named.get(name) or named.get("")
+        if directory is None:
+            raise refuse(source, f"it needs files of its encoder {name!r}: name their directory with --encoder")
+        return directory
 
     if Path(target).exists():
         return fail(f"{target} exists already; name a new directory")
