@@ -57,6 +57,10 @@ class Pickled(msgspec.Struct, frozen=True):
     target: str
 
 
+Found = list[tuple[Pickled, dict[str, Slab]]]
+"""Pickled files with the places of their tensors."""
+
+
 def needs_conversion(checkpoint: Checkpoint) -> bool:
     """Tell whether a checkpoint has weights or heads as pickles only, or lacks its encoder's configuration."""
     return bool(find_pickled(checkpoint)) or lacks_encoder(checkpoint)
@@ -129,33 +133,46 @@ def convert(
     checkpoint = open_checkpoint(model_id, source)
     try:
         with _staged(target, is_private=is_private) as staged:
+            found = [(one, _find_tensors(checkpoint, one, on_progress)) for one in find_pickled(checkpoint)]
+            _check_room(checkpoint, found, staged)
             _copy_kept(checkpoint, staged)
-            _convert_pickled(checkpoint, staged, on_progress)
+            _write_tensors(checkpoint, found, staged, on_progress)
             _convert_indexes(checkpoint, staged)
             if lacks_encoder(checkpoint):
                 on_progress(1.0, "completing the configuration")
                 add_encoders(checkpoint, staged, encoders)
+            _sync(staged)
     except OSError as error:
         raise refuse(model_id, f"{error.filename or target}: {error.strerror or error}", "STORAGE") from error
 
 
-def _convert_pickled(checkpoint: Checkpoint, staged: Path, on_progress: Progress) -> None:
-    found: list[tuple[Pickled, dict[str, Slab]]] = []
-    pickled = find_pickled(checkpoint)
-    for one in pickled:
-        on_progress(0.0, f"reading {one.source}")
-        found.append((one, _find_tensors(checkpoint, one)))
-    total = sum(slab.num_bytes for _, slabs in found for slab in slabs.values())
+def _find_tensors(checkpoint: Checkpoint, one: Pickled, on_progress: Progress) -> dict[str, Slab]:
+    on_progress(0.0, f"reading {one.source}")
+    try:
+        return find_tensors(checkpoint.root / one.source)
+    except Refused as error:
+        raise refuse(checkpoint.id, f"{one.source}: {error}") from error
+
+
+def _num_bytes(found: Found) -> int:
+    return sum(slab.num_bytes for _, slabs in found for slab in slabs.values())
+
+
+def _check_room(checkpoint: Checkpoint, found: Found, staged: Path) -> None:
+    total = _num_bytes(found) + sum(path.stat().st_size for path in _kept(checkpoint))
     free = shutil.disk_usage(staged).free
     if total > free:
-        raise refuse(checkpoint.id, f"its weights take {total} bytes, and {staged.parent} has {free} left", "STORAGE")
-    done = 0
+        raise refuse(checkpoint.id, f"its files take {total} bytes, and {staged.parent} has {free} left", "STORAGE")
+
+
+def _write_tensors(checkpoint: Checkpoint, found: Found, staged: Path, on_progress: Progress) -> None:
+    total, done = max(1, _num_bytes(found)), 0
     for one, slabs in found:
 
         def on_bytes(count: int, name: str = one.source) -> None:
             nonlocal done
             done += count
-            on_progress(done / max(1, total), f"converting {name}")
+            on_progress(done / total, f"converting {name}")
 
         target = staged / one.target
         target.parent.mkdir(exist_ok=True)
@@ -163,13 +180,6 @@ def _convert_pickled(checkpoint: Checkpoint, staged: Path, on_progress: Progress
             write_safetensors(checkpoint.root / one.source, slabs, target, on_bytes)
         except Refused as error:
             raise refuse(checkpoint.id, f"{one.source}: {error}") from error
-
-
-def _find_tensors(checkpoint: Checkpoint, one: Pickled) -> dict[str, Slab]:
-    try:
-        return find_tensors(checkpoint.root / one.source)
-    except Refused as error:
-        raise refuse(checkpoint.id, f"{one.source}: {error}") from error
 
 
 def _convert_indexes(checkpoint: Checkpoint, staged: Path) -> None:
@@ -187,17 +197,20 @@ def _convert_indexes(checkpoint: Checkpoint, staged: Path) -> None:
 
 def _copy_kept(checkpoint: Checkpoint, staged: Path) -> None:
     """Copy small files, and link the safetensors that are there already."""
+    for found in _kept(checkpoint):
+        target = staged / found.relative_to(checkpoint.root)
+        target.parent.mkdir(exist_ok=True)
+        if target.suffix != ".safetensors" or not _link(found.resolve(), target):
+            shutil.copyfile(found, target)
+
+
+def _kept(checkpoint: Checkpoint) -> Iterator[Path]:
+    """Yield the files that are served as they are. Raises ModelLoadFailed for links that lead out."""
     for path in _files(checkpoint):
         name = str(path.relative_to(checkpoint.root))
-        if not any(fnmatch.fnmatch(name, pattern) for pattern in ALLOWED) or path.name == _INDEX:
-            continue
-        found = checkpoint.find(name)
-        if found is None:  # a link to nothing
-            continue
-        target = staged / name
-        target.parent.mkdir(exist_ok=True)
-        if not name.endswith(".safetensors") or not _link(found.resolve(), target):
-            shutil.copyfile(found, target)
+        is_kept = any(fnmatch.fnmatch(name, pattern) for pattern in ALLOWED) and path.name != _INDEX
+        if is_kept and checkpoint.find(name) is not None:  # None: a link to nothing
+            yield path
 
 
 def _link(source: Path, target: Path) -> bool:
@@ -238,6 +251,16 @@ def _staged(target: Path, *, is_private: bool) -> Iterator[Path]:
     finally:
         os.close(lock)
         shutil.rmtree(staged, ignore_errors=True)
+
+
+def _sync(staged: Path) -> None:
+    """Put all files on the disk: else a power cut may leave the directory's name without their bytes."""
+    for path in [*staged.rglob("*"), staged]:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
 
 
 def _remove_abandoned(folder: Path) -> None:

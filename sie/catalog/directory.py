@@ -345,7 +345,9 @@ def _read_config(transformer: Checkpoint, *, is_bare: bool) -> dict[str, Any]:
     name = architecture or config["model_type"]
     if config.get("vision_config") is not None:
         reason = f"{name} reads images beside text (vision_config in config.json)"
-        raise refuse(transformer.id, f"{reason}; such models are not served yet, nor is their text part alone")
+        raise refuse(
+            transformer.id, f"{reason}; such models are not served yet, nor is the language model of this one alone"
+        )
     if not isinstance(config.get("vocab_size"), int):
         raise refuse(transformer.id, f"{name} is not a text encoder: config.json has no vocab_size")
     return config

@@ -33,6 +33,7 @@ def convert(source: str, target: str, encoders: tuple[str, ...]) -> int:
     from sie.catalog.convert import convert as convert_directory
     from sie.catalog.convert import needs_conversion
     from sie.catalog.files import open_checkpoint, refuse
+    from sie.catalog.lora import CONFIG_FILE
     from sie.catalog.spec import ModelSpec
     from sie.runtime.progress import Progress
     from sie.values.errors import SieError
@@ -58,7 +59,8 @@ def convert(source: str, target: str, encoders: tuple[str, ...]) -> int:
             lambda done, text: progress.update(source, done, text),
             find_encoder,
         )
-        outputs = ", ".join(make_card(ModelSpec(id=target), target).wire_outputs)
+        is_adapter = Path(target, CONFIG_FILE).exists()
+        outputs = "adapter" if is_adapter else ", ".join(make_card(ModelSpec(id=target), target).wire_outputs)
     except SieError as error:
         return fail(error.message)
     finally:

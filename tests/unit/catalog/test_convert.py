@@ -241,6 +241,16 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_a_disk_without_room_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = bge_m3(tmp_path / "in")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1000))
+    with pytest.raises(ModelLoadFailed, match=r"its files take \d+ bytes, and .* has 1000 left") as caught:
+        run(source, tmp_path / "out")
+    assert caught.value.extras["error_class"] == "STORAGE"
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
 def test_the_cache_converts_once_until_the_source_changes(tmp_path: Path) -> None:
     source, cache = bge_m3(tmp_path / "in"), tmp_path / "cache"
 
@@ -269,6 +279,14 @@ def test_a_checkpoint_with_safetensors_is_served_from_its_place(tmp_path: Path) 
     save_file(weights(), source / "model.safetensors")
     assert convert_cached("m", str(source), str(tmp_path / "cache"), lambda _d, _t: None, no_encoder) == str(source)
     assert not (tmp_path / "cache").exists()
+
+
+def test_an_adapter_is_converted_too(tmp_path: Path) -> None:
+    files = {"adapter_config.json": {"peft_type": "LORA"}, "adapter_model.bin": {"a.lora_A.weight": torch.randn(2, 3)}}
+    source = write(tmp_path / "in", files)
+    result = CliRunner().invoke(convert_command, [str(source), str(tmp_path / "out")], standalone_mode=False)
+    assert "ready (adapter)" in result.output
+    assert load_file(tmp_path / "out" / "adapter_model.safetensors").keys() == {"a.lora_A.weight"}
 
 
 def test_the_command_says_what_it_has_made(tmp_path: Path) -> None:

@@ -205,6 +205,23 @@ def test_pickled_weights_are_fetched_and_converted_if_that_is_asked_for(prepare:
         assert len(hub.requests) == num_requests
 
 
+@pytest.mark.parametrize(
+    ("encoder", "reason", "error_class"),
+    [("/home/author/encoder", "is not the id of a model on the hub", "CONFIG"), ("org/gone", "", "NOT_FOUND")],
+)
+def test_the_encoder_that_a_gliner_names_is_looked_for_on_the_hub(
+    prepare: Prepare, encoder: str, reason: str, error_class: str
+) -> None:
+    buffer = io.BytesIO()
+    torch.save({"weight": torch.arange(3.0)}, buffer)
+    config = json.dumps({"model_name": encoder}).encode()
+    with FakeHub({"gliner_config.json": config, "pytorch_model.bin": buffer.getvalue()}) as hub:
+        message = prepare(SPEC, hub, converts=True)
+        assert _error_class(message) == error_class
+        assert isinstance(message, Failed)
+        assert reason in message.error.message
+
+
 def test_pickled_weights_beside_safetensors_are_not_fetched(hub: FakeHub, prepare: Prepare) -> None:
     assert _directory(prepare(SPEC, hub, converts=True)).name == COMMIT
     assert hub.downloads() == FETCHED
