@@ -257,6 +257,16 @@ def test_the_harmless_form_of_the_tricks_is_read(tmp_path: Path) -> None:
     assert list(find_tensors(path)) == ["w"]
 
 
+def test_a_list_of_entries_that_would_fill_the_memory_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    with path.open("wb") as file:
+        file.write(b"PK\x03\x04")
+        file.seek(3 << 30)  # a hole, not bytes on the disk
+        file.write(struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 1, 1, (3 << 30) - 4, 4, 0))
+    with pytest.raises(Refused, match="its list of entries has"):
+        find_tensors(path)
+
+
 def test_a_name_of_safetensors_own_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     path.write_bytes(archive(weights(tensor(), "__metadata__")))

@@ -26,6 +26,7 @@ DTYPE_BYTES: Final = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 _PICKLE: Final = "data.pkl"
+_LITTLE: Final = b"little"
 _ZIP_START: Final = b"PK\x03\x04"
 _LEGACY_START: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """The first pickle of the older form: its magic number."""
@@ -33,6 +34,9 @@ _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
 _LENGTH: Final = struct.Struct("<q")
 _MAX_PICKLE_BYTES: Final = 16 << 20
 _MAX_ENTRIES: Final = 200_000
+_MAX_DIRECTORY_BYTES: Final = 64 << 20
+_MAX_END_BYTES: Final = 70_000
+"""The end of a zip with the places of its list: its records, and a comment of up to 65,535 bytes."""
 _MAX_GROWTH: Final = 4
 """Tied weights are written once for each name. A file that would grow more than this was made to fill the disk."""
 _TIMEOUT_S: Final = 120.0
@@ -110,11 +114,13 @@ def _slab(name: str, tensor: Tensor, layout: Layout, places: Mapping[str, tuple[
 
 def _find_zipped(file: BinaryIO, file_bytes: int) -> tuple[Layout, dict[str, tuple[int, int]]]:
     """Return the layout, and the place and size of each storage by key."""
+    _check_directory(file, file_bytes)
     try:
         with zipfile.ZipFile(file) as archive:
             entries = _checked_entries(archive)
             prefix = _prefix(entries)
-            if entries.get(f"{prefix}byteorder") is not None and archive.read(f"{prefix}byteorder") != b"little":
+            order = entries.get(f"{prefix}byteorder")
+            if order is not None and (order.file_size != len(_LITTLE) or archive.read(order) != _LITTLE):
                 raise Refused("its numbers are big-endian")
             if entries[f"{prefix}{_PICKLE}"].file_size > _MAX_PICKLE_BYTES:
                 raise Refused(f"its pickle is over {_MAX_PICKLE_BYTES} bytes")
@@ -126,6 +132,20 @@ def _find_zipped(file: BinaryIO, file_bytes: int) -> tuple[Layout, dict[str, tup
     places = {key: (_data_start(file, entry), entry.file_size) for key, entry in stored.items()}
     _check_places(places.values(), file_bytes)
     return _interpret(ZIPPED + program), places
+
+
+def _check_directory(file: BinaryIO, file_bytes: int) -> None:
+    """Raise Refused for a list of entries that would fill the memory: the library reads it at once.
+
+    Source: PKWARE's APPNOTE, sections 4.3.14 and 4.3.16.
+    """
+    file.seek(max(0, file_bytes - _MAX_END_BYTES))
+    end = file.read(_MAX_END_BYTES)
+    for mark, place, width in ((b"PK\x05\x06", 12, 4), (b"PK\x06\x06", 40, 8)):
+        found = end.rfind(mark)
+        size = int.from_bytes(end[found + place : found + place + width], "little") if found >= 0 else 0
+        if size > _MAX_DIRECTORY_BYTES and size != 0xFFFFFFFF:  # then the other record has it
+            raise Refused(f"its list of entries has {size} bytes")
 
 
 def _checked_entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
