@@ -52,10 +52,10 @@ def _read_input(model: Checkpoint, where: str, given: Any, spec: TensorSpec, bat
         raise refuse(model.id, f"{where} has the shape {list(shape)}, but the model takes {list(spec.shape)}")
     source = found.WhichOneof("input_data_type")
     if source == "input_data_file":
-        return WarmUpInput(spec.name, datatype, shape, "file", _find(model, where, found.input_data_file))
+        return WarmUpInput(spec.name, spec.datatype, shape, "file", _find(model, where, found.input_data_file))
     if source is None or not getattr(found, source):
         raise refuse(model.id, f"{where} needs one of zero_data, random_data and input_data_file")
-    return WarmUpInput(spec.name, datatype, shape, "zero" if source == "zero_data" else "random")
+    return WarmUpInput(spec.name, spec.datatype, shape, "zero" if source == "zero_data" else "random")
 
 
 def _find(model: Checkpoint, where: str, name: str) -> str:

@@ -99,8 +99,10 @@ class TensorStatistics:
         if found is None:
             rows = self._label_of(num_rows)
             succeeded, failed = (self._counter(TENSOR_REQUESTS, model, rows, it) for it in ("success", "failed"))
-            phases = [self._counter(TENSOR_REQUEST_TIME, model, rows, phase) for phase in _REQUEST_PHASES]
-            found = _RequestCounters(succeeded, failed, *phases[:3], tuple(phases[3:]))
+            success, fail, queue, *compute = (
+                self._counter(TENSOR_REQUEST_TIME, model, rows, phase) for phase in _REQUEST_PHASES
+            )
+            found = _RequestCounters(succeeded, failed, success, fail, queue, tuple(compute))
             self._requests[model, num_rows] = found
         return found
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -119,7 +119,7 @@ class Regions:
             raise unknown from None
 
     @contextmanager
-    def holding(self, num_bytes: int) -> Iterator[None]:
+    def holding(self, num_bytes: int) -> Generator[None]:
         """Count the bytes of a request's inputs while it runs. Raises Overloaded over max_held_bytes in this process.
 
         A request of a few bytes can name large regions, so those of all requests together need a limit.
@@ -193,7 +193,7 @@ class Regions:
             )
 
     @contextmanager
-    def _opened(self, key: str, region: Region | None = None) -> Iterator[tuple[int, os.stat_result]]:
+    def _opened(self, key: str, region: Region | None = None) -> Generator[tuple[int, os.stat_result]]:
         """Open an object of POSIX shared memory, and check that it is one that this server may use.
 
         With region, it must be the object that was registered. Raises BadRequest.
