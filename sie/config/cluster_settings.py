@@ -56,3 +56,8 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_text_runs: Annotated[
         int, Meta(ge=1, le=65536, description="Most answers that a host generates for gateways at a time.")
     ] = 256
+    pool_ttl_s: Annotated[
+        int,
+        Meta(ge=5, le=604_800, description="Seconds after which a pool of `/v1/pools` expires that nobody renews."),
+    ] = 300
+    max_pools: Annotated[int, Meta(ge=0, le=2_000, description="Most pools that clients may create.")] = 100

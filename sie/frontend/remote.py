@@ -5,7 +5,7 @@ Such a process has no workers. Routes, dialects, access and telemetry are the sa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sie.frontend.engine.interface import Pending
 from sie.frontend.generation.interface import TextStarter
@@ -15,6 +15,38 @@ from sie.values.errors import SieError
 
 if TYPE_CHECKING:
     from sie.frontend.http.exchange import Exchange
+
+
+class ClusterAnswer(NamedTuple):
+    """The answer to a request about the cluster itself."""
+
+    status: int
+    body: Any
+    """The body as plain values of JSON."""
+
+
+class PoolApi(Protocol):
+    """The leased pools of a cluster: `/v1/pools`. Every method raises SieErrors."""
+
+    def list(self) -> ClusterAnswer:
+        """Describe all pools."""
+        ...
+
+    def show(self, name: str) -> ClusterAnswer:
+        """Describe one pool."""
+        ...
+
+    async def put(self, body: bytes) -> ClusterAnswer:
+        """Create a pool, or update one and renew its lease."""
+        ...
+
+    async def renew(self, name: str) -> ClusterAnswer:
+        """Renew a pool's lease."""
+        ...
+
+    async def delete(self, name: str) -> ClusterAnswer:
+        """Delete a pool."""
+        ...
 
 
 class Remote(Protocol):
@@ -38,6 +70,11 @@ class Remote(Protocol):
     @property
     def generator(self) -> TextStarter:
         """The starter of generated answers."""
+        ...
+
+    @property
+    def pools(self) -> PoolApi:
+        """The leased pools."""
         ...
 
     @property

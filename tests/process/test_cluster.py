@@ -251,6 +251,77 @@ def test_another_pool_or_profile_has_no_host(gateway: Server):
         assert post_json(gateway.port, "/v1/encode/stub/a", {"items": [{"text": "a"}]}, headers).status == 200
 
 
+def test_the_unmodified_sdk_leases_the_host_for_a_pool_and_gives_it_back(gateway: Server, host: Server):
+    with SIEClient(gateway.url) as client:
+        assert client.get_pool("bench") is None
+        client.create_pool("Bench", {"L4": 1}, minimum_worker_count=1, pinned_models=["stub/lazy"])
+        eventually(lambda: (client.get_pool("bench") or {})["status"]["state"] == "active", "the pool is active")
+        eventually(lambda: encode_in(gateway, "bench").status == 200, "the host works for the pool")
+        refused = post_json(gateway.port, "/v1/encode/stub/a", {"items": [{"text": "a"}]})
+        assert (refused.status, refused.code()) == (503, "PROVISIONING")
+        assert client.encode("stub/a", {"text": "x"}, gpu="bench/l4")["dense"].shape == (16,)
+        chat = {"model": "text", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+        assert post_json(gateway.port, "/v1/chat/completions", chat, {"x-sie-pool": "bench"}).status == 200
+        eventually(lambda: "stub/lazy" in get(gateway.port, "/health").json()["workers"][0]["loaded_models"], "its pin")
+
+        client.create_pool("bench", gpu_caps={"l4": 2})
+        pool = client.get_pool("bench")
+        assert pool is not None
+        assert (pool["spec"]["gpus"], pool["spec"]["gpu_caps"]) == ({"l4": 1}, {"l4": 2})
+        assert [worker["gpu"] for worker in pool["status"]["assigned_workers"]] == ["l4"]
+        assert (pool["spec"]["minimum_worker_count"], pool["spec"]["pinned_models"]) == (1, ["stub/lazy"])
+        renewed = raw_request("/v1/pools/bench/renew", b"", {}, method="POST")
+        assert "renewed" in send_raw(gateway.port, renewed).json()["message"]
+        again = client.get_pool("bench")
+        assert again is not None
+        assert again["status"]["last_renewed"] > pool["status"]["last_renewed"]
+
+        assert client.delete_pool("bench")
+        assert not client.delete_pool("bench")
+    eventually(
+        lambda: post_json(gateway.port, "/v1/encode/stub/a", {"items": [{"text": "a"}]}).status == 200,
+        "the host works for its own pool again",
+    )
+
+
+def encode_in(server: Server, pool: str) -> Response:
+    return post_json(server.port, "/v1/encode/stub/a", {"items": [{"text": "a"}]}, {"x-sie-pool": pool})
+
+
+def test_a_pool_that_reserves_nothing_shares_hosts_until_its_lease_ends(gateway: Server):
+    made = post_json(gateway.port, "/v1/pools", {"name": "shared", "ttl_seconds": 1})
+    assert (made.status, made.json()["state"], made.json()["worker_count"]) == (201, "active", 1)
+    assert encode_in(gateway, "shared").status == 200
+    assert [pool["name"] for pool in get(gateway.port, "/v1/pools").json()["pools"]] == ["default", "shared"]
+    eventually(lambda: get(gateway.port, "/v1/pools/shared").json()["state"] == "expired", "the end of the lease")
+    assert encode_in(gateway, "shared").code() == "PROVISIONING"
+    late = send_raw(gateway.port, raw_request("/v1/pools/shared/renew", b"", {}, method="POST"))
+    assert (late.status, late.code()) == (404, "POOL_NOT_FOUND")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"name": "default"}, 403, "--pool"),
+        ({"name": "a/b"}, 400, "$.name"),
+        ({"name": "x", "gpus": {"l4": -1}}, 400, "$.gpus"),
+        ({"name": "x", "gpus": {"l4": 2}, "gpu_caps": {"l4": 1}}, 400, "gpu_caps"),
+        ({"name": "x", "pinned_models": ["nope"]}, 400, "'nope'"),
+        ({"name": "x", "ttl_seconds": 0}, 400, "$.ttl_seconds"),
+        ({"name": "x", "color": "red"}, 400, "color"),
+    ],
+)
+def test_a_pool_that_cannot_be_is_refused(gateway: Server, body: dict[str, Any], status: int, said: str):
+    answer = post_json(gateway.port, "/v1/pools", body)
+    assert answer.status == status
+    assert said in answer.json()["detail"]["message"]
+
+
+def test_a_server_on_its_own_has_no_pools(host: Server):
+    answer = get(host.port, "/v1/pools")
+    assert (answer.status, answer.code()) == (404, "NOT_A_GATEWAY")
+
+
 def test_a_gateway_without_nats_does_not_start():
     status, output = run_to_end(command="gateway")
     assert status == EX_CONFIG

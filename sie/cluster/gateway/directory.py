@@ -37,7 +37,7 @@ class Host:
     @property
     def lane(self) -> Lane:
         """The lane of the host."""
-        return Lane(self.beat.pool, self.beat.profile, self.beat.bundle)
+        return Lane(self.beat.pool, self.beat.profile, self.beat.bundle, self.beat.lease)
 
     def serves(self, model: str) -> bool:
         """Whether the host answers requests for a model now."""
@@ -158,6 +158,11 @@ def _load(hosts: list[Host], num_items: int) -> float:
     return (queued + num_items) / max(1, sum(host.beat.num_workers for host in hosts))
 
 
-def matches(lane: Lane, pool: str, profile: str) -> bool:
-    """Return whether a lane is of a pool, and of a machine profile or its `-spot` variant (empty: of any)."""
-    return lane.pool == (pool or DEFAULT_POOL) and (not profile or lane.profile in (profile, f"{profile}-spot"))
+def matches(lane: Lane, pool: str, profile: str, lease: str = "", bundle: str = "") -> bool:
+    """Return whether a lane is of a pool, a leased pool, a machine profile or its `-spot` variant, and a bundle.
+
+    An empty profile or bundle is any; an empty lease means hosts that no leased pool has.
+    """
+    if lane.pool != (pool or DEFAULT_POOL) or lane.lease != lease:
+        return False
+    return (not profile or lane.profile in (profile, f"{profile}-spot")) and (not bundle or lane.bundle == bundle)

@@ -20,6 +20,7 @@ from sie.cluster.gateway.directory import Directory, Host
 from sie.cluster.gateway.in_flight import InFlight, RemotePending
 from sie.cluster.gateway.operations import RemoteEncoder, RemoteExtractor, RemoteScorer
 from sie.cluster.gateway.placement import Placement, Places
+from sie.cluster.gateway.pool_service import RELEASE_S, PoolService
 from sie.cluster.payloads import (
     VERSION,
     Cards,
@@ -83,13 +84,17 @@ class Gateway:
         self._in_flight = InFlight(
             self._connection, self.name, gateway_subject(self.name, "result"), settings.cluster.max_in_flight
         )
-        self.places = Places(self._directory, settings.server.pool_name, self._in_flight.by_lane)
+        self.pools = PoolService(
+            self._connection, self._directory, settings.cluster, lambda model: process.models.find(model) is not None,
+            self._load_on,
+        )  # fmt: skip
+        self.places = Places(self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve)
         parts = self._in_flight, self.places.choose, settings.limits
         self.encoder, self.scorer, self.extractor = RemoteEncoder(*parts), RemoteScorer(*parts), RemoteExtractor(*parts)
         self._texts: TextClient | None = None
         self._asking: set[str] = set()
         self._silent: set[str] = set()
-        self._hears_from_s = 0.0
+        self._hears_from_s = time.monotonic()
         self._settled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -156,8 +161,10 @@ class Gateway:
     def _ask_load(self, model: str, placement: Placement) -> None:
         hosts = [host for host in self.places.candidates(model, placement) if not host.serves(model)]
         if hosts and self._connection.is_connected:
-            host = min(hosts, key=_memory_of)
-            self._spawn(self._connection.publish(host_subject(host.beat.pool, host.beat.host, "load"), model.encode()))
+            self._load_on(min(hosts, key=_memory_of), model)
+
+    def _load_on(self, host: Host, model: str) -> None:
+        self._spawn(self._connection.publish(host_subject(host.beat.pool, host.beat.host, "load"), model.encode()))
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -173,6 +180,7 @@ class Gateway:
         ):
             await connection.subscribe(subject, take)
         await self._join_own_pool()
+        self._spawn(self.pools.follow())
         self._spawn(connection.publish(wake_pattern(), b""))
         await asyncio.sleep(_SETTLE_S)
         self._settled.set()
@@ -183,6 +191,8 @@ class Gateway:
                 beat_s = now_s
                 beat = encode(GatewayBeat(VERSION, self.name))
                 self._spawn(connection.publish(gateway_subject(self.name, "beat"), beat))
+                if now_s >= self._hears_from_s:
+                    self._spawn(self.pools.reconcile(forgets=now_s >= self._hears_from_s + RELEASE_S))
             if connection.is_connected and now_s - clock_s >= _CLOCK_S:
                 clock_s = now_s
                 self._spawn(self._measure_clock())
@@ -221,10 +231,12 @@ class Gateway:
 
     def _rescue(self, now_s: float) -> None:
         """Find other hosts for items whose lane serves their model no more, or have the model loaded."""
-        for (lane, model, profile), items in self._in_flight.waiting().items():
+        for (lane, model, wanted), items in self._in_flight.waiting().items():
             if any(host.lane == lane and host.serves(model) for host in self._directory.live(now_s)):
                 continue
-            placement = Placement(lane.pool, profile)
+            placement = wanted
+            if wanted.lease and not self.pools.is_leased(wanted.lease):  # its hosts are back in their queue pool
+                placement = wanted._replace(lease="")
             other = self.places.find_lane(model, placement)
             if other is not None and other != lane:
                 self._in_flight.move(items, other)
@@ -238,6 +250,7 @@ class Gateway:
 
     async def _on_connected(self) -> None:
         self._hears_from_s = time.monotonic() + _DEAF_S
+        self.pools.read_soon()
         await self._connection.publish(wake_pattern(), b"")
         await self._in_flight.publish_again()
 

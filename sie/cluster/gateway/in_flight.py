@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from sie.cluster.connection import INLINE_BYTES, Connection
+from sie.cluster.gateway.placement import Placement
 from sie.cluster.payloads import VERSION, DeadLetter, ItemOperation, Result, Taken, Work, encode
 from sie.cluster.subjects import Lane, dead_subject, work_subject
 from sie.runtime.logs import get_logger
@@ -99,18 +100,18 @@ class Item:
         "lost_with",
         "num_published",
         "pending",
-        "profile",
+        "placement",
         "sequence",
         "stored",
         "taken_by",
         "work",
     )
 
-    def __init__(self, work: Work, lane: Lane, profile: str, index: int) -> None:
+    def __init__(self, work: Work, lane: Lane, placement: Placement | None, index: int) -> None:
         self.work = work
         self.lane = lane
-        self.profile = profile
-        """The machine profile that its client wants; empty for any."""
+        self.placement = placement or Placement(lane.pool, "", lane.lease)
+        """Where its client wants it to run."""
         self.index = index
         self.pending: RemotePending
         self.num_published = 0
@@ -153,7 +154,7 @@ class InFlight:
 
     def submit(
         self, lane: Lane, operation: ItemOperation, model: str, bodies: Sequence[bytes], *, deadline_ns: int,
-        join: Join, profile: str = "",
+        join: Join, placement: Placement | None = None,
     ) -> RemotePending:  # fmt: skip
         """Publish the items of a request; deadline_ns is local. Raises Overloaded."""
         self.check_room(len(bodies))
@@ -163,7 +164,7 @@ class InFlight:
         for index, body in enumerate(bodies):
             name = f"{self._gateway}-{number}-{index}"
             work = Work(VERSION, name, self._reply_to, deadline, operation, model, memoryview(body))
-            items.append(Item(work, lane, profile, index))
+            items.append(Item(work, lane, placement, index))
         pending = RemotePending(items, deadline_ns, join)
         self._pending.add(pending)
         pending.future.add_done_callback(lambda _: self._forget(pending))
@@ -223,11 +224,11 @@ class InFlight:
                 item.stored = ""  # a restarted server may have lost the payload, too
             await asyncio.gather(*map(self._publish, batch))
 
-    def waiting(self) -> dict[tuple[Lane, str, str], list[Item]]:
-        """Return the unanswered items by lane, model and wanted machine profile."""
-        found: defaultdict[tuple[Lane, str, str], list[Item]] = defaultdict(list)
+    def waiting(self) -> dict[tuple[Lane, str, Placement], list[Item]]:
+        """Return the unanswered items by lane, model and wanted placement."""
+        found: defaultdict[tuple[Lane, str, Placement], list[Item]] = defaultdict(list)
         for item in self._items.values():
-            found[item.lane, item.work.model, item.profile].append(item)
+            found[item.lane, item.work.model, item.placement].append(item)
         return dict(found)
 
     def move(self, items: Sequence[Item], lane: Lane) -> None:

@@ -21,6 +21,8 @@ from sie.cluster.connection import Connection
 from sie.cluster.host.beats import BEAT_S, Beats
 from sie.cluster.host.text_runs import TextRuns
 from sie.cluster.host.work_pull import WorkPull
+from sie.cluster.pools import Pools, decoder
+from sie.cluster.shared_document import SharedDocument
 from sie.cluster.subjects import gateway_subject, host_subject, lane_of, wake_pattern
 from sie.frontend.process import FrontendProcess, connect
 from sie.ipc.messages import Launch
@@ -49,6 +51,7 @@ class Puller:
         self._texts = TextRuns(process, self._connection)
         self._beats = Beats(process, self._connection, lane, self.host)
         self._beat_now = asyncio.Event()
+        self._pools = SharedDocument(self._connection, "pools", decoder, Pools(), lambda _: None)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until stopping is set, then drain."""
@@ -59,12 +62,20 @@ class Puller:
             opening.cancel()
             return
         opening.result()
-        tasks = [asyncio.create_task(work) for work in (self._tick_forever(), self._beat_forever())]
+        tasks = [
+            asyncio.create_task(work)
+            for work in (
+                self._tick_forever(),
+                self._beat_forever(),
+                self._pools.follow(),
+            )
+        ]
         done, _ = await asyncio.wait((*tasks, waiting), return_when=asyncio.FIRST_COMPLETED)
         for task in done - {waiting}:
             task.result()
         deadline_s = time.monotonic() + self._process.settings.server.drain_timeout_s
-        tasks[0].cancel()
+        for task in (tasks[0], tasks[2]):
+            task.cancel()
         await self._work.drain(deadline_s)
         await self._texts.drain(deadline_s)
         tasks[1].cancel()
@@ -88,9 +99,20 @@ class Puller:
             await connection.subscribe(host_subject(pool, self.host, kind), take)
         await connection.subscribe(gateway_subject("*", "beat"), self._texts.on_gateway_beat)
         await connection.subscribe(wake_pattern(), self._on_wake)
-        _log.info("takes work of pool %s, machine profile %s, bundle %s as host %s", *self._lane, self.host)
+        _log.info("takes work of pool %s, machine profile %s, bundle %s as host %s", *self._lane[:3], self.host)
+
+    async def _follow_pools(self) -> None:
+        """Work for the leased pool that has this host, or for its queue pool if none has."""
+        lease = self._pools.value.of_host(self.host, self._connection.clock.to_server(time.monotonic_ns()))
+        if lease == self._lane.lease:
+            return
+        _log.info("takes work of %s now", f"pool {lease}" if lease else f"its queue pool {self._lane.pool}")
+        self._lane = self._beats.lane = self._lane._replace(lease=lease)
+        await self._work.move(self._lane)
+        self._beat_now.set()
 
     async def _on_connected(self) -> None:
+        self._pools.read_soon()
         await self._work.restore()
         self._beat_now.set()
 
@@ -112,6 +134,7 @@ class Puller:
         while True:
             try:
                 if self._connection.is_connected:
+                    await self._follow_pools()
                     await self._work.tick()
                     if time.monotonic() - measured_s > _CLOCK_S:
                         measured_s = time.monotonic()

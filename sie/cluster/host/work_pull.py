@@ -82,6 +82,16 @@ class WorkPull:
         """Items that were taken and are not answered."""
         return len(self._running)
 
+    async def move(self, lane: Lane) -> None:
+        """Take the work of another lane from now on. What was taken is answered as before."""
+        consumers, self._consumers = self._consumers, {}
+        self._lane = lane
+        for consumer in consumers.values():
+            try:
+                await consumer.close()
+            except nats.errors.Error as error:  # without a connection there are no open requests either
+                _log.debug("a consumer was not closed: %s", error)
+
     # --- taking ---------------------------------------------------------------------------------------------------
 
     async def tick(self) -> None:
@@ -98,7 +108,8 @@ class WorkPull:
 
     async def _follow_models(self) -> None:
         for model in self._served() - self._consumers.keys():
-            inbox = f"{self._process.settings.cluster.nats_inbox_prefix}.sie.{self._host}.{token(model)}"
+            prefix, lease = self._process.settings.cluster.nats_inbox_prefix, token(self._lane.lease)
+            inbox = f"{prefix}.sie.{self._host}.{token(model)}.{lease}"
             consumer = Consumer(self._connection, self._lane, model, inbox, self._take)
             try:
                 await consumer.open()

@@ -49,7 +49,7 @@ def check_admin(admin_from: str, client: str, headers: Mapping[str, str] | Any, 
     if admin_from == "everybody":
         return
     if admin_from == "nobody":
-        raise Forbidden("Models are not managed over HTTP: admin_from is 'nobody'")
+        raise Forbidden("Models and pools are not managed over HTTP: admin_from is 'nobody'")
     host = headers.get("host") or ""
     origin = headers.get("origin")
     media_type = (headers.get("content-type") or "").partition(";")[0].strip().lower()
@@ -62,7 +62,7 @@ def check_admin(admin_from: str, client: str, headers: Mapping[str, str] | Any, 
     )
     for is_fault, reason in faults:
         if is_fault:
-            raise Forbidden(f"Models are managed from this host only (admin_from is 'loopback'): {reason}")
+            raise Forbidden(f"Models and pools are managed from this host only (admin_from is 'loopback'): {reason}")
 
 
 class ModelAdmin:

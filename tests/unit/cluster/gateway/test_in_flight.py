@@ -11,6 +11,7 @@ import pytest
 
 from sie.cluster.connection import INLINE_BYTES
 from sie.cluster.gateway.in_flight import InFlight, RemotePending, RemoteReply
+from sie.cluster.gateway.placement import Placement
 from sie.cluster.payloads import VERSION, Result, Taken, Work, decode, work_decoder
 from sie.cluster.subjects import Lane, dead_subject, work_subject
 from sie.values.errors import BadRequest, DeadlineExceeded, Overloaded, PoisonInput, SieError, to_wire
@@ -242,7 +243,7 @@ def test_items_of_a_lane_without_hosts_move_to_another():
         desk.submit(b"a")
         await turns()
         ((key, items),) = desk.items.waiting().items()
-        assert key == (LANE, "m", "")
+        assert key == (LANE, "m", Placement(LANE.pool, ""))
         desk.items.move(items, OTHER)
         await turns()
         assert [subject for subject, _, _ in desk.connection.stream.values()] == [work_subject(OTHER, "m")]
