@@ -61,3 +61,12 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(ge=5, le=604_800, description="Seconds after which a pool of `/v1/pools` expires that nobody renews."),
     ] = 300
     max_pools: Annotated[int, Meta(ge=0, le=2_000, description="Most pools that clients may create.")] = 100
+    weights_root: Annotated[
+        str,
+        Meta(
+            description="Directory of a host below which the weights_path of a model of `/v1/configs` lies; empty for none."
+        ),
+    ] = ""
+    accept_configs: Annotated[
+        bool, Meta(description="Whether a host takes the models and profiles of `/v1/configs`.")
+    ] = True

@@ -5,7 +5,7 @@ Such a process has no workers. Routes, dialects, access and telemetry are the sa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from sie.frontend.engine.interface import Pending
 from sie.frontend.generation.interface import TextStarter
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from sie.frontend.http.exchange import Exchange
 
 
+YAML: Final = "application/yaml"
+
+
 class ClusterAnswer(NamedTuple):
     """The answer to a request about the cluster itself."""
 
     status: int
     body: Any
-    """The body as plain values of JSON."""
+    """The body as plain values of JSON, or as the text of another media type."""
+    media: str = "application/json"
 
 
 class PoolApi(Protocol):
@@ -46,6 +50,46 @@ class PoolApi(Protocol):
 
     async def delete(self, name: str) -> ClusterAnswer:
         """Delete a pool."""
+        ...
+
+
+class ConfigApi(Protocol):
+    """The models and profiles that all hosts of a cluster share: `/v1/configs`. Every method raises SieErrors."""
+
+    async def put(self, body: bytes, key: str, epoch: str) -> ClusterAnswer:
+        """Add a model or profiles; key is the `Idempotency-Key` and epoch the `If-Match` of the request."""
+        ...
+
+    def list(self) -> ClusterAnswer:
+        """Describe every model."""
+        ...
+
+    def show(self, model: str) -> ClusterAnswer:
+        """Return a model's configuration."""
+        ...
+
+    def status(self, model: str) -> ClusterAnswer:
+        """Return which hosts run a model's configuration."""
+        ...
+
+    def list_bundles(self) -> ClusterAnswer:
+        """Describe the bundles."""
+        ...
+
+    def show_bundle(self, name: str) -> ClusterAnswer:
+        """Describe one bundle."""
+        ...
+
+    def resolve(self, body: bytes) -> ClusterAnswer:
+        """Return the model, profile and bundles behind a name."""
+        ...
+
+    def export(self) -> ClusterAnswer:
+        """Return every configuration."""
+        ...
+
+    def show_epoch(self) -> ClusterAnswer:
+        """Return the epoch."""
         ...
 
 
@@ -75,6 +119,11 @@ class Remote(Protocol):
     @property
     def pools(self) -> PoolApi:
         """The leased pools."""
+        ...
+
+    @property
+    def configs(self) -> ConfigApi:
+        """The shared models and profiles."""
         ...
 
     @property

@@ -37,7 +37,7 @@ def nats() -> Iterator[Nats]:
 def host(nats: Nats, minilm_directory: Path) -> Iterator[Server]:
     with start_host(
         nats.url, *MODELS, "--model", f"{MINILM}={minilm_directory}", "--dtype", "float32", "--test",
-        "--machine-profile", "L4", "--bundle", "small", *LIMITS,
+        "--machine-profile", "L4", "--bundle", "small", "--weights-root", str(minilm_directory.parent), *LIMITS,
     ) as running:  # fmt: skip
         yield running
 
@@ -315,6 +315,66 @@ def test_a_pool_that_cannot_be_is_refused(gateway: Server, body: dict[str, Any],
     answer = post_json(gateway.port, "/v1/pools", body)
     assert answer.status == status
     assert said in answer.json()["detail"]["message"]
+
+
+def config_status(gateway: Server, model: str) -> Any:
+    return get(gateway.port, f"/v1/configs/models/{model}/status").json()
+
+
+def test_hosts_take_over_a_shared_profile_without_a_restart(gateway: Server):
+    before = get(gateway.port, "/v1/configs/epoch").json()["epoch"]
+    config = {"sie_id": "stub/a", "profiles": {"half": {"adapter_options": {"runtime": {"output_dtype": "float16"}}}}}
+    headers = {"idempotency-key": "k1", "if-match": str(before)}
+    made = [post_json(gateway.port, "/v1/configs/models", config, headers) for _ in range(2)]
+    assert [answer.status for answer in made] == [201, 201]
+    assert made[0].json() == made[1].json() == {
+        "model_id": "stub/a", "epoch": before + 1, "created_profiles": ["half"], "existing_profiles": [],
+    }  # fmt: skip
+    eventually(lambda: config_status(gateway, "stub/a")["all_acked"], "the host runs the configuration")
+    eventually(lambda: encode(gateway.port, "stub/a:half", ["x"]).status == 200, "the profile is served")
+    assert encode(gateway.port, "stub/a", ["x"]).status == 200
+    (item,) = encode(gateway.port, "stub/a:half", ["x"]).unpack()["items"]
+    assert to_array(item["dense"]["values"]).dtype == np.float16
+    (worker,) = get(gateway.port, "/health").json()["workers"]
+    assert worker["bundle_config_hash"] == config_status(gateway, "stub/a")["workers"][0]["bundle_config_hash"] != ""
+
+    again = post_json(gateway.port, "/v1/configs/models", config)
+    assert (again.status, again.json()["existing_profiles"]) == (200, ["half"])
+    config["profiles"]["half"]["adapter_options"]["runtime"]["output_dtype"] = "float32"
+    for sent in ({}, {"if-match": str(before)}):
+        assert post_json(gateway.port, "/v1/configs/models", config, sent).code() == "CONFIG_CONFLICT"
+    shown = get(gateway.port, "/v1/configs/models/stub/a")
+    assert (shown.headers["content-type"], b"output_dtype: float16" in shown.body) == ("application/yaml", True)
+
+
+def test_hosts_offer_a_shared_model(gateway: Server, minilm_directory: Path):
+    body = f"sie_id: shared/minilm\nweights_path: {minilm_directory.name}\n".encode()
+    answer = send_raw(gateway.port, raw_request("/v1/configs/models", body, {"content-type": "application/yaml"}))
+    assert answer.status == 200
+    eventually(lambda: encode(gateway.port, "shared/minilm", ["a cat"]).status == 200, "the model is loaded")
+    mine, own = (encode(gateway.port, model, ["a cat"]).unpack()["items"] for model in ("shared/minilm", MINILM))
+    np.testing.assert_array_equal(*(to_array(items[0]["dense"]["values"]) for items in (mine, own)))
+
+
+def test_a_host_says_which_shared_model_it_does_not_take(gateway: Server):
+    assert post_json(gateway.port, "/v1/configs/models", {"sie_id": "x/y", "weights_path": "../.."}).status == 200
+    eventually(lambda: config_status(gateway, "x/y")["workers"][0]["error"], "the refusal")
+    assert not config_status(gateway, "x/y")["all_acked"]
+
+
+def test_names_of_models_are_resolved(gateway: Server):
+    asked = {
+        "stub/a": 200, "small:/stub/a": 200, "large:/stub/a": 409, "nope": 404, "stub/a:nope": 404,
+    }  # fmt: skip
+    found = {name: post_json(gateway.port, "/v1/configs/resolve", {"model": name}) for name in asked}
+    assert {name: answer.status for name, answer in found.items()} == asked
+    assert found["small:/stub/a"].json()["bundle"] == "small"
+    assert found["large:/stub/a"].json()["detail"]["compatible_bundles"] == ["small"]
+    assert "stub/a" in get(gateway.port, "/v1/configs/bundles/small").json()["models"]
+    listed = {model["model_id"]: model for model in get(gateway.port, "/v1/configs/models").json()["models"]}
+    assert listed["stub/a"]["bundles"] == ["small"]
+    exported = get(gateway.port, "/v1/configs/export").json()
+    assert exported["epoch"] == get(gateway.port, "/v1/configs/epoch").json()["epoch"]
 
 
 def test_a_server_on_its_own_has_no_pools(host: Server):

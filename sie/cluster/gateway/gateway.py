@@ -16,6 +16,7 @@ from nats.aio.msg import Msg
 
 from sie.cluster.connection import Connection
 from sie.cluster.gateway.cluster_status import cluster_status
+from sie.cluster.gateway.config_service import ConfigService
 from sie.cluster.gateway.directory import Directory, Host
 from sie.cluster.gateway.in_flight import InFlight, RemotePending
 from sie.cluster.gateway.operations import RemoteEncoder, RemoteExtractor, RemoteScorer
@@ -88,6 +89,7 @@ class Gateway:
             self._connection, self._directory, settings.cluster, lambda model: process.models.find(model) is not None,
             self._load_on,
         )  # fmt: skip
+        self.configs = ConfigService(self._connection, self._directory, lambda: list(process.models.entries))
         self.places = Places(self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve)
         parts = self._in_flight, self.places.choose, settings.limits
         self.encoder, self.scorer, self.extractor = RemoteEncoder(*parts), RemoteScorer(*parts), RemoteExtractor(*parts)
@@ -181,6 +183,7 @@ class Gateway:
             await connection.subscribe(subject, take)
         await self._join_own_pool()
         self._spawn(self.pools.follow())
+        self._spawn(self.configs.follow())
         self._spawn(connection.publish(wake_pattern(), b""))
         await asyncio.sleep(_SETTLE_S)
         self._settled.set()
@@ -251,6 +254,7 @@ class Gateway:
     async def _on_connected(self) -> None:
         self._hears_from_s = time.monotonic() + _DEAF_S
         self.pools.read_soon()
+        self.configs.read_soon()
         await self._connection.publish(wake_pattern(), b"")
         await self._in_flight.publish_again()
 

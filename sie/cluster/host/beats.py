@@ -12,7 +12,7 @@ from sie.cluster.connection import INLINE_BYTES, Connection
 from sie.cluster.payloads import VERSION, Beat, Cards, ModelBeat, encode
 from sie.cluster.subjects import Lane, host_subject
 from sie.frontend.process import FrontendProcess
-from sie.ipc.messages import ModelEntry
+from sie.ipc.messages import ModelEntry, TookConfigs
 from sie.values.card import ModelCard
 
 BEAT_S: Final = 1.0
@@ -28,6 +28,8 @@ class Beats:
         self._connection = connection
         self.lane = lane
         self._host = host
+        self.configs = TookConfigs("", {})
+        """The shared configuration that this host runs."""
         self._known: dict[str, ModelEntry] | None = None
         self._cards = Cards(VERSION, "")
 
@@ -45,6 +47,7 @@ class Beats:
             num_workers=len(workers), num_gpus=sum(worker.device.startswith("cuda") for worker in workers),
             gpu=lane.profile, memory_used_bytes=sum(entry.memory_bytes for entry in models.hosted_entries),
             items_per_s=items_per_s, lease=lane.lease,
+            config_hash=self.configs.hash, refused=self.configs.refused,
         )  # fmt: skip
         await self._connection.publish(host_subject(lane.pool, self._host, "beat"), encode(beat))
 

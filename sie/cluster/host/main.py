@@ -10,6 +10,8 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 import msgspec
 import nats.errors
@@ -17,15 +19,18 @@ import nats.js.errors
 import uvloop
 from nats.aio.msg import Msg
 
+from sie.cluster.configs import Configs
+from sie.cluster.configs import decoder as configs_decoder
 from sie.cluster.connection import Connection
 from sie.cluster.host.beats import BEAT_S, Beats
 from sie.cluster.host.text_runs import TextRuns
 from sie.cluster.host.work_pull import WorkPull
-from sie.cluster.pools import Pools, decoder
+from sie.cluster.pools import Pools
+from sie.cluster.pools import decoder as pools_decoder
 from sie.cluster.shared_document import SharedDocument
 from sie.cluster.subjects import gateway_subject, host_subject, lane_of, wake_pattern
 from sie.frontend.process import FrontendProcess, connect
-from sie.ipc.messages import Launch
+from sie.ipc.messages import Launch, TakeConfigs, TookConfigs
 from sie.runtime import child_setup
 from sie.runtime.logs import configure, get_logger
 from sie.values.errors import SieError
@@ -51,7 +56,9 @@ class Puller:
         self._texts = TextRuns(process, self._connection)
         self._beats = Beats(process, self._connection, lane, self.host)
         self._beat_now = asyncio.Event()
-        self._pools = SharedDocument(self._connection, "pools", decoder, Pools(), lambda _: None)
+        self._pools = SharedDocument(self._connection, "pools", pools_decoder, Pools(), lambda _: None)
+        self._configs = SharedDocument(self._connection, "configs", configs_decoder, Configs(), self._on_configs)
+        process.on_configs = self._on_configs_taken
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until stopping is set, then drain."""
@@ -62,25 +69,32 @@ class Puller:
             opening.cancel()
             return
         opening.result()
-        tasks = [
-            asyncio.create_task(work)
-            for work in (
-                self._tick_forever(),
-                self._beat_forever(),
-                self._pools.follow(),
-            )
-        ]
+        tasks = [asyncio.create_task(work) for work in self._works()]
         done, _ = await asyncio.wait((*tasks, waiting), return_when=asyncio.FIRST_COMPLETED)
         for task in done - {waiting}:
             task.result()
         deadline_s = time.monotonic() + self._process.settings.server.drain_timeout_s
-        for task in (tasks[0], tasks[2]):
+        for task in tasks[1:]:
             task.cancel()
         await self._work.drain(deadline_s)
         await self._texts.drain(deadline_s)
-        tasks[1].cancel()
+        tasks[0].cancel()
         await self._beat()
         await self._connection.close()
+
+    def _works(self) -> list[Coroutine[Any, Any, None]]:
+        """Return what runs until the host leaves; heartbeats, which go on while it drains, are the first."""
+        works = [self._beat_forever(), self._tick_forever(), self._pools.follow()]
+        if self._process.settings.cluster.accept_configs:
+            works.append(self._configs.follow())
+        return works
+
+    def _on_configs(self, shared: Configs) -> None:
+        self._process.send_configs(TakeConfigs(shared.hash_of(self._lane.pool), shared.of_pool(self._lane.pool)))
+
+    def _on_configs_taken(self, taken: TookConfigs) -> None:
+        self._beats.configs = taken
+        self._beat_now.set()
 
     async def _open(self) -> None:
         connection, pool = self._connection, self._lane.pool
@@ -113,6 +127,7 @@ class Puller:
 
     async def _on_connected(self) -> None:
         self._pools.read_soon()
+        self._configs.read_soon()
         await self._work.restore()
         self._beat_now.set()
 

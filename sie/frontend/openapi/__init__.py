@@ -136,6 +136,7 @@ _PLACE_WORDS = {
     "version": "Number or id of the version, or `latest`.",
     "session_id": "Id of the session, which the client chose.",
     "name": "Name of the pool.",
+    "bundle": "Name of the bundle.",
 }
 
 

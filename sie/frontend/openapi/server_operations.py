@@ -22,6 +22,7 @@ from sie.frontend.dialects.operation import (
     Reply,
 )
 from sie.frontend.models.admin import ModelBody
+from sie.values.model_config import ModelConfig, ResolveBody
 from sie.values.pool import PoolBody
 
 
@@ -149,6 +150,64 @@ def _pool(template: str, method: str, summary: str, *answers: Answer, descriptio
     )  # fmt: skip
 
 
+_YAML: Final = "application/yaml"
+_NO_CONFIG: Final = Fault(404, ("CONFIG_NOT_FOUND", "MODEL_NOT_FOUND", "NOT_A_GATEWAY"), "It was not found.")
+
+
+def _config(path: str, summary: str, answer: str, *, media: str = JSON, model: str = "") -> Operation:
+    return Operation(
+        template=f"/v1/configs/{path}", method="GET", tag=_CLUSTER, summary=summary,
+        answers=(Answer(200, answer, (media,)),), model=model, faults=(_NO_CONFIG,),
+    )  # fmt: skip
+
+
+_CONFIGS: Final = (
+    _config("models", "List the models", "Each with its profiles, the bundles that have it, and its hosts."),
+    Operation(
+        template="/v1/configs/models",
+        method="POST",
+        tag=_CLUSTER,
+        summary="Add a model or profiles for all hosts",
+        description="The body may also be YAML. Profiles are only added. `Idempotency-Key` makes a repetition harmless, and "
+        "`If-Match` with an epoch refuses what was decided on an older state. `admin_from` says which clients may do this.",
+        request=ModelConfig,
+        media=(JSON, _YAML),
+        example={"sie_id": "org/model", "profiles": {"short": {"adapter_options": {"runtime": {"normalize": True}}}}},
+        answers=(Answer(201, "Profiles were added."), Answer(200, "All were there already, and nothing has changed.")),
+        faults=(
+            Fault(400, ("INVALID_INPUT",), "A header has a wrong form."),
+            FORBIDDEN,
+            _NO_CONFIG,
+            STALLED,
+            Fault(409, ("CONFIG_CONFLICT",), "A profile has another definition, or the epoch has passed."),
+            TOO_LARGE,
+            Fault(422, ("INVALID_CONFIG", "IDEMPOTENCY_KEY_REUSED"), "The body is not a configuration."),
+            _NATS_AWAY,
+        ),
+    ),
+    _config("models/{model}", "Show a model's configuration", "As YAML.", media=_YAML, model="org/model"),
+    _config("models/{model}/status", "Which hosts run a configuration", "Each with its hash.", model="org/model"),
+    _config("bundles", "List the bundles", "Each with its models and hosts."),
+    _config("bundles/{bundle}", "Show a bundle", "Its models and hosts.", model="default"),
+    Operation(
+        template="/v1/configs/resolve",
+        tag=_CLUSTER,
+        summary="What the name of a model means",
+        request=ResolveBody,
+        example={"model": "default:/org/model:short"},
+        answers=(Answer(200, "The model, the profile and the bundles that have it."),),
+        faults=(
+            Fault(400, ("INVALID_INPUT",), "The body does not name a model."),
+            _NO_CONFIG,
+            STALLED,
+            Fault(409, ("DEPENDENCY_CONFLICT",), "The bundle does not have the model."),
+            TOO_LARGE,
+        ),
+    ),
+    _config("export", "Export all configurations", "As they can be posted again."),
+    _config("epoch", "Show the epoch", "It counts the changes."),
+)
+
 _OK: Final = Answer(200, "It is.", (TEXT,))
 _DOCUMENT: Final = Answer(200, "An OpenAPI document, version 3.1.")
 
@@ -182,6 +241,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         "/v1/pools/{name}", "DELETE", "Delete a pool", Answer(200, "Its hosts work for their queue pool.", type=Done)
     ),
     _pool("/v1/pools/{name}/renew", "POST", "Renew a pool's lease", Answer(200, "The lease begins anew.", type=Done)),
+    *_CONFIGS,
     Operation(
         template="/v1/watch-ticket",
         tag=_TAG,

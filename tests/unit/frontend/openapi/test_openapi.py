@@ -85,6 +85,7 @@ def test_unknown_fields_are_refused_only_where_the_decoder_refuses_them(describe
     strict = {name for name in known if name.endswith("Body") and known[name].get("additionalProperties") is False}
     assert strict == {
         "RerankBody", "RerankV2Body", "TextsBody", "ClassifyBody", "PairsBody", "GenerateBody", "PoolBody",
+        "ResolveBody",
     }  # fmt: skip
     assert known["Audio"]["additionalProperties"] is False
     assert "additionalProperties" not in known["Item"]
