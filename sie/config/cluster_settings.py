@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from sie.config.limits import MIB
 
@@ -70,3 +70,11 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     accept_configs: Annotated[
         bool, Meta(description="Whether a host takes the models and profiles of `/v1/configs`.")
     ] = True
+    provided_profiles: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Machine profile that an autoscaler can provide, also while no host has it: a gateway names it in "
+            "the metric of demand; repeatable.",
+            extra={"form": "NAME"},
+        ),
+    ] = field(default=(), name="provided_profile")

@@ -234,7 +234,9 @@ class FrontendProcess:
         self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
         self.access_log = AccessLog(settings.server.access_log) if settings.server.access_log else None
         self.recorders: tuple[Recorder, ...] = tuple(
-            part.record for part in (self.access, self.cors, self.tracing, self.access_log) if part is not None
+            part.record
+            for part in (self.access, self.cors, self.remote, self.tracing, self.access_log)
+            if part is not None
         )
         """Called for every request that ends. Traces come before the access log, whose lines name the trace."""
 

@@ -163,6 +163,12 @@ class Remote(Protocol):
         """End overdue requests; called on each tick of the process's clock."""
         ...
 
+    def record(
+        self, exchange: Exchange, status: int, headers: list[tuple[str, str]], error: SieError | None
+    ) -> list[tuple[str, str]]:
+        """Count a request that ends. Returns the headers of the response."""
+        ...
+
     def status_frame(self) -> str:
         """Return a frame of `/ws/cluster-status`, JSON."""
         ...

@@ -17,7 +17,7 @@ from websockets.sync.client import connect as connect_websocket
 from tests.conftest import MINILM
 from tests.process.harness import EX_CONFIG, Server, eventually, run_to_end
 from tests.process.nats_harness import Nats, start_gateway, start_host, start_nats, wait_for_hosts
-from tests.process.wire import Response, connect, encode, get, post_json, raw_request, send_raw, to_array
+from tests.process.wire import Response, connect, encode, get, post_json, raw_request, samples, send_raw, to_array
 
 LIMITS = ("--max-body-bytes", "8388608", "--max-item-text-bytes", "8388608", "--max-items", "64")
 MODELS = (
@@ -44,7 +44,7 @@ def host(nats: Nats, minilm_directory: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def gateway(nats: Nats, host: Server) -> Iterator[Server]:
-    with start_gateway(nats.url, *LIMITS) as running:
+    with start_gateway(nats.url, "--provided-profile", "h100", *LIMITS) as running:
         wait_for_hosts(running, 1, "stub/a", "text", "find", MINILM)
         yield running
 
@@ -236,6 +236,31 @@ def test_the_cluster_is_watched_each_second(gateway: Server):
     assert "stub/a" in worker["loaded_models"]
     assert frames[1]["cluster"]["worker_count"] == 1
     assert {model["name"] for model in frames[1]["models"]} >= {"stub/a", "stub/lazy", MINILM}
+
+
+def test_metrics_of_a_gateway_and_its_host(gateway: Server, host: Server):
+    before = samples(gateway.port)
+    assert encode(gateway.port, "stub/a", ["one", "two"]).status == 200
+    refused = post_json(
+        gateway.port, "/v1/encode/stub/a", {"items": [{"text": "a"}]}, {"x-sie-machine-profile": "H100"}
+    )
+    assert refused.code() == "PROVISIONING"
+
+    def grew(name: str, **labels: str) -> float:
+        key = (name, tuple(sorted(labels.items())))
+        return now.get(key, 0.0) - before.get(key, 0.0)
+
+    now = samples(gateway.port)
+    assert grew("sie_gateway_requests_total", endpoint="encode", status="success", machine_profile="any") == 1
+    assert grew("sie_gateway_provisioning_responses_total", machine_profile="h100") == 1
+    assert grew("sie_gateway_queue_publish_seconds_count", operation="encode") == 2
+    assert grew("sie_gateway_queue_items_published_sum") == 2
+    demand = ("sie_gateway_pending_demand", (("bundle", "any"), ("machine_profile", "h100")))
+    eventually(lambda: samples(gateway.port).get(demand, 0.0) >= 1, "the demand for an H100")
+    assert now["sie_gateway_workers", (("status", "healthy"),)] == now["sie_gateway_nats_connected", ()] == 1
+    hosts = samples(host.port)
+    assert hosts["sie_worker_items_total", (("model", "stub/a"), ("outcome", "answered"))] >= 2
+    assert hosts["sie_worker_nats_connected", ()] == 1
 
 
 def test_another_pool_or_profile_has_no_host(gateway: Server):

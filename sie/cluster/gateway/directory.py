@@ -55,6 +55,8 @@ class Directory:
 
     def __init__(self) -> None:
         self._hosts: dict[str, Host] = {}
+        self.profiles: set[str] = set()
+        """The machine profiles that hosts have had."""
         self._shown: Any = None
 
     def hear(self, beat: Beat, now_s: float) -> bool:
@@ -63,6 +65,7 @@ class Directory:
         if host is None:
             host = self._hosts[beat.host] = Host(beat, now_s)
         host.beat, host.seen_s = beat, now_s
+        self.profiles.add(beat.profile)
         return host.cards_key != beat.cards_key
 
     def learn(self, host: str, cards: Cards) -> None:
@@ -92,6 +95,15 @@ class Directory:
     def stale(self, now_s: float) -> set[str]:
         """Return the ids of the hosts that no longer beat."""
         return {name for name, host in self._hosts.items() if now_s - host.seen_s > STALE_S}
+
+    def statuses(self, now_s: float) -> list[tuple[Host, str]]:
+        """Return each host with its status: healthy, draining, or silent. One that has left is not among them."""
+        found: list[tuple[Host, str]] = []
+        for host in self._hosts.values():
+            is_silent = now_s - host.seen_s > STALE_S
+            if not (is_silent and host.beat.is_draining):
+                found.append((host, "silent" if is_silent else "draining" if host.beat.is_draining else "healthy"))
+        return found
 
     def _beating(self, now_s: float) -> Iterable[Host]:
         return (host for host in self._hosts.values() if now_s - host.seen_s <= STALE_S)

@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from sie.cluster.connection import INLINE_BYTES, Connection
 from sie.cluster.gateway.placement import Placement
@@ -122,10 +122,31 @@ class Item:
         """Hosts that fell silent while they ran it."""
 
 
+class FlightMetrics(Protocol):
+    """What is counted here; durations in seconds."""
+
+    record_wait: Callable[[float], None]
+
+    def record_items(self, lane: Lane, model: str, num_items: int) -> None:
+        """Count a request by the number of its items."""
+        ...
+
+    def record_published(self, operation: str, duration_s: float) -> None:
+        """Count an item that NATS has confirmed."""
+        ...
+
+    def record_dead(self, lane: Lane, model: str) -> None:
+        """Count an item that is not tried again."""
+        ...
+
+
 class InFlight:
     """The unanswered work items of one gateway process."""
 
-    def __init__(self, connection: Connection, gateway: str, reply_to: str, max_items: int) -> None:
+    def __init__(
+        self, connection: Connection, gateway: str, reply_to: str, max_items: int, metrics: FlightMetrics | None = None
+    ) -> None:
+        self._metrics = metrics
         self._connection = connection
         self._gateway = gateway
         self._reply_to = reply_to
@@ -158,6 +179,8 @@ class InFlight:
     ) -> RemotePending:  # fmt: skip
         """Publish the items of a request; deadline_ns is local. Raises Overloaded."""
         self.check_room(len(bodies))
+        if self._metrics is not None:
+            self._metrics.record_items(lane, model, len(bodies))
         number = next(self._numbers)
         deadline = self._connection.clock.to_server(deadline_ns)
         items: list[Item] = []
@@ -211,9 +234,12 @@ class InFlight:
             )
         item.num_published += 1
         message_id = f"{work.id}.{item.num_published}"
+        began_s = time.monotonic()
         item.sequence = await self._connection.enqueue(
             pool, work_subject(item.lane, work.model), encode(work), message_id
         )
+        if self._metrics is not None:
+            self._metrics.record_published(work.operation, time.monotonic() - began_s)
 
     async def publish_again(self) -> None:
         """Publish every unanswered item again: a reconnect may have lost the item, or its result."""
@@ -277,6 +303,8 @@ class InFlight:
         if error is not None:
             self.abandon(pending, error)
             return
+        if self._metrics is not None:
+            self._metrics.record_wait((time.monotonic_ns() - pending.submitted_ns) / 1e9)
         results = [known for known in pending.results if known is not None]
         try:
             pending.future.set_result(pending.join(results, pending.submitted_ns))
@@ -340,6 +368,8 @@ class InFlight:
         text = f"This input was running on {_MAX_LOSSES} hosts when they were lost; it is not tried again"
         letter = DeadLetter(VERSION, item.work, text, sorted(item.lost_with))
         self.abandon(item.pending, PoisonInput(text))
+        if self._metrics is not None:
+            self._metrics.record_dead(item.lane, item.work.model)
         await self._connection.remove(item.lane.pool, item.sequence)
         subject = dead_subject(item.lane, item.work.model)
         try:

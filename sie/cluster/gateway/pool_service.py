@@ -55,6 +55,10 @@ class PoolService:
         """Return the leased pools, expired ones included."""
         return list(self._document.value.pools.values())
 
+    def in_force(self) -> list[Pool]:
+        """Return the leased pools whose lease has not ended."""
+        return [pool for pool in self.pools() if not pool.is_expired(self._now_ns())]
+
     def _now_ns(self) -> int:
         return self._connection.clock.to_server(time.monotonic_ns())
 

@@ -23,6 +23,7 @@ from sie.cluster.configs import Configs
 from sie.cluster.configs import decoder as configs_decoder
 from sie.cluster.connection import Connection
 from sie.cluster.host.beats import BEAT_S, Beats
+from sie.cluster.host.pull_metrics import PullMetrics
 from sie.cluster.host.text_runs import TextRuns
 from sie.cluster.host.work_pull import WorkPull
 from sie.cluster.pools import Pools
@@ -52,7 +53,8 @@ class Puller:
         )
         self._connection = Connection(settings.cluster, f"sie host {settings.server.name or self.host}")
         self._connection.on_connected = self._on_connected
-        self._work = WorkPull(process, self._connection, lane, self.host)
+        self._metrics = PullMetrics(process.pages[0], process.models)
+        self._work = WorkPull(process, self._connection, lane, self.host, self._metrics)
         self._texts = TextRuns(process, self._connection)
         self._beats = Beats(process, self._connection, lane, self.host)
         self._beat_now = asyncio.Event()
@@ -155,6 +157,10 @@ class Puller:
                         measured_s = time.monotonic()
                         await self._connection.measure_clock(self._lane.pool)
                 self._texts.tick()
+                self._metrics.show_state(
+                    num_texts=self._texts.num_running, num_refused=len(self._beats.configs.refused),
+                    is_connected=self._connection.is_connected,
+                )  # fmt: skip
             except (SieError, nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
                 _log.debug("a tick failed: %s", error)
             await asyncio.sleep(_TICK_S)
