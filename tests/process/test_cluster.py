@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -187,6 +188,22 @@ def test_the_openai_client_embeds_and_streams(gateway: Server):
             model="text", messages=[{"role": "user", "content": "hello"}], stream=True
         )
         assert "hello" in "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+
+
+def test_the_anthropic_client_asks_and_streams(gateway: Server, host: Server):
+    asked: Any = {"model": "text", "max_tokens": 64, "messages": [{"role": "user", "content": "hello"}]}
+    texts = []
+    for server in (gateway, host):
+        with anthropic.Anthropic(base_url=server.url, api_key="none") as client:
+            answer = client.messages.create(**asked)
+            with client.messages.stream(**asked) as stream:
+                streamed = "".join(stream.text_stream)
+            counted = client.messages.count_tokens(model="text", messages=asked["messages"]).input_tokens
+            texts.append((answer.content[0].text, streamed, counted, answer.usage.output_tokens, answer.stop_reason))
+            with pytest.raises(anthropic.NotFoundError):
+                client.messages.create(**{**asked, "model": "nope"})
+    assert texts[0] == texts[1]
+    assert texts[0][0] == texts[0][1] != ""
 
 
 def test_an_input_that_kills_workers_is_refused_and_kept_as_a_dead_letter(gateway: Server, host: Server):

@@ -10,10 +10,11 @@ import asyncio
 import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from sie.cluster.connection import INLINE_BYTES, Connection
+from sie.cluster.gateway.answer_rate import AnswerRate, retry_after_s
 from sie.cluster.gateway.placement import Placement
 from sie.cluster.payloads import VERSION, DeadLetter, ItemOperation, Result, Taken, Work, encode
 from sie.cluster.subjects import Lane, dead_subject, work_subject
@@ -157,6 +158,8 @@ class InFlight:
         self._tasks: set[asyncio.Task[None]] = set()
         self.by_lane: Counter[Lane] = Counter()
         self.num_duplicates = 0
+        self._rates: defaultdict[str, AnswerRate] = defaultdict(AnswerRate)
+        """How fast each pool answers."""
 
     @property
     def num_pending(self) -> int:
@@ -171,7 +174,19 @@ class InFlight:
     def check_room(self, num_items: int = 1) -> None:
         """Raise Overloaded if so many items more would be over `max_in_flight`."""
         if self._items and len(self._items) + num_items > self._max_items:
-            raise Overloaded(f"The gateway holds max_in_flight ({self._max_items}) work items", retry_after_s=1)
+            text = f"The gateway holds max_in_flight ({self._max_items}) work items"
+            raise Overloaded(text, retry_after_s=self._retry_after_s(len(self._items), self._rates.values()))
+
+    def _retry_after_s(self, num_waiting: int, rates: Iterable[AnswerRate]) -> int:
+        return retry_after_s(num_waiting, sum(rate.per_s() for rate in rates))
+
+    def _refused_by_pool(self, pool: str, error: SieError) -> SieError:
+        """Return an error of publishing; where a pool takes no more, with the time until what waits there is answered."""
+        if not isinstance(error, Overloaded):
+            return error
+        num_waiting = sum(count for lane, count in self.by_lane.items() if lane.pool == pool)
+        rates = [self._rates[pool]] if pool in self._rates else []
+        return Overloaded(error.message, retry_after_s=self._retry_after_s(num_waiting, rates))
 
     def submit(
         self, lane: Lane, operation: ItemOperation, model: str, bodies: Sequence[bytes], *, deadline_ns: int,
@@ -216,7 +231,7 @@ class InFlight:
                     return  # `publish_again` follows
                 await asyncio.sleep(_RETRY_S)
             except SieError as error:
-                self.abandon(item.pending, error)
+                self.abandon(item.pending, self._refused_by_pool(item.lane.pool, error))
                 return
             except Exception:
                 _log.exception("work item %s cannot be published", item.work.id)
@@ -296,6 +311,7 @@ class InFlight:
     def _answer(self, item: Item, result: Result) -> None:
         if self._drop(item) is None:
             return
+        self._rates[item.lane.pool].count()
         pending = item.pending
         if not pending.take(item.index, result) or pending.future.done():
             return

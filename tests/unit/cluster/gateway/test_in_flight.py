@@ -249,3 +249,24 @@ def test_items_of_a_lane_without_hosts_move_to_another():
         assert [subject for subject, _, _ in desk.connection.stream.values()] == [work_subject(OTHER, "m")]
 
     run(test)
+
+
+def test_a_refused_client_is_told_to_come_back_when_what_waits_will_be_answered():
+    async def test(desk: Desk) -> None:
+        async def refused() -> int | None:
+            desk.connection.refuses = Overloaded("full", retry_after_s=1)
+            with pytest.raises(Overloaded) as caught:
+                await desk.submit(b"x").reply()
+            desk.connection.refuses = None
+            return caught.value.retry_after_s
+
+        assert await refused() == 5  # nothing was answered yet
+        desk.submit(*[b"a"] * 40)
+        await turns()
+        for item in range(4):
+            await desk.answer(2, item)
+        told = await refused()  # 4 answers in the first second, and 37 items wait
+        assert told is not None
+        assert 7 <= told <= 10
+
+    run(test)
