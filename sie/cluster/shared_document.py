@@ -69,6 +69,7 @@ class SharedDocument(Generic[ValueT]):
     async def _read(self) -> None:
         data, revision = await self._connection.read_key(self._key)
         if data is None or revision == self.revision:
+            self.revision = revision  # 0 after NATS has lost its disk: the next change writes what this copy knows
             return
         try:
             value = decode(data, self._decoder)
@@ -78,8 +79,6 @@ class SharedDocument(Generic[ValueT]):
         self._take(value, revision)
 
     def _take(self, value: ValueT, revision: int) -> None:
-        if revision <= self.revision:
-            return
         self.value, self.revision = value, revision
         self._on_change(value)
 
@@ -93,7 +92,9 @@ class SharedDocument(Generic[ValueT]):
             if value == self.value and self.revision:
                 return value
             try:
-                self._take(value, await self._connection.write_key(self._key, encode(value), self.revision))
+                revision = await self._connection.write_key(self._key, encode(value), self.revision)
+                if revision > self.revision:  # else a later value was read meanwhile
+                    self._take(value, revision)
                 return value
             except WrongRevisionError:
                 await self._read()

@@ -108,3 +108,18 @@ def test_an_error_of_the_edit_changes_nothing():
         assert store.revision == 0
 
     asyncio.run(test())
+
+
+def test_a_copy_outlives_the_loss_of_the_stored_document_and_is_written_again():
+    async def test() -> None:
+        store = Store()
+        one, other = document(store), document(store)
+        for number in range(3):
+            await one.change(adding(number))
+        await other.change(adding(3))
+        store.data, store.revision = None, 0  # NATS has lost its disk
+        assert (await one.change(adding(4))).numbers == [0, 1, 2, 4]
+        assert store.revision == 1
+        assert (await other.change(adding(5))).numbers == [0, 1, 2, 4, 5]
+
+    asyncio.run(test())
