@@ -394,8 +394,10 @@ def test_hosts_offer_a_shared_model(gateway: Server, minilm_directory: Path):
     answer = send_raw(gateway.port, raw_request("/v1/configs/models", body, {"content-type": "application/yaml"}))
     assert answer.status == 200
     eventually(lambda: encode(gateway.port, "shared/minilm", ["a cat"]).status == 200, "the model is loaded")
-    mine, own = (encode(gateway.port, model, ["a cat"]).unpack()["items"] for model in ("shared/minilm", MINILM))
-    np.testing.assert_array_equal(*(to_array(items[0]["dense"]["values"]) for items in (mine, own)))
+    answers = [encode(gateway.port, model, ["a cat"]) for model in ("shared/minilm", MINILM)]
+    assert [answer.status for answer in answers] == [200, 200], [answer.body[:200] for answer in answers]
+    mine, own = (answer.unpack()["items"][0]["dense"]["values"] for answer in answers)
+    np.testing.assert_array_equal(to_array(mine), to_array(own))
 
 
 def test_a_host_says_which_shared_model_it_does_not_take(gateway: Server):
