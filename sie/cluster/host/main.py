@@ -86,7 +86,7 @@ class Puller:
 
     def _works(self) -> list[Coroutine[Any, Any, None]]:
         """Return what runs until the host leaves; heartbeats, which go on while it drains, are the first."""
-        works = [self._beat_forever(), self._tick_forever(), self._pools.follow()]
+        works: list[Coroutine[Any, Any, None]] = [self._beat_forever(), self._tick_forever(), self._pools.follow()]
         if self._process.settings.cluster.accept_configs:
             works.append(self._configs.follow())
         return works
