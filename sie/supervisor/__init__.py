@@ -166,7 +166,7 @@ def _read_models(loaded: Loaded) -> Models:
     models: Models = []
     for spec, start in check_models(loaded).values():
         try:
-            card = read_local_card(spec, loaded.settings.generation.chat_template)
+            card = read_local_card(spec, loaded.settings)
         except SieError as error:
             raise StartError(f"{'model' if start == 'preload' else 'lazy_model'}: {error.message}") from error
         models.append((spec, start == "preload", card))

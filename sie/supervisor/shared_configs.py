@@ -27,7 +27,7 @@ def add_configs(own: Models, configs: Sequence[ModelConfig], settings: Settings)
                 merged[config.sie_id] = (_with_profiles(known[0], config), *known[1:])
             elif config.hf_id is not None or config.weights_path is not None:
                 spec = _new_spec(config, settings)
-                merged[spec.id] = (spec, False, read_local_card(spec, settings.generation.chat_template))
+                merged[spec.id] = (spec, False, read_local_card(spec, settings))
         except SieError as error:
             refused[config.sie_id] = error.message
     return list(merged.values()), refused
