@@ -9,14 +9,15 @@ from typing import Any
 
 import msgspec
 
-from sie.values.agent import AgentFile
+from sie.values.agent import AgentFile, MountedFile, MountedSkill
 from sie.values.errors import WireError
 
 
 class RunTool(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Run one call of a tool in a session, which begins with its first call. Answered by `ToolResult`.
 
-    run_id, round and turn name the place of the call in its request, for the files that it makes. arguments is JSON.
+    run_id, round and turn name the place of the call in its request, for the files that it makes. arguments is JSON. inputs
+    and skills are put into the working directory first, unless they are there.
     """
 
     owner: str
@@ -26,6 +27,8 @@ class RunTool(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     turn: int
     name: str
     arguments: str
+    inputs: tuple[MountedFile, ...] = ()
+    skills: tuple[MountedSkill, ...] = ()
 
 
 class ToolResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):

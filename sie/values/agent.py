@@ -24,12 +24,38 @@ class ExpectedFile(msgspec.Struct, frozen=True):
     description: str | None = None
 
 
+class SkillReference(msgspec.Struct, frozen=True, kw_only=True):
+    """A skill that a request names. field is its place in the request; version is a number, `latest`, or empty."""
+
+    field: str
+    skill_id: str
+    version: str = ""
+
+
+class MountedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's file for the working directory. path is its name there; blob names its bytes in the store."""
+
+    id: str
+    path: str
+    blob: str
+    num_bytes: int
+
+
+class MountedSkill(msgspec.Struct, frozen=True, kw_only=True):
+    """A skill for the working directory. folder is its name below `skills`; blob names its archive in the store."""
+
+    folder: str
+    blob: str
+    num_bytes: int
+
+
 class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks the server to do besides generating.
 
     code_field, shell_field and search_field are the names of the fields that ask for Python, commands and web search, or
     empty; field is the first field of all that asks for an agent. session is the client's name for its session, or empty. max_rounds
-    None means the server's setting.
+    None means the server's setting. skills are those that the request names; inputs and mounted are what the store has of
+    its files and skills.
     """
 
     field: str = "tools"
@@ -40,6 +66,14 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     permission: Permission = "auto"
     max_rounds: int | None = None
     files: tuple[ExpectedFile, ...] = ()
+    skills: tuple[SkillReference, ...] = ()
+    inputs: tuple[MountedFile, ...] = ()
+    mounted: tuple[MountedSkill, ...] = ()
+
+    @property
+    def has_directory(self) -> bool:
+        """Whether its tools work in a directory."""
+        return bool(self.code_field or self.shell_field)
 
 
 class AgentFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -19,6 +19,7 @@ from sie.agents.host.sandboxed import Bounds
 from sie.agents.host.sessions import Sessions
 from sie.agents.messages import Answer, AwaitApproval, Decide, FindFiles, OpenApproval, Question, RunTool
 from sie.agents.paths import socket_path
+from sie.agents.store.store import Store
 from sie.config.settings import Settings
 from sie.ipc import channel as control
 from sie.ipc import messages
@@ -53,7 +54,8 @@ class AgentProcess:
         python = agents.agent_python or sys.executable
         outside = OutsideTools(agents)
         self._tools = Tools(
-            agents, self._sandbox, self._sessions, bounds, python=python, others=outside.run,
+            agents, self._sandbox, self._sessions, bounds, Store(settings.server.state_dir, settings.store), python=python,
+            others=outside.run,
             max_inline_bytes=min(settings.store.max_inline_file_bytes, _MAX_INLINE_BYTES),
         )  # fmt: skip
 

@@ -87,7 +87,7 @@ class CallRunner:
     async def _execute(self, call: ToolCall, number: int, turn: int) -> ToolResult:
         question = RunTool(
             owner=self._owner, session=self._session, run_id=self._run_id, round=number, turn=turn, name=call.name,
-            arguments=call.arguments,
+            arguments=call.arguments, inputs=self._task.inputs, skills=self._task.mounted,
         )  # fmt: skip
         try:
             return await self._link.ask(question, ToolResult)

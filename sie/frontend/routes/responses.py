@@ -270,7 +270,7 @@ class Responses:
         history, before, files = await self._read_history(call, owner)
         call.begin(before)
         call.request.files = [*files, *call.request.files]
-        kept = await self._conversations.list_files(owner, call.request)
+        kept = await self._conversations.prepare(owner, call.request)
         name_kept_files(call.items, [(file.id, file.name) for file in kept[len(files) :] if file is not None])
         return history
 

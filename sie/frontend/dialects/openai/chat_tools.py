@@ -13,6 +13,8 @@ from sie.frontend.generation.sampling_fields import wrong
 from sie.values.generate import Tool, ToolChoice
 
 _MODES: Final = ("auto", "required")
+_WITH_SKILLS: Final = "container_auto"
+"""The type of a place that may have skills; the routes that serve them read them."""
 
 
 class FunctionField(msgspec.Struct):
@@ -71,7 +73,8 @@ def _check_place(place: Any, path: str, kind: str) -> None:
         return
     if not isinstance(place, dict) or cast("dict[str, Any]", place).get("type") != kind:
         raise wrong(path, f"must have the type {kind!r}: the server runs tools in places of its own")
-    for field in ("file_ids", "skills", "memory_limit", "network_policy"):
+    own = () if kind == _WITH_SKILLS else ("skills",)
+    for field in ("file_ids", "memory_limit", "network_policy", *own):
         if cast("dict[str, Any]", place).get(field):
             raise wrong(f"{path}.{field}", "is not served")
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.openai.agent_fields import SEARCH_TOOLS, drop_agent_fields, read_agent_task
+from sie.frontend.dialects.openai.agent_fields import SEARCH_TOOLS, drop_agent_fields, read_agent_task, read_skills
 from sie.frontend.dialects.openai.chat import ANY_OBJECT, ResponseFormat, read_effort, read_format
 from sie.frontend.dialects.openai.chat_messages import name_results
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
@@ -132,7 +132,13 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
     fields, namespaces = _flat_tools(call.tools or ())
     server_tools: dict[str, str] = {}
     request.tools = read_tools(fields, _SERVER_TOOLS, server_tools)
-    request.agent = read_agent_task(call, server_tools)
+    skills = [
+        skill
+        for number, tool in enumerate(call.tools or ())
+        if tool.type == "shell"
+        for skill in read_skills(tool.environment, f"tools[{number}].environment", "skill_reference")
+    ]
+    request.agent = read_agent_task(call, server_tools, skills=skills)
     request.tool_choice = read_tool_choice(call.tool_choice, request.tools)
     request.parallel_tool_calls = call.parallel_tool_calls is not False
     request.grammar = _read_grammar(call, request.grammar)
