@@ -32,6 +32,31 @@ class SkillReference(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
 
 
+class McpChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """An MCP server that a request picks by its label. tools are those that the model may call; None means all of them."""
+
+    field: str
+    label: str
+    tools: tuple[str, ...] | None = None
+
+
+class McpTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool of an MCP server. name is what models know; own_name is the server's."""
+
+    name: str
+    own_name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class McpServerTools(msgspec.Struct, frozen=True, kw_only=True):
+    """One MCP server of the operator's, and its tools, if it is connected."""
+
+    label: str
+    is_connected: bool
+    tools: tuple[McpTool, ...] = ()
+
+
 class MountedFile(msgspec.Struct, frozen=True, kw_only=True):
     """A client's file for the working directory. path is its name there; blob names its bytes in the store."""
 
@@ -67,6 +92,7 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     max_rounds: int | None = None
     files: tuple[ExpectedFile, ...] = ()
     skills: tuple[SkillReference, ...] = ()
+    mcp: tuple[McpChoice, ...] = ()
     inputs: tuple[MountedFile, ...] = ()
     mounted: tuple[MountedSkill, ...] = ()
 
@@ -124,6 +150,9 @@ class ToolProgress(msgspec.Struct, frozen=True, kw_only=True):
     data: dict[str, Any]
     call_id: str
     arguments: str
+    server: str = ""
+    """The label of the MCP server whose tool this is."""
+    is_error: bool = False
 
 
 class ApprovalRequired(msgspec.Struct, frozen=True, kw_only=True):

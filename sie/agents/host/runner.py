@@ -102,7 +102,7 @@ class Tools:
 
     async def run(self, call: RunTool) -> ToolResult:
         """Run one call. Raises Forbidden for a tool of this server that is off."""
-        found = self._tools.get(call.name)
+        found = self._tools.get(call.name) if not call.server else None
         if found is None:
             return await self._others(call)
         kind, work = found

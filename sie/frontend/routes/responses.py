@@ -154,7 +154,7 @@ class Responses:
         generator, request, salt = self._texts.generator, call.request, exchange.owner.encode()
         deadline_ns = exchange.began_ns + int(self._process.settings.generation.generation_timeout_s * 1e9)
 
-        plan = self._texts.plan(request)
+        plan = await self._texts.plan(request)
 
         async def start(entry: ModelEntry) -> TextRun | AgentRun:
             if plan is not None:

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from sie.agents.loop.plan import plan_agent
+from sie.agents.loop.plan import check_switches
 from sie.agents.store.listing import with_list
 from sie.agents.store.skill_folders import ShownSkill, describe_skills, list_skill
 from sie.agents.store.skills import Skill, SkillVersion
@@ -36,7 +36,7 @@ async def add_skills(process: FrontendProcess, owner: str, request: GenerateRequ
         raise wrong(field, "is not served by a gateway, which keeps no skills; ask a host itself")
     if not task.has_directory:
         raise wrong(field, "names a skill, which needs a tool that runs code or commands")
-    plan_agent(request, process.settings.agents)  # a tool that is off is the first thing to say
+    check_switches(task, process.settings.agents)  # a tool that is off is the first thing to say
     if len(task.skills) > most:
         raise wrong(task.skills[most].field, f"is one more skill than a request may name (max_request_skills, {most})")
     found = [await _find(process, owner, reference) for reference in task.skills]

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.frontend.generation.sampling_fields import SamplingNumbers
-from sie.values.agent import AgentTask, ExpectedFile, SkillReference, stricter
+from sie.values.agent import AgentTask, ExpectedFile, McpChoice, SkillReference, stricter
 from sie.values.errors import BadRequest
 
 _MAX_FILES: Final = 64
@@ -48,7 +48,6 @@ _OWN = tuple(field for field in AgentFields.__struct_fields__ if field not in Sa
 _SESSION_ID: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}")
 SEARCH_TOOLS: Final = frozenset({"web_search", "web_search_preview"})
 _UNSERVED_TOOLS: Final = {
-    "mcp": "MCP servers are not served",
     "file_search": "searching in files is not served",
     "namespace": "namespaces belong to the Responses API",
 }
@@ -62,14 +61,18 @@ def drop_agent_fields(body: AgentFields, *served: str) -> None:
 
 
 def read_agent_task(
-    body: AgentFields, tools: dict[str, str], session_id: str = "", skills: Sequence[SkillReference] = ()
+    body: AgentFields,
+    tools: dict[str, str],
+    session_id: str = "",
+    skills: Sequence[SkillReference] = (),
+    mcp: Sequence[McpChoice] = (),
 ) -> AgentTask | None:
     """Return what the request asks the server to do, or None. tools: the path of each server tool by its type.
 
     session_id: of the tools' interpreter and files, if the request asks for tools; by itself it asks for none.
     """
     asked = [field for field in _OWN if _is_given(getattr(body, field))]
-    fields = [*asked, *tools.values(), *(skill.field for skill in skills)]
+    fields = [*asked, *tools.values(), *(one.field for one in (*skills, *mcp))]
     if not fields:
         return None
     searches = [path for kind, path in tools.items() if kind in SEARCH_TOOLS]
@@ -83,6 +86,7 @@ def read_agent_task(
         max_rounds=body.max_tool_rounds,
         files=tuple(ExpectedFile(file.name, file.format, file.description) for file in body.files or ()),
         skills=tuple(skills),
+        mcp=tuple(mcp),
     )
 
 

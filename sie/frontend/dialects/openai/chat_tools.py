@@ -9,7 +9,9 @@ import msgspec
 
 from sie.frontend.dialects.openai.agent_fields import take_server_tool
 from sie.frontend.dialects.openai.chat_messages import NAME
+from sie.frontend.dialects.openai.mcp_tools import McpFields, read_mcp_choice
 from sie.frontend.generation.sampling_fields import wrong
+from sie.values.agent import McpChoice
 from sie.values.generate import Tool, ToolChoice
 
 _MODES: Final = ("auto", "required")
@@ -26,7 +28,7 @@ class FunctionField(msgspec.Struct):
     strict: bool | None = None
 
 
-class ToolField(msgspec.Struct):
+class ToolField(McpFields):
     """A tool, with its function nested or flat."""
 
     type: str = "function"
@@ -40,9 +42,12 @@ class ToolField(msgspec.Struct):
 
 
 def read_tools(
-    tools: Sequence[ToolField], server: Collection[str] = (), found: dict[str, str] | None = None
+    tools: Sequence[ToolField],
+    server: Collection[str] = (),
+    found: dict[str, str] | None = None,
+    mcp: list[McpChoice] | None = None,
 ) -> tuple[Tool, ...]:
-    """Return the functions. The paths of server tools, by their types, are put into found.
+    """Return the functions. The paths of server tools, by their types, are put into found, and MCP servers into mcp.
 
     server: the types of server tools that the route has. Raises BadRequest for another type, or if a function's name is
     missing or used twice.
@@ -50,6 +55,9 @@ def read_tools(
     read: dict[str, Tool] = {}
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
+        if tool.type == "mcp" and mcp is not None:
+            mcp.append(read_mcp_choice(tool, path))
+            continue
         if tool.type != "function":
             take_server_tool(tool.type, path, server, found if found is not None else {})
             _check_place(tool.container, f"{path}.container", "auto")

@@ -131,14 +131,14 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
     request.truncate_prompt = call.truncation == "auto"
     fields, namespaces = _flat_tools(call.tools or ())
     server_tools: dict[str, str] = {}
-    request.tools = read_tools(fields, _SERVER_TOOLS, server_tools)
+    request.tools = read_tools(fields, _SERVER_TOOLS, server_tools, mcp := [])
     skills = [
         skill
         for number, tool in enumerate(call.tools or ())
         if tool.type == "shell"
         for skill in read_skills(tool.environment, f"tools[{number}].environment", "skill_reference")
     ]
-    request.agent = read_agent_task(call, server_tools, skills=skills)
+    request.agent = read_agent_task(call, server_tools, skills=skills, mcp=mcp)
     request.tool_choice = read_tool_choice(call.tool_choice, request.tools)
     request.parallel_tool_calls = call.parallel_tool_calls is not False
     request.grammar = _read_grammar(call, request.grammar)
@@ -271,6 +271,13 @@ def _echo_tool(tool: ToolField) -> dict[str, Any]:
     if isinstance(tool, NamespaceTool) and tool.tools is not None:
         inner = [_echo_tool(one) for one in tool.tools]
         return {"type": "namespace", "name": tool.name, "description": tool.description or "", "tools": inner}
+    if tool.type == "mcp":
+        shown = {"server_label": tool.server_label, "allowed_tools": tool.allowed_tools}
+        return {
+            "type": "mcp",
+            "require_approval": "never",
+            **{name: one for name, one in shown.items() if one is not None},
+        }
     if tool.type in _SERVER_TOOLS:
         places = {"container": tool.container, "environment": tool.environment}
         return {"type": tool.type, **{name: place for name, place in places.items() if place is not None}}
