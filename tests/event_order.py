@@ -10,14 +10,20 @@ from collections.abc import Iterable
 from typing import Any
 
 PROGRESS, APPROVAL, FILE = "agentic_tool_call_progress", "agentic_tool_approval_required", "file_produced"
+SURFACE, SHELL = "mistralrs_surface_outputs", "mistralrs_shell"
 NAMED = frozenset({PROGRESS, APPROVAL, FILE})
 Event = tuple[str, Any]
 
 
 class Calls:
-    """The server's calls: calling, an approval, files, complete. One at a time, in rounds that count up from 0."""
+    """The server's calls: calling, an approval, files, complete. One at a time, in rounds that count up from 0.
 
-    def __init__(self) -> None:
+    Files that the request asked for come after all calls. silent: tools whose calls have no progress here.
+    """
+
+    def __init__(self, *silent: str) -> None:
+        self.silent = silent
+        self.is_late = False
         self.open: dict[str, Any] | None = None
         self.is_approved = False
         self.round = -1
@@ -27,6 +33,7 @@ class Calls:
         assert data["type"] == name
         if name == PROGRESS and data["phase"] == "calling":
             assert self.open is None, "a call begins within another"
+            assert not self.is_late, "a call begins after the end of all calls"
             assert self.round <= data["round"] <= self.round + 1, "rounds count up"
             self.open, self.round, self.is_approved = data, data["round"], False
             self.num_calls += 1
@@ -42,8 +49,12 @@ class Calls:
             assert data["round"] == self.open["round"]
             self.is_approved = True
         else:
-            is_missing = data["file"].get("code") is not None
-            assert self.open is not None or is_missing or self.num_calls == 0 or data["file"]["source"]["round"] >= 0
+            source = data["file"]["source"]
+            if self.open is not None:
+                assert (source["tool"], source["round"]) == (self.open["tool_name"], self.open["round"])
+            elif source["tool"] not in self.silent:
+                assert source["tool"] == SURFACE, "a file outside of its call"
+                self.is_late = True
 
     def check_quiet(self, what: str) -> None:
         assert self.open is None, f"{what} while a call runs"
@@ -145,12 +156,12 @@ class _Item:
 
 def judge_responses(events: Iterable[Event]) -> None:
     """Judge a stream of `/v1/responses`."""
-    calls, done, item, state, number = Calls(), list[dict[str, Any]](), None, "start", 0
+    calls, done, item, state, number = Calls(SHELL), list[dict[str, Any]](), None, "start", 0
     for name, data in events:
         assert data["type"] == name
         assert state != "over", "an event after the terminal one"
         if name in NAMED:
-            assert item is None, f"{name} within an item"
+            assert item is None or (name == FILE and calls.open is None), f"{name} within an item"
             assert "sequence_number" not in data
             assert state == "open"
             calls.take(name, data)

@@ -131,7 +131,7 @@ def test_responses_have_an_item_for_each_call(client: Client) -> None:
     )  # type: ignore[union-attr]
     assert json.loads(good.arguments) == {"a": 1, "b": 2}  # type: ignore[union-attr]
     assert (bad.type, bad.status, bad.output) == ("mcp_call", "failed", None)  # type: ignore[union-attr]
-    assert "no luck" in str(bad.error)  # type: ignore[union-attr]
+    assert "Error executing tool fail" in str(bad.error)  # type: ignore[union-attr]
     assert list(api.responses.retrieve(made.id, stream=True))[-1].response.output == made.output  # type: ignore[union-attr]
     again = api.responses.create(model="s", input=script("Again."), previous_response_id=made.id)
     assert again.output_text == "Again."
@@ -162,7 +162,7 @@ def test_a_tool_that_was_not_picked_is_not_called(client: Client) -> None:
     tools = [mcp("local", allowed_tools=["add"])]
     made = client.post(CHAT, messages=question, tools=tools).json()
     assert "agentic_tool_calls" not in made
-    assert [one["function"]["name"] for one in made["choices"][0]["message"]["tool_calls"]] == ["l_die", "web_add"]
+    assert "l_die" in made["choices"][0]["message"]["content"], "what is not one of the tools is a text"
     taken = {"type": "function", "function": {"name": "l_add", "parameters": {"type": "object"}}}
     answer = client.post(CHAT, messages=question, tools=[*tools, taken])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")

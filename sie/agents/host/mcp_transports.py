@@ -110,13 +110,17 @@ async def _open_process(source: Process, max_bytes: int, on_lost: Callable[[str]
 async def _end(process: asyncio.subprocess.Process) -> None:
     """End a program and what it started: it may end itself when its stdin ends."""
     assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.close()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_GRACE_S):
-            await process.wait()
+    with anyio.move_on_after(_GRACE_S):
+        await process.wait()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+    # asyncio sees the end of a program only after the end of its output, of which a flood has left some in the pipe.
+    with anyio.move_on_after(_GRACE_S):
+        while await process.stdout.read(1 << 16):
+            pass
+        await process.wait()
 
 
 async def _log_lines(command: str, stderr: asyncio.StreamReader) -> None:

@@ -96,7 +96,10 @@ class TextService:
             return await self.generator.start(serving, request, next_ns, salt=owner.encode())
 
         first = await self.generator.start(entry, plan.request, deadline_ns, salt=owner.encode())
-        return AgentRun(first, start, plan, self._process.agents, owner=owner)
+        run = AgentRun(first, start, plan, self._process.agents, owner=owner)
+        self._process.metrics.count_agents(1)
+        run.on_end(partial(self._process.metrics.count_agents, -1))
+        return run
 
     async def _start_round(
         self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False
