@@ -36,9 +36,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def double(way: str) -> Iterator[int]:
+def double(way: str, port: int = 0) -> Iterator[int]:
     """Yield the port of a running server."""
-    port = free_port()
+    port = port or free_port()
     with subprocess.Popen([sys.executable, DOUBLE, way, str(port)], stderr=subprocess.DEVNULL) as process:
         try:
 
@@ -240,6 +240,25 @@ def test_a_server_that_never_speaks_does_not_hold_the_others() -> None:
         assert "not connected" in (await servers.run(tool("add"))).content
 
     with_servers(work, stdio("d", "silent"), stdio("e"))
+
+
+def test_a_server_over_http_that_was_restarted_is_found_again() -> None:
+    port = free_port()
+
+    async def work(servers: McpServers) -> None:
+        with double("http", port):
+            await connected(servers)
+            assert not (await servers.run(tool("large"))).is_error
+            failed = await servers.run(tool("fail"))
+            assert "Error executing tool fail" in failed.content
+            assert servers.list_tools().servers[0].is_connected, "an error of a tool is not one of its server"
+        assert "broke" in (await servers.run(tool("large"))).content
+        await connected(servers, state=False)
+        with double("http", port):
+            await connected(servers)
+            assert not (await servers.run(tool("large"))).is_error
+
+    with_servers(work, {"name": "d", "source": {"type": "Http", "url": f"http://127.0.0.1:{port}/mcp"}})
 
 
 def test_a_call_that_is_given_up_leaves_the_connection() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -73,7 +74,8 @@ class _Connection:
         self._max_chars = max_chars
         self._client: Client | None = None
         self._tools: tuple[McpTool, ...] = ()
-        self._lost: asyncio.Future[str] | None = None
+        self._lose: Callable[[str], None] = _ignore
+        """Ends the current connection, with the reason."""
         self._task: asyncio.Task[None] | None = None
 
     def open(self) -> None:
@@ -91,7 +93,7 @@ class _Connection:
         """Run a call. One that takes too long is cancelled at the server, and its connection begins anew."""
         from mcp import MCPError
 
-        client = self._client
+        client, lose = self._client, self._lose
         tool = next((one for one in self._tools if one.name == call.name), None)
         if client is None or tool is None:
             return _failed(f"The MCP server {self._server.name!r} is not connected now")
@@ -100,17 +102,29 @@ class _Connection:
             async with asyncio.timeout(self._timeout_s):
                 return self._read(await client.call_tool(tool.own_name, arguments))
         except MCPError as error:
-            if self._lost is not None and self._lost.done():
-                return _failed(f"The connection to the MCP server broke: {self._lost.result()}")
+            if not await self._is_alive(client):
+                lose(str(error))
+                return _failed(f"The connection to the MCP server broke: {error}")
             return _failed(f"The MCP server answered with an error: {str(error)[: self._max_chars]}")
         except TimeoutError:
-            self._lose("a call took too long")
+            lose("a call took too long")
             return _failed(f"The MCP server did not answer within tool_timeout_secs ({self._timeout_s:g} s)")
         except msgspec.MsgspecError as error:
             return _failed(f"The arguments are wrong: {error}")
         except Exception as error:  # libraries below raise groups, validation errors, and their own
-            self._lose(f"{type(error).__name__}: {error}")
+            lose(f"{type(error).__name__}: {error}")
             return _failed(f"The connection to the MCP server broke: {type(error).__name__}")
+
+    async def _is_alive(self, client: Client) -> bool:
+        """Return whether a server that answered with an error still serves: one that was restarted forgot its sessions."""
+        if client is not self._client:
+            return False
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await client.session.list_tools()
+        except Exception:  # libraries below raise their own
+            return False
+        return True
 
     def _read(self, result: Any) -> ToolResult:
         text = "\n".join(filter(None, map(_text_of, result.content)))
@@ -147,8 +161,14 @@ class _Connection:
 
         from sie.agents.host.mcp_transports import open_transport
 
-        lost = self._lost = asyncio.get_running_loop().create_future()
-        transport = open_transport(self._server, self._max_bytes, self._lose)
+        lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def lose(reason: str) -> None:
+            if not lost.done():
+                lost.set_result(reason)
+
+        self._lose = lose
+        transport = open_transport(self._server, self._max_bytes, lose)
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -159,10 +179,6 @@ class _Connection:
                 return await lost
             finally:
                 self._client, self._tools = None, ()
-
-    def _lose(self, reason: str) -> None:
-        if self._lost is not None and not self._lost.done():
-            self._lost.set_result(reason)
 
     async def _list(self, client: Client) -> tuple[McpTool, ...]:
         found: list[McpTool] = []
@@ -187,6 +203,10 @@ class _Connection:
             name=f"{self._server.prefix}_{tool.name}", own_name=tool.name,
             description=(tool.description or "")[:_MAX_DESCRIPTION_CHARS], parameters=msgspec.json.decode(schema),
         )  # fmt: skip
+
+
+def _ignore(_reason: str) -> None:
+    """Do nothing: there is no connection yet."""
 
 
 def _text_of(content: Any) -> str:

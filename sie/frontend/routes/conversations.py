@@ -7,6 +7,7 @@ their working directory. Source: generation API reference, sections 7.4 and 8.7.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -103,10 +104,12 @@ class Conversations:
     def __init__(self, process: FrontendProcess) -> None:
         self._process = process
         self._fetches = ThreadPoolExecutor(_NUM_FETCHES, "fetch")
-        store = process.settings.store
-        self._client = Client(
-            timeout_s=store.file_url_timeout_s, max_bytes=store.max_file_bytes, max_redirects=_MAX_REDIRECTS
-        )
+
+    @functools.cached_property
+    def _client(self) -> Client:
+        """The client of `file_url`. It reads all certificates of the host, so it is made with the first such file."""
+        store = self._process.settings.store
+        return Client(timeout_s=store.file_url_timeout_s, max_bytes=store.max_file_bytes, max_redirects=_MAX_REDIRECTS)
 
     async def begin(self, owner: str, request: GenerateRequest) -> Turn | None:
         """Complete a request with its session and the list of its files. Return the turn to end, if it has a session.
