@@ -48,9 +48,9 @@ def die() -> str:
 
 @server.tool()
 def flood() -> str:
-    """Print a line without an end."""
-    while True:
-        os.write(1, b"x" * 65536)
+    """Answer with more than anybody wants."""
+    os.write(2, b"x" * (1 << 22))
+    return "x" * (1 << 22)
 
 
 @server.tool()
@@ -96,6 +96,9 @@ def main() -> None:
     way = sys.argv[1]
     if way == "silent":
         time.sleep(600)
+    elif way == "endless":
+        while True:
+            os.write(1, b"x" * 65536)
     elif way == "websocket":
         asyncio.run(serve_websocket(int(sys.argv[2])))
     elif way == "http":

@@ -233,13 +233,14 @@ def test_a_server_that_dies_floods_or_hangs_is_cut_and_comes_back() -> None:
     with_servers(work, stdio("d"), timeout_s=5.0)
 
 
-def test_a_server_that_never_speaks_does_not_hold_the_others() -> None:
+@pytest.mark.parametrize("way", ["silent", "endless"])
+def test_a_server_that_never_or_always_speaks_does_not_hold_the_others(way: str) -> None:
     async def work(servers: McpServers) -> None:
         await connected(servers, 1)
         assert (await servers.run(tool("large", "e"))).content.startswith("yyy")
         assert "not connected" in (await servers.run(tool("add"))).content
 
-    with_servers(work, stdio("d", "silent"), stdio("e"))
+    with_servers(work, stdio("d", way), stdio("e"))
 
 
 def test_a_server_over_http_that_was_restarted_is_found_again() -> None:
