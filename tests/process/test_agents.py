@@ -275,7 +275,7 @@ def test_search_and_pages(client: Client) -> None:
         ({"tools": [{"type": "code_interpreter", "container": "cntr_1"}]}, "tools[0].container"),
         ({"tools": [{"type": "code_interpreter", "container": {"type": "auto", "file_ids": ["f"]}}]}, "tools[0].container.file_ids"),
         ({"tools": [{"type": "shell"}]}, "tools[0]"),
-        ({"tools": [{"type": "mcp"}]}, "tools[0]"),
+        ({"tools": [{"type": "mcp"}]}, "tools[0].server_label"),
         ({"tools": [{"type": "function", "name": SHELL}], "enable_shell": True}, "tools"),
         ({"enable_shell": True, "n": 2}, "n"),
         ({"enable_shell": True, "agent_permission": "ask"}, "agent_permission"),

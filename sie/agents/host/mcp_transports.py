@@ -114,14 +114,21 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     """End a program and what it started: it may end itself when its stdin ends."""
     assert process.stdin is not None
     process.stdin.close()
+    try:
+        with anyio.move_on_after(_GRACE_S):
+            await process.wait()
+    finally:  # a shield of anyio does not hold off a cancellation of asyncio
+        _kill(process)
     with anyio.move_on_after(_GRACE_S):
         await process.wait()
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a program and what it started, and close its pipes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     # Nothing public closes pipes of which a flood has left some unread, or which a program of the program still holds.
     process._transport.close()  # type: ignore[attr-defined]
-    with anyio.move_on_after(_GRACE_S):
-        await process.wait()
 
 
 async def _log_lines(command: str, stderr: asyncio.StreamReader) -> None:

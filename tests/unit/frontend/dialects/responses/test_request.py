@@ -279,7 +279,7 @@ REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"dry_multiplier": 1}, 400, "dry_multiplier"),
     ({"files": [{"name": 1}]}, 422, "files[0].name"),
     ({"max_tool_rounds": -2}, 400, "max_tool_rounds"),
-    ({"tools": [{"type": "mcp"}]}, 400, "tools[0]"),
+    ({"tools": [{"type": "mcp"}]}, 400, "tools[0].server_label"),
     ({"tools": [{"type": "shell"}, {"type": "shell"}]}, 400, "tools[1]"),
     ({"tools": [{"type": "shell", "environment": {"type": "local"}}]}, 400, "tools[0].environment"),
     ({"tools": [{"type": "shell", "environment": {"type": "container_auto", "skills": [{}]}}]}, 400, "tools[0].environment.skills[0].type"),
