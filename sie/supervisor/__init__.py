@@ -19,6 +19,7 @@ from sie.catalog.listing import check_adapters, check_models
 from sie.catalog.lora import find_lora_weights, read_lora_config
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import with_num_weights
+from sie.config.mcp_config import read_mcp_config
 from sie.config.settings import Access, Loaded, Settings
 from sie.runtime import failpoints
 from sie.runtime.child_setup import dump_stacks_on_abort, exclude_imports_from_collections
@@ -56,6 +57,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded], *, is_gateway: bool = Fal
     _check_failpoints(loaded)
     _check_tracing(settings)
     _check_cluster(settings, is_gateway=is_gateway)
+    _check_mcp(settings.agents.mcp_config)
     models = _read_models(loaded)
     adapters = _read_adapters(loaded, models)
     key_file = _open_key_file(settings.access.api_keys)
@@ -216,3 +218,17 @@ def _read_local_card(spec: ModelSpec, settings: Settings) -> ModelCard | None:
     if card.generate is not None and card.tokenizer_file:
         card = finish_generator(card, settings.generation.chat_template)
     return with_num_weights(card) if card.stub is not None or card.tokenizer_file else None
+
+
+def _check_mcp(path: str) -> None:
+    """Raise StartError for a file of MCP servers that cannot be used."""
+    if not path:
+        return
+    if importlib.util.find_spec("mcp") is None:
+        raise StartError("mcp_config: the MCP client is not installed; pip install 'ringserve[mcp]'")
+    try:
+        read_mcp_config(path)
+    except OSError as error:
+        raise StartError(f"mcp_config: {path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(f"mcp_config: {path}: {error}") from None
