@@ -14,6 +14,7 @@ import msgspec
 
 from sie.catalog.listing import check_adapters, check_models
 from sie.catalog.lora import find_lora_weights, read_lora_config
+from sie.config.mcp_config import read_mcp_config
 from sie.config.settings import Access, Loaded, Settings
 from sie.runtime import failpoints
 from sie.runtime.child_setup import dump_stacks_on_abort, exclude_imports_from_collections
@@ -52,6 +53,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded], *, is_gateway: bool = Fal
     _check_failpoints(loaded)
     _check_tracing(settings)
     _check_cluster(settings, is_gateway=is_gateway)
+    _check_mcp(settings.agents.mcp_config)
     models = _read_models(loaded)
     adapters = _read_adapters(loaded, models)
     key_file = _open_key_file(settings.access.api_keys)
@@ -203,3 +205,17 @@ def _open_key_file(path: str) -> KeyFileWatch | None:
         return KeyFileWatch(path) if path else None
     except KeyFileError as error:
         raise StartError(f"api_keys: {error}") from error
+
+
+def _check_mcp(path: str) -> None:
+    """Raise StartError for a file of MCP servers that cannot be used."""
+    if not path:
+        return
+    if importlib.util.find_spec("mcp") is None:
+        raise StartError("mcp_config: the MCP client is not installed; pip install 'ringserve[mcp]'")
+    try:
+        read_mcp_config(path)
+    except OSError as error:
+        raise StartError(f"mcp_config: {path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(f"mcp_config: {path}: {error}") from None
