@@ -29,10 +29,11 @@ class Encoder {
         Stored* at(size_t row) const { return first + row * apart; }
     };
 
-    // Rows of the step.
+    // Rows of the step, and the threads that share out the columns of their products.
     struct Block {
         int first, rows;
         const Room& room;
+        int32_t num_threads;
     };
 
     const SieEncoder& encoder_;
@@ -76,11 +77,14 @@ class Encoder {
     size_t qkv_width() const { return heads_width_ + 2 * keys_width_; }
     float* stream(size_t row) const { return stream_ + row * width_; }
 
-    // Calls run(block) for blocks of rows: whole tiles, of nearly equal sizes, and equally many for each thread.
+    // Calls run(block) for blocks of rows: whole tiles, of nearly equal sizes, and equally many for each thread. With so few
+    // tiles that half of the threads would have none, the blocks follow each other, and threads share each product's columns.
     template <class F>
     void for_blocks(const F& run) const {
         constexpr int64_t kTile = Products::kMaxRows, kBlockTiles = kBlockRows / kTile;
-        const int64_t tokens = step_.num_tokens, threads = step_.num_threads, tiles = (tokens + kTile - 1) / kTile;
+        const int64_t tokens = step_.num_tokens, tiles = (tokens + kTile - 1) / kTile;
+        const bool by_columns = 2 * tiles <= step_.num_threads;
+        const int32_t inside = by_columns ? step_.num_threads : 1, threads = by_columns ? 1 : step_.num_threads;
         int64_t count = ((tiles + kBlockTiles - 1) / kBlockTiles + threads - 1) / threads * threads;
         if (count > tiles) count = tiles;
         share(count, threads, [&](int64_t i, int32_t thread) {
@@ -88,7 +92,7 @@ class Encoder {
             const Room room{reinterpret_cast<Stored*>(own + layout_.input), reinterpret_cast<Stored*>(own + layout_.inner),
                             reinterpret_cast<float*>(own + layout_.sums), own + layout_.bytes};
             const int64_t first = tiles * i / count * kTile, next = tiles * (i + 1) / count * kTile;
-            run(Block{static_cast<int>(first), static_cast<int>((next < tokens ? next : tokens) - first), room});
+            run(Block{static_cast<int>(first), static_cast<int>((next < tokens ? next : tokens) - first), room, inside});
         });
     }
 
@@ -167,7 +171,7 @@ class Encoder {
     void go_in(const SieLayer& layer, const Block& block, const Lines& to, Activation activate) const {
         if (!encoder_.is_gated) return linear(layer.up, input(block), block, to, activate);
         const SieDense& up = layer.up;
-        multiply<Products>(up, input(block), block.rows, block.room.bytes, [&](int first, int count, int column, const float* tile) {
+        multiply<Products>(up, input(block), block.rows, block.room.bytes, block.num_threads, [&](int first, int count, int column, const float* tile) {
             const int c = column / 2;
             const __mmask16 lanes = first_lanes(layer.down.inputs - c);
             const Vec gate_bias = bias(up, column, 0xFFFF), bias_of_other = bias(up, column + kLanes, 0xFFFF);
@@ -181,7 +185,7 @@ class Encoder {
 
     template <class Activation>
     static void linear(const SieDense& linear, const Lines& from, const Block& block, const Lines& to, Activation activate) {
-        multiply<Products>(linear, from, block.rows, block.room.bytes, [&](int first, int count, int column, const float* tile) {
+        multiply<Products>(linear, from, block.rows, block.room.bytes, block.num_threads, [&](int first, int count, int column, const float* tile) {
             for (int c = column; c < column + kPanel && c < linear.outputs; c += kLanes) {
                 const __mmask16 lanes = first_lanes(linear.outputs - c);
                 const Vec added = bias(linear, c, lanes);
@@ -202,7 +206,7 @@ class Encoder {
     void add(const SieDense& linear, const Lines& from, const Block& block, const SieNorm& of, const SieNorm& after,
              const SieNorm& before, const Lines& to) const {
         const size_t stride = (width_ + kPanel - 1) / kPanel * kPanel;
-        multiply<Products>(linear, from, block.rows, block.room.bytes, [&](int first, int count, int column, const float* tile) {
+        multiply<Products>(linear, from, block.rows, block.room.bytes, block.num_threads, [&](int first, int count, int column, const float* tile) {
             for (int r = 0; r < count; ++r)
                 for (int c = 0; c < kPanel; c += kLanes)
                     _mm512_storeu_ps(block.room.sums + (first + r) * stride + column + c, _mm512_load_ps(tile + r * kPanel + c));
