@@ -45,12 +45,12 @@ async def test_failing_request_does_not_fail_its_neighbours(rig: Rig) -> None:
 async def test_row_that_ran_again_after_a_neighbour_s_failure_counts_once(rig: Rig) -> None:
     """The neighbour's values cannot be answered, which is found after the runner has returned all rows."""
     worker = rig.start_worker("m")
-    long = rig.submit([1], [2] * 3, [3] * 4)
+    long = rig.submit([1], [2] * 6, [3] * 8)
     overflow = rig.submit([70000, 70000], output_dtype="float16")
     await rig.serve(worker)
 
     assert worker.ran[0] == [[1], [70000, 70000]], "both were in one step, the good one first"
-    assert await rig.rows(long) == [checksum([1]), checksum([2] * 3), checksum([3] * 4)]
+    assert await rig.rows(long) == [checksum([1]), checksum([2] * 6), checksum([3] * 8)]
     assert isinstance(await rig.error(overflow), Internal)
 
 
