@@ -89,7 +89,7 @@ struct DotProducts {
 // see a row twice. room is memory for converted rows, if the product needs another form. Threads share out the columns.
 template <class Products, class Lines, class Done>
 void multiply(const SieDense& linear, const Lines& from, int num_rows, char* room, int32_t num_threads, Done done) {
-    constexpr int64_t kPiecesPerThread = 2;
+    constexpr int64_t kPiecesPerThread = 4;
     const typename Products::Input rows(linear, from.first, from.apart, num_rows, room);
     const size_t panel_words = static_cast<size_t>(Products::words(linear)) * kPanel;
     const int num_tiles = (num_rows + Products::kMaxRows - 1) / Products::kMaxRows;
