@@ -51,6 +51,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     cores: tuple[int, ...] = ()
     lent_cores: tuple[LentCore, ...] = ()
     """For a worker: the cores of others that its steps may use while these wait for work, those of an owner together."""
+    streams_together: int = 0
+    """For a frontend: how many of its streams of a model go to one worker before another gets one; 0 spreads them."""
     max_step_tokens: int = 0
     """For a worker whose predecessor was killed for lack of memory: the first limit of its steps; 0: the setting."""
     without_graphs: bool = False

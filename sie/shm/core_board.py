@@ -44,7 +44,9 @@ class CoreBoard:
             check_version(segment.view.cast("I")[_VERSION])
             board = cls(segment)
             if 1 + board._num_workers > len(segment.view) // ALIGNMENT:
-                raise ProtocolError(f"a board of {len(segment.view)} bytes has no lines of {board._num_workers} workers")
+                raise ProtocolError(
+                    f"a board of {len(segment.view)} bytes has no lines of {board._num_workers} workers"
+                )
         except ProtocolError:
             segment.close()
             raise

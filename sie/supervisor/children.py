@@ -39,6 +39,8 @@ from sie.supervisor.restart import RestartPolicy, plan_restart
 
 _log = get_logger(__name__)
 _HELLO_TIMEOUT_S = 1.0
+_STREAMS_TOGETHER = 16
+"""Streams of a model on one CPU worker before another gets one. More are bound by products, not by reading weights."""
 
 
 class ChildEvents(Protocol):
@@ -111,6 +113,9 @@ class Children:
         self._pages = {child.name: CounterPage.create(page_bytes) for child in self.all}
         self._inflight = [InflightPage.create(settings.scheduler.max_step_items) for _ in self.workers]
         self._lent_cores = plan_lending(places, read_places(usable_cores())) if settings.devices.max_lent_cores else {}
+        # Steps of up to so many rows take as long as one of one row where lent cores share their work. Frontends do not know
+        # of each other's streams.
+        self._streams_together = _STREAMS_TOGETHER // len(self.frontends) if any(self._lent_cores.values()) else 0
         self._board = CoreBoard.create(len(places), sum(len(place.cores) for place in places))
         self._pairs: dict[tuple[int, int], int] = {}
         self._num_generations = 0
@@ -247,6 +252,7 @@ class Children:
             device=child.place.device,
             cores=child.place.cores,
             lent_cores=self._lent_cores.get(child.slot, ()) if child.role == "worker" else (),
+            streams_together=self._streams_together if child.role == "frontend" else 0,
             max_step_tokens=child.max_step_tokens,
             without_graphs=child.without_graphs,
         )
@@ -312,7 +318,9 @@ class Children:
             self.send(child, messages.Configure(self._settings))
             return
         if child.role == "worker":
-            self.send(child, messages.Configure(self._settings), [own.fd, self._inflight[child.slot].fd, self._board.fd])
+            self.send(
+                child, messages.Configure(self._settings), [own.fd, self._inflight[child.slot].fd, self._board.fd]
+            )
         else:
             others = [self._page, *(page for page in self._pages.values() if page is not own)]
             read_only = [page.read_only_fd() for page in others]

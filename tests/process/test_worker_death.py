@@ -120,7 +120,7 @@ def test_two_workers_share_the_work():
 def needed_cores(server: Server) -> list[bool]:
     """Return which of two workers need their cores, from the memory that the supervisor shares with them."""
     files = Path(f"/proc/{server.process.pid}/fd")
-    board = next(path for path in files.iterdir() if "sie-cores" in os.readlink(path))
+    board = next(path for path in files.iterdir() if "sie-cores" in str(path.readlink()))
     words = memoryview(board.read_bytes()).cast("I")
     return [bool(words[16 * (1 + worker)]) for worker in range(2)]
 
@@ -135,7 +135,9 @@ def test_a_worker_lends_its_core_while_it_waits_and_a_dead_one_needs_none():
         eventually(lambda: any(needed_cores(server)), "a worker in a step")
         busy = needed_cores(server)
         os.kill(sorted(server.pids("worker"))[busy.index(True)], signal.SIGKILL)
-        eventually(lambda: needed_cores(server) == busy[::-1], "the other worker in the step, and the dead one's core lent")
+        eventually(
+            lambda: needed_cores(server) == busy[::-1], "the other worker in the step, and the dead one's core lent"
+        )
         assert answer.result(20).status == 200
         eventually(lambda: needed_cores(server) == [False, False], "two workers that wait")
 

@@ -159,6 +159,10 @@ class WorkerLink:
                 self._flush_soon()
         return staged
 
+    def count_streams(self, model: str) -> int:
+        """Return how many of its requests generate with a model."""
+        return sum(other.stream is not None and other.model == model for other in self.pending.values())
+
     def settle(self, pending: ShmPending) -> None:
         """Remove a request from `pending`, and its tokens from the outstanding ones."""
         del self.pending[pending.request_id]

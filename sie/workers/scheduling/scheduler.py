@@ -18,7 +18,6 @@ from sie.workers.scheduling.ceilings import Ceiling
 from sie.workers.scheduling.queue_policy import order_by_policy
 from sie.workers.scheduling.waiting import Budget, Refused, Step, WaitingItem
 
-
 OVERTAKING: Final = 3
 """Work that may overtake an item, in multiples of its own.
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sie.frontend.engine.placement import choose_worker
+from sie.frontend.engine.placement import choose_for_stream, choose_worker
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,41 @@ def test_late_worker_is_chosen_only_if_all_are_late(late, slot):
     found = choose_worker(workers)
     assert found is not None
     assert found.slot == slot
+
+
+def stream_workers(streams: list[int], *, late: int | None = None) -> list[SimpleNamespace]:
+    """Return workers with so many streams of the model `m`, and tokens that choose the last one."""
+    return [
+        SimpleNamespace(
+            slot=slot,
+            outstanding_tokens=100 - slot,
+            is_late=slot == late,
+            count_streams=lambda model, count=count: count if model == "m" else 0,
+        )
+        for slot, count in enumerate(streams)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("streams", "slot"),
+    [([0, 0, 0], 2), ([1, 0, 0], 0), ([1, 3, 0], 1), ([4, 3, 0], 1), ([4, 4, 4], 2), ([0, 9, 0], 2)],
+)
+def test_streams_of_a_model_gather_up_to_a_number(streams, slot):
+    assert choose_for_stream(stream_workers(streams), "m", 4).slot == slot
+
+
+def test_streams_of_other_models_attract_none():
+    assert choose_for_stream(stream_workers([1, 2, 0]), "n", 4).slot == 2
+
+
+def test_a_late_worker_attracts_no_stream():
+    assert choose_for_stream(stream_workers([1, 2, 0], late=1), "m", 4).slot == 0
+
+
+@pytest.mark.parametrize("most_together", [0, 1])
+def test_streams_spread_where_gathering_does_not_pay(most_together):
+    assert choose_for_stream(stream_workers([1, 0, 0]), "m", most_together).slot == 2
+
+
+def test_a_stream_without_a_worker_waits():
+    assert choose_for_stream([], "m", 4) is None
