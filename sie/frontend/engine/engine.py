@@ -22,7 +22,7 @@ from sie.config.settings import Settings
 from sie.frontend.engine import admission
 from sie.frontend.engine.hedging import make_copy, may_run_twice, pair, unpair
 from sie.frontend.engine.interface import Pending
-from sie.frontend.engine.placement import choose_for_stream, choose_worker
+from sie.frontend.engine.placement import choose_for_stream, choose_worker, measure_slowness
 from sie.frontend.engine.quarantine import QuarantinedInputs, poison
 from sie.frontend.engine.reply_drain import Answers, end, overdue
 from sie.frontend.engine.request_layout import RequestLayout, lay_out, lay_out_once
@@ -282,7 +282,10 @@ class ShmEngine:
             is_due = pending.link is None if pending.future.done() else pending.deadline_ns <= now_ns
             if is_due:
                 self.abandon(pending, overdue(pending))
-        for link in list(self._links.values()):
+        links = list(self._links.values())
+        for link, slowness in zip(links, measure_slowness([link.pace_ns for link in links]), strict=True):
+            link.slowness = slowness
+        for link in links:
             link.give_back()
             if link.is_late:
                 self._hedge(link)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sie.frontend.engine.placement import choose_for_stream, choose_worker
+from sie.frontend.engine.placement import choose_for_stream, choose_worker, measure_slowness
 
 
 @pytest.mark.parametrize(
@@ -18,17 +18,35 @@ from sie.frontend.engine.placement import choose_for_stream, choose_worker
     ],
 )
 def test_fewest_tokens_win_and_the_lowest_slot_of_equals(outstanding, slot):
-    workers = [SimpleNamespace(slot=number, outstanding_tokens=tokens, is_late=False) for number, tokens in outstanding]
+    workers = [SimpleNamespace(slot=number, outstanding_tokens=tokens, slowness=1.0, is_late=False) for number, tokens in outstanding]
     for found in (choose_worker(workers), choose_worker(iter(reversed(workers)))):
         assert (found.slot if found is not None else None) == slot
 
 
 @pytest.mark.parametrize(("late", "slot"), [({0}, 1), ({0, 1}, 2), ({1, 2}, 0), ({0, 1, 2}, 0)])
 def test_late_worker_is_chosen_only_if_all_are_late(late, slot):
-    workers = [SimpleNamespace(slot=n, outstanding_tokens=10 * n, is_late=n in late) for n in range(3)]
+    workers = [SimpleNamespace(slot=n, outstanding_tokens=10 * n, slowness=1.0, is_late=n in late) for n in range(3)]
     found = choose_worker(workers)
     assert found is not None
     assert found.slot == slot
+
+
+def test_slow_worker_is_sent_less_and_an_idle_one_is_always_taken():
+    workers = [
+        SimpleNamespace(slot=slot, outstanding_tokens=tokens, slowness=slowness, is_late=False)
+        for slot, (tokens, slowness) in enumerate([(100, 1.0), (40, 2.0), (40, 4.0)])
+    ]
+    assert choose_worker(workers).slot == 1
+    workers[2].outstanding_tokens = 0
+    assert choose_worker(workers).slot == 2
+
+
+@pytest.mark.parametrize(
+    ("paces", "slowness"),
+    [([], []), ([0.0, 0.0], [1, 1]), ([10.0, 20.0, 0.0], [1, 2, 1]), ([5.0, 500.0], [1, 4])],
+)
+def test_slowness_is_relative_to_the_fastest_and_bounded(paces, slowness):
+    assert measure_slowness(paces) == slowness
 
 
 def stream_workers(streams: list[int], *, late: int | None = None) -> list[SimpleNamespace]:
@@ -37,6 +55,7 @@ def stream_workers(streams: list[int], *, late: int | None = None) -> list[Simpl
         SimpleNamespace(
             slot=slot,
             outstanding_tokens=100 - slot,
+            slowness=1.0,
             is_late=slot == late,
             count_streams=lambda model, count=count: count if model == "m" else 0,
         )
