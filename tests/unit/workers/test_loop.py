@@ -361,3 +361,21 @@ async def test_load_that_overtakes_an_unload_keeps_the_model_and_its_queue(rig: 
         assert await rig.rows(pending) == [checksum([i])]
     assert worker.states() == [("m", "unloading"), ("m", "loaded")]
     assert len(worker.runners) == 1
+
+
+@in_rig(budget=TWO_ITEMS)
+async def test_a_worker_needs_its_cores_until_nothing_waits(rig: Rig) -> None:
+    worker, needs = rig.start_worker("m"), []
+    worker.loop._set_needed = needs.append
+    worker.turn()
+    assert needs == [False, True], "it lends its cores while it waits for events"
+    needs.clear()
+    many = rig.submit([1], [2], [3], [4], [5], [6])
+    worker.turn()
+    assert needs == [False, True]
+    assert len(worker.ran) == 1
+    needs.clear()
+    worker.turn(2)
+    assert needs == [], "items wait for a step"
+    assert len(worker.ran) == 3
+    assert len(await rig.rows(many)) == 6

@@ -18,7 +18,10 @@ from sie.frontend.engine.placement import choose_for_stream, choose_worker, meas
     ],
 )
 def test_fewest_tokens_win_and_the_lowest_slot_of_equals(outstanding, slot):
-    workers = [SimpleNamespace(slot=number, outstanding_tokens=tokens, slowness=1.0, is_late=False) for number, tokens in outstanding]
+    workers = [
+        SimpleNamespace(slot=number, outstanding_tokens=tokens, slowness=1.0, is_late=False)
+        for number, tokens in outstanding
+    ]
     for found in (choose_worker(workers), choose_worker(iter(reversed(workers)))):
         assert (found.slot if found is not None else None) == slot
 
