@@ -50,7 +50,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     cores: tuple[int, ...] = ()
     lent_cores: tuple[LentCore, ...] = ()
-    """For a worker: the cores of others that its steps may use while these wait for work, those of an owner together."""
+    """For a worker: the cores of others that its steps may use while these wait for work, the best first."""
     streams_together: int = 0
     """For a frontend: how many of its streams of a model go to one worker before another gets one; 0 spreads them."""
     max_step_tokens: int = 0

@@ -33,8 +33,8 @@ class LentCore(ctypes.Structure):
 def borrow(cores: Sequence[LentCore], *, max_lent: int, num_own: int, name: int) -> None:
     """Let this thread's steps use other processes' cores: at most max_lent at once, beside num_own threads of its own.
 
-    name, not 0, is written as the borrower of a core in use. The cores of one owner follow each other. Call it once, before
-    any step; the words must stay mapped. Does nothing without the compiled library.
+    name, not 0, is written as the borrower of a core in use. Earlier cores are asked first. Call it once, before any step;
+    the words must stay mapped. Does nothing without the compiled library.
     """
     library = native.load()
     if library is None or not cores:

@@ -92,6 +92,7 @@ struct Team {
     std::mutex callers;
     std::vector<std::unique_ptr<Member>> own, helpers;  // created when they are first wanted
     std::vector<SieLentCore> lent;
+    std::vector<const std::atomic<uint32_t>*> owners;  // of lent cores, each once
     int32_t num_own = 0;     // threads of this process with the caller, if there are lent cores
     int32_t max_lent = 0;    // of one task
     uint32_t name = 0;    // of this process, as a borrower
@@ -169,14 +170,11 @@ struct Team {
     // Returns this process's share of the cores that nobody needs.
     int32_t count_free() const {
         int32_t num_free = 0, num_asking = 1;
-        const std::atomic<uint32_t>* owner = nullptr;
         for (const SieLentCore& core : lent) {
-            const bool is_needed = core.is_needed->load(std::memory_order_relaxed);
             const uint32_t user = core.borrower->load(std::memory_order_relaxed);
-            num_free += !is_needed && (!user || user == name);
-            num_asking += is_needed && core.is_needed != owner;  // the cores of an owner follow each other
-            owner = core.is_needed;
+            num_free += !core.is_needed->load(std::memory_order_relaxed) && (!user || user == name);
         }
+        for (const std::atomic<uint32_t>* is_needed : owners) num_asking += is_needed->load(std::memory_order_relaxed) != 0;
         return std::min(max_lent, (num_free + num_asking - 1) / num_asking);
     }
 };
@@ -200,6 +198,9 @@ void share_out(int64_t count, int32_t num_threads, Piece piece, const void* task
 // threads. Call it once, before any task; the words must stay mapped.
 SIE_EXPORT void sie_team_borrow(const SieLentCore* cores, int32_t count, int32_t max_lent, int32_t num_own, uint32_t name) {
     team().lent.assign(cores, cores + count);
+    for (const SieLentCore& core : team().lent) team().owners.push_back(core.is_needed);
+    std::sort(team().owners.begin(), team().owners.end());
+    team().owners.erase(std::unique(team().owners.begin(), team().owners.end()), team().owners.end());
     team().max_lent = max_lent;
     team().num_own = num_own;
     team().name = name;

@@ -28,6 +28,11 @@ def test_cores_of_another_memory_node_are_not_lent():
     assert numbers([cpu(0), cpu(1), cpu(2), cpu(3)], places) == {0: [1], 1: [0], 2: [3], 3: [2]}
 
 
+def test_first_threads_of_other_cores_come_first_and_the_own_core_s_last():
+    places = {core: CorePlace(0, 0, core % 3) for core in range(6)}
+    assert numbers([cpu(core) for core in range(6)], places)[0] == [1, 2, 4, 5, 3]
+
+
 def test_one_worker_has_nobody_to_borrow_from():
     assert numbers([cpu(0, 1)]) == {0: []}
 
