@@ -2,6 +2,7 @@
 #include "team.h"
 
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -9,7 +10,6 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "features.h"
@@ -41,7 +41,7 @@ bool pin_to(int32_t core) {
 // One thread beside the caller. A member with a core is a helper.
 struct alignas(64) Member {
     std::atomic<uint32_t> is_asleep{0};
-    std::atomic<bool> is_lost{false};  // its core cannot be used
+    std::atomic<bool> is_lost{false};  // it has no thread, or its core cannot be used
     const SieLentCore* const core;
     const uint32_t name;  // of this process, as a borrower
 
@@ -49,8 +49,9 @@ struct alignas(64) Member {
 
     // Whether nobody else uses or needs its core.
     bool is_free() const {
+        if (is_lost.load(std::memory_order_relaxed)) return false;
         if (!core) return true;
-        if (is_lost.load(std::memory_order_relaxed) || core->is_needed->load(std::memory_order_relaxed)) return false;
+        if (core->is_needed->load(std::memory_order_relaxed)) return false;
         const uint32_t user = core->borrower->load(std::memory_order_relaxed);
         return !user || user == name;
     }
@@ -93,9 +94,9 @@ struct Team {
     std::vector<std::unique_ptr<Member>> own, helpers;  // created when they are first wanted
     std::vector<SieLentCore> lent;
     std::vector<const std::atomic<uint32_t>*> owners;  // of lent cores, each once
-    int32_t num_own = 0;     // threads of this process with the caller, if there are lent cores
-    int32_t max_lent = 0;    // of one task
-    uint32_t name = 0;    // of this process, as a borrower
+    int32_t num_own = 0;   // threads of this process with the caller, if there are lent cores
+    int32_t max_lent = 0;  // of one task
+    uint32_t name = 0;     // of this process, as a borrower
     std::atomic<uint64_t> state{0};
     std::atomic<int64_t> next{0};
     std::atomic<int32_t> last_thread{0};
@@ -137,12 +138,34 @@ struct Team {
         }
     }
 
+    // Starts a member's thread. A process may have as many threads as it is allowed.
+    void begin(Member& member, uint64_t seen) {
+        struct Start {
+            Team* team;
+            Member* member;
+            uint64_t seen;
+        };
+        auto start = std::make_unique<Start>(Start{this, &member, seen});
+        const auto enter = [](void* argument) -> void* {
+            const Start own = *std::unique_ptr<Start>(static_cast<Start*>(argument));
+            own.team->serve(*own.member, own.seen);
+            return nullptr;
+        };
+        pthread_t thread;
+        if (pthread_create(&thread, nullptr, enter, start.get())) {
+            member.is_lost = true;
+            return;
+        }
+        start.release();
+        pthread_detach(thread);
+    }
+
     // Wakes so many members of a group, or creates them, for the task after number `seen`. Those that are awake count.
     void call(std::vector<std::unique_ptr<Member>>& group, size_t most, int32_t wanted, uint64_t seen) {
         for (size_t i = 0; i < most && wanted > 0; ++i) {
             if (i == group.size()) {
                 group.push_back(std::make_unique<Member>(&group == &own ? nullptr : &lent[i], name));
-                std::thread([this, member = group[i].get(), seen] { serve(*member, seen); }).detach();
+                begin(*group[i], seen);
             }
             if (!group[i]->is_free()) continue;
             group[i]->wake();
@@ -164,7 +187,7 @@ struct Team {
         for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) piece(task, i, 0);
         state.fetch_and(~kOpen, std::memory_order_acq_rel);
         for (int spin = 0; state.load(std::memory_order_acquire) & kInside; ++spin)
-            spin < kSpins ? pause() : std::this_thread::yield();
+            spin < kSpins ? pause() : static_cast<void>(sched_yield());
     }
 
     // Returns this process's share of the cores that nobody needs.
