@@ -71,7 +71,7 @@ def main() -> int:
     metrics = WorkerMetrics(counters, str(launch.slot))
     page = InflightPage.open(fds[1], writable=True)
     board = CoreBoard.open(fds[2])
-    board.set_needed(launch.slot, 1)
+    board.set_needed(launch.slot, needed=True)
     _borrow(launch, settings, board)
     host = Host(launch.device, _builder(launch, settings, page), channel.send)
     loop = Loop(
