@@ -252,6 +252,15 @@ class Devices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads_per_worker: Annotated[
         int, Meta(ge=0, le=1024, description="Compute threads of a CPU worker; 0 uses one for each of its cores.")
     ] = 0
+    max_lent_cores: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1023,
+            description="Most cores of waiting CPU workers that one step of another worker uses, on the same memory node; 0 "
+            "lends none.",
+        ),
+    ] = 15
     native_kernels: Annotated[
         bool,
         Meta(description="Whether CPU workers use the compiled kernels, if available; torch can do the same work."),

@@ -2,6 +2,7 @@
 #pragma once
 #include "encoder.h"
 #include "lanes.h"
+#include "share.h"
 
 namespace {
 
@@ -85,22 +86,26 @@ struct DotProducts {
 
 // Runs a linear layer without its bias over num_rows rows, from.apart values apart; done(first, rows, column, tile) gets
 // each finished tile, [rows][32] float. All tiles have the same height, and the last overlaps the one before it, so done may
-// see a row twice. room is memory for converted rows, if the product needs another form.
+// see a row twice. room is memory for converted rows, if the product needs another form. Threads share out the columns.
 template <class Products, class Lines, class Done>
-void multiply(const SieDense& linear, const Lines& from, int num_rows, char* room, Done done) {
+void multiply(const SieDense& linear, const Lines& from, int num_rows, char* room, int32_t num_threads, Done done) {
+    constexpr int64_t kPiecesPerThread = 4;
     const typename Products::Input rows(linear, from.first, from.apart, num_rows, room);
     const size_t panel_words = static_cast<size_t>(Products::words(linear)) * kPanel;
     const int num_tiles = (num_rows + Products::kMaxRows - 1) / Products::kMaxRows;
     const int height = (num_rows + num_tiles - 1) / num_tiles;
-    alignas(64) float sums[Products::kMaxRows * kPanel];
-    const uint32_t* panel = linear.panels;
-    Products::prepare(height);
-    for (int column = 0; column < linear.outputs; column += kPanel, panel += panel_words)
-        for (int tile = 0; tile < num_tiles; ++tile) {
-            const int first = tile + 1 < num_tiles ? tile * height : num_rows - height;
-            Products::run(height, rows, first, linear, column, panel, sums);
-            done(first, height, column, sums);
-        }
+    const int64_t panels = (linear.outputs + kPanel - 1) / kPanel, wanted = num_threads > 1 ? kPiecesPerThread * num_threads : 1;
+    const int64_t pieces = wanted < panels ? wanted : panels;
+    share(pieces, num_threads, [&](int64_t piece, int32_t) {
+        alignas(64) float sums[Products::kMaxRows * kPanel];
+        Products::prepare(height);
+        for (int64_t i = panels * piece / pieces; i < panels * (piece + 1) / pieces; ++i)
+            for (int tile = 0; tile < num_tiles; ++tile) {
+                const int first = tile + 1 < num_tiles ? tile * height : num_rows - height, column = static_cast<int>(i) * kPanel;
+                Products::run(height, rows, first, linear, column, linear.panels + i * panel_words, sums);
+                done(first, height, column, sums);
+            }
+    });
 }
 
 }  // namespace

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sie.native.decoder import Decoder, DecoderLayer, DecoderStep, decoder_scratch_bytes, run_decoder
 from sie.native.encoder import empty_aligned
+from sie.native.team import num_threads
 from sie.workers.generation.decoder_parts import DecoderParts, LayerParts
 from sie.workers.generation.norms import CompiledNorm
 from sie.workers.generation.paged_cache import LayerCache, PagedCache, Rule
@@ -57,6 +58,8 @@ class CompiledDecoder:
             parts.activation, parts.is_gated, cache.block_tokens, cache.dtype == torch.bfloat16,
             seen.embedding_scale, parts.residual_scale, parts.logit_scale, parts.logit_cap, parts.norm.epsilon,
         )  # fmt: skip
+        matrices = [parts.head.matrix, *(m for one in self._layers for m in (one.qkv, one.out, one.up, one.down))]
+        self._num_weights = sum(matrix.inputs * matrix.outputs for matrix in matrices)
         self._num_positions = point_to_tables(self._layers, self._tables)
         self._scratch = empty_aligned(0)
 
@@ -102,9 +105,10 @@ class CompiledDecoder:
         kept: NDArray[np.int32],
         logits: Tensor,
     ) -> None:
+        threads = num_threads(torch.get_num_threads(), self._num_weights, len(ids))
         step = DecoderStep(
             ids.ctypes.data, blocks.ctypes.data, slots.ctypes.data, kept.ctypes.data, logits.data_ptr(), None,
-            len(ids), len(slots), len(kept), torch.get_num_threads(),
+            len(ids), len(slots), len(kept), threads,
         )  # fmt: skip
         num_bytes = decoder_scratch_bytes(self._record, step)
         if len(self._scratch) < num_bytes:

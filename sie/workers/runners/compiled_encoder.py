@@ -33,6 +33,7 @@ from sie.native.encoder import (
     pad_panels,
     run_encoder,
 )
+from sie.native.team import num_threads
 from sie.workers.device.memory import measure
 from sie.workers.packed import attention
 from sie.workers.packed.attention import AttentionRule, Boundaries, packed_step
@@ -95,14 +96,16 @@ class CompiledEncoder:
             max(layer.down.in_features for layer in parts.layers), parts.activation, self._is_gated, norm.is_rms, level,
             0 if seen.biases is None else seen.biases.shape[1] // 2, norm.epsilon, seen.embedding_scale, _residual_scale(model),
         )  # fmt: skip
+        dense = [linear for one in self._layers for linear in (one.qkv, one.out, one.up, one.down)]
+        self._num_weights = sum(linear.inputs * linear.outputs for linear in dense)
         self._num_positions = point_to_tables(self._layers, self._tables)
         self._scratch = empty_aligned(0)
 
     def run(self, batch: PackedBatch, position_offset: int) -> Tensor:
         """Return (t, d) hidden states in the model's format; ids, positions and types must be in its tables."""
         num_tokens = len(batch.input_ids)
-        num_threads = torch.get_num_threads()
-        num_bytes = encoder_scratch_bytes(self._record, num_tokens, batch.max_length, num_threads)
+        threads = num_threads(torch.get_num_threads(), self._num_weights, num_tokens)
+        num_bytes = encoder_scratch_bytes(self._record, num_tokens, batch.max_length, threads)
         if len(self._scratch) < num_bytes:
             self._scratch = empty_aligned(num_bytes)
         if batch.max_length + position_offset > self._num_positions:
@@ -120,7 +123,7 @@ class CompiledEncoder:
             num_tokens,
             len(batch.cu_seqlens) - 1,
             batch.max_length,
-            num_threads,
+            threads,
         )
         run_encoder(self._record, step)
         return hidden
