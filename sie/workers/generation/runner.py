@@ -26,7 +26,7 @@ from sie.workers.generation.graphs import Answers, DecodeGraphs, try_capture
 from sie.workers.generation.masks import FindHidden, MaskThread, find_hidden
 from sie.workers.generation.packed_weights import PackedLinear
 from sie.workers.generation.paged_cache import PagedCache
-from sie.workers.generation.sampling import choose
+from sie.workers.generation.sampling import can_leave_out_logits, choose, chosen_tokens
 from sie.workers.generation.step_layout import StepLayout, lay_out
 from sie.workers.generation.varlen import MixedStep, can_attend
 from sie.workers.model_api import Chosen, Draw, Matcher, RowStep, Slot, StepOutputs
@@ -74,8 +74,12 @@ class TextGenerator:
         drawing = [slot for slot in slots if slot.draws]
         draws: list[Draw] = [draw for slot in drawing for draw in slot.draws]
         rows = [row for row, slot in enumerate(drawing) for _ in slot.draws]
+        if self.decoder is not None and can_leave_out_logits(slots):
+            self._prepare(slots, copies)
+            chosen = iter(chosen_tokens(self.decoder.likeliest(slots).tolist(), rows))
+            return [tuple(next(chosen) for _ in slot.draws) for slot in slots]
         with torch.inference_mode(), self._hiding(draws) as hidden:
-            answers = self._run(slots, copies)
+            answers = self._run(slots, copies, is_brief=True)
             if any(slot.scored is not None for slot in slots):
                 score(answers.logits, slots)
                 answers = Answers(answers.logits[drawing_rows(slots)])
@@ -99,12 +103,15 @@ class TextGenerator:
         """Return the logits (k, vocabulary) after the `kept_tokens` of each slot. Raises BadRequest."""
         return self._run(slots, copies).logits
 
-    def _run(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> Answers:
+    def _prepare(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> None:
         self._take_device()
         self._check(np.concatenate([slot.token_ids for slot in slots]))
         self.cache.copy(copies)
+
+    def _run(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]], *, is_brief: bool = False) -> Answers:
+        self._prepare(slots, copies)
         if self.decoder is not None:
-            return Answers(self.decoder.run(slots))
+            return Answers(self.decoder.run(slots, is_brief=is_brief))
         captured = None if self._graphs is None else self._graphs.run(slots)
         if captured is not None and all(slot.draws for slot in slots):
             return captured
