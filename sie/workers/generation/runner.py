@@ -75,8 +75,10 @@ class TextGenerator:
         draws: list[Draw] = [draw for slot in drawing for draw in slot.draws]
         rows = [row for row, slot in enumerate(drawing) for _ in slot.draws]
         if self.decoder is not None and can_leave_out_logits(slots):
-            self._prepare(slots, copies)
-            chosen = iter(chosen_tokens(self.decoder.likeliest(slots).tolist(), rows))
+            with torch.inference_mode():
+                self._prepare(slots, copies)
+                best = self.decoder.likeliest(slots).tolist()
+            chosen = iter(chosen_tokens(best, rows))
             return [tuple(next(chosen) for _ in slot.draws) for slot in slots]
         with torch.inference_mode(), self._hiding(draws) as hidden:
             answers = self._run(slots, copies, is_brief=True)

@@ -150,7 +150,7 @@ def test_the_likeliest_tokens_are_those_of_the_logits(weights, dtype, num_thread
     try:
         for count in (1, 3, 15, 40, 97):
             slots = [first_slot(random_prompt(1 + i % 3, i), [i]) for i in range(count)]
-            logits = runner.run_logits(slots)
+            logits = runner.run_logits(slots).clone()
             assert likeliest(runner, slots) == logits.argmax(1).tolist()
             # Whatever is likeliest may be forbidden, also on both sides of a tile's edge.
             forbidden = [tuple(row.topk(1 + i % 4).indices.tolist()) for i, row in enumerate(logits)]
@@ -179,6 +179,14 @@ def test_parts_of_prompts_beside_streams_choose_nothing(load_tiny):
     slots = [first_slot(prompt[:3], [0]), Slot(prompt, 0, range(1, 6), ()), first_slot(prompt[:9], [6, 7])]
     alone = [runner.run_step([slot])[0] for slot in (slots[0], slots[2])]
     assert runner.run_step(slots) == [alone[0], (), alone[1]]
+
+
+def test_blocks_are_copied_before_a_step_of_likeliest_tokens(load_tiny):
+    runner, _ = load_tiny("gemma3", weights="int8", dtype="bfloat16", max_sequences=100)
+    draws = first_slot(PROMPTS[0], [0]).draws
+    runner.run_step([Slot(PROMPTS[0][:-1], 0, [0], ())])
+    own = runner.run_step([Slot(PROMPTS[0][-1:], len(PROMPTS[0]) - 1, [0], draws)])
+    assert runner.run_step([Slot(PROMPTS[0][-1:], len(PROMPTS[0]) - 1, [9], draws)], [(0, 9)]) == own
 
 
 def test_logits_that_are_not_numbers_choose_nothing(tmp_path):
