@@ -27,3 +27,22 @@ def packaged_gemma() -> Path:
     folder = ROOT / "build" / "models"
     folder.mkdir(parents=True, exist_ok=True)
     return assemble_gemma(folder)
+
+
+def as_checkpoint(model: Path) -> Path:
+    """Return a directory with a model's weights in bfloat16 and its tokenizer, for servers that read no GGUF file.
+
+    One that is made lies beside the file, so that it is made once.
+    """
+    if model.is_dir():
+        return model
+    import torch
+    import transformers
+
+    directory = model.with_suffix(".checkpoint")
+    if not (directory / "config.json").exists():
+        own = {"gguf_file": model.name}
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(model.parent, dtype=torch.bfloat16, **own)
+        transformers.AutoTokenizer.from_pretrained(model.parent, **own).save_pretrained(directory)
+        loaded.save_pretrained(directory)
+    return directory
