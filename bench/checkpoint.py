@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from bench.report import ROOT
 from sie.catalog.gguf_file import find_gguf
@@ -42,7 +43,9 @@ def as_checkpoint(model: Path) -> Path:
     directory = model.with_suffix(".checkpoint")
     if not (directory / "config.json").exists():
         own = {"gguf_file": model.name}
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(model.parent, dtype=torch.bfloat16, **own)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model.parent, dtype=torch.bfloat16, **own)
         transformers.AutoTokenizer.from_pretrained(model.parent, **own).save_pretrained(directory)
+        loaded.hf_quantizer = None  # its weights are plain numbers by now, and save_pretrained refuses the file's format
+        vars(loaded.config).pop("quantization_config", None)
         loaded.save_pretrained(directory)
     return directory
