@@ -45,7 +45,9 @@ def as_checkpoint(model: Path) -> Path:
         own = {"gguf_file": model.name}
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model.parent, dtype=torch.bfloat16, **own)
         transformers.AutoTokenizer.from_pretrained(model.parent, **own).save_pretrained(directory)
-        loaded.hf_quantizer = None  # its weights are plain numbers by now, and save_pretrained refuses the file's format
+        loaded.hf_quantizer = (
+            None  # its weights are plain numbers by now, and save_pretrained refuses the file's format
+        )
         vars(loaded.config).pop("quantization_config", None)
         loaded.save_pretrained(directory)
     return directory

@@ -79,15 +79,14 @@ class CompiledDecoder:
         self._scratch = empty_aligned(0)
         self._logits = empty_aligned(0)
 
-    def run(self, slots: Sequence[Slot], *, is_brief: bool = False) -> Tensor:
+    def run(self, slots: Sequence[Slot]) -> Tensor:
         """Return the logits (k, vocabulary), float32, after each slot's `given_tokens.kept_tokens`.
 
-        Ids must be in the vocabulary. Blocks are written and read only up to each slot's last token. is_brief: the logits
-        are valid until the next brief run, so that no step waits for fresh memory.
+        They are valid until the next run: memory that stays costs a step no page faults. Ids must be in the vocabulary.
+        Blocks are written and read only up to each slot's last token.
         """
         arrays = self._lay_out(slots)
-        shape = (len(arrays.kept), self._vocabulary)
-        logits = self._brief(shape) if is_brief else torch.empty(shape)
+        logits = self._room(len(arrays.kept))
         self._run(arrays, StepResult(logits=logits.data_ptr()))
         return logits
 
@@ -138,11 +137,11 @@ class CompiledDecoder:
             np.array(kept, np.int32),
         )
 
-    def _brief(self, shape: tuple[int, int]) -> Tensor:
-        num_bytes = 4 * shape[0] * shape[1]
+    def _room(self, num_rows: int) -> Tensor:
+        num_bytes = 4 * num_rows * self._vocabulary
         if len(self._logits) < num_bytes:
             self._logits = empty_aligned(num_bytes)
-        return torch.from_numpy(self._logits[:num_bytes].view(np.float32)).view(shape)
+        return torch.from_numpy(self._logits[:num_bytes].view(np.float32)).view(num_rows, self._vocabulary)
 
     def _run(self, arrays: StepArrays, result: StepResult) -> None:
         ids, blocks, slots, kept = arrays

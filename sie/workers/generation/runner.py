@@ -81,7 +81,7 @@ class TextGenerator:
             chosen = iter(chosen_tokens(best, rows))
             return [tuple(next(chosen) for _ in slot.draws) for slot in slots]
         with torch.inference_mode(), self._hiding(draws) as hidden:
-            answers = self._run(slots, copies, is_brief=True)
+            answers = self._run(slots, copies)
             if any(slot.scored is not None for slot in slots):
                 score(answers.logits, slots)
                 answers = Answers(answers.logits[drawing_rows(slots)])
@@ -103,17 +103,18 @@ class TextGenerator:
     @torch.inference_mode()
     def run_logits(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
         """Return the logits (k, vocabulary) after the `kept_tokens` of each slot. Raises BadRequest."""
-        return self._run(slots, copies).logits
+        logits = self._run(slots, copies).logits
+        return logits if self.decoder is None else logits.clone()
 
     def _prepare(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> None:
         self._take_device()
         self._check(np.concatenate([slot.token_ids for slot in slots]))
         self.cache.copy(copies)
 
-    def _run(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]], *, is_brief: bool = False) -> Answers:
+    def _run(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> Answers:
         self._prepare(slots, copies)
         if self.decoder is not None:
-            return Answers(self.decoder.run(slots, is_brief=is_brief))
+            return Answers(self.decoder.run(slots))
         captured = None if self._graphs is None else self._graphs.run(slots)
         if captured is not None and all(slot.draws for slot in slots):
             return captured
