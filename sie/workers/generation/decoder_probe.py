@@ -122,7 +122,7 @@ def _compare(runner: TextGenerator, cache: PagedCache, decoder: CompiledDecoder)
     ]
     expected = [runner.run_logits(slots) for slots in steps]
     cache.clear((*own, *other))
-    found = [decoder.run(slots) for slots in steps]
+    found = [decoder.run(slots).clone() for slots in steps]
     cache.clear((*own, *other))
     pairs = [(a, b) for one, two in zip(found, expected, strict=True) for a, b in zip(one, two, strict=True)]
     return median(relative_distance(a, b) for a, b in pairs)
