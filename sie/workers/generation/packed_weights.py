@@ -150,9 +150,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = quantised.shape
         self._packed = quantised.packed
-        self._bias = (
-            None if bias is None else session.tensor("packed bias", lambda: bias.detach().float().contiguous())
-        )
+        self._bias = None if bias is None else session.tensor("packed bias", lambda: bias.detach().float().contiguous())
         self.matrix = Matrix(
             weights=self._packed.ctypes.data, codebook=_CODES.ctypes.data,
             bias=None if self._bias is None else self._bias.data_ptr(),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -40,12 +42,11 @@ class LayerCache:
     __slots__ = ("cache", "keys", "rows_of_keys", "rows_of_values", "values", "window")
 
     def __init__(self, cache: PagedCache, form: LayerForm) -> None:
-        # On a CPU, zeroed memory is claimed at the first write, not here.
         shape = (cache.num_blocks + 1, cache.block_tokens)
         self.cache = cache
         self.window = form.window
-        self.keys = torch.zeros(*shape, *form.key_shape, dtype=form.dtype, device=cache.device)
-        self.values = torch.zeros(*shape, *form.value_shape, dtype=form.dtype, device=cache.device)
+        self.keys = _zeros((*shape, *form.key_shape), form.dtype, cache.device)
+        self.values = _zeros((*shape, *form.value_shape), form.dtype, cache.device)
         self.rows_of_keys = self.keys.flatten(0, 1)
         self.rows_of_values = self.values.flatten(0, 1)
 
@@ -89,6 +90,17 @@ class PagedCache:
 
 
 _PLACE = "_sie_paged"
+_ALIGNMENT = 64
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; on a CPU the system claims their memory at the first write, while torch would write all of it."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    room = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(room[start : start + num_bytes]).view(dtype).view(shape)
 
 
 class Rule(NamedTuple):

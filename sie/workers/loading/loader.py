@@ -264,9 +264,12 @@ def load_generator(
         choose_products(model)
     on_progress(0.8, "comparing paged with whole sequences")
     runner = make_pageable(card, model, device, settings, form.name, pressure_pct=pressure_pct)
-    on_progress(0.9, "reading the vocabulary for grammars")
-    with suppress(BadRequest):  # a request with a grammar will get the error
-        runner.prepare_grammars()
+    if session.is_skeleton():  # a restarted worker should serve at once
+        runner.start_grammars()
+    elif not session.is_trial():
+        on_progress(0.9, "reading the vocabulary for grammars")
+        with suppress(BadRequest):  # a request with a grammar will get the error
+            runner.prepare_grammars()
     on_progress(1.0, f"{runner.num_blocks} blocks of {runner.block_tokens} tokens")
     return runner
 

@@ -30,6 +30,8 @@ class Session(Protocol):
     """The source of one load's weights."""
 
     is_skeleton: bool
+    is_trial: bool
+    """Whether the loaded model is dropped after its weights were written."""
 
     def array(self, name: str, make: Callable[[], NDArray[np.uint8]], form: str) -> NDArray[np.uint8]:
         """Return an array's bytes."""
@@ -52,6 +54,7 @@ class Computing:
     """Computes everything, and keeps nothing."""
 
     is_skeleton = False
+    is_trial = False
 
     def array(self, _name: str, make: Callable[[], NDArray[np.uint8]], _form: str) -> NDArray[np.uint8]:
         return make()
@@ -71,6 +74,7 @@ class Writing:
     """Computes everything, and writes it to a file. A full disk ends the writing, and not the load."""
 
     is_skeleton = False
+    is_trial = True
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -116,6 +120,7 @@ class Reading:
     """Takes weights and facts from a file, where it has them."""
 
     is_skeleton = True
+    is_trial = False
 
     def __init__(self, file: WeightsFile) -> None:
         self._file = file
@@ -179,6 +184,11 @@ def entered(session: Session) -> Iterator[None]:
 def is_skeleton() -> bool:
     """Tell whether this load's weights come from a file: models are built without any, and nothing may compute them."""
     return _session.get().is_skeleton
+
+
+def is_trial() -> bool:
+    """Tell whether the model that this load makes is dropped after its weights were written, and loaded again."""
+    return _session.get().is_trial
 
 
 def array(name: str, make: Callable[[], NDArray[np.uint8]], form: str) -> NDArray[np.uint8]:

@@ -184,5 +184,3 @@ def _advise(mapped: mmap.mmap, name: str, start: int = 0, length: int | None = N
         return
     with suppress(OSError):  # a system without huge pages refuses advice about them
         mapped.madvise(advice, start, len(mapped) - start if length is None else length)
-
-
