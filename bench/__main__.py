@@ -10,7 +10,7 @@ from typing import Final
 import click
 
 COMMANDS: Final = (
-    "hop", "limits", "engine", "encoder", "scaling", "peers", "generate", "rounding", "tensors", "fairness", "shm", "plot",
+    "hop", "limits", "engine", "encoder", "scaling", "peers", "generate", "rounding", "tensors", "fairness", "shm", "plot", "memory",
     "device-encoders", "device-decode",
 )  # fmt: skip
 """One module each, with a click command `main`."""

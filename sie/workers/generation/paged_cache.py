@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -90,17 +90,18 @@ class PagedCache:
 
 
 _PLACE = "_sie_paged"
-_ALIGNMENT = 64
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on a CPU the system claims their memory at the first write, while torch would write all of it."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+    """Return zeros; on a CPU the system claims their memory at the first write.
+
+    `torch.zeros` writes all of it, and so does `calloc` where it finds memory that was used before.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
-    room = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(room[start : start + num_bytes]).view(dtype).view(shape)
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    room = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(room, dtype=dtype).view(shape)
 
 
 class Rule(NamedTuple):

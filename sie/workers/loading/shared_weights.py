@@ -10,7 +10,6 @@ import ctypes
 import gc
 from collections.abc import Callable
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from sie.config.sections import Models
@@ -18,7 +17,7 @@ from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import SieError
 from sie.workers.device.faults import is_out_of_memory
-from sie.workers.prepared.folder import Folder, LockTimeoutError, Name
+from sie.workers.prepared.folder import Folder, LockTimeoutError, Name, weights_folder
 from sie.workers.prepared.identity import name_of, source_bytes
 from sie.workers.prepared.session import Reading, Writing, entered
 from sie.workers.prepared.weights_file import DamagedFileError, WeightsFile, Writer
@@ -39,7 +38,7 @@ def load_shared(
     weights are further settings, of JSON's types, that the weights depend on. load may be called up to three times.
     Raises what load raises.
     """
-    folder = Folder(Path(models.weights_dir or Path(models.cache_dir, "weights")))
+    folder = Folder(weights_folder(models))
     try:
         if not models.share_weights or source_bytes(card) < models.min_shared_weights_bytes:
             return load()

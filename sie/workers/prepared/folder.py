@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from sie.config.sections import Models
 from sie.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -101,6 +102,11 @@ class Folder:
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > _STALE_PART_S:
                     path.unlink()
+
+
+def weights_folder(models: Models) -> Path:
+    """Return the folder of prepared weights under these settings."""
+    return Path(models.weights_dir or Path(models.cache_dir or ".", "weights"))
 
 
 def measure_folder(path: Path) -> tuple[int, int]:
