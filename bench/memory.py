@@ -142,14 +142,14 @@ def _ask(server: Server, model: str, number: int) -> None:
     path, body = "/v1/embeddings", {"model": "m", "input": text}
     if model == _GEMMA:
         path, body = "/v1/completions", {"model": "m", "prompt": text, "max_tokens": 16}
-    request = urllib.request.Request(  # noqa: S310  # the server of this run
+    request = urllib.request.Request(  # the server of this run
         f"http://{server.target.host}:{server.target.port}{path}", json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )  # fmt: skip
     deadline_s = time.monotonic() + _TIMEOUT_S
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
                 reply.read()
                 return
         except urllib.error.HTTPError as error:
