@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.initialization import meta_device_safe_creation_ops, no_init_weights
+from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils import logging as transformers_logging
 
 from sie.catalog.architecture import (
@@ -334,7 +334,7 @@ def _build_renamed(card: ModelCard, config: PretrainedConfig, auto: Any) -> tupl
 
 def _build_skeleton(card: ModelCard, config: PretrainedConfig, auto: Any) -> PreTrainedModel:
     """Build a model without weights, on the meta device: `_convert` puts prepared ones in their places."""
-    with torch.device("meta"), no_init_weights(), meta_device_safe_creation_ops():
+    with torch.device("meta"), meta_device_safe_creation_ops():
         if card.layers:
             from sie.workers.loading.variants import VARIANTS  # as above
 

@@ -23,29 +23,36 @@ def place_weights(model: nn.Module, convert: Callable[[str, Tensor], Tensor]) ->
     """
     tables = _tables_of(model)
     placed: dict[int, Tensor] = {}
+    names: list[str] = []
     for prefix, module in model.named_modules():
         for name, weight in module._parameters.items():
             if weight is not None:
                 full = f"{prefix}.{name}"
                 found = placed.get(id(weight))
                 if found is None:
+                    names.append(full)
                     found = session.tensor(full, _converted(convert, full, weight), is_table=id(weight) in tables)
                     placed[id(weight)] = found = _with_data(weight, found)
+                    session.watch(found)
                 module._parameters[name] = found  # type: ignore[assignment]  # a parameter
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                kept = session.tensor(f"{prefix}.{name}", _itself(buffer))
-                module._buffers[name] = kept.clone() if session.is_skeleton() and kept.nbytes <= _SMALL_BYTES else kept
+                module._buffers[name] = _place_buffer(f"{prefix}.{name}", buffer)
     if session.is_skeleton():
-        _check_placed(model)
+        _check_placed(model, names, session.recall("parameters"))
+    session.remember("parameters", names)
+
+
+def _place_buffer(name: str, buffer: Tensor) -> Tensor:
+    kept = session.tensor(name, lambda: buffer)
+    if kept.nbytes <= _SMALL_BYTES:
+        return kept.clone() if session.is_skeleton() else buffer
+    session.watch(buffer)
+    return kept
 
 
 def _converted(convert: Callable[[str, Tensor], Tensor], name: str, weight: Tensor) -> Callable[[], Tensor]:
     return lambda: convert(name, weight.data)
-
-
-def _itself(buffer: Tensor) -> Callable[[], Tensor]:
-    return lambda: buffer
 
 
 def _with_data(weight: nn.Parameter, data: Tensor) -> nn.Parameter:
@@ -63,8 +70,13 @@ def _tables_of(model: Any) -> set[int]:
     return tables - products
 
 
-def _check_placed(model: nn.Module) -> None:
-    """Raise MissingWeightsError for a tensor without values, as a module's plain attribute may be."""
+def _check_placed(model: nn.Module, names: list[str], known: list[str] | None) -> None:
+    """Raise MissingWeightsError for other parameters than the file's: a checkpoint may untie what its class ties.
+
+    Also for a tensor without values, as a module's plain attribute may be.
+    """
+    if names != known:
+        raise MissingWeightsError("the model ties other weights than the checkpoint")
     for prefix, module in model.named_modules():
         for name, value in (*module.__dict__.items(), *module._parameters.items(), *module._buffers.items()):
             if isinstance(value, torch.Tensor) and value.is_meta:

@@ -41,6 +41,10 @@ class Session(Protocol):
         """Return a tensor."""
         ...
 
+    def watch(self, tensor: Tensor) -> None:
+        """Notice writes into a tensor of the model."""
+        ...
+
     def recall(self, name: str) -> Any:
         """Return a fact that an earlier load found, or None."""
         ...
@@ -63,6 +67,9 @@ class Computing:
         del is_table
         return make()
 
+    def watch(self, _tensor: Tensor) -> None:
+        pass
+
     def recall(self, _name: str) -> Any:
         return None
 
@@ -79,7 +86,7 @@ class Writing:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._names = _Names()
-        self._tensors: list[tuple[Tensor, int]] = []
+        self._watched: list[tuple[Tensor, int]] = []
         self.error: OSError | None = None
         """The reason why there will be no file."""
 
@@ -93,8 +100,10 @@ class Writing:
         made = make().detach()
         data = made.contiguous().reshape(-1).view(torch.uint8).numpy()
         self._add(name, data, str(made.dtype).removeprefix("torch."), tuple(made.shape))
-        self._tensors.append((made, made._version))
         return made
+
+    def watch(self, tensor: Tensor) -> None:
+        self._watched.append((tensor, tensor._version))
 
     def recall(self, _name: str) -> Any:
         return None
@@ -104,8 +113,8 @@ class Writing:
 
     @property
     def has_changed_tensors(self) -> bool:
-        """Whether the load or its trial steps wrote into a tensor after it was kept: no mapping can serve such a model."""
-        return any(tensor._version != version for tensor, version in self._tensors)
+        """Whether the load or its trial steps wrote into a watched tensor: no mapping can serve such a model."""
+        return any(tensor._version != version for tensor, version in self._watched)
 
     def _add(self, name: str, data: NDArray[np.uint8], form: str, shape: tuple[int, ...]) -> None:
         if self.error is not None:
@@ -143,6 +152,9 @@ class Reading:
         if is_table:
             self._file.keep_small(full)
         return torch.from_numpy(self._file.view(full)).view(dtype).view(place.shape)
+
+    def watch(self, _tensor: Tensor) -> None:
+        pass
 
     def recall(self, name: str) -> Any:
         return self._file.facts.get(self._names.next(name))
@@ -199,6 +211,11 @@ def array(name: str, make: Callable[[], NDArray[np.uint8]], form: str) -> NDArra
 def tensor(name: str, make: Callable[[], Tensor], *, is_table: bool = False) -> Tensor:
     """Return the tensor that `make` returns, or the same from a file, read-only. Of a table, steps read a few rows."""
     return _session.get().tensor(name, make, is_table=is_table)
+
+
+def watch(tensor: Tensor) -> None:
+    """Notice if the load or its trial steps write into a tensor of the model, which others will only map."""
+    _session.get().watch(tensor)
 
 
 def recall(name: str) -> Any:
