@@ -81,7 +81,7 @@ def main(*, models: tuple[str, ...], workers: int, is_saved: bool) -> None:
     rows = [row for model in models or _MODELS for row in _measure(model, workers)]
     print_table(_COLUMNS, [_cells(row) for row in rows])
     if is_saved:
-        save("memory", known, {"idle_mib": idle_mib, "workers": workers, "rows": rows})
+        save("-".join(("memory", *models)), known, {"idle_mib": idle_mib, "workers": workers, "rows": rows})
 
 
 def _measure(model: str, workers: int) -> Iterator[Row]:
