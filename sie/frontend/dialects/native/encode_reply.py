@@ -60,7 +60,11 @@ def encode_reply(reply: EncodeReply, msgpack: bool) -> bytes:
 def _reply_msgpack(reply: EncodeReply) -> bytes:
     count = reply.num_items
     rows = reply.values.cast("B")
-    row_bytes = rows.nbytes // count
+    row_bytes = len(rows) // count
+    tail = _tail_msgpack(reply.timing, reply.input_tokens, reply.num_images)
+    if count == 1 and not reply.ids:  # most requests: one look-up instead of four
+        head = _one_row_head(reply.model, reply.output_dtype, reply.dims, reply.dtype, reply.width, row_bytes)
+        return b"".join((head, rows, tail))
     before = output_maps.dense_prefix(reply.output_dtype, reply.dims, reply.dtype, reply.width, row_bytes)
     parts: list[Any] = [_head(reply.model), array_header(count)]
     if not reply.ids:
@@ -70,7 +74,7 @@ def _reply_msgpack(reply: EncodeReply) -> bytes:
         for index, id_ in enumerate(reply.ids):
             own = _ONE_KEY if id_ is None else _ID_KEY + pack(id_)
             parts += (own, before, rows[index * row_bytes : (index + 1) * row_bytes])
-    parts.append(_tail_msgpack(reply.timing, reply.input_tokens, reply.num_images))
+    parts.append(tail)
     return b"".join(parts)
 
 
@@ -98,6 +102,15 @@ def _tail_msgpack(timing: Timing, input_tokens: int, num_images: int) -> bytes:
 @lru_cache(maxsize=1024)
 def _usage(input_tokens: int) -> bytes:
     return pack("usage") + pack(_Usage(input_tokens))
+
+
+@lru_cache(maxsize=1024)
+def _one_row_head(  # noqa: PLR0917  # keywords cost
+    model: str, output_dtype: str, dims: int, dtype: str, width: int, row_bytes: int
+) -> bytes:
+    """Return all bytes before the row of a reply with one item and no id."""
+    before = output_maps.dense_prefix(output_dtype, dims, dtype, width, row_bytes)
+    return _head(model) + array_header(1) + _ONE_KEY + before
 
 
 @lru_cache(maxsize=1024)
