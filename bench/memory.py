@@ -78,7 +78,11 @@ def main(*, models: tuple[str, ...], workers: int, is_saved: bool) -> None:
     print_facts(known)
     idle_mib = _idle_mib()
     print(f"A process with the libraries and without a model: {idle_mib} MiB.\n", flush=True)
-    rows = [row for model in models or _MODELS for row in _measure(model, workers)]
+    rows: list[Row] = []
+    for row in (row for model in models or _MODELS for row in _measure(model, workers)):
+        print(f"- {', '.join(_cells(row))}", flush=True)
+        rows.append(row)
+    print()
     print_table(_COLUMNS, [_cells(row) for row in rows])
     if is_saved:
         save("-".join(("memory", *models)), known, {"idle_mib": idle_mib, "workers": workers, "rows": rows})
@@ -177,7 +181,7 @@ def _memory(process: psutil.Process) -> tuple[int, int]:
 
 
 def _proportional(text: str) -> tuple[int, int]:
-    values = {line.split()[0]: int(line.split()[1]) << 10 for line in text.splitlines()[1:]}
+    values = {line.split()[0]: int(line.split()[1]) << 10 for line in text.splitlines()[1:] if line}
     return values["Pss:"], values["Pss_File:"]
 
 
