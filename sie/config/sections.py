@@ -181,10 +181,18 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "encoders on a CPU: faster, and less exact (docs/models.md)."
         ),
     ] = "auto"
+    convert: Annotated[
+        bool,
+        Meta(
+            description="Whether to download pickled weights if a model has no others, and to convert them to safetensors "
+            "without running them (docs/models.md)."
+        ),
+    ] = False
     cache_dir: Annotated[
         str,
         Meta(
-            description="Directory of converted tokenizers and prepared weights; empty uses the cache directory of systemd, or else of the user."
+            description="Directory of converted tokenizers, converted checkpoints and prepared weights; empty uses the cache "
+            "directory of systemd, or else of the user."
         ),
     ] = ""
     share_weights: Annotated[

@@ -108,7 +108,8 @@ class Encoder:
         The bytes equal those from NumPy arrays, but take less time.
         """
         card, key = entry.card, self._key_of(entry, request)
-        request.cuts = cuts = {}
+        cuts: Cuts = {}
+        request.cuts = cuts
         if card.prompts or card.default_prompt:
             texts = apply_prompt(card, texts, {}, None, is_query=False)
         if card.tokenizer_file:
@@ -203,7 +204,8 @@ def _prepare(entry: ModelEntry, request: EncodeRequest, tokenizer: Tokenizer | N
 
     Runs on the event loop or on a thread.
     """
-    request.cuts = cuts = {}
+    cuts: Cuts = {}
+    request.cuts = cuts
     is_query = bool(request.options.get("is_query"))
     max_tokens = token_limit(request.options, is_query) if request.options else None
     if request.token_lists is not None:

@@ -60,21 +60,22 @@ class Computing:
     is_skeleton = False
     is_trial = False
 
-    def array(self, _name: str, make: Callable[[], NDArray[np.uint8]], _form: str) -> NDArray[np.uint8]:
+    def array(self, name: str, make: Callable[[], NDArray[np.uint8]], form: str) -> NDArray[np.uint8]:
+        del name, form
         return make()
 
-    def tensor(self, _name: str, make: Callable[[], Tensor], *, is_table: bool) -> Tensor:
-        del is_table
+    def tensor(self, name: str, make: Callable[[], Tensor], *, is_table: bool) -> Tensor:
+        del name, is_table
         return make()
 
-    def watch(self, _tensor: Tensor) -> None:
-        pass
+    def watch(self, tensor: Tensor) -> None:
+        del tensor
 
-    def recall(self, _name: str) -> Any:
-        return None
+    def recall(self, name: str) -> Any:
+        del name
 
-    def remember(self, _name: str, _fact: Any) -> None:
-        pass
+    def remember(self, name: str, fact: Any) -> None:
+        del name, fact
 
 
 class Writing:
@@ -105,8 +106,8 @@ class Writing:
     def watch(self, tensor: Tensor) -> None:
         self._watched.append((tensor, tensor._version))
 
-    def recall(self, _name: str) -> Any:
-        return None
+    def recall(self, name: str) -> Any:
+        del name
 
     def remember(self, name: str, fact: Any) -> None:
         self._writer.facts[self._names.next(name)] = fact
@@ -153,14 +154,14 @@ class Reading:
             self._file.keep_small(full)
         return torch.from_numpy(self._file.view(full)).view(dtype).view(place.shape)
 
-    def watch(self, _tensor: Tensor) -> None:
-        pass
+    def watch(self, tensor: Tensor) -> None:
+        del tensor
 
     def recall(self, name: str) -> Any:
         return self._file.facts.get(self._names.next(name))
 
-    def remember(self, _name: str, _fact: Any) -> None:
-        pass
+    def remember(self, name: str, fact: Any) -> None:
+        del name, fact
 
     def _find(self, name: str) -> str:
         full = self._names.next(name)
@@ -180,7 +181,7 @@ class _Names:
         return f"{name}#{self._seen[name]}"
 
 
-_session: ContextVar[Session] = ContextVar("session", default=Computing())  # noqa: B039  # it has no state
+_session = ContextVar[Session]("session", default=Computing())  # noqa: B039  # it has no state
 
 
 @contextmanager

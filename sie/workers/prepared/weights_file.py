@@ -75,7 +75,7 @@ class Writer:
         """Write an array, given as its bytes (n,). Raises OSError, ENOSPC if the disk is short."""
         self._write(bytes(-(self._written + self._filled) % _ALIGNMENT))
         self._arrays[name] = Place(self._written + self._filled, data.nbytes, form, shape)
-        self._write(memoryview(data))
+        self._write(data.data)
 
     def publish(self) -> None:
         """Finish the file and give it its name. Raises OSError."""
@@ -151,7 +151,7 @@ class WeightsFile:
         place = self._places[name]
         room = (ctypes.c_uint8 * place.num_bytes).from_address(self._owner.ctypes.data + place.start)
         room.owner = self._owner  # type: ignore[attr-defined]  # the array's base is this object
-        return np.frombuffer(room, np.uint8)
+        return np.frombuffer(memoryview(room), np.uint8)
 
     def keep_small(self, name: str) -> None:
         """Map an array's pages one by one: of a table, few rows are read. Raises KeyError."""
