@@ -172,25 +172,29 @@ def _builder(
                 load_generator,
                 load_scorer,
             )
+            from sie.workers.loading.shared_weights import load_shared
 
         if launch.without_graphs:
             Capturer.forbidden = "a capture failed in an earlier process of this worker"
-        if card.kind == "generator":
-            models = settings.models
-            return load_generator(
-                card, launch.device, models.dtype, settings.generation, progress,
-                pressure_pct=models.memory_pressure_pct,
-            )  # fmt: skip
+        models = settings.models
 
-        if card.kind == "dual-encoder":
-            return load_dual_encoder(card, launch.device, settings.models.dtype, progress)
-        if isinstance(card.extract, Detection):
-            return load_detector(card, launch.device, settings.models.dtype, progress)
-        if card.extract is not None:
-            return load_extractor(card, launch.device, settings.models.dtype, progress)
-        if card.score is not None:
-            return load_scorer(card, launch.device, settings.models.dtype, progress)
-        return load_encoder(card, launch.device, settings.models.dtype, progress)
+        def load() -> Runner:
+            device, dtype = launch.device, models.dtype
+            if card.kind == "generator":
+                return load_generator(
+                    card, device, dtype, settings.generation, progress, pressure_pct=models.memory_pressure_pct
+                )
+            if card.kind == "dual-encoder":
+                return load_dual_encoder(card, device, dtype, progress)
+            if isinstance(card.extract, Detection):
+                return load_detector(card, device, dtype, progress)
+            if card.extract is not None:
+                return load_extractor(card, device, dtype, progress)
+            return (load_encoder if card.score is None else load_scorer)(card, device, dtype, progress)
+
+        if launch.device != "cpu":
+            return load()
+        return load_shared(card, models, settings.generation.weights, load, progress)
 
     return build
 

@@ -155,6 +155,10 @@ class TextGenerator:
         """Read the vocabulary before the first grammar needs it. Raises BadRequest for an unreadable tokenizer."""
         self._grammars.read_vocabulary(self.vocab_size)
 
+    def start_grammars(self) -> None:
+        """Start to read the vocabulary beside the first steps."""
+        self._grammars.start_reading(self.vocab_size)
+
     def _take_device(self) -> None:
         """Select the model's GPU in this thread, which did not load the model: Triton and CUDA graphs require it."""
         if self.cache.device.type == "cuda":
