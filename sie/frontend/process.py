@@ -97,6 +97,8 @@ class FrontendProcess:
         """Whether each response closes its connection."""
         self.certificates: messages.Certificates | None = None
         """The certificates in force after a renewal, or None; for gRPC."""
+        self.on_configs: Callable[[messages.TookConfigs], None] = lambda _: None
+        """Called when the supervisor has taken over the cluster's configuration."""
         self._launch = launch
         self._loop = loop
         self._channel = channel
@@ -114,7 +116,9 @@ class FrontendProcess:
         self._space = OutboundSpace.create(
             "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
         )
-        self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
+        self.engine = ShmEngine(
+            settings, self._space, self.models.hosted, self._send, streams_together=launch.streams_together
+        )
         self.remote = make_remote(self) if make_remote is not None else None
         """The operations on other hosts, of a process without workers; None where the engine runs them."""
         self._clients = ClientWatch(self.remote or self.engine)
@@ -235,7 +239,9 @@ class FrontendProcess:
         self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
         self.access_log = AccessLog(settings.server.access_log) if settings.server.access_log else None
         self.recorders: tuple[Recorder, ...] = tuple(
-            part.record for part in (self.access, self.cors, self.tracing, self.access_log) if part is not None
+            part.record
+            for part in (self.access, self.cors, self.remote, self.tracing, self.access_log)
+            if part is not None
         )
         """Called for every request that ends. Traces come before the access log, whose lines name the trace."""
 
@@ -332,6 +338,10 @@ class FrontendProcess:
         """Ask for a load, at most once a second for each model."""
         self.request_load_once(model, self.remote.request_load if self.remote is not None else self._ask_supervisor)
 
+    def send_configs(self, shared: messages.TakeConfigs) -> None:
+        """Have the supervisor take over the cluster's configuration; `on_configs` follows."""
+        self._send(shared)
+
     def _ask_supervisor(self, model: str) -> None:
         self._send(messages.LoadModel(model))
 
@@ -378,6 +388,8 @@ class FrontendProcess:
                 self._send(messages.Pong(number))
             case messages.Certificates():
                 self.certificates = message
+            case messages.TookConfigs():
+                self.on_configs(message)
             case messages.Retire():
                 self._turn_away()
             case messages.Drain():

@@ -14,9 +14,18 @@ from sie.values.api_key import ApiKey
 from sie.values.card import AdapterSpec, ModelCard, ModelState
 from sie.values.errors import WireError
 from sie.values.fallbacks import Fallback
+from sie.values.model_config import ModelConfig
 
 Role = Literal["frontend", "worker", "agent"]
 Protocol = Literal["http", "grpc", "nats", "gateway"]
+
+
+class LentCore(msgspec.Struct, frozen=True, array_like=True):
+    """A core of another worker: the kernel's number, its owner's slot, and its index on the board of cores."""
+
+    number: int
+    owner: int
+    index: int
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +50,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     device: str = "cpu"
     cores: tuple[int, ...] = ()
+    lent_cores: tuple[LentCore, ...] = ()
+    """For a worker: the cores of others that its steps may use while these wait for work, the best first."""
+    streams_together: int = 0
+    """For a frontend: how many of its streams of a model go to one worker before another gets one; 0 spreads them."""
     max_step_tokens: int = 0
     """For a worker whose predecessor was killed for lack of memory: the first limit of its steps; 0: the setting."""
     without_graphs: bool = False
@@ -62,8 +75,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 class Configure(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to child: the reply to `Hello`; sent again without descriptors after a reload of the settings.
 
-    File descriptors: the child's own counter page; for a worker also its in-flight page; for a frontend also every
-    other process's counter page.
+    File descriptors: the child's own counter page; for a worker also its in-flight page and the board of cores; for a
+    frontend also every other process's counter page.
     """
 
     settings: Settings
@@ -168,6 +181,21 @@ class Manage(msgspec.Struct, tag=True, frozen=True):
     number: int
     action: ManageAction
     model: str
+
+
+class TakeConfigs(msgspec.Struct, tag=True, frozen=True):
+    """Puller to supervisor: these are the models that the cluster shares now. Answered by `TookConfigs`."""
+
+    hash: str
+    configs: tuple[ModelConfig, ...]
+
+
+class TookConfigs(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to puller: the configuration with this hash is in force, except for the models that are refused."""
+
+    hash: str
+    refused: dict[str, str]
+    """The reason for each model that this host does not take."""
 
 
 class Managed(msgspec.Struct, tag=True, frozen=True):
@@ -381,5 +409,5 @@ Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
     | PeerFault | Spilled | Touch | Ping | Pong | Silence | Retire | Drain | Finish | Manage | Managed | MemoryReport | MemoryShort
     | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys | Certificates
-    | Stage | Unstage | Staged | WorkerLate
+    | Stage | Unstage | Staged | WorkerLate | TakeConfigs | TookConfigs
 )  # fmt: skip
