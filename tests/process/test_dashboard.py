@@ -71,7 +71,7 @@ def test_page_shows_the_models_as_they_are(server, page):
 
 
 def test_a_version_is_shown_only_where_there_are_several(page):
-    page.wait("latest !== null && document.title.startsWith('sie')", "the first frame")
+    page.wait("typeof latest !== 'undefined' && latest && document.title.startsWith('sie')", "the first frame")
     shown = "((models) => { const was = latest; latest = { models }; const name = shownName(models[0].name); latest = was; return name; })"
     assert page.run(f"{shown}([{{name: 'm/versions/1'}}, {{name: 'n/versions/2'}}])") == "m"
     assert page.run(f"{shown}([{{name: 'm/versions/1'}}, {{name: 'm/versions/2'}}])") == "m/versions/1"
@@ -235,7 +235,7 @@ def test_page_asks_for_a_key_and_keeps_it_for_the_tab(tmp_path):
 
 def test_running_agents_are_counted(page):
     assert BROWSER is not None
-    totals = "document.getElementById('totals').textContent"
+    totals = "document.getElementById('totals')?.textContent"
     with (
         start_server("--model", "g=stub:generate,scripted", "--agent", "--sandbox", "off", "--devices", "cpu") as other,
         open_page(BROWSER, other.url) as opened,
