@@ -70,9 +70,10 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
                 )
             specs[spec.id] = (spec, start)
     for directory in models.repositories:
-        if not Path(directory).is_dir():
+        path = Path(directory)
+        if not path.is_dir() and not (path.is_file() and path.suffix == ".json"):
             source = loaded.sources["model_repository"]
-            raise SettingsError(f"model_repository (from {source}): there is no directory {directory}")
+            raise SettingsError(f"model_repository (from {source}): there is no directory or config.json {directory}")
     _add_from_file(loaded, specs)
     entries = [entry for spec, _ in specs.values() for entry in entry_ids(spec.id, _profiles(spec))]
     if models.default_model and fold_default(models.default_model) not in entries:

@@ -1,14 +1,15 @@
 """Reads a tensor model's `config.pbtxt`, refuses the parts that are not supported, and writes its JSON form.
 
 The file is a ModelConfig in protobuf's text format. Unsupported fields that would change a model's answers are refused
-by name. Hints about speed (instance_group, optimization, queue delays, warm-up, metric tags) are read and ignored.
+by name. Hints about speed (instance_group, optimization, queue delays, metric tags) are read and ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from google.protobuf import text_format
 from google.protobuf.descriptor import FieldDescriptor
 
@@ -41,6 +42,24 @@ _FORBIDDEN: dict[str, Callable[[Any], bool]] = {
         tensor.is_non_linear_format_io for tensor in (*config.input, *config.output)
     ),
 }
+
+
+class ModelPolicy(msgspec.Struct, frozen=True):
+    """Which versions of a model are served: all, the newest num_versions, or those in versions."""
+
+    choice: Literal["latest", "all", "specific"] = "latest"
+    num_versions: int = 1
+    versions: tuple[int, ...] = ()
+
+
+def policy_of(config: Any) -> ModelPolicy:
+    """Return the version policy of a ModelConfig; by default the latest version."""
+    policy = config.version_policy
+    if policy.WhichOneof("policy_choice") == "specific":
+        return ModelPolicy("specific", versions=tuple(policy.specific.versions))
+    if policy.WhichOneof("policy_choice") == "all":
+        return ModelPolicy("all")
+    return ModelPolicy("latest", policy.latest.num_versions or 1)
 
 
 def read_model_config(model: Checkpoint, name: str) -> Any:

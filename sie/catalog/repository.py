@@ -4,7 +4,8 @@
     DIR/NAME/VERSION/model.onnx        or model.pt2, or the name in default_model_filename
 
 NAME is letters, digits, `.`, `_` and `-`; VERSION is a decimal number from 1. A symbolic link must stay beneath DIR;
-files outside it are never read. Runs in the prepare helper, because it reads files that strangers may have written.
+files outside it are never read. A repository may also be the configuration of OpenVINO Model Server, which lists models
+with their directories (`sie.catalog.ovms_config`). Runs in the prepare helper, because it reads files that strangers may have written.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from sie.catalog.files import Checkpoint, refuse
-from sie.catalog.model_config import CONFIG_FILE, platform_of, read_model_config
+from sie.catalog.model_config import CONFIG_FILE, ModelPolicy, platform_of, policy_of, read_model_config
+from sie.catalog.ovms_config import OvmsModel, read_ovms_config
 from sie.catalog.spec import RepositoryModel, TensorSource
 from sie.values.errors import ModelLoadFailed
 
@@ -35,14 +37,24 @@ def find_models(repositories: tuple[str, ...], only: str = "") -> list[Repositor
     """
     found: dict[str, RepositoryModel] = {}
     for repository in repositories:
+        if Path(repository).is_file():
+            for entry in read_ovms_config(Path(repository)):
+                if entry.name not in found and only in ("", entry.name):
+                    found[entry.name] = _find_listed(repository, entry)
+            continue
         for name in [only] if only else _names(repository):
             if name not in found and _is_name(name) and (Path(repository) / name).is_dir():
-                found[name] = _find_model(repository, name)
+                found[name] = _find_model(TensorSource(repository=repository, name=name, version=""))
     return list(found.values())
 
 
 def open_model(source: TensorSource, model_id: str) -> Checkpoint:
     """Return the directory of a model; files outside its repository are never read. Raises ModelLoadFailed."""
+    if source.base:
+        base = Path(source.base)
+        if not base.is_dir():
+            raise refuse(model_id, f"base_path {base} is not a directory", "STORAGE")
+        return Checkpoint(model_id, base, base.resolve())
     root = Path(source.repository).absolute()
     model = Checkpoint(model_id, root, root.resolve()).folder(source.name)
     return Checkpoint(model_id, model.root, model.root.resolve())
@@ -87,17 +99,32 @@ def _is_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name)) and not name.startswith(".")
 
 
-def _find_model(repository: str, name: str) -> RepositoryModel:
+def _find_listed(repository: str, entry: OvmsModel) -> RepositoryModel:
+    """Return a model of OpenVINO Model Server's configuration."""
+    if not _is_name(entry.name):
+        reason = f"Model '{entry.name}' cannot be loaded: a name has letters, digits, '.', '_' and '-'"
+        return RepositoryModel(name=entry.name, repository=repository, reason=reason)
+    if entry.reason:
+        return RepositoryModel(name=entry.name, repository=repository, reason=entry.reason)
+    source = TensorSource(repository=repository, name=entry.name, version="", base=entry.base)
+    return _find_model(source, entry.policy)
+
+
+def _find_model(source: TensorSource, policy: ModelPolicy | None = None) -> RepositoryModel:
+    """Return a model by its directory. A policy given here is used instead of that in its configuration."""
+    name, repository = source.name, source.repository
     try:
-        model = open_model(TensorSource(repository=repository, name=name, version=""), name)
+        model = open_model(source, name)
         available = sorted(_versions(model), key=int)
-        chosen = _choose(model, read_model_config(model, name).version_policy, available)
+        chosen = _choose(model, policy or policy_of(read_model_config(model, name)), available)
     except (ModelLoadFailed, OSError) as error:
         reason = error.message if isinstance(error, ModelLoadFailed) else str(error.strerror)
-        return RepositoryModel(name=name, repository=repository, reason=reason)
+        return RepositoryModel(name=name, repository=repository, base=source.base, reason=reason)
     reason = "" if chosen else f"Model '{name}' cannot be loaded: it has no version to serve"
     stamps = tuple(_stamp(model, version) for version in chosen)
-    return RepositoryModel(name=name, repository=repository, versions=tuple(chosen), stamps=stamps, reason=reason)
+    return RepositoryModel(
+        name=name, repository=repository, base=source.base, versions=tuple(chosen), stamps=stamps, reason=reason
+    )
 
 
 def _stamp(model: Checkpoint, version: str) -> str:
@@ -116,14 +143,13 @@ def _versions(model: Checkpoint) -> list[str]:
     ]
 
 
-def _choose(model: Checkpoint, policy: Any, available: list[str]) -> list[str]:
-    """Return the available versions that a policy serves, oldest first; by default the latest one."""
-    choice = policy.WhichOneof("policy_choice")
-    if choice == "all":
+def _choose(model: Checkpoint, policy: ModelPolicy, available: list[str]) -> list[str]:
+    """Return the available versions that a policy serves, oldest first."""
+    if policy.choice == "all":
         return available
-    if choice == "specific":
-        wanted = {str(version) for version in policy.specific.versions}
+    if policy.choice == "specific":
+        wanted = {str(version) for version in policy.versions}
         if missing := wanted - set(available):
             raise refuse(model.id, f"{CONFIG_FILE}: there is no version {', '.join(sorted(missing))}", "STORAGE")
         return [version for version in available if version in wanted]
-    return available[-(policy.latest.num_versions or 1) :]
+    return available[-policy.num_versions :]

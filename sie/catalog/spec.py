@@ -37,9 +37,11 @@ class TensorSource(msgspec.Struct, frozen=True, kw_only=True):
     """One version of one model in a model repository; version is empty for a model without a version to serve."""
 
     repository: str
-    """Absolute path of the repository's directory."""
+    """Absolute path of the repository's directory, or of the configuration that lists the model."""
     name: str
     version: str
+    base: str = ""
+    """Absolute path of the model's directory, if a configuration lists it; otherwise it is NAME in the repository."""
     default_max_batch_size: int = 0
     """Used for a model with a batch dimension and no configuration."""
     probes_batching: bool = False
@@ -55,7 +57,7 @@ class TensorSource(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def folder(self) -> str:
         """The model's directory, which contains its versions."""
-        return f"{self.repository}/{self.name}"
+        return self.base or f"{self.repository}/{self.name}"
 
 
 class RepositoryModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +65,8 @@ class RepositoryModel(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     repository: str
+    base: str = ""
+    """As in `TensorSource`."""
     versions: tuple[str, ...] = ()
     stamps: tuple[str, ...] = ()
     """One for each version, as in `TensorSource`."""
@@ -100,7 +104,7 @@ def repository_specs(
     """Return the spec of each version of a repository's model."""
     sources = [
         TensorSource(
-            repository=model.repository, name=model.name, version=version, stamp=stamp,
+            repository=model.repository, name=model.name, version=version, base=model.base, stamp=stamp,
             default_max_batch_size=default_max_batch_size, probes_batching=probes_batching,
         )
         for version, stamp in zip(model.versions, model.stamps, strict=True)

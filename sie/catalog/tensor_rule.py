@@ -19,6 +19,7 @@ from sie.catalog.onnx_file import OnnxError, OnnxValue, read_onnx
 from sie.catalog.queue_rule import read_queue_rule
 from sie.catalog.repository import find_file, open_model, reason_without_version
 from sie.catalog.spec import ModelSpec, TensorSource
+from sie.catalog.warm_up import read_warm_ups
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
 from sie.values.tensor import MAX_RANK, TensorRule, TensorSpec
@@ -123,6 +124,7 @@ def _make_rule(model: Checkpoint, source: TensorSource, config: Any, signature: 
         joins_requests=joins,
         probes_batching=bool(batch) and not joins and source.probes_batching,
         image_colors=_image_colors(model, config),
+        warm_ups=read_warm_ups(model, config, inputs, batch),
         **read_queue_rule(model.id, config)._asdict(),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 MIB = 1 << 20
 
@@ -102,6 +102,25 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(ge=1, le=1 << 30, description="Most elements of a request's tensors in JSON, or typed over gRPC."),
     ] = 1 << 22
+    max_client_regions: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65536,
+            description="Most regions of shared memory that the clients with one API key may register (docs/tensors.md); 0: "
+            "none, and tensors cross in requests only.",
+        ),
+    ] = 0
+    max_client_region_bytes: Annotated[
+        int, Meta(ge=1, le=1 << 40, description="Largest region of shared memory that a client may register.")
+    ] = 1024 * MIB
+    client_region_users: Annotated[
+        tuple[Annotated[str, Meta(pattern="^[0-9]{1,10}$")], ...],
+        Meta(
+            description="Number of a user, other than the server's own, whose shared memory clients may register; repeatable.",
+            extra={"form": "UID"},
+        ),
+    ] = field(default=(), name="client_region_user")
     max_reply_bytes: Annotated[
         int, Meta(ge=4096, le=1024 * MIB, description="Largest reply, measured as the bytes of its vectors.")
     ] = 64 * MIB

@@ -141,8 +141,9 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repositories: Annotated[
         tuple[str, ...],
         Meta(
-            description="Directory of tensor models, NAME/VERSION/model.onnx or model.pt2 (docs/tensors.md); repeatable.",
-            extra={"form": "DIR"},
+            description="Directory of tensor models, NAME/VERSION/model.onnx or model.pt2, or a config.json of OpenVINO Model "
+            "Server (docs/tensors.md); repeatable.",
+            extra={"form": "DIR or FILE"},
         ),
     ] = field(default=(), name="model_repository")
     repository_control: Annotated[

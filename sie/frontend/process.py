@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sie.agents.paths import socket_path
@@ -44,6 +45,7 @@ from sie.frontend.telemetry.status_frame import StatusInputs, build_status, enco
 from sie.frontend.telemetry.status_hub import StatusHub
 from sie.frontend.tensors.encoded_images import TensorImages
 from sie.frontend.tensors.infer import Tensors
+from sie.frontend.tensors.regions import Regions
 from sie.frontend.tensors.text_models import TextTensors, Watch
 from sie.ipc import channel as control
 from sie.ipc import messages
@@ -180,6 +182,7 @@ class FrontendProcess:
             self.engine, self.models, self.admin, self._pool,
             texts=texts, images=TensorImages(self._images, limits=lambda: self.settings.limits),
             watch=self.watch_client, decode_pool=self.decode_pool, served=self.metrics.record_last_inference,
+            regions=Regions(Path(self._launch.control_path).parent / "regions", lambda: self.settings.limits),
         )  # fmt: skip
 
     def _make_status_hub(self, frame: Callable[[], str], interval_s: float) -> StatusHub:

@@ -165,6 +165,11 @@ class CounterPage:
         """Number of requests for a metric that did not fit on the page; its values are not counted."""
         return self._counts[_DROPPED]
 
+    @property
+    def is_roomy(self) -> bool:
+        """Whether less than half of the page is used; statistics that can do without more records ask for this."""
+        return self._parsed * 2 < self._segment.nbytes
+
     def read_only_fd(self) -> int:
         """Return an fd for a reader, which cannot map the page writable; the caller closes it."""
         return self._segment.read_only_fd()

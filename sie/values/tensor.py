@@ -67,6 +67,25 @@ class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """0 means no limit."""
 
 
+class WarmUpInput(msgspec.Struct, frozen=True):
+    """One input of a warm-up request: zeros (empty strings for BYTES), random values, or the bytes of a file."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    source: Literal["zero", "random", "file"]
+    file: str = ""
+    """An absolute path."""
+
+
+class WarmUp(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that runs when the model is loaded, count times, before any other."""
+
+    name: str
+    inputs: tuple[WarmUpInput, ...]
+    count: int = 1
+
+
 class TensorRule(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs, outputs and queue rules of one version of a model: `sie.values.card.ModelCard.tensor`."""
 
@@ -91,9 +110,18 @@ class TensorRule(msgspec.Struct, frozen=True, kw_only=True):
     default_priority: int = 0
     queue_policies: dict[int, QueuePolicy] = {}
     """Policies by priority; key 0 is for every other priority. Empty: requests wait until their deadline."""
+    warm_ups: tuple[WarmUp, ...] = ()
     config: dict[str, Any] = {}
     """The model's configuration as JSON: the protocol's ModelConfig with the proto's own names (snake_case), enums by
     name, numbers as numbers, and missing fields filled in."""
+
+
+class RegionPart(msgspec.Struct, frozen=True):
+    """A range of a region of a client's shared memory; offset is that in the region."""
+
+    name: str
+    offset: int
+    nbytes: int
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -107,6 +135,8 @@ class Tensor(msgspec.Struct, frozen=True):
     datatype: str
     shape: tuple[int, ...]
     data: memoryview
+    part: RegionPart | None = None
+    """Where the bytes are, if they are in a client's shared memory; data is then empty."""
 
 
 class TensorRequest(msgspec.Struct, kw_only=True):
@@ -121,10 +151,22 @@ class TensorRequest(msgspec.Struct, kw_only=True):
     """Echoed by the dialect; empty if not given."""
     priority: int = 0
     """0 means the model's default; lower numbers run first. Dialects reject one over `TensorRule.num_priorities`."""
+    stores: Mapping[str, RegionPart] = {}
+    """The places in clients' shared memory for outputs, by name."""
     timeout_us: int = 0
     """How long the client waits, in microseconds; 0 means the server's limit."""
     parameters: Mapping[str, Any] | None = None
     """The request's parameters besides its tensors; only generating models read them."""
+
+    @property
+    def uses_regions(self) -> bool:
+        """Whether an input or an output is in a client's shared memory."""
+        return bool(self.stores) or any(tensor.part is not None for tensor in self.inputs)
+
+    @property
+    def region_bytes(self) -> int:
+        """The bytes of its inputs in shared memory."""
+        return sum(tensor.part.nbytes for tensor in self.inputs if tensor.part is not None)
 
 
 class TensorReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,6 +40,7 @@ from sie.workers.scheduling.pace import Pace
 from sie.workers.scheduling.scheduler import State, plan_step
 from sie.workers.scheduling.waiting import Budget, Step, WaitingItem
 from sie.workers.telemetry import WorkerMetrics
+from sie.workers.tensor_statistics import TensorStatistics, compute_times
 
 _log = get_logger(__name__)
 _IDLE_WAIT_S = 0.2
@@ -81,6 +82,7 @@ class Loop:
         self._adapters = AdapterHost(host, channel.send, metrics.set_adapters)
         self._page = page
         self._metrics = metrics
+        self._tensors = TensorStatistics(metrics.page)
         self._budget = budget
         self._state = State()
         self._parked: dict[str, list[WaitingItem]] = {}
@@ -323,6 +325,7 @@ class Loop:
         for refused in step.refused:
             if not refused.item.request.ended:
                 refused.item.request.fail(refusal(refused))
+                self._tensors.observe_failure(step.model, refused.item, time.monotonic_ns())
         hosted = self._host.models[step.model]
         runner = hosted.runner
         assert runner is not None
@@ -387,6 +390,10 @@ class Loop:
         ended_ns = time.monotonic_ns()
         self._publish_heartbeat(ended_ns)
         self._measure(card, items, num_tokens, ended_ns - started_ns)
+        if card.tensor is not None:
+            for item in items:
+                if item.request.has_failed:
+                    self._tensors.observe_failure(card.id, item, ended_ns)
         if is_usual:  # a failed run's time would make the next allowance far too long
             self._pace.record(card.id, num_tokens, ended_ns - started_ns)
         self._pace.adapt(card.id, num_tokens, self._busy_ns() - started_busy_ns)
@@ -400,8 +407,12 @@ class Loop:
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = self._announce(self._pace.allowed_ns(card.id, num_tokens), running.values(), num_tokens)
         outputs = forward(runner, items)
-        self._replies.put(card, items, outputs, time.monotonic_ns() - started_ns)
+        ran_ns = time.monotonic_ns() - started_ns
+        self._replies.put(card, items, outputs, ran_ns)
         self._send_replies()
+        if outputs.tensors is not None:
+            times = compute_times(outputs.tensors, ran_ns, time.monotonic_ns() - started_ns)
+            self._tensors.observe_step(card.id, items, times, started_ns)
 
     def _send_replies(self) -> None:
         """Send the queued replies, with one doorbell for each frontend. Unsent ones are retried when idle."""

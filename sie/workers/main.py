@@ -32,7 +32,7 @@ from sie.workers.device.memory import measure
 from sie.workers.loading import light_imports
 from sie.workers.loading.hosting import Host
 from sie.workers.loop import Loop
-from sie.workers.model_api import Runner
+from sie.workers.model_api import Runner, TensorRunner
 from sie.workers.scheduling.ceilings import ceiling_after_kill
 from sie.workers.scheduling.waiting import Budget
 from sie.workers.telemetry import GpuTelemetry, WorkerMetrics, gpu_identity
@@ -201,7 +201,18 @@ def _builder(
 
 def _load_tensor_model(
     card: ModelCard, launch: Launch, settings: Settings, page: InflightPage, progress: Callable[[float, str], None]
-) -> Runner:
+) -> TensorRunner:
+    runner = _read_tensor_model(card, launch, settings, page, progress)
+    if card.tensor is not None and card.tensor.warm_ups:
+        from sie.workers.runners.warm_up import warm_up
+
+        warm_up(runner, card, settings.limits.max_body_bytes, progress)
+    return runner
+
+
+def _read_tensor_model(
+    card: ModelCard, launch: Launch, settings: Settings, page: InflightPage, progress: Callable[[float, str], None]
+) -> TensorRunner:
     if card.tensor is not None and card.tensor.platform == "pytorch_exported":
         with stall_notices.importing():
             from sie.workers.runners.exported import load_exported  # imports torch

@@ -137,7 +137,7 @@ class StepOutputs(NamedTuple):
     extract: Sequence[Extraction] | None = None
     token_logits: Sequence[NDArray[np.float32]] | None = None
     logits: NDArray[np.float32] | None = None
-    tensors: Sequence[tuple[OutputTensor, ...]] | None = None
+    tensors: TensorOutputs | None = None
     boxes: Sequence[NDArray[np.float32]] | None = None
 
 
@@ -185,7 +185,7 @@ class TensorRunner(Protocol):
     card: ModelCard
     memory_bytes: int
 
-    def run_tensors(self, requests: Sequence[TensorInputs]) -> Sequence[tuple[OutputTensor, ...]]:
+    def run_tensors(self, requests: Sequence[TensorInputs]) -> TensorOutputs:
         """Return each request's outputs, in the order of its list of outputs, or else of the card's.
 
         All requests run at once. They differ only in their rows, at most the card's max_batch_size together
@@ -314,6 +314,14 @@ class TensorInputs(NamedTuple):
 
     task: TensorTask
     data: tuple[NDArray[np.uint8], ...]
+
+
+class TensorOutputs(NamedTuple):
+    """The outputs of each request of one run, and the time that converting inputs and outputs took in nanoseconds."""
+
+    outputs: Sequence[tuple[OutputTensor, ...]]
+    input_ns: int = 0
+    output_ns: int = 0
 
 
 class OutputTensor(NamedTuple):

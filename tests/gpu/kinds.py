@@ -298,7 +298,7 @@ def _tensor_inputs(_model: Model) -> list[Any]:
 
 
 def _run_tensors(model: Model, inputs: list[Any]) -> Answer:
-    return [[out.data.view(np.float32).reshape(out.form.shape)] for (out,) in model.runner.run_tensors(inputs)]
+    return [[out.data.view(np.float32).reshape(out.form.shape)] for (out,) in model.runner.run_tensors(inputs).outputs]
 
 
 _HALF = {"float16": 5e-3, "bfloat16": 3e-2}

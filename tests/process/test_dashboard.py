@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -66,6 +68,14 @@ def test_page_shows_the_models_as_they_are(server, page):
     assert page.run("document.querySelectorAll('[src], link[href^=http]').length") == 0, "nothing comes from elsewhere"
     assert encode(server.port, "stub/pre", ["x"] * 3).status == 200
     page.wait("document.getElementById('totals').textContent.startsWith('1 request')", "the request is counted")
+
+
+def test_a_version_is_shown_only_where_there_are_several(page):
+    page.wait("typeof latest !== 'undefined' && latest && document.title.startsWith('sie')", "the first frame")
+    shown = "((models) => { const was = latest; latest = { models }; const name = shownName(models[0].name); latest = was; return name; })"
+    assert page.run(f"{shown}([{{name: 'm/versions/1'}}, {{name: 'n/versions/2'}}])") == "m"
+    assert page.run(f"{shown}([{{name: 'm/versions/1'}}, {{name: 'm/versions/2'}}])") == "m/versions/1"
+    assert page.run(f"{shown}([{{name: 'org/m'}}])") == "org/m"
 
 
 def test_model_is_loaded_and_unloaded_with_one_click(server, page):
@@ -151,6 +161,42 @@ def test_generating_models_show_their_sequences_and_no_others_do(server, page):
         ]
 
 
+def test_docs_fill_search_and_send_examples(server):
+    assert BROWSER is not None
+    with open_page(BROWSER, f"{server.url}/docs") as docs:
+        docs.wait(
+            "document.querySelector('input[name=model]')?.value === 'stub/pre'", "a loaded model is in the example"
+        )
+        assert docs.run("[...document.querySelectorAll('.operation')].every((it) => !it.checkVisibility())"), (
+            "groups are shut"
+        )
+        docs.run("location.hash = 'post_v1_encode_model'; document.querySelector('.send').click()")
+        docs.wait("document.querySelector('.answer').textContent.startsWith('200')", "the answer")
+        assert docs.run("document.querySelector('.answer').checkVisibility()")
+        for language, start in (
+            ("curl", "curl -s -X POST"),
+            ("python", "import urllib"),
+            ("javascript", "const response"),
+        ):
+            docs.run(f"document.querySelector('[data-lang={language}]').click()")
+            sample = docs.run("document.querySelector('.sample').textContent")
+            assert sample.startswith(start)
+            assert "/v1/encode/stub/pre" in sample
+        docs.run("document.querySelector('[data-lang=python]').click()")
+        code = docs.run("document.querySelector('.sample').textContent")
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+        assert json.loads(ran.stdout)["model"] == "stub/pre"
+        docs.run(
+            "(() => { const box = document.getElementById('search'); box.value = 'embeddings base64';"
+            "box.dispatchEvent(new Event('input')); })()"
+        )
+        shown = "[...document.querySelectorAll('.operation')].filter((it) => it.checkVisibility()).map((it) => it.id)"
+        assert docs.run(shown) == ["post_v1_embeddings"]
+        docs.call("Emulation.setDeviceMetricsOverride", width=360, height=800, deviceScaleFactor=1, mobile=True)
+        assert docs.run("document.documentElement.scrollWidth") <= 360
+        assert docs.logged == []
+
+
 def test_buttons_are_off_where_models_may_not_be_managed():
     assert BROWSER is not None
     with (
@@ -189,7 +235,7 @@ def test_page_asks_for_a_key_and_keeps_it_for_the_tab(tmp_path):
 
 def test_running_agents_are_counted(page):
     assert BROWSER is not None
-    totals = "document.getElementById('totals').textContent"
+    totals = "document.getElementById('totals')?.textContent"
     with (
         start_server("--model", "g=stub:generate,scripted", "--agent", "--sandbox", "off", "--devices", "cpu") as other,
         open_page(BROWSER, other.url) as opened,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import random
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from google.protobuf import descriptor_pool
 from numpy.typing import NDArray
-from tritonclient.utils import InferenceServerException, triton_to_np_dtype
+from tritonclient.utils import InferenceServerException, shared_memory, triton_to_np_dtype
 
 from sie.frontend.grpc.methods import METHODS, Method
 from sie.proto import message_class
@@ -46,6 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with start_server(
         "--model-repository", str(folder), "--model", "id=stub:tensor", "--model", "slow=stub:tensor,latency_ms=1000",
         "--grpc-port", str(free_port()), "--max-grpc-message-bytes", str(MAX_MESSAGE_BYTES),
+        "--max-client-regions", "1",
     ) as running:  # fmt: skip
         yield running
         wait_no_extents(running.port)
@@ -138,6 +140,10 @@ def test_what_the_server_and_its_models_say_of_themselves(client: triton.Inferen
     eventually(lambda: count_rows() >= 3, "the rows of the step in the statistics")
     (figures,) = client.get_inference_statistics("batched", "2").model_stats
     assert figures.inference_stats.success.count >= 1
+    sizes = {one.batch_size: one for one in figures.batch_stats}
+    assert sizes[3].compute_infer.count >= 1
+    assert sizes[3].compute_input.ns > 0
+    assert sizes[3].compute_output.ns > 0
     assert {one.version for one in client.get_inference_statistics("batched").model_stats} == {"1", "2"}
 
 
@@ -201,14 +207,42 @@ def test_failures_have_the_codes_of_the_protocol(
     check_good(client)
 
 
-def test_models_are_managed_only_where_that_is_asked_for_and_shared_memory_never(client: triton.InferenceServerClient):
+def test_tensors_cross_in_shared_memory(client: triton.InferenceServerClient):
+    key = f"/sie-test-grpc-{os.getpid()}"
+    handle = shared_memory.create_shared_memory_region("io", key, 64)
+    try:
+        shared_memory.set_shared_memory_region(handle, [ROWS])
+        client.register_system_shared_memory("io", key, 64)
+        assert client.get_system_shared_memory_status().regions["io"].byte_size == 64
+        given = triton.InferInput("x", list(ROWS.shape), "FP32")
+        given.set_shared_memory("io", ROWS.nbytes)
+        wanted = triton.InferRequestedOutput("y")
+        wanted.set_shared_memory("io", 32, offset=32)
+        result = client.infer("batched", [given], outputs=[wanted])
+        assert result.get_output("y").parameters["shared_memory_byte_size"].int64_param == ROWS.nbytes
+        assert shared_memory.get_contents_as_numpy(handle, np.float32, ROWS.shape, 32).tolist() == ROWS.tolist()
+        assert client.infer("batched", [given]).as_numpy("y").tolist() == ROWS.tolist()
+        with pytest.raises(InferenceServerException, match="max_client_regions is 1") as caught:
+            client.register_system_shared_memory("more", key, 8)
+        assert status(caught) == "INVALID_ARGUMENT"
+        client.unregister_system_shared_memory()
+        assert not client.get_system_shared_memory_status().regions
+        with pytest.raises(InferenceServerException) as caught:
+            client.infer("batched", [given])
+        assert status(caught) == "NOT_FOUND"
+    finally:
+        shared_memory.destroy_shared_memory_region(handle)
+
+
+def test_models_are_managed_only_where_that_is_asked_for_and_memory_of_a_gpu_is_never_shared(
+    client: triton.InferenceServerClient,
+):
     with pytest.raises(InferenceServerException) as caught:
         client.load_model("batched")
     assert status(caught) == "UNAVAILABLE"
     with pytest.raises(InferenceServerException) as caught:
-        client.register_system_shared_memory("r", "/r", 8)
+        client.register_cuda_shared_memory("r", b"", 0, 8)
     assert status(caught) == "UNIMPLEMENTED"
-    assert not client.get_system_shared_memory_status().regions
     with pytest.raises(InferenceServerException) as caught:
         client.get_cuda_shared_memory_status("r")
     assert status(caught) == "NOT_FOUND"

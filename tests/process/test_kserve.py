@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import http.client
 import json
+import os
 import struct
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import pytest
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from numpy.typing import NDArray
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, shared_memory
 
 from tests import onnx_models
 from tests.process.harness import Server, start_server
@@ -52,11 +53,23 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def listed_config(repository: Path, *more: str) -> Path:
+    """Write OpenVINO Model Server's configuration of a model that is elsewhere, and of others at the same place."""
+    if not more:
+        onnx_models.write(repository.parent / "elsewhere", "files", onnx_models.identity())
+    path = repository.parent / "config.json"
+    entries = [{"config": {"name": name, "base_path": "elsewhere/files"}} for name in ("listed", *more)]
+    path.write_text(json.dumps({"model_config_list": entries}))
+    return path
+
+
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Server]:
     with start_server(
-        "--model-repository", str(repository), "--model", "id=stub:tensor", "--max-tensor-values", "1000"
-    ) as running:
+        "--model-repository", str(repository), "--model", "id=stub:tensor", "--max-tensor-values", "1000",
+        "--max-client-regions", "2",
+        "--model-repository", str(listed_config(repository)),
+    ) as running:  # fmt: skip
         yield running
         wait_no_extents(running.port)
 
@@ -210,10 +223,54 @@ def test_what_the_server_tells_of_itself(client: triton.InferenceServerClient, s
     assert states["batched"]["model_version_status"][0] == {
         "version": "1", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": "OK"},
     }  # fmt: skip
-    assert client.get_system_shared_memory_status() == []
+    with pytest.raises(InferenceServerException, match="CUDA shared memory is not supported"):
+        client.register_cuda_shared_memory("r", b"", 0, 64)
+
+
+def test_tensors_cross_in_shared_memory(client: triton.InferenceServerClient):
+    key = f"/sie-test-http-{os.getpid()}"
+    handle = shared_memory.create_shared_memory_region("io", key, 64)
+    try:
+        shared_memory.set_shared_memory_region(handle, [ROWS])
+        client.register_system_shared_memory("io", key, 64)
+        with pytest.raises(InferenceServerException, match="'io' already in manager"):
+            client.register_system_shared_memory("io", key, 64)
+        shown = {"name": "io", "key": key, "offset": 0, "byte_size": 64}
+        assert client.get_system_shared_memory_status() == client.get_system_shared_memory_status("io") == [shown]
+        given = triton.InferInput("x", list(ROWS.shape), "FP32")
+        given.set_shared_memory("io", ROWS.nbytes)
+        wanted = triton.InferRequestedOutput("y")
+        wanted.set_shared_memory("io", 32, offset=32)
+        for _ in range(2):
+            result = client.infer("batched", [given], outputs=[wanted])
+            assert "data" not in result.get_output("y")
+            assert result.get_output("y")["parameters"]["shared_memory_byte_size"] == ROWS.nbytes
+        assert shared_memory.get_contents_as_numpy(handle, np.float32, ROWS.shape, 32).tolist() == ROWS.tolist()
+        assert client.infer("batched", [given]).as_numpy("y").tolist() == ROWS.tolist()
+        wanted.set_shared_memory("io", 8, offset=32)
+        with pytest.raises(InferenceServerException, match="should be at least 24 bytes"):
+            client.infer("batched", [given], outputs=[wanted])
+        client.unregister_system_shared_memory("io")
+        assert client.get_system_shared_memory_status() == []
+        with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'io'"):
+            client.infer("batched", [given])
+    finally:
+        shared_memory.destroy_shared_memory_region(handle)
     client.unregister_system_shared_memory()
-    with pytest.raises(InferenceServerException, match="shared memory is not supported"):
-        client.register_system_shared_memory("r", "/seg", 64)
+    with pytest.raises(InferenceServerException, match="Unable to open shared memory region"):
+        client.register_system_shared_memory("io", key, 64)
+
+
+def test_models_of_a_configuration_of_ovms_are_served_and_read_again(
+    client: triton.InferenceServerClient, server: Server, repository: Path
+):
+    assert client.infer("listed", [an_input(ROWS)]).as_numpy("y").tolist() == ROWS.tolist()
+    assert "later" not in get(server.port, "/v1/config").json()
+    listed_config(repository, "later")
+    reloaded = send_raw(server.port, raw_request("/v1/config/reload", b"", {}))
+    assert "'broken/versions/1' cannot be loaded" in error(reloaded), "the others are read nevertheless"
+    assert get(server.port, "/v1/config").json()["later"]["model_version_status"][0]["state"] == "AVAILABLE"
+    assert client.infer("later", [an_input(ROWS)]).as_numpy("y").tolist() == ROWS.tolist()
 
 
 def test_statistics_count_rows_and_runs(client: triton.InferenceServerClient, server: Server):
@@ -227,6 +284,11 @@ def test_statistics_count_rows_and_runs(client: triton.InferenceServerClient, se
     assert after["inference_stats"]["fail"]["count"] - before["inference_stats"]["fail"]["count"] == 1
     assert after["inference_count"] - before["inference_count"] >= 6
     assert after["last_inference"] > before["last_inference"]
+    for phase in ("compute_input", "compute_infer", "compute_output"):
+        assert after["inference_stats"][phase]["ns"] > before["inference_stats"][phase]["ns"], phase
+    sizes = {one["batch_size"]: one for one in after["batch_stats"]}
+    assert sizes[2]["compute_infer"]["count"] >= 3
+    assert min(sizes[2][phase]["ns"] for phase in ("compute_input", "compute_infer", "compute_output")) > 0
     assert total(server.port, "sie_requests_total", model="lookup/versions/1", endpoint="infer", status="success") >= 3
 
 

@@ -38,6 +38,7 @@ from sie.frontend.routes.kserve import KServe
 from sie.frontend.services.trtis_service import TrtisService
 from sie.frontend.tensors.encoded_images import TensorImages
 from sie.frontend.tensors.infer import Tensors
+from sie.frontend.tensors.regions import Regions
 from sie.frontend.tensors.text_models import TextTensors
 from sie.ipc import messages
 from sie.ipc.messages import ModelEntry
@@ -86,7 +87,7 @@ class Desk:
         texts = TextTensors(encoder, scorer, lambda: self.generator, limits=lambda: limits, watch=lambda *_: None)
         tensors = Tensors(engine, models, ModelAdmin(models, lambda _message: None), pool,
                           texts=texts, images=TensorImages(images, lambda: limits), watch=lambda *_: None,
-                          decode_pool=pool, served=lambda _: None)  # fmt: skip
+                          decode_pool=pool, served=lambda _: None, regions=Regions(Path("/nowhere"), lambda: limits))  # fmt: skip
         self.process: Any = SimpleNamespace(
             settings=rig.settings, models=models, engine=engine, tensors=tensors, encoder=encoder, scorer=scorer,
             extractor=Extractor(engine, models, limits, pool, images), adapters=None, access=None, host_check=None, tracing=None,

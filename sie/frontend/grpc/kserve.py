@@ -22,7 +22,7 @@ from sie.frontend.tensors.infer import Encode
 from sie.frontend.tensors.lookup import is_servable
 from sie.proto import message_class
 from sie.values.errors import BadRequest, NotFound, SieError
-from sie.values.tensor import TensorRequest, TensorRule
+from sie.values.tensor import RegionPart, TensorRequest, TensorRule
 
 Values = dict[str, Any]
 
@@ -105,6 +105,16 @@ async def unload(service: KServeService, exchange: Exchange, message: Any) -> No
     """Answer `RepositoryModelUnload`."""
     check_repository(message.repository_name)
     await service.unload(message.model_name, _choices(message.parameters), exchange.deadline_ns)
+
+
+def region_status(service: KServeService, exchange: Exchange, message: Any) -> Values:
+    """Answer `SystemSharedMemoryStatus`."""
+    return {"regions": {region["name"]: region for region in service.regions(exchange, message.name)}}
+
+
+def register_region(service: KServeService, exchange: Exchange, message: Any) -> None:
+    """Answer `SystemSharedMemoryRegister`."""
+    service.register_region(exchange, RegionPart(message.name, message.offset, message.byte_size), message.key)
 
 
 def trace_settings(service: KServeService, exchange: Exchange, message: Any) -> Values:

@@ -13,7 +13,7 @@ from sie.frontend.grpc.reflection import Reflection
 from sie.frontend.grpc.trtis import TrtisGrpc
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.routing import Route
-from sie.frontend.services.kserve_service import KServeService, check_region, refuse_region
+from sie.frontend.services.kserve_service import KServeService, check_device_region, refuse_device_region
 from sie.frontend.services.trtis_service import TrtisService, refuse
 from sie.proto import message_class
 from sie.values.api_key import Need
@@ -97,19 +97,12 @@ METHODS: Final = (
     _kserve("RepositoryIndex", kserve.repository_index),
     _kserve("RepositoryModelLoad", kserve.load, need="admin"),
     _kserve("RepositoryModelUnload", kserve.unload, need="admin"),
-    *(
-        row
-        for kind in ("System", "Cuda")
-        for row in (
-            _kserve(f"{kind}SharedMemoryStatus", lambda _s, _x, m: check_region(m.name[:256]), request=_REGION),
-            _kserve(
-                f"{kind}SharedMemoryRegister",
-                lambda _s, _x, _m: refuse_region("in raw_input_contents"),
-                request=_REGION,
-            ),
-            _kserve(f"{kind}SharedMemoryUnregister", lambda _s, _x, _m: None, request=_REGION),
-        )
-    ),
+    _kserve("SystemSharedMemoryStatus", kserve.region_status),
+    _kserve("SystemSharedMemoryRegister", kserve.register_region),
+    _kserve("SystemSharedMemoryUnregister", lambda s, x, m: s.unregister_region(x, m.name)),
+    _kserve("CudaSharedMemoryStatus", lambda _s, _x, m: check_device_region(m.name[:256]), request=_REGION),
+    _kserve("CudaSharedMemoryRegister", lambda _s, _x, _m: refuse_device_region(), request=_REGION),
+    _kserve("CudaSharedMemoryUnregister", lambda _s, _x, _m: None, request=_REGION),
     _kserve("TraceSetting", kserve.trace_settings),
     _kserve("LogSettings", kserve.log_settings),
     _trtis("Status", trtis.status),

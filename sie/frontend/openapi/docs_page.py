@@ -23,6 +23,15 @@ _BOUNDS: Final = (
     ("minimum", "maximum", ""),
 )
 
+_NEEDS: Final = (
+    ("/v1/encode", "dense"), ("/v1/embeddings", "dense"), ("/v1/score", "score"), ("/v1/rerank", "score"), ("/v2/rerank", "score"),
+    ("/rerank", "score"), ("/score", "score"), ("/v1/extract", "json"), ("/classify", "json"), ("/v1/chat", "generate"),
+    ("/v1/completions", "generate"), ("/v1/messages", "generate"), ("/v1/responses", "generate"),
+    ("/v1/generate", "generate"), ("/v2/models/{model}/generate", "generate"), ("/v2/models", "tensor"), ("/v2/repository", "tensor"),
+    ("/api/", "tensor"), ("/v1/models", "any"),
+)  # fmt: skip
+"""The beginnings of paths, and the kind of model that their examples name. The first that fits counts."""
+
 
 @functools.lru_cache(maxsize=2)
 def page(table: RouteTable, limits: Limits) -> bytes:
@@ -58,19 +67,23 @@ def _nav(tag: _Json, operations: list[tuple[str, str, _Json]]) -> str:
         f'<a href="#{operation["operationId"]}"><b class="{method}">{method.upper()}</b> {_text(path)}</a>'
         for method, path, operation in operations
     )
-    return f"<h2>{_text(tag['name'])}</h2>{links}"
+    return f"<details><summary>{_text(tag['name'])}</summary>{links}</details>"
 
 
 def _section(tag: _Json, operations: list[tuple[str, str, _Json]], schemas: _Json) -> str:
     body = "".join(_operation(method, path, operation, schemas) for method, path, operation in operations)
-    return f"<h2>{_text(tag['name'])}</h2><p>{_prose(tag['description'])}</p>{body}"
+    count = f"<small>{len(operations)} routes</small>"
+    return (
+        f'<details class="group"><summary><h2>{_text(tag["name"])} {count}</h2></summary>'
+        f"<p>{_prose(tag['description'])}</p>{body}</details>"
+    )
 
 
 def _operation(method: str, path: str, operation: _Json, schemas: _Json) -> str:
     title = f'<b class="{method}">{method.upper()}</b> <code>{_text(path)}</code>'
     parts = [
-        f'<section class="panel" id="{operation["operationId"]}">',
-        f"<h3>{title} <span>{_text(operation['summary'])}</span></h3>",
+        f'<details class="panel operation" id="{operation["operationId"]}">',
+        f"<summary><h3>{title} <span>{_text(operation['summary'])}</span></h3></summary>",
     ]
     if "description" in operation:
         parts.append(f"<p>{_prose(operation['description'])}</p>")
@@ -79,9 +92,9 @@ def _operation(method: str, path: str, operation: _Json, schemas: _Json) -> str:
         name = _ref_name(next(iter(body["content"].values()))["schema"])
         parts.append(f"<h4>Body: {_prose(' or '.join(f'`{media}`' for media in body['content']))}</h4>")
         parts.append(_fields(schemas[name]))
-    parts.append("<h4>Answers</h4>" + _responses(operation["responses"]))
     parts.append(_trial(method, path, operation))
-    return "".join([*parts, "</section>"])
+    parts.append("<h4>Answers</h4>" + _responses(operation["responses"]))
+    return "".join([*parts, "</details>"])
 
 
 def _responses(responses: _Json) -> str:
@@ -111,9 +124,19 @@ def _trial(method: str, path: str, operation: _Json) -> str:
         example = _text(json.dumps(content["example"], indent=2))
         fields.append(f'<textarea aria-label="Body" rows="{example.count(chr(10)) + 1}">{example}</textarea>')
     return (
-        f'<details data-method="{method.upper()}" data-path="{_text(path)}"><summary>Try it</summary>{"".join(fields)}'
-        '<button type="button">Send</button><pre hidden></pre></details>'
+        f'<div class="trial" data-method="{method.upper()}" data-path="{_text(path)}" data-needs="{_needs(path)}">'
+        f'<h4>Try it</h4>{"".join(fields)}<button type="button" class="send">Send</button><pre class="answer" hidden></pre>'
+        '<details class="code"><summary>As code</summary><div class="tabs">'
+        '<button type="button" data-lang="curl" aria-pressed="true">curl</button>'
+        '<button type="button" data-lang="python" aria-pressed="false">Python</button>'
+        '<button type="button" data-lang="javascript" aria-pressed="false">JavaScript</button>'
+        '<button type="button" class="copy">Copy</button></div><pre class="sample" tabindex="0"></pre></details></div>'
     )
+
+
+def _needs(path: str) -> str:
+    """Return the output or, for tensors, the input of a model that an example for this path needs; empty for none."""
+    return next((needed for start, needed in _NEEDS if path.startswith(start)), "")
 
 
 def _type(name: str, schema: _Json) -> str:
@@ -123,6 +146,8 @@ def _type(name: str, schema: _Json) -> str:
 
 def _fields(schema: _Json) -> str:
     required = schema.get("required", ())
+    if not schema.get("properties"):
+        return ""
     rows = "".join(
         f"<tr><td><code>{_text(name)}</code>{' <em>required</em>' if name in required else ''}</td>"
         f"<td>{_kind(field)}</td><td>{_prose(field.get('description', ''))}</td></tr>"

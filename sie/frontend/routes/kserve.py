@@ -22,12 +22,17 @@ from sie.frontend.http.stream import STREAM_HEADERS
 from sie.frontend.http.threads import LARGE_BYTES, offload
 from sie.frontend.inputs.bounded_json import check_json
 from sie.frontend.process import FrontendProcess
-from sie.frontend.services.kserve_service import KServeService, check_region, check_repository, refuse_region
+from sie.frontend.services.kserve_service import (
+    KServeService,
+    check_device_region,
+    check_repository,
+    refuse_device_region,
+)
 from sie.frontend.tensors.infer import Encode
 from sie.frontend.tensors.lookup import is_servable
 from sie.frontend.tensors.states import rule_of
 from sie.values.errors import BadRequest, Unavailable
-from sie.values.tensor import TensorRequest, TensorRule
+from sie.values.tensor import RegionPart, TensorRequest, TensorRule
 
 _BINARY: Final = ("content-type", "application/octet-stream")
 LENGTH_HEADER: Final = "inference-header-content-length"
@@ -198,17 +203,34 @@ class KServe:
         return _shown(self.service.config_statuses(), 201 if has_changed else 200)
 
     async def region(self, exchange: Exchange) -> Response:
-        """Answer a request about one region of shared memory: this server registers none and refuses to."""
-        region, _, action = exchange.model.rpartition("/")
-        method = _REGION_METHODS.get(action) if region else None
-        if method is None:
-            return Response(404, [JSON], infer.error_body("Not Found"))
-        if exchange.scope.method != method:
-            return Response(405, [JSON, ("allow", method)], infer.error_body("Method Not Allowed"))
-        if action == "status":
-            check_region(region)
-        if action == "register":
-            refuse_region("as binary data")
+        """Answer a request about one region of a client's shared memory."""
+        region, refusal = _region_of(exchange)
+        if refusal is not None:
+            return refusal
+        if exchange.model.endswith("/status"):
+            return _shown(self.service.regions(exchange, region))
+        if exchange.model.endswith("/unregister"):
+            self.service.unregister_region(exchange, region)
+        else:
+            found = models.decode_region(await self._read_small(exchange))
+            part = RegionPart(region, found.offset, found.byte_size)
+            self.service.register_region(exchange, part, found.key)
+        return _done()
+
+    async def unregister_regions(self, exchange: Exchange) -> Response:
+        """Answer `POST /v2/systemsharedmemory/unregister`."""
+        self.service.unregister_region(exchange)
+        return _done()
+
+    async def device_region(self, exchange: Exchange) -> Response:
+        """Answer a request about a region of a GPU's memory: this server registers none and refuses to."""
+        region, refusal = _region_of(exchange)
+        if refusal is not None:
+            return refusal
+        if exchange.model.endswith("/status"):
+            check_device_region(region)
+        if exchange.model.endswith("/register"):
+            refuse_device_region()
         return _done()
 
     async def named_repository(self, exchange: Exchange) -> Response:
@@ -239,6 +261,17 @@ class KServe:
     async def _read_small(self, exchange: Exchange) -> bytes:
         exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
         return await exchange.read_body(self._process.bodies)
+
+
+def _region_of(exchange: Exchange) -> tuple[str, Response | None]:
+    """Return the region that a path names, and a refusal if the path or the method is wrong."""
+    region, _, action = exchange.model.rpartition("/")
+    method = _REGION_METHODS.get(action) if region else None
+    if method is None:
+        return region, Response(404, [JSON], infer.error_body("Not Found"))
+    if exchange.scope.method != method:
+        return region, Response(405, [JSON, ("allow", method)], infer.error_body("Method Not Allowed"))
+    return region, None
 
 
 def _shown(value: Any, status: int = 200) -> Response:

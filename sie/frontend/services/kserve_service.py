@@ -18,6 +18,7 @@ from sie.frontend.tensors.paths import check_version
 from sie.frontend.tensors.states import rule_of
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import BadRequest, NotFound, SieError
+from sie.values.tensor import RegionPart
 
 
 class KServeService:
@@ -104,6 +105,21 @@ class KServeService:
         models.check_manage(parameters, "unload")
         await self.tensors.repository.unload(name, deadline_ns)
 
+    # --- shared memory --------------------------------------------------------------------------------------------
+
+    def regions(self, exchange: Exchange, name: str = "") -> list[dict[str, Any]]:
+        """Return the regions of shared memory that this API key has registered, or one. Raises NotFound."""
+        regions, owner = self.tensors.regions, exchange.owner
+        return [region.shown() for region in ([regions.find(owner, name)] if name else regions.all_of(owner))]
+
+    def register_region(self, exchange: Exchange, region: RegionPart, key: str) -> None:
+        """Register a region of shared memory for this API key. Raises the errors of `Regions.register`."""
+        self.tensors.regions.register(exchange.owner, region, key)
+
+    def unregister_region(self, exchange: Exchange, name: str = "") -> None:
+        """Forget a region of this API key, or all of them."""
+        self.tensors.regions.unregister(exchange.owner, name)
+
     # --- settings -------------------------------------------------------------------------------------------------
 
     def trace_settings(self, exchange: Exchange, name: str) -> dict[str, Any]:
@@ -122,15 +138,15 @@ def unsupported(message: str) -> SieError:
     return SieError(message, code="UNSUPPORTED", http_status=400)
 
 
-def refuse_region(way: str) -> NoReturn:
-    """Refuse to register shared memory; way is how to send tensors instead. Raises SieError."""
-    raise unsupported(f"shared memory is not supported by this server; send tensors {way}")
+def refuse_device_region() -> NoReturn:
+    """Refuse to register memory of a GPU. Raises SieError."""
+    raise unsupported("CUDA shared memory is not supported by this server; use system shared memory, or send tensors")
 
 
-def check_region(name: str) -> None:
-    """Raise NotFound for a named region of shared memory: this server registers none."""
+def check_device_region(name: str) -> None:
+    """Raise NotFound for a named region of a GPU's memory: this server registers none."""
     if name:
-        raise NotFound(f"Unable to find shared memory region: '{name}'")
+        raise NotFound(f"Unable to find cuda shared memory region: '{name}'")
 
 
 def check_repository(name: str) -> None:

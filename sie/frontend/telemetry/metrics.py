@@ -223,21 +223,23 @@ class FrontendMetrics:
         return model if not model or model in self._known_models else UNKNOWN_MODEL
 
 
-def merge(pages: Iterable[CounterPage]) -> Merged:
-    """Merge the records of all pages: counters and histograms by sum, gauges by their family's rule.
+def merge(pages: Iterable[CounterPage], families: Sequence[Family] = FAMILIES) -> Merged:
+    """Merge the records of these families on all pages: counters and histograms by sum, gauges by their family's rule.
 
     Histograms without observations are left out, as are gauges with the value NaN ("not reported"). Raises ProtocolError
     on a broken page, because a sum without it would be wrong.
     """
-    merged: Merged = {family.name: {} for family in FAMILIES}
+    by_name = _BY_NAME if families is FAMILIES else {family.name: family for family in families}
+    merged: Merged = {name: {} for name in by_name}
     num_dropped = 0
     for page in pages:
         num_dropped += page.dropped
         for record in page.records():
-            family = _BY_NAME.get(record.name)
+            family = by_name.get(record.name)
             if family is not None:
                 _merge_record(merged[record.name], family, record)
-    merged[definitions.DROPPED.name][()] = [num_dropped]
+    if definitions.DROPPED.name in merged:
+        merged[definitions.DROPPED.name][()] = [num_dropped]
     return merged
 
 

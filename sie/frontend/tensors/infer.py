@@ -22,6 +22,7 @@ from sie.frontend.tensors.checks import check_request
 from sie.frontend.tensors.encoded_images import TensorImages
 from sie.frontend.tensors.held_reply import HeldReply, hold
 from sie.frontend.tensors.lookup import TensorTable, is_servable
+from sie.frontend.tensors.regions import Regions
 from sie.frontend.tensors.repository import RepositoryAdmin
 from sie.frontend.tensors.states import rule_of
 from sie.frontend.tensors.text_models import TEXT_PLATFORMS, TextTensors, Watch
@@ -64,6 +65,7 @@ class Tensors:
         watch: Watch,
         decode_pool: ThreadPoolExecutor,
         served: Callable[[str], None],
+        regions: Regions,
     ) -> None:
         self.table = TensorTable(models)
         self.repository = RepositoryAdmin(self.table, models, admin)
@@ -71,6 +73,7 @@ class Tensors:
         self._models = models
         self._texts = texts
         self._images = images
+        self.regions = regions
         self._watch = watch
         self._pool = pool
         self._decode_pool = decode_pool
@@ -94,8 +97,22 @@ class Tensors:
             request, encode = decode(model, rule)
         else:
             request, encode = await offload(self._decode_pool, num_bytes, decode, model, rule)
+        if request.uses_regions:
+            return await self._answer_in_regions(exchange, request, rule, encode)
         exchange.decoded_ns = time.monotonic_ns()
         return await self.encoded(exchange, await self.infer(request, exchange), rule, encode)
+
+    async def _answer_in_regions(
+        self, exchange: Exchange, request: TensorRequest, rule: TensorRule, encode: Encode[T]
+    ) -> T:
+        """Answer a request with inputs or outputs in clients' shared memory."""
+        regions, owner = self.regions, exchange.owner
+        with regions.holding(request.region_bytes):
+            filled = await offload(self._decode_pool, request.region_bytes, regions.filled, owner, request)
+            exchange.decoded_ns = time.monotonic_ns()
+            held = await self.infer(filled, exchange)
+        store = partial(regions.stored, owner, request)
+        return await self.encoded(exchange, held, rule, partial(_encode_stored, store, encode))
 
     async def encoded(self, exchange: Exchange, held: HeldReply, rule: TensorRule, encode: Encode[T]) -> T:
         """Encode an answer, in a thread if it is large, and release its reply."""
@@ -146,7 +163,7 @@ class Tensors:
     def plain_plan_of(self, entry: ModelEntry, request: TensorRequest) -> Plan | None:
         """Return the cached plan of a request that only needs `start`, or None."""
         rule = entry.card.tensor
-        plan = self._plan_of(rule, request) if rule is not None else None
+        plan = self._plan_of(rule, request) if rule is not None and not request.uses_regions else None
         return plan if plan is not None and plan.is_plain else None
 
     def start(self, entry: ModelEntry, plan: Plan, parts: Sequence[memoryview], deadline_ns: int) -> Pending:
@@ -309,6 +326,13 @@ async def _is_set_by(event: asyncio.Event, deadline_ns: int) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def _encode_stored(
+    store: Callable[[TensorReply], TensorReply], encode: Encode[T], reply: TensorReply, rule: TensorRule
+) -> T:
+    """Encode a reply after its outputs were written to regions of shared memory."""
+    return encode(store(reply), rule)
 
 
 def _distinct(outputs: Iterable[str]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Container
 from typing import Any, Final
 
 from sie.values.errors import BadRequest
-from sie.values.tensor import TensorRule
+from sie.values.tensor import RegionPart, TensorRule
 
 EMPTY_FINAL_RESPONSE: Final = "triton_enable_empty_final_response"
 """The gRPC parameter that asks for a mark on the last reply to a request on a stream."""
@@ -53,6 +53,22 @@ def unsigned(parameters: dict[str, Any], name: str) -> int:
     if type(value) is not int or not 0 <= value < _UNSIGNED_LIMIT:
         raise BadRequest(f"parameter '{name}' must be an integer that is not negative")
     return value
+
+
+def region_part(parameters: dict[str, Any], name: str) -> RegionPart | None:
+    """Return the place of a tensor in a client's shared memory, or None. name is the tensor's. Raises BadRequest."""
+    region = parameters.get("shared_memory_region")
+    if region is None:
+        return None
+    if not isinstance(region, str) or not region:
+        raise BadRequest(f"'{name}': parameter 'shared_memory_region' must be the name of a region")
+    if "shared_memory_byte_size" not in parameters:
+        raise BadRequest(f"'{name}': parameter 'shared_memory_byte_size' is missing")
+    if parameters.get("binary_data") is True or "binary_data_size" in parameters or parameters.get("classification"):
+        raise BadRequest(f"'{name}': shared memory excludes 'binary_data', 'binary_data_size' and 'classification'")
+    return RegionPart(
+        region, unsigned(parameters, "shared_memory_offset"), unsigned(parameters, "shared_memory_byte_size")
+    )
 
 
 def checked_priority(priority: int, rule: TensorRule) -> int:

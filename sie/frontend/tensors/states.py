@@ -19,6 +19,24 @@ class VersionState(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+class Spent(msgspec.Struct, frozen=True, kw_only=True):
+    """How many steps or requests there were, and their time by phase, in nanoseconds."""
+
+    count: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+
+
+class RequestFigures(Spent, frozen=True, kw_only=True):
+    """The requests of one size that workers answered; count and the phases are those of success."""
+
+    success_ns: int = 0
+    queue_ns: int = 0
+    num_failed: int = 0
+    failed_ns: int = 0
+
+
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of one version since the server started; times in nanoseconds."""
 
@@ -27,7 +45,13 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     success_ns: int = 0
     failure_ns: int = 0
     queue_ns: int = 0
+    input_ns: int = 0
     infer_ns: int = 0
+    output_ns: int = 0
+    steps: dict[int, Spent] = {}
+    """The steps by their batch size, ascending."""
+    requests: dict[int, RequestFigures] = {}
+    """The requests by their own batch size, ascending."""
     num_rows: int = 0
     """Batch items that were computed."""
     num_steps: int = 0

@@ -61,7 +61,9 @@ class ReplyWriter:
             _put_rows(items, finished)
         for place, output, arrays in ragged:
             _keep(items[place], output, arrays)
-        for item, tensors in zip(items, outputs.tensors or (), strict=outputs.tensors is not None):
+        for item, tensors in zip(
+            items, outputs.tensors.outputs if outputs.tensors else (), strict=outputs.tensors is not None
+        ):
             if not item.request.ended:
                 item.request.keep_tensors(tensors)
         for request in {id(item.request): item.request for item in items}.values():

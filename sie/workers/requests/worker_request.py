@@ -117,7 +117,7 @@ class Request:
     """
 
     __slots__ = (
-        "_layout", "_lease", "_payload", "_view", "comparison", "costs", "deadline_ns", "ended", "header", "inference_ns",
+        "_layout", "_lease", "_payload", "_view", "comparison", "costs", "deadline_ns", "ended", "has_failed", "header", "inference_ns",
         "inflight_entry", "inputs", "is_alone", "is_ragged", "link", "num_left", "postprocessing_ns", "ragged",
         "request_id", "started_ns",
     )  # fmt: skip
@@ -137,7 +137,7 @@ class Request:
         self.comparison = Comparison(self.header) if self.header.compared else None
         self.ragged: RaggedReply | KeptTensors | None = None
         self.started_ns = self.inference_ns = self.postprocessing_ns = 0
-        self.ended = False
+        self.ended = self.has_failed = False
         self._lease: Lease | None = None
         self._layout: ReplyLayout | None = None
         self._payload = _NO_BYTES
@@ -244,7 +244,7 @@ class Request:
         """Send an error instead of rows."""
         self._give_back()
         send_error(self.link, self.request_id, error)
-        self.ended = True
+        self.ended = self.has_failed = True
 
     def drop(self) -> None:
         """Drop the request because its frontend is gone."""

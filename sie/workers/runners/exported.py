@@ -5,6 +5,7 @@ Inputs are copied: a program may change them in place, and the extents are read-
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from sie.values.errors import BadRequest
 from sie.workers.device.device import resolve_device
 from sie.workers.device.fallbacks import note
 from sie.workers.device.faults import is_device_lost, is_out_of_memory, raise_if_lost
-from sie.workers.model_api import OutputTensor, TensorInputs
+from sie.workers.model_api import TensorInputs, TensorOutputs
 from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes
 
 _FAULTS = (RuntimeError, ValueError, KeyError, AssertionError, TypeError, AttributeError)
@@ -84,13 +85,20 @@ class ExportedRunner:
         self._in_spec = in_spec
         self._device = device
 
-    def run_tensors(self, requests: Sequence[TensorInputs]) -> list[tuple[OutputTensor, ...]]:
-        """Return each request's outputs. Raises BadRequest for inputs that the program rejects, else Internal."""
+    def run_tensors(self, requests: Sequence[TensorInputs]) -> TensorOutputs:
+        """Return each request's outputs. Raises BadRequest for inputs that the program rejects, else Internal.
+
+        The run ends when its outputs are in the memory of the host.
+        """
+        began_ns = time.monotonic_ns()
         wanted = requests[0].task.outputs or tuple(spec.name for spec in self._rule.outputs)
         tensors = [self._input(name, requests) for name in self._inputs]
+        fed_ns = time.monotonic_ns()
         results = self._run(tensors)
         arrays = [self._array(results, name) for name in wanted]
-        return cut_rows(self.card.id, requests, wanted, arrays, self._datatypes)
+        ran_ns = time.monotonic_ns()
+        outputs = cut_rows(self.card.id, requests, wanted, arrays, self._datatypes)
+        return TensorOutputs(outputs, fed_ns - began_ns, time.monotonic_ns() - ran_ns)
 
     def _input(self, name: str, requests: Sequence[TensorInputs]) -> torch.Tensor:
         """Return one input of all requests, on the device; BF16 arrives as its bits."""

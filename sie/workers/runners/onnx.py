@@ -27,7 +27,7 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, DeadlineExceeded
 from sie.values.tensor import TensorRule
 from sie.workers.device.fallbacks import note
-from sie.workers.model_api import OutputTensor, TensorInputs
+from sie.workers.model_api import TensorInputs, TensorOutputs
 from sie.workers.runners.row_probe import probe_rows
 from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes, without_source
 
@@ -160,16 +160,20 @@ class OnnxRunner:
         if time.monotonic_ns() - until_ns > limit.limit_s * 1e9:
             options.terminate = True  # onnxruntime reads it between two nodes, also in a loop
 
-    def run_tensors(self, requests: Sequence[TensorInputs]) -> list[tuple[OutputTensor, ...]]:
+    def run_tensors(self, requests: Sequence[TensorInputs]) -> TensorOutputs:
         """Return each request's outputs. Raises BadRequest for inputs that the model rejects, else Internal."""
+        began_ns = time.monotonic_ns()
         first = requests[0].task
         wanted = list(first.outputs or self._datatypes)
         feed: dict[str, NDArray[Any]] = {}
         for form in first.inputs:
             parts = [as_array(*input_of(request, form.name)) for request in requests]
             feed[form.name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        fed_ns = time.monotonic_ns()
         arrays = self._run(wanted, feed)
-        return cut_rows(self.card.id, requests, wanted, arrays, self._datatypes)
+        ran_ns = time.monotonic_ns()
+        outputs = cut_rows(self.card.id, requests, wanted, arrays, self._datatypes)
+        return TensorOutputs(outputs, fed_ns - began_ns, time.monotonic_ns() - ran_ns)
 
     def _run(self, wanted: list[str], feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
         options = onnxruntime.RunOptions()

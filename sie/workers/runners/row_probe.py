@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.runtime.logs import get_logger
-from sie.values.tensor import DATATYPES, TensorRule, TensorSpec
+from sie.values.tensor import DATATYPES, TensorRule
 from sie.values.work import TensorForm, TensorTask
 from sie.workers.device.faults import raise_if_lost
 from sie.workers.model_api import OutputTensor, TensorInputs, TensorRunner
@@ -50,23 +50,25 @@ def _treats_rows_independently(runner: TensorRunner, rule: TensorRule, size: int
     rng = np.random.default_rng(0)
     for counts in _ROWS:
         requests = [_random_request(rule, count, size, rng) for count in counts]
-        alone = [output for request in requests for output in runner.run_tensors([request])[0]]
-        together = [output for outputs in runner.run_tensors(requests) for output in outputs]
+        alone = [output for request in requests for output in runner.run_tensors([request]).outputs[0]]
+        together = [output for outputs in runner.run_tensors(requests).outputs for output in outputs]
         if not all(_are_alike(*pair) for pair in zip(alone, together, strict=True)):
             return False
     return True
 
 
 def _random_request(rule: TensorRule, num_rows: int, size: int, rng: np.random.Generator) -> TensorInputs:
-    arrays = [_random(spec, (num_rows, *(size if n < 0 else n for n in spec.shape[1:])), rng) for spec in rule.inputs]
+    shapes = [(num_rows, *(size if n < 0 else n for n in spec.shape[1:])) for spec in rule.inputs]
+    arrays = [random_array(spec.datatype, shape, rng) for spec, shape in zip(rule.inputs, shapes, strict=True)]
     forms = [TensorForm(spec.name, spec.datatype, a.shape) for spec, a in zip(rule.inputs, arrays, strict=True)]
     return TensorInputs(TensorTask(tuple(forms), (), 0), tuple(a.reshape(-1).view(np.uint8) for a in arrays))
 
 
-def _random(spec: TensorSpec, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[Any]:
-    if spec.datatype == "BF16":
+def random_array(datatype: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[Any]:
+    """Return random numbers of a datatype except BYTES: normal, or 0 and 1 for integers. BF16 is its bits."""
+    if datatype == "BF16":
         return (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    dtype = np.dtype(DATATYPES[spec.datatype])
+    dtype = np.dtype(DATATYPES[datatype])
     if dtype.kind == "f":
         return rng.standard_normal(shape).astype(dtype)
     return rng.integers(0, 2, shape).astype(dtype)  # valid indices for any table

@@ -24,7 +24,7 @@ from sie.values.errors import Internal
 from sie.values.extract import Classification, DetectedObject, Entity, Extraction, ExtractTask
 from sie.values.work import TensorForm, TensorTask
 from sie.workers.device.faults import DeviceLostError
-from sie.workers.model_api import ImageItem, OutputTensor, RowStep, StepOutputs, TensorInputs, Want
+from sie.workers.model_api import ImageItem, OutputTensor, RowStep, StepOutputs, TensorInputs, TensorOutputs, Want
 from sie.workers.runners.stub_faults import StubFaults
 
 _NUM_ENTRIES = 16
@@ -93,10 +93,10 @@ class StubRunner:
             for item, task in zip(inputs, tasks, strict=True)
         ]
 
-    def run_tensors(self, requests: Sequence[TensorInputs]) -> list[tuple[OutputTensor, ...]]:
+    def run_tensors(self, requests: Sequence[TensorInputs]) -> TensorOutputs:
         """Return each request's inputs as its outputs, without a copy; takes as long as `run_texts`."""
         self._spend(sum(request.task.cost for request in requests))
-        return [_identity(request) for request in requests]
+        return TensorOutputs([_identity(request) for request in requests])
 
     def _take_time(self, texts: Sequence[bytes | memoryview | NDArray[np.uint8]]) -> None:
         options = self._options

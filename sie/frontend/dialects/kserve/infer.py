@@ -22,10 +22,17 @@ from sie.frontend.dialects.kserve.tensor_json import elements_from_json, element
 from sie.frontend.inputs.bounded_json import check_json, check_utf8, decode_typed
 from sie.frontend.tensors.classification import as_class_tensor, spec_of
 from sie.frontend.tensors.image_inputs import image_form
-from sie.frontend.tensors.parameters import check_sequence, checked_parameters, checked_priority, flag, unsigned
+from sie.frontend.tensors.parameters import (
+    check_sequence,
+    checked_parameters,
+    checked_priority,
+    flag,
+    region_part,
+    unsigned,
+)
 from sie.values.bytes_tensor import frame_elements
 from sie.values.errors import BadRequest
-from sie.values.tensor import ITEM_BYTES, MAX_RANK, Tensor, TensorReply, TensorRequest, TensorRule
+from sie.values.tensor import ITEM_BYTES, MAX_RANK, RegionPart, Tensor, TensorReply, TensorRequest, TensorRule
 
 _MAX_TENSORS: Final = 1024
 _ABSENT: Final = msgspec.Raw(b"")
@@ -78,6 +85,8 @@ class Wanted(msgspec.Struct, frozen=True):
     name: str
     is_binary: bool
     num_classes: int = 0
+    part: RegionPart | None = None
+    """Its place in a client's shared memory."""
 
 
 class InferCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +122,7 @@ def decode_infer(body: bytes, header_length: str | None, model: str, rule: Tenso
     inputs = [reader.read(item, is_only=len(head.inputs) == 1) for item in head.inputs]
     reader.check_end()
     request = TensorRequest(
-        model=model, inputs=inputs, outputs=head.outputs, id=head.id, priority=checked_priority(head.priority, rule),
+        model=model, inputs=inputs, outputs=head.outputs, stores=stores_of(head.wanted), id=head.id, priority=checked_priority(head.priority, rule),
         timeout_us=head.timeout_us, parameters=head.parameters,
     )  # fmt: skip
     return InferCall(request=request, wanted=head.wanted, is_binary=head.is_binary)
@@ -128,6 +137,7 @@ class _InputHead(NamedTuple):
     num_elements: int
     data: msgspec.Raw | None
     binary_bytes: int | None
+    part: RegionPart | None = None
 
 
 class _Head(NamedTuple):
@@ -171,13 +181,14 @@ def _input_head(item: InferInput) -> _InputHead:
     if item.datatype not in ITEM_BYTES:
         raise BadRequest(f"invalid datatype '{item.datatype}' for input {item.name}")
     parameters = checked_parameters(item.parameters)
-    if "shared_memory_region" in parameters:
-        raise BadRequest(f"input '{item.name}': shared memory is not supported by this server")
+    part = region_part(parameters, item.name)
     data = item.data if memoryview(item.data).nbytes else None
     binary_bytes = unsigned(parameters, "binary_data_size") if "binary_data_size" in parameters else None
     if data is not None and binary_bytes is not None:
         raise BadRequest(f"{_MIXED} But set 'data' 'binary_data_size' for input '{item.name}'")
-    return _InputHead(item.name, item.datatype, tuple(item.shape), prod(item.shape), data, binary_bytes)
+    if data is not None and part is not None:
+        raise BadRequest(f"{_MIXED} But set 'data' 'shared_memory_region' for input '{item.name}'")
+    return _InputHead(item.name, item.datatype, tuple(item.shape), prod(item.shape), data, binary_bytes, part)
 
 
 class _TensorReader:
@@ -191,6 +202,8 @@ class _TensorReader:
         self._max_values = max_values
 
     def read(self, item: _InputHead, *, is_only: bool) -> Tensor:
+        if item.part is not None:
+            return Tensor(item.name, item.datatype, item.shape, memoryview(b""), item.part)
         if item.data is not None:
             data = memoryview(self._from_json(item, item.data))
         elif item.binary_bytes is not None:
@@ -297,12 +310,16 @@ def _wanted(outputs: Sequence[InferOutput], *, is_binary: bool) -> tuple[Wanted,
     wanted: dict[str, Wanted] = {}
     for output in outputs:
         parameters = checked_parameters(output.parameters)
-        if "shared_memory_region" in parameters:
-            raise BadRequest(f"output '{output.name}': shared memory is not supported by this server")
+        part = region_part(parameters, output.name)
         binary = flag(parameters, "binary_data", default=is_binary)
         num_classes = unsigned(parameters, "classification")
-        wanted.setdefault(output.name, Wanted(output.name, binary, num_classes))
+        wanted.setdefault(output.name, Wanted(output.name, binary, num_classes, part))
     return tuple(wanted.values())
+
+
+def stores_of(wanted: Sequence[Wanted]) -> dict[str, RegionPart]:
+    """Return the places of outputs in clients' shared memory, by name."""
+    return {one.name: one.part for one in wanted if one.part is not None}
 
 
 def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:
@@ -313,7 +330,7 @@ def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple
     if any(one.num_classes for one in call.wanted):
         reply = ranked(call, reply, rule)
     ways = {wanted.name: wanted.is_binary for wanted in call.wanted}
-    are_binary = all(ways.get(output.name, call.is_binary) for output in reply.outputs)
+    are_binary = all(ways.get(output.name, call.is_binary) and output.part is None for output in reply.outputs)
     if are_binary and 0 < len(reply.outputs) <= _MAX_CACHED_OUTPUTS:
         forms = tuple([(output.name, output.datatype, output.shape, len(output.data)) for output in reply.outputs])
         text = _head_start(rule, call.request.id, reply.cuts) + _binary_outputs(forms)
@@ -321,7 +338,9 @@ def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple
     entries: list[dict[str, Any]] = []
     tails: list[memoryview] = []
     for output in reply.outputs:
-        if ways.get(output.name, call.is_binary):
+        if output.part is not None:
+            entries.append(_stored_entry(output, output.part))
+        elif ways.get(output.name, call.is_binary):
             entries.append(_binary_entry(output.name, output.datatype, output.shape, len(output.data)))
             tails.append(output.data)
         else:
@@ -370,6 +389,16 @@ def _binary_outputs(forms: tuple[tuple[str, str, tuple[int, ...], int], ...]) ->
 
 def _binary_entry(name: str, datatype: str, shape: tuple[int, ...], nbytes: int) -> dict[str, Any]:
     return {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": nbytes}}
+
+
+def _stored_entry(output: Tensor, part: RegionPart) -> dict[str, Any]:
+    """Return an output whose bytes are in a client's shared memory."""
+    parameters = {
+        "shared_memory_region": part.name,
+        "shared_memory_offset": part.offset,
+        "shared_memory_byte_size": part.nbytes,
+    }
+    return {"name": output.name, "datatype": output.datatype, "shape": output.shape, "parameters": parameters}
 
 
 def error_body(message: str) -> bytes:

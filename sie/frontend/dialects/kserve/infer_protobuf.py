@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sie.frontend.dialects.kserve.infer import TRUNCATED, InferCall, Wanted, cut_text, ranked
+from sie.frontend.dialects.kserve.infer import TRUNCATED, InferCall, Wanted, cut_text, ranked, stores_of
 from sie.frontend.dialects.kserve.protobuf_wire import append_bytes, cut_views, parse
 from sie.frontend.tensors.parameters import (
     EMPTY_FINAL_RESPONSE,
@@ -21,12 +21,13 @@ from sie.frontend.tensors.parameters import (
     checked_parameters,
     checked_priority,
     flag,
+    region_part,
     unsigned,
 )
 from sie.proto import message_class
 from sie.values.bytes_tensor import frame_elements
 from sie.values.errors import BadRequest
-from sie.values.tensor import DATATYPES, Tensor, TensorReply, TensorRequest, TensorRule
+from sie.values.tensor import DATATYPES, RegionPart, Tensor, TensorReply, TensorRequest, TensorRule
 
 FINAL_RESPONSE: Final = "triton_final_response"
 _RAW_INPUTS: Final = 7
@@ -86,6 +87,8 @@ class _Form(NamedTuple):
     priority: int
     timeout_us: int
     parameters: dict[str, Any]
+    parts: tuple[RegionPart | None, ...]
+    """The place of each input in a client's shared memory, if it is there."""
 
 
 def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values: int) -> InferCall:
@@ -96,11 +99,12 @@ def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values:
     if raw:
         inputs = _raw_inputs(form, raw, rule.name)
     else:
-        for item in message.inputs:
-            inputs.append(Tensor(item.name, item.datatype, tuple(item.shape), _typed(item, max_values)))
-            max_values -= prod(item.shape)
+        for item, part in zip(message.inputs, form.parts, strict=True):
+            data = _typed(item, max_values) if part is None else memoryview(b"")
+            inputs.append(Tensor(item.name, item.datatype, tuple(item.shape), data, part))
+            max_values -= prod(item.shape) if part is None else 0
     request = TensorRequest(
-        model=model, inputs=inputs, outputs=form.outputs, id=message.id,
+        model=model, inputs=inputs, outputs=form.outputs, stores=stores_of(form.wanted), id=message.id,
         priority=checked_priority(form.priority, rule), timeout_us=form.timeout_us, parameters=form.parameters,
     )  # fmt: skip
     return InferCall(request=request, wanted=form.wanted, is_binary=True)
@@ -118,13 +122,15 @@ def _form_of(message: Any) -> _Form:
     check_sequence(parameters, least_id=-_WRAPPED)
     flag(parameters, EMPTY_FINAL_RESPONSE)
     wanted = _wanted(message.outputs)
-    for item in message.inputs:
-        _check_parameters(item)
+    parts = tuple([region_part(_parameters(item.parameters), item.name) for item in message.inputs])
+    for item, part in zip(message.inputs, parts, strict=True):
+        if part is not None and item.HasField("contents"):
+            raise BadRequest(f"input '{item.name}' is in shared memory, and its contents must not be set")
     typed = next((item.name for item in message.inputs if item.HasField("contents")), None)
     return _Form(
         tuple([(item.name, item.datatype, tuple(item.shape)) for item in message.inputs]),
         typed, wanted, tuple([output.name for output in wanted]),
-        unsigned(parameters, "priority"), unsigned(parameters, "timeout"), parameters,
+        unsigned(parameters, "priority"), unsigned(parameters, "timeout"), parameters, parts,
     )  # fmt: skip
 
 
@@ -138,20 +144,16 @@ def _raw_inputs(form: _Form, raw: Sequence[memoryview], model: str) -> list[Tens
         raise BadRequest(
             f"contents field must not be specified when using raw_input_contents for '{form.typed}' for model '{model}'"
         )
-    if len(raw) < len(form.inputs):
-        raise BadRequest(
-            f"unable to find data for input tensor '{form.inputs[len(raw)][0]}' for model '{model}' in request."
-        )
-    if len(raw) > len(form.inputs):
-        raise BadRequest(
-            f"Size of raw_input_contents: {len(raw)} is different than number of inputs: {len(form.inputs)}"
-        )
-    return [Tensor(*item, data) for item, data in zip(form.inputs, raw, strict=True)]
-
-
-def _check_parameters(item: Any) -> None:
-    if "shared_memory_region" in _parameters(item.parameters):
-        raise BadRequest(f"'{item.name}': shared memory is not supported by this server")
+    sent = [item for item, part in zip(form.inputs, form.parts, strict=True) if part is None]
+    if len(raw) < len(sent):
+        raise BadRequest(f"unable to find data for input tensor '{sent[len(raw)][0]}' for model '{model}' in request.")
+    if len(raw) > len(sent):
+        raise BadRequest(f"Size of raw_input_contents: {len(raw)} is different than number of inputs: {len(sent)}")
+    views = iter(raw)
+    return [
+        Tensor(*item, next(views) if part is None else memoryview(b""), part)
+        for item, part in zip(form.inputs, form.parts, strict=True)
+    ]
 
 
 def _typed(item: Any, max_values: int) -> memoryview:
@@ -198,9 +200,9 @@ def _wanted(outputs: Sequence[Any]) -> tuple[Wanted, ...]:
     """Return the requested outputs, each once."""
     wanted: dict[str, Wanted] = {}
     for output in outputs:
-        _check_parameters(output)
-        num_classes = unsigned(_parameters(output.parameters), "classification")
-        wanted.setdefault(output.name, Wanted(output.name, is_binary=True, num_classes=num_classes))
+        parameters = _parameters(output.parameters)
+        part, num_classes = region_part(parameters, output.name), unsigned(parameters, "classification")
+        wanted.setdefault(output.name, Wanted(output.name, is_binary=True, num_classes=num_classes, part=part))
     return tuple(wanted.values())
 
 
@@ -219,7 +221,7 @@ def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule, *, is_fi
     """Return a ModelInferResponse. is_final marks the last reply to a request on a stream. Raises the errors of `ranked`."""
     if any(one.num_classes for one in call.wanted):
         reply = ranked(call, reply, rule)
-    forms = tuple([(output.name, output.datatype, output.shape) for output in reply.outputs])
+    forms = tuple([(output.name, output.datatype, output.shape, output.part) for output in reply.outputs])
     head = (_response_head if len(forms) <= _MAX_CACHED_OUTPUTS else _response_head.__wrapped__)(
         rule.name, rule.version, forms, is_final=is_final
     )
@@ -234,14 +236,18 @@ def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule, *, is_fi
 
 @lru_cache(maxsize=256)
 def _response_head(
-    name: str, version: str, forms: tuple[tuple[str, str, tuple[int, ...]], ...], *, is_final: bool
+    name: str, version: str, forms: tuple[tuple[str, str, tuple[int, ...], RegionPart | None], ...], *, is_final: bool
 ) -> bytes:
     """Return the part that all replies of one form share: names, types and shapes."""
     response = _RESPONSE(model_name=name, model_version=version)
     if is_final:
         response.parameters[FINAL_RESPONSE].bool_param = True
-    for output, datatype, shape in forms:
-        response.outputs.add(name=output, datatype=datatype, shape=shape)
+    for output, datatype, shape, part in forms:
+        described = response.outputs.add(name=output, datatype=datatype, shape=shape)
+        if part is not None:  # its entry of raw_output_contents is empty, so that the others keep their places
+            described.parameters["shared_memory_region"].string_param = part.name
+            described.parameters["shared_memory_offset"].int64_param = part.offset
+            described.parameters["shared_memory_byte_size"].int64_param = part.nbytes
     return response.SerializeToString()
 
 

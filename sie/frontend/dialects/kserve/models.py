@@ -13,12 +13,12 @@ import msgspec
 
 from sie import __version__
 from sie.frontend.inputs.bounded_json import decode_typed
-from sie.frontend.tensors.states import Figures, VersionState
+from sie.frontend.tensors.states import Figures, Spent, VersionState
 from sie.values.card import ModelState
 from sie.values.errors import BadRequest
 from sie.values.tensor import TensorRule, TensorSpec
 
-EXTENSIONS: Final = ("classification", "model_repository", "schedule_policy", "model_configuration", "binary_tensor_data", "parameters",
+EXTENSIONS: Final = ("classification", "model_repository", "schedule_policy", "model_configuration", "system_shared_memory", "binary_tensor_data", "parameters",
                      "statistics")  # fmt: skip
 _INDEX_STATES: Final[dict[ModelState, str]] = {
     "loaded": "READY", "loading": "LOADING", "unloading": "UNLOADING", "failed": "UNAVAILABLE", "available": "UNAVAILABLE",
@@ -36,7 +36,16 @@ class _ManageBody(msgspec.Struct):
     parameters: dict[Annotated[str, msgspec.Meta(max_length=256)], Any] = {}
 
 
+class RegionBody(msgspec.Struct):
+    """A region of shared memory to register."""
+
+    key: str
+    byte_size: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    offset: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
+
+
 _INDEX: Final = msgspec.json.Decoder(_IndexBody)
+_REGION: Final = msgspec.json.Decoder(RegionBody)
 _MANAGE: Final = msgspec.json.Decoder(_ManageBody)
 
 
@@ -82,6 +91,11 @@ def decode_manage(body: bytes) -> Mapping[str, Any]:
     return decode_typed(_MANAGE, body).parameters if body else {}
 
 
+def decode_region(body: bytes) -> RegionBody:
+    """Return the region in a body. Raises BadRequest."""
+    return decode_typed(_REGION, body)
+
+
 def check_manage(parameters: Mapping[str, Any], action: str) -> None:
     """Raise BadRequest for a parameter that a load or an unload does not have; action is `load` or `unload`.
 
@@ -116,17 +130,26 @@ def _statistics(name: str, version: str, found: Figures) -> dict[str, Any]:
             "success": {"count": found.num_succeeded, "ns": found.success_ns},
             "fail": {"count": found.num_failed, "ns": found.failure_ns},
             "queue": {"count": found.num_succeeded, "ns": found.queue_ns},
-            "compute_input": {"count": found.num_succeeded, "ns": 0},
+            "compute_input": {"count": found.num_succeeded, "ns": found.input_ns},
             "compute_infer": {"count": found.num_succeeded, "ns": found.infer_ns},
-            "compute_output": {"count": found.num_succeeded, "ns": 0},
+            "compute_output": {"count": found.num_succeeded, "ns": found.output_ns},
             "cache_hit": {"count": 0, "ns": 0},
             "cache_miss": {"count": 0, "ns": 0},
         },
         "response_stats": {},
-        "batch_stats": [],
+        "batch_stats": [_batch_statistics(*size) for size in found.steps.items()],
         "memory_usage": [{"type": found.device, "id": 0, "byte_size": found.memory_bytes}]
         if found.memory_bytes
         else [],
+    }
+
+
+def _batch_statistics(num_rows: int, steps: Spent) -> dict[str, Any]:
+    return {
+        "batch_size": num_rows,
+        "compute_input": {"count": steps.count, "ns": steps.input_ns},
+        "compute_infer": {"count": steps.count, "ns": steps.infer_ns},
+        "compute_output": {"count": steps.count, "ns": steps.output_ns},
     }
 
 

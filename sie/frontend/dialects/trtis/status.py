@@ -14,7 +14,7 @@ from google.protobuf import json_format, text_format
 
 from sie import __version__
 from sie.frontend.dialects.trtis.infer import one_line
-from sie.frontend.tensors.states import Figures
+from sie.frontend.tensors.states import Figures, RequestFigures
 from sie.proto import message_class
 from sie.values.card import ModelState
 from sie.values.errors import (
@@ -118,15 +118,32 @@ def _add_figures(version: Any, figures: Figures) -> None:
     version.model_execution_count = figures.num_steps
     version.model_inference_count = figures.num_rows
     version.last_inference_timestamp_milliseconds = figures.last_used_ms
-    if figures.num_succeeded or figures.num_failed:
-        stats = version.infer_stats[1]
+    for num_rows, found in _by_size(figures).items():
+        stats = version.infer_stats[num_rows]
         for name, count, total_ns in (
-            ("success", figures.num_succeeded, figures.success_ns), ("failed", figures.num_failed, figures.failure_ns),
-            ("compute", figures.num_succeeded, figures.infer_ns), ("queue", figures.num_succeeded, figures.queue_ns),
-            ("compute_infer", figures.num_succeeded, figures.infer_ns),
+            ("success", found.count, found.success_ns), ("failed", found.num_failed, found.failed_ns),
+            ("compute", found.count, found.input_ns + found.infer_ns + found.output_ns), ("queue", found.count, found.queue_ns),
+            ("compute_input", found.count, found.input_ns), ("compute_infer", found.count, found.infer_ns),
+            ("compute_output", found.count, found.output_ns),
         ):  # fmt: skip
             duration = getattr(stats, name)
             duration.count, duration.total_time_ns = count, total_ns
+
+
+def _by_size(figures: Figures) -> dict[int, RequestFigures]:
+    """Return the requests by batch size. Key 0 has those of no known size: failures before a worker, and text models."""
+    known = figures.requests.values()
+    is_text = bool(figures.num_succeeded) and not known
+    num_failed = max(0, figures.num_failed - sum(each.num_failed for each in known))
+    if not is_text and not num_failed:
+        return figures.requests
+    failed_ns = max(0, figures.failure_ns - sum(each.failed_ns for each in known)) if num_failed else 0
+    rest = RequestFigures(num_failed=num_failed, failed_ns=failed_ns)
+    if is_text:
+        rest = msgspec.structs.replace(
+            rest, count=figures.num_succeeded, success_ns=figures.success_ns, queue_ns=figures.queue_ns, infer_ns=figures.infer_ns
+        )  # fmt: skip
+    return {0: rest, **figures.requests}
 
 
 def repository_index(names: Iterable[str]) -> Any:

@@ -33,6 +33,7 @@ from sie.frontend.operations.encode import Encoder
 from sie.frontend.operations.score import Scorer
 from sie.frontend.tensors.encoded_images import TensorImages
 from sie.frontend.tensors.infer import Tensors
+from sie.frontend.tensors.regions import Regions
 from sie.frontend.tensors.text_models import TextTensors
 from sie.ipc import messages
 from sie.ipc.messages import ModelEntry
@@ -95,7 +96,7 @@ class Office:
         self.tensors = Tensors(
             self.rig.engine, self.models, self.admin, self._pool,
             texts=texts, images=TensorImages(images, lambda: limits), watch=lambda *_: None,
-            decode_pool=self._pool, served=lambda _: None,
+            decode_pool=self._pool, served=lambda _: None, regions=Regions(Path("/nowhere"), lambda: limits),
         )  # fmt: skip
         self.table = self.tensors.table
         self.worker = self.start_worker()

@@ -29,7 +29,7 @@ def run(runner, values):
     data = np.array(values, np.float32)
     (output,) = runner.run_tensors(
         [TensorInputs(TensorTask((TensorForm("x", "FP32", data.shape),), (), 0), (data.reshape(-1).view(np.uint8),))]
-    )[0]
+    ).outputs[0]
     return output.data.view(np.float32).reshape(output.form.shape).tolist()
 
 

@@ -151,7 +151,10 @@ def test_unknown_members_are_ignored():
         ({"data": [[1, 2]]}, "Shape does not match true shape of 'data' field"),
         ({"parameters": {"binary_data_size": 32}}, "But set 'data' 'binary_data_size'"),
         ({"parameters": {"x": {"a": 1}}}, "parameter 'x' has invalid type. It should be either 'int', 'bool', or 'string'."),
-        ({"parameters": {"shared_memory_region": "r"}}, "shared memory is not supported"),
+        ({"parameters": {"shared_memory_region": "r"}}, "'A': parameter 'shared_memory_byte_size' is missing"),
+        ({"parameters": {"shared_memory_region": 3}}, "'shared_memory_region' must be the name of a region"),
+        ({"parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 32}}, "But set 'data' 'shared_memory_region'"),
+        ({"parameters": {"shared_memory_region": "r", "shared_memory_byte_size": -1}}, "'shared_memory_byte_size' must be"),
     ],
 )  # fmt: skip
 def test_an_input_that_is_wrong_is_named(changes: dict[str, Any], message: str):
@@ -174,7 +177,9 @@ def test_an_input_that_is_wrong_is_named(changes: dict[str, Any], message: str):
         ({"parameters": {"sequence_end": "true"}}, "parameter 'sequence_end' must be a bool"),
         ({"parameters": {"timeout": 1 << 64}}, "parameter 'timeout'"),
         ({"outputs": [{"name": "Y", "parameters": {"classification": -1}}]}, "parameter 'classification'"),
-        ({"outputs": [{"name": "Y", "parameters": {"shared_memory_region": "r"}}]}, "shared memory is not supported"),
+        ({"outputs": [{"name": "Y", "parameters": {"shared_memory_region": "r"}}]}, "'shared_memory_byte_size' is missing"),
+        ({"outputs": [{"name": "Y", "parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 1, "binary_data": True}}]},
+         "shared memory excludes 'binary_data'"),
     ],
 )  # fmt: skip
 def test_a_request_that_is_wrong_is_refused(changes: dict[str, Any], message: str):

@@ -15,7 +15,7 @@ from sie.proto import message_class
 from sie.values.bytes_tensor import frame_elements
 from sie.values.errors import BadRequest
 from sie.values.inference import Timing
-from sie.values.tensor import DATATYPES, Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
+from sie.values.tensor import DATATYPES, RegionPart, Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
 
 REQUEST = message_class("kserve", "inference.ModelInferRequest")
 RESPONSE = message_class("kserve", "inference.ModelInferResponse")
@@ -101,6 +101,32 @@ def with_parameter(message: Any, name: str, **value: Any) -> Any:
     return message
 
 
+def in_region(message: Any) -> Any:
+    parameters = message.inputs[0].parameters
+    parameters["shared_memory_region"].string_param = "r"
+    parameters["shared_memory_byte_size"].int64_param = 8
+    return message
+
+
+def test_inputs_and_outputs_in_shared_memory_are_told_apart_from_those_that_are_sent():
+    message = in_region(asking())
+    message.inputs.add(name="z", datatype="FP32", shape=[1])
+    message.raw_input_contents.append(b"abcd")
+    wanted = message.outputs.add(name="y")
+    for name, field, value in (
+        ("region", "string_param", "out"),
+        ("offset", "int64_param", 4),
+        ("byte_size", "int64_param", 8),
+    ):
+        setattr(wanted.parameters[f"shared_memory_{name}"], field, value)
+    request = decoded(message).request
+    assert [(tensor.part, bytes(tensor.data)) for tensor in request.inputs] == [
+        (RegionPart("r", 0, 8), b""),
+        (None, b"abcd"),
+    ]
+    assert request.stores == {"y": RegionPart("out", 4, 8)}
+
+
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
@@ -123,8 +149,9 @@ def with_parameter(message: Any, name: str, **value: Any) -> Any:
         (with_parameter(asking(raw=[b""]), "triton_x", bool_param=True), "reserved"),
         (with_parameter(asking(raw=[b""]), "sequence_id", bool_param=True), "'sequence_id' must be an integer"),
         (with_parameter(asking(raw=[b""]), "sequence_start", int64_param=1), "'sequence_start' must be a bool"),
-        (with_parameter(asking(raw=[b""]), "shared_memory_region", string_param="r"), "shared memory is not supported"),
-        (with_parameter(asking(fp32_contents=[1, 2]), "shared_memory_region", string_param="r"), "shared memory"),
+        (with_parameter(asking(raw=[b""]), "shared_memory_region", string_param="r"), "'shared_memory_byte_size' is missing"),
+        (in_region(asking(fp32_contents=[1, 2])), "is in shared memory, and its contents must not be set"),
+        (in_region(asking(raw=[b""])), "Size of raw_input_contents: 1 is different than number of inputs: 0"),
         (REQUEST(outputs=[{"name": "y"}] * 1025), "at most 1024"),
     ],
 )  # fmt: skip

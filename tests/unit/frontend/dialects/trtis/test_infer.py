@@ -24,7 +24,7 @@ from sie.frontend.dialects.trtis.status import (
     status_line,
     status_of,
 )
-from sie.frontend.tensors.states import Figures
+from sie.frontend.tensors.states import Figures, RequestFigures
 from sie.proto import message_class
 from sie.values.bytes_tensor import frame_elements
 from sie.values.errors import BadRequest, DeadlineExceeded, Internal, NotFound, Overloaded, SieError
@@ -236,11 +236,19 @@ def test_a_status_line_is_one_line_of_ascii_whatever_the_message_holds():
 
 
 def test_a_server_status_reads_back_in_every_form():
-    figures = Figures(num_succeeded=3, success_ns=30, num_rows=7, num_steps=2, last_used_ms=5)
+    requests = {
+        2: RequestFigures(count=3, success_ns=30, input_ns=1, infer_ns=2, output_ns=3, num_failed=1, failed_ns=4)
+    }
+    figures = Figures(
+        num_succeeded=3, num_failed=3, failure_ns=9, requests=requests, num_rows=7, num_steps=2, last_used_ms=5
+    )
     models = [Described(ADD_SUB, "loaded", "", figures), Described(PLAIN, "failed", "no memory", Figures())]
     message = server_status(ServerState("SERVER_READY", 9, models))
     assert message.model_status["add_sub"].config.input[0].dims == [16]
     assert message.model_status["add_sub"].version_status[1].model_inference_count == 7
+    stats = message.model_status["add_sub"].version_status[1].infer_stats
+    assert (stats[2].success.count, stats[2].compute.total_time_ns, stats[2].compute_output.total_time_ns) == (3, 6, 3)
+    assert (stats[0].success.count, stats[0].failed.count, stats[0].failed.total_time_ns) == (0, 2, 5)
     assert message.model_status["plain"].version_status[4].ready_state_reason.message == "no memory"
     kind, binary = encode_message(message, "binary")
     assert (kind, type(message).FromString(binary)) == ("application/octet-stream", message)
