@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "integrations.md"
-_BLOCK: Final = re.compile(r"^(?:<!-- test (\{.*\}) -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK: Final = re.compile(r"^(?:<!-- test (\{[^\n]*\}) -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HEADING: Final = re.compile(r"^## (.+)$", re.MULTILINE)
 
 
