@@ -28,7 +28,7 @@ from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.files import file_gone
 from sie.frontend.routes.sessions import check_size
 from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
-from sie.values.generate import ChatMessage, ChoiceReply, GenerateEvent, GenerateRequest, InputFile
+from sie.values.generate import ChatMessage, ChoiceReply, GenerateEvent, GenerateRequest, GenerateUsage, InputFile
 from sie.values.inference import Timing
 
 _MAX_CHAR_BYTES: Final = 4
@@ -90,6 +90,10 @@ class StoredRun:
     def timing(self, began_ns: int) -> Timing | None:
         """Return the timing of the run."""
         return self._run.timing(began_ns)
+
+    def usage(self) -> GenerateUsage | None:
+        """Return the usage of the run."""
+        return self._run.usage()
 
 
 class Conversations:

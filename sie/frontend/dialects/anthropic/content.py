@@ -134,7 +134,9 @@ def _read_instruction(message: InputMessage, path: str) -> ChatMessage:
     if message.output_config:
         raise wrong(f"{path}.output_config", "is not supported in a message; give it for the whole request")
     content = message.content
-    return ChatMessage(role="user", content=content if isinstance(content, str) else join_text(content, f"{path}.content"))
+    return ChatMessage(
+        role="user", content=content if isinstance(content, str) else join_text(content, f"{path}.content")
+    )
 
 
 def _read_user(blocks: Sequence[BlockField], path: str) -> Iterator[ChatMessage]:
