@@ -74,7 +74,7 @@ def test_f1_a_killed_frontend_fails_only_its_own_connections(row: Row):
 @pytest.mark.row("F2", "a frontend is killed between the payload and its descriptor")
 @pytest.mark.timeout(900)
 def test_f2_a_request_half_made_is_never_run(row: Row):
-    num_kills = pick(10, 500)
+    num_kills = pick(5, 500)
     with cluster("--failpoints", "frontend.before_commit=kill@40", is_warm=False) as server:
         with open_loop(server, 200, seed=SEED, timeout_s=5.0) as load:
             eventually(
