@@ -93,7 +93,9 @@ def test_key_has_its_grpc_request_back_when_the_answer_has_left(server: Server, 
         raw.send(OPENING + frames.settings_frame({frames.INITIAL_WINDOW_SIZE: 0}) + call)
         raw.frames(kinds=(frames.HEADERS,))
         # A frontend that has just started looks for the others' counts of a key every half second.
-        eventually(lambda: send_raw(server.port, ask(1, ONE)).status == 429, "the key's limit counts the call over gRPC")
+        eventually(
+            lambda: send_raw(server.port, ask(1, ONE)).status == 429, "the key's limit counts the call over gRPC"
+        )
         for _ in range(3):
             assert send_raw(server.port, ask(1, ONE)).status == 429
         if is_read:

@@ -20,7 +20,6 @@ from sie.frontend.engine.interface import Engine
 from sie.frontend.engine.request_layout import TextEncodeKey, lay_out_text
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.inputs.mixed import mix_items
-from sie.frontend.inputs.pair_cuts import Cuts
 from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion, token_limit
 from sie.frontend.inputs.prompts import apply_prompt, check_prompted, count_prompted
 from sie.frontend.inputs.stub_texts import encode_stub_text, encode_stub_texts

@@ -91,6 +91,9 @@ class Said:
     def timing(self, began_ns: int) -> Timing:
         return Timing(total_ms=0, queue_ms=0, inference_ms=0)
 
+    def usage(self) -> GenerateUsage:
+        return USAGE
+
 
 class Link:
     """Tools whose result is their own name; a tool named `slow` never answers."""
