@@ -87,10 +87,11 @@ check: $(VENV)/.check ## what CI runs beside the tests: format, lint, imports be
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-fix: $(VENV)/.check ## format, mend what the linter can mend, write docs/settings.md and systemd/
+fix: $(VENV)/.check ## format, mend what the linter can mend, write docs/settings.md, the table in docs/models.md and systemd/
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/sie config --format markdown > docs/settings.md
+	$(BIN)/python -m sie.catalog.families docs/models.md
 	for name in $(UNITS); do $(BIN)/sie service print --executable /opt/sie/bin/sie $$name > systemd/$$name; done
 
 bench: $(VENV)/.bench $(NATIVE) ## measure the path of a request; docs/benchmarks.md lists what BENCH= may be instead

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 _KERNELS: Final = ("attn_implementation", "attn_implementation_internal", "experts_implementation")
 
 
-def read_model_config(model_id: str, directory: str, changes: dict[str, Any]) -> PretrainedConfig:
+def read_model_config(model_id: str, directory: str, changes: dict[str, Any], part: str = "") -> PretrainedConfig:
     """Return the configuration of a checkpoint, in transformers' own class for its model_type.
 
-    changes replace values in config.json. `auto_map`, which names Python files of the checkpoint, is dropped before any
+    changes replace values in config.json, of which only the object under the key `part` is read if that is not empty. `auto_map`, which names Python files of the checkpoint, is dropped before any
     other code reads it. Raises ModelLoadFailed for a model_type that transformers does not know, and for values that it
     does not accept.
     Source: fault sheet S5 (three CVEs of code that ran although it was not trusted).
@@ -29,6 +29,8 @@ def read_model_config(model_id: str, directory: str, changes: dict[str, Any]) ->
     from transformers import CONFIG_MAPPING
 
     config: dict[str, Any] = plain_config(decode_json(Path(directory, "config.json").read_bytes(), dict[str, Any]))
+    if part:
+        config = config[part]
     remote = config.pop("auto_map", None)
     config.update(changes)
     model_type = str(config.get("model_type", ""))

@@ -24,6 +24,7 @@ from sie.catalog.sparse import read_m3_heads, read_router, read_splade
 from sie.catalog.spec import ModelSpec
 from sie.catalog.static_vectors import is_static, read_static
 from sie.catalog.text_ends import END_KEYS, TextEnds, read_text_ends
+from sie.catalog.text_part import as_text_part, text_part
 from sie.catalog.towers import read_towers
 from sie.catalog.unserved import check_served
 from sie.catalog.weights import check_weights
@@ -72,20 +73,25 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
 def check_before_weights(model_id: str, directory: str) -> None:
     """Raise ModelLoadFailed if a checkpoint's configuration alone refuses it; directory needs no other file yet."""
     checkpoint = open_checkpoint(model_id, directory)
-    check_served(checkpoint, checkpoint.read_object("config.json"))
     modules = read_modules(checkpoint)
+    config = checkpoint.read_object("config.json")
+    check_served(checkpoint, text_part(config, is_bare=modules is None) or config)
     folder = modules[0].folder if modules else ""
     refuse_quantised(checkpoint, f"{folder}/" if folder else "")
 
 
 def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
     """Read the card of a model that transformers runs, ignoring the checkpoint's own code."""
-    check_served(checkpoint, checkpoint.read_object("config.json"))
+    modules = read_modules(checkpoint)
+    whole = checkpoint.read_object("config.json")
+    text = text_part(whole, is_bare=modules is None)
+    if text is not None:
+        return _text_part_card(spec, checkpoint, whole, text)
+    check_served(checkpoint, whole)
     detector = read_detector(spec, checkpoint)
     if detector is not None:
         return detector
-    modules = read_modules(checkpoint)
-    if is_static(modules, checkpoint.read_object("config.json")):
+    if is_static(modules, whole):
         return _static_card(spec, checkpoint, modules)
     static = None
     if modules and modules[0].name == "Router":
@@ -110,6 +116,15 @@ def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
         raise refuse(spec.id, "its queries have a sparse vector and its documents have none")
     card = _card(spec, checkpoint, transformer, config, msgspec.structs.replace(outputs, static_queries=static))
     return as_generator(checkpoint, config, card) if is_generator(modules, config) else card
+
+
+def _text_part_card(spec: ModelSpec, checkpoint: Checkpoint, whole: dict[str, Any], text: dict[str, Any]) -> ModelCard:
+    """Return the card of the language model in a checkpoint that also reads images."""
+    check_served(checkpoint, text)
+    check_weights(checkpoint)
+    outputs = _read_outputs(checkpoint, checkpoint, None, text, spec.pooling)
+    card = as_generator(checkpoint, text, _card(spec, checkpoint, checkpoint, text, outputs))
+    return as_text_part(card, whole)
 
 
 class _Outputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -330,7 +345,9 @@ def _read_config(transformer: Checkpoint, *, is_bare: bool) -> dict[str, Any]:
     name = architecture or config["model_type"]
     if config.get("vision_config") is not None:
         reason = f"{name} reads images beside text (vision_config in config.json)"
-        raise refuse(transformer.id, f"{reason}; such models are not served yet, nor is their text part alone")
+        raise refuse(
+            transformer.id, f"{reason}; such models are not served yet, nor is the language model of this one alone"
+        )
     if not isinstance(config.get("vocab_size"), int):
         raise refuse(transformer.id, f"{name} is not a text encoder: config.json has no vocab_size")
     return config

@@ -19,9 +19,7 @@ LABELS_TOKENIZER: Final = "labels_tokenizer"
 """The folder of a bi-encoder's second tokenizer."""
 _NOT_SERVED: Final = {"glirel_config.json": "GLiREL", "gliformer_config.json": "GLiFormer"}
 _NOT_SERVED_TYPES: Final = {"extractor": "GLiNER2", "glirel": "GLiREL"}
-_HOW_TO_COMPLETE: Final = (
-    "`GLiNER.from_pretrained(ID).save_pretrained(DIRECTORY, safe_serialization=True)` writes all of it"
-)
+_HOW_TO_COMPLETE: Final = "`--convert` or `sie convert` adds it"
 _ABSOLUTE_POSITIONS: Final = frozenset(
     {"albert", "bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"}
 )

@@ -158,7 +158,8 @@ def list_models(loaded: Loaded, prepare: Prepare | None = None) -> list[ModelRow
     Without prepare only configurations are read, and faults of a tokenizer or a template are not found.
     """
     specs = check_models(loaded)
-    rows = [_read(spec, start) for spec, start in specs.values()]
+    reads = not loaded.settings.models.convert  # else its preparation reads the converted files
+    rows = [_read(spec, start, reads=reads) for spec, start in specs.values()]
     rows += _repository_rows(loaded.settings.models)
     if prepare is not None:
         rows = _with_checks(rows, loaded.settings, prepare, [spec for spec, _ in specs.values()])
@@ -198,9 +199,9 @@ def _parse(text: str, name: str, source: Source) -> ModelSpec:
         raise SettingsError(f"{name} (from {source}): {error.message}") from None
 
 
-def _read(spec: ModelSpec, start: Start) -> ModelRow:
+def _read(spec: ModelSpec, start: Start, *, reads: bool = True) -> ModelRow:
     row = ModelRow(spec.id, start, _source(spec), "unknown", profiles=_profiles(spec))
-    if spec.stub is None and spec.directory is None:
+    if spec.stub is None and (spec.directory is None or (spec.tensor is None and not reads)):
         return row
     try:
         card = _read_card(spec)

@@ -19,12 +19,12 @@ from sie.catalog.architecture import read_model_config
 from sie.catalog.cards import complete_card, make_card
 from sie.catalog.chat_pairs import read_pair_template
 from sie.catalog.directory import check_before_weights
-from sie.catalog.files import open_checkpoint
+from sie.catalog.files import open_checkpoint, refuse
 from sie.catalog.generation import finish_generator
 from sie.catalog.gguf_file import find_gguf
 from sie.catalog.hub import CONFIGURATION, Progress, fetch, find_cached
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
-from sie.catalog.spec import ModelSpec, RepositoryModel
+from sie.catalog.spec import ModelSpec, RepositoryModel, check_model_id
 from sie.catalog.text_ends import with_text_ends
 from sie.catalog.tokenizer import check_pieces, convert_tokenizer
 from sie.catalog.weights import with_num_weights
@@ -36,7 +36,7 @@ NOT_FETCHED: Final = "NOT_FETCHED"
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """The work to prepare. cache_dir keeps converted tokenizers."""
+    """The work to prepare. cache_dir keeps converted tokenizers and weights."""
 
     spec: ModelSpec
     cache_dir: str
@@ -44,6 +44,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the spec is that of an adapter on the hub, which only has to be fetched."""
     is_check: bool = False
     """Whether nothing may be downloaded: a hub model that is not on this machine is an error of class NOT_FETCHED."""
+    converts: bool = False
+    """Whether pickled weights are fetched and converted."""
     chat_template: str = ""
     """Path of the template for generators without their own; empty for none."""
     repositories: tuple[str, ...] = ()
@@ -104,7 +106,7 @@ def _prepare(request: Request, on_progress: Progress) -> ModelCard:
         from sie.catalog.tensor_rule import read_tensor_card  # imports protobuf
 
         return read_tensor_card(spec)
-    directory = spec.directory or (_find(spec) if request.is_check else _fetch(spec, on_progress))
+    directory = _locate(request, on_progress)
     if gguf := find_gguf(spec.id, directory):
         return finish_generator(_read_gguf(spec, gguf, request, on_progress), request.chat_template)
     card = make_card(spec, directory)
@@ -125,19 +127,65 @@ def _prepare(request: Request, on_progress: Progress) -> ModelCard:
     return with_num_weights(card)
 
 
-def _fetch(spec: ModelSpec, on_progress: Progress) -> str:
+def _locate(request: Request, on_progress: Progress) -> str:
+    """Return the directory of a model's files, converted if that is asked for and needed."""
+    spec = request.spec
+    if spec.directory is None:
+        directory = _find(request) if request.is_check else _fetch(request, on_progress)
+    else:
+        directory = spec.directory
+    if not request.converts or find_gguf(spec.id, directory):
+        return directory
+    from sie.catalog.convert import convert_cached  # the supervisor imports this module, and converts nothing
+
+    def find_encoder(name: str) -> str:
+        return _fetch_encoder(spec.id, name, on_progress)
+
+    converted = convert_cached(
+        spec.id, directory, request.cache_dir, on_progress, find_encoder, is_check=request.is_check
+    )
+    if converted is None:
+        raise ModelLoadFailed("its files are not converted yet", extras={"error_class": NOT_FETCHED})
+    return converted
+
+
+def _fetch_encoder(model_id: str, name: str, on_progress: Progress) -> str:
+    """Return the directory of an encoder that a GLiNER model names. Raises ModelLoadFailed."""
+    from sie.catalog.gliner_parts import ENCODER_FILES
+
+    try:
+        check_model_id(name)
+    except SieError as error:
+        advice = "`sie convert --encoder DIR` takes its directory"
+        raise refuse(model_id, f"its encoder {name!r} is not the id of a model on the hub; {advice}") from error
+    return fetch(ModelSpec(id=name), on_progress, ENCODER_FILES)
+
+
+def _fetch(request: Request, on_progress: Progress) -> str:
     """Return the directory of a model's snapshot. The weights are fetched only if the configuration can be served."""
+    spec = request.spec
     directory = fetch(spec, lambda _fraction, _text: on_progress(0.0, "reading the configuration"), CONFIGURATION)
     check_before_weights(spec.id, directory)
-    commit = Path(directory).name
-    return fetch(msgspec.structs.replace(spec, revision=commit), on_progress)
+    spec = msgspec.structs.replace(spec, revision=Path(directory).name)
+    directory = fetch(spec, on_progress)
+    return fetch(spec, on_progress, _missing_weights(spec, directory)) if request.converts else directory
 
 
-def _find(spec: ModelSpec) -> str:
+def _missing_weights(spec: ModelSpec, directory: str) -> list[str]:
+    from sie.catalog.convert import missing_weights
+
+    return missing_weights(open_checkpoint(spec.id, directory))
+
+
+def _find(request: Request) -> str:
     """Return the directory that `_fetch` would return, or raise its error, from this machine's cache only."""
+    spec = request.spec
     if directory := find_cached(spec, CONFIGURATION):
         check_before_weights(spec.id, directory)
-    if directory := find_cached(spec):
+    directory = find_cached(spec)
+    if directory and request.converts:
+        directory = find_cached(spec, _missing_weights(spec, directory))
+    if directory:
         return directory
     raise ModelLoadFailed("it is not downloaded yet", extras={"error_class": NOT_FETCHED})
 

@@ -114,7 +114,7 @@ def read_m3_heads(checkpoint: Checkpoint, hidden_size: int) -> M3Heads:
 def _find_head(checkpoint: Checkpoint, name: str, output: str, missing: dict[str, str]) -> str:
     path = checkpoint.find(f"{name}.safetensors")
     if path is None and checkpoint.find(f"{name}.pt") is not None:
-        missing[output] = f"{name}.pt is pickled; convert it to {name}.safetensors"
+        missing[output] = f"{name}.pt is pickled; `--convert` or `sie convert` makes {name}.safetensors of it"
     return str(path) if path else ""
 
 

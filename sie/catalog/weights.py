@@ -19,6 +19,7 @@ from sie.values.errors import ModelLoadFailed
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.h5", "*.msgpack")
 _MAX_HEADER_BYTES = 16 << 20
+_REMEDY = "`--convert` or `sie convert` makes safetensors of them"
 
 
 class _Index(msgspec.Struct):
@@ -149,7 +150,5 @@ def _missing(checkpoint: Checkpoint, folder: str) -> ModelLoadFailed:
     pickled = sorted({path.name for pattern in _PICKLED for path in where.glob(pattern)})
     place = f" in {folder}" if folder else ""
     if pickled:
-        return refuse(
-            checkpoint.id, f"only pickled weights{place} ({', '.join(pickled)}); convert them to model.safetensors"
-        )
-    return refuse(checkpoint.id, f"there is no model.safetensors{place}; pickled weights are neither fetched nor read")
+        return refuse(checkpoint.id, f"only pickled weights{place} ({', '.join(pickled)}); {_REMEDY}")
+    return refuse(checkpoint.id, f"there is no model.safetensors{place}; if it has pickled weights, {_REMEDY}")

@@ -16,6 +16,7 @@ import msgspec
 from sie import __version__
 from sie.commands.bench import bench
 from sie.commands.chat import chat
+from sie.commands.convert import convert
 from sie.commands.keys import keys
 from sie.commands.pull import pull
 from sie.commands.run import run
@@ -51,7 +52,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 _GROUPS: Final = {
-    "Serve": ("serve", "gateway", "run", "pull", "list", "doctor", "config", "keys", "service"),
+    "Serve": ("serve", "gateway", "run", "pull", "convert", "list", "doctor", "config", "keys", "service"),
     "Use a server": ("chat", "ps", "top", "stop", "bench"),
     "This command": ("completion", "version"),
 }
@@ -138,17 +139,32 @@ def gateway(config_file: str | None, **flags: Any) -> int:
         raise SettingsError(str(error)) from error
 
 
-@cli.command("list", cls=ModelsCommand, params=[click.Option(["--json", "as_json"], is_flag=True, help="Print JSON.")])
-def list_(named: tuple[str, ...], config_file: str | None, as_json: bool, **flags: Any) -> None:
+@cli.command(
+    "list",
+    cls=ModelsCommand,
+    params=[
+        click.Option(["--json", "as_json"], is_flag=True, help="Print JSON."),
+        click.Option(
+            ["--catalogue"], is_flag=True, help="List the reference server's models, and which are served here."
+        ),
+    ],
+)
+def list_(named: tuple[str, ...], config_file: str | None, as_json: bool, catalogue: bool, **flags: Any) -> None:
     """List the models that `serve` would serve, and check their files.
 
     Downloads nothing and reads no weights. `sie models` is the same command.
     """
+    if catalogue:
+        from sie.catalog.families import read_catalogue, render_catalogue
+
+        known = read_catalogue()
+        click.echo(_as_json(known) if as_json else render_catalogue(known))
+        return
     from sie.catalog.listing import list_models, render_table
     from sie.supervisor.card_helper import check_models
 
     rows = list_models(with_bundled_model(_warned(_load(config_file, with_models(flags, named)))), check_models)
-    click.echo(msgspec.json.format(msgspec.json.encode(rows)).decode() if as_json else render_table(rows))
+    click.echo(_as_json(rows) if as_json else render_table(rows))
 
 
 @cli.command(
@@ -168,7 +184,7 @@ def config(config_file: str | None, output_format: str, **flags: Any) -> None:
 
 
 cli.add_command(list_, "models")
-for _command in (bench, chat, keys, ps, pull, run, service, stop, top):
+for _command in (bench, chat, convert, keys, ps, pull, run, service, stop, top):
     cli.add_command(_command)
 
 
@@ -237,6 +253,10 @@ def completion(shell: str) -> None:
     completer = get_completion_class(shell)
     assert completer is not None
     click.echo(completer(cli, {}, "sie", "_SIE_COMPLETE").source(), nl=False)
+
+
+def _as_json(rows: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(rows)).decode()
 
 
 def _load(config_file: str | None, flags: dict[str, Any]) -> Loaded:

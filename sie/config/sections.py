@@ -181,10 +181,17 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "encoders on a CPU: faster, and less exact (docs/models.md)."
         ),
     ] = "auto"
+    convert: Annotated[
+        bool,
+        Meta(
+            description="Whether to download pickled weights if a model has no others, and to convert them to safetensors "
+            "without running them (docs/models.md)."
+        ),
+    ] = False
     cache_dir: Annotated[
         str,
         Meta(
-            description="Directory of converted tokenizers; empty uses the cache directory of systemd, or else of the user."
+            description="Directory of converted tokenizers and weights; empty uses the cache directory of systemd, or else of the user."
         ),
     ] = ""
     load_timeout_s: Annotated[float, Meta(ge=1, le=86400, description="Longest time to load one model.")] = 900.0

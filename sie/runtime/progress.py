@@ -1,4 +1,4 @@
-"""Shows the progress of model loads: a bar on a terminal, log lines elsewhere.
+"""Shows the progress of model loads and conversions: a bar on a terminal, log lines elsewhere.
 
 The bar leaves the cursor at the start of its line. A log line written meanwhile replaces it, and the next update draws
 it again below.
@@ -27,10 +27,17 @@ class Progress:
     `model` and `fraction` as its extras. A load's time counts from its first update.
     """
 
-    def __init__(self, stream: TextIO, log_format: LogFormat, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        log_format: LogFormat,
+        clock_s: Callable[[], float] = time.monotonic,
+        verb: str = "Loading",
+    ) -> None:
         self._stream = stream
         self._draws = log_format == "text" and stream.isatty()
         self._clock_s = clock_s
+        self._verb = verb
         self._started_s: dict[str, float] = {}
         self._shown: dict[str, tuple[str, int]] = {}
 
@@ -39,7 +46,7 @@ class Progress:
         self._started_s.setdefault(model, self._clock_s())
         fraction = None if fraction is None else min(1.0, max(0.0, fraction))
         if self._draws:
-            self._draw(f"Loading {model}", fraction, text)
+            self._draw(f"{self._verb} {model}", fraction, text)
             return
         shown = (text, int((fraction or 0.0) * 10))
         if self._shown.get(model) != shown:

@@ -170,7 +170,7 @@ def _read_models(loaded: Loaded) -> Models:
     models: Models = []
     for spec, start in check_models(loaded).values():
         try:
-            card = _read_local_card(spec, loaded.settings.generation.chat_template)
+            card = _read_local_card(spec, loaded.settings)
         except SieError as error:
             raise StartError(f"{'model' if start == 'preload' else 'lazy_model'}: {error.message}") from error
         models.append((spec, start == "preload", card))
@@ -209,10 +209,10 @@ def _open_key_file(path: str) -> KeyFileWatch | None:
         raise StartError(f"api_keys: {error}") from error
 
 
-def _read_local_card(spec: ModelSpec, chat_template: str) -> ModelCard | None:
-    if spec.stub is None and (spec.directory is None or find_gguf(spec.id, spec.directory)):
+def _read_local_card(spec: ModelSpec, settings: Settings) -> ModelCard | None:
+    if spec.stub is None and (spec.directory is None or settings.models.convert or find_gguf(spec.id, spec.directory)):
         return None
     card = make_card(spec, spec.directory or "")
     if card.generate is not None and card.tokenizer_file:
-        card = finish_generator(card, chat_template)
+        card = finish_generator(card, settings.generation.chat_template)
     return with_num_weights(card) if card.stub is not None or card.tokenizer_file else None

@@ -34,6 +34,7 @@ class Preparer:
 
     def __init__(self, settings: Settings, progress: Progress) -> None:
         self._cache_dir = settings.models.cache_dir
+        self._converts = settings.models.convert
         self._chat_template = settings.generation.chat_template
         self._timeout_s = settings.models.load_timeout_s
         self._progress = progress
@@ -46,7 +47,8 @@ class Preparer:
     async def prepare(self, spec: ModelSpec, *, is_check: bool = False) -> ModelCard | WireError:
         """Return the card of a model that is now on disk, or the error. With is_check nothing is downloaded."""
         request = Request(
-            spec=spec, cache_dir=self._cache_dir, is_check=is_check, chat_template=self._chat_template
+            spec=spec, cache_dir=self._cache_dir, is_check=is_check, chat_template=self._chat_template,
+            converts=self._converts,
         )  # fmt: skip
         async with self._readers if spec.tensor is not None or is_check else contextlib.nullcontext():
             last = await self._run(request)

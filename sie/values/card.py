@@ -172,11 +172,13 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute path of the checkpoint; empty for a stub."""
     revision: str | None = None
     architecture: str = ""
+    config_part: str = ""
+    """The key of config.json with the configuration of the part that is served; empty for the whole."""
     config_changes: dict[str, Any] = {}
     """Values that replace those in config.json when the model is built, in place of the checkpoint's own code."""
     weight_names: tuple[tuple[str, ...], ...] = ()
     """Rules that rename weights, in order: a pattern and its replacement. A weight that matches a rule with several
-    replacements is split into as many equal parts, by rows."""
+    replacements is split into as many equal parts, by rows. One that matches a rule without a replacement is left out."""
     layers: Literal["", "alibi", "experts"] = ""
     """Layers that differ from those of the library's class; see `sie.workers.loading.variants`."""
     inputs: tuple[str, ...] = ("text",)

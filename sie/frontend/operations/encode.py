@@ -20,6 +20,7 @@ from sie.frontend.engine.interface import Engine
 from sie.frontend.engine.request_layout import TextEncodeKey, lay_out_text
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.inputs.mixed import mix_items
+from sie.frontend.inputs.pair_cuts import Cuts
 from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion, token_limit
 from sie.frontend.inputs.prompts import apply_prompt, check_prompted, count_prompted
 from sie.frontend.inputs.stub_texts import encode_stub_text, encode_stub_texts
@@ -107,7 +108,8 @@ class Encoder:
         The bytes equal those from NumPy arrays, but take less time.
         """
         card, key = entry.card, self._key_of(entry, request)
-        request.cuts = cuts = {}
+        cuts: Cuts = {}
+        request.cuts = cuts
         if card.prompts or card.default_prompt:
             texts = apply_prompt(card, texts, {}, None, is_query=False)
         if card.tokenizer_file:
@@ -202,7 +204,8 @@ def _prepare(entry: ModelEntry, request: EncodeRequest, tokenizer: Tokenizer | N
 
     Runs on the event loop or on a thread.
     """
-    request.cuts = cuts = {}
+    cuts: Cuts = {}
+    request.cuts = cuts
     is_query = bool(request.options.get("is_query"))
     max_tokens = token_limit(request.options, is_query) if request.options else None
     if request.token_lists is not None:

@@ -287,7 +287,7 @@ def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None =
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    config = read_model_config(card.id, card.directory, card.config_changes)
+    config = read_model_config(card.id, card.directory, card.config_changes, card.config_part)
     config.use_cache = False  # a decoder would keep keys and values that are never read
     auto = choose_class(card.id, config)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from safetensors import safe_open
@@ -22,8 +22,7 @@ def read_renamed_weights(card: ModelCard) -> dict[str, Tensor]:
     rules = [(re.compile(pattern), replacements) for pattern, *replacements in card.weight_names]
     renamed: dict[str, Tensor] = {}
     for path in weight_files(open_checkpoint(card.id, card.directory)):
-        for name, weight in _read(path):
-            names = _rename(name, rules)
+        for name, names, weight in _read(path, rules):
             if len(names) > 1 and weight.shape[0] % len(names):
                 raise refuse(
                     card.id, f"its weight {name!r} of shape {tuple(weight.shape)} has not {len(names)} equal parts"
@@ -36,15 +35,17 @@ def read_renamed_weights(card: ModelCard) -> dict[str, Tensor]:
     return renamed
 
 
-def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
+def _read(path: Path, rules: Sequence[tuple[re.Pattern[str], list[str]]]) -> Iterator[tuple[str, list[str], Tensor]]:
+    """Yield each weight that is not left out, with its name and its new names."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 -- not a mapping
-            yield name, file.get_tensor(name)
+            if names := _rename(name, rules):
+                yield name, names, file.get_tensor(name)
 
 
-def _rename(name: str, rules: Iterable[tuple[re.Pattern[str], list[str]]]) -> list[str]:
+def _rename(name: str, rules: Sequence[tuple[re.Pattern[str], list[str]]]) -> list[str]:
     names = [name]
     for pattern, replacements in rules:
-        if pattern.search(names[0]):
+        if names and pattern.search(names[0]):
             names = [pattern.sub(replacement, old) for old in names for replacement in replacements]
     return names

@@ -69,7 +69,7 @@ def test_gliner_relations_and_bi_encoder_are_told_apart(read: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"encoder_config": None}, "no encoder_config.*save_pretrained"),
+        ({"encoder_config": None}, "no encoder_config.*--convert"),
         ({"labels_encoder": "a/b"}, "labels_encoder_config"),
         ({"labels_encoder": "a/b", "labels_encoder_config": BERT}, "no directory labels_tokenizer"),
         ({"labels_decoder": "gpt2"}, "decoder are not served"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from sie.catalog.hub import classify
 from sie.catalog.prepare import Failed, Fetched, Message, Ready, Report, Request
@@ -78,9 +81,12 @@ def prepare(tmp_path: Path, helper: WarmHelper) -> Prepare:
         *,
         is_adapter: bool = False,
         is_check: bool = False,
+        converts: bool = False,
         **environment: str,
     ) -> Message:
-        request = Request(spec=spec, cache_dir=str(tmp_path / "cache"), is_adapter=is_adapter, is_check=is_check)
+        request = Request(
+            spec=spec, cache_dir=str(tmp_path / "cache"), is_adapter=is_adapter, is_check=is_check, converts=converts
+        )
         kept = {key: os.environ[key] for key in ("PATH", "HOME", "PYTHONPATH") if key in os.environ}
         settings = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*"}
         if hub is not None:
@@ -178,6 +184,47 @@ def test_a_check_reports_a_refusal_of_the_configuration(hub: FakeHub, prepare: P
     assert prepare(SPEC, hub, is_check=True) == refused
     assert _error_class(refused) == "CONFIG"
     assert hub.requests == []
+
+
+def test_pickled_weights_are_fetched_and_converted_if_that_is_asked_for(prepare: Prepare) -> None:
+    buffer = io.BytesIO()
+    torch.save({"weight": torch.arange(3.0)}, buffer)
+    files = {**FILES, "pytorch_model.bin": buffer.getvalue()}
+    del files["model.safetensors"]
+    with FakeHub(files) as hub:
+        message = prepare(SPEC, hub)
+        assert isinstance(message, Failed)
+        assert "`--convert` or `sie convert` makes safetensors" in message.error.message
+        assert "pytorch_model.bin" not in hub.downloads()
+        assert _error_class(prepare(SPEC, hub, is_check=True, converts=True)) == "NOT_FETCHED"
+        directory = _directory(prepare(SPEC, hub, converts=True))
+        assert "pytorch_model.bin" in hub.downloads()
+        assert load_file(directory / "model.safetensors")["weight"].tolist() == [0, 1, 2]
+        num_requests = len(hub.requests)
+        assert _directory(prepare(SPEC, hub, is_check=True, converts=True)) == directory
+        assert len(hub.requests) == num_requests
+
+
+@pytest.mark.parametrize(
+    ("encoder", "reason", "error_class"),
+    [("/home/author/encoder", "is not the id of a model on the hub", "CONFIG"), ("org/gone", "", "NOT_FOUND")],
+)
+def test_the_encoder_that_a_gliner_names_is_looked_for_on_the_hub(
+    prepare: Prepare, encoder: str, reason: str, error_class: str
+) -> None:
+    buffer = io.BytesIO()
+    torch.save({"weight": torch.arange(3.0)}, buffer)
+    config = json.dumps({"model_name": encoder}).encode()
+    with FakeHub({"gliner_config.json": config, "pytorch_model.bin": buffer.getvalue()}) as hub:
+        message = prepare(SPEC, hub, converts=True)
+        assert _error_class(message) == error_class
+        assert isinstance(message, Failed)
+        assert reason in message.error.message
+
+
+def test_pickled_weights_beside_safetensors_are_not_fetched(hub: FakeHub, prepare: Prepare) -> None:
+    assert _directory(prepare(SPEC, hub, converts=True)).name == COMMIT
+    assert hub.downloads() == FETCHED
 
 
 def test_the_hub_is_asked_once_for_what_a_revision_is(hub: FakeHub, prepare: Prepare) -> None:
