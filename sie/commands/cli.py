@@ -200,7 +200,7 @@ for _command in (bench, chat, convert, keys, ps, pull, run, service, stop, top):
             help="Repeat the checks for up to this time, until no error is left.",
         ),
         click.Option(
-            ["--bundle"],
+            ["--bundle", "bundle_file"],
             metavar="FILE",
             help="Also write FILE, a .tar.gz for a report: settings without secrets, versions, findings, the end of the log, and a minute of a running server's status.",
         ),
@@ -210,7 +210,7 @@ for _command in (bench, chat, convert, keys, ps, pull, run, service, stop, top):
     ],
 )
 def doctor(  # noqa: PLR0917  # click passes them by name
-    config_file: str | None, as_json: bool, only: tuple[str, ...], wait_s: float, bundle: str | None, bundle_log: str,
+    config_file: str | None, as_json: bool, only: tuple[str, ...], wait_s: float, bundle_file: str | None, bundle_log: str,
     **flags: Any,
 ) -> int:  # fmt: skip
     """Check this host and these settings, and say how to correct faults.
@@ -223,12 +223,12 @@ def doctor(  # noqa: PLR0917  # click passes them by name
         return with_bundled_model(_load(config_file, flags))
 
     findings = examine(load, only or AREAS, wait_s)
-    if bundle is not None:
+    if bundle_file is not None:
         from sie.commands.bundle import write_bundle
 
         click.echo("sie: collecting for a minute", err=True)
-        names = write_bundle(bundle, load, findings, log_file=bundle_log)
-        click.echo(f"sie: {bundle} has {', '.join(names)}; read it before you send it", err=True)
+        names = write_bundle(bundle_file, load, findings, log_file=bundle_log)
+        click.echo(f"sie: {bundle_file} has {', '.join(names)}; read it before you send it", err=True)
     click.echo(render_json(findings) if as_json else render_text(findings), nl=False)
     return int(any(finding.level == "error" for finding in findings))
 

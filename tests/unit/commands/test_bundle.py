@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sie.commands import cli
 from sie.commands.bundle import mask, write_bundle
 from sie.config.settings import Loaded, load_settings
 from sie.config.sources import SettingsError
@@ -19,7 +20,7 @@ FOUND = [Finding(area="disk", level="ok", message="room")]
 
 
 def nobody_listens() -> Loaded:
-    return load_settings(None, {}, {"port": "1", "nats": ("nats://me:hush@queue:4222",)})
+    return load_settings(None, {}, {"port": "1", "nats": "nats://me:hush@queue:4222"})
 
 
 def read(path: Path) -> dict[str, str]:
@@ -51,6 +52,15 @@ def test_bundle_has_every_part_without_secrets(tmp_path: Path, monkeypatch: pyte
     assert parts["log.txt"] == "old line\nrefused key sie_*** of Bearer ***\n"
     assert "127.0.0.1:1" in parts["status.jsonl"], "says why there is no status"
     assert key not in "".join(parts.values())
+
+
+def test_doctor_writes_it_beside_its_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bundle.tar.gz"
+    cli.main(["doctor", "--only", "disk", "--port", "1", "--model", "a=stub:dense=8", "--bundle", str(path)])
+    printed = capsys.readouterr()
+    assert "read it before you send it" in printed.err
+    assert {line.split()[1] for line in printed.out.splitlines() if line.startswith(("ok", "warn"))} == {"disk"}
+    assert "disk" in read(path)["findings.txt"]
 
 
 def test_settings_that_cannot_be_read_are_said_in_their_place(tmp_path: Path) -> None:
