@@ -16,7 +16,7 @@ GPU_PYTHON ?= $(if $(wildcard $(VENV)/.test),$(BIN)/python,python3)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(abspath $(VENV))/lib || true # pip itself would compile on one core alone
-UNITS := sie.service sie.service.d/gpu.conf sie.sysusers.conf sie.tmpfiles.conf sie.sysctl.conf
+UNITS := sie.service sie.service.d/gpu.conf sie.service.d/gateway.conf sie.sysusers.conf sie.tmpfiles.conf sie.sysctl.conf
 PACKAGED := pyproject.toml constraints.txt
 # Whole files go to a process each, so that a file's server starts once; more processes than cores, as many tests wait.
 # The second part is never more than two processes, whatever ARGS says: its tests wait more than they compute. Those with
@@ -42,7 +42,7 @@ TORCHLESS := llama mistralrs
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve cluster native smoke test integrations gpu check fix bench peers chaos escapes kills soak wheel deploy clean
+.PHONY: help serve cluster native smoke test integrations gpu check fix bench peers chaos escapes agents-sdk kills soak wheel deploy clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -98,6 +98,11 @@ bench: $(VENV)/.bench $(NATIVE) ## measure the path of a request; docs/benchmark
 	$(BIN)/python -m bench $(BENCH) $(ARGS)
 
 peers: $(PEERS:%=build/peers/%/.installed) ## install what BENCH=peers and generate compare with; one at a time with build/peers/NAME/.installed
+
+# The OpenAI Agents SDK needs a newer websockets than sie-sdk does, so it lies in a folder of its own.
+agents-sdk: $(VENV)/.test ## run the OpenAI Agents SDK, unmodified, against a server
+	@test -d build/agents-sdk || $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target build/agents-sdk openai-agents==0.24.0 griffelib==2.4.1 websockets==16.1.1
+	@$(BIN)/python -m pytest -q tests/process/test_agents_sdk.py
 
 chaos: $(VENV)/.test ## break running servers on purpose, all faults, and write build/chaos/report.html (half an hour)
 	@rm -f build/chaos/rows.jsonl

@@ -11,7 +11,7 @@ import click
 
 COMMANDS: Final = (
     "hop", "limits", "engine", "encoder", "scaling", "peers", "generate", "rounding", "tensors", "fairness", "shm", "plot",
-    "device-encoders", "device-decode",
+    "device-encoders", "device-decode", "agents",
 )  # fmt: skip
 """One module each, with a click command `main`."""
 

@@ -9,14 +9,15 @@ from typing import Any
 
 import msgspec
 
-from sie.values.agent import AgentFile
+from sie.values.agent import AgentFile, McpServerTools, MountedFile, MountedSkill
 from sie.values.errors import WireError
 
 
 class RunTool(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Run one call of a tool in a session, which begins with its first call. Answered by `ToolResult`.
 
-    run_id, round and turn name the place of the call in its request, for the files that it makes. arguments is JSON.
+    run_id, round and turn name the place of the call in its request, for the files that it makes. arguments is JSON. inputs
+    and skills are put into the working directory first, unless they are there. server is the label of an MCP server, or empty.
     """
 
     owner: str
@@ -26,6 +27,9 @@ class RunTool(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     turn: int
     name: str
     arguments: str
+    server: str = ""
+    inputs: tuple[MountedFile, ...] = ()
+    skills: tuple[MountedSkill, ...] = ()
 
 
 class ToolResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -35,6 +39,7 @@ class ToolResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     record: str
     data: dict[str, Any] = {}
     files: tuple[AgentFile, ...] = ()
+    is_error: bool = False
 
 
 class FindFiles(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -52,6 +57,16 @@ class FoundFiles(msgspec.Struct, tag=True, frozen=True):
     """Files, with a placeholder for each that does not exist."""
 
     files: tuple[AgentFile, ...]
+
+
+class ListMcp(msgspec.Struct, tag=True, frozen=True):
+    """List the MCP servers. Answered by `McpTools`."""
+
+
+class McpTools(msgspec.Struct, tag=True, frozen=True):
+    """The MCP servers that the operator configured."""
+
+    servers: tuple[McpServerTools, ...]
 
 
 class OpenApproval(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -103,8 +118,8 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-Question = RunTool | FindFiles | OpenApproval | AwaitApproval | Decide | Cancel
-Answer = ToolResult | FoundFiles | Approval | Decision | Decided
+Question = RunTool | FindFiles | ListMcp | OpenApproval | AwaitApproval | Decide | Cancel
+Answer = ToolResult | FoundFiles | McpTools | Approval | Decision | Decided
 
 
 class Asked(msgspec.Struct, array_like=True, frozen=True):

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from sie.values.agent import AgentTask
+from sie.values.agent import AgentTask, McpChoice, McpServerTools
 from sie.values.generate import Tool
 
 PYTHON: Final = "mistralrs_execute_python"
@@ -34,7 +34,9 @@ class ServerTool(msgspec.Struct, frozen=True, kw_only=True):
     type: ToolType
     kind: Kind
     label: str
-    source: Literal["built_in", "external"] = "built_in"
+    source: Literal["built_in", "external", "mcp"] = "built_in"
+    server: str = ""
+    """The label of its MCP server."""
 
 
 def _object(required: list[str], **properties: Any) -> dict[str, Any]:
@@ -117,6 +119,17 @@ def find_tool(name: str) -> ServerTool:
     return _BY_NAME.get(name) or ServerTool(
         name=name, type="custom", kind="external", label=name, description="", parameters={}, source="external"
     )
+
+
+def mcp_tools(choice: McpChoice, server: McpServerTools) -> list[ServerTool]:
+    """Return the tools of an MCP server that a request may use."""
+    return [
+        ServerTool(
+            name=tool.name, type="custom", kind="custom", label=tool.own_name, description=tool.description,
+            parameters=tool.parameters, source="mcp", server=server.label,
+        )
+        for tool in server.tools if choice.tools is None or tool.own_name in choice.tools
+    ]  # fmt: skip
 
 
 def as_function(tool: ServerTool) -> Tool:

@@ -45,7 +45,7 @@ def complete_card(card: ModelCard, spec: ModelSpec) -> ModelCard:
                 card.id, f"accept_token_ids is for models that give dense vectors of token ids, not for a {card.kind}"
             )
         card = msgspec.structs.replace(card, accept_token_ids=True)
-    return _with_profiles(card, spec)
+    return with_profiles(card, spec)
 
 
 def _has_encoder(card: ModelCard) -> bool:
@@ -89,8 +89,11 @@ def _with_dimensions(card: ModelCard, spec: ModelSpec) -> ModelCard:
     return msgspec.structs.replace(card, matryoshka=spec.dimensions)
 
 
-def _with_profiles(card: ModelCard, spec: ModelSpec) -> ModelCard:
-    """Add the profiles. If the checkpoint lacks an output, skip the built-in profile and refuse the operator's."""
+def with_profiles(card: ModelCard, spec: ModelSpec) -> ModelCard:
+    """Return a card with the profiles of its spec in place of its own.
+
+    If the checkpoint lacks an output, skips the built-in profile, and raises BadRequest for the operator's.
+    """
     for name, options in spec.profiles.items():
         if missing := _missing_output(card, options):
             raise refuse(card.id, f"profile {name!r} is for output {missing!r}; it has {', '.join(card.outputs)}")

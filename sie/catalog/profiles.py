@@ -18,6 +18,7 @@ import msgspec
 from sie.catalog.options import check_profile_options
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
+from sie.values.model_config import ModelConfig
 
 DEFAULT_PROFILE: Final = "default"
 """The profile of requests without a profile; a model without it is offered only as `id:profile`."""
@@ -83,6 +84,15 @@ def flatten(profiles: Mapping[str, Profile], inherited: Profiles) -> Profiles:
     the profile's name and the fault.
     """
     return {name: _own_options(name, profiles, inherited) for name in profiles}
+
+
+def config_profiles(config: ModelConfig, inherited: Profiles | None = None) -> Profiles:
+    """Return the options of each profile that a cluster shares. Raises BadRequest as `flatten` does."""
+    written = {
+        name: Profile(extends=profile.extends, options=profile.adapter_options.runtime)
+        for name, profile in config.profiles.items()
+    }
+    return flatten(written, {**known_profiles(config.sie_id), **(inherited or {})})
 
 
 def _own_options(name: str, profiles: Mapping[str, Profile], inherited: Profiles) -> Options:

@@ -19,11 +19,20 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.js import api
 from nats.js.client import JetStreamContext
 
 from sie.cluster.server_clock import ServerClock, parse_stamp
-from sie.cluster.subjects import all_dead, all_work, dead_stream, payload_bucket, work_stream
+from sie.cluster.subjects import (
+    STATE_STREAM,
+    all_dead,
+    all_work,
+    dead_stream,
+    payload_bucket,
+    state_subject,
+    work_stream,
+)
 from sie.config.cluster_settings import Cluster
 from sie.runtime.logs import get_logger
 from sie.values.errors import Overloaded, Unavailable
@@ -46,7 +55,14 @@ _IN_USE: Final = 10058
 _FULL: Final = frozenset((10077, 10023, 10047, 10002, 10122))
 """JetStream's codes for a stream, an account or a server that can store no more."""
 
+_WRONG_REVISION: Final = frozenset((10071, 10164))
+_MAX_DOCUMENT_BYTES: Final = 1 << 20
+
 OnMessage = Callable[[Msg], Awaitable[None]]
+
+
+class WrongRevisionError(Exception):
+    """A key was changed by somebody else since it was read."""
 
 
 class Connection:
@@ -130,9 +146,11 @@ class Connection:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    async def subscribe(self, subject: str, on_message: OnMessage, *, queue: str = "") -> None:
-        """Call on_message with each message of a subject, one after another."""
-        await self._nc.subscribe(subject, queue=queue, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0)
+    async def subscribe(self, subject: str, on_message: OnMessage, *, queue: str = "") -> Subscription:
+        """Call on_message with each message of a subject, one after another, until the result's `drain`."""
+        return await self._nc.subscribe(
+            subject, queue=queue, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0
+        )
 
     async def flush(self) -> None:
         """Wait until the server has read everything before this."""
@@ -228,6 +246,51 @@ class Connection:
     async def make_consumer(self, pool: str, config: api.ConsumerConfig) -> None:
         """Make sure of a durable consumer of a pool's work. Raises nats' errors."""
         await self._js.add_consumer(work_stream(pool), config)
+
+    # --- shared documents -----------------------------------------------------------------------------------------
+
+    async def subscribe_key(self, key: str, on_message: OnMessage) -> None:
+        """Call on_message when somebody writes a key of the cluster's documents, or tries to."""
+        await self.subscribe(state_subject(key), on_message)
+
+    async def read_key(self, key: str) -> tuple[bytes | None, int]:
+        """Return a document and its revision; None and 0 if nobody has written it. Raises Unavailable."""
+        try:
+            message = await self._js.get_msg(STATE_STREAM, subject=state_subject(key))
+        except nats.js.errors.NotFoundError:
+            return None, 0  # also where there is no bucket yet: the first change makes it
+        except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+            text = f"The document '{key}' cannot be read from NATS"
+            raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
+        return message.data or b"", message.seq or 0
+
+    async def write_key(self, key: str, data: bytes, revision: int) -> int:
+        """Write a document over the revision that was read, 0 for none, and return its new one.
+
+        Raises WrongRevisionError if another is there, and Unavailable.
+        """
+        headers = {api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: str(revision)}
+        try:
+            if not revision:
+                await self._make_state()
+            ack = await self._js.publish(state_subject(key), data, headers=headers)
+        except nats.js.errors.APIError as error:
+            if error.err_code in _WRONG_REVISION:
+                raise WrongRevisionError from error
+            text = f"The document '{key}' cannot be written to NATS: {error.description}"
+            raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
+        except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+            text = f"The document '{key}' cannot be written to NATS"
+            raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
+        return ack.seq
+
+    async def _make_state(self) -> None:
+        """Make sure of the bucket of documents, as `create_key_value` makes it, but it may be there already."""
+        await self._make_stream(api.StreamConfig(
+            name=STATE_STREAM, subjects=[state_subject(">")], storage=api.StorageType.FILE,
+            num_replicas=self._settings.stream_replicas, max_msgs_per_subject=1, discard=api.DiscardPolicy.NEW,
+            max_msg_size=_MAX_DOCUMENT_BYTES, allow_rollup_hdrs=True, deny_delete=True, allow_direct=True,
+        ))  # fmt: skip
 
     # --- large payloads -------------------------------------------------------------------------------------------
 

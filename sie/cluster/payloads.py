@@ -115,7 +115,9 @@ class Beat(msgspec.Struct, array_like=True, frozen=True):
     """A host's heartbeat. cards_key changes with the cards, which a gateway then asks for (`Cards`).
 
     queued_tokens and tokens_per_s are the engine's; memory in bytes, 0 unknown. num_running are the items that came over
-    NATS and are not answered; num_texts the answers that are being generated.
+    NATS and are not answered; num_texts the answers that are being generated. lease is the leased pool that the host
+    works for (`sie.cluster.pools`), or empty. config_hash is that of the shared configuration it runs
+    (`sie.cluster.configs`), except for the models that are refused, each with its reason.
     """
 
     version: int
@@ -138,6 +140,9 @@ class Beat(msgspec.Struct, array_like=True, frozen=True):
     memory_total_bytes: int = 0
     items_per_s: float = 0.0
     url: str = ""
+    lease: str = ""
+    config_hash: str = ""
+    refused: dict[str, str] = {}
 
 
 class Cards(msgspec.Struct, array_like=True, frozen=True):

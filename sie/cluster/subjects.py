@@ -1,10 +1,13 @@
 """Names the subjects, streams and consumers of a cluster. Pure.
 
     sie.v1.POOL.work.PROFILE.BUNDLE.MODEL   work items, in the stream SIE_WORK_POOL
+    sie.v1.POOL.work.PROFILE.BUNDLE.MODEL.LEASE   the same, for the hosts of a leased pool (`sie.cluster.pools`)
     sie.v1.POOL.dead.PROFILE.BUNDLE.MODEL   items that are not tried again, in the stream SIE_DEAD_POOL
     sie.v1.POOL.host.HOST.beat|cards|load|text|count|cancel
     sie.v1.POOL.wake                        a gateway asks all hosts for a heartbeat now
     sie.v1.gateway.GATEWAY.beat|result|taken|text
+
+    $KV.SIE_STATE_v1.KEY                    documents that all share, in the stream KV_SIE_STATE_v1
 
 Wildcards in an account's permissions so separate pools, and gateways from hosts.
 """
@@ -25,12 +28,18 @@ ANY: Final = "any"
 """The token of a machine profile or bundle that is not set."""
 
 
+STATE_STREAM: Final = f"KV_SIE_STATE_v{VERSION}"
+"""The stream under the bucket of the documents that all processes of a cluster share."""
+
+
 class Lane(NamedTuple):
     """Hosts that are alike: those of one pool, machine profile and bundle."""
 
     pool: str
     profile: str
     bundle: str
+    lease: str = ""
+    """The leased pool that the hosts work for; empty for none."""
 
 
 def token(name: str) -> str:
@@ -50,12 +59,12 @@ def lane_of(pool: str, profile: str, bundle: str) -> Lane:
 
 def work_subject(lane: Lane, model: str) -> str:
     """Return the subject of a model's work items."""
-    return f"{_ROOT}.{token(lane.pool)}.work.{token(lane.profile)}.{token(lane.bundle)}.{token(model)}"
+    return f"{_ROOT}.{token(lane.pool)}.work.{'.'.join(_place(lane, model))}"
 
 
 def dead_subject(lane: Lane, model: str) -> str:
     """Return the subject of a model's dead letters."""
-    return f"{_ROOT}.{token(lane.pool)}.dead.{token(lane.profile)}.{token(lane.bundle)}.{token(model)}"
+    return f"{_ROOT}.{token(lane.pool)}.dead.{'.'.join(_place(lane, model))}"
 
 
 def all_work(pool: str) -> str:
@@ -85,7 +94,18 @@ def payload_bucket(pool: str) -> str:
 
 def consumer_name(lane: Lane, model: str) -> str:
     """Return the durable consumer of a profile, bundle and model."""
-    return f"{token(lane.profile)}-{token(lane.bundle)}-{token(model)}"
+    return "~".join(_place(lane, model))  # no token has this character, so two places never have one name
+
+
+def _place(lane: Lane, model: str) -> list[str]:
+    """Return the tokens of a model's place in its pool."""
+    names = [lane.profile, lane.bundle, model, *([lane.lease] if lane.lease else [])]
+    return [token(name) for name in names]
+
+
+def state_subject(key: str) -> str:
+    """Return the subject of a document that all processes of a cluster share; key `>` is any."""
+    return f"$KV.{STATE_STREAM.removeprefix('KV_')}.{key}"
 
 
 def host_subject(pool: str, host: str, kind: str) -> str:

@@ -26,14 +26,27 @@ _HELP = """\
 /model [ID]     ask another model from now on, or show which one
 /help           show this
 /bye            leave
+@PATH           in a question: attach this file (@"a b.txt" for a name with blanks)
 Enter sends, Alt-Enter begins a new line, the arrows go back to earlier questions. Ctrl-C ends a running
 answer, Ctrl-D leaves. A line that begins with a space is never a command."""
 _LEAVING = frozenset(("/bye", "/exit", "/quit"))
 
 
 def chat_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of `talk`: system, temperature, max_tokens."""
+    """Add the options of `talk`: system, temperature, max_tokens, agent, permission."""
     for option in (
+        click.option(
+            "--permission",
+            type=click.Choice(["ask", "auto", "deny"]),
+            default="ask",
+            show_default=True,
+            help="With --agent: whether you are asked before each call of a tool.",
+        ),
+        click.option(
+            "--agent",
+            is_flag=True,
+            help="Let the server run code and commands for the model, in its sandbox (docs/agents.md).",
+        ),
         click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer. Default: all that fit."),
         click.option(
             "--temperature",
@@ -65,6 +78,7 @@ def chat(*, question: tuple[str, ...], url: str, **options: Any) -> int:
       sie chat
       sie chat "What is a fox?" --max-tokens 100
       git diff | sie chat --system "Write a commit message for this change." --model mine
+      sie chat --agent "Plot the columns of @data.csv"
     """  # fmt: skip
     from sie.loadgen.target import TargetError
 
@@ -81,22 +95,22 @@ def chat(*, question: tuple[str, ...], url: str, **options: Any) -> int:
 def talk(target: Target, question: Sequence[str], **options: Any) -> int:
     """Answer one question, from the arguments or a pipe, or hold a conversation. Return the exit status.
 
-    options: model, system, temperature and max_tokens. Raises TargetError if no server answers.
+    options: model, system, temperature, max_tokens, agent and permission. Raises TargetError if no server answers.
     """
     conversation = _Conversation(target, **options)
     if not question and sys.stdin.isatty():
         target.connect().close()  # report a missing server before the user types
         return _converse(conversation, target.url)
     text = " ".join(question) or sys.stdin.read().strip()
-    return _ask_once(conversation, text) if text else fail("there is no question")
+    return _ask_once(conversation, text, attaches=bool(question)) if text else fail("there is no question")
 
 
-def _ask_once(talk: _Conversation, text: str) -> int:
+def _ask_once(talk: _Conversation, text: str, *, attaches: bool) -> int:
     from sie.commands.http_client import ServerError
 
     try:
-        return 0 if talk.say(text) else 130
-    except ServerError as error:
+        return 0 if talk.say(text, attaches=attaches) else 130
+    except (ServerError, OSError) as error:
         return fail(str(error))
 
 
@@ -113,8 +127,8 @@ def _converse(conversation: _Conversation, url: str) -> int:
             note(_obey(conversation, *line.split(maxsplit=1)))
         elif line.strip():
             try:
-                conversation.say(line.strip())
-            except ServerError as error:
+                conversation.say(line.strip(), attaches=True)
+            except (ServerError, OSError) as error:
                 fail(str(error))
     return 0
 
@@ -140,31 +154,45 @@ def _obey(conversation: _Conversation, command: str, text: str = "") -> str:
 class _Conversation:
     """The messages so far, and the options of every request."""
 
-    def __init__(self, target: Target, *, system: str, model: str | None, **options: Any) -> None:
+    def __init__(
+        self, target: Target, *, system: str, model: str | None, agent: bool, permission: str, **options: Any
+    ) -> None:
         self._target = target
+        self._permission = permission if agent else ""
         self._options = options
         self.model = model
         self.reset(system)
 
     def reset(self, system: str) -> None:
         """Start a new conversation."""
+        from sie.commands.chat_agent import AgentScreen
+
         self.system = system
         self._messages: list[Message] = []
+        self._agent = AgentScreen(self._target, self._permission) if self._permission else None
 
-    def say(self, text: str) -> bool:
+    def say(self, text: str, *, attaches: bool = False) -> bool:
         """Ask, print the answer as it arrives, and remember both; False when Ctrl-C ended it. Raises ServerError.
 
+        attaches: whether `@PATH` in the text attaches a file; then it raises OSError, too.
         The received part of an interrupted answer is remembered. If it is empty, the question is dropped too.
         """
-        from sie.commands.chat_client import Answer, Message, Question, ask
+        from sie.commands.chat_agent import attach
+        from sie.commands.chat_client import Answer, Message, Question, ToolEvent, ask
 
-        asked = [*self._messages, Message("user", text)]
+        asked = [*self._messages, Message("user", attach(text) if attaches else text)]
         opening = [Message("system", self.system)] if self.system else []
-        question = Question(messages=[*opening, *asked], model=self.model, **self._options)
+        fields = self._agent.fields() if self._agent is not None else {}
+        question = Question(messages=[*opening, *asked], model=self.model, agent=fields, **self._options)
         answer, screen = Answer(), _Screen()
         try:
             with contextlib.closing(ask(self._target, question, answer)) as pieces:
                 for piece in pieces:
+                    if isinstance(piece, ToolEvent):
+                        screen.end()
+                        if self._agent is not None:
+                            self._agent.take(piece)
+                        continue
                     screen.show(piece.text, is_reasoning=piece.is_reasoning)
         except KeyboardInterrupt:
             return False
@@ -203,6 +231,7 @@ class _Screen:
         """Leave the cursor at the beginning of a line."""
         if not self._ends_line:
             click.echo()
+            self._ends_line = True
 
 
 def _figures(answer: Answer) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Generator, Iterator, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -16,6 +16,7 @@ from sie.commands.http_client import Connection, ServerError, authorization, con
 from sie.loadgen.target import Target, TargetError
 
 PATH: Final = "/v1/chat/completions"
+_TOOL_EVENTS: Final = frozenset({"agentic_tool_call_progress", "agentic_tool_approval_required", "file_produced"})
 _SILENCE_S = 300.0
 """Longest wait for a byte. A working server sends comments, by default every ten seconds."""
 
@@ -24,7 +25,7 @@ class Message(msgspec.Struct, frozen=True):
     """One message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: str | Sequence[dict[str, Any]]
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -34,6 +35,15 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: str | None = None
     temperature: float | None = None
     max_tokens: int | None = None
+    agent: dict[str, Any] = {}
+    """The fields that ask for tools of the server."""
+
+
+class ToolEvent(NamedTuple):
+    """An event with a name: what a tool of the server does."""
+
+    name: str
+    data: dict[str, Any]
 
 
 class Piece(NamedTuple):
@@ -118,12 +128,15 @@ class _Chunk(msgspec.Struct, frozen=True):
 _decode = msgspec.json.Decoder(_Chunk).decode
 
 
-def ask(target: Target, question: Question, answer: Answer) -> Generator[Piece, None, None]:
+def ask(target: Target, question: Question, answer: Answer) -> Generator[Piece | ToolEvent, None, None]:
     """Send a question; yield its answer's texts as they arrive, and record them and their times in `answer`.
+
+    Events of the server's tools are yielded between the texts.
 
     Closing the iterator ends the request, and with it the server's work. Raises ServerError.
     """
-    body = msgspec.to_builtins(question) | {"stream": True, "stream_options": {"include_usage": True}}
+    fields = msgspec.to_builtins(question)
+    body = fields | fields.pop("agent", {}) | {"stream": True, "stream_options": {"include_usage": True}}
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **authorization(target)}
     connection = Connection(target, _SILENCE_S)
     with conversing(connection, target, _SILENCE_S):
@@ -137,28 +150,38 @@ def ask(target: Target, question: Question, answer: Answer) -> Generator[Piece, 
         if response.status != 200:
             raise ServerError(refusal(PATH, response.status, response.read()))
         for event in _events(response):
-            yield from answer.take(event, time.monotonic())
+            if isinstance(event, ToolEvent):
+                yield event
+            else:
+                yield from answer.take(event, time.monotonic())
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[_Chunk]:
-    """Yield the chunks of a stream up to `[DONE]`. Raises ServerError for an error in it, or if it ends before."""
+def _events(response: http.client.HTTPResponse) -> Iterator[_Chunk | ToolEvent]:
+    """Yield the events of a stream up to `[DONE]`. Raises ServerError for an error in it, or if it ends before."""
+    name = ""
     while line := response.readline():
+        if line.startswith(b"event: "):
+            name = line.removeprefix(b"event: ").strip().decode("ascii", "replace")
+            continue
         if not line.startswith(b"data: "):  # comments, and the empty lines between events
             continue
         data = line.removeprefix(b"data: ").strip()
         if data == b"[DONE]":
             return
-        chunk = _read(data)
-        if chunk is None:
+        event = _read(data, name)
+        name = ""
+        if event is None:
             raise ServerError("the server's stream is not one of chat completions")
-        if chunk.error is not None:
-            raise ServerError(chunk.error.message)
-        yield chunk
+        if isinstance(event, _Chunk) and event.error is not None:
+            raise ServerError(event.error.message)
+        yield event
     raise ServerError("the server ended the answer early")
 
 
-def _read(data: bytes) -> _Chunk | None:
+def _read(data: bytes, name: str) -> _Chunk | ToolEvent | None:
     try:
+        if name in _TOOL_EVENTS:
+            return ToolEvent(name, msgspec.json.decode(data, type=dict[str, Any]))
         return _decode(data)
     except msgspec.DecodeError:
         return None

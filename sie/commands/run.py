@@ -8,10 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import click
@@ -43,6 +43,8 @@ def run(
     system: str,
     temperature: float | None,
     max_tokens: int | None,
+    agent: bool,
+    permission: str,
     **access: str,
 ) -> int:
     """Talk to MODEL. If no running server has it, serve it for the conversation.
@@ -59,12 +61,15 @@ def run(
 
     spec = model_spec(model)
     model_id = spec.partition("=")[0].partition("@")[0]
-    options = {"system": system, "model": model_id, "temperature": temperature, "max_tokens": max_tokens}
+    options: dict[str, Any] = {
+        "system": system, "model": model_id, "temperature": temperature, "max_tokens": max_tokens, "agent": agent,
+        "permission": permission,
+    }  # fmt: skip
     try:
         target = named_target(url, **access)
         if _look(target, model_id) is not None:
             return talk(target, question, **options)
-        with _serving(spec, model_id) as own:
+        with _serving(spec, model_id, ["--agent"] if agent else []) as own:
             return 1 if own is None else talk(own, question, **options)
     except TargetError as error:
         return fail(str(error))
@@ -94,8 +99,10 @@ def _look(target: Target, model_id: str) -> _Model | None:
 
 
 @contextmanager
-def _serving(spec: str, model_id: str) -> Generator[Target | None]:
+def _serving(spec: str, model_id: str, flags: Sequence[str]) -> Generator[Target | None]:
     """Serve one model on a private Unix socket; yield its address, or None if the model could not be loaded.
+
+    flags are further settings of the server.
 
     The server's bar and its warnings go to this terminal. It ignores this terminal's Ctrl-C, which ends an answer. It
     has the settings of `sie serve`, but only the socket's mode protects it: keys and TLS would shut out this client.
@@ -106,7 +113,7 @@ def _serving(spec: str, model_id: str) -> Generator[Target | None]:
     with tempfile.TemporaryDirectory(prefix="sie-run-") as directory:
         path = Path(directory, "http")
         server = subprocess.Popen(  # noqa: S603  # our own command
-            [sys.executable, "-m", "sie", "serve", "--model", spec, "--uds", str(path), "--uds-mode", "600",
+            [sys.executable, "-m", "sie", "serve", *flags, "--model", spec, "--uds", str(path), "--uds-mode", "600",
              "--state-dir", str(Path(directory, "state")), "--frontends", "1", "--grpc-port", "0", "--log-level", "warning",
              "--api-keys", "", "--tls-cert", "", "--tls-key", "", "--tls-client-ca", ""],
             env={name: value for name, value in os.environ.items() if name != "SIE_API_KEY"},  # a client's variable, unknown to a server

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from sie.units import DEFAULT_CONFIG, GPU_DROP_IN, MARKER, PLACES, Host, render
+from sie.units import DEFAULT_CONFIG, GATEWAY_DROP_IN, GPU_DROP_IN, MARKER, PLACES, Host, render
 
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9._+/-]+")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,30}")
@@ -73,6 +73,7 @@ def print_unit(name: str, executable: str | None, config: str, user: str) -> Non
 @service.command()
 @_host_options
 @click.option("--gpu/--no-gpu", default=None, help="Give the service the GPUs [if this host has NVIDIA's driver].")
+@click.option("--gateway", is_flag=True, help="Run a gateway of a cluster, `sie gateway`, instead of a server.")
 @click.option(
     "--root",
     type=click.Path(path_type=Path),
@@ -80,23 +81,27 @@ def print_unit(name: str, executable: str | None, config: str, user: str) -> Non
     help="Write beneath this directory, for example of an image.",
 )
 @click.option("--force", is_flag=True, help="Overwrite files that `sie service` did not write.")
-def install(*, executable: str | None, config: str, user: str, gpu: bool | None, root: Path, force: bool) -> None:
+def install(  # one for each flag
+    *, executable: str | None, config: str, user: str, gpu: bool | None, gateway: bool, root: Path, force: bool
+) -> None:
     """Write the unit, its user, its directories and helpful kernel settings.
 
     Existing settings stay. A repeated install changes only files that differ.
     """
     is_live = root.resolve() == Path("/")
-    has_gpu = gpu if gpu is not None else is_live and Path("/dev/nvidiactl").exists()
+    has_gpu = gpu if gpu is not None else is_live and not gateway and Path("/dev/nvidiactl").exists()
+    drop_ins = {GPU_DROP_IN: has_gpu, GATEWAY_DROP_IN: gateway}
     host = _host(executable, config, user, root)
-    texts = {root / PLACES[name]: render(name, host) for name in PLACES if has_gpu or name != GPU_DROP_IN}
+    texts = {root / PLACES[name]: render(name, host) for name in PLACES if drop_ins.get(name, True)}
     foreign = [path for path in texts if path.exists() and not _is_ours(path)]
     if foreign and not force:
         listed = ", ".join(map(str, foreign))
         raise click.ClickException(f"not written by `sie service`: {listed}; --force overwrites it")
     for path, text in texts.items():
         _write(path, text)
-    if not has_gpu:
-        _remove(root / PLACES[GPU_DROP_IN])
+    for name, is_wanted in drop_ins.items():
+        if not is_wanted:
+            _remove(root / PLACES[name])
     _write_first_settings(root / config.lstrip("/"))
     if is_live and _systemd_runs():
         _call("systemd-sysusers", "/" + PLACES["sie.sysusers.conf"])

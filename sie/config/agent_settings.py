@@ -45,6 +45,18 @@ class Agents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     search_key_file: Annotated[str, Meta(description="File with the key of the search engine; empty for none.")] = ""
+    mcp_config: Annotated[
+        str,
+        Meta(
+            description="JSON file of MCP servers, whose tools requests may pick by the server's name; empty for none."
+        ),
+    ] = ""
+    mcp_max_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 16, le=1 << 32, description="Most bytes that an MCP server may send in ten seconds; over it is cut."
+        ),
+    ] = 16 * MIB
     fetch_private_addresses: Annotated[
         bool,
         Meta(description="Let page extraction reach loopback, private and link-local addresses. For tests only."),
@@ -149,6 +161,11 @@ class Agents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return bool(self.search_url) and (self.agent or self.enable_search)
 
     @property
+    def has_mcp(self) -> bool:
+        """Whether there are MCP servers."""
+        return bool(self.mcp_config)
+
+    @property
     def is_on(self) -> bool:
         """Whether there is an agent process."""
-        return self.has_code or self.has_shell or self.has_search or bool(self.tool_dispatch_url)
+        return self.has_code or self.has_shell or self.has_search or self.has_mcp or bool(self.tool_dispatch_url)

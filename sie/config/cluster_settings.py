@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from sie.config.limits import MIB
 
@@ -56,3 +56,25 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_text_runs: Annotated[
         int, Meta(ge=1, le=65536, description="Most answers that a host generates for gateways at a time.")
     ] = 256
+    pool_ttl_s: Annotated[
+        int,
+        Meta(ge=5, le=604_800, description="Seconds after which a pool of `/v1/pools` expires that nobody renews."),
+    ] = 300
+    max_pools: Annotated[int, Meta(ge=0, le=2_000, description="Most pools that clients may create.")] = 100
+    weights_root: Annotated[
+        str,
+        Meta(
+            description="Directory of a host below which the weights_path of a model of `/v1/configs` lies; empty for none."
+        ),
+    ] = ""
+    accept_configs: Annotated[
+        bool, Meta(description="Whether a host takes the models and profiles of `/v1/configs`.")
+    ] = True
+    provided_profiles: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Machine profile that an autoscaler can provide, also while no host has it: a gateway names it in "
+            "the metric of demand; repeatable.",
+            extra={"form": "NAME"},
+        ),
+    ] = field(default=(), name="provided_profile")

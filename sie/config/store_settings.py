@@ -66,6 +66,9 @@ class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(ge=1024, le=1024 * MIB, description="Largest skill, as it is uploaded and unpacked; over it is refused."),
     ] = 50 * MIB
     max_skill_files: Annotated[int, Meta(ge=1, le=10_000, description="Most files of a skill; over it is 422.")] = 500
+    max_request_skills: Annotated[
+        int, Meta(ge=1, le=1024, description="Most skills that a request may name; over it is 400.")
+    ] = 8
     max_sessions: Annotated[
         int, Meta(ge=1, le=1 << 20, description="Sessions kept; the least recently used go first.")
     ] = 128

@@ -270,7 +270,7 @@ class App:
             client = (
                 "localhost" if settings.access.uds else exchange.scope.client
             )  # the clients of a Unix socket are on this host
-            has_body = route.envelope == "sie" and route.method == "POST"
+            has_body = route.envelope == "sie" and route.method == "POST" and exchange.has_body
             check_admin(admin_from, client, exchange.headers, has_body=has_body)
 
     def _answer(self, exchange: Exchange, status: int, headers: list[tuple[str, str]], body: bytes) -> None:

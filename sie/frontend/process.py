@@ -95,6 +95,8 @@ class FrontendProcess:
         """Whether each response closes its connection."""
         self.certificates: messages.Certificates | None = None
         """The certificates in force after a renewal, or None; for gRPC."""
+        self.on_configs: Callable[[messages.TookConfigs], None] = lambda _: None
+        """Called when the supervisor has taken over the cluster's configuration."""
         self._launch = launch
         self._loop = loop
         self._channel = channel
@@ -232,7 +234,9 @@ class FrontendProcess:
         self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
         self.access_log = AccessLog(settings.server.access_log) if settings.server.access_log else None
         self.recorders: tuple[Recorder, ...] = tuple(
-            part.record for part in (self.access, self.cors, self.tracing, self.access_log) if part is not None
+            part.record
+            for part in (self.access, self.cors, self.remote, self.tracing, self.access_log)
+            if part is not None
         )
         """Called for every request that ends. Traces come before the access log, whose lines name the trace."""
 
@@ -329,6 +333,10 @@ class FrontendProcess:
         """Ask for a load, at most once a second for each model."""
         self.request_load_once(model, self.remote.request_load if self.remote is not None else self._ask_supervisor)
 
+    def send_configs(self, shared: messages.TakeConfigs) -> None:
+        """Have the supervisor take over the cluster's configuration; `on_configs` follows."""
+        self._send(shared)
+
     def _ask_supervisor(self, model: str) -> None:
         self._send(messages.LoadModel(model))
 
@@ -375,6 +383,8 @@ class FrontendProcess:
                 self._send(messages.Pong(number))
             case messages.Certificates():
                 self.certificates = message
+            case messages.TookConfigs():
+                self.on_configs(message)
             case messages.Retire():
                 self._turn_away()
             case messages.Drain():

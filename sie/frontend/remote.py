@@ -5,7 +5,7 @@ Such a process has no workers. Routes, dialects, access and telemetry are the sa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from sie.frontend.engine.interface import Pending
 from sie.frontend.generation.interface import TextStarter
@@ -15,6 +15,82 @@ from sie.values.errors import SieError
 
 if TYPE_CHECKING:
     from sie.frontend.http.exchange import Exchange
+
+
+YAML: Final = "application/yaml"
+
+
+class ClusterAnswer(NamedTuple):
+    """The answer to a request about the cluster itself."""
+
+    status: int
+    body: Any
+    """The body as plain values of JSON, or as the text of another media type."""
+    media: str = "application/json"
+
+
+class PoolApi(Protocol):
+    """The leased pools of a cluster: `/v1/pools`. Every method raises SieErrors."""
+
+    def list(self) -> ClusterAnswer:
+        """Describe all pools."""
+        ...
+
+    def show(self, name: str) -> ClusterAnswer:
+        """Describe one pool."""
+        ...
+
+    async def put(self, body: bytes) -> ClusterAnswer:
+        """Create a pool, or update one and renew its lease."""
+        ...
+
+    async def renew(self, name: str) -> ClusterAnswer:
+        """Renew a pool's lease."""
+        ...
+
+    async def delete(self, name: str) -> ClusterAnswer:
+        """Delete a pool."""
+        ...
+
+
+class ConfigApi(Protocol):
+    """The models and profiles that all hosts of a cluster share: `/v1/configs`. Every method raises SieErrors."""
+
+    async def put(self, body: bytes, key: str, epoch: str) -> ClusterAnswer:
+        """Add a model or profiles; key is the `Idempotency-Key` and epoch the `If-Match` of the request."""
+        ...
+
+    def list(self) -> ClusterAnswer:
+        """Describe every model."""
+        ...
+
+    def show(self, model: str) -> ClusterAnswer:
+        """Return a model's configuration."""
+        ...
+
+    def status(self, model: str) -> ClusterAnswer:
+        """Return which hosts run a model's configuration."""
+        ...
+
+    def list_bundles(self) -> ClusterAnswer:
+        """Describe the bundles."""
+        ...
+
+    def show_bundle(self, name: str) -> ClusterAnswer:
+        """Describe one bundle."""
+        ...
+
+    def resolve(self, body: bytes) -> ClusterAnswer:
+        """Return the model, profile and bundles behind a name."""
+        ...
+
+    def export(self) -> ClusterAnswer:
+        """Return every configuration."""
+        ...
+
+    def show_epoch(self) -> ClusterAnswer:
+        """Return the epoch."""
+        ...
 
 
 class Remote(Protocol):
@@ -38,6 +114,16 @@ class Remote(Protocol):
     @property
     def generator(self) -> TextStarter:
         """The starter of generated answers."""
+        ...
+
+    @property
+    def pools(self) -> PoolApi:
+        """The leased pools."""
+        ...
+
+    @property
+    def configs(self) -> ConfigApi:
+        """The shared models and profiles."""
         ...
 
     @property
@@ -75,6 +161,12 @@ class Remote(Protocol):
 
     def expire(self, now_ns: int) -> None:
         """End overdue requests; called on each tick of the process's clock."""
+        ...
+
+    def record(
+        self, exchange: Exchange, status: int, headers: list[tuple[str, str]], error: SieError | None
+    ) -> list[tuple[str, str]]:
+        """Count a request that ends. Returns the headers of the response."""
         ...
 
     def status_frame(self) -> str:

@@ -14,6 +14,7 @@ from sie.values.api_key import ApiKey
 from sie.values.card import AdapterSpec, ModelCard, ModelState
 from sie.values.errors import WireError
 from sie.values.fallbacks import Fallback
+from sie.values.model_config import ModelConfig
 
 Role = Literal["frontend", "worker", "agent"]
 Protocol = Literal["http", "grpc", "nats", "gateway"]
@@ -168,6 +169,21 @@ class Manage(msgspec.Struct, tag=True, frozen=True):
     number: int
     action: ManageAction
     model: str
+
+
+class TakeConfigs(msgspec.Struct, tag=True, frozen=True):
+    """Puller to supervisor: these are the models that the cluster shares now. Answered by `TookConfigs`."""
+
+    hash: str
+    configs: tuple[ModelConfig, ...]
+
+
+class TookConfigs(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to puller: the configuration with this hash is in force, except for the models that are refused."""
+
+    hash: str
+    refused: dict[str, str]
+    """The reason for each model that this host does not take."""
 
 
 class Managed(msgspec.Struct, tag=True, frozen=True):
@@ -381,5 +397,5 @@ Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
     | PeerFault | Spilled | Touch | Ping | Pong | Silence | Retire | Drain | Finish | Manage | Managed | MemoryReport | MemoryShort
     | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys | Certificates
-    | Stage | Unstage | Staged | WorkerLate
+    | Stage | Unstage | Staged | WorkerLate | TakeConfigs | TookConfigs
 )  # fmt: skip

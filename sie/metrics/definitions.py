@@ -7,6 +7,7 @@ never change. The `http_*` families count every dialect (generation API referenc
 
 from __future__ import annotations
 
+from sie.metrics.cluster_definitions import CLUSTER_FAMILIES
 from sie.metrics.family import DURATION_BOUNDS, HTTP_DURATION_BOUNDS, STEP_DURATION_BOUNDS, Family
 from sie.metrics.generation_definitions import (
     FIRST_TOKEN,
@@ -301,6 +302,11 @@ STATUS_WATCHERS = Family(
     kind="gauge",
     help="Open /ws/status connections.",
 )
+AGENTS_RUNNING = Family(
+    name="sie_agents_running",
+    kind="gauge",
+    help="Requests whose tools the server runs, between their first round of generation and the end of their answers.",
+)
 GRPC_CONNECTIONS = Family(
     name="sie_grpc_connections",
     kind="gauge",
@@ -393,7 +399,7 @@ FAMILIES: tuple[Family, ...] = (
     PREEMPTIONS, KV_BLOCKS, KV_BLOCKS_USED, PREFIX_LOOKUPS, PREFIX_HITS, PREFIX_EVICTIONS, PROMPT_TOKENS,
     GENERATED_TOKENS, GENERATION_STEP, FIRST_TOKEN, TOKEN_GAP, LAST_INFERENCE, TRUNCATED, REFUSALS, AUTH_FAILURES,
     KEY_REQUESTS, KEY_TOKENS, KEY_RUNNING, API_KEYS, API_KEYS_REFUSED, WORKER_RESTARTS, WORKER_UP, DEVICE_LOST, CONFIG_RELOADS, CONFIG_REFUSED,
-    STEP_DURATION, MODEL_BUSY, STEP_TOKENS, EXTENTS_IN_USE, HELD_BYTES, HELD_CUTS, LOOP_LAG, LOOP_LAG_LATEST, STATUS_WATCHERS, GRPC_CONNECTIONS,
+    STEP_DURATION, MODEL_BUSY, STEP_TOKENS, EXTENTS_IN_USE, HELD_BYTES, HELD_CUTS, LOOP_LAG, LOOP_LAG_LATEST, STATUS_WATCHERS, AGENTS_RUNNING, GRPC_CONNECTIONS,
     GRPC_ENDED, GRPC_WAITS, HTTP_REQUESTS, HTTP_IN_FLIGHT, HTTP_DURATION, HTTP_BODY, DROPPED, GPU_UTILIZATION, GPU_MEMORY_USED, GPU_MEMORY_TOTAL,
-    GPU_TEMPERATURE, GPU_UP, GPU_SAMPLED,
+    GPU_TEMPERATURE, GPU_UP, GPU_SAMPLED, *CLUSTER_FAMILIES,
 )  # fmt: skip

@@ -29,6 +29,8 @@ SandboxMode = Literal["privileged", "user", "off"]
 """privileged: root makes the namespaces and the program runs as another user. user: a user namespace allows them."""
 WORK: Final = "/workspace"
 """The working directory, as a sandboxed program sees it."""
+SKILLS: Final = "/skills"
+"""The skills of a session, read-only, as a sandboxed program sees them."""
 _CODE: Final = "/run/sie"
 _OWN_CODE: Final = (
     "__init__.py", "runtime/__init__.py", "runtime/landlock.py", "runtime/sandbox_entry.py", "runtime/system_filter.py",
@@ -41,8 +43,9 @@ _ETC: Final = (
 )  # fmt: skip
 _ETC_NETWORK: Final = ("hosts", "nsswitch.conf", "resolv.conf")
 _PROBE_TIMEOUT_S: Final = 20.0
-_PARTS: Final = ("work", "tmp", "shm", "etc")
-"""The parts of a home: the working directory, /tmp, /dev/shm, and files made for /etc."""
+_PARTS: Final = ("work", "tmp", "shm", "etc", "skills")
+"""The parts of a home: the working directory, /tmp, /dev/shm, files made for /etc, and skills."""
+_READ_ONLY: Final = frozenset({"etc", "skills"})
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,6 +173,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
         yield "--bind", str(home / "shm"), "/dev/shm"  # noqa: S108  # the sandbox's own
         yield "--bind", str(home / "tmp"), "/tmp"  # noqa: S108  # the sandbox's own
         yield "--bind", str(home / "work"), WORK
+        yield "--ro-bind", str(home / "skills"), SKILLS
         yield from _hiding(self.hidden, [*shown, *(f"/{name}" for name in _SYSTEM)])
         yield from (("--remount-ro", "/dev"), ("--remount-ro", "/"))
 
@@ -180,13 +184,13 @@ def make_home(home: Path, sandbox: Sandbox) -> None:
     for name in _PARTS:
         part = home / name
         part.mkdir(mode=0o700)
-        if sandbox.owner() is not None and name != "etc":
+        if sandbox.owner() is not None and name not in _READ_ONLY:
             os.chown(part, _NOBODY, _NOBODY)
     uid = _NOBODY
     Path(home, "etc", "passwd").write_text(f"user:x:{uid}:{uid}:user:{WORK}:/bin/sh\n")
     Path(home, "etc", "group").write_text(f"user:x:{uid}:\n")
     if sandbox.owner() is not None:
-        for path in (home / "etc", home / "etc" / "passwd", home / "etc" / "group"):
+        for path in (home / "skills", home / "etc", home / "etc" / "passwd", home / "etc" / "group"):
             path.chmod(0o755 if path.is_dir() else 0o644)
 
 

@@ -12,13 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from sie.catalog.cards import make_card
-from sie.catalog.generation import finish_generator
-from sie.catalog.gguf_file import find_gguf
 from sie.catalog.listing import check_adapters, check_models
 from sie.catalog.lora import find_lora_weights, read_lora_config
-from sie.catalog.spec import ModelSpec
-from sie.catalog.weights import with_num_weights
+from sie.config.mcp_config import read_mcp_config
 from sie.config.settings import Access, Loaded, Settings
 from sie.runtime import failpoints
 from sie.runtime.child_setup import dump_stacks_on_abort, exclude_imports_from_collections
@@ -31,11 +27,12 @@ from sie.supervisor.host_resources import StartError, count_frontends, make_runt
 from sie.supervisor.key_file import KeyFileWatch
 from sie.supervisor.listen import Listener, exposure_warnings, open_grpc_listener, open_listener
 from sie.supervisor.loads import Models
+from sie.supervisor.local_cards import read_local_card
 from sie.supervisor.reload import Reading
 from sie.supervisor.server import Supervisor
 from sie.supervisor.tasks import check_tasks, needed_tasks
 from sie.values.api_key import KeyFileError
-from sie.values.card import AdapterSpec, ModelCard
+from sie.values.card import AdapterSpec
 from sie.values.errors import SieError
 
 _log = get_logger(__name__)
@@ -56,6 +53,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded], *, is_gateway: bool = Fal
     _check_failpoints(loaded)
     _check_tracing(settings)
     _check_cluster(settings, is_gateway=is_gateway)
+    _check_mcp(settings.agents.mcp_config)
     models = _read_models(loaded)
     adapters = _read_adapters(loaded, models)
     key_file = _open_key_file(settings.access.api_keys)
@@ -170,7 +168,7 @@ def _read_models(loaded: Loaded) -> Models:
     models: Models = []
     for spec, start in check_models(loaded).values():
         try:
-            card = _read_local_card(spec, loaded.settings)
+            card = read_local_card(spec, loaded.settings)
         except SieError as error:
             raise StartError(f"{'model' if start == 'preload' else 'lazy_model'}: {error.message}") from error
         models.append((spec, start == "preload", card))
@@ -209,10 +207,15 @@ def _open_key_file(path: str) -> KeyFileWatch | None:
         raise StartError(f"api_keys: {error}") from error
 
 
-def _read_local_card(spec: ModelSpec, settings: Settings) -> ModelCard | None:
-    if spec.stub is None and (spec.directory is None or settings.models.convert or find_gguf(spec.id, spec.directory)):
-        return None
-    card = make_card(spec, spec.directory or "")
-    if card.generate is not None and card.tokenizer_file:
-        card = finish_generator(card, settings.generation.chat_template)
-    return with_num_weights(card) if card.stub is not None or card.tokenizer_file else None
+def _check_mcp(path: str) -> None:
+    """Raise StartError for a file of MCP servers that cannot be used."""
+    if not path:
+        return
+    if importlib.util.find_spec("mcp") is None:
+        raise StartError("mcp_config: the MCP client is not installed; pip install 'ringserve[mcp]'")
+    try:
+        read_mcp_config(path)
+    except OSError as error:
+        raise StartError(f"mcp_config: {path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(f"mcp_config: {path}: {error}") from None

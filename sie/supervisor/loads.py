@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Literal
 
+import msgspec
+
+from sie.catalog.cards import with_profiles
 from sie.catalog.spec import ModelSpec
 from sie.config.settings import Settings
 from sie.ipc import messages
@@ -22,7 +25,7 @@ from sie.supervisor.lifecycle import Event
 from sie.supervisor.model_registry import ModelRegistry, Record
 from sie.supervisor.staged_reloads import StagedReloads
 from sie.values.card import ModelCard
-from sie.values.errors import WireError
+from sie.values.errors import SieError, WireError
 
 _log = get_logger(__name__)
 _SHOWN_STATES: Final[dict[ChildState, Literal["starting", "ready", "lost", "dead"]]] = {
@@ -116,7 +119,8 @@ class Loads:
         """Make `models` the models of this server. Return descriptions of the changes that need a restart.
 
         A new model to load at the start loads now, but readiness does not wait for it. A removed model answers accepted
-        requests and takes no new ones. A model with a changed definition stays as it is.
+        requests and takes no new ones. Changed profiles are offered at once, because workers do not know them; a model
+        whose definition has changed otherwise stays as it is.
         """
         left: list[str] = []
         known = self._registry.records
@@ -126,7 +130,7 @@ class Loads:
             record.is_pinned = preload or spec.id in self._settings.pinned
             if is_new and preload:
                 self.want(spec.id)
-            elif record.spec != spec:
+            elif record.spec != spec and not _take_profiles(record, spec):
                 left.append(f"the definition of model {spec.id}")
         from_settings = {name for name, record in known.items() if record.spec.tensor is None}
         for name in from_settings - {spec.id for spec, _, _ in models}:
@@ -350,7 +354,7 @@ class Loads:
         if record.preparing:  # `_prepare` loads it afterwards
             return
         if record.is_stale and (card := self._staged_reloads.take(record.spec.id)) is not None:
-            record.card, record.is_stale = card, False
+            record.card, record.is_stale = _with_own_profiles(card, record), False
         if record.card is None or record.is_stale:
             record.preparing = True
             self._spawn(self._prepare(record))
@@ -381,7 +385,7 @@ class Loads:
             record.is_stale = True
             self._refuse(record, prepared)
         else:
-            record.card = prepared
+            record.card = _with_own_profiles(prepared, record)
             if record.wanted:  # it may have been unloaded during its preparation
                 self._load(record)
         self.broadcast()
@@ -391,3 +395,25 @@ class Loads:
         self._progress.fail(record.spec.id, error.message)
         self._on_settled()
         self.broadcast()
+
+
+def _take_profiles(record: Record, spec: ModelSpec) -> bool:
+    """Give a model the profiles of a new definition. Return False if more has changed, or it cannot have them."""
+    if msgspec.structs.replace(record.spec, profiles=spec.profiles) != spec:
+        return False
+    try:
+        card = with_profiles(record.card, spec) if record.card is not None else None
+    except SieError as error:
+        _log.warning("the profiles of %s stay as they are: %s", spec.id, error.message)
+        return False
+    record.spec, record.card = spec, card
+    return True
+
+
+def _with_own_profiles(card: ModelCard, record: Record) -> ModelCard:
+    """Return a card that was read while the profiles of its model may have changed."""
+    try:
+        return with_profiles(card, record.spec)
+    except SieError as error:
+        _log.warning("profiles of %s are left out: %s", record.spec.id, error.message)
+        return card

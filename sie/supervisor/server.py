@@ -37,6 +37,7 @@ from sie.supervisor.notify import Notifier, SystemdReporter, watchdog_interval_s
 from sie.supervisor.reload import Reading, Reloader
 from sie.supervisor.renewal import Renewal
 from sie.supervisor.repository import Repositories
+from sie.supervisor.shared_configs import add_configs
 from sie.supervisor.watch import Watch
 from sie.values.card import AdapterSpec
 
@@ -98,7 +99,10 @@ class Supervisor:
         self._systemd = SystemdReporter(
             Notifier(os.environ.get("NOTIFY_SOCKET", "")), watchdog_interval_s(dict(os.environ))
         )
-        self._reloader = Reloader(reread, self._apply, self._systemd)
+        self._own_models = models
+        self._shared = messages.TakeConfigs("", ())
+        """What the cluster shares, as its puller told last."""
+        self._reloader = Reloader(lambda: self._with_shared(reread()), self._apply, self._systemd)
         self._renewal = None if certificates is None else Renewal(
             certificates, self._children, on_problem=self._loads.set_tls_error, timeouts_s=self._timeouts_s
         )  # fmt: skip
@@ -195,6 +199,8 @@ class Supervisor:
                 self._children.send(child, messages.Managed(number))
             case messages.ManageRepository():
                 self._repositories.manage(child, message)
+            case messages.TakeConfigs():
+                self._spawn(self._take_configs(child, message))
             case messages.MemoryReport() | messages.MemoryShort() | messages.Staged():
                 self._loads.on_worker_message(child, message)
             case messages.PeerFault():
@@ -301,6 +307,24 @@ class Supervisor:
         self._loads.reconfigure(plan.settings)
         self._adapters.reconfigure(plan.settings)
         return self._loads.replace(models)
+
+    def _with_shared(self, own: Reading) -> Reading:
+        """Return what a start would read, and what the cluster shares. Blocks."""
+        self._own_models = own.models
+        return Reading(own.settings, add_configs(own.models, self._shared.configs, own.settings)[0])
+
+    async def _take_configs(self, child: Child, message: messages.TakeConfigs) -> None:
+        """Make the cluster's models and profiles those of this host, and tell the puller when they are."""
+        self._shared = message
+        models, refused = await asyncio.to_thread(add_configs, self._own_models, message.configs, self._settings)
+        if self._shared is not message:
+            return  # a later message is under way
+        left = self._loads.replace(models)
+        for model, reason in refused.items():
+            _log.warning("the cluster's configuration of %s is refused: %s", model, reason)
+        if left:
+            _log.warning("a restart is needed for: %s", ", ".join(left))
+        self._children.send(child, messages.TookConfigs(message.hash, refused))
 
     def _on_reloaded(self) -> None:
         self._children.count_reload(is_refused=bool(self._reloader.error))

@@ -17,9 +17,11 @@ MARKER: Final = "# Written by `sie service`"
 
 DEFAULT_CONFIG: Final = "/etc/sie/sie.toml"
 GPU_DROP_IN: Final = "sie.service.d/gpu.conf"
+GATEWAY_DROP_IN: Final = "sie.service.d/gateway.conf"
 PLACES: Final = {
     "sie.service": "etc/systemd/system/sie.service",
     GPU_DROP_IN: "etc/systemd/system/sie.service.d/gpu.conf",
+    GATEWAY_DROP_IN: "etc/systemd/system/sie.service.d/gateway.conf",
     "sie.sysusers.conf": "etc/sysusers.d/sie.conf",
     "sie.tmpfiles.conf": "etc/tmpfiles.d/sie.conf",
     "sie.sysctl.conf": "etc/sysctl.d/60-sie.conf",

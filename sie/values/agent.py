@@ -24,12 +24,63 @@ class ExpectedFile(msgspec.Struct, frozen=True):
     description: str | None = None
 
 
+class SkillReference(msgspec.Struct, frozen=True, kw_only=True):
+    """A skill that a request names. field is its place in the request; version is a number, `latest`, or empty."""
+
+    field: str
+    skill_id: str
+    version: str = ""
+
+
+class McpChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """An MCP server that a request picks by its label. tools are those that the model may call; None means all of them."""
+
+    field: str
+    label: str
+    tools: tuple[str, ...] | None = None
+
+
+class McpTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool of an MCP server. name is what models know; own_name is the server's."""
+
+    name: str
+    own_name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class McpServerTools(msgspec.Struct, frozen=True, kw_only=True):
+    """One MCP server of the operator's, and its tools, if it is connected."""
+
+    label: str
+    is_connected: bool
+    tools: tuple[McpTool, ...] = ()
+
+
+class MountedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's file for the working directory. path is its name there; blob names its bytes in the store."""
+
+    id: str
+    path: str
+    blob: str
+    num_bytes: int
+
+
+class MountedSkill(msgspec.Struct, frozen=True, kw_only=True):
+    """A skill for the working directory. folder is its name below `skills`; blob names its archive in the store."""
+
+    folder: str
+    blob: str
+    num_bytes: int
+
+
 class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks the server to do besides generating.
 
     code_field, shell_field and search_field are the names of the fields that ask for Python, commands and web search, or
     empty; field is the first field of all that asks for an agent. session is the client's name for its session, or empty. max_rounds
-    None means the server's setting.
+    None means the server's setting. skills are those that the request names; inputs and mounted are what the store has of
+    its files and skills.
     """
 
     field: str = "tools"
@@ -40,6 +91,15 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     permission: Permission = "auto"
     max_rounds: int | None = None
     files: tuple[ExpectedFile, ...] = ()
+    skills: tuple[SkillReference, ...] = ()
+    mcp: tuple[McpChoice, ...] = ()
+    inputs: tuple[MountedFile, ...] = ()
+    mounted: tuple[MountedSkill, ...] = ()
+
+    @property
+    def has_directory(self) -> bool:
+        """Whether its tools work in a directory."""
+        return bool(self.code_field or self.shell_field)
 
 
 class AgentFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,6 +150,9 @@ class ToolProgress(msgspec.Struct, frozen=True, kw_only=True):
     data: dict[str, Any]
     call_id: str
     arguments: str
+    server: str = ""
+    """The label of the MCP server whose tool this is."""
+    is_error: bool = False
 
 
 class ApprovalRequired(msgspec.Struct, frozen=True, kw_only=True):

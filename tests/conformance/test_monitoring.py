@@ -13,6 +13,7 @@ import yaml
 
 from sie.frontend.openapi import OPERATIONS
 from sie.metrics import definitions as declared
+from sie.metrics.cluster_definitions import CLUSTER_FAMILIES
 from tests.conformance.promql import QueryError, result_labels, selectors
 from tests.process.harness import eventually, start_server
 from tests.process.wire import encode, families, get, post_json, samples
@@ -32,6 +33,7 @@ SHOWN_WHEN_IT_HAPPENS = {
     "sie_oom_evictions_triggered_total", "sie_config_reloads_total", "sie_config_refused",
     "sie_auth_failures_total", "sie_api_key_requests_total", "sie_api_key_tokens_total",
     "sie_api_key_running", "sie_api_keys", "sie_api_keys_refused",
+    *(family.name for family in CLUSTER_FAMILIES),
 }  # fmt: skip
 
 
@@ -123,7 +125,7 @@ def test_values_in_queries_can_occur(live):
         for sample in family.samples:
             for label, value in sample.labels.items():
                 values[label].add(value)
-    values["status"] |= STATUSES
+    values["status"] |= STATUSES | {"healthy", "draining", "silent"}
     values["reason"] |= CODES
     values["job"].add("sie")
     asked = {(matcher.name, value) for _, matcher in matchers() for value in matcher.value.split("|") if value != ".*"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.server
 import json
@@ -274,7 +275,7 @@ def test_search_and_pages(client: Client) -> None:
         ({"tools": [{"type": "code_interpreter", "container": "cntr_1"}]}, "tools[0].container"),
         ({"tools": [{"type": "code_interpreter", "container": {"type": "auto", "file_ids": ["f"]}}]}, "tools[0].container.file_ids"),
         ({"tools": [{"type": "shell"}]}, "tools[0]"),
-        ({"tools": [{"type": "mcp"}]}, "tools[0]"),
+        ({"tools": [{"type": "mcp"}]}, "tools[0].server_label"),
         ({"tools": [{"type": "function", "name": SHELL}], "enable_shell": True}, "tools"),
         ({"enable_shell": True, "n": 2}, "n"),
         ({"enable_shell": True, "agent_permission": "ask"}, "agent_permission"),
@@ -367,6 +368,106 @@ def test_messages_interleave_the_events(client: Client) -> None:
         "message_start", "content_block_start", "content_block_stop", *["agentic_tool_call_progress"] * 2,
         "content_block_start", "content_block_stop", "message_delta", "message_stop",
     ]  # fmt: skip
+
+
+# --- files and skills -----------------------------------------------------------------------------------------------
+
+
+def test_files_of_a_request_lie_in_the_working_directory(client: Client) -> None:
+    binary = base64.b64encode(b"\xff\xfe").decode()
+    kept = client.openai.files.create(file=("a.csv", b"x,y\n1,2\n"), purpose="user_data")
+    parts = [
+        {
+            "type": "text",
+            "text": script(call(SHELL, commands=["cat a.csv; od -An -tx1 b.bin; echo 3,4 >> a.csv"]), "ok"),
+        },
+        {"type": "file", "file": {"file_id": kept.id}},
+        {"type": "file", "file": {"filename": "b.bin", "file_data": binary}},
+    ]
+    fields: dict[str, Any] = {
+        "messages": [{"role": "user", "content": parts}],
+        "enable_shell": True,
+        "session_id": "inputs",
+    }
+    made = client.post(CHAT, **fields).json()
+    assert json.loads(made["agentic_tool_calls"][0]["result_content"])["stdout"] == "x,y\n1,2\n ff fe\n"
+    assert [file["name"] for file in made["files"]] == ["a.csv"], "a file that a tool changed is shown, as it is now"
+    parts[0]["text"] = script(call("mistralrs_read_file", file_id=kept.id) + call("mistralrs_list_files"), "ok")
+    again = client.post(CHAT, **fields).json()
+    read, listed = [json.loads(one["result_content"]) for one in again["agentic_tool_calls"]]
+    assert read["text"] == "x,y\n1,2\n3,4\n", "the change of the tool stays"
+    assert [file["name"] for file in listed["files"]] == ["a.csv", "b.bin"]
+    question = {**fields, "enable_shell": False, "session_id": None}
+    refused = client.post(CHAT, **question)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].content[2].file.file_data")
+
+
+def test_files_that_tools_made_are_kept_for_their_key(clients: tuple[Client, Client]) -> None:
+    mine, other = clients
+    large = "open('d.bin', 'wb').write(bytes(range(256)) * 40000)"  # more than an answer holds
+    made = mine.chat(call(PYTHON, code=large), "ok", enable_code_execution=True, files=[{"name": "none"}])
+    file, missing = made["files"]
+    assert (file["bytes"], "data_base64" in file, missing["code"]) == (10_240_000, False, "not_produced")
+    assert mine.openai.files.content(file["id"]).read() == bytes(range(256)) * 40000
+    facts = mine.openai.files.retrieve(file["id"])
+    assert (facts.purpose, facts.bytes, facts.model_extra["source"]["tool"]) == ("agent_output", 10_240_000, PYTHON)  # type: ignore[index]
+    assert len(mine.openai.containers.files.content.retrieve(file["id"], container_id="any").read()) == 10_240_000
+    with pytest.raises(openai.NotFoundError):
+        other.openai.files.content(file["id"])
+    with pytest.raises(openai.UnprocessableEntityError, match="No tool made this file"):
+        mine.openai.files.content(missing["id"])
+    part: Any = [
+        {"type": "input_file", "file_id": file["id"]},
+        {"type": "input_text", "text": script(call(SHELL, commands=["wc -c < d.bin"]), "ok")},
+    ]
+    later = mine.openai.responses.create(
+        model="s", input=[{"role": "user", "content": part}], tools=[{"type": "shell"}]
+    )  # type: ignore[list-item]
+    assert [item.output[0].stdout for item in later.output if item.type == "shell_call_output"] == ["10240000\n"]
+
+
+def upload_skill(client: Client, note: str, path: str = "/v1/skills") -> dict[str, Any]:
+    front = "---\nname: My skill\ndescription: does things\n---\n"
+    parts = [("files", ("s/SKILL.md", front.encode())), ("files", ("s/deep/note", note.encode()))]
+    answer = httpx.post(client.server.url + path, files=parts, headers=client.headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+LOOK = "cat skills/My-skill/deep/note; head -2 skills/My-skill/SKILL.md; touch skills/x skills/My-skill/x || rm -r skills/My-skill"
+
+
+def test_skills_are_read_only_folders_in_both_dialects(clients: tuple[Client, Client]) -> None:
+    mine, other = clients
+    skill = upload_skill(mine, "one ")
+    upload_skill(mine, "two ", f"/v1/skills/{skill['id']}/versions")
+
+    def respond(**reference: Any) -> Any:
+        skills = [{"type": "skill_reference", "skill_id": skill["id"], **reference}]
+        tool = {"type": "shell", "environment": {"type": "container_auto", "skills": skills}}
+        return {"input": script(call(SHELL, commands=[LOOK]), "ok"), "tools": [tool]}
+
+    for reference, note in (({}, "two "), ({"version": 1}, "one "), ({"version": "latest"}, "two ")):
+        made = mine.openai.responses.create(model="s", **respond(**reference))
+        (output,) = (item.output[0] for item in made.output if item.type == "shell_call_output")
+        assert output.stdout == f"{note}---\nname: My skill\n"
+        assert output.stderr.count("Read-only file system") + output.stderr.count("Permission denied") >= 3
+    for path, body in (
+        ("version", respond(version=9)), ("skill_id", respond(skill_id="skill_0")),
+    ):  # fmt: skip
+        answer = mine.post("/v1/responses", **body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, f"tools[0].environment.skills[0].{path}")
+    assert other.post("/v1/responses", **respond()).status_code == 404
+    body = {
+        "model": "s", "max_tokens": 500, "container": {"skills": [{"type": "custom", "skill_id": skill["id"], "version": "1"}]},
+        "messages": [{"role": "user", "content": script(call(PYTHON, code="open('skills/My-skill/deep/note').read()"), "{result}")}],
+    }  # fmt: skip
+    refused = mine.post("/v1/messages", **body)
+    assert (refused.status_code, "container.skills[0]" in refused.json()["error"]["message"]) == (400, True)
+    told = mine.post(
+        "/v1/messages", **body, tools=[{"type": "code_execution_20250825", "name": "code_execution"}]
+    ).json()
+    assert "'one '" in told["content"][0]["text"]
 
 
 # --- approvals ------------------------------------------------------------------------------------------------------

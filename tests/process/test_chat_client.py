@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sie.commands import cli
-from sie.commands.chat_client import Answer, Message, Question, ask
+from sie.commands import chat_agent, cli
+from sie.commands.chat_client import Answer, Message, Question, ToolEvent, ask
 from sie.commands.http_client import ServerError
 from sie.loadgen.target import parse_target
 
@@ -88,3 +92,95 @@ def test_only_the_answer_itself_is_printed_where_no_terminal_is(capsys: pytest.C
 def test_what_is_no_whole_answer_is_an_error(body: bytes, status: int, said: str) -> None:
     with serve(body, status) as (url, _), pytest.raises(ServerError, match=said):
         list(ask(parse_target(url), Question(messages=[Message("user", "?")]), Answer()))
+
+
+# --- tools of the server ----------------------------------------------------------------------------------------------
+
+
+def named(name: str, **data: Any) -> bytes:
+    return f"event: {name}\ndata: {json.dumps({'type': name, **data})}\n\n".encode()
+
+
+PICTURE = base64.b64encode(b"a picture").decode()
+ACTED = (
+    event({"role": "assistant", "content": "I look."})
+    + named("agentic_tool_call_progress", phase="calling", tool_name="python", data={"code": "draw()\x1b[2J"})
+    + named("agentic_tool_approval_required", approval_id="appr_1", arguments={})
+    + named("file_produced", file={"id": "file_1", "name": "../a.csv", "bytes": 3, "mime_type": "text/csv"})
+    + named("file_produced", file={"id": "file_2", "name": "b", "code": "not_produced", "message": "No tool made it"})
+    + named("agentic_tool_call_progress", phase="complete", data={"stdout": "line\n" * 30, "images_base64": [PICTURE]})
+    + event({"content": "Done."}, "stop") + DONE
+)  # fmt: skip
+
+
+def test_calls_are_shown_pictures_saved_and_nobody_to_ask_means_no(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve(ACTED) as (url, asked):
+        assert cli.main(["chat", "--url", url, "--agent", "?"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "I look.\nDone.\n"
+    assert "\x1b" not in err
+    assert "· python\n  draw()" in err
+    assert "[and 10 more lines]" in err
+    assert "file ../a.csv (3 bytes, file_1)" in err
+    assert "file b: No tool made it" in err
+    path = Path(err.partition("picture: ")[2].partition("\n")[0])
+    assert path.read_bytes() == b"a picture"
+    shutil.rmtree(path.parent)
+    question, decision = asked
+    assert (question["enable_shell"], question["enable_code_execution"], question["agent_permission"]) == (
+        True,
+        True,
+        "ask",
+    )
+    assert len(question["session_id"]) == 32
+    assert "agent" not in question
+    assert decision == {"decision": "deny"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "decision"),
+    [
+        ("y", {"decision": "approve"}),
+        ("Always", {"decision": "approve", "remember_for_session": True}),
+        ("n", {"decision": "deny"}),
+        ("not that file", {"decision": "deny", "message": "not that file"}),
+    ],
+)
+def test_the_user_s_word_decides(monkeypatch: pytest.MonkeyPatch, typed: str, decision: dict[str, Any]) -> None:
+    monkeypatch.setattr(chat_agent, "_prompt", lambda: typed)
+    monkeypatch.setattr(chat_agent.sys.stdin, "isatty", lambda: True, raising=False)
+    with serve(b"{}") as (url, asked):
+        screen = chat_agent.AgentScreen(parse_target(url), "ask")
+        screen.take(ToolEvent("agentic_tool_approval_required", {"approval_id": "appr_1"}))
+    assert asked == [decision]
+
+
+def test_a_decision_that_the_server_refuses_is_an_error() -> None:
+    for status in (404, 500):
+        with serve(b"{}", status) as (url, _), contextlib.ExitStack() as stack:
+            if status == 500:
+                stack.enter_context(pytest.raises(ServerError, match="500"))
+            chat_agent.AgentScreen(parse_target(url), "ask").take(ToolEvent("agentic_tool_approval_required", {}))
+
+
+def test_files_named_with_at_are_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("fox")
+    Path("b c.bin").write_bytes(b"\xff")
+    text = 'Read @a.txt and @"b c.bin", not @missing, a@a.txt or @a.txt'
+    parts: Any = chat_agent.attach(text)
+    assert parts[0] == {"type": "text", "text": text}
+    assert [(one["file"]["filename"], base64.b64decode(one["file"]["file_data"])) for one in parts[1:]] == [
+        ("a.txt", b"fox"), ("b c.bin", b"\xff"),
+    ]  # fmt: skip
+    assert chat_agent.attach("no @missing file") == "no @missing file"
+
+
+def test_a_pipe_attaches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("fox")
+    with serve(REASONED) as (url, asked):
+        monkeypatch.setattr("sys.stdin", io.StringIO("what is @a.txt"))
+        assert cli.main(["chat", "--url", url]) == 0
+        assert cli.main(["chat", "--url", url, "what is @a.txt"]) == 0
+    assert [type(one["messages"][0]["content"]) for one in asked] == [str, list]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -17,7 +18,7 @@ from websockets.sync.client import connect as connect_websocket
 from tests.conftest import MINILM
 from tests.process.harness import EX_CONFIG, Server, eventually, run_to_end
 from tests.process.nats_harness import Nats, start_gateway, start_host, start_nats, wait_for_hosts
-from tests.process.wire import Response, connect, encode, get, post_json, raw_request, send_raw, to_array
+from tests.process.wire import Response, connect, encode, get, post_json, raw_request, samples, send_raw, to_array
 
 LIMITS = ("--max-body-bytes", "8388608", "--max-item-text-bytes", "8388608", "--max-items", "64")
 MODELS = (
@@ -37,14 +38,14 @@ def nats() -> Iterator[Nats]:
 def host(nats: Nats, minilm_directory: Path) -> Iterator[Server]:
     with start_host(
         nats.url, *MODELS, "--model", f"{MINILM}={minilm_directory}", "--dtype", "float32", "--test",
-        "--machine-profile", "L4", "--bundle", "small", *LIMITS,
+        "--machine-profile", "L4", "--bundle", "small", "--weights-root", str(minilm_directory.parent), *LIMITS,
     ) as running:  # fmt: skip
         yield running
 
 
 @pytest.fixture(scope="module")
 def gateway(nats: Nats, host: Server) -> Iterator[Server]:
-    with start_gateway(nats.url, *LIMITS) as running:
+    with start_gateway(nats.url, "--provided-profile", "h100", *LIMITS) as running:
         wait_for_hosts(running, 1, "stub/a", "text", "find", MINILM)
         yield running
 
@@ -189,10 +190,20 @@ def test_the_openai_client_embeds_and_streams(gateway: Server):
         assert "hello" in "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
 
 
-def test_an_input_that_kills_workers_is_refused_and_kept_as_a_dead_letter(gateway: Server, host: Server):
-    answer = encode(gateway.port, "stub/poison", ["this is poison"])
-    assert (answer.status, answer.code()) == (422, "POISON_INPUT")
-    assert encode(gateway.port, "stub/a", ["others are served"]).status == 200
+def test_the_anthropic_client_asks_and_streams(gateway: Server, host: Server):
+    asked: Any = {"model": "text", "max_tokens": 64, "messages": [{"role": "user", "content": "hello"}]}
+    texts = []
+    for server in (gateway, host):
+        with anthropic.Anthropic(base_url=server.url, api_key="none") as client:
+            answer = client.messages.create(**asked)
+            with client.messages.stream(**asked) as stream:
+                streamed = "".join(stream.text_stream)
+            counted = client.messages.count_tokens(model="text", messages=asked["messages"]).input_tokens
+            texts.append((answer.content[0].text, streamed, counted, answer.usage.output_tokens, answer.stop_reason))
+            with pytest.raises(anthropic.NotFoundError):
+                client.messages.create(**{**asked, "model": "nope"})
+    assert texts[0] == texts[1]
+    assert texts[0][0] == texts[0][1] != ""
 
 
 @pytest.mark.parametrize(
@@ -238,6 +249,31 @@ def test_the_cluster_is_watched_each_second(gateway: Server):
     assert {model["name"] for model in frames[1]["models"]} >= {"stub/a", "stub/lazy", MINILM}
 
 
+def test_metrics_of_a_gateway_and_its_host(gateway: Server, host: Server):
+    before = samples(gateway.port)
+    assert encode(gateway.port, "stub/a", ["one", "two"]).status == 200
+    refused = post_json(
+        gateway.port, "/v1/encode/stub/a", {"items": [{"text": "a"}]}, {"x-sie-machine-profile": "H100"}
+    )
+    assert refused.code() == "PROVISIONING"
+
+    def grew(name: str, **labels: str) -> float:
+        key = (name, tuple(sorted(labels.items())))
+        return now.get(key, 0.0) - before.get(key, 0.0)
+
+    now = samples(gateway.port)
+    assert grew("sie_gateway_requests_total", endpoint="encode", status="success", machine_profile="any") == 1
+    assert grew("sie_gateway_provisioning_responses_total", machine_profile="h100") == 1
+    assert grew("sie_gateway_queue_publish_seconds_count", operation="encode") == 2
+    assert grew("sie_gateway_queue_items_published_sum") == 2
+    demand = ("sie_gateway_pending_demand", (("bundle", "any"), ("machine_profile", "h100")))
+    eventually(lambda: samples(gateway.port).get(demand, 0.0) >= 1, "the demand for an H100")
+    assert now["sie_gateway_workers", (("status", "healthy"),)] == now["sie_gateway_nats_connected", ()] == 1
+    hosts = samples(host.port)
+    assert hosts["sie_worker_items_total", (("model", "stub/a"), ("outcome", "answered"))] >= 2
+    assert hosts["sie_worker_nats_connected", ()] == 1
+
+
 def test_another_pool_or_profile_has_no_host(gateway: Server):
     for headers in ({"x-sie-pool": "other"}, {"x-sie-machine-profile": "h100"}, {"x-sie-machine-profile": "other/l4"}):
         answer = post_json(gateway.port, "/v1/encode/stub/a", {"items": [{"text": "a"}]}, headers)
@@ -249,6 +285,146 @@ def test_another_pool_or_profile_has_no_host(gateway: Server):
         {"x-sie-pool": "default"},
     ):
         assert post_json(gateway.port, "/v1/encode/stub/a", {"items": [{"text": "a"}]}, headers).status == 200
+
+
+def test_the_unmodified_sdk_leases_the_host_for_a_pool_and_gives_it_back(gateway: Server, host: Server):
+    with SIEClient(gateway.url) as client:
+        assert client.get_pool("bench") is None
+        client.create_pool("Bench", {"L4": 1}, minimum_worker_count=1, pinned_models=["stub/lazy"])
+        eventually(lambda: (client.get_pool("bench") or {})["status"]["state"] == "active", "the pool is active")
+        eventually(lambda: encode_in(gateway, "bench").status == 200, "the host works for the pool")
+        refused = post_json(gateway.port, "/v1/encode/stub/a", {"items": [{"text": "a"}]})
+        assert (refused.status, refused.code()) == (503, "PROVISIONING")
+        assert client.encode("stub/a", {"text": "x"}, gpu="bench/l4")["dense"].shape == (16,)
+        chat = {"model": "text", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+        assert post_json(gateway.port, "/v1/chat/completions", chat, {"x-sie-pool": "bench"}).status == 200
+        eventually(lambda: "stub/lazy" in get(gateway.port, "/health").json()["workers"][0]["loaded_models"], "its pin")
+
+        client.create_pool("bench", gpu_caps={"l4": 2})
+        pool = client.get_pool("bench")
+        assert pool is not None
+        assert (pool["spec"]["gpus"], pool["spec"]["gpu_caps"]) == ({"l4": 1}, {"l4": 2})
+        assert [worker["gpu"] for worker in pool["status"]["assigned_workers"]] == ["l4"]
+        assert (pool["spec"]["minimum_worker_count"], pool["spec"]["pinned_models"]) == (1, ["stub/lazy"])
+        renewed = raw_request("/v1/pools/bench/renew", b"", {}, method="POST")
+        assert "renewed" in send_raw(gateway.port, renewed).json()["message"]
+        again = client.get_pool("bench")
+        assert again is not None
+        assert again["status"]["last_renewed"] > pool["status"]["last_renewed"]
+
+        assert client.delete_pool("bench")
+        assert not client.delete_pool("bench")
+    eventually(
+        lambda: post_json(gateway.port, "/v1/encode/stub/a", {"items": [{"text": "a"}]}).status == 200,
+        "the host works for its own pool again",
+    )
+
+
+def encode_in(server: Server, pool: str) -> Response:
+    return post_json(server.port, "/v1/encode/stub/a", {"items": [{"text": "a"}]}, {"x-sie-pool": pool})
+
+
+def test_a_pool_that_reserves_nothing_shares_hosts_until_its_lease_ends(gateway: Server):
+    made = post_json(gateway.port, "/v1/pools", {"name": "shared", "ttl_seconds": 1})
+    assert (made.status, made.json()["state"], made.json()["worker_count"]) == (201, "active", 1)
+    assert encode_in(gateway, "shared").status == 200
+    assert [pool["name"] for pool in get(gateway.port, "/v1/pools").json()["pools"]] == ["default", "shared"]
+    eventually(lambda: get(gateway.port, "/v1/pools/shared").json()["state"] == "expired", "the end of the lease")
+    assert encode_in(gateway, "shared").code() == "PROVISIONING"
+    late = send_raw(gateway.port, raw_request("/v1/pools/shared/renew", b"", {}, method="POST"))
+    assert (late.status, late.code()) == (404, "POOL_NOT_FOUND")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"name": "default"}, 403, "--pool"),
+        ({"name": "a/b"}, 400, "$.name"),
+        ({"name": "x", "gpus": {"l4": -1}}, 400, "$.gpus"),
+        ({"name": "x", "gpus": {"l4": 2}, "gpu_caps": {"l4": 1}}, 400, "gpu_caps"),
+        ({"name": "x", "pinned_models": ["nope"]}, 400, "'nope'"),
+        ({"name": "x", "ttl_seconds": 0}, 400, "$.ttl_seconds"),
+        ({"name": "x", "color": "red"}, 400, "color"),
+    ],
+)
+def test_a_pool_that_cannot_be_is_refused(gateway: Server, body: dict[str, Any], status: int, said: str):
+    answer = post_json(gateway.port, "/v1/pools", body)
+    assert answer.status == status
+    assert said in answer.json()["detail"]["message"]
+
+
+def config_status(gateway: Server, model: str) -> Any:
+    return get(gateway.port, f"/v1/configs/models/{model}/status").json()
+
+
+def test_hosts_take_over_a_shared_profile_without_a_restart(gateway: Server):
+    before = get(gateway.port, "/v1/configs/epoch").json()["epoch"]
+    config = {"sie_id": "stub/a", "profiles": {"half": {"adapter_options": {"runtime": {"output_dtype": "float16"}}}}}
+    headers = {"idempotency-key": "k1", "if-match": str(before)}
+    made = [post_json(gateway.port, "/v1/configs/models", config, headers) for _ in range(2)]
+    assert [answer.status for answer in made] == [201, 201]
+    assert made[0].json() == made[1].json() == {
+        "model_id": "stub/a", "epoch": before + 1, "created_profiles": ["half"], "existing_profiles": [],
+    }  # fmt: skip
+    eventually(lambda: config_status(gateway, "stub/a")["all_acked"], "the host runs the configuration")
+    eventually(lambda: encode(gateway.port, "stub/a:half", ["x"]).status == 200, "the profile is served")
+    assert encode(gateway.port, "stub/a", ["x"]).status == 200
+    (item,) = encode(gateway.port, "stub/a:half", ["x"]).unpack()["items"]
+    assert to_array(item["dense"]["values"]).dtype == np.float16
+    (worker,) = get(gateway.port, "/health").json()["workers"]
+    assert worker["bundle_config_hash"] == config_status(gateway, "stub/a")["workers"][0]["bundle_config_hash"] != ""
+
+    again = post_json(gateway.port, "/v1/configs/models", config)
+    assert (again.status, again.json()["existing_profiles"]) == (200, ["half"])
+    config["profiles"]["half"]["adapter_options"]["runtime"]["output_dtype"] = "float32"
+    for sent in ({}, {"if-match": str(before)}):
+        assert post_json(gateway.port, "/v1/configs/models", config, sent).code() == "CONFIG_CONFLICT"
+    shown = get(gateway.port, "/v1/configs/models/stub/a")
+    assert (shown.headers["content-type"], b"output_dtype: float16" in shown.body) == ("application/yaml", True)
+
+
+def test_hosts_offer_a_shared_model(gateway: Server, minilm_directory: Path):
+    body = f"sie_id: shared/minilm\nweights_path: {minilm_directory.name}\n".encode()
+    answer = send_raw(gateway.port, raw_request("/v1/configs/models", body, {"content-type": "application/yaml"}))
+    assert answer.status == 200
+    eventually(lambda: encode(gateway.port, "shared/minilm", ["a cat"]).status == 200, "the model is loaded")
+    answers = [encode(gateway.port, model, ["a cat"]) for model in ("shared/minilm", MINILM)]
+    assert [answer.status for answer in answers] == [200, 200], [answer.body[:200] for answer in answers]
+    mine, own = (answer.unpack()["items"][0]["dense"]["values"] for answer in answers)
+    np.testing.assert_array_equal(to_array(mine), to_array(own))
+
+
+def test_a_host_says_which_shared_model_it_does_not_take(gateway: Server):
+    assert post_json(gateway.port, "/v1/configs/models", {"sie_id": "x/y", "weights_path": "../.."}).status == 200
+    eventually(lambda: config_status(gateway, "x/y")["workers"][0]["error"], "the refusal")
+    assert not config_status(gateway, "x/y")["all_acked"]
+
+
+def test_names_of_models_are_resolved(gateway: Server):
+    asked = {
+        "stub/a": 200, "small:/stub/a": 200, "large:/stub/a": 409, "nope": 404, "stub/a:nope": 404,
+    }  # fmt: skip
+    found = {name: post_json(gateway.port, "/v1/configs/resolve", {"model": name}) for name in asked}
+    assert {name: answer.status for name, answer in found.items()} == asked
+    assert found["small:/stub/a"].json()["bundle"] == "small"
+    assert found["large:/stub/a"].json()["detail"]["compatible_bundles"] == ["small"]
+    assert "stub/a" in get(gateway.port, "/v1/configs/bundles/small").json()["models"]
+    listed = {model["model_id"]: model for model in get(gateway.port, "/v1/configs/models").json()["models"]}
+    assert listed["stub/a"]["bundles"] == ["small"]
+    exported = get(gateway.port, "/v1/configs/export").json()
+    assert exported["epoch"] == get(gateway.port, "/v1/configs/epoch").json()["epoch"]
+
+
+def test_a_server_on_its_own_has_no_pools(host: Server):
+    answer = get(host.port, "/v1/pools")
+    assert (answer.status, answer.code()) == (404, "NOT_A_GATEWAY")
+
+
+# The last test of the host: a model that its next worker loads may not be there at once.
+def test_an_input_that_kills_workers_is_refused_and_kept_as_a_dead_letter(gateway: Server, host: Server):
+    answer = encode(gateway.port, "stub/poison", ["this is poison"])
+    assert (answer.status, answer.code()) == (422, "POISON_INPUT")
+    assert encode(gateway.port, "stub/a", ["others are served"]).status == 200
 
 
 def test_a_gateway_without_nats_does_not_start():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -184,3 +185,19 @@ def test_page_asks_for_a_key_and_keeps_it_for_the_tab(tmp_path):
         page.call("Page.reload")
         page.wait(state("stub/pre", "available"), "the key is still known")
         assert not page.run(is_open)
+
+
+def test_running_agents_are_counted(page):
+    assert BROWSER is not None
+    totals = "document.getElementById('totals').textContent"
+    with (
+        start_server("--model", "g=stub:generate,scripted", "--agent", "--sandbox", "off", "--devices", "cpu") as other,
+        open_page(BROWSER, other.url) as opened,
+    ):
+        opened.wait(f"{totals}.includes('answered')", "the figures")
+        assert not opened.run(f"{totals}.includes('agent')")
+        call = {"name": "mistralrs_shell", "arguments": {"commands": ["sleep 30"]}}
+        body = {"messages": f"[[<tool_call>{json.dumps(call)}</tool_call>]]", "enable_shell": True, "stream": True}
+        with httpx.stream("POST", f"{other.url}/v1/chat/completions", json=body, timeout=30):
+            opened.wait(f"{totals}.includes('1 running agent')", "the agent")
+        opened.wait(f"!{totals}.includes('agent')", "its end with its client")

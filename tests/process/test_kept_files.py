@@ -396,11 +396,12 @@ def test_form_without_a_skill_is_400(http: httpx.Client) -> None:
     assert http.post("/v1/skills", files={"other": ("s/SKILL.md", FRONT)}).json()["error"]["param"] == "files"
 
 
-def test_requests_cannot_use_skills_yet(http: httpx.Client) -> None:
+def test_skills_need_the_tools_that_use_them(http: httpx.Client) -> None:
     skills = [{"type": "skill_reference", "skill_id": "skill_1"}]
     tool = {"type": "shell", "environment": {"type": "container_auto", "skills": skills}}
     answer = http.post("/v1/responses", json={"input": "x", "tools": [tool]})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0].environment.skills")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0]")
+    assert "--enable-shell" in answer.json()["error"]["message"]
     body = {"messages": HELLO, "max_tokens": 9, "container": {"skills": [{"type": "custom", "skill_id": "skill_1"}]}}
     answer = http.post("/v1/messages", json=body)
     assert answer.status_code == 400
@@ -566,7 +567,7 @@ def test_restart_keeps_everything_and_deletes_what_expired(tmp_path: Path) -> No
             "file:///etc/passwd",
         ):
             part: Any = {"type": "input_file", "file_url": url}
-            with pytest.raises(openai.BadRequestError, match=r"public address|http or https") as caught:
+            with pytest.raises(openai.BadRequestError, match=r"public address|only http") as caught:
                 client.responses.create(model="m", input=[{"role": "user", "content": [part]}])
             assert caught.value.param == "input[0].content[0].file_url"
 

@@ -85,6 +85,7 @@ ATTEMPTS = {
     "hold a capability": ("str(all(int(l.split()[1], 16) == 0 for l in open('/proc/self/status') if l.startswith('Cap')))",
                           {"True"}),
     "gain a privilege": ("str('NoNewPrivs:\\t1' in open('/proc/self/status').read())", {"True"}),
+    "write beside the skills": ("attempt(lambda: open('/skills/x', 'w').write('x'))", {"OSError", "PermissionError"}),
     # the kernel
     "bpf": ("call(321, 280, 0, 0, 0)", {NOT_PERMITTED}),
     "io_uring": ("call(425, 425, 1, 0)", {NOT_PERMITTED}),

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from sie.cluster.subjects import consumer_name, lane_of, work_stream
 from sie.config.settings import Settings, all_keys
 from sie.frontend.routes.table import TABLE
+from sie.metrics.cluster_definitions import CLUSTER_FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -79,3 +81,17 @@ def test_the_image_copies_files_that_exist_and_lets_them_through():
     for name in copied:
         assert (ROOT / name).exists(), name
         assert f"!{name}" in let_through, name
+
+
+def test_examples_for_keda_ask_for_what_gateways_and_nats_have():
+    triggers = {
+        path.stem: [trigger["metadata"] for trigger in read(path)[0]["spec"]["triggers"]]
+        for path in (DEPLOY / "keda").glob("*.yaml")
+    }
+    for asked in triggers["prometheus"]:
+        (name, label) = re.findall(r"\((\w+)\{(\w+)=", asked["query"])[0]
+        (family,) = [one for one in CLUSTER_FAMILIES if one.name == name]
+        assert label in family.labels
+    (asked,) = triggers["nats"]
+    assert asked["stream"] == work_stream("default")
+    assert asked["consumer"] == consumer_name(lane_of("", "l4", ""), "sentence-transformers/all-MiniLM-L6-v2")

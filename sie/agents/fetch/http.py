@@ -1,44 +1,60 @@
-"""A small HTTP client for tools. It connects only to addresses that it has judged, so a name cannot change in between.
+"""A small HTTP client for what models and clients name. It connects only to addresses that it has judged.
+
+A name is resolved once for each hop, all its addresses are judged, and the connection goes to one of them. So a name that
+changes in between, or a redirect, leads nowhere.
 
 Blocking: call it on a thread. It uses no proxy, no cookies and no credentials of this host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
-from urllib.parse import SplitResult, urljoin, urlsplit
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from sie.agents.fetch.addresses import is_public
 
 _MAX_REDIRECTS: Final = 5
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _CONNECT_TIMEOUT_S: Final = 5.0
+_MAX_URL_CHARS: Final = 4096
 _CHUNK: Final = 1 << 16
 _AGENT: Final = "sie-agent/1"
 
 
 class FetchError(Exception):
-    """An address that may not be reached, or that gave no usable answer; the message is for the model."""
+    """An address that may not be reached, or that gave no usable answer; the message is for a model or a client."""
 
 
 class Fetched(NamedTuple):
-    """An answer. body may be cut at the limit."""
+    """An answer. kind is its content type, or empty."""
 
     status: int
     kind: str
     body: bytes
     url: str
+    is_cut: bool = False
+    """Whether body ends at the limit, and there is more."""
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return unquote(urlsplit(self.url).path.rpartition("/")[2])
 
 
 class Client:
     """Fetches pages. allows_private: whether loopback and private addresses may be reached, too."""
 
-    def __init__(self, *, timeout_s: float, max_bytes: int, allows_private: bool = False) -> None:
+    def __init__(
+        self, *, timeout_s: float, max_bytes: int, allows_private: bool = False, max_redirects: int = _MAX_REDIRECTS
+    ) -> None:
+        self._max_redirects = max_redirects
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._allows_private = allows_private
@@ -47,12 +63,12 @@ class Client:
     def get(self, url: str, headers: Mapping[str, str] | None = None) -> Fetched:
         """Return the answer behind redirects, each of which is judged anew. Raises FetchError."""
         deadline_s = time.monotonic() + self._timeout_s
-        for _ in range(_MAX_REDIRECTS + 1):
+        for _ in range(self._max_redirects + 1):
             found, place = self._ask("GET", url, None, headers or {}, deadline_s)
             if found.status not in _REDIRECTS or not place:
                 return found
             url = urljoin(url, place)
-        raise FetchError(f"more than {_MAX_REDIRECTS} redirects")
+        raise FetchError(f"more than {self._max_redirects} redirects")
 
     def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Fetched:
         """Return the answer; a redirect is not followed. Raises FetchError."""
@@ -65,27 +81,40 @@ class Client:
         parts = _split(url)
         path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         try:
-            connection = self._connect(parts, deadline_s)
-            try:
+            with self._connected(parts, deadline_s) as connection:
                 connection.request(method, path, body, {"User-Agent": _AGENT, "Accept-Encoding": "identity", **headers})
-                response = connection.getresponse()
-                read = self._read(response, connection, deadline_s)
-                kind = response.getheader("content-type") or ""
-                return Fetched(response.status, kind, read, url), response.getheader("location") or ""
-            finally:
-                connection.close()
+                with contextlib.closing(connection.getresponse()) as response:
+                    read = self._read(response)
+                if time.monotonic() >= deadline_s:
+                    raise TimeoutError("its answer took too long")
+                kind, is_cut = response.getheader("content-type") or "", len(read) > self._max_bytes
+                found = Fetched(response.status, kind, read[: self._max_bytes], url, is_cut)
+                return found, response.getheader("location") or ""
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise FetchError(f"{parts.hostname} cannot be read: {error or type(error).__name__}") from error
+            late = "its answer took too long" if time.monotonic() >= deadline_s else ""
+            raise FetchError(f"{parts.hostname} cannot be read: {late or error or type(error).__name__}") from error
 
-    def _connect(self, parts: SplitResult, deadline_s: float) -> http.client.HTTPConnection:
+    @contextlib.contextmanager
+    def _connected(self, parts: SplitResult, deadline_s: float) -> Iterator[http.client.HTTPConnection]:
+        """Yield a connection to a judged address of the URL's host. It is cut when the time is over.
+
+        A host may send a byte from time to time, also in its headers, so a limit on each wait is not enough.
+        """
         assert parts.hostname is not None
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        sock = self._open(self._judged(parts.hostname, port), port, deadline_s)
+        plain = self._open(self._judged(parts.hostname, port), port, deadline_s)
         connection = http.client.HTTPConnection(parts.hostname, port)
-        connection.sock = (
-            self._tls.wrap_socket(sock, server_hostname=parts.hostname) if parts.scheme == "https" else sock
-        )
-        return connection
+        with contextlib.closing(plain), contextlib.closing(plain.dup()) as end:  # TLS takes over the first one
+            timer = threading.Timer(max(0.0, deadline_s - time.monotonic()), _cut, (end,))
+            timer.daemon = True
+            timer.start()
+            try:
+                is_secret = parts.scheme == "https"
+                connection.sock = self._tls.wrap_socket(plain, server_hostname=parts.hostname) if is_secret else plain
+                yield connection
+            finally:
+                timer.cancel()
+                connection.close()
 
     def _judged(self, host: str, port: int) -> list[str]:
         """Return the addresses of a host. Raises FetchError if one of them may not be reached."""
@@ -108,33 +137,30 @@ class Client:
             except OSError as raised:
                 error = raised
                 continue
-            sock.settimeout(max(0.01, deadline_s - time.monotonic()))
+            sock.settimeout(None)  # the timer of `_connected` ends every wait
             return sock
         raise error
 
-    def _read(
-        self, response: http.client.HTTPResponse, connection: http.client.HTTPConnection, deadline_s: float
-    ) -> bytes:
-        """Return the body up to the limit. A server that sends a little at a time must not outlast the deadline."""
-        parts: list[bytes] = []
-        left = self._max_bytes
-        while left > 0:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError("its answer took too long")
-            if connection.sock is not None:
-                connection.sock.settimeout(left_s)
-            part = response.read1(min(left, _CHUNK))
-            if not part:
-                break
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
+    def _read(self, response: http.client.HTTPResponse) -> bytes:
+        """Return the body up to the limit, and a byte more if there is more."""
+        body = bytearray()
+        while len(body) <= self._max_bytes and (part := response.read1(min(self._max_bytes + 1 - len(body), _CHUNK))):
+            body += part
+        if response.length and len(body) <= self._max_bytes:
+            raise http.client.IncompleteRead(bytes(body), response.length)
+        return bytes(body)
+
+
+def _cut(opened: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        opened.shutdown(socket.SHUT_RDWR)
 
 
 def _split(url: str) -> SplitResult:
     """Return the parts of a URL. Raises FetchError for one that is not HTTP's."""
     try:
+        if len(url) > _MAX_URL_CHARS:
+            raise FetchError(f"that is not a URL: it has more than {_MAX_URL_CHARS} characters")
         parts = urlsplit(url)
         is_usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
     except ValueError:

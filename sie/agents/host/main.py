@@ -13,12 +13,27 @@ import msgspec
 
 from sie.agents.channel import AgentServer
 from sie.agents.host.approvals import Approvals
+from sie.agents.host.mcp_servers import McpServers
 from sie.agents.host.outside import OutsideTools
 from sie.agents.host.runner import Tools
 from sie.agents.host.sandboxed import Bounds
 from sie.agents.host.sessions import Sessions
-from sie.agents.messages import Answer, AwaitApproval, Decide, FindFiles, OpenApproval, Question, RunTool
+from sie.agents.messages import (
+    Answer,
+    AwaitApproval,
+    Decide,
+    FindFiles,
+    ListMcp,
+    McpTools,
+    OpenApproval,
+    Question,
+    RunTool,
+    ToolResult,
+)
 from sie.agents.paths import socket_path
+from sie.agents.store.store import Store
+from sie.config.agent_settings import Agents
+from sie.config.mcp_config import read_mcp_config
 from sie.config.settings import Settings
 from sie.ipc import channel as control
 from sie.ipc import messages
@@ -51,15 +66,19 @@ class AgentProcess:
             output_bytes=agents.sandbox_output_bytes, shown_chars=agents.max_result_chars,
         )  # fmt: skip
         python = agents.agent_python or sys.executable
-        outside = OutsideTools(agents)
+        self._outside = OutsideTools(agents)
+        self._mcp = _mcp_of(agents)
         self._tools = Tools(
-            agents, self._sandbox, self._sessions, bounds, python=python, others=outside.run,
+            agents, self._sandbox, self._sessions, bounds, Store(settings.server.state_dir, settings.store), python=python,
+            others=self._run_outside,
             max_inline_bytes=min(settings.store.max_inline_file_bytes, _MAX_INLINE_BYTES),
         )  # fmt: skip
 
     async def open(self, path: str) -> None:
         """Begin to answer frontends on this socket."""
         await self._sessions.clear_directory()
+        if self._mcp is not None:
+            self._mcp.open()
         await AgentServer(path, self.answer).open()
 
     async def answer(self, question: Question) -> Answer:
@@ -69,6 +88,8 @@ class AgentProcess:
                 return await self._tools.run(question)
             case FindFiles():
                 return await self._tools.find_files(question)
+            case ListMcp():
+                return self._mcp.list_tools() if self._mcp is not None else McpTools(())
             case OpenApproval():
                 return self._approvals.open(question)
             case AwaitApproval():
@@ -78,6 +99,11 @@ class AgentProcess:
             case _:
                 raise Internal(f"unexpected {type(question).__name__}")
 
+    async def _run_outside(self, call: RunTool) -> ToolResult:
+        if call.server and self._mcp is not None:
+            return await self._mcp.run(call)
+        return await self._outside.run(call)
+
     async def expire_forever(self) -> None:
         """Remove idle sessions, until cancelled."""
         await self._sessions.expire_forever()
@@ -85,6 +111,20 @@ class AgentProcess:
     async def close(self) -> None:
         """End everything that runs, and remove its files."""
         await self._sessions.close()
+        if self._mcp is not None:
+            await self._mcp.close()
+
+
+def _mcp_of(agents: Agents) -> McpServers | None:
+    """Return the MCP servers of the operator. A file that cannot be read was refused at the start, and changed since."""
+    if not agents.mcp_config:
+        return None
+    try:
+        config = read_mcp_config(agents.mcp_config)
+    except (OSError, ValueError) as error:
+        _log.error("no MCP server is connected: mcp_config: %s", error)
+        return None
+    return McpServers(config, max_bytes=agents.mcp_max_bytes, max_chars=agents.max_result_chars)
 
 
 def _sandbox_of(settings: Settings) -> Sandbox:
@@ -110,7 +150,7 @@ def hidden_paths(settings: Settings) -> list[str]:
     server, access, models = settings.server, settings.access, settings.models
     found = [server.runtime_dir, server.state_dir, models.cache_dir, models.catalog, *models.repositories,
              access.api_keys, access.tls_cert, access.tls_key, access.tls_client_ca, settings.agents.agent_dir,
-             settings.agents.search_key_file, access.uds]  # fmt: skip
+             settings.agents.search_key_file, settings.agents.mcp_config, access.uds]  # fmt: skip
     directories = [spec.partition("=")[2].partition("@")[0] for spec in (*models.preload, *models.lazy)]
     found += [path for path in directories if path.startswith(("/", "."))]
     return [path for path in found if path]

@@ -13,12 +13,15 @@ from typing import Any, Final
 import msgspec
 
 from sie.agents import tools
+from sie.agents.host.kept_files import FileKeeper
+from sie.agents.host.mounts import MountError, Mounts
 from sie.agents.host.python_session import PythonSession, Ran
 from sie.agents.host.sandboxed import Bounds, Sandboxed
 from sie.agents.host.sessions import Session, Sessions
-from sie.agents.host.shown_files import FileReader, for_model
+from sie.agents.host.shown_files import FileReader, ShownFile, for_model
 from sie.agents.host.workdir import read_file
 from sie.agents.messages import FindFiles, FoundFiles, RunTool, ToolResult
+from sie.agents.store.store import Store
 from sie.config.agent_settings import Agents
 from sie.runtime.sandbox import WORK, Program, Sandbox
 from sie.values.agent import AgentFile
@@ -69,8 +72,8 @@ class Tools:
     """
 
     def __init__(
-        self, settings: Agents, sandbox: Sandbox, sessions: Sessions, bounds: Bounds, *, python: str, max_inline_bytes: int,
-        others: Callable[[RunTool], Awaitable[ToolResult]],
+        self, settings: Agents, sandbox: Sandbox, sessions: Sessions, bounds: Bounds, store: Store, *, python: str,
+        max_inline_bytes: int, others: Callable[[RunTool], Awaitable[ToolResult]],
     ) -> None:  # fmt: skip
         self._settings = settings
         self._sandbox = sandbox
@@ -79,7 +82,9 @@ class Tools:
         self._python = python
         self._others = others
         self._running = asyncio.Semaphore(settings.agent_running)
-        self._files = FileReader(max_inline_bytes, settings.sandbox_file_bytes, settings.sandbox_files)
+        self._files = FileReader(store.blobs, max_inline_bytes, settings.sandbox_file_bytes, settings.sandbox_files)
+        self._keeper = FileKeeper(store)
+        self._mounts = Mounts(store.blobs, sandbox)
         self._tools: dict[
             str, tuple[type[msgspec.Struct], Callable[[Session, RunTool, Any], Awaitable[ToolResult]]]
         ] = {
@@ -97,7 +102,7 @@ class Tools:
 
     async def run(self, call: RunTool) -> ToolResult:
         """Run one call. Raises Forbidden for a tool of this server that is off."""
-        found = self._tools.get(call.name)
+        found = self._tools.get(call.name) if not call.server else None
         if found is None:
             return await self._others(call)
         kind, work = found
@@ -108,7 +113,11 @@ class Tools:
         session = await self._sessions.find(call.owner, call.session)
         async with session.lock:
             try:
+                await asyncio.to_thread(self._mounts.prepare, session, call.inputs, call.skills)
+                await self._keeper.renew(session)
                 return await work(session, call, arguments)
+            except MountError as error:
+                return _plain(str(error), is_error=True)
             finally:
                 session.used_s = time.monotonic()
 
@@ -117,8 +126,12 @@ class Tools:
         session = await self._sessions.find(question.owner, question.session)
         place = (question.run_id, question.round, question.turn)
         async with session.lock:
-            found = await asyncio.to_thread(self._files.show, session, place, tools.SURFACE, question.names)
+            found = await self._keep(session, self._files.show, place, tools.SURFACE, question.names)
         return FoundFiles(tuple(found))
+
+    async def _keep(self, session: Session, show: Callable[..., list[ShownFile]], *what: Any) -> list[AgentFile]:
+        """Return the files that show finds in a session, after they were kept."""
+        return await self._keeper.keep(session.owner, await asyncio.to_thread(show, session, *what))
 
     # --- Python -----------------------------------------------------------------------------------------------------
 
@@ -134,7 +147,7 @@ class Tools:
             if ran.was_ended:
                 session.python = None
             names = [output.name for output in arguments.outputs]
-            files = await asyncio.to_thread(self._files.show_news, session, _place(call), call.name, names)
+            files = await self._keep(session, self._files.show_news, _place(call), call.name, names)
         assert python is not None
         limit = self._settings.max_result_chars
         stdout, stderr = python.box.stdout.take(limit), python.box.stderr.take(limit)
@@ -186,7 +199,7 @@ class Tools:
             box.start(Program(command=("/bin/sh", "-c", script)))
             status, is_late = await _to_end(box, timeout_s)
             names = [output.name for output in arguments.outputs]
-            files = await asyncio.to_thread(self._files.show_news, session, _place(call), call.name, names)
+            files = await self._keep(session, self._files.show_news, _place(call), call.name, names)
         limit = min(arguments.max_output_length or _SHELL_CHARS, self._settings.max_result_chars)
         stderr = box.stderr.take(limit)
         if box.reason and not is_late:
@@ -202,7 +215,7 @@ class Tools:
 
     async def _surface(self, session: Session, call: RunTool, arguments: _Surface) -> ToolResult:
         names = [one if isinstance(one, str) else one.name for one in arguments.outputs]
-        files = await asyncio.to_thread(self._files.show, session, _place(call), call.name, names)
+        files = await self._keep(session, self._files.show, _place(call), call.name, names)
         return _plain(_dump({"files": [for_model(file) for file in files]}), files=tuple(files))
 
     async def _read_file(self, session: Session, _call: RunTool, arguments: _ReadFile) -> ToolResult:

@@ -36,6 +36,10 @@ class Session:
         """Paths of files that were shown, by their ids."""
         self.num_shown: dict[tuple[str, int], int] = {}
         """How many files each round of each run has shown."""
+        self.mounted: dict[str, str] = {}
+        """What was put into its directory: the blob of each file and skill, by its path."""
+        self.renewed_s = time.monotonic()
+        """When its files were last told to live on."""
         self.used_s = time.monotonic()
 
     @property

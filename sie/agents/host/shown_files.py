@@ -1,15 +1,19 @@
-"""Turns files of a working directory into what the wire shows: content or preview, kind, and placeholders."""
+"""Turns files of a working directory into what the wire shows, and into blobs for the store of clients' files.
+
+A file is read once: what is shown of it and what is kept are the same bytes.
+"""
 
 from __future__ import annotations
 
 import base64
-import mimetypes
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sie.agents.host.sessions import Session
-from sie.agents.host.workdir import look, read_file
+from sie.agents.host.workdir import copy_file, look
+from sie.agents.store.blobs import BlobFolder, BlobWriter
+from sie.agents.store.names import OCTETS, format_of, is_textual, media_type
 from sie.values.agent import AgentFile
 
 _MAX_FILES: Final = 64
@@ -17,21 +21,28 @@ _MAX_FILES: Final = 64
 _PREVIEW_CHARS: Final = 1024
 _MAX_NAME_CHARS: Final = 1024
 _MAX_INLINE_OF_CALL: Final = 64 << 20
-_TEXTUAL: Final = ("text/", "application/json", "application/xml", "application/javascript")
 MODEL_PREVIEW_CHARS: Final = 1024
+
+
+class ShownFile(NamedTuple):
+    """A file as the wire shows it, and its bytes, to be committed or discarded. A placeholder has none."""
+
+    file: AgentFile
+    writer: BlobWriter | None = None
 
 
 class FileReader:
     """Reads the files that calls make. max_inline_bytes: the largest content that an answer holds."""
 
-    def __init__(self, max_inline_bytes: int, max_file_bytes: int, max_files: int) -> None:
+    def __init__(self, blobs: BlobFolder, max_inline_bytes: int, max_file_bytes: int, max_files: int) -> None:
+        self._blobs = blobs
         self._max_inline_bytes = max_inline_bytes
         self._max_file_bytes = max_file_bytes
         self._max_files = max_files
 
     def show_news(
         self, session: Session, place: tuple[str, int, int], tool: str, named: Sequence[str]
-    ) -> list[AgentFile]:
+    ) -> list[ShownFile]:
         """Return the files that are new or changed since the last call, and those named, with placeholders for missing ones.
 
         place: run, round and turn of the call.
@@ -44,50 +55,97 @@ class FileReader:
         asked = set(plain.values())
         return self._read_all(session, place, tool, names, asked)
 
-    def show(self, session: Session, place: tuple[str, int, int], tool: str, names: Sequence[str]) -> list[AgentFile]:
+    def show(self, session: Session, place: tuple[str, int, int], tool: str, names: Sequence[str]) -> list[ShownFile]:
         """Return the files with these names, with placeholders for missing ones."""
         plain = [_plain(name) for name in names[:_MAX_FILES]]
         return self._read_all(session, place, tool, list(dict.fromkeys(plain)), set(plain))
 
     def _read_all(
         self, session: Session, place: tuple[str, int, int], tool: str, names: Sequence[str], asked: set[str]
-    ) -> list[AgentFile]:
+    ) -> list[ShownFile]:
         run, number, turn = place
         source = {"tool": tool, "round": number, "turn": turn}
-        shown: list[AgentFile] = []
+        shown: list[ShownFile] = []
         inline_bytes = 0
         for name in names:
             index = session.num_shown.get((run, number), 0)
             file_id = f"file_{run}_r{number}_{index}"
             room = self._max_inline_bytes if inline_bytes < _MAX_INLINE_OF_CALL else 0
             try:
-                file = self._read(session, name, file_id, source, room)
+                found = self._read(session, name, file_id, source, room)
             except OSError:
                 if name not in asked:  # it was removed, or replaced by a link, since it was listed
                     continue
-                file = _placeholder(name, file_id, source, "not_produced", "No tool made this file")
+                found = ShownFile(_placeholder(name, file_id, source, "not_produced", "No tool made this file"))
             else:
-                inline_bytes += file.bytes
+                inline_bytes += found.file.bytes
                 session.ids[file_id] = name
             session.num_shown[run, number] = index + 1
-            shown.append(file)
+            shown.append(found)
         return shown
 
-    def _read(self, session: Session, name: str, file_id: str, source: dict[str, Any], max_inline: int) -> AgentFile:
-        data, about = read_file(session.work, name, max_inline + 1)
-        mime = mimetypes.guess_type(name)[0] or ""
-        if about.st_size > self._max_file_bytes:
-            return _placeholder(name, file_id, source, "too_large", f"The file has {about.st_size} bytes")
-        text = _text_of(data, is_whole=len(data) == about.st_size, is_textual=mime.startswith(_TEXTUAL))
-        is_inline = len(data) <= max_inline
-        return AgentFile(
-            id=file_id, name=name, created_at=int(time.time()), source=source, bytes=about.st_size,
-            format=name.rpartition(".")[2].lower() if "." in name else "",
-            mime_type=mime or ("text/plain" if text is not None else "application/octet-stream"),
-            text=text if is_inline else None,
-            preview=text[:_PREVIEW_CHARS] if text is not None else None,
-            data_base64=base64.b64encode(data).decode() if is_inline and text is None else None,
-        )  # fmt: skip
+    def _read(self, session: Session, name: str, file_id: str, source: dict[str, Any], max_inline: int) -> ShownFile:
+        spool = _Spool(self._blobs, max_inline + 1)
+        try:
+            about = copy_file(session.work, name, spool.write, self._max_file_bytes + 1)
+            if max(about.st_size, spool.num_bytes) > self._max_file_bytes:
+                spool.discard()
+                return ShownFile(
+                    _placeholder(name, file_id, source, "too_large", f"The file has {about.st_size} bytes")
+                )
+        except BaseException:
+            spool.discard()
+            raise
+        if spool.writer is None:
+            return ShownFile(not_kept(AgentFile(id=file_id, name=name, created_at=int(time.time()), source=source)))
+        return ShownFile(_shown(name, file_id, source, spool, max_inline), spool.writer)
+
+
+class _Spool:
+    """Takes the bytes of a file: its beginning in memory, and all of them in a blob, unless the disk fails."""
+
+    def __init__(self, blobs: BlobFolder, max_head: int) -> None:
+        self.head = bytearray()
+        self.num_bytes = 0
+        self._max_head = max_head
+        try:
+            self.writer: BlobWriter | None = blobs.begin()
+        except OSError:
+            self.writer = None
+
+    def write(self, data: bytes) -> None:
+        """Take bytes. Without a blob they are only counted."""
+        self.num_bytes += len(data)
+        self.head += data[: self._max_head - len(self.head)]
+        if self.writer is not None:
+            try:
+                self.writer.write(data)
+            except OSError:
+                self.discard()
+
+    def discard(self) -> None:
+        """Delete the blob."""
+        if self.writer is not None:
+            self.writer.discard()
+            self.writer = None
+
+
+def _shown(name: str, file_id: str, source: dict[str, Any], spool: _Spool, max_inline: int) -> AgentFile:
+    media, data = media_type(None, name), bytes(spool.head)
+    text = _text_of(data, is_whole=len(data) == spool.num_bytes, is_textual=is_textual(media))
+    is_inline = len(data) <= max_inline
+    return AgentFile(
+        id=file_id, name=name, created_at=int(time.time()), source=source, bytes=spool.num_bytes, format=format_of(name),
+        mime_type="text/plain" if media == OCTETS and text is not None else media,
+        text=text if is_inline else None,
+        preview=text[:_PREVIEW_CHARS] if text is not None else None,
+        data_base64=base64.b64encode(data).decode() if is_inline and text is None else None,
+    )  # fmt: skip
+
+
+def not_kept(file: AgentFile) -> AgentFile:
+    """Return the placeholder of a file that the store could not take."""
+    return _placeholder(file.name, file.id, file.source, "not_kept", "The server could not keep this file")
 
 
 def _text_of(data: bytes, *, is_whole: bool, is_textual: bool) -> str | None:

@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -39,11 +39,14 @@ class Usage(NamedTuple):
     problem: str = ""
 
 
-def open_beneath(root: int, name: str, flags: int) -> int:
-    """Open a path beneath the directory `root`. Raises OSError, also for a path with a link or with `..` out of it."""
+def open_beneath(root: int, name: str, flags: int, mode: int = 0) -> int:
+    """Open a path beneath the directory `root`. Raises OSError, also for a path with a link or with `..` out of it.
+
+    mode is that of a new file, and must be 0 without O_CREAT.
+    """
     if "\0" in name:  # the kernel would read the name up to it
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), name)
-    how = struct.pack("=QQQ", flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0, _BENEATH_WITHOUT_LINKS)
+    how = struct.pack("=QQQ", flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode, _BENEATH_WITHOUT_LINKS)
     libc = ctypes.CDLL(None, use_errno=True)
     path = ctypes.c_char_p(os.fsencode(name))
     fd = libc.syscall(
@@ -56,6 +59,13 @@ def open_beneath(root: int, name: str, flags: int) -> int:
 
 def read_file(directory: Path, name: str, max_bytes: int) -> tuple[bytes, os.stat_result]:
     """Return up to max_bytes of an ordinary file, and what is known of it. Raises OSError for anything else."""
+    parts: list[bytes] = []
+    about = copy_file(directory, name, parts.append, max_bytes)
+    return b"".join(parts), about
+
+
+def copy_file(directory: Path, name: str, write: Callable[[bytes], object], max_bytes: int) -> os.stat_result:
+    """Pass up to max_bytes of an ordinary file on, in pieces; return what is known of it. Raises OSError for anything else."""
     root = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fd = open_beneath(root, name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not make us wait
@@ -65,12 +75,11 @@ def read_file(directory: Path, name: str, max_bytes: int) -> tuple[bytes, os.sta
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode):
             raise OSError(f"{name} is not an ordinary file")
-        parts: list[bytes] = []
         left = max_bytes
         while left and (part := file.read(min(left, 1 << 20))):
-            parts.append(part)
+            write(part)
             left -= len(part)
-        return b"".join(parts), about
+        return about
 
 
 def look(directory: Path, max_files: int) -> dict[str, Seen]:

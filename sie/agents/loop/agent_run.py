@@ -17,7 +17,6 @@ from typing import Final, Protocol
 
 import msgspec
 
-from sie.agents import tools
 from sie.agents.loop.calls import AgentLink, CallRunner
 from sie.agents.loop.event_queue import EventQueue
 from sie.agents.loop.plan import AgentPlan
@@ -93,7 +92,7 @@ class AgentRun:
         self._is_started = False
         self._why: SieError | None = None
         self._calls = CallRunner(
-            link, plan.task, self._emit, owner=owner, session=self.session, run_id=self._run_id
+            link, plan, self._emit, owner=owner, session=self.session, run_id=self._run_id
         )  # fmt: skip
         self._task = asyncio.get_running_loop().create_task(self._drive())
 
@@ -326,7 +325,7 @@ class _Said:
 
 
 def _result(call: ToolCall, text: str) -> ChatMessage:
-    return ChatMessage(role="tool", content=text, name=tools.find_tool(call.name).name, tool_call_id=call.id)
+    return ChatMessage(role="tool", content=text, name=call.name, tool_call_id=call.id)
 
 
 def _sum(one: GenerateUsage, other: GenerateUsage) -> GenerateUsage:

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from sie.agents import tools
+from sie.agents.loop.plan import AgentPlan
 from sie.agents.messages import (
     Answer,
     Approval,
@@ -19,7 +19,7 @@ from sie.agents.messages import (
     ToolResult,
 )
 from sie.agents.tools import ServerTool
-from sie.values.agent import AgentTask, ApprovalRequired, FileProduced, ToolProgress, ToolRecord
+from sie.values.agent import ApprovalRequired, FileProduced, ToolProgress, ToolRecord
 from sie.values.errors import Unavailable
 from sie.values.generate import GenerateEvent, ToolCall
 
@@ -40,12 +40,13 @@ class CallRunner:
     """Runs the calls of one run, one after another. emit takes the events as they happen."""
 
     def __init__(
-        self, link: AgentLink, task: AgentTask, emit: Callable[[GenerateEvent], None],
+        self, link: AgentLink, plan: AgentPlan, emit: Callable[[GenerateEvent], None],
         *, owner: str, session: str, run_id: str,
     ) -> None:  # fmt: skip
         self.records: list[ToolRecord] = []
         self._link = link
-        self._task = task
+        self._plan = plan
+        self._task = plan.task
         self._emit = emit
         self._owner = owner
         self._session = session
@@ -53,14 +54,16 @@ class CallRunner:
 
     async def run(self, call: ToolCall, number: int, turn: int) -> str:
         """Run call `turn` of round `number`; return its result for the model. Raises SieError if the run must end."""
-        tool = tools.find_tool(call.name)
+        tool = self._plan.find_tool(call.name)
         arguments = _arguments(call.arguments)
         self._progress(tool, call, number, "calling", _calling(tool, arguments))
         decision = await self._decide(tool, arguments, number)
-        result = await self._execute(call, number, turn) if decision.is_approved else _denied(tool, decision.message)
+        result = (
+            await self._execute(tool, call, number, turn) if decision.is_approved else _denied(tool, decision.message)
+        )
         for file in result.files:
             self._emit(FileProduced(file))
-        self._progress(tool, call, number, "complete", result.data)
+        self._progress(tool, call, number, "complete", result.data, is_error=result.is_error)
         self.records.append(
             ToolRecord(
                 round=number, name=call.name, arguments=call.arguments, result=result.record,
@@ -84,22 +87,24 @@ class CallRunner:
         )
         return await self._link.ask(AwaitApproval(approval.id), Decision)
 
-    async def _execute(self, call: ToolCall, number: int, turn: int) -> ToolResult:
+    async def _execute(self, tool: ServerTool, call: ToolCall, number: int, turn: int) -> ToolResult:
         question = RunTool(
             owner=self._owner, session=self._session, run_id=self._run_id, round=number, turn=turn, name=call.name,
-            arguments=call.arguments,
+            arguments=call.arguments, server=tool.server, inputs=self._task.inputs, skills=self._task.mounted,
         )  # fmt: skip
         try:
             return await self._link.ask(question, ToolResult)
         except Unavailable as error:  # the agent process died with the call: the model is told, and the run goes on
             told = _to_json({"status": "error", "exception": error.message}).decode()
-            return ToolResult(content=told, record=told, data=_failed(tools.find_tool(call.name), error.message))
+            return ToolResult(content=told, record=told, data=_failed(tool, error.message), is_error=True)
 
-    def _progress(self, tool: ServerTool, call: ToolCall, number: int, phase: Any, data: dict[str, Any]) -> None:
+    def _progress(
+        self, tool: ServerTool, call: ToolCall, number: int, phase: Any, data: dict[str, Any], *, is_error: bool = False
+    ) -> None:
         self._emit(
             ToolProgress(
                 round=number, name=call.name, phase=phase, data={"tool_type": tool.type, **data}, call_id=call.id,
-                arguments=call.arguments,
+                arguments=call.arguments, server=tool.server, is_error=is_error,
             )
         )  # fmt: skip
 
@@ -126,7 +131,7 @@ def _calling(tool: ServerTool, arguments: dict[str, Any]) -> dict[str, Any]:
 def _denied(tool: ServerTool, message: str) -> ToolResult:
     told = _to_json({"status": "denied", "exception": message}).decode()
     data = {**_failed(tool, message), **({"status": "denied"} if tool.type == "shell" else {})}
-    return ToolResult(content=told, record=told, data=data)
+    return ToolResult(content=told, record=told, data=data, is_error=True)
 
 
 def _failed(tool: ServerTool, message: str) -> dict[str, Any]:

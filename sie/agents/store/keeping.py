@@ -49,16 +49,17 @@ async def keep_upload(
         created_s=now_s, expires_s=now_s + min(age_s if age_s is not None else limit_s, limit_s), purpose=purpose,
         tool=tool, is_text=writer.is_utf8 or is_textual(kind),
     )  # fmt: skip
-    return await _keep(store, owner, file, writer)
+    return await keep_written(store, owner, file, writer)
 
 
 async def keep_file(store: Store, owner: str, file: KeptFile, body: bytes | None) -> KeptFile:
     """Keep a file whose facts are known, with its bytes, or None for one that the store only knows about."""
     writer = await store.run(store.blobs.add, body) if body is not None else None
-    return await _keep(store, owner, file, writer)
+    return await keep_written(store, owner, file, writer)
 
 
-async def _keep(store: Store, owner: str, file: KeptFile, writer: BlobWriter | None) -> KeptFile:
+async def keep_written(store: Store, owner: str, file: KeptFile, writer: BlobWriter | None) -> KeptFile:
+    """Keep a file whose facts are known, with the bytes of a writer. The caller discards the writer if this raises."""
     blob = await store.run(writer.commit) if writer is not None else ""
     file = msgspec.structs.replace(file, blob=blob)
     try:

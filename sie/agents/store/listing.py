@@ -5,16 +5,20 @@ Source: generation API reference, section 7.4.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
 from sie.agents.store.files import KeptFile
+from sie.agents.store.skill_folders import FOLDER
+from sie.values.agent import MountedFile
 from sie.values.generate import ChatMessage
 
 _INSTRUCTIONS: Final = frozenset({"system", "developer"})
 _HEAD: Final = "The user attached these files:"
+_MAX_STEM_BYTES: Final = 180
 
 
 class ListedFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +28,8 @@ class ListedFile(msgspec.Struct, frozen=True, kw_only=True):
     file: KeptFile | None
     text: str | None = None
     """More characters than are shown of it, if it has more. None if it is not a text, or its bytes are not kept."""
+    path: str = ""
+    """Its name in the working directory of the tools, if they have one."""
 
 
 def list_files(files: Sequence[ListedFile], max_chars: int, max_all_chars: int) -> str:
@@ -34,12 +40,13 @@ def list_files(files: Sequence[ListedFile], max_chars: int, max_all_chars: int) 
         if listed.file is None:
             parts.append(f"[{listed.id}] is no longer available.")
             continue
+        head = _head(listed.file, listed.path)
         if listed.text is None:
-            parts.append(f"{_head(listed.file)}\nIt cannot be shown.")
+            parts.append(head if listed.path else f"{head}\nIt cannot be shown.")
             continue
         shown = listed.text[: min(max_chars, left)]
         left -= len(shown)
-        parts.append(_entry(listed.file, shown, is_cut=len(shown) < len(listed.text)))
+        parts.append(_entry(head, listed.file.name, shown, is_cut=len(shown) < len(listed.text)))
     return "\n\n".join(parts)
 
 
@@ -52,14 +59,37 @@ def with_list(messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
     return [msgspec.structs.replace(first, content=content), *messages[1:]]
 
 
-def _entry(file: KeptFile, text: str, *, is_cut: bool) -> str:
-    head = _head(file)
+def _entry(head: str, name: str, text: str, *, is_cut: bool) -> str:
     if is_cut and not text:
         return f"{head}\nIts text is not shown."
     if is_cut:
-        return f"{head}\nThe first {len(text)} characters of its text:\n{text}\n[The rest of {file.name} is not shown.]"
-    return f"{head}\nIts text:\n{text}\n[End of {file.name}.]"
+        return f"{head}\nThe first {len(text)} characters of its text:\n{text}\n[The rest of {name} is not shown.]"
+    return f"{head}\nIts text:\n{text}\n[End of {name}.]"
 
 
-def _head(file: KeptFile) -> str:
-    return f"[{file.id}] {file.name} ({file.mime_type}, {file.num_bytes} bytes)"
+def _head(file: KeptFile, path: str) -> str:
+    head = f"[{file.id}] {file.name} ({file.mime_type}, {file.num_bytes} bytes)"
+    return f"{head} is {path!r} in the working directory" if path else head
+
+
+def mount_files(files: Sequence[KeptFile]) -> tuple[MountedFile, ...]:
+    """Return the files with their names in a working directory, each file once.
+
+    The first of several files with one name has it. Others get a part of their id, so that names stay as turns are added.
+    """
+    taken = {FOLDER}
+    mounted: dict[str, MountedFile] = {}
+    for file in files:
+        if file.id in mounted or not file.blob:
+            continue
+        path = file.name if file.name not in taken else _own_path(file)
+        taken.add(path)
+        mounted[file.id] = MountedFile(id=file.id, path=path, blob=file.blob, num_bytes=file.num_bytes)
+    return tuple(mounted.values())
+
+
+def _own_path(file: KeptFile) -> str:
+    stem, dot, extension = file.name.rpartition(".")
+    kept = (stem if dot and stem else file.name).encode()[:_MAX_STEM_BYTES].decode("utf-8", "ignore")
+    mark = hashlib.sha256(file.id.encode()).hexdigest()[:8]
+    return f"{kept}-{mark}{f'.{extension[:16]}' if dot and stem else ''}"

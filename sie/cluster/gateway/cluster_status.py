@@ -31,7 +31,7 @@ def _worker(host: Host) -> dict[str, Any]:
         "loaded_models": sorted(name for name, model in beat.models.items() if model.is_served),
         "queue_depth": beat.num_running, "memory_used_bytes": beat.memory_used_bytes,
         "memory_total_bytes": beat.memory_total_bytes, "healthy": not beat.is_draining, "bundle": beat.bundle,
-        "bundle_config_hash": beat.cards_key, "ready_gpu_slots": beat.num_workers, "pending_cost": beat.queued_tokens,
+        "bundle_config_hash": beat.config_hash, "ready_gpu_slots": beat.num_workers, "pending_cost": beat.queued_tokens,
         "inflight_batches": beat.num_running, "active_generations": beat.num_texts,
     }  # fmt: skip
 

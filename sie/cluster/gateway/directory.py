@@ -37,7 +37,7 @@ class Host:
     @property
     def lane(self) -> Lane:
         """The lane of the host."""
-        return Lane(self.beat.pool, self.beat.profile, self.beat.bundle)
+        return Lane(self.beat.pool, self.beat.profile, self.beat.bundle, self.beat.lease)
 
     def serves(self, model: str) -> bool:
         """Whether the host answers requests for a model now."""
@@ -55,6 +55,8 @@ class Directory:
 
     def __init__(self) -> None:
         self._hosts: dict[str, Host] = {}
+        self.profiles: set[str] = set()
+        """The machine profiles that hosts have had."""
         self._shown: Any = None
 
     def hear(self, beat: Beat, now_s: float) -> bool:
@@ -63,6 +65,7 @@ class Directory:
         if host is None:
             host = self._hosts[beat.host] = Host(beat, now_s)
         host.beat, host.seen_s = beat, now_s
+        self.profiles.add(beat.profile)
         return host.cards_key != beat.cards_key
 
     def learn(self, host: str, cards: Cards) -> None:
@@ -92,6 +95,15 @@ class Directory:
     def stale(self, now_s: float) -> set[str]:
         """Return the ids of the hosts that no longer beat."""
         return {name for name, host in self._hosts.items() if now_s - host.seen_s > STALE_S}
+
+    def statuses(self, now_s: float) -> list[tuple[Host, str]]:
+        """Return each host with its status: healthy, draining, or silent. One that has left is not among them."""
+        found: list[tuple[Host, str]] = []
+        for host in self._hosts.values():
+            is_silent = now_s - host.seen_s > STALE_S
+            if not (is_silent and host.beat.is_draining):
+                found.append((host, "silent" if is_silent else "draining" if host.beat.is_draining else "healthy"))
+        return found
 
     def _beating(self, now_s: float) -> Iterable[Host]:
         return (host for host in self._hosts.values() if now_s - host.seen_s <= STALE_S)
@@ -158,6 +170,11 @@ def _load(hosts: list[Host], num_items: int) -> float:
     return (queued + num_items) / max(1, sum(host.beat.num_workers for host in hosts))
 
 
-def matches(lane: Lane, pool: str, profile: str) -> bool:
-    """Return whether a lane is of a pool, and of a machine profile or its `-spot` variant (empty: of any)."""
-    return lane.pool == (pool or DEFAULT_POOL) and (not profile or lane.profile in (profile, f"{profile}-spot"))
+def matches(lane: Lane, pool: str, profile: str, lease: str = "", bundle: str = "") -> bool:
+    """Return whether a lane is of a pool, a leased pool, a machine profile or its `-spot` variant, and a bundle.
+
+    An empty profile or bundle is any; an empty lease means hosts that no leased pool has.
+    """
+    if lane.pool != (pool or DEFAULT_POOL) or lane.lease != lease:
+        return False
+    return (not profile or lane.profile in (profile, f"{profile}-spot")) and (not bundle or lane.bundle == bundle)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -16,10 +17,13 @@ from nats.aio.msg import Msg
 
 from sie.cluster.connection import Connection
 from sie.cluster.gateway.cluster_status import cluster_status
+from sie.cluster.gateway.config_service import ConfigService
 from sie.cluster.gateway.directory import Directory, Host
+from sie.cluster.gateway.gateway_metrics import GatewayMetrics
 from sie.cluster.gateway.in_flight import InFlight, RemotePending
 from sie.cluster.gateway.operations import RemoteEncoder, RemoteExtractor, RemoteScorer
 from sie.cluster.gateway.placement import Placement, Places
+from sie.cluster.gateway.pool_service import RELEASE_S, PoolService
 from sie.cluster.payloads import (
     VERSION,
     Cards,
@@ -32,7 +36,7 @@ from sie.cluster.payloads import (
     taken_decoder,
     text_frame_decoder,
 )
-from sie.cluster.subjects import any_host, gateway_subject, host_subject, wake_pattern
+from sie.cluster.subjects import Lane, any_host, gateway_subject, host_subject, wake_pattern
 from sie.frontend.engine.interface import Pending
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.routing import Route
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _TICK_S: Final = 0.1
 _BEAT_S: Final = 1.0
+_SHOW_S: Final = 1.0
 _SETTLE_S: Final = 0.3
 """How long a new gateway waits for the heartbeats that it asked for, before it says what exists."""
 _READY_S: Final = 3.0
@@ -53,6 +58,7 @@ _CARDS_S: Final = 5.0
 _CLOCK_S: Final = 30.0
 _DEAF_S: Final = 2.5
 """After a reconnect hosts have this long to be heard before they count as silent."""
+_FIRST_FAULT: Final = 400
 _REFUSED: Final = {"kserve": "tensors", "trtis": "tensors"}
 _REFUSED_PREFIXES: Final = {
     "/v1/responses": "stored responses",
@@ -80,16 +86,25 @@ class Gateway:
         self._connection = Connection(settings.cluster, f"sie gateway {self.name}")
         self._connection.on_connected = self._on_connected
         self._directory = Directory()
+        self._provided = {name.lower() for name in settings.cluster.provided_profiles}
+        self._directory.profiles |= self._provided
+        self._metrics = GatewayMetrics(process.pages[0], self._directory.profiles, process.models)
         self._in_flight = InFlight(
-            self._connection, self.name, gateway_subject(self.name, "result"), settings.cluster.max_in_flight
-        )
-        self.places = Places(self._directory, settings.server.pool_name, self._in_flight.by_lane)
+            self._connection, self.name, gateway_subject(self.name, "result"), settings.cluster.max_in_flight,
+            self._metrics,
+        )  # fmt: skip
+        self.pools = PoolService(
+            self._connection, self._directory, settings.cluster, lambda model: process.models.find(model) is not None,
+            self._load_on,
+        )  # fmt: skip
+        self.configs = ConfigService(self._connection, self._directory, lambda: list(process.models.entries))
+        self.places = Places(self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve)
         parts = self._in_flight, self.places.choose, settings.limits
         self.encoder, self.scorer, self.extractor = RemoteEncoder(*parts), RemoteScorer(*parts), RemoteExtractor(*parts)
         self._texts: TextClient | None = None
         self._asking: set[str] = set()
         self._silent: set[str] = set()
-        self._hears_from_s = 0.0
+        self._hears_from_s = time.monotonic()
         self._settled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -156,8 +171,10 @@ class Gateway:
     def _ask_load(self, model: str, placement: Placement) -> None:
         hosts = [host for host in self.places.candidates(model, placement) if not host.serves(model)]
         if hosts and self._connection.is_connected:
-            host = min(hosts, key=_memory_of)
-            self._spawn(self._connection.publish(host_subject(host.beat.pool, host.beat.host, "load"), model.encode()))
+            self._load_on(min(hosts, key=_memory_of), model)
+
+    def _load_on(self, host: Host, model: str) -> None:
+        self._spawn(self._connection.publish(host_subject(host.beat.pool, host.beat.host, "load"), model.encode()))
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -173,20 +190,27 @@ class Gateway:
         ):
             await connection.subscribe(subject, take)
         await self._join_own_pool()
+        self._spawn(self.pools.follow())
+        self._spawn(self.configs.follow())
         self._spawn(connection.publish(wake_pattern(), b""))
         await asyncio.sleep(_SETTLE_S)
         self._settled.set()
-        beat_s = clock_s = 0.0
+        beat_s = clock_s = shown_s = 0.0
         while True:
             now_s = time.monotonic()
             if connection.is_connected and now_s - beat_s >= _BEAT_S:
                 beat_s = now_s
                 beat = encode(GatewayBeat(VERSION, self.name))
                 self._spawn(connection.publish(gateway_subject(self.name, "beat"), beat))
+                if now_s >= self._hears_from_s:
+                    self._spawn(self.pools.reconcile(forgets=now_s >= self._hears_from_s + RELEASE_S))
             if connection.is_connected and now_s - clock_s >= _CLOCK_S:
                 clock_s = now_s
                 self._spawn(self._measure_clock())
             self._follow(now_s)
+            if now_s - shown_s >= _SHOW_S:
+                shown_s = now_s
+                self._show(now_s)
             await asyncio.sleep(_TICK_S)
 
     async def _join_own_pool(self) -> None:
@@ -221,10 +245,12 @@ class Gateway:
 
     def _rescue(self, now_s: float) -> None:
         """Find other hosts for items whose lane serves their model no more, or have the model loaded."""
-        for (lane, model, profile), items in self._in_flight.waiting().items():
+        for (lane, model, wanted), items in self._in_flight.waiting().items():
             if any(host.lane == lane and host.serves(model) for host in self._directory.live(now_s)):
                 continue
-            placement = Placement(lane.pool, profile)
+            placement = wanted
+            if wanted.lease and not self.pools.is_leased(wanted.lease):  # its hosts are back in their queue pool
+                placement = wanted._replace(lease="")
             other = self.places.find_lane(model, placement)
             if other is not None and other != lane:
                 self._in_flight.move(items, other)
@@ -238,6 +264,8 @@ class Gateway:
 
     async def _on_connected(self) -> None:
         self._hears_from_s = time.monotonic() + _DEAF_S
+        self.pools.read_soon()
+        self.configs.read_soon()
         await self._connection.publish(wake_pattern(), b"")
         await self._in_flight.publish_again()
 
@@ -317,6 +345,28 @@ class Gateway:
         if self._texts is not None:
             self._texts.on_frame(frame)
 
+    # --- metrics --------------------------------------------------------------------------------------------------
+
+    def record(
+        self, exchange: Exchange, status: int, headers: list[tuple[str, str]], error: SieError | None
+    ) -> list[tuple[str, str]]:
+        """Count a request for inference that ends. Returns the headers as they are."""
+        route = exchange.route
+        if route is not None and route.label and (error is not None or status < _FIRST_FAULT):
+            duration_s = (time.monotonic_ns() - exchange.began_ns) / 1e9
+            self._metrics.record_end(route.label, self.places.current(), error, duration_s)
+        return headers
+
+    def _show(self, now_s: float) -> None:
+        """Publish the gauges about the cluster."""
+        for pool in self.pools.in_force():
+            self._directory.profiles.update(pool.gpus, pool.gpu_caps)
+        texts = self._texts.by_lane() if self._texts is not None else Counter[Lane]()
+        self._metrics.publish(
+            self._directory.statuses(now_s), self.pools.in_force(), self._in_flight.by_lane + texts,
+            epoch=self.configs.epoch, is_connected=self._connection.is_connected,
+        )  # fmt: skip
+
     # --- what is shown --------------------------------------------------------------------------------------------
 
     def hosts(self) -> list[Host]:
@@ -337,7 +387,7 @@ class Gateway:
         hosts = self.hosts()
         gpus = sorted({host.lane.profile for host in hosts})
         return {
-            "status": "healthy" if hosts else "degraded", "type": "gateway", "configured_gpu_types": gpus,
+            "status": "healthy" if hosts else "degraded", "type": "gateway", "configured_gpu_types": sorted({*gpus, *self._provided}),
             "live_gpu_types": gpus, **cluster_status(hosts, self._process.models.entries.values()),
         }  # fmt: skip
 

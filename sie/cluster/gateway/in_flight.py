@@ -10,10 +10,12 @@ import asyncio
 import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
 
 from sie.cluster.connection import INLINE_BYTES, Connection
+from sie.cluster.gateway.answer_rate import AnswerRate, retry_after_s
+from sie.cluster.gateway.placement import Placement
 from sie.cluster.payloads import VERSION, DeadLetter, ItemOperation, Result, Taken, Work, encode
 from sie.cluster.subjects import Lane, dead_subject, work_subject
 from sie.runtime.logs import get_logger
@@ -99,18 +101,18 @@ class Item:
         "lost_with",
         "num_published",
         "pending",
-        "profile",
+        "placement",
         "sequence",
         "stored",
         "taken_by",
         "work",
     )
 
-    def __init__(self, work: Work, lane: Lane, profile: str, index: int) -> None:
+    def __init__(self, work: Work, lane: Lane, placement: Placement | None, index: int) -> None:
         self.work = work
         self.lane = lane
-        self.profile = profile
-        """The machine profile that its client wants; empty for any."""
+        self.placement = placement or Placement(lane.pool, "", lane.lease)
+        """Where its client wants it to run."""
         self.index = index
         self.pending: RemotePending
         self.num_published = 0
@@ -121,10 +123,31 @@ class Item:
         """Hosts that fell silent while they ran it."""
 
 
+class FlightMetrics(Protocol):
+    """What is counted here; durations in seconds."""
+
+    record_wait: Callable[[float], None]
+
+    def record_items(self, lane: Lane, model: str, num_items: int) -> None:
+        """Count a request by the number of its items."""
+        ...
+
+    def record_published(self, operation: str, duration_s: float) -> None:
+        """Count an item that NATS has confirmed."""
+        ...
+
+    def record_dead(self, lane: Lane, model: str) -> None:
+        """Count an item that is not tried again."""
+        ...
+
+
 class InFlight:
     """The unanswered work items of one gateway process."""
 
-    def __init__(self, connection: Connection, gateway: str, reply_to: str, max_items: int) -> None:
+    def __init__(
+        self, connection: Connection, gateway: str, reply_to: str, max_items: int, metrics: FlightMetrics | None = None
+    ) -> None:
+        self._metrics = metrics
         self._connection = connection
         self._gateway = gateway
         self._reply_to = reply_to
@@ -135,6 +158,8 @@ class InFlight:
         self._tasks: set[asyncio.Task[None]] = set()
         self.by_lane: Counter[Lane] = Counter()
         self.num_duplicates = 0
+        self._rates: defaultdict[str, AnswerRate] = defaultdict(AnswerRate)
+        """How fast each pool answers."""
 
     @property
     def num_pending(self) -> int:
@@ -149,21 +174,35 @@ class InFlight:
     def check_room(self, num_items: int = 1) -> None:
         """Raise Overloaded if so many items more would be over `max_in_flight`."""
         if self._items and len(self._items) + num_items > self._max_items:
-            raise Overloaded(f"The gateway holds max_in_flight ({self._max_items}) work items", retry_after_s=1)
+            text = f"The gateway holds max_in_flight ({self._max_items}) work items"
+            raise Overloaded(text, retry_after_s=self._retry_after_s(len(self._items), self._rates.values()))
+
+    def _retry_after_s(self, num_waiting: int, rates: Iterable[AnswerRate]) -> int:
+        return retry_after_s(num_waiting, sum(rate.per_s() for rate in rates))
+
+    def _refused_by_pool(self, pool: str, error: SieError) -> SieError:
+        """Return an error of publishing; where a pool takes no more, with the time until what waits there is answered."""
+        if not isinstance(error, Overloaded):
+            return error
+        num_waiting = sum(count for lane, count in self.by_lane.items() if lane.pool == pool)
+        rates = [self._rates[pool]] if pool in self._rates else []
+        return Overloaded(error.message, retry_after_s=self._retry_after_s(num_waiting, rates))
 
     def submit(
         self, lane: Lane, operation: ItemOperation, model: str, bodies: Sequence[bytes], *, deadline_ns: int,
-        join: Join, profile: str = "",
+        join: Join, placement: Placement | None = None,
     ) -> RemotePending:  # fmt: skip
         """Publish the items of a request; deadline_ns is local. Raises Overloaded."""
         self.check_room(len(bodies))
+        if self._metrics is not None:
+            self._metrics.record_items(lane, model, len(bodies))
         number = next(self._numbers)
         deadline = self._connection.clock.to_server(deadline_ns)
         items: list[Item] = []
         for index, body in enumerate(bodies):
             name = f"{self._gateway}-{number}-{index}"
             work = Work(VERSION, name, self._reply_to, deadline, operation, model, memoryview(body))
-            items.append(Item(work, lane, profile, index))
+            items.append(Item(work, lane, placement, index))
         pending = RemotePending(items, deadline_ns, join)
         self._pending.add(pending)
         pending.future.add_done_callback(lambda _: self._forget(pending))
@@ -192,7 +231,7 @@ class InFlight:
                     return  # `publish_again` follows
                 await asyncio.sleep(_RETRY_S)
             except SieError as error:
-                self.abandon(item.pending, error)
+                self.abandon(item.pending, self._refused_by_pool(item.lane.pool, error))
                 return
             except Exception:
                 _log.exception("work item %s cannot be published", item.work.id)
@@ -210,9 +249,12 @@ class InFlight:
             )
         item.num_published += 1
         message_id = f"{work.id}.{item.num_published}"
+        began_s = time.monotonic()
         item.sequence = await self._connection.enqueue(
             pool, work_subject(item.lane, work.model), encode(work), message_id
         )
+        if self._metrics is not None:
+            self._metrics.record_published(work.operation, time.monotonic() - began_s)
 
     async def publish_again(self) -> None:
         """Publish every unanswered item again: a reconnect may have lost the item, or its result."""
@@ -223,11 +265,11 @@ class InFlight:
                 item.stored = ""  # a restarted server may have lost the payload, too
             await asyncio.gather(*map(self._publish, batch))
 
-    def waiting(self) -> dict[tuple[Lane, str, str], list[Item]]:
-        """Return the unanswered items by lane, model and wanted machine profile."""
-        found: defaultdict[tuple[Lane, str, str], list[Item]] = defaultdict(list)
+    def waiting(self) -> dict[tuple[Lane, str, Placement], list[Item]]:
+        """Return the unanswered items by lane, model and wanted placement."""
+        found: defaultdict[tuple[Lane, str, Placement], list[Item]] = defaultdict(list)
         for item in self._items.values():
-            found[item.lane, item.work.model, item.profile].append(item)
+            found[item.lane, item.work.model, item.placement].append(item)
         return dict(found)
 
     def move(self, items: Sequence[Item], lane: Lane) -> None:
@@ -269,6 +311,7 @@ class InFlight:
     def _answer(self, item: Item, result: Result) -> None:
         if self._drop(item) is None:
             return
+        self._rates[item.lane.pool].count()
         pending = item.pending
         if not pending.take(item.index, result) or pending.future.done():
             return
@@ -276,6 +319,8 @@ class InFlight:
         if error is not None:
             self.abandon(pending, error)
             return
+        if self._metrics is not None:
+            self._metrics.record_wait((time.monotonic_ns() - pending.submitted_ns) / 1e9)
         results = [known for known in pending.results if known is not None]
         try:
             pending.future.set_result(pending.join(results, pending.submitted_ns))
@@ -339,6 +384,8 @@ class InFlight:
         text = f"This input was running on {_MAX_LOSSES} hosts when they were lost; it is not tried again"
         letter = DeadLetter(VERSION, item.work, text, sorted(item.lost_with))
         self.abandon(item.pending, PoisonInput(text))
+        if self._metrics is not None:
+            self._metrics.record_dead(item.lane, item.work.model)
         await self._connection.remove(item.lane.pool, item.sequence)
         subject = dead_subject(item.lane, item.work.model)
         try:

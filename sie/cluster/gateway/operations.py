@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from sie.cluster.gateway.in_flight import InFlight, RemotePending, RemoteReply
+from sie.cluster.gateway.placement import Placement
 from sie.cluster.payloads import ItemOperation, Result
 from sie.cluster.reply_forms import TIMES, Arrays, join_replies, read_arrays
 from sie.cluster.request_forms import encode_items, extract_items, score_item
@@ -24,8 +25,8 @@ from sie.ipc.messages import ModelEntry
 from sie.values.errors import ProtocolError
 from sie.values.inference import EncodeRequest, ExtractRequest, ScoreRequest
 
-ChooseLane = Callable[[str], tuple[Lane, str]]
-"""Returns the lane that serves a model for the request of the running task, and the machine profile that it wants.
+ChooseLane = Callable[[str], tuple[Lane, Placement]]
+"""Returns the lane that serves a model for the request of the running task, and the placement that it wants.
 
 Raises SieErrors.
 """
@@ -85,9 +86,9 @@ class RemoteOperation:
                 request.image_tokens = sum(result.image_tokens for result in results)
             return join_results(results, submitted_ns)
 
-        lane, profile = self._choose_lane(entry.card.id)
+        lane, placement = self._choose_lane(entry.card.id)
         return self._in_flight.submit(
-            lane, operation, entry.card.id, bodies, deadline_ns=deadline_ns, join=join, profile=profile
+            lane, operation, entry.card.id, bodies, deadline_ns=deadline_ns, join=join, placement=placement
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
@@ -21,10 +22,17 @@ _LOADING_S: Final = 1
 
 
 class Placement(NamedTuple):
-    """The pool, and the machine profile or an empty text for any."""
+    """The pool of the hosts, and the machine profile or an empty text for any."""
 
     pool: str
     profile: str
+    lease: str = ""
+    """The leased pool that has the hosts; empty for hosts that none has."""
+    bundle: str = ""
+
+
+Resolve = Callable[[Placement], Placement]
+"""Returns where a request runs whose headers may name a leased pool."""
 
 
 _placement: ContextVar[Placement | None] = ContextVar("placement", default=None)
@@ -46,8 +54,11 @@ def read_placement(headers: Any, own_pool: str) -> Placement:
 class Places:
     """Finds hosts for the request of the running task."""
 
-    def __init__(self, directory: Directory, own_pool: str, by_lane: Counter[Lane]) -> None:
+    def __init__(
+        self, directory: Directory, own_pool: str, by_lane: Counter[Lane], resolve: Resolve = lambda named: named
+    ) -> None:
         """own_pool is the pool of requests that name none; by_lane counts this gateway's items."""
+        self._resolve = resolve
         self._directory = directory
         self._own_pool = own_pool
         self._by_lane = by_lane
@@ -56,7 +67,7 @@ class Places:
 
     def enter(self, headers: Any) -> None:
         """Read the placement of a request for its task. Raises Unavailable PROVISIONING if no host is there for it."""
-        placement = read_placement(headers, self._own_pool)
+        placement = self._resolve(read_placement(headers, self._own_pool))
         _placement.set(placement)
         if not any(matches(host.lane, *placement) for host in self._known()):
             raise self._provisioning(placement)
@@ -67,7 +78,7 @@ class Places:
 
     def _provisioning(self, placement: Placement) -> SieError:
         self.demand[placement.profile or "any"] += 1
-        where = f"pool '{placement.pool}'" + (
+        where = f"pool '{placement.lease or placement.pool}'" + (
             f" with machine profile '{placement.profile}'" if placement.profile else ""
         )
         text = f"No host of {where} is there yet; retry in {_PROVISIONING_S} s"
@@ -75,15 +86,20 @@ class Places:
 
     def current(self) -> Placement:
         """Return the placement of the running task's request."""
-        return _placement.get() or Placement(self._own_pool or DEFAULT_POOL, "")
+        return _placement.get() or self.own
 
-    def choose(self, model: str) -> tuple[Lane, str]:
-        """Return the lane for a model, and the machine profile that the request wants. Raises SieErrors."""
+    @property
+    def own(self) -> Placement:
+        """The placement of a request that names none."""
+        return Placement(self._own_pool or DEFAULT_POOL, "")
+
+    def choose(self, model: str) -> tuple[Lane, Placement]:
+        """Return the lane for a model, and the placement that the request wants. Raises SieErrors."""
         placement = self.current()
         lane = self.find_lane(model, placement)
         if lane is None:
             raise self._not_served(model, placement)
-        return lane, placement.profile
+        return lane, placement
 
     def find_lane(self, model: str, placement: Placement) -> Lane | None:
         """Return the lane that serves a model for a placement, or None."""
@@ -114,7 +130,7 @@ class Places:
         if others and any(matches(host.lane, *placement) for host in self._known()):
             bundles = sorted({lane.bundle for lane in others})
             return SieError(
-                f"Model '{model}' is not in the bundles of pool '{placement.pool}'; bundles with it: {bundles}",
+                f"Model '{model}' is not in the bundles of pool '{placement.lease or placement.pool}'; bundles with it: {bundles}",
                 code="DEPENDENCY_CONFLICT", http_status=409, extras={"compatible_bundles": bundles},
             )  # fmt: skip
         return self._provisioning(placement)

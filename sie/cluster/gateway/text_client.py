@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ from sie.cluster.payloads import (
     decode,
     encode,
 )
-from sie.cluster.subjects import host_subject
+from sie.cluster.subjects import Lane, host_subject
 from sie.cluster.text_events import decode_events
 from sie.config.generation_settings import Generation
 from sie.frontend.generation.generation_run import TokenMeter, add_event
@@ -94,7 +95,7 @@ class RemoteRun:
         self.num_prompts = 1
         self.work = work
         self.host = host.beat.host
-        self.pool = host.beat.pool
+        self.pool, self.lane = host.beat.pool, host.lane
         self.num_attempts = 1
         self.tried = {self.host}
         self.has_begun = asyncio.Event()
@@ -167,7 +168,7 @@ class RemoteRun:
         """Begin anew on another host, unless the client was sent something."""
         if self._is_sent or self.is_done:
             return False
-        self.work, self.host, self.pool = work, host.beat.host, host.beat.pool
+        self.work, self.host, self.pool, self.lane = work, host.beat.host, host.beat.pool, host.lane
         self.tried.add(self.host)
         self.num_attempts += 1
         self._events, self._sequence = [], 0
@@ -295,6 +296,10 @@ class TextClient:
     def num_pending(self) -> int:
         """Answers that are not complete."""
         return len(self._runs)
+
+    def by_lane(self) -> Counter[Lane]:
+        """Return the answers that are not complete, by the lane of their hosts."""
+        return Counter(run.lane for run in self._runs.values())
 
     async def start(
         self, entry: ModelEntry, request: GenerateRequest, deadline_ns: int, *, salt: bytes = b"", echoes: bool = False

@@ -12,7 +12,7 @@ from sie.cluster.connection import INLINE_BYTES, Connection
 from sie.cluster.payloads import VERSION, Beat, Cards, ModelBeat, encode
 from sie.cluster.subjects import Lane, host_subject
 from sie.frontend.process import FrontendProcess
-from sie.ipc.messages import ModelEntry
+from sie.ipc.messages import ModelEntry, TookConfigs
 from sie.values.card import ModelCard
 
 BEAT_S: Final = 1.0
@@ -26,14 +26,16 @@ class Beats:
     def __init__(self, process: FrontendProcess, connection: Connection, lane: Lane, host: str) -> None:
         self._process = process
         self._connection = connection
-        self._lane = lane
+        self.lane = lane
         self._host = host
+        self.configs = TookConfigs("", {})
+        """The shared configuration that this host runs."""
         self._known: dict[str, ModelEntry] | None = None
         self._cards = Cards(VERSION, "")
 
     async def send(self, *, is_draining: bool, num_running: int, num_texts: int, items_per_s: float) -> None:
         """Publish one heartbeat."""
-        process, lane = self._process, self._lane
+        process, lane = self._process, self.lane
         models = process.models
         workers = [worker for worker in models.workers if worker.state == "ready"]
         beat = Beat(
@@ -44,7 +46,8 @@ class Beats:
             tokens_per_s=process.engine.tokens_per_s, num_running=num_running, num_texts=num_texts,
             num_workers=len(workers), num_gpus=sum(worker.device.startswith("cuda") for worker in workers),
             gpu=lane.profile, memory_used_bytes=sum(entry.memory_bytes for entry in models.hosted_entries),
-            items_per_s=items_per_s,
+            items_per_s=items_per_s, lease=lane.lease,
+            config_hash=self.configs.hash, refused=self.configs.refused,
         )  # fmt: skip
         await self._connection.publish(host_subject(lane.pool, self._host, "beat"), encode(beat))
 
@@ -64,7 +67,7 @@ class Beats:
         packed = encode(cards)
         if len(packed) <= INLINE_BYTES:
             return packed
-        name = await self._connection.keep(self._lane.pool, f"cards.{cards.cards_key}", packed)
+        name = await self._connection.keep(self.lane.pool, f"cards.{cards.cards_key}", packed)
         return encode(Cards(VERSION, cards.cards_key, [], name))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.js import api
 
 from sie.cluster.connection import Connection
@@ -42,6 +43,7 @@ class Consumer:
         self._take = take
         self._asked = 0
         self._ends_s = 0.0
+        self._subscription: Subscription | None = None
         self.is_open = False
 
     @property
@@ -52,8 +54,14 @@ class Consumer:
     async def open(self) -> None:
         """Make sure of the consumer, and listen for what it sends. Raises nats' errors."""
         await self.restore()
-        await self._connection.subscribe(self._inbox, self._on_message)
+        self._subscription = await self._connection.subscribe(self._inbox, self._on_message)
         self.is_open = True
+
+    async def close(self) -> None:
+        """Ask for nothing more: the server drops the open requests. What is on its way is still taken."""
+        self.is_open = False
+        if self._subscription is not None:
+            await self._subscription.drain()
 
     async def restore(self) -> None:
         """Make sure of the consumer, also after a restarted server has lost it. Open requests count no more."""

@@ -10,6 +10,8 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 import msgspec
 import nats.errors
@@ -17,13 +19,19 @@ import nats.js.errors
 import uvloop
 from nats.aio.msg import Msg
 
+from sie.cluster.configs import Configs
+from sie.cluster.configs import decoder as configs_decoder
 from sie.cluster.connection import Connection
 from sie.cluster.host.beats import BEAT_S, Beats
+from sie.cluster.host.pull_metrics import PullMetrics
 from sie.cluster.host.text_runs import TextRuns
 from sie.cluster.host.work_pull import WorkPull
+from sie.cluster.pools import Pools
+from sie.cluster.pools import decoder as pools_decoder
+from sie.cluster.shared_document import SharedDocument
 from sie.cluster.subjects import gateway_subject, host_subject, lane_of, wake_pattern
 from sie.frontend.process import FrontendProcess, connect
-from sie.ipc.messages import Launch
+from sie.ipc.messages import Launch, TakeConfigs, TookConfigs
 from sie.runtime import child_setup
 from sie.runtime.logs import configure, get_logger
 from sie.values.errors import SieError
@@ -45,10 +53,14 @@ class Puller:
         )
         self._connection = Connection(settings.cluster, f"sie host {settings.server.name or self.host}")
         self._connection.on_connected = self._on_connected
-        self._work = WorkPull(process, self._connection, lane, self.host)
+        self._metrics = PullMetrics(process.pages[0], process.models)
+        self._work = WorkPull(process, self._connection, lane, self.host, self._metrics)
         self._texts = TextRuns(process, self._connection)
         self._beats = Beats(process, self._connection, lane, self.host)
         self._beat_now = asyncio.Event()
+        self._pools = SharedDocument(self._connection, "pools", pools_decoder, Pools(), lambda _: None)
+        self._configs = SharedDocument(self._connection, "configs", configs_decoder, Configs(), self._on_configs)
+        process.on_configs = self._on_configs_taken
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until stopping is set, then drain."""
@@ -59,17 +71,32 @@ class Puller:
             opening.cancel()
             return
         opening.result()
-        tasks = [asyncio.create_task(work) for work in (self._tick_forever(), self._beat_forever())]
+        tasks = [asyncio.create_task(work) for work in self._works()]
         done, _ = await asyncio.wait((*tasks, waiting), return_when=asyncio.FIRST_COMPLETED)
         for task in done - {waiting}:
             task.result()
         deadline_s = time.monotonic() + self._process.settings.server.drain_timeout_s
-        tasks[0].cancel()
+        for task in tasks[1:]:
+            task.cancel()
         await self._work.drain(deadline_s)
         await self._texts.drain(deadline_s)
-        tasks[1].cancel()
+        tasks[0].cancel()
         await self._beat()
         await self._connection.close()
+
+    def _works(self) -> list[Coroutine[Any, Any, None]]:
+        """Return what runs until the host leaves; heartbeats, which go on while it drains, are the first."""
+        works: list[Coroutine[Any, Any, None]] = [self._beat_forever(), self._tick_forever(), self._pools.follow()]
+        if self._process.settings.cluster.accept_configs:
+            works.append(self._configs.follow())
+        return works
+
+    def _on_configs(self, shared: Configs) -> None:
+        self._process.send_configs(TakeConfigs(shared.hash_of(self._lane.pool), shared.of_pool(self._lane.pool)))
+
+    def _on_configs_taken(self, taken: TookConfigs) -> None:
+        self._beats.configs = taken
+        self._beat_now.set()
 
     async def _open(self) -> None:
         connection, pool = self._connection, self._lane.pool
@@ -88,9 +115,21 @@ class Puller:
             await connection.subscribe(host_subject(pool, self.host, kind), take)
         await connection.subscribe(gateway_subject("*", "beat"), self._texts.on_gateway_beat)
         await connection.subscribe(wake_pattern(), self._on_wake)
-        _log.info("takes work of pool %s, machine profile %s, bundle %s as host %s", *self._lane, self.host)
+        _log.info("takes work of pool %s, machine profile %s, bundle %s as host %s", *self._lane[:3], self.host)
+
+    async def _follow_pools(self) -> None:
+        """Work for the leased pool that has this host, or for its queue pool if none has."""
+        lease = self._pools.value.of_host(self.host, self._connection.clock.to_server(time.monotonic_ns()))
+        if lease == self._lane.lease:
+            return
+        _log.info("takes work of %s now", f"pool {lease}" if lease else f"its queue pool {self._lane.pool}")
+        self._lane = self._beats.lane = self._lane._replace(lease=lease)
+        await self._work.move(self._lane)
+        self._beat_now.set()
 
     async def _on_connected(self) -> None:
+        self._pools.read_soon()
+        self._configs.read_soon()
         await self._work.restore()
         self._beat_now.set()
 
@@ -112,11 +151,16 @@ class Puller:
         while True:
             try:
                 if self._connection.is_connected:
+                    await self._follow_pools()
                     await self._work.tick()
                     if time.monotonic() - measured_s > _CLOCK_S:
                         measured_s = time.monotonic()
                         await self._connection.measure_clock(self._lane.pool)
                 self._texts.tick()
+                self._metrics.show_state(
+                    num_texts=self._texts.num_running, num_refused=len(self._beats.configs.refused),
+                    is_connected=self._connection.is_connected,
+                )  # fmt: skip
             except (SieError, nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
                 _log.debug("a tick failed: %s", error)
             await asyncio.sleep(_TICK_S)

@@ -21,6 +21,7 @@ from sie.cluster.connection import INLINE_BYTES, Connection
 from sie.cluster.host.consumer import Consumer
 from sie.cluster.host.credit import Credit
 from sie.cluster.host.item_run import Answer, run_item
+from sie.cluster.host.pull_metrics import PullMetrics
 from sie.cluster.payloads import VERSION, DeadLetter, Result, Taken, Work, decode, encode, work_decoder
 from sie.cluster.request_forms import read_item
 from sie.cluster.subjects import Lane, dead_subject, token
@@ -64,7 +65,9 @@ class Running:
 class WorkPull:
     """The work items of one host."""
 
-    def __init__(self, process: FrontendProcess, connection: Connection, lane: Lane, host: str) -> None:
+    def __init__(
+        self, process: FrontendProcess, connection: Connection, lane: Lane, host: str, metrics: PullMetrics
+    ) -> None:
         self._process = process
         self._connection = connection
         self._lane = lane
@@ -72,6 +75,7 @@ class WorkPull:
         self._consumers: dict[str, Consumer] = {}
         self._credit = Credit(process.settings.cluster.max_pulled)
         self._running: dict[str, Running] = {}
+        self._metrics = metrics
         self._num_done = 0
         self._rate_s = time.monotonic()
         self.items_per_s = 0.0
@@ -82,13 +86,26 @@ class WorkPull:
         """Items that were taken and are not answered."""
         return len(self._running)
 
+    async def move(self, lane: Lane) -> None:
+        """Take the work of another lane from now on. What was taken is answered as before."""
+        consumers, self._consumers = self._consumers, {}
+        self._lane = lane
+        for consumer in consumers.values():
+            try:
+                await consumer.close()
+            except nats.errors.Error as error:  # without a connection there are no open requests either
+                _log.debug("a consumer was not closed: %s", error)
+
     # --- taking ---------------------------------------------------------------------------------------------------
 
     async def tick(self) -> None:
         """Follow the models that are loaded, renew what runs, and ask for more."""
+        began_s = time.monotonic()
         await self._follow_models()
         await self._renew()
         await self._pull()
+        num_asked = sum(consumer.num_asked for consumer in self._consumers.values())
+        self._metrics.show_turn(time.monotonic() - began_s, self._room(), num_asked, len(self._running))
 
     async def restore(self) -> None:
         """Make the consumers again after a reconnect. Raises nats' errors."""
@@ -98,7 +115,8 @@ class WorkPull:
 
     async def _follow_models(self) -> None:
         for model in self._served() - self._consumers.keys():
-            inbox = f"{self._process.settings.cluster.nats_inbox_prefix}.sie.{self._host}.{token(model)}"
+            prefix, lease = self._process.settings.cluster.nats_inbox_prefix, token(self._lane.lease)
+            inbox = f"{prefix}.sie.{self._host}.{token(model)}.{lease}"
             consumer = Consumer(self._connection, self._lane, model, inbox, self._take)
             try:
                 await consumer.open()
@@ -144,6 +162,7 @@ class WorkPull:
             return
         if self._connection.clock.left_ns(work.deadline_ns) <= 0:
             await self._connection.publish(message.reply, b"+ACK")  # its client has its answer: the deadline passed
+            self._metrics.record_item(work.model, "expired")
             return
         if work.id in self._running:  # delivered again; the run under way acknowledges it
             return
@@ -170,6 +189,7 @@ class WorkPull:
                 result = await self._result(work, answer)
             except SieError as error:
                 if await self._is_returned(running, error):
+                    self._metrics.record_item(work.model, "returned")
                     return
                 result = Result(VERSION, work.id, self._host, error=to_wire(error))
             except ProtocolError as error:
@@ -179,6 +199,7 @@ class WorkPull:
                 _log.exception("work item %s failed", work.id)
                 result = Result(VERSION, work.id, self._host, error=to_wire(Internal("internal error")))
             await self._connection.publish(work.reply_to, encode(result))
+            self._metrics.record_item(work.model, "answered" if result.error is None else "failed")
             failpoints.reach("cluster.published")
             await self._connection.publish(running.message.reply, b"+ACK")
         except Unavailable as error:  # not even the buffer takes it: the server delivers the item again

@@ -71,6 +71,12 @@ class Exchange:
         """Return the header that names the items whose texts were cut."""
         return "x-sie-truncated", ",".join(map(str, sorted(self.cuts)[:_MOST_NAMED]))
 
+    @property
+    def has_body(self) -> bool:
+        """Whether the request has a body, by its headers."""
+        headers = self.headers
+        return (headers.get("content-length") or "0") != "0" or headers.get("transfer-encoding") is not None
+
     async def read_body(self, bodies: BodyReader) -> bytes:
         """Read the complete body, and record its size. Raises the errors of `BodyReader.read`."""
         if self.body is None or not self.body.done():  # a body that has arrived is not counted

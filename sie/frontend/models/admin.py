@@ -39,6 +39,10 @@ class ModelStatus(NamedTuple):
     """The id of the model, or empty if unknown."""
 
 
+_NEEDS_PREFLIGHT: Final = ("application/json", "application/yaml", "application/x-yaml")
+"""Types of a body that a page cannot send to another origin without asking first."""
+
+
 def check_admin(admin_from: str, client: str, headers: Mapping[str, str] | Any, *, has_body: bool = True) -> None:
     """Raise Forbidden unless this client may load and unload models.
 
@@ -49,7 +53,7 @@ def check_admin(admin_from: str, client: str, headers: Mapping[str, str] | Any, 
     if admin_from == "everybody":
         return
     if admin_from == "nobody":
-        raise Forbidden("Models are not managed over HTTP: admin_from is 'nobody'")
+        raise Forbidden("Models and pools are not managed over HTTP: admin_from is 'nobody'")
     host = headers.get("host") or ""
     origin = headers.get("origin")
     media_type = (headers.get("content-type") or "").partition(";")[0].strip().lower()
@@ -58,11 +62,11 @@ def check_admin(admin_from: str, client: str, headers: Mapping[str, str] | Any, 
         (any(headers.get(name) is not None for name in _PROXY_HEADERS), "the request came through a proxy"),
         (not is_loopback(host), f"Host is {host!r} and not a loopback address"),
         (origin is not None and origin.partition("://")[2] != host, "the request comes from another site's page"),
-        (has_body and media_type != "application/json", "Content-Type is not application/json"),
+        (has_body and media_type not in _NEEDS_PREFLIGHT, "Content-Type is not application/json"),
     )
     for is_fault, reason in faults:
         if is_fault:
-            raise Forbidden(f"Models are managed from this host only (admin_from is 'loopback'): {reason}")
+            raise Forbidden(f"Models and pools are managed from this host only (admin_from is 'loopback'): {reason}")
 
 
 class ModelAdmin:

@@ -135,6 +135,8 @@ _PLACE_WORDS = {
     "skill_id": "Id of the skill.",
     "version": "Number or id of the version, or `latest`.",
     "session_id": "Id of the session, which the client chose.",
+    "name": "Name of the pool.",
+    "bundle": "Name of the bundle.",
 }
 
 

@@ -68,7 +68,8 @@ def _twin(struct: type[msgspec.Struct], twins: dict[type, Any]) -> Any:
                 fields.append((field.name, type_))
             else:
                 has_json = field.default_factory is msgspec.NODEFAULT and not isinstance(field.default, msgspec.Raw)
-                fields.append((field.name, type_, field.default if has_json else None))
+                empty: Any = {} if field.default_factory is dict else None
+                fields.append((field.name, type_, field.default if has_json else empty))
         strict = struct.__struct_config__.forbid_unknown_fields
         twins[struct] = msgspec.defstruct(struct.__name__, fields, kw_only=True, forbid_unknown_fields=strict)
     return twins[struct]

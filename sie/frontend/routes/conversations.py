@@ -1,20 +1,23 @@
 """Puts stored sessions and files into requests that generate, and stores the conversation at the end of an answer.
 
-A model reads the beginning of a text file, in a list at the front of the conversation; nothing else can be read without
-tools. Source: generation API reference, sections 7.4 and 8.7.
+A model reads the beginning of a text file, in a list at the front of the conversation. Tools have the files themselves in
+their working directory. Source: generation API reference, sections 7.4 and 8.7.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from sie.agents.fetch.url_file import FetchError, FetchLimits, fetch
+import msgspec
+
+from sie.agents.fetch.http import Client, FetchError
 from sie.agents.store.files import OF_REQUEST, KeptFile
 from sie.agents.store.keeping import USER_DATA, content_id, keep_upload
-from sie.agents.store.listing import ListedFile, list_files, with_list
+from sie.agents.store.listing import ListedFile, list_files, mount_files, with_list
 from sie.agents.store.sessions import Session
 from sie.agents.store.splicing import splice
 from sie.agents.store.store import Store, StoreFile
@@ -26,13 +29,16 @@ from sie.frontend.http.stream import EventSource
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.files import file_gone
+from sie.frontend.routes.run_skills import add_skills
 from sie.frontend.routes.sessions import check_size
 from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
 from sie.values.generate import ChatMessage, ChoiceReply, GenerateEvent, GenerateRequest, GenerateUsage, InputFile
 from sie.values.inference import Timing
 
+_OK: Final = 200
 _MAX_CHAR_BYTES: Final = 4
 _NUM_FETCHES: Final = 4
+_MAX_REDIRECTS: Final = 3
 
 
 class Turn:
@@ -103,13 +109,19 @@ class Conversations:
         self._process = process
         self._fetches = ThreadPoolExecutor(_NUM_FETCHES, "fetch")
 
+    @functools.cached_property
+    def _client(self) -> Client:
+        """The client of `file_url`. It reads all certificates of the host, so it is made with the first such file."""
+        store = self._process.settings.store
+        return Client(timeout_s=store.file_url_timeout_s, max_bytes=store.max_file_bytes, max_redirects=_MAX_REDIRECTS)
+
     async def begin(self, owner: str, request: GenerateRequest) -> Turn | None:
         """Complete a request with its session and the list of its files. Return the turn to end, if it has a session.
 
         Raises BadRequest and NotFound naming the field.
         """
         if not request.session_id:
-            await self.list_files(owner, request)
+            await self.prepare(owner, request)
             return None
         self._check_kept_here("session_id")
         store, session_id = self._process.store, request.session_id
@@ -125,13 +137,20 @@ class Conversations:
         encoded = await offload(self._process.decode_pool, _size(messages), sessions.encode_messages, messages)
         check_size(encoded, store.settings.max_session_bytes)
         request.files = [*(InputFile(field="", file_id=file_id, is_past=True) for file_id in past), *request.files]
-        kept = await self.list_files(owner, request)
+        kept = await self.prepare(owner, request)
         # A file that is gone is told to the model once, and then forgotten.
         files = tuple(dict.fromkeys(file.id for file in kept if file is not None))
         return Turn(store, owner, request, messages, files)
 
-    async def list_files(self, owner: str, request: GenerateRequest) -> list[KeptFile | None]:
-        """Put the list of its files in front of a request. Return the files; None for one of the past that is gone."""
+    async def prepare(self, owner: str, request: GenerateRequest) -> list[KeptFile | None]:
+        """Put its skills and the list of its files in front of a request, and into the task of its agent.
+
+        Return the files; None for one of the past that is gone.
+        """
+        await add_skills(self._process, owner, request)
+        return await self._list_files(owner, request)
+
+    async def _list_files(self, owner: str, request: GenerateRequest) -> list[KeptFile | None]:
         if not request.files:
             return []
         self._check_kept_here(request.files[0].field)
@@ -140,35 +159,50 @@ class Conversations:
         if len({file.file_id or file.field for file in request.files}) > most:
             text = f"The conversation has more than {most} files (max_request_files)"
             raise BadRequest(text, extras={"param": request.files[-1].field or "session_id"})
-        kept = [await self._keep(owner, file) for file in request.files]
+        mounts = request.agent is not None and request.agent.has_directory
+        kept = [await self._keep(owner, file, mounts=mounts) for file in request.files]
         await self._renew(owner, [file.id for file in kept if file is not None])
+        paths = self._mount(request, [file for file in kept if file is not None])
         listed: dict[str, ListedFile] = {}
         for given, file in zip(request.files, kept, strict=True):
             file_id = file.id if file is not None else given.file_id
             if file_id not in listed:
-                listed[file_id] = await self._read(given, file, file_id)
+                shown = await self._read(given, file, file_id)
+                listed[file_id] = msgspec.structs.replace(shown, path=paths.get(file_id, ""))
         limits = store.settings
         text = list_files([*listed.values()], limits.max_preview_chars, limits.max_request_preview_chars)
         request.messages = with_list(request.messages or [], text)
         return kept
+
+    def _mount(self, request: GenerateRequest, files: Sequence[KeptFile]) -> dict[str, str]:
+        """Give the files to the tools of a request. Return the path of each by its id. Raises BadRequest."""
+        task = request.agent
+        if task is None or not task.has_directory:
+            return {}
+        inputs, most = mount_files(files), self._process.settings.agents.sandbox_disk_bytes
+        if sum(file.num_bytes for file in inputs) > most:
+            text = f"The conversation's files take more than sandbox_disk_bytes ({most})"
+            raise BadRequest(text, extras={"param": request.files[-1].field or "session_id"})
+        request.agent = msgspec.structs.replace(task, inputs=inputs)
+        return {file.id: file.path for file in inputs}
 
     def _check_kept_here(self, field: str) -> None:
         """Refuse a field on a gateway: another gateway, which the next request may reach, would not have what it kept."""
         if self._process.remote is not None:
             raise wrong(field, "is not served by a gateway, which keeps no files and sessions; ask a host itself")
 
-    async def _keep(self, owner: str, given: InputFile) -> KeptFile | None:
-        """Return a file that a request names; one that it brings is kept first."""
+    async def _keep(self, owner: str, given: InputFile, *, mounts: bool) -> KeptFile | None:
+        """Return a file that a request names; one that it brings is kept first. Without mounts it must be a text."""
         if given.file_id:
-            return await self._find(owner, given)
+            return await self._find(owner, given, mounts=mounts)
         if given.url:
-            return await self._fetch(owner, given)
+            return await self._fetch(owner, given, mounts=mounts)
         field = f"{given.field}.file_data"
         data = await offload(self._process.decode_pool, len(given.data), sessions.decode_base64, given.data, field)
         media = given.data[5:].partition(";")[0] if given.data.startswith("data:") else None
-        return await self._keep_data(owner, given.name, media, data, field)
+        return await self._keep_data(owner, given.name, media, data, field, mounts=mounts)
 
-    async def _find(self, owner: str, given: InputFile) -> KeptFile | None:
+    async def _find(self, owner: str, given: InputFile, *, mounts: bool) -> KeptFile | None:
         file_id, field = given.file_id, f"{given.field}.file_id"
         file = await self._process.store.read(lambda opened: opened.files.find(owner, file_id, opened.now_s()))
         if file is None and not given.is_past:
@@ -178,21 +212,27 @@ class Conversations:
             return file
         if file.is_placeholder:
             raise wrong(field, "names a file that could not be made")
-        _check_text(file.name, file.mime_type, field, is_text=file.is_text)
+        _check_text(file.name, file.mime_type, field, is_text=file.is_text or mounts)
         return file
 
-    async def _fetch(self, owner: str, given: InputFile) -> KeptFile:
+    async def _fetch(self, owner: str, given: InputFile, *, mounts: bool) -> KeptFile:
         limits, field = self._process.settings.store, f"{given.field}.file_url"
         if not limits.file_urls:
             raise wrong(field, "is not served: the setting file_urls is off; give the file's data, or upload it")
-        wanted = FetchLimits(limits.max_file_bytes, limits.file_url_timeout_s)
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self._fetches, fetch, given.url, wanted)
+            found = await asyncio.get_running_loop().run_in_executor(self._fetches, self._client.get, given.url)
         except FetchError as error:
-            raise wrong(field, str(error)) from None
-        return await self._keep_data(owner, given.name or found.name, found.media, found.body, field)
+            raise wrong(field, f"cannot be fetched: {error}") from None
+        if found.status != _OK:
+            raise wrong(field, f"was answered with status {found.status}")
+        if found.is_cut:
+            raise wrong(field, f"is larger than {limits.max_file_bytes} bytes (max_file_bytes)")
+        name, media = given.name or found.name, found.kind or None
+        return await self._keep_data(owner, name, media, found.body, field, mounts=mounts)
 
-    async def _keep_data(self, owner: str, name: str, media: str | None, data: bytes, field: str) -> KeptFile:
+    async def _keep_data(
+        self, owner: str, name: str, media: str | None, data: bytes, field: str, *, mounts: bool
+    ) -> KeptFile:
         """Keep the bytes of a file that came with a request, once for the same name and bytes."""
         store = self._process.store
         if len(data) > store.settings.max_file_bytes:
@@ -201,11 +241,11 @@ class Conversations:
         file_id = await offload(self._process.decode_pool, len(data), content_id, name, data)
         known = await store.read(lambda opened: opened.files.find(owner, file_id, opened.now_s()))
         if known is not None:
-            _check_text(known.name, known.mime_type, field, is_text=known.is_text)
+            _check_text(known.name, known.mime_type, field, is_text=known.is_text or mounts)
             return known
         writer = await store.run(store.blobs.add, data)
         try:
-            _check_text(name, media or "unknown", field, is_text=writer.is_utf8)
+            _check_text(name, media or "unknown", field, is_text=writer.is_utf8 or mounts)
             return await keep_upload(
                 store, owner, writer, name, media, purpose=USER_DATA, file_id=file_id, tool=OF_REQUEST
             )
@@ -237,8 +277,8 @@ class Conversations:
 
 def _check_text(name: str, media: str, field: str, *, is_text: bool) -> None:
     if not is_text:
-        text = f"Field '{field}': {name[:80]!r} ({media[:80]}) cannot be read: models read text files, in UTF-8, alone"
-        raise BadRequest(text, extras={"param": field})
+        reason = "models read text files, in UTF-8, alone; tools for code or commands have every file"
+        raise wrong(field, f"names {name[:80]!r} ({media[:80]}), which cannot be read: {reason}")
 
 
 def _size(messages: Sequence[ChatMessage]) -> int:

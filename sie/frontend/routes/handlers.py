@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sie.frontend.http.routing import RouteTable
 from sie.frontend.process import FrontendProcess
+from sie.frontend.routes.cluster import ClusterRoutes
 from sie.frontend.routes.inference import Inference
 from sie.frontend.routes.kserve import KServe
 from sie.frontend.routes.models import Cards
@@ -34,6 +35,7 @@ class Handlers:
         self.kserve = KServe(process)
         self.cards = Cards(process)
         self.pages = Pages(process, table)
+        self.cluster = ClusterRoutes(process)
 
     @cached_property
     def texts(self) -> TextRoutes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 
 from sie.frontend.dialects.openai import models as dialect
@@ -12,9 +13,10 @@ from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.access_log import id_headers
 from sie.frontend.telemetry.metrics import UNKNOWN_MODEL
 from sie.ipc.messages import ModelEntry
-from sie.values.errors import NotFound
+from sie.values.errors import NotFound, SieError
 from sie.values.inference import DEFAULT_MODEL
 
+_MCP_TIMEOUT_S: Final = 1.0
 ERROR_CODE: Final = "x-sie-error-code"
 """The header with SIE's own code of an error, on routes whose errors have another API's form."""
 
@@ -28,7 +30,8 @@ class Cards:
     async def list_models(self, exchange: Exchange) -> Response:
         """Answer `GET /v1/models` with all models, including the default."""
         models = self._process.models
-        infos = [model_info(entry, models.created_s) for entry in models.entries.values()]
+        mcp = await self._mcp_facts()
+        infos = [_with_mcp(model_info(entry, models.created_s), mcp) for entry in models.entries.values()]
         return Response(200, [JSON, *id_headers(exchange)], dialect.models_body(infos, models.default_of()))
 
     async def show_model(self, exchange: Exchange) -> Response:
@@ -43,7 +46,25 @@ class Cards:
                 body = dialect.model_not_found_body(model_not_found(model, models.entries))
                 return Response(404, [JSON, (ERROR_CODE, NotFound.code), *id_headers(exchange)], body)
             info = {**model_info(entry, models.created_s), "id": DEFAULT_MODEL}
+        info = _with_mcp(info, await self._mcp_facts())
         return Response(200, [JSON, *id_headers(exchange)], dialect.model_body(info))
+
+    async def _mcp_facts(self) -> dict[str, int]:
+        """Return how many MCP servers are connected, and their tools; nothing on a server without any."""
+        process = self._process
+        if not process.settings.agents.has_mcp or process.remote is not None:
+            return {}
+        from sie.agents.messages import ListMcp, McpTools  # with the first such request, as the connection itself
+
+        try:
+            async with asyncio.timeout(_MCP_TIMEOUT_S):
+                servers = (await process.agents.ask(ListMcp(), McpTools)).servers
+        except (SieError, TimeoutError):  # the agent process is being started anew
+            servers = ()
+        return {
+            "mcp_tools_count": sum(len(server.tools) for server in servers),
+            "mcp_servers_connected": sum(server.is_connected for server in servers),
+        }
 
     async def manage_model(self, exchange: Exchange) -> Response:
         """Answer `POST /v1/models/load`, `unload`, `reload` and `status`. The app has checked the permission."""
@@ -59,6 +80,11 @@ class Cards:
     async def show_admin(self, exchange: Exchange) -> Response:
         """Answer `GET /v1/admin`: whether a page's buttons would work. The app has checked the permission."""
         return Response(200, [JSON, *id_headers(exchange)], b'{"allowed":true}')
+
+
+def _with_mcp(info: dict[str, Any], mcp: dict[str, int]) -> dict[str, Any]:
+    """Return a model's description with the facts about MCP, if it can call tools."""
+    return {**info, **mcp} if info.get("tools_available") else info
 
 
 def model_info(entry: ModelEntry, created_s: int) -> dict[str, Any]:

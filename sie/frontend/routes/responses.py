@@ -155,7 +155,7 @@ class Responses:
         generator, request, salt = self._texts.generator, call.request, exchange.owner.encode()
         deadline_ns = exchange.began_ns + int(self._process.settings.generation.generation_timeout_s * 1e9)
 
-        plan = self._texts.plan(request)
+        plan = await self._texts.plan(request)
 
         async def start(entry: ModelEntry) -> TextRun | AgentRun:
             if plan is not None:
@@ -271,7 +271,7 @@ class Responses:
         history, before, files = await self._read_history(call, owner)
         call.begin(before)
         call.request.files = [*files, *call.request.files]
-        kept = await self._conversations.list_files(owner, call.request)
+        kept = await self._conversations.prepare(owner, call.request)
         name_kept_files(call.items, [(file.id, file.name) for file in kept[len(files) :] if file is not None])
         return history
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from sie.agents.loop.agent_run import AgentRun
 from sie.agents.loop.plan import AgentPlan, plan_agent
+from sie.agents.messages import ListMcp, McpTools
 from sie.frontend.generation.interface import TextRun
 from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.exchange import Exchange
@@ -61,7 +62,7 @@ class TextService:
 
         It ends when its client leaves. Raises as `Generator.start` and `plan_agent` do.
         """
-        plan = self.plan(request)
+        plan = await self.plan(request)
         if plan is None:
             return await self._start_round(exchange, entry, request, echoes=echoes)
         run = await self.start_agent(entry, plan, exchange.deadline_ns, owner=exchange.owner)
@@ -72,12 +73,15 @@ class TextService:
 
     async def prompt_ids(self, entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
         """Return the tokens of a request's prompts, with the server's tools. Raises as `start` does."""
-        plan = self.plan(request)
+        plan = await self.plan(request)
         return await self.generator.prompt_ids(entry, request if plan is None else plan.request)
 
-    def plan(self, request: GenerateRequest) -> AgentPlan | None:
-        """Return the plan of a request that asks the server to act, or None. Raises BadRequest if it does not."""
-        plan = plan_agent(request, self._process.settings.agents)
+    async def plan(self, request: GenerateRequest) -> AgentPlan | None:
+        """Return the plan of a request that asks the server to act, or None. Raises as `plan_agent` does."""
+        settings, servers = self._process.settings.agents, ()
+        if request.agent is not None and request.agent.mcp and settings.has_mcp and self._process.remote is None:
+            servers = (await self._process.agents.ask(ListMcp(), McpTools)).servers
+        plan = plan_agent(request, settings, servers)
         if plan is not None and self._process.remote is not None:
             raise wrong(plan.task.field, "asks for tools, which a gateway does not run; ask a host itself")
         return plan
@@ -92,7 +96,10 @@ class TextService:
             return await self.generator.start(serving, request, next_ns, salt=owner.encode())
 
         first = await self.generator.start(entry, plan.request, deadline_ns, salt=owner.encode())
-        return AgentRun(first, start, plan, self._process.agents, owner=owner)
+        run = AgentRun(first, start, plan, self._process.agents, owner=owner)
+        self._process.metrics.count_agents(1)
+        run.on_end(partial(self._process.metrics.count_agents, -1))
+        return run
 
     async def _start_round(
         self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False

@@ -55,6 +55,8 @@ class FrontendMetrics:
         self._lag = page.histogram(definitions.LOOP_LAG.name, (), definitions.LOOP_LAG.bounds)
         self._lag_latest = page.gauge(definitions.LOOP_LAG_LATEST.name, ())
         self._watchers = page.gauge(definitions.STATUS_WATCHERS.name, ())
+        self._agents = page.gauge(definitions.AGENTS_RUNNING.name, ())
+        self._num_agents = 0
         self._held = page.gauge(definitions.HELD_BYTES.name, ())
         self.record_held_cut = page.counter(definitions.HELD_CUTS.name, ()).add
         """Count a connection that was cut because this process held too much."""
@@ -175,6 +177,11 @@ class FrontendMetrics:
         """Publish the open connections of gRPC, and count waits for a later turn of the event loop."""
         self._page.gauge(definitions.GRPC_CONNECTIONS.name, ()).set(num_connections)
         self._page.counter(definitions.GRPC_WAITS.name, ()).add(num_waits)
+
+    def count_agents(self, change: int) -> None:
+        """Publish that this process runs more or fewer agents."""
+        self._num_agents += change
+        self._agents.set(self._num_agents)
 
     def set_watchers(self, num_watchers: int) -> None:
         """Publish the number of this process's status connections."""

@@ -114,7 +114,7 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
     """Return one frame. now_s is Unix time.
 
     Beyond the reference's fields: `reason`, `config_error`, `keys_error`, `tls_error`, `workers`, `outcomes` (requests by status),
-    `refusals` (by reason), `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, `degraded` of each model, `generation` of
+    `refusals` (by reason), `worker_restarts`, `extents_in_use`, `agents_running`, `event_loop_lag_s`, `degraded` of each model, `generation` of
     those that generate, and `uuid`, `healthy`, `stale` of each GPU.
     """
     server, metrics = inputs.server, inputs.metrics
@@ -153,6 +153,7 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
         "refusals": _sum_by(metrics, definitions.REFUSALS, "reason"),
         "worker_restarts": sum(_sum_by(metrics, definitions.WORKER_RESTARTS, "worker").values()),
         "extents_in_use": _sum_by(metrics, definitions.EXTENTS_IN_USE, "segment"),
+        "agents_running": int(metrics[definitions.AGENTS_RUNNING.name].get((), [0.0])[0]),
         "event_loop_lag_s": metrics[definitions.LOOP_LAG_LATEST.name].get((), [0.0])[0],
     }
 

@@ -88,5 +88,7 @@ def test_names_that_differ_have_subjects_that_differ():
     assert len({token(name) for name in names}) == len(names)
     lane = Lane("p", "l4", "b")
     assert len({consumer_name(lane, name) for name in names}) == len(names)
+    assert consumer_name(Lane("p", "l4", "b-c"), "m") != consumer_name(Lane("p", "l4-b", "c"), "m")
+    assert consumer_name(Lane("p", "l4", "b", "x"), "m") != consumer_name(lane, "m-x")
     assert work_subject(lane, "org/m.1") == "sie.v1.p.work.l4.b.org__m_dot_1"
     assert lane_of("", "L4", "") == Lane("default", "l4", "any")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sie.commands import cli, service
-from sie.units import GPU_DROP_IN, MARKER, PLACES, Host, render
+from sie.units import GATEWAY_DROP_IN, GPU_DROP_IN, MARKER, PLACES, Host, render
 
 ROOT = Path(__file__).parents[3]
 DEFAULT = Host(executable="/opt/sie/bin/sie")
@@ -38,7 +38,7 @@ def test_the_repository_holds_what_the_default_paths_come_to(name: str):
 @pytest.mark.parametrize("name", PLACES)
 def test_print_is_what_install_writes(name: str, capsys, tmp_path: Path):
     host = ("--config", "/etc/nowhere/sie.toml", "--user", "serving", *EXECUTABLE)
-    assert run("install", "--root", tmp_path, "--gpu", *host) == 0
+    assert run("install", "--root", tmp_path, "--gpu", "--gateway", *host) == 0
     capsys.readouterr()
     assert run("print", name, *host) == 0
     printed = capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_install_writes_everything_once_and_uninstall_leaves_what_is_the_operato
     assert install(tmp_path) == 0
     said = capsys.readouterr().out
     first = tree(tmp_path)
-    assert set(first) == {*PLACES.values(), "etc/sie/sie.toml"} - {PLACES[GPU_DROP_IN]}
+    assert set(first) == {*PLACES.values(), "etc/sie/sie.toml"} - {PLACES[GPU_DROP_IN], PLACES[GATEWAY_DROP_IN]}
     assert all(f"wrote      {tmp_path / name}" in said for name in first)
     assert "systemctl enable --now sie" in said
     (tmp_path / "etc/sie/sie.toml").write_text("[server]\nport = 9\n")
@@ -113,6 +113,15 @@ def test_a_file_of_somebody_else_stays_unless_it_is_forced(tmp_path: Path, capsy
     assert foreign.exists()
     assert install(tmp_path, "--force") == 0
     assert foreign.read_text().startswith(MARKER)
+
+
+def test_a_gateway_is_the_same_service_with_another_command(tmp_path: Path):
+    drop_in = tmp_path / PLACES[GATEWAY_DROP_IN]
+    assert install(tmp_path, "--gateway") == 0
+    assert "\nExecStart=\nExecStart=/opt/sie/bin/sie gateway --config /etc/sie/sie.toml\n" in drop_in.read_text()
+    assert not (tmp_path / PLACES[GPU_DROP_IN]).exists()
+    assert install(tmp_path) == 0
+    assert not drop_in.parent.exists()
 
 
 def test_the_drop_in_for_gpus_comes_and_goes_with_them(tmp_path: Path):
@@ -198,15 +207,16 @@ needs_systemd = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=["cores", "gpu"])
+@pytest.fixture(params=["cores", "gpu", "gateway"])
 def unit(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Return the unit, alone and with its drop-in, of a command that exists."""
     (tmp_path / "sie.service.d").mkdir()
     host = Host(executable="/bin/true")
     path = tmp_path / "sie.service"
     path.write_text(render("sie.service", host))
-    if request.param == "gpu":
-        (tmp_path / GPU_DROP_IN).write_text(render(GPU_DROP_IN, host))
+    drop_in = {"gpu": GPU_DROP_IN, "gateway": GATEWAY_DROP_IN}.get(request.param)
+    if drop_in is not None:
+        (tmp_path / drop_in).write_text(render(drop_in, host))
     return path
 
 

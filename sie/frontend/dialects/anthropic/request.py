@@ -7,7 +7,7 @@ of the anthropic client 2.12. Every wrong request is a 400.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -20,11 +20,13 @@ from sie.frontend.dialects.anthropic.content import (
     join_text,
     read_conversation,
 )
-from sie.frontend.dialects.openai.agent_fields import read_agent_task, take_server_tool, take_session_id
+from sie.frontend.dialects.openai.agent_fields import read_agent_task, read_skills, take_server_tool, take_session_id
 from sie.frontend.dialects.openai.chat import ResponseFormat, read_effort, read_format, read_thinking
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tools
+from sie.frontend.dialects.openai.mcp_tools import McpFields, read_mcp_choice
 from sie.frontend.dialects.openai.text_fields import SamplingFields, decode_body, read_grammar, read_sampling_fields
 from sie.frontend.generation.sampling_fields import Number, read_stop, wrong
+from sie.values.agent import McpChoice, SkillReference
 from sie.values.generate import ChatMessage, GenerateRequest, Grammar, Tool, ToolChoice
 
 _MAX_LIST: Final = 65_536
@@ -45,6 +47,7 @@ class InputTool(msgspec.Struct):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    mcp_server_name: str | None = None
 
 
 class InputToolChoice(msgspec.Struct):
@@ -91,6 +94,7 @@ class MessagesBody(SamplingFields, kw_only=True):
     output_config: OutputConfig | None = None
     response_format: ResponseFormat | None = None
     container: Any = None
+    mcp_servers: Any = None
     metadata: Any = None
 
 
@@ -101,8 +105,9 @@ _to_json: Final = msgspec.json.Encoder().encode
 def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> GenerateRequest:
     """Return the request in a body. Raises BadRequest naming the field."""
     call = decode_body(_DECODER, body, content_type, limits)
-    if call.container is not None and call.container != {}:
-        raise wrong("container", "asks for skills or a container, and the server runs no tools that could use them")
+    skills = _read_container(call.container)
+    if call.mcp_servers:
+        raise wrong("mcp_servers", "is not served: the operator configures them; use a tool of type 'mcp_toolset'")
     session_id = take_session_id(call)
     request = read_sampling_fields(call)
     request.session_id = session_id
@@ -110,12 +115,12 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     request.messages = [*_read_system(call.system), *conversation]
     request.continues = ends_with_partial_answer(conversation)
     server_tools: dict[str, str] = {}
-    request.tools = _read_tools(call.tools or (), server_tools)
+    request.tools = _read_tools(call.tools or (), server_tools, mcp := [])
     is_none = (
         call.tool_choice is not None and call.tool_choice.type == "none"
     )  # it switches off the server's tools, too
-    request.agent = None if is_none else read_agent_task(call, server_tools, session_id)
-    request.tool_choice = _read_choice(call.tool_choice, request.tools, has_server_tools=bool(server_tools))
+    request.agent = None if is_none else read_agent_task(call, server_tools, session_id, skills, mcp)
+    request.tool_choice = _read_choice(call.tool_choice, request.tools, has_server_tools=bool(server_tools or mcp))
     request.parallel_tool_calls = call.tool_choice is None or not call.tool_choice.disable_parallel_tool_use
     request.grammar = _read_grammar(call)
     request.thinking, request.reasoning_effort = _read_thinking(call)
@@ -123,16 +128,30 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     return request
 
 
+def _read_container(container: Any) -> tuple[SkillReference, ...]:
+    """Return the skills that a container names. Raises BadRequest for a container of another run."""
+    if container is None:
+        return ()
+    if not isinstance(container, dict):
+        raise wrong("container", "must be an object with 'skills': tools run in places of their own")
+    if cast("dict[str, Any]", container).get("id") is not None:
+        raise wrong("container.id", "names a container of another run; use 'session_id' to continue one")
+    return read_skills(container, "container", "custom")
+
+
 def _read_system(system: str | Sequence[TextBlock] | None) -> list[ChatMessage]:
     text = system if isinstance(system, str) else join_text(system or (), "system")
     return [ChatMessage(role="system", content=text)] if text else []
 
 
-def _read_tools(tools: Sequence[InputTool], server_tools: dict[str, str]) -> tuple[Tool, ...]:
-    """Return the functions of the client, and put the paths of the server's tools into server_tools."""
+def _read_tools(tools: Sequence[InputTool], server_tools: dict[str, str], mcp: list[McpChoice]) -> tuple[Tool, ...]:
+    """Return the functions of the client, and put the paths of the server's tools into server_tools, MCP servers into mcp."""
     fields: list[ToolField] = []
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
+        if tool.type == "mcp_toolset":
+            mcp.append(read_mcp_choice(McpFields(server_label=tool.mcp_server_name), path))
+            continue
         if tool.type not in _CLIENT_TOOLS:
             for kind in _server_kinds(str(tool.type)):
                 take_server_tool(kind, path, _SERVER_TOOLS, server_tools)

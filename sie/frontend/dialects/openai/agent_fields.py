@@ -7,14 +7,14 @@ Source: generation API reference, sections 3.1, 6.1 and 8.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
 from msgspec import Meta
 
 from sie.frontend.generation.sampling_fields import SamplingNumbers
-from sie.values.agent import AgentTask, ExpectedFile, stricter
+from sie.values.agent import AgentTask, ExpectedFile, McpChoice, SkillReference, stricter
 from sie.values.errors import BadRequest
 
 _MAX_FILES: Final = 64
@@ -48,7 +48,6 @@ _OWN = tuple(field for field in AgentFields.__struct_fields__ if field not in Sa
 _SESSION_ID: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}")
 SEARCH_TOOLS: Final = frozenset({"web_search", "web_search_preview"})
 _UNSERVED_TOOLS: Final = {
-    "mcp": "MCP servers are not served",
     "file_search": "searching in files is not served",
     "namespace": "namespaces belong to the Responses API",
 }
@@ -61,13 +60,19 @@ def drop_agent_fields(body: AgentFields, *served: str) -> None:
             setattr(body, field, None)
 
 
-def read_agent_task(body: AgentFields, tools: dict[str, str], session_id: str = "") -> AgentTask | None:
+def read_agent_task(
+    body: AgentFields,
+    tools: dict[str, str],
+    session_id: str = "",
+    skills: Sequence[SkillReference] = (),
+    mcp: Sequence[McpChoice] = (),
+) -> AgentTask | None:
     """Return what the request asks the server to do, or None. tools: the path of each server tool by its type.
 
     session_id: of the tools' interpreter and files, if the request asks for tools; by itself it asks for none.
     """
     asked = [field for field in _OWN if _is_given(getattr(body, field))]
-    fields = [*asked, *tools.values()]
+    fields = [*asked, *tools.values(), *(one.field for one in (*skills, *mcp))]
     if not fields:
         return None
     searches = [path for kind, path in tools.items() if kind in SEARCH_TOOLS]
@@ -80,7 +85,37 @@ def read_agent_task(body: AgentFields, tools: dict[str, str], session_id: str = 
         permission=stricter(body.agent_permission or "auto", body.code_execution_permission or "auto"),
         max_rounds=body.max_tool_rounds,
         files=tuple(ExpectedFile(file.name, file.format, file.description) for file in body.files or ()),
+        skills=tuple(skills),
+        mcp=tuple(mcp),
     )
+
+
+def read_skills(place: Any, path: str, kind: str) -> tuple[SkillReference, ...]:
+    """Return the skills that a container or an environment names; each has this type. Raises BadRequest."""
+    given = cast("dict[str, Any]", place).get("skills") if isinstance(place, dict) else None
+    if given is None:
+        return ()
+    if not isinstance(given, list):
+        raise _wrong(f"{path}.skills", "must be a list")
+    return tuple(
+        _read_skill(one, f"{path}.skills[{number}]", kind) for number, one in enumerate(cast("list[Any]", given))
+    )
+
+
+def _read_skill(given: Any, path: str, kind: str) -> SkillReference:
+    fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    if fields.get("type") != kind:
+        raise _wrong(f"{path}.type", f"must be {kind!r}: the server has the skills that were uploaded to it")
+    skill_id, version = fields.get("skill_id"), fields.get("version")
+    if not isinstance(skill_id, str) or not skill_id:
+        raise _wrong(f"{path}.skill_id", "is required")
+    if version is not None and not isinstance(version, str | int):
+        raise _wrong(f"{path}.version", "must be a number or 'latest'")
+    return SkillReference(field=path, skill_id=skill_id, version="" if version is None else str(version))
+
+
+def _wrong(field: str, reason: str) -> BadRequest:
+    return BadRequest(f"Field '{field}' {reason}", extras={"param": field})
 
 
 def take_session_id(body: AgentFields) -> str:

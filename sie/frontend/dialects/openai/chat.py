@@ -104,8 +104,8 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     if call.max_completion_tokens is not None:
         request.max_tokens = call.max_completion_tokens
     server_tools: dict[str, str] = {}
-    request.tools = read_tools(call.tools or (), {"code_interpreter"}, server_tools)
-    request.agent = read_agent_task(call, server_tools, session_id)
+    request.tools = read_tools(call.tools or (), {"code_interpreter"}, server_tools, mcp := [])
+    request.agent = read_agent_task(call, server_tools, session_id, mcp=mcp)
     request.tool_choice = read_tool_choice(call.tool_choice, request.tools)
     request.parallel_tool_calls = call.parallel_tool_calls is not False
     if call.response_format is not None and request.grammar is not None:

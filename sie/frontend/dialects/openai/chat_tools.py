@@ -9,10 +9,14 @@ import msgspec
 
 from sie.frontend.dialects.openai.agent_fields import take_server_tool
 from sie.frontend.dialects.openai.chat_messages import NAME
+from sie.frontend.dialects.openai.mcp_tools import McpFields, read_mcp_choice
 from sie.frontend.generation.sampling_fields import wrong
+from sie.values.agent import McpChoice
 from sie.values.generate import Tool, ToolChoice
 
 _MODES: Final = ("auto", "required")
+_WITH_SKILLS: Final = "container_auto"
+"""The type of a place that may have skills; the routes that serve them read them."""
 
 
 class FunctionField(msgspec.Struct):
@@ -24,7 +28,7 @@ class FunctionField(msgspec.Struct):
     strict: bool | None = None
 
 
-class ToolField(msgspec.Struct):
+class ToolField(McpFields):
     """A tool, with its function nested or flat."""
 
     type: str = "function"
@@ -38,9 +42,12 @@ class ToolField(msgspec.Struct):
 
 
 def read_tools(
-    tools: Sequence[ToolField], server: Collection[str] = (), found: dict[str, str] | None = None
+    tools: Sequence[ToolField],
+    server: Collection[str] = (),
+    found: dict[str, str] | None = None,
+    mcp: list[McpChoice] | None = None,
 ) -> tuple[Tool, ...]:
-    """Return the functions. The paths of server tools, by their types, are put into found.
+    """Return the functions. The paths of server tools, by their types, are put into found, and MCP servers into mcp.
 
     server: the types of server tools that the route has. Raises BadRequest for another type, or if a function's name is
     missing or used twice.
@@ -48,6 +55,9 @@ def read_tools(
     read: dict[str, Tool] = {}
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
+        if tool.type == "mcp" and mcp is not None:
+            mcp.append(read_mcp_choice(tool, path))
+            continue
         if tool.type != "function":
             take_server_tool(tool.type, path, server, found if found is not None else {})
             _check_place(tool.container, f"{path}.container", "auto")
@@ -71,7 +81,8 @@ def _check_place(place: Any, path: str, kind: str) -> None:
         return
     if not isinstance(place, dict) or cast("dict[str, Any]", place).get("type") != kind:
         raise wrong(path, f"must have the type {kind!r}: the server runs tools in places of its own")
-    for field in ("file_ids", "skills", "memory_limit", "network_policy"):
+    own = () if kind == _WITH_SKILLS else ("skills",)
+    for field in ("file_ids", "memory_limit", "network_policy", *own):
         if cast("dict[str, Any]", place).get(field):
             raise wrong(f"{path}.{field}", "is not served")
 

@@ -25,6 +25,7 @@ _SKIPPED: Final = frozenset({"reasoning", "item_reference", "web_search_call"})
 _PREFIXES: Final = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs", "shell_call": "sc",
     "shell_call_output": "sco", "code_interpreter_call": "ci", "web_search_call": "ws",
+    "mcp_call": "mcp",
 }  # fmt: skip
 _SHELL: Final = "shell"
 """The shell's tool name for the model, in a conversation that used one."""
@@ -92,6 +93,8 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     action: dict[str, Any] | None = None
     summary: Annotated[list[TextPart], Meta(max_length=_MAX_LIST)] | None = None
     encrypted_content: str | None = None
+    server_label: str | None = None
+    error: Any = None
     code: str | None = None
     container_id: str | None = None
     outputs: Annotated[list[dict[str, Any]], Meta(max_length=_MAX_LIST)] | None = None
@@ -120,6 +123,8 @@ def read_items(given: Input, files: list[InputFile]) -> list[ChatMessage]:
             messages.append(_read_output(item, path))
         elif kind == "code_interpreter_call":
             _add_code(messages, item, number)
+        elif kind == "mcp_call":
+            _add_mcp_call(messages, item, path)
         elif kind not in _SKIPPED:
             raise wrong(f"{path}.type", f"is {kind[:40]!r}, which is not supported; use messages and function calls")
     return messages
@@ -217,6 +222,16 @@ def _add_code(messages: list[ChatMessage], item: InputItem, number: int) -> None
     _add_call(messages, ToolCall(id=call_id, name=_PYTHON, arguments=_to_json({"code": item.code or ""}).decode()))
     logs = "\n".join(str(one.get("logs", "")) for one in item.outputs or ())
     messages.append(ChatMessage(role="tool", content=logs, tool_call_id=call_id))
+
+
+def _add_mcp_call(messages: list[ChatMessage], item: InputItem, path: str) -> None:
+    """Add a call of an MCP server's tool and its result, as the model knew them."""
+    if not item.name or not NAME.fullmatch(item.name):
+        raise wrong(f"{path}.name", "must hold only letters, digits and _.:/-, at most 256")
+    call_id = item.id or f"mcp_{len(messages)}"
+    _add_call(messages, ToolCall(id=call_id, name=item.name, arguments=item.arguments or "{}"))
+    said = item.output if isinstance(item.output, str) else _to_json(item.error).decode()
+    messages.append(ChatMessage(role="tool", content=said, tool_call_id=call_id))
 
 
 def full_name(namespace: str | None, name: str) -> str:

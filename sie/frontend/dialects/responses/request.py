@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.openai.agent_fields import SEARCH_TOOLS, drop_agent_fields, read_agent_task
+from sie.frontend.dialects.openai.agent_fields import SEARCH_TOOLS, drop_agent_fields, read_agent_task, read_skills
 from sie.frontend.dialects.openai.chat import ANY_OBJECT, ResponseFormat, read_effort, read_format
 from sie.frontend.dialects.openai.chat_messages import name_results
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
@@ -131,8 +131,14 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
     request.truncate_prompt = call.truncation == "auto"
     fields, namespaces = _flat_tools(call.tools or ())
     server_tools: dict[str, str] = {}
-    request.tools = read_tools(fields, _SERVER_TOOLS, server_tools)
-    request.agent = read_agent_task(call, server_tools)
+    request.tools = read_tools(fields, _SERVER_TOOLS, server_tools, mcp := [])
+    skills = [
+        skill
+        for number, tool in enumerate(call.tools or ())
+        if tool.type == "shell"
+        for skill in read_skills(tool.environment, f"tools[{number}].environment", "skill_reference")
+    ]
+    request.agent = read_agent_task(call, server_tools, skills=skills, mcp=mcp)
     request.tool_choice = read_tool_choice(call.tool_choice, request.tools)
     request.parallel_tool_calls = call.parallel_tool_calls is not False
     request.grammar = _read_grammar(call, request.grammar)
@@ -265,6 +271,13 @@ def _echo_tool(tool: ToolField) -> dict[str, Any]:
     if isinstance(tool, NamespaceTool) and tool.tools is not None:
         inner = [_echo_tool(one) for one in tool.tools]
         return {"type": "namespace", "name": tool.name, "description": tool.description or "", "tools": inner}
+    if tool.type == "mcp":
+        shown = {"server_label": tool.server_label, "allowed_tools": tool.allowed_tools}
+        return {
+            "type": "mcp",
+            "require_approval": "never",
+            **{name: one for name, one in shown.items() if one is not None},
+        }
     if tool.type in _SERVER_TOOLS:
         places = {"container": tool.container, "environment": tool.environment}
         return {"type": tool.type, **{name: place for name, place in places.items() if place is not None}}

@@ -15,7 +15,9 @@ from sie.frontend.dialects.responses.items import Item
 from sie.values.agent import AgentFile, FileProduced, ToolProgress
 
 _to_json: Final = msgspec.json.Encoder().encode
-TOOL_ITEMS: Final = frozenset({"code_interpreter_call", "shell_call", "shell_call_output", "web_search_call"})
+TOOL_ITEMS: Final = frozenset(
+    {"code_interpreter_call", "shell_call", "shell_call_output", "web_search_call", "mcp_call"}
+)
 
 
 def tool_item(event: ToolProgress, container_id: str) -> Item | None:
@@ -28,6 +30,8 @@ def tool_item(event: ToolProgress, container_id: str) -> Item | None:
         }  # fmt: skip
     if event.phase == "calling":
         return None
+    if event.server:
+        return _mcp_item(event)
     if kind == "shell":
         outcome = (
             {"type": "timeout"} if data.get("timed_out") else {"type": "exit", "exit_code": data.get("exit_code", -1)}
@@ -53,6 +57,20 @@ def tool_item(event: ToolProgress, container_id: str) -> Item | None:
     return None
 
 
+def _mcp_item(event: ToolProgress) -> Item:
+    """Return the item of a call of an MCP server's tool."""
+    content = event.data.get("content", "")
+    ended = (
+        {
+            "error": {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": content}]},
+            "status": "failed",
+        }
+        if event.is_error
+        else {"output": content, "status": "completed"}
+    )
+    return {"type": "mcp_call", "server_label": event.server, "name": event.name, "arguments": event.arguments, **ended}
+
+
 def tool_events(item: Item) -> Iterator[ToolProgress]:
     """Yield the event that made a stored item."""
     kind = item["type"]
@@ -63,6 +81,13 @@ def tool_events(item: Item) -> Iterator[ToolProgress]:
         outcome = output["outcome"]
         data = {**output, "timed_out": outcome["type"] == "timeout", "exit_code": outcome.get("exit_code")}
         yield _event("shell", "complete", data, call_id=item["call_id"])
+    elif kind == "mcp_call":
+        failed = item["status"] == "failed"
+        content = item["error"]["content"][0]["text"] if failed else item["output"]
+        yield ToolProgress(
+            round=0, name=item["name"], phase="complete", data={"tool_type": "custom", "content": content}, call_id="",
+            arguments=item["arguments"], server=item["server_label"], is_error=failed,
+        )  # fmt: skip
     elif kind == "code_interpreter_call":
         logs = {"stdout": "\n".join(one["logs"] for one in item["outputs"])}
         yield _event("code_execution", "complete", logs, arguments={"code": item["code"]})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,14 +23,16 @@ class _Pages(http.server.BaseHTTPRequestHandler):
         pages: dict[str, tuple[int, dict[str, str], bytes]] = {
             "/page": (200, {"content-type": "text/html"}, b"<p>hello</p>"),
             "/large": (200, {}, b"x" * 100_000),
+            "/x/my%20notes.txt?q=1": (200, {}, b"notes"),
             "/moved": (302, {"location": "/page"}, b""),
             "/round": (302, {"location": "/round"}, b""),
+            "/short": (200, {"content-length": "9", "connection": "close"}, b"short"),
             "/file": (302, {"location": "file:///etc/passwd"}, b""),
             "/inside": (302, {"location": "http://inside.example/"}, b""),
         }
         status, headers, body = pages[self.path]
         self.send_response(status)
-        for name, value in {**headers, "content-length": str(len(body))}.items():
+        for name, value in {"content-length": str(len(body)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
@@ -54,12 +58,21 @@ def test_a_page_behind_a_redirect_up_to_the_limit(port: int) -> None:
     found = client().get(f"http://127.0.0.1:{port}/moved")
     assert (found.status, found.body, found.kind) == (200, b"<p>hello</p>", "text/html")
     assert found.url.endswith("/page")
-    assert len(client().get(f"http://127.0.0.1:{port}/large").body) == 1000
+    assert not found.is_cut
+    large = client().get(f"http://127.0.0.1:{port}/large")
+    assert (len(large.body), large.is_cut) == (1000, True)
+    assert not client(max_bytes=100_000).get(f"http://127.0.0.1:{port}/large").is_cut
+    assert client().get(f"http://127.0.0.1:{port}/x/my%20notes.txt?q=1").name == "my notes.txt"
+
+
+def test_an_answer_that_breaks_off_is_not_a_whole_one(port: int) -> None:
+    with pytest.raises(FetchError, match="IncompleteRead"):
+        client().get(f"http://127.0.0.1:{port}/short")
 
 
 def test_redirects_end(port: int) -> None:
-    with pytest.raises(FetchError, match="redirects"):
-        client().get(f"http://127.0.0.1:{port}/round")
+    with pytest.raises(FetchError, match="more than 2 redirects"):
+        client(max_redirects=2).get(f"http://127.0.0.1:{port}/round")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +84,7 @@ def test_this_host_is_not_reached_by_any_spelling(port: int, host: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "gopher://a/", "http://", "http://u:p@a/", "http://a b/", "http://[/",
-                                 "http://a:0/", "http://a/\r\nX: y", "//a/b", ""])  # fmt: skip
+                                 "http://a:0/", "http://a/\r\nX: y", "//a/b", "", "http://a/" + "x" * 5000])  # fmt: skip
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(FetchError):
         client().get(url)
@@ -115,19 +128,24 @@ def test_a_redirect_to_the_inside_is_not_followed(monkeypatch: pytest.MonkeyPatc
         client(allows_private=False).get("http://outside.example/file")
 
 
-def test_a_server_that_trickles_does_not_outlast_the_deadline() -> None:
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_a_server_that_trickles_does_not_outlast_the_deadline(head: bytes) -> None:
+    """Also where its status or its headers never end."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def trickle() -> None:
             sock, _ = listener.accept()
-            with sock:
-                sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-                stop.wait(10)
+            with sock, contextlib.suppress(OSError):
+                sock.sendall(head)
+                while not stop.wait(0.02):
+                    sock.sendall(b"x")
 
         stop = threading.Event()
         thread = threading.Thread(target=trickle, daemon=True)
         thread.start()
-        with pytest.raises(FetchError):
+        began_s = time.monotonic()
+        with pytest.raises(FetchError, match="too long"):
             client(timeout_s=0.2).get(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+        assert time.monotonic() - began_s < 10
         stop.set()
         thread.join()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from sie.agents.store.files import KeptFile
-from sie.agents.store.listing import ListedFile, list_files, with_list
+from sie.agents.store.listing import ListedFile, list_files, mount_files, with_list
 from sie.values.generate import ChatMessage
 
 
@@ -37,3 +39,30 @@ def test_list_joins_the_instructions_and_leaves_the_rest() -> None:
         assert with_list([ChatMessage(role=role, content="S"), user], "L") == [
             ChatMessage(role=role, content="S\n\nL"), user,
         ]  # fmt: skip
+
+
+def kept(name: str, file_id: str, blob: str = "b") -> KeptFile:
+    file = listed(name, None).file
+    assert file is not None
+    return msgspec.structs.replace(file, id=file_id, blob=blob)
+
+
+def test_files_have_names_of_their_own_that_stay_as_turns_are_added() -> None:
+    files = [kept("a.csv", "1"), kept("a.csv", "2"), kept("skills", "3"), kept("gone", "4", ""), kept("a.csv", "1")]
+    mounted = mount_files(files)
+    paths = [file.path for file in mounted]
+    assert [file.id for file in mounted] == ["1", "2", "3"]
+    assert len(set(paths)) == 3
+    assert paths[0] == "a.csv"
+    assert paths[1].startswith("a-")
+    assert paths[1].endswith(".csv")
+    assert paths[2].startswith("skills-"), "the skills of a request have that name"
+    assert [file.path for file in mount_files([*files, kept("b", "5")])] == [*paths, "b"]
+    assert len(mount_files([kept("x" * 255, "1"), kept("x" * 255, "2")])[1].path) < 256
+
+
+def test_a_mounted_file_is_listed_with_its_path() -> None:
+    shown = [msgspec.structs.replace(listed(name, text), path=f"{name}-1") for name, text in (("a", "x"), ("b", None))]
+    text = list_files(shown, 9, 9)
+    assert "a (text/plain, 9 bytes) is 'a-1' in the working directory\nIts text:\nx\n" in text
+    assert text.endswith("b (text/plain, 9 bytes) is 'b-1' in the working directory")

@@ -11,6 +11,7 @@ import pytest
 
 from sie.cluster.connection import INLINE_BYTES
 from sie.cluster.gateway.in_flight import InFlight, RemotePending, RemoteReply
+from sie.cluster.gateway.placement import Placement
 from sie.cluster.payloads import VERSION, Result, Taken, Work, decode, work_decoder
 from sie.cluster.subjects import Lane, dead_subject, work_subject
 from sie.values.errors import BadRequest, DeadlineExceeded, Overloaded, PoisonInput, SieError, to_wire
@@ -242,9 +243,30 @@ def test_items_of_a_lane_without_hosts_move_to_another():
         desk.submit(b"a")
         await turns()
         ((key, items),) = desk.items.waiting().items()
-        assert key == (LANE, "m", "")
+        assert key == (LANE, "m", Placement(LANE.pool, ""))
         desk.items.move(items, OTHER)
         await turns()
         assert [subject for subject, _, _ in desk.connection.stream.values()] == [work_subject(OTHER, "m")]
+
+    run(test)
+
+
+def test_a_refused_client_is_told_to_come_back_when_what_waits_will_be_answered():
+    async def test(desk: Desk) -> None:
+        async def refused() -> int | None:
+            desk.connection.refuses = Overloaded("full", retry_after_s=1)
+            with pytest.raises(Overloaded) as caught:
+                await desk.submit(b"x").reply()
+            desk.connection.refuses = None
+            return caught.value.retry_after_s
+
+        assert await refused() == 5  # nothing was answered yet
+        desk.submit(*[b"a"] * 40)
+        await turns()
+        for item in range(4):
+            await desk.answer(2, item)
+        told = await refused()  # 4 answers in the first second, and 37 items wait
+        assert told is not None
+        assert 7 <= told <= 10
 
     run(test)

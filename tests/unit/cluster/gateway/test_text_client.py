@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sie.cluster.gateway.directory import Host
 from sie.cluster.gateway.text_client import RemoteRun, TextClient
 from sie.cluster.payloads import VERSION, Beat, ModelBeat, TextFrame, TextWork, decode, text_work_decoder
 from sie.cluster.text_events import encode_events
@@ -39,7 +40,7 @@ class Bench:
     def __init__(self) -> None:
         self.connection = FakeConnection()
         served = {"m": ModelBeat("loaded", is_served=True)}
-        self.hosts = [SimpleNamespace(beat=Beat(VERSION, f"h{n}", "", "p", "", "", "", served)) for n in range(2)]
+        self.hosts = [Host(Beat(VERSION, f"h{n}", "", "p", "", "", "", served), 0.0) for n in range(2)]
         meter = SimpleNamespace(record_first_token=lambda *_: None, record_next_token=lambda *_: None)
         self.client = TextClient(
             self.connection, "gw", "to", lambda _model: self.hosts, settings=Generation(), meter=meter,  # type: ignore[arg-type]

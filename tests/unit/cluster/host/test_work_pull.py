@@ -13,12 +13,14 @@ import pytest
 from sie.cluster.connection import INLINE_BYTES
 from sie.cluster.host import work_pull
 from sie.cluster.host.item_run import Answer
+from sie.cluster.host.pull_metrics import PullMetrics
 from sie.cluster.host.work_pull import WorkPull
 from sie.cluster.payloads import VERSION, Result, Work, decode, encode, result_decoder
 from sie.cluster.request_forms import score_item
 from sie.cluster.subjects import Lane
 from sie.config.cluster_settings import Cluster
 from sie.config.settings import Settings
+from sie.shm.pages import CounterPage
 from sie.values.errors import BadRequest, Overloaded, PoisonInput, from_wire
 from sie.values.inference import ScoreRequest
 from tests.unit.cluster.fakes import FakeConnection
@@ -37,7 +39,9 @@ class Bench:
             engine=SimpleNamespace(queued_tokens=0), check_accepting=lambda: None,
         )  # fmt: skip
         self.connection = FakeConnection(skew_ns)
-        self.pull = WorkPull(process, self.connection, Lane("p", "any", "any"), "h1")  # type: ignore[arg-type]
+        self.page = CounterPage.create(1 << 14)
+        metrics = PullMetrics(self.page, {"m"})
+        self.pull = WorkPull(process, self.connection, Lane("p", "any", "any"), "h1", metrics)  # type: ignore[arg-type]
         self.gate = asyncio.Event()
         self.gate.set()
         self.outcome: Answer | Exception = Answer(memoryview(b"reply"), 3, 0, 1, 2, {})
@@ -73,6 +77,20 @@ def run(monkeypatch: pytest.MonkeyPatch, test: Callable[[Bench], Coroutine[Any, 
 
 def result_of(data: bytes) -> Result:
     return decode(data, result_decoder)
+
+
+def test_items_are_counted_by_their_outcome(monkeypatch):
+    async def test(bench: Bench) -> None:
+        await bench.deliver()
+        await bench.sent(2)
+        await bench.deliver(left_ns=-1, name="gw-2-0")
+        bench.outcome = Overloaded("full")
+        await bench.deliver(name="gw-3-0")
+        await bench.sent(4)
+        counted = {one.labels[1][1]: one.value for one in bench.page.records() if one.name == "sie_worker_items_total"}
+        assert counted == {"answered": 1, "expired": 1, "returned": 1}
+
+    run(monkeypatch, test)
 
 
 def test_an_item_is_acknowledged_after_its_result_was_published(monkeypatch):

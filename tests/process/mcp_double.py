@@ -1,0 +1,112 @@
+"""A real MCP server for tests, and ways in which one misbehaves. `python mcp_double.py WAY [PORT]`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+
+import anyio
+from mcp.server import MCPServer
+from mcp.shared.message import SessionMessage
+from mcp_types import jsonrpc_message_adapter
+
+server = MCPServer("double")
+
+
+@server.tool()
+def add(a: int, b: int) -> str:
+    """Add two numbers."""
+    return str(a + b)
+
+
+@server.tool()
+def environment(name: str) -> str:
+    """Show a variable of the environment."""
+    return os.environ.get(name, "unset")
+
+
+@server.tool()
+def fail() -> str:
+    """Fail."""
+    raise ValueError("no luck")
+
+
+@server.tool()
+async def hang() -> str:
+    """Never answer."""
+    await asyncio.sleep(600)
+    return ""
+
+
+@server.tool()
+def die() -> str:
+    """End the process in the middle of a call."""
+    os._exit(3)
+
+
+@server.tool()
+def flood() -> str:
+    """Answer with more than anybody wants."""
+    os.write(2, b"x" * (1 << 22))
+    return "x" * (1 << 22)
+
+
+@server.tool()
+def large() -> str:
+    """Answer with much text."""
+    return "y" * 100_000
+
+
+async def serve_websocket(port: int) -> None:
+    """Serve messages in WebSocket frames; `mcp` 2 has no such server of its own."""
+    from websockets.asyncio.server import ServerConnection, serve
+
+    async def handle(opened: ServerConnection) -> None:
+        assert opened.request is not None
+        if opened.request.headers.get("authorization") != "Bearer secret":
+            await opened.close(4001, "who are you?")
+            return
+        inbox, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+        write, outbox = anyio.create_memory_object_stream[SessionMessage](0)
+        inner = server._lowlevel_server
+
+        async def receive() -> None:
+            async with inbox:
+                async for text in opened:
+                    await inbox.send(SessionMessage(jsonrpc_message_adapter.validate_json(text)))
+
+        async def send() -> None:
+            async for message in outbox:
+                await opened.send(message.message.model_dump_json(by_alias=True, exclude_unset=True))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive)
+            tasks.start_soon(send)
+            await inner.run(read, write, inner.create_initialization_options())
+            tasks.cancel_scope.cancel()
+
+    async with serve(handle, "127.0.0.1", port, subprotocols=["mcp"]):  # type: ignore[list-item]
+        print("ready", file=sys.stderr, flush=True)
+        await asyncio.get_running_loop().create_future()
+
+
+def main() -> None:
+    way = sys.argv[1]
+    if way == "silent":
+        time.sleep(600)
+    elif way == "endless":
+        while True:
+            os.write(1, b"x" * 65536)
+    elif way == "websocket":
+        asyncio.run(serve_websocket(int(sys.argv[2])))
+    elif way == "http":
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))
+    else:
+        print("hello from stderr", file=sys.stderr, flush=True)
+        server.run("stdio")
+
+
+if __name__ == "__main__":
+    main()
