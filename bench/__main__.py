@@ -10,8 +10,8 @@ from typing import Final
 import click
 
 COMMANDS: Final = (
-    "hop", "limits", "engine", "encoder", "scaling", "peers", "generate", "rounding", "tensors", "fairness", "shm", "plot",
-    "device-encoders", "device-decode", "agents",
+    "hop", "limits", "engine", "encoder", "scaling", "peers", "generate", "streams", "rounding", "tensors", "fairness", "shm", "plot",
+    "device-encoders", "device-decode", "agents", "memory",
 )  # fmt: skip
 """One module each, with a click command `main`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from bench.report import ROOT
 from sie.catalog.gguf_file import find_gguf
@@ -27,3 +28,26 @@ def packaged_gemma() -> Path:
     folder = ROOT / "build" / "models"
     folder.mkdir(parents=True, exist_ok=True)
     return assemble_gemma(folder)
+
+
+def as_checkpoint(model: Path) -> Path:
+    """Return a directory with a model's weights in bfloat16 and its tokenizer, for servers that read no GGUF file.
+
+    One that is made lies beside the file, so that it is made once.
+    """
+    if model.is_dir():
+        return model
+    import torch
+    import transformers
+
+    directory = model.with_suffix(".checkpoint")
+    if not (directory / "config.json").exists():
+        own = {"gguf_file": model.name}
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model.parent, dtype=torch.bfloat16, **own)
+        transformers.AutoTokenizer.from_pretrained(model.parent, **own).save_pretrained(directory)
+        loaded.hf_quantizer = (
+            None  # its weights are plain numbers by now, and save_pretrained refuses the file's format
+        )
+        vars(loaded.config).pop("quantization_config", None)
+        loaded.save_pretrained(directory)
+    return directory

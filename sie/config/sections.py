@@ -191,9 +191,31 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_dir: Annotated[
         str,
         Meta(
-            description="Directory of converted tokenizers and weights; empty uses the cache directory of systemd, or else of the user."
+            description="Directory of converted tokenizers, converted checkpoints and prepared weights; empty uses the cache "
+            "directory of systemd, or else of the user."
         ),
     ] = ""
+    share_weights: Annotated[
+        bool,
+        Meta(
+            description="Whether CPU workers share one copy of a model's weights: a file in `weights_dir`, made at the "
+            "first load, from which later loads take milliseconds (docs/operations.md)."
+        ),
+    ] = True
+    weights_dir: Annotated[
+        str, Meta(description="Directory of prepared weights; empty uses `weights` in `cache_dir`.")
+    ] = ""
+    max_weights_bytes: Annotated[
+        int,
+        Meta(
+            ge=0, le=1 << 50,
+            description="Disk space of all prepared weights together; those used least recently are removed.",
+        ),
+    ] = 64 << 30  # fmt: skip
+    min_shared_weights_bytes: Annotated[
+        int,
+        Meta(ge=0, le=1 << 50, description="A smaller checkpoint is not prepared: each worker loads its own copy."),
+    ] = 16 << 20
     load_timeout_s: Annotated[float, Meta(ge=1, le=86400, description="Longest time to load one model.")] = 900.0
     load_retry_s: Annotated[
         float, Meta(ge=1, le=1800, description="Wait before a failed load may be retried; doubles each time.")
@@ -252,6 +274,15 @@ class Devices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads_per_worker: Annotated[
         int, Meta(ge=0, le=1024, description="Compute threads of a CPU worker; 0 uses one for each of its cores.")
     ] = 0
+    max_lent_cores: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1023,
+            description="Most cores of waiting CPU workers that one step of another worker uses, on the same memory node; 0 "
+            "lends none.",
+        ),
+    ] = 15
     native_kernels: Annotated[
         bool,
         Meta(description="Whether CPU workers use the compiled kernels, if available; torch can do the same work."),

@@ -25,6 +25,7 @@ from sie.supervisor.host_resources import (
     reserved_bytes,
 )
 from sie.values.errors import SieError
+from sie.workers.prepared.folder import measure_folder, weights_folder
 
 _GIB = 1 << 30
 _TIME_ERROR = 5
@@ -76,12 +77,21 @@ def check_disk(settings: Settings) -> Iterator[Finding]:
     """Check the directories that the server writes to."""
     yield _check_runtime_dir(Path(settings.server.runtime_dir or "."))
     yield _check_directory("cache_dir", Path(settings.models.cache_dir or "."), 64 * MIB)
+    if settings.models.share_weights:
+        yield _measure_weights(settings)
     if settings.generation.max_responses:
         yield _check_directory("state_dir", Path(settings.server.state_dir or "."), 64 * MIB)
     if _has_hub_models(settings):
         from huggingface_hub.constants import HF_HUB_CACHE
 
         yield _check_directory("models from the hub (HF_HOME)", Path(HF_HUB_CACHE), 20 * _GIB)
+
+
+def _measure_weights(settings: Settings) -> Finding:
+    path = weights_folder(settings.models)
+    count, num_bytes = measure_folder(path)
+    shown = f"{num_bytes / _GIB:.1f} of at most {settings.models.max_weights_bytes / _GIB:.1f} GiB"
+    return Finding(area="disk", level="ok", message=f"prepared weights: {path}, {count} files, {shown}")
 
 
 def _check_runtime_dir(path: Path) -> Finding:

@@ -114,7 +114,9 @@ class FrontendProcess:
         self._space = OutboundSpace.create(
             "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
         )
-        self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
+        self.engine = ShmEngine(
+            settings, self._space, self.models.hosted, self._send, streams_together=launch.streams_together
+        )
         self.remote = make_remote(self) if make_remote is not None else None
         """The operations on other hosts, of a process without workers; None where the engine runs them."""
         self._clients = ClientWatch(self.remote or self.engine)

@@ -20,6 +20,14 @@ Role = Literal["frontend", "worker", "agent"]
 Protocol = Literal["http", "grpc", "nats", "gateway"]
 
 
+class LentCore(msgspec.Struct, frozen=True, array_like=True):
+    """A core of another worker: the kernel's number, its owner's slot, and its index on the board of cores."""
+
+    number: int
+    owner: int
+    index: int
+
+
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The launch record on a child's command line, as JSON: where to connect, and its own identity."""
 
@@ -42,6 +50,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     device: str = "cpu"
     cores: tuple[int, ...] = ()
+    lent_cores: tuple[LentCore, ...] = ()
+    """For a worker: the cores of others that its steps may use while these wait for work, the best first."""
+    streams_together: int = 0
+    """For a frontend: how many of its streams of a model go to one worker before another gets one; 0 spreads them."""
     max_step_tokens: int = 0
     """For a worker whose predecessor was killed for lack of memory: the first limit of its steps; 0: the setting."""
     without_graphs: bool = False
@@ -63,8 +75,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 class Configure(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to child: the reply to `Hello`; sent again without descriptors after a reload of the settings.
 
-    File descriptors: the child's own counter page; for a worker also its in-flight page; for a frontend also every
-    other process's counter page.
+    File descriptors: the child's own counter page; for a worker also its in-flight page and the board of cores; for a
+    frontend also every other process's counter page.
     """
 
     settings: Settings

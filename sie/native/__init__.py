@@ -52,6 +52,11 @@ def has(feature: Feature) -> bool:
     return load() is not None and feature in _features()
 
 
+def features() -> Feature:
+    """Return the features that kernels may use; none without the library."""
+    return Feature(0) if load() is None else _features()
+
+
 @lru_cache(maxsize=1)
 def _load() -> ctypes.CDLL | None:
     try:

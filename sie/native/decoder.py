@@ -58,7 +58,20 @@ class DecoderStep(ctypes.Structure):
     """Mirrors `SieDecoderStep`; slots are rows of four int64, in the layout of `SieSlot`."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("ids", "blocks", "slots", "kept", "logits", "scratch")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "ids",
+                "blocks",
+                "slots",
+                "kept",
+                "logits",
+                "best",
+                "hidden",
+                "hidden_ends",
+                "scratch",
+            )
+        ),
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_slots", "num_kept", "num_threads")),
     ]
 

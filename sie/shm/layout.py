@@ -56,6 +56,13 @@ In-flight page: one writer; two slots, of which `turn & 1` is the valid one; `tu
           +----------+------------+------------+-------+-------+----------+  0          4      8            16
           | step_seq | started_ns | allowed_ns | phase | count | reserved |  | frontend | 0    | request_id |
           +----------+------------+------------+-------+-------+----------+
+
+Board of cores (`sie.shm.core_board`): a cache line for each worker, then one for each core. Every worker writes.
+
+     0               4             64                       64 x (1 + workers)
+    +---------------+-------------+------------------------+-----------------------------------------+
+    | version (u32) | workers     | needed (u32), reserved | borrower (u32): worker + 1, 0: none  .. |
+    +---------------+-------------+------------------------+-----------------------------------------+
 """
 
 from __future__ import annotations

@@ -24,17 +24,23 @@ from sie.ipc.channel import Channel, ChannelClosedError
 from sie.ipc.messages import Message
 from sie.metrics import definitions
 from sie.runtime.logs import get_logger
+from sie.shm.core_board import CoreBoard
 from sie.shm.inflight import InflightPage, InflightStatus
 from sie.shm.pages import CounterPage
 from sie.supervisor.certificates import CertificateFiles
 from sie.supervisor.child import Child
+from sie.supervisor.core_lending import plan_lending
+from sie.supervisor.core_shares import read_places
 from sie.supervisor.devices import WorkerSlot
+from sie.supervisor.host_resources import usable_cores
 from sie.supervisor.losses import DEVICE_LOST_STATUS, WORN_STATUS, plan_after_loss, tokens_after_kill
 from sie.supervisor.oom_kills import OomKills
 from sie.supervisor.restart import RestartPolicy, plan_restart
 
 _log = get_logger(__name__)
 _HELLO_TIMEOUT_S = 1.0
+_STREAMS_TOGETHER = 16
+"""Streams of a model on one CPU worker before another gets one. More are bound by products, not by reading weights."""
 
 
 class ChildEvents(Protocol):
@@ -106,6 +112,11 @@ class Children:
         self._page = CounterPage.create(page_bytes)
         self._pages = {child.name: CounterPage.create(page_bytes) for child in self.all}
         self._inflight = [InflightPage.create(settings.scheduler.max_step_items) for _ in self.workers]
+        self._lent_cores = plan_lending(places, read_places(usable_cores())) if settings.devices.max_lent_cores else {}
+        # Steps of up to so many rows take as long as one of one row where lent cores share their work. Frontends do not know
+        # of each other's streams.
+        self._streams_together = _STREAMS_TOGETHER // len(self.frontends) if any(self._lent_cores.values()) else 0
+        self._board = CoreBoard.create(len(places), sum(len(place.cores) for place in places))
         self._pairs: dict[tuple[int, int], int] = {}
         self._num_generations = 0
         self._loop = asyncio.get_running_loop()
@@ -240,6 +251,8 @@ class Children:
             incarnation=child.incarnation + 1,
             device=child.place.device,
             cores=child.place.cores,
+            lent_cores=self._lent_cores.get(child.slot, ()) if child.role == "worker" else (),
+            streams_together=self._streams_together if child.role == "frontend" else 0,
             max_step_tokens=child.max_step_tokens,
             without_graphs=child.without_graphs,
         )
@@ -305,7 +318,9 @@ class Children:
             self.send(child, messages.Configure(self._settings))
             return
         if child.role == "worker":
-            self.send(child, messages.Configure(self._settings), [own.fd, self._inflight[child.slot].fd])
+            self.send(
+                child, messages.Configure(self._settings), [own.fd, self._inflight[child.slot].fd, self._board.fd]
+            )
         else:
             others = [self._page, *(page for page in self._pages.values() if page is not own)]
             read_only = [page.read_only_fd() for page in others]
@@ -381,6 +396,7 @@ class Children:
         if was_oom_killed:
             worker.max_step_tokens = tokens_after_kill(worker.max_step_tokens, running.num_tokens)
         page.reset()
+        self._board.forget(worker.slot)
         for frontend in self.frontends:
             generation = self._pairs.pop((frontend.slot, worker.slot), None)
             if generation is not None:

@@ -84,7 +84,7 @@ def resolve_devices(setting: str, timeout_s: float) -> list[WorkerSlot]:
 def _count_cpu_workers() -> int:
     """Return the number of workers for `cpu`: one per core, limited by memory.
 
-    The remaining cores become threads (`docs/decisions/017-a-cpu-worker-for-each-core.md`).
+    The remaining cores become threads, and waiting workers lend theirs (`docs/decisions/053-idle-cores-are-lent.md`).
     """
     memory = read_memory()
     num_fitting = len(usable_cores()) if memory is None else memory[1] // 2 // _BYTES_PER_CPU_WORKER

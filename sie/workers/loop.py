@@ -66,8 +66,13 @@ class Loop:
         on_loaded: Callable[[ModelCard], None],
         read_memory: Callable[[], messages.MemoryReport] | None = None,
         ceiling: Ceiling | None = None,
+        set_needed: Callable[[bool], None] = lambda _needed: None,
     ) -> None:
-        """read_memory, if given, is called and reported once a second; ceiling is the first one of every model."""
+        """read_memory, if given, is called and reported once a second; ceiling is the first one of every model.
+
+        set_needed is told whether this worker needs its cores, around each wait for events.
+        """
+        self._set_needed = set_needed
         self._first_ceiling = ceiling
         self._tell_loaded = on_loaded
         self._read_memory = read_memory
@@ -118,7 +123,10 @@ class Loop:
 
         Raises ChannelClosedError if the supervisor is gone.
         """
-        self._poll(0.0 if self._state else self._idle_wait_s(wait_s))
+        if self._state:
+            self._poll(0.0)
+        else:
+            self._wait(self._idle_wait_s(wait_s))
         if self._replies:
             self._replies.retry(time.monotonic_ns(), self._may_get_memory)
         if self._parked and not self._may_get_memory():
@@ -168,6 +176,16 @@ class Loop:
         is_unsent = num_unsent or self._replies or self._generators.is_unsent
         return min(wait_s, _CREDIT_WAIT_S) if is_unsent else wait_s
 
+    def _wait(self, wait_s: float) -> None:
+        """Wait for events, and lend this worker's cores in the meantime. A load beside the loop needs them."""
+        if self._host.is_loading:
+            self._poll(wait_s)
+            return
+        self._set_needed(False)
+        events = self._epoll.poll(wait_s)
+        self._set_needed(True)
+        self._handle(events)
+
     def _watch(self, fd: int, handler: Callable[[], None]) -> None:
         self._handlers[fd] = handler
         self._epoll.register(fd, select.EPOLLIN)
@@ -178,7 +196,10 @@ class Loop:
                 self._epoll.unregister(fd)
 
     def _poll(self, timeout_s: float) -> None:
-        for fd, _ in self._epoll.poll(timeout_s):
+        self._handle(self._epoll.poll(timeout_s))
+
+    def _handle(self, events: list[tuple[int, int]]) -> None:
+        for fd, _ in events:
             handler = self._handlers.get(fd)  # an earlier handler of this round may have closed it
             if handler is not None:
                 handler()

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import msgspec
@@ -16,8 +17,10 @@ from sie.config.settings import Settings
 from sie.ipc import channel as control
 from sie.ipc.channel import ChannelClosedError
 from sie.ipc.messages import Configure, Launch, Ready, Silence
+from sie.native.team import LentCore, borrow
 from sie.runtime import child_setup, failpoints
 from sie.runtime.logs import configure, get_logger
+from sie.shm.core_board import CoreBoard
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
@@ -67,6 +70,9 @@ def main() -> int:
     counters = CounterPage.open(fds[0], writable=True)
     metrics = WorkerMetrics(counters, str(launch.slot))
     page = InflightPage.open(fds[1], writable=True)
+    board = CoreBoard.open(fds[2])
+    board.set_needed(launch.slot, needed=True)
+    _borrow(launch, settings, board)
     host = Host(launch.device, _builder(launch, settings, page), channel.send)
     loop = Loop(
         settings,
@@ -79,6 +85,7 @@ def main() -> int:
         on_loaded=_gpu_telemetry_starter(launch, counters),
         read_memory=lambda: measure(launch.device),
         ceiling=ceiling_after_kill(launch.max_step_tokens, time.monotonic_ns()),
+        set_needed=partial(board.set_needed, launch.slot),
     )
     stall_notices.set_listener(lambda seconds: channel.send(Silence(seconds)))
     channel.send(Ready())
@@ -91,6 +98,16 @@ def main() -> int:
         _log.warning("this worker ends while it is idle: since a failed capture it cannot release a GPU's memory")
         os._exit(WORN_STATUS)
     return 0
+
+
+def _borrow(launch: Launch, settings: Settings, board: CoreBoard) -> None:
+    cores = [
+        LentCore(board.needed_address(core.owner), board.borrower_address(core.index), core.number)
+        for core in launch.lent_cores
+    ]
+    devices = settings.devices
+    own = devices.threads_per_worker or max(1, len(launch.cores))
+    borrow(cores, max_lent=devices.max_lent_cores, num_own=own, name=launch.slot + 1)
 
 
 def _gpu_telemetry_starter(launch: Launch, counters: CounterPage) -> Callable[[ModelCard], None]:
@@ -155,25 +172,29 @@ def _builder(
                 load_generator,
                 load_scorer,
             )
+            from sie.workers.loading.shared_weights import load_shared
 
         if launch.without_graphs:
             Capturer.forbidden = "a capture failed in an earlier process of this worker"
-        if card.kind == "generator":
-            models = settings.models
-            return load_generator(
-                card, launch.device, models.dtype, settings.generation, progress,
-                pressure_pct=models.memory_pressure_pct,
-            )  # fmt: skip
+        models = settings.models
 
-        if card.kind == "dual-encoder":
-            return load_dual_encoder(card, launch.device, settings.models.dtype, progress)
-        if isinstance(card.extract, Detection):
-            return load_detector(card, launch.device, settings.models.dtype, progress)
-        if card.extract is not None:
-            return load_extractor(card, launch.device, settings.models.dtype, progress)
-        if card.score is not None:
-            return load_scorer(card, launch.device, settings.models.dtype, progress)
-        return load_encoder(card, launch.device, settings.models.dtype, progress)
+        def load() -> Runner:
+            device, dtype = launch.device, models.dtype
+            if card.kind == "generator":
+                return load_generator(
+                    card, device, dtype, settings.generation, progress, pressure_pct=models.memory_pressure_pct
+                )
+            if card.kind == "dual-encoder":
+                return load_dual_encoder(card, device, dtype, progress)
+            if isinstance(card.extract, Detection):
+                return load_detector(card, device, dtype, progress)
+            if card.extract is not None:
+                return load_extractor(card, device, dtype, progress)
+            return (load_encoder if card.score is None else load_scorer)(card, device, dtype, progress)
+
+        if launch.device != "cpu":
+            return load()
+        return load_shared(card, models, settings.generation.weights, load, progress)
 
     return build
 

@@ -49,6 +49,9 @@ _MODULES = {
 Role = Literal["worker", "frontend", "grpc", "puller", "gateway", "supervisor"]
 
 
+_WEIGHTS = str(Path(__file__).resolve().parents[2] / "build" / "weights")
+
+
 def devices(num_workers: int) -> str:
     """Return the setting `devices` for so many workers on DEVICE."""
     return f"cpu:{num_workers}" if DEVICE == "cpu" else ",".join(f"cuda:{index}" for index in range(num_workers))
@@ -256,6 +259,7 @@ def launch(
         "--devices": devices(1),
         "--runtime-dir": runtime_dir,
         "--state-dir": f"{runtime_dir}/state",
+        "--weights-dir": _WEIGHTS,  # the servers of all runs share it, so most loads take milliseconds
         "--memory-pressure-pct": "98",  # what other programs hold of this machine is no reason to refuse a model here
     }
     defaults = [word for flag, value in base.items() if flag not in args for word in (flag, value)]

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -116,6 +117,31 @@ def test_two_workers_share_the_work():
 
 
 @pytest.mark.timing
+def needed_cores(server: Server) -> list[bool]:
+    """Return which of two workers need their cores, from the memory that the supervisor shares with them."""
+    files = Path(f"/proc/{server.process.pid}/fd")
+    board = next(path for path in files.iterdir() if "sie-cores" in str(path.readlink()))
+    words = memoryview(board.read_bytes()).cast("I")
+    return [bool(words[16 * (1 + worker)]) for worker in range(2)]
+
+
+def test_a_worker_lends_its_core_while_it_waits_and_a_dead_one_needs_none():
+    with (
+        start_server("--model", "stub/a=stub:dense=16,latency_ms=1500", "--devices", "cpu:2") as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        eventually(lambda: needed_cores(server) == [False, False], "two workers that wait")
+        answer = pool.submit(encode, server.port, "stub/a", ["text"])
+        eventually(lambda: any(needed_cores(server)), "a worker in a step")
+        busy = needed_cores(server)
+        os.kill(sorted(server.pids("worker"))[busy.index(True)], signal.SIGKILL)
+        eventually(
+            lambda: needed_cores(server) == busy[::-1], "the other worker in the step, and the dead one's core lent"
+        )
+        assert answer.result(20).status == 200
+        eventually(lambda: needed_cores(server) == [False, False], "two workers that wait")
+
+
 def test_a_stopped_worker_is_found_killed_and_replaced():
     """SIGABRT does not reach a stopped process; the SIGKILL after it does."""
     with start_server("--model", "stub/a=stub:dense=16,latency_ms=50", "--watchdog-s", "1") as server:

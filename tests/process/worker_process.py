@@ -21,6 +21,7 @@ from sie.config.settings import Settings
 from sie.ipc.channel import Channel
 from sie.ipc.messages import Attach, Configure, Hello, Launch, Load, ModelReport, Ready
 from sie.shm.attach import PendingAttachment
+from sie.shm.core_board import CoreBoard
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
@@ -40,13 +41,14 @@ class WorkerProcess:
         self.channel = channel
         self.counters = CounterPage.create(1 << 18)
         self.page = InflightPage.create(settings.scheduler.max_step_items)
+        self.board = CoreBoard.create(1, 0)
         self._space = OutboundSpace.create("request", 8 * MIB, LargeBudget(0), large_extent_bytes=8 * MIB)
         self._settings = settings
         self.frontend: RingFrontend
 
     def start(self, *models: str) -> None:
         """Configure it, load models (specs of stubs) and attach the frontend."""
-        self.channel.send(Configure(self._settings), [self.counters.fd, self.page.fd])
+        self.channel.send(Configure(self._settings), [self.counters.fd, self.page.fd, self.board.fd])
         self.hear(lambda message: isinstance(message, Ready))
         for spec in models:
             card = stub_card(parse_model_spec(spec))
@@ -95,6 +97,7 @@ class WorkerProcess:
         self.frontend.attachment.close()
         self._space.close()
         self.page.close()
+        self.board.close()
         self.counters.close()
 
 

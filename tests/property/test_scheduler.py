@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import hypothesis.strategies as st
-from hypothesis import event, settings
+from hypothesis import event, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from sie.workers.scheduling.scheduler import State, plan_step
+from sie.workers.scheduling.scheduler import OVERTAKING, State, plan_step
 from sie.workers.scheduling.waiting import Budget, WaitingItem
 
 _reached: Counter[str] = Counter()
@@ -166,3 +166,39 @@ def test_scheduler_agrees_with_the_model() -> None:
         "led by an earlier step",
     )
     assert all(_reached[name] for name in names), _reached
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    turns=st.lists(st.lists(st.integers(0, 60), max_size=6), min_size=1, max_size=40),
+    max_tokens=st.integers(1, 80),
+    max_items=st.integers(1, 6),
+)
+def test_work_that_overtakes_an_item_is_bounded_by_its_own(
+    turns: list[list[int]], max_tokens: int, max_items: int
+) -> None:
+    """Whatever arrives, and however long ago: of later items, those that run before an item have less than three times
+    its tokens together, or none.
+    """
+    budget = Budget(max_tokens=max_tokens, max_items=max_items, max_age_ns=1 << 60)
+    state = State()
+    waiting: list[WaitingItem] = []
+    overtaken: list[int] = []
+    """By request: the tokens of later ones that ran before it."""
+    while turns or waiting:
+        for num_tokens in turns.pop() if turns else ():
+            item = WaitingItem(len(overtaken), 0, num_tokens, 0, 1)
+            overtaken.append(0)
+            waiting.append(item)
+            state.add("m", item)
+        step = plan_step(state, budget, 0)
+        if step is None:
+            continue
+        state.remove(step)
+        ran = {item.request for item in step.items}
+        waiting = [item for item in waiting if item.request not in ran]
+        for item in waiting:
+            overtaken[item.request] += sum(one.num_tokens for one in step.items if one.request > item.request)
+            assert overtaken[item.request] <= OVERTAKING * item.num_tokens
+            if overtaken[item.request]:
+                event("overtaken")

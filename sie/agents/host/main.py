@@ -148,7 +148,7 @@ def _sandbox_of(settings: Settings) -> Sandbox:
 def hidden_paths(settings: Settings) -> list[str]:
     """Return the paths of the server's own that no sandbox may show, wherever they are."""
     server, access, models = settings.server, settings.access, settings.models
-    found = [server.runtime_dir, server.state_dir, models.cache_dir, models.catalog, *models.repositories,
+    found = [server.runtime_dir, server.state_dir, models.cache_dir, models.weights_dir, models.catalog, *models.repositories,
              access.api_keys, access.tls_cert, access.tls_key, access.tls_client_ca, settings.agents.agent_dir,
              settings.agents.search_key_file, settings.agents.mcp_config, access.uds]  # fmt: skip
     directories = [spec.partition("=")[2].partition("@")[0] for spec in (*models.preload, *models.lazy)]

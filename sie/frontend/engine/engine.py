@@ -22,7 +22,7 @@ from sie.config.settings import Settings
 from sie.frontend.engine import admission
 from sie.frontend.engine.hedging import make_copy, may_run_twice, pair, unpair
 from sie.frontend.engine.interface import Pending
-from sie.frontend.engine.placement import choose_worker
+from sie.frontend.engine.placement import choose_for_stream, choose_worker, measure_slowness
 from sie.frontend.engine.quarantine import QuarantinedInputs, poison
 from sie.frontend.engine.reply_drain import Answers, end, overdue
 from sie.frontend.engine.request_layout import RequestLayout, lay_out, lay_out_once
@@ -57,7 +57,11 @@ class ShmEngine:
         space: OutboundSpace,
         find_model: Callable[[str], ModelEntry | None],
         send: Callable[[Quarantine | PeerFault], None],
+        *,
+        streams_together: int = 0,
     ) -> None:
+        """streams_together: put so many streams of a model on one worker before another gets one; 0 spreads them."""
+        self._streams_together = streams_together
         self._limits = settings.limits
         self._max_per_link = settings.memory.ring_capacity // 2
         self._max_stream_bytes = settings.memory.request_segment_bytes // 2
@@ -203,7 +207,10 @@ class ShmEngine:
     def _choose(self, pending: ShmPending) -> WorkerLink | None:
         """Return the worker for a new request, or None if the request must wait for a restarting worker."""
         candidates = self._candidates(pending)
-        link = choose_worker(candidates)
+        if pending.stream is None:
+            link = choose_worker(candidates)
+        else:
+            link = choose_for_stream(candidates, pending.model, self._streams_together)
         if link is None:
             return None
         if len(link.pending) >= self._max_per_link:
@@ -275,7 +282,10 @@ class ShmEngine:
             is_due = pending.link is None if pending.future.done() else pending.deadline_ns <= now_ns
             if is_due:
                 self.abandon(pending, overdue(pending))
-        for link in list(self._links.values()):
+        links = list(self._links.values())
+        for link, slowness in zip(links, measure_slowness([link.pace_ns for link in links]), strict=True):
+            link.slowness = slowness
+        for link in links:
             link.give_back()
             if link.is_late:
                 self._hedge(link)

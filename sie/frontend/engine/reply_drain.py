@@ -38,8 +38,9 @@ class Answers:
 
     def drain(self, link: WorkerLink) -> None:
         """Handle all descriptors that a worker has sent. Raises ProtocolError for an invalid one."""
+        now_ns = time.monotonic_ns()
         for descriptor in link.attachment.drain():
-            self._on_descriptor(link, descriptor)
+            self._on_descriptor(link, descriptor, now_ns)
 
     def measure(self, now_ns: int, *, is_busy: bool) -> None:
         """Take a sample of the rate, at most twice a second. The rate of an idle server stays unchanged."""
@@ -51,15 +52,17 @@ class Answers:
             self.tokens_per_s += _RATE_WEIGHT * (rate - self.tokens_per_s) if self.tokens_per_s else rate
         self._tokens_done, self.measured_ns = 0, now_ns
 
-    def _on_descriptor(self, link: WorkerLink, descriptor: Descriptor) -> None:
+    def _on_descriptor(self, link: WorkerLink, descriptor: Descriptor, now_ns: int) -> None:
         if descriptor.kind not in (REPLY, ERROR):
-            self._on_tokens(link, descriptor)
+            self._on_tokens(link, descriptor, now_ns)
             return
         pending = link.pending.get(descriptor.request_id)
         if pending is None:
             raise ProtocolError(f"a reply to request {descriptor.request_id}, which is not outstanding")
         view = link.attachment.view(descriptor) if descriptor.length else None
         link.settle(pending)
+        if descriptor.kind == REPLY:
+            link.record_answer(pending, now_ns)
         self._tokens_done += pending.num_tokens
         if view is None:
             end(pending, DeadlineExceeded("the worker dropped the request at its deadline"))
@@ -74,13 +77,12 @@ class Answers:
             pending.lease.end()
             pending.future.set_result(reply)
 
-    def _on_tokens(self, link: WorkerLink, descriptor: Descriptor) -> None:
+    def _on_tokens(self, link: WorkerLink, descriptor: Descriptor, now_ns: int) -> None:
         """Feed the tokens of one or more steps to their streams, and release the extent at once."""
         if descriptor.kind != TOKENS:
             raise ProtocolError(f"a worker sent kind {descriptor.kind}")
         records = read_extent(link.attachment.view(descriptor), _frame_decoder)[0].records
         link.release(descriptor.offset)
-        now_ns = time.monotonic_ns()
         for record in records:
             pending = link.pending.get(record.request_id)
             if pending is None or pending.stream is None:

@@ -22,6 +22,7 @@ from sie.values.work_bytes import read_extent
 _MAX_STAGED: Final = 8
 """After this many requests in one turn of the event loop the bell is rung at once: the worker begins meanwhile."""
 _MAX_KEPT_RELEASES: Final = 8
+_PACE_WEIGHT: Final = 0.05
 _LARGE_REPLY_BYTES: Final = 64 * 1024
 _error_decoder: Final = msgspec.msgpack.Decoder(WireError)
 
@@ -49,6 +50,9 @@ class ShmPending(msgspec.Struct, eq=False):  # a Struct is made in a third of th
     rival: ShmPending | None = None
     num_deaths: int = 0
     flags: int = 0
+    sent_ns: int = 0
+    tokens_at_worker: int = 0
+    """The outstanding tokens of its worker when it was sent, with its own."""
 
     @property
     def is_at_worker(self) -> bool:
@@ -128,6 +132,10 @@ class WorkerLink:
         self.attachment = attachment
         self.pending: dict[int, ShmPending] = {}
         self.outstanding_tokens = 0
+        self.pace_ns = 0.0
+        """Time from sending to the answer for each token that was outstanding then, smoothed; 0: no answer yet."""
+        self.slowness = 1.0
+        """Its pace in comparison with the fastest worker's; the engine sets it."""
         self.is_alive = True
         self.is_late = False
         """Whether its step is over its allowance by more than a second, as the supervisor reported."""
@@ -152,12 +160,23 @@ class WorkerLink:
             pending.link = self
             self.pending[pending.request_id] = pending
             self.outstanding_tokens += pending.num_tokens
+            pending.sent_ns, pending.tokens_at_worker = time.monotonic_ns(), self.outstanding_tokens
             self._num_staged += 1
             if self._num_staged >= _MAX_STAGED:
                 self._publish()
             elif not self._flush_due:
                 self._flush_soon()
         return staged
+
+    def record_answer(self, pending: ShmPending, now_ns: int) -> None:
+        """Update the pace with a request that was answered; streams take as long as their clients asked for."""
+        if pending.stream is None and pending.tokens_at_worker:
+            pace_ns = (now_ns - pending.sent_ns) / pending.tokens_at_worker
+            self.pace_ns += _PACE_WEIGHT * (pace_ns - self.pace_ns) if self.pace_ns else pace_ns
+
+    def count_streams(self, model: str) -> int:
+        """Return how many of its requests generate with a model."""
+        return sum(other.stream is not None and other.model == model for other in self.pending.values())
 
     def settle(self, pending: ShmPending) -> None:
         """Remove a request from `pending`, and its tokens from the outstanding ones."""

@@ -54,7 +54,10 @@ struct SieDecoderStep {
     const int32_t* blocks;  // position p of a sequence is in its block p / block_tokens
     const SieSlot* slots;
     const int32_t* kept;  // indexes of the tokens whose logits are wanted, ascending, without repeats
-    float* logits;        // (num_kept, vocabulary)
+    float* logits;        // (num_kept, vocabulary), or null
+    int32_t* best;        // (num_kept): the likeliest token, the first of equals, -1 if logits are not finite; or null
+    const int32_t* hidden;       // with best: tokens that it must not be, those of all kept tokens back to back
+    const int32_t* hidden_ends;  // (num_kept): the end of each kept token's own in `hidden`
     void* scratch;        // of decoder_scratch_bytes, 64-byte aligned
     int32_t num_tokens, num_slots, num_kept, num_threads;
 };

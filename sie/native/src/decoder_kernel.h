@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "best_tokens.h"
 #include "decoder.h"
 #include "decoder_layout.h"
 #include "encoder.h"
@@ -75,7 +76,7 @@ class Decoder {
         return {at<char>(offset), matrix.inputs, form_of(matrix.format, step_.num_tokens)};
     }
 
-    // Calls done(row, pair, left, right) for the product of the step's tokens with a matrix.
+    // Calls done(row, pair, left, right, thread) for the product of the step's tokens with a matrix.
     template <class Done>
     void multiply(const SieMatrix& matrix, const Rows& rows, bool is_gated, const Done& done) const {
         // Each thread unpacks into its own share of the scratch.
@@ -103,7 +104,7 @@ class Decoder {
     // Computes queries, and writes keys and values into their blocks.
     void project(const SieDecoderLayer& layer) const {
         const int64_t outputs = layer.qkv.outputs;
-        multiply(layer.qkv, rows(layout_.input, layer.qkv), false, [&](int64_t row, int64_t pair, Vec left, Vec right) {
+        multiply(layer.qkv, rows(layout_.input, layer.qkv), false, [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t) {
             store_pair(product(row, outputs), outputs, pair, left, right);
         });
         const Attending by = attending(layer);
@@ -227,7 +228,7 @@ class Decoder {
             _mm512_storeu_ps(product(row, inner) + first, values);
         };
         with_activation([&](auto activate) {
-            multiply(layer.up, rows(layout_.input, layer.up), is_gated, [&](int64_t row, int64_t pair, Vec left, Vec right) {
+            multiply(layer.up, rows(layout_.input, layer.up), is_gated, [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t) {
                 if (is_gated) return store(row, pair * kTileOutputs, _mm512_mul_ps(activate(left), right));
                 store(row, pair * kPairOutputs, activate(left));
                 if (pair * kPairOutputs + kTileOutputs < inner) store(row, pair * kPairOutputs + kTileOutputs, activate(right));
@@ -250,7 +251,7 @@ class Decoder {
     // Adds a product to the hidden states, and writes these as the input of the next product. Both are normalised first if
     // they have a weight.
     void add(const SieMatrix& matrix, const Rows& from, const float* weight, const SieMatrix& next, const float* before) const {
-        multiply(matrix, from, false, [&](int64_t row, int64_t pair, Vec left, Vec right) {
+        multiply(matrix, from, false, [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t) {
             store_pair(product(row, width_), width_, pair, left, right);
         });
         const Rows to = rows(layout_.input, next);
@@ -267,10 +268,16 @@ class Decoder {
             const Vec scaled = _mm512_mul_ps(sum, scale);
             return decoder_.logit_cap > 0 ? capped(scaled, decoder_.logit_cap) : scaled;
         };
-        multiply(head, rows(layout_.input, head), false, [&](int64_t row, int64_t pair, Vec left, Vec right) {
-            float* to = step_.logits + row * static_cast<int64_t>(head.outputs);
-            store_pair(to, head.outputs, pair, finish(left), finish(right));
+        const BestTokens best(step_, step_.best ? thread_room(0) + layout_.best : nullptr, layout_.thread);
+        multiply(head, rows(layout_.input, head), false, [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t thread) {
+            left = finish(left), right = finish(right);
+            if (step_.logits) store_pair(step_.logits + row * static_cast<int64_t>(head.outputs), head.outputs, pair, left, right);
+            if (!step_.best) return;
+            const int64_t first = pair * kPairOutputs, rest = head.outputs - first;
+            best.see(thread, row, first, first_lanes(static_cast<int>(rest)), left);
+            best.see(thread, row, first + kTileOutputs, first_lanes(static_cast<int>(rest - kTileOutputs)), right);
         });
+        if (step_.best) best.finish();
     }
 };
 

@@ -6,6 +6,7 @@
 
 namespace {
 
+constexpr int kFewRows = 16;        // rows that one thread steps through alone: another would wake too late
 constexpr int kPromptBlock = 12;    // prompt queries whose sums stay in registers
 constexpr int kPromptRows = 8 * kPromptBlock;  // rows of one piece of prompt attention, heads times tokens
 constexpr int kPromptKeys = 256;    // keys that such a piece reads at a time
@@ -14,9 +15,16 @@ constexpr int kShortSlot = 2;       // slots with up to this number of tokens co
 
 inline int64_t keys_seen(int64_t position, int64_t window) { return window && position >= window ? window : position + 1; }
 
+// The likeliest tokens of a row that one thread has seen, one for each of 16 lanes.
+struct alignas(64) BestLanes {
+    float values[16];
+    int32_t tokens[16];
+    int32_t has_nan;
+};
+
 struct DecoderLayout {
     size_t hidden, inner, input, product, query, attended, partials, kept, threads;
-    size_t thread, unpacked;  // bytes of a thread; offset of its memory for unpacking
+    size_t thread, unpacked, best;  // bytes of a thread; offsets of its memory for unpacking and for the likeliest tokens
     size_t end;
 
     DecoderLayout(const SieDecoder& decoder, const SieDecoderStep& step) {
@@ -51,6 +59,7 @@ struct DecoderLayout {
         const size_t of_token = 4 * group * kSegmentKeys;
         place(of_prompt > of_token ? of_prompt : of_token);
         unpacked = place(widest);
+        best = place(step.best ? step.num_kept * sizeof(BestLanes) : 0);
         thread = at;
         at = 0;
         hidden = place(4 * tokens * decoder.width);

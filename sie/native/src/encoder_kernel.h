@@ -14,6 +14,9 @@ class Encoder {
     using T = typename Products::Format;
     using Stored = typename T::Stored;
 
+    static constexpr int64_t kFewTiles = 16;  // for each thread
+    static constexpr int kRowsPerPiece = 16;
+
     // Memory of a thread for results between the products of its rows.
     struct Room {
         Stored *input, *inner;
@@ -29,10 +32,11 @@ class Encoder {
         Stored* at(size_t row) const { return first + row * apart; }
     };
 
-    // Rows of the step.
+    // Rows of the step, and the threads that share out the columns of their products.
     struct Block {
         int first, rows;
         const Room& room;
+        int32_t num_threads;
     };
 
     const SieEncoder& encoder_;
@@ -76,11 +80,15 @@ class Encoder {
     size_t qkv_width() const { return heads_width_ + 2 * keys_width_; }
     float* stream(size_t row) const { return stream_ + row * width_; }
 
-    // Calls run(block) for blocks of rows: whole tiles, of nearly equal sizes, and equally many for each thread.
+    // Calls run(block) for blocks of rows: whole tiles, of nearly equal sizes, and equally many for each thread. A step of few
+    // tiles has its blocks one after the other, and threads share each product's columns: they read each weight once
+    // together, none is without work, and a thread that is not scheduled holds up a small piece only.
     template <class F>
     void for_blocks(const F& run) const {
         constexpr int64_t kTile = Products::kMaxRows, kBlockTiles = kBlockRows / kTile;
-        const int64_t tokens = step_.num_tokens, threads = step_.num_threads, tiles = (tokens + kTile - 1) / kTile;
+        const int64_t tokens = step_.num_tokens, tiles = (tokens + kTile - 1) / kTile;
+        const bool by_columns = step_.num_threads > 1 && tiles < kFewTiles * step_.num_threads;
+        const int32_t inside = by_columns ? step_.num_threads : 1, threads = by_columns ? 1 : step_.num_threads;
         int64_t count = ((tiles + kBlockTiles - 1) / kBlockTiles + threads - 1) / threads * threads;
         if (count > tiles) count = tiles;
         share(count, threads, [&](int64_t i, int32_t thread) {
@@ -88,7 +96,16 @@ class Encoder {
             const Room room{reinterpret_cast<Stored*>(own + layout_.input), reinterpret_cast<Stored*>(own + layout_.inner),
                             reinterpret_cast<float*>(own + layout_.sums), own + layout_.bytes};
             const int64_t first = tiles * i / count * kTile, next = tiles * (i + 1) / count * kTile;
-            run(Block{static_cast<int>(first), static_cast<int>((next < tokens ? next : tokens) - first), room});
+            run(Block{static_cast<int>(first), static_cast<int>((next < tokens ? next : tokens) - first), room, inside});
+        });
+    }
+
+    // Calls run(row) for the rows of a block.
+    template <class F>
+    static void for_rows(const Block& block, const F& run) {
+        share((block.rows + kRowsPerPiece - 1) / kRowsPerPiece, block.num_threads, [&](int64_t piece, int32_t) {
+            const int first = static_cast<int>(piece) * kRowsPerPiece, end = first + kRowsPerPiece;
+            for (int r = first; r < (end < block.rows ? end : block.rows); ++r) run(r);
         });
     }
 
@@ -120,14 +137,14 @@ class Encoder {
         const Lines to{qkv_ + block.first * qkv_width(), qkv_width()};
         linear(layer.qkv, input(block), block, to, [](Vec x) { return x; });
         if (!layer.cosines && !layer.query.weight) return;
-        for (int r = 0; r < block.rows; ++r) {
+        for_rows(block, [&](int r) {
             Stored* queries = to.at(r);
             normalise_heads(queries, encoder_.num_heads, layer.query, layer.is_norm_whole);
             normalise_heads(queries + heads_width_, encoder_.num_key_heads, layer.key, layer.is_norm_whole);
             const int64_t turned = step_.positions[block.first + r] * encoder_.rotary_width;
             for (int h = 0; h < encoder_.num_heads + encoder_.num_key_heads && layer.cosines; ++h)
                 rotate<T>(queries + h * encoder_.head_width, layer.cosines + turned, layer.sines + turned, encoder_.rotary_width);
-        }
+        });
     }
 
     void normalise_heads(Stored* values, int heads, const SieNorm& norm, bool is_whole) const {
@@ -167,7 +184,7 @@ class Encoder {
     void go_in(const SieLayer& layer, const Block& block, const Lines& to, Activation activate) const {
         if (!encoder_.is_gated) return linear(layer.up, input(block), block, to, activate);
         const SieDense& up = layer.up;
-        multiply<Products>(up, input(block), block.rows, block.room.bytes, [&](int first, int count, int column, const float* tile) {
+        multiply<Products>(up, input(block), block.rows, block.room.bytes, block.num_threads, [&](int first, int count, int column, const float* tile) {
             const int c = column / 2;
             const __mmask16 lanes = first_lanes(layer.down.inputs - c);
             const Vec gate_bias = bias(up, column, 0xFFFF), bias_of_other = bias(up, column + kLanes, 0xFFFF);
@@ -181,7 +198,7 @@ class Encoder {
 
     template <class Activation>
     static void linear(const SieDense& linear, const Lines& from, const Block& block, const Lines& to, Activation activate) {
-        multiply<Products>(linear, from, block.rows, block.room.bytes, [&](int first, int count, int column, const float* tile) {
+        multiply<Products>(linear, from, block.rows, block.room.bytes, block.num_threads, [&](int first, int count, int column, const float* tile) {
             for (int c = column; c < column + kPanel && c < linear.outputs; c += kLanes) {
                 const __mmask16 lanes = first_lanes(linear.outputs - c);
                 const Vec added = bias(linear, c, lanes);
@@ -202,13 +219,13 @@ class Encoder {
     void add(const SieDense& linear, const Lines& from, const Block& block, const SieNorm& of, const SieNorm& after,
              const SieNorm& before, const Lines& to) const {
         const size_t stride = (width_ + kPanel - 1) / kPanel * kPanel;
-        multiply<Products>(linear, from, block.rows, block.room.bytes, [&](int first, int count, int column, const float* tile) {
+        multiply<Products>(linear, from, block.rows, block.room.bytes, block.num_threads, [&](int first, int count, int column, const float* tile) {
             for (int r = 0; r < count; ++r)
                 for (int c = 0; c < kPanel; c += kLanes)
                     _mm512_storeu_ps(block.room.sums + (first + r) * stride + column + c, _mm512_load_ps(tile + r * kPanel + c));
         });
         const Vec scale = _mm512_set1_ps(encoder_.residual_scale);
-        for (int r = 0; r < block.rows; ++r) {
+        for_rows(block, [&](int r) {
             float *sums = block.room.sums + r * stride, *own = stream(block.first + r);
             const auto get = [&](int c, __mmask16 lanes) {
                 return _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, sums + c), bias(linear, c, lanes));
@@ -224,7 +241,7 @@ class Encoder {
             }
             if (after.weight) normalise<F32, F32>(own, after, width_, own);
             write(own, before, to.at(r));
-        }
+        });
     }
 
     // Writes a row of the stream, normalised where there is a norm.

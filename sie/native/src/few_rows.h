@@ -6,6 +6,7 @@
 namespace {
 
 constexpr int kFewAtOnce = 8;
+constexpr int kChainedRows = 2;  // more rows in bf16 are as fast in tiles of two (many_rows.h), and those read further ahead
 
 // Writes the sums of a tile for the rows from `row` on; sums has rows of kPairOutputs.
 using FewKernel = void (*)(const SieMatrix& matrix, const uint8_t* tile, const Rows& rows, int64_t row, float* sums);
@@ -43,10 +44,10 @@ __attribute__((noinline)) void multiply_floats(const SieMatrix& matrix, const ui
 }
 
 #ifdef __AVX512BF16__
-template <class, int kRows>
+template <int kRows>
 __attribute__((noinline)) void multiply_halves(const SieMatrix&, const uint8_t* tile, const Rows& rows, int64_t row,
                                                float* sums) {
-    constexpr int kChains = kRows < 4 ? 4 : 1;  // independent sums of one row
+    constexpr int kChains = 4;  // independent sums of one row
     Vec total[kRows][kChains];
     for (auto& each : total)
         for (Vec& sum : each) sum = _mm512_setzero_ps();
@@ -108,16 +109,18 @@ __attribute__((noinline)) void multiply_fixed(const SieMatrix& matrix, const uin
 #define SIE_FEW(kernel, W) \
     { kernel<W, 1>, kernel<W, 2>, kernel<W, 3>, kernel<W, 4>, kernel<W, 5>, kernel<W, 6>, kernel<W, 7>, kernel<W, 8> }
 
-// Returns the kernel for a number of rows, at most kFewAtOnce, of an input in the form of the format.
+// Returns the kernel for a number of rows, at most kFewAtOnce (kChainedRows in bf16), of an input in the form of the format.
 inline FewKernel few_kernel(int32_t format, int num_rows) {
 #ifdef __AVX512BF16__
-    static constexpr FewKernel kKernels[3][kFewAtOnce] = {
-        SIE_FEW(multiply_halves, Bf16Weights), SIE_FEW(multiply_fixed, Int8Weights), SIE_FEW(multiply_fixed, Int4Weights)};
+    static constexpr FewKernel kHalves[kChainedRows] = {multiply_halves<1>, multiply_halves<2>};
+    static constexpr FewKernel kFixed[2][kFewAtOnce] = {SIE_FEW(multiply_fixed, Int8Weights),
+                                                        SIE_FEW(multiply_fixed, Int4Weights)};
+    return format == kWeightBf16 ? kHalves[num_rows - 1] : kFixed[format == kWeightInt4][num_rows - 1];
 #else
     static constexpr FewKernel kKernels[3][kFewAtOnce] = {
         SIE_FEW(multiply_floats, Bf16Weights), SIE_FEW(multiply_floats, Int8Weights), SIE_FEW(multiply_floats, Int4Weights)};
-#endif
     return kKernels[format][num_rows - 1];
+#endif
 }
 #undef SIE_FEW
 

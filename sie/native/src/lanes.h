@@ -57,6 +57,15 @@ inline __mmask16 first_lanes(int count) {
     return count >= kLanes ? 0xFFFF : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
 }
 
+// Returns the lanes of 16 tokens, from `first` on, without those that must not be chosen.
+inline __mmask16 allowed_lanes(__mmask16 lanes, int64_t first, const int32_t* hidden, int num_hidden) {
+    for (int i = 0; i < num_hidden; ++i) {
+        const int64_t lane = hidden[i] - first;
+        if (lane >= 0 && lane < kLanes) lanes &= static_cast<__mmask16>(~(1u << lane));
+    }
+    return lanes;
+}
+
 inline __m512i broadcast_word(const void* from) {
     int32_t word;
     std::memcpy(&word, from, sizeof word);

@@ -2,6 +2,7 @@
 #pragma once
 #include "attention.h"
 #include "decoder.h"
+#include "draw.h"
 #include "encoder.h"
 #include "linear.h"
 #include "norm.h"
@@ -20,6 +21,7 @@ void pool_mean_f32_avx512(const void* hidden, int64_t width, const int32_t* boun
 void pool_mean_bf16_avx512(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to);
 void decode_f32_avx512(const SieDecoder& decoder, const SieDecoderStep& step);
 void decode_bf16_avx512(const SieDecoder& decoder, const SieDecoderStep& step);
+void draw_avx512(SieDraw* draws, int64_t count, char* scratch, int32_t num_threads);
 void linear_f32_avx512(const SieLinear& call);
 void linear_bf16_avx512(const SieLinear& call);
 

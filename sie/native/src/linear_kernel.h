@@ -18,7 +18,7 @@ inline void linear(const SieLinear& call) {
     }
     const int64_t room = (call.rows * row_bytes(matrix.inputs) + 63) / 64 * 64;
     const Product product{matrix, rows, call.rows, false, call.num_threads, scratch + room, unpacked_bytes(matrix.inputs)};
-    multiply_pairs(product, [&](int64_t row, int64_t pair, Vec left, Vec right) {
+    multiply_pairs(product, [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t) {
         const int64_t first = pair * kPairOutputs;
         Stored* to = static_cast<Stored*>(call.output) + row * call.output_stride + first;
         const int rest = static_cast<int>(matrix.outputs - first);

@@ -1,4 +1,4 @@
-// Multiplies many rows with packed weights in bf16, a pair of tiles at a time, which stays in the level 2 cache.
+// Multiplies rows with packed weights in bf16, a pair of tiles at a time, which stays in the level 2 cache.
 #pragma once
 #include "products.h"
 #include "rows.h"

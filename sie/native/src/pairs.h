@@ -20,8 +20,15 @@ struct Product {
     int64_t pairs() const { return (tiles() + 1) / 2; }
     int64_t left(int64_t pair) const { return is_gated ? pair : 2 * pair; }
     int64_t right(int64_t pair) const { return is_gated ? pair + pairs() : 2 * pair + 1; }
+    int64_t tile_bytes() const { return rows.groups() * group_bytes(matrix.format); }
     const uint8_t* tile(int64_t number) const {
-        return static_cast<const uint8_t*>(matrix.weights) + number * rows.groups() * group_bytes(matrix.format);
+        return static_cast<const uint8_t*>(matrix.weights) + number * tile_bytes();
+    }
+    // Returns the share of one block of rows in reading the next pair. Behind the last pair this reads nothing of use.
+    Ahead ahead(int64_t pair, int64_t block, int64_t blocks) const {
+        const int64_t skipped = tile_bytes() * block / blocks;
+        const auto of = [&](int64_t number) { return reinterpret_cast<const char*>(tile(number)) + skipped; };
+        return {of(left(pair + 1)), of(right(pair + 1)), tile_bytes() / (rows.groups() * kGroupInputs / 2 * blocks)};
     }
     // Returns the sums of a tile's outputs from a kernel's result.
     Vec finished(const float* sums, int64_t number) const {
@@ -40,7 +47,7 @@ void multiply_pair(const Product& product, int64_t pair, [[maybe_unused]] int32_
     const int64_t num_rows = product.num_rows, left = product.left(pair), right = product.right(pair);
     const bool has_right = right < product.tiles();
 #ifdef __AVX512BF16__
-    if (product.rows.form == Form::kHalves && num_rows > kFewAtOnce) {
+    if (product.rows.form == Form::kHalves && num_rows > kChainedRows) {
         uint32_t* room = reinterpret_cast<uint32_t*>(product.unpacked + thread * product.apart);
         const int words = static_cast<int>(product.rows.groups() * kGroupInputs / 2);
         const uint32_t* first = bf16_tile(product.matrix, product.tile(left), room);
@@ -50,7 +57,8 @@ void multiply_pair(const Product& product, int64_t pair, [[maybe_unused]] int32_
             const int64_t row = num_rows * block / blocks;
             const int count = static_cast<int>(num_rows * (block + 1) / blocks - row);
             const uint16_t* from = product.rows.halves(row);
-            DotProducts<Bf16>::run_halves<kLanes>(count, from, product.rows.stride(), first, second, words, sums);
+            DotProducts<Bf16>::run_halves<kLanes>(count, from, product.rows.stride(), first, second, words, sums,
+                                                  product.ahead(pair, block, blocks));
             with(row, count, sums);
         }
         return;
@@ -66,8 +74,8 @@ void multiply_pair(const Product& product, int64_t pair, [[maybe_unused]] int32_
     }
 }
 
-// Calls done(row, pair, left, right) for the finished sums of every row and pair. After the last tile, right has no
-// meaning.
+// Calls done(row, pair, left, right, thread) for the finished sums of every row and pair; each thread comes to the pairs in
+// ascending order. After the last tile, right has no meaning.
 template <class Done>
 void multiply_pairs(const Product& product, const Done& done) {
     constexpr int64_t kPiecesPerThread = 8;
@@ -80,7 +88,7 @@ void multiply_pairs(const Product& product, const Done& done) {
                 for (int r = 0; r < count; ++r) {
                     const float* own = sums + r * kPairOutputs;
                     const Vec left = product.finished(own, product.left(pair));
-                    done(first + r, pair, left, product.finished(own + kTileOutputs, product.right(pair)));
+                    done(first + r, pair, left, product.finished(own + kTileOutputs, product.right(pair)), thread);
                 }
             });
     });

@@ -21,7 +21,7 @@ using Number = F32;
 // Returns the input form for a matrix and a number of rows at this level.
 inline Form form_of(int32_t format, int64_t num_rows) {
     if (sizeof(Number::Stored) == 4) return Form::kFloats;
-    return format == kWeightBf16 || num_rows > kFewRows ? Form::kHalves : Form::kFixed;
+    return format == kWeightBf16 || num_rows > kFixedRows ? Form::kHalves : Form::kFixed;
 }
 
 struct FixedGroup {

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sie.native.decoder import Decoder, DecoderLayer, DecoderStep, decoder_scratch_bytes, run_decoder
 from sie.native.encoder import empty_aligned
+from sie.native.team import num_threads
 from sie.workers.generation.decoder_parts import DecoderParts, LayerParts
 from sie.workers.generation.norms import CompiledNorm
 from sie.workers.generation.paged_cache import LayerCache, PagedCache, Rule
@@ -29,6 +30,24 @@ class ObservedForms(NamedTuple):
     rules: Sequence[Rule]
     tables: Sequence[RotaryTable | None]
     embedding_scale: float
+
+
+class StepArrays(NamedTuple):
+    """A step's inputs in the forms of `DecoderStep`."""
+
+    ids: NDArray[np.int32]
+    blocks: NDArray[np.int32]
+    slots: NDArray[np.int64]
+    kept: NDArray[np.int32]
+
+
+class StepResult(NamedTuple):
+    """The addresses of what a step writes, and of the tokens that `best` leaves out; fields of `DecoderStep`."""
+
+    logits: int | None = None
+    best: int | None = None
+    hidden: int | None = None
+    hidden_ends: int | None = None
 
 
 class CompiledDecoder:
@@ -57,14 +76,44 @@ class CompiledDecoder:
             parts.activation, parts.is_gated, cache.block_tokens, cache.dtype == torch.bfloat16,
             seen.embedding_scale, parts.residual_scale, parts.logit_scale, parts.logit_cap, parts.norm.epsilon,
         )  # fmt: skip
+        matrices = [parts.head.matrix, *(m for one in self._layers for m in (one.qkv, one.out, one.up, one.down))]
+        self._num_weights = sum(matrix.inputs * matrix.outputs for matrix in matrices)
         self._num_positions = point_to_tables(self._layers, self._tables)
         self._scratch = empty_aligned(0)
+        self._logits = empty_aligned(0)
 
     def run(self, slots: Sequence[Slot]) -> Tensor:
         """Return the logits (k, vocabulary), float32, after each slot's `given_tokens.kept_tokens`.
 
-        Ids must be in the vocabulary. Blocks are written and read only up to each slot's last token.
+        They are valid until the next run: memory that stays costs a step no page faults. Ids must be in the vocabulary.
+        Blocks are written and read only up to each slot's last token.
         """
+        arrays = self._lay_out(slots)
+        logits = self._room(len(arrays.kept))
+        self._run(arrays, StepResult(logits=logits.data_ptr()))
+        return logits
+
+    def likeliest(self, slots: Sequence[Slot]) -> NDArray[np.int32]:
+        """Return the likeliest token, the first of equals, of each slot with draws; -1 where logits are not finite.
+
+        No slot may be scored. Tokens that a slot's first draw forbids are left out. No logits are stored.
+        """
+        arrays = self._lay_out(slots)
+        hidden: list[int] = []
+        ends: list[int] = []
+        for slot in slots:
+            if slot.draws:
+                hidden += slot.draws[0].forbidden
+                ends.append(len(hidden))
+        left_out, left_out_ends = np.array(hidden, np.int32), np.array(ends, np.int32)
+        best = np.empty(len(arrays.kept), np.int32)
+        self._run(
+            arrays,
+            StepResult(best=best.ctypes.data, hidden=left_out.ctypes.data, hidden_ends=left_out_ends.ctypes.data),
+        )
+        return best
+
+    def _lay_out(self, slots: Sequence[Slot]) -> StepArrays:
         block_tokens = self._record.block_tokens
         ids = slots[0].token_ids if len(slots) == 1 else np.concatenate([slot.token_ids for slot in slots])
         table: list[tuple[int, int, int, int]] = []
@@ -84,27 +133,25 @@ class CompiledDecoder:
                 kept.append(num_tokens - 1)
         if num_positions > self._num_positions:
             self._num_positions = point_to_tables(self._layers, self._tables, num_positions)
-        logits = torch.empty(len(kept), self._vocabulary)
-        self._run(
+        return StepArrays(
             np.ascontiguousarray(ids, np.int32),
             np.array(blocks, np.int32),
             np.array(table, np.int64),
             np.array(kept, np.int32),
-            logits,
         )
-        return logits
 
-    def _run(
-        self,
-        ids: NDArray[np.int32],
-        blocks: NDArray[np.int32],
-        slots: NDArray[np.int64],
-        kept: NDArray[np.int32],
-        logits: Tensor,
-    ) -> None:
+    def _room(self, num_rows: int) -> Tensor:
+        num_bytes = 4 * num_rows * self._vocabulary
+        if len(self._logits) < num_bytes:
+            self._logits = empty_aligned(num_bytes)
+        return torch.from_numpy(self._logits[:num_bytes].view(np.float32)).view(num_rows, self._vocabulary)
+
+    def _run(self, arrays: StepArrays, result: StepResult) -> None:
+        ids, blocks, slots, kept = arrays
+        threads = num_threads(torch.get_num_threads(), self._num_weights, len(ids))
         step = DecoderStep(
-            ids.ctypes.data, blocks.ctypes.data, slots.ctypes.data, kept.ctypes.data, logits.data_ptr(), None,
-            len(ids), len(slots), len(kept), torch.get_num_threads(),
+            ids.ctypes.data, blocks.ctypes.data, slots.ctypes.data, kept.ctypes.data, *result, None,
+            len(ids), len(slots), len(kept), threads,
         )  # fmt: skip
         num_bytes = decoder_scratch_bytes(self._record, step)
         if len(self._scratch) < num_bytes:

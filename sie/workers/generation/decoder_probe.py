@@ -26,6 +26,7 @@ from sie.workers.generation.paged_cache import PagedCache, Rule
 from sie.workers.model_api import Draw, Slot
 from sie.workers.packed.formulas import UnknownPartsError, embedding_scale
 from sie.workers.packed.rotary_tables import rotary_tables, watching
+from sie.workers.prepared import session
 
 if TYPE_CHECKING:
     from sie.workers.generation.runner import TextGenerator
@@ -44,13 +45,15 @@ def choose_decoder(runner: TextGenerator, cache: PagedCache, rules: Sequence[Rul
     if cache.device.type != "cpu":
         return None
     model_id = runner.card.id
+    known: float | None = session.recall("decoder_distance")
     try:
         with torch.inference_mode():
             decoder = _compile(runner, cache, rules)
-            distance = _compare(runner, cache, decoder)
+            distance = _compare(runner, cache, decoder) if known is None else known
     except UnknownPartsError as error:
         _log.info("%s: steps run without the compiled decoder: %s", model_id, error)
         return None
+    session.remember("decoder_distance", distance)
     if not distance < _MAX_DIFFERENCE[cache.dtype]:
         _log.warning("%s: steps run without the compiled decoder: its logits differ by %.2g", model_id, distance)
         return None
@@ -122,7 +125,7 @@ def _compare(runner: TextGenerator, cache: PagedCache, decoder: CompiledDecoder)
     ]
     expected = [runner.run_logits(slots) for slots in steps]
     cache.clear((*own, *other))
-    found = [decoder.run(slots) for slots in steps]
+    found = [decoder.run(slots).clone() for slots in steps]
     cache.clear((*own, *other))
     pairs = [(a, b) for one, two in zip(found, expected, strict=True) for a, b in zip(one, two, strict=True)]
     return median(relative_distance(a, b) for a, b in pairs)

@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -124,6 +125,16 @@ class GrammarCompiler:
     def read_vocabulary(self, vocab_size: int) -> None:
         """Read the tokens before a grammar needs them: 262,144 take seconds, too long for a request to wait."""
         self._vocabulary(vocab_size)
+
+    def start_reading(self, vocab_size: int) -> None:
+        """Read the tokens on a thread of their own, for a model that must answer now; a grammar waits for them."""
+        reading = threading.Thread(target=self._try_reading, args=(vocab_size,), name="read-vocabulary", daemon=True)
+        with suppress(RuntimeError):  # for example a thread limit: the first grammar reads them
+            reading.start()
+
+    def _try_reading(self, vocab_size: int) -> None:
+        with suppress(BadRequest):  # a request with a grammar will get the error
+            self._vocabulary(vocab_size)
 
     def _vocabulary(self, vocab_size: int) -> tuple[LLTokenizer, Spellings]:
         with self._lock:

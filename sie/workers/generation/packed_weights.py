@@ -29,6 +29,7 @@ from sie.native.linear import (
     run_linear,
     scratch_bytes,
 )
+from sie.workers.prepared import session
 
 Bits = Literal[16, 8, 4]
 
@@ -60,16 +61,21 @@ class Quantised:
         """Round weight (outputs, inputs), float32 or bfloat16, without keeping a reference to it."""
         self.bits: Bits = bits
         self.shape: tuple[int, int] = (weight.shape[0], weight.shape[1])
-        packed: list[NDArray[np.uint8]] = []
-        for rows in _chunks(weight):
-            if bits == 16:
-                packed.append(pack_bf16(rows.to(torch.bfloat16).contiguous().view(torch.uint16).numpy()))
-            elif bits == 8:
-                packed.append(pack_int8(*round_int8(rows.float())))
-            else:
-                packed.append(pack_int4(*round_int4(rows.float())))
-        self.packed = empty_aligned(sum(part.nbytes for part in packed))
-        np.concatenate(packed, out=self.packed)
+        self.packed = session.array("packed", lambda: _pack(weight, bits), f"{bits} bits of {self.shape}")
+
+
+def _pack(weight: Tensor, bits: Bits) -> NDArray[np.uint8]:
+    packed: list[NDArray[np.uint8]] = []
+    for rows in _chunks(weight):
+        if bits == 16:
+            packed.append(pack_bf16(rows.to(torch.bfloat16).contiguous().view(torch.uint16).numpy()))
+        elif bits == 8:
+            packed.append(pack_int8(*round_int8(rows.float())))
+        else:
+            packed.append(pack_int4(*round_int4(rows.float())))
+    whole = empty_aligned(sum(part.nbytes for part in packed))
+    np.concatenate(packed, out=whole)
+    return whole
 
 
 def _chunks(weight: Tensor) -> Iterator[Tensor]:
@@ -144,7 +150,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = quantised.shape
         self._packed = quantised.packed
-        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self._bias = None if bias is None else session.tensor("packed bias", lambda: bias.detach().float().contiguous())
         self.matrix = Matrix(
             weights=self._packed.ctypes.data, codebook=_CODES.ctypes.data,
             bias=None if self._bias is None else self._bias.data_ptr(),
@@ -222,7 +228,8 @@ def _weight_of(layer: Any) -> Tensor | None:
 
 def _rounded(weight: Tensor, bias: Tensor | None, bits: Bits, dtype: torch.dtype) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(dequantise(weight, bits).to(dtype), requires_grad=False)
+    values = weight if session.is_skeleton() else dequantise(weight, bits)
+    layer.weight = nn.Parameter(values.to(dtype), requires_grad=False)
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
     return layer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -40,12 +42,11 @@ class LayerCache:
     __slots__ = ("cache", "keys", "rows_of_keys", "rows_of_values", "values", "window")
 
     def __init__(self, cache: PagedCache, form: LayerForm) -> None:
-        # On a CPU, zeroed memory is claimed at the first write, not here.
         shape = (cache.num_blocks + 1, cache.block_tokens)
         self.cache = cache
         self.window = form.window
-        self.keys = torch.zeros(*shape, *form.key_shape, dtype=form.dtype, device=cache.device)
-        self.values = torch.zeros(*shape, *form.value_shape, dtype=form.dtype, device=cache.device)
+        self.keys = _zeros((*shape, *form.key_shape), form.dtype, cache.device)
+        self.values = _zeros((*shape, *form.value_shape), form.dtype, cache.device)
         self.rows_of_keys = self.keys.flatten(0, 1)
         self.rows_of_values = self.values.flatten(0, 1)
 
@@ -89,6 +90,18 @@ class PagedCache:
 
 
 _PLACE = "_sie_paged"
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; on a CPU the system claims their memory at the first write.
+
+    `torch.zeros` writes all of it, and so does `calloc` where it finds memory that was used before.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    room = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(room, dtype=dtype).view(shape)
 
 
 class Rule(NamedTuple):

@@ -33,6 +33,7 @@ from sie.workers.generation.paged_cache import LayerForm, PagedCache
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.varlen import why_gathered
 from sie.workers.model_api import Draw, Slot
+from sie.workers.prepared import session
 
 _KNOWN_LAYERS = ("full_attention", "sliding_attention", "attention")
 _MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
@@ -61,8 +62,9 @@ def make_pageable(
     """
     block_tokens = settings.kv_block_tokens
     sequence = _probe_sequence(model, block_tokens)
+    is_proved: bool | None = session.recall("is_pageable")
     with torch.inference_mode():
-        expected = _run_whole(card.id, model, sequence, device)
+        expected = None if is_proved else _run_whole(card.id, model, sequence, device)
         recorder = _record(card.id, model, sequence, device)
     layers = recorder.layers
     forms = [form for _, form in layers]
@@ -80,9 +82,11 @@ def make_pageable(
     token_bytes = sum(form.token_bytes for form in forms)
     num_blocks = count_blocks(card, token_bytes, device, settings, pressure_pct=pressure_pct, run_step=run_step)
     runner = make_runner(num_blocks)
-    _choose_reading(runner, sequence, expected)
+    if expected is not None:
+        _choose_reading(runner, sequence, expected)
+        session.remember("is_pageable", True)
     runner.decoder = choose_decoder(runner, runner.cache, recorder.rules)
-    if runner.capture_decoding(settings.max_sequences, blocks_of_a_choice(card, settings)):
+    if expected is not None and runner.capture_decoding(settings.max_sequences, blocks_of_a_choice(card, settings)):
         _check_graphs(runner, sequence, expected)
     return runner
 

@@ -26,7 +26,7 @@ from sie.workers.generation.graphs import Answers, DecodeGraphs, try_capture
 from sie.workers.generation.masks import FindHidden, MaskThread, find_hidden
 from sie.workers.generation.packed_weights import PackedLinear
 from sie.workers.generation.paged_cache import PagedCache
-from sie.workers.generation.sampling import choose
+from sie.workers.generation.sampling import can_leave_out_logits, choose, chosen_tokens
 from sie.workers.generation.step_layout import StepLayout, lay_out
 from sie.workers.generation.varlen import MixedStep, can_attend
 from sie.workers.model_api import Chosen, Draw, Matcher, RowStep, Slot, StepOutputs
@@ -74,6 +74,12 @@ class TextGenerator:
         drawing = [slot for slot in slots if slot.draws]
         draws: list[Draw] = [draw for slot in drawing for draw in slot.draws]
         rows = [row for row, slot in enumerate(drawing) for _ in slot.draws]
+        if self.decoder is not None and can_leave_out_logits(slots):
+            with torch.inference_mode():
+                self._prepare(slots, copies)
+                best = self.decoder.likeliest(slots).tolist()
+            chosen = iter(chosen_tokens(best, rows))
+            return [tuple(next(chosen) for _ in slot.draws) for slot in slots]
         with torch.inference_mode(), self._hiding(draws) as hidden:
             answers = self._run(slots, copies)
             if any(slot.scored is not None for slot in slots):
@@ -97,12 +103,16 @@ class TextGenerator:
     @torch.inference_mode()
     def run_logits(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
         """Return the logits (k, vocabulary) after the `kept_tokens` of each slot. Raises BadRequest."""
-        return self._run(slots, copies).logits
+        logits = self._run(slots, copies).logits
+        return logits if self.decoder is None else logits.clone()
 
-    def _run(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> Answers:
+    def _prepare(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> None:
         self._take_device()
         self._check(np.concatenate([slot.token_ids for slot in slots]))
         self.cache.copy(copies)
+
+    def _run(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> Answers:
+        self._prepare(slots, copies)
         if self.decoder is not None:
             return Answers(self.decoder.run(slots))
         captured = None if self._graphs is None else self._graphs.run(slots)
@@ -144,6 +154,10 @@ class TextGenerator:
     def prepare_grammars(self) -> None:
         """Read the vocabulary before the first grammar needs it. Raises BadRequest for an unreadable tokenizer."""
         self._grammars.read_vocabulary(self.vocab_size)
+
+    def start_grammars(self) -> None:
+        """Start to read the vocabulary beside the first steps."""
+        self._grammars.start_reading(self.vocab_size)
 
     def _take_device(self) -> None:
         """Select the model's GPU in this thread, which did not load the model: Triton and CUDA graphs require it."""

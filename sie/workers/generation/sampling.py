@@ -14,13 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from sie.native import draw as native_draw
 from sie.values.errors import NonFinite, SieError
 from sie.values.generate import Sampling, TokenLogprob
 from sie.workers.device.device import move, read
 from sie.workers.generation.masks import FindHidden, Hidden, find_hidden
-from sie.workers.model_api import Chosen, Draw
+from sie.workers.model_api import Chosen, Draw, Slot
 
 _GREEDY_BELOW = 1e-7
 """Below this temperature, a draw takes the likeliest token."""
@@ -62,7 +64,32 @@ def choose(
     """
     if all(_is_plain(draw) for draw in draws):
         found = read(likeliest(logits) if best is None else best).tolist()
-        return [Chosen(token_id) for token_id in _checked([found[row] for row in rows])]
+        return chosen_tokens(found, rows)
+    if _can_draw_compiled(logits):
+        return _choose_compiled(logits, rows, draws, hidden)
+    return _choose_by_torch(logits, rows, draws, hidden)
+
+
+def chosen_tokens(found: Sequence[int], rows: Sequence[int]) -> list[Chosen]:
+    """Return the token of each draw; draws[i] is from row rows[i]. Raises NonFinite for -1."""
+    return [Chosen(token_id) for token_id in _checked([found[row] for row in rows])]
+
+
+def can_leave_out_logits(slots: Sequence[Slot]) -> bool:
+    """Tell whether the likeliest allowed token of each slot is all that a step is asked for."""
+    return all(
+        slot.scored is None
+        and all(
+            _is_simple(draw) and is_greedy(draw.sampling) and draw.forbidden == slot.draws[0].forbidden
+            for draw in slot.draws
+        )
+        for slot in slots
+    )
+
+
+def _choose_by_torch(
+    logits: Tensor, rows: Sequence[int], draws: Sequence[Draw], hidden: FindHidden | None
+) -> list[Chosen]:
     raw = logits[_to(rows, logits.device)] if list(rows) != list(range(len(logits))) else logits
     raw = raw.float()
     scores = _adjusted(raw, draws, hidden() if hidden is not None else find_hidden(draws, raw.shape[1]))
@@ -113,14 +140,12 @@ def is_greedy(sampling: Sampling) -> bool:
 
 def _is_plain(draw: Draw) -> bool:
     """Tell whether a draw needs only the likeliest token of the unchanged logits."""
-    return (
-        is_greedy(draw.sampling)
-        and not draw.forbidden
-        and not draw.sampling.logit_bias
-        and not _has_penalty(draw)
-        and draw.matcher is None
-        and draw.logprobs is None
-    )
+    return is_greedy(draw.sampling) and not draw.forbidden and _is_simple(draw)
+
+
+def _is_simple(draw: Draw) -> bool:
+    """Tell whether a draw is from unchanged logits, except for forbidden tokens, and reports only its token."""
+    return not draw.sampling.logit_bias and not _has_penalty(draw) and draw.matcher is None and draw.logprobs is None
 
 
 def _has_penalty(draw: Draw) -> bool:
@@ -137,6 +162,45 @@ def _is_filtered(sampling: Sampling) -> bool:
 
 def _to(numbers: Sequence[int], device: torch.device) -> Tensor:
     return move(torch.tensor(numbers, dtype=torch.int64), device)
+
+
+# --- compiled draws -------------------------------------------------------------------------------------------------
+
+
+def _can_draw_compiled(logits: Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.dtype == torch.float32 and native_draw.can_draw()
+
+
+def _choose_compiled(
+    logits: Tensor, rows: Sequence[int], draws: Sequence[Draw], hidden: FindHidden | None
+) -> list[Chosen]:
+    """Choose like `choose`: the library draws what is simple, torch the rest."""
+    simple = [i for i, draw in enumerate(draws) if _is_simple(draw)]
+    others = [i for i, draw in enumerate(draws) if not _is_simple(draw)]
+    chosen: dict[int, Chosen] = {}
+    if simple:
+        logits = logits.contiguous()
+        forbidden = {i: np.array(draws[i].forbidden, np.int32) for i in simple}
+        records = [_record(logits[rows[i]], draws[i], forbidden[i]) for i in simple]
+        found = native_draw.draw_tokens(records, torch.get_num_threads())
+        chosen.update(zip(simple, map(Chosen, _checked(found)), strict=True))
+    if others:
+        found_others = _choose_by_torch(logits, [rows[i] for i in others], [draws[i] for i in others], hidden)
+        chosen.update(zip(others, found_others, strict=True))
+    return [chosen[i] for i in range(len(draws))]
+
+
+def _record(row: Tensor, draw: Draw, forbidden: NDArray[np.int32]) -> native_draw.Draw:
+    sampling = draw.sampling
+    is_sampled = not is_greedy(sampling)
+    return native_draw.Draw(
+        logits=row.data_ptr(), hidden=forbidden.ctypes.data, num_hidden=len(forbidden), vocabulary=len(row),
+        number=uniform(sampling.seed, draw.choice, draw.position) if is_sampled else 0.0,
+        temperature=sampling.temperature if is_sampled else 1.0,
+        top_p=sampling.top_p if is_sampled and 0 < sampling.top_p < 1 else 1.0,
+        min_p=sampling.min_p if is_sampled and 0 < sampling.min_p < 1 else 0.0,
+        top_k=sampling.top_k if is_sampled else 1,
+    )  # fmt: skip
 
 
 # --- before the temperature -----------------------------------------------------------------------------------------

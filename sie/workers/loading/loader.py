@@ -13,7 +13,9 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils import logging as transformers_logging
 
 from sie.catalog.architecture import (
@@ -44,6 +46,8 @@ from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.weight_formats import choose_format, join_and_pack
 from sie.workers.loading.renamed_weights import read_renamed_weights
+from sie.workers.prepared import session
+from sie.workers.prepared.placing import place_weights
 from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel
 from sie.workers.runners.dual import DualRunner, build_dual_runner
 from sie.workers.runners.encode import Backbone, EncodeRunner, Execution
@@ -260,9 +264,12 @@ def load_generator(
         choose_products(model)
     on_progress(0.8, "comparing paged with whole sequences")
     runner = make_pageable(card, model, device, settings, form.name, pressure_pct=pressure_pct)
-    on_progress(0.9, "reading the vocabulary for grammars")
-    with suppress(BadRequest):  # a request with a grammar will get the error
-        runner.prepare_grammars()
+    if session.is_skeleton():  # a restarted worker should serve at once
+        runner.start_grammars()
+    elif not session.is_trial():
+        on_progress(0.9, "reading the vocabulary for grammars")
+        with suppress(BadRequest):  # a request with a grammar will get the error
+            runner.prepare_grammars()
     on_progress(1.0, f"{runner.num_blocks} blocks of {runner.block_tokens} tokens")
     return runner
 
@@ -290,6 +297,8 @@ def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None =
     config = read_model_config(card.id, card.directory, card.config_changes, card.config_part)
     config.use_cache = False  # a decoder would keep keys and values that are never read
     auto = choose_class(card.id, config)
+    if session.is_skeleton():
+        return _build_skeleton(card, config, auto)
     try:
         if card.weight_names:
             model, report = _build_renamed(card, config, auto)
@@ -319,7 +328,21 @@ def _build_renamed(card: ModelCard, config: PretrainedConfig, auto: Any) -> tupl
 
         cls = VARIANTS[card.layers]
         config.qk_norm = any(".q_proj.norm." in name for name in weights)  # type: ignore[attr-defined]  # only for them
+        session.remember("qk_norm", config.qk_norm)  # type: ignore[attr-defined]
     return cls.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True)
+
+
+def _build_skeleton(card: ModelCard, config: PretrainedConfig, auto: Any) -> PreTrainedModel:
+    """Build a model without weights, on the meta device: `_convert` puts prepared ones in their places."""
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        if card.layers:
+            from sie.workers.loading.variants import VARIANTS  # as above
+
+            config.qk_norm = session.recall("qk_norm")  # type: ignore[attr-defined]
+            model = VARIANTS[card.layers](config)
+        else:
+            model = auto.from_config(config, dtype=torch.float32)
+    return model.eval().requires_grad_(False)
 
 
 def _read_gguf(card: ModelCard) -> PreTrainedModel:
@@ -329,6 +352,8 @@ def _read_gguf(card: ModelCard) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     path = Path(card.generate.gguf_file)
     auto: Any = AutoModelForCausalLM
+    if session.is_skeleton():
+        return _build_skeleton(card, AutoConfig.for_model(**session.recall("config")), auto)
     try:
         with reading_with(WeightsReader):
             model, report = auto.from_pretrained(
@@ -343,6 +368,7 @@ def _read_gguf(card: ModelCard) -> PreTrainedModel:
             raise
         raise refuse(card.id, f"transformers cannot read this GGUF file: {error}") from error
     model.config.use_cache = False
+    session.remember("config", model.config.to_dict())
     _check_complete(card, report)
     return model.eval().requires_grad_(False)
 
@@ -378,8 +404,10 @@ def _convert(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -
     kept = set(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         kept |= set(model._keep_in_fp32_modules or ())
-    for name, weight in model.named_parameters():
-        if not kept.intersection(name.split(".")):
-            weight.data = weight.data.to(device, dtype)
+
+    def convert(name: str, weight: Tensor) -> Tensor:
+        return weight if kept.intersection(name.split(".")) else weight.to(device, dtype)
+
+    place_weights(model, convert)
     model.config.dtype = dtype
     torch.nn.Module.to(model, device)

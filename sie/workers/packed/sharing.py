@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from sie.runtime.logs import get_logger
+from sie.workers.prepared import session
+from sie.workers.prepared.session import MissingWeightsError
 
 _log = get_logger(__name__)
 _MAX_DIFFERENCE = 1e-4
@@ -102,10 +104,19 @@ def share_inputs(model: Any, sample: Tensor) -> int:
     If the joined model fails or its results differ, all original layers are restored. Raises what the model raises
     before that.
     """
+    known = session.recall("shared_inputs")
+    if known is not None:
+        for parent, names in known:
+            _join(model.get_submodule(parent), names)
+        return sum(len(names) for _, names in known)
+    if session.is_skeleton():  # no forward pass shows what it computes
+        raise MissingWeightsError("shared inputs are not in the file")
     with torch.no_grad():  # not inference_mode: the new parameters remain in the model
         with _watching(model) as calls:
             expected = _run(model, sample)
         groups = _groups(model, calls)
+        names_of = {module: name for name, module in model.named_modules()}
+        named = [(names_of[parent], names) for parent, names in groups]
         originals = [(parent, name, getattr(parent, name)) for parent, names in groups for name in names]
         for parent, names in groups:
             _join(parent, names)
@@ -118,8 +129,8 @@ def share_inputs(model: Any, sample: Tensor) -> int:
     if not is_same:
         for parent, name, layer in originals:
             setattr(parent, name, layer)
-        return 0
-    return len(originals)
+    session.remember("shared_inputs", named if is_same else [])
+    return len(originals) if is_same else 0
 
 
 def _run(model: Any, sample: Tensor) -> Tensor:

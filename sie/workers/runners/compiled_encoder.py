@@ -33,6 +33,7 @@ from sie.native.encoder import (
     pad_panels,
     run_encoder,
 )
+from sie.native.team import num_threads
 from sie.workers.device.memory import measure
 from sie.workers.packed import attention
 from sie.workers.packed.attention import AttentionRule, Boundaries, packed_step
@@ -40,6 +41,7 @@ from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.packed.formulas import UnknownPartsError, embedding_scale
 from sie.workers.packed.rotary_tables import RotaryTable, Seen, point_to_tables, rotary_tables, watching
 from sie.workers.packed.rounded_linear import MAX_INPUTS, RoundedLinear
+from sie.workers.prepared import session
 from sie.workers.runners.encoder_parts import EncoderParts, LayerParts, Linear, NormParts, find_parts
 
 _GATE_OUTPUTS = 16
@@ -95,14 +97,16 @@ class CompiledEncoder:
             max(layer.down.in_features for layer in parts.layers), parts.activation, self._is_gated, norm.is_rms, level,
             0 if seen.biases is None else seen.biases.shape[1] // 2, norm.epsilon, seen.embedding_scale, _residual_scale(model),
         )  # fmt: skip
+        dense = [linear for one in self._layers for linear in (one.qkv, one.out, one.up, one.down)]
+        self._num_weights = sum(linear.inputs * linear.outputs for linear in dense)
         self._num_positions = point_to_tables(self._layers, self._tables)
         self._scratch = empty_aligned(0)
 
     def run(self, batch: PackedBatch, position_offset: int) -> Tensor:
         """Return (t, d) hidden states in the model's format; ids, positions and types must be in its tables."""
         num_tokens = len(batch.input_ids)
-        num_threads = torch.get_num_threads()
-        num_bytes = encoder_scratch_bytes(self._record, num_tokens, batch.max_length, num_threads)
+        threads = num_threads(torch.get_num_threads(), self._num_weights, num_tokens)
+        num_bytes = encoder_scratch_bytes(self._record, num_tokens, batch.max_length, threads)
         if len(self._scratch) < num_bytes:
             self._scratch = empty_aligned(num_bytes)
         if batch.max_length + position_offset > self._num_positions:
@@ -120,7 +124,7 @@ class CompiledEncoder:
             num_tokens,
             len(batch.cu_seqlens) - 1,
             batch.max_length,
-            num_threads,
+            threads,
         )
         run_encoder(self._record, step)
         return hidden
@@ -141,24 +145,34 @@ class CompiledEncoder:
         order = _gated if is_gated else _as_it_is
         has_bias = any(part.bias is not None for part in parts)
         bias = self._floats(order(torch.cat([_bias(part) for part in parts]))) if has_bias else None
+        inputs = parts[0].in_features
+        outputs = len(order(torch.empty(sum(part.out_features for part in parts), 1, device="meta")))
         if rounded:
-            return self._rounded(rounded, order, bias)
-        weight = order(torch.cat([part.weight for part in parts if isinstance(part, nn.Linear)]))
-        outputs, inputs = weight.shape
-        panels = pack_panels(weight.data_ptr(), outputs, inputs, self._room, is_bf16=self._is_bf16)
+            return self._rounded(rounded, order, bias, outputs)
+
+        def pack() -> np.ndarray:
+            weight = order(torch.cat([part.weight for part in parts if isinstance(part, nn.Linear)]))
+            return pack_panels(weight.data_ptr(), outputs, inputs, self._room, is_bf16=self._is_bf16).view(np.uint8)
+
+        panels = session.array("panels", pack, f"{self._dtype} {outputs, inputs}")
         self._keep(panels)
         return Dense(panels.ctypes.data, bias, None, None, inputs, outputs)
 
-    def _rounded(self, parts: list[RoundedLinear], order: Callable[[Tensor], Tensor], bias: int | None) -> Dense:
-        numbers = order(torch.cat([part.numbers for part in parts]))
-        panels = pack_bytes(numbers.numpy(), self._room)
+    def _rounded(
+        self, parts: list[RoundedLinear], order: Callable[[Tensor], Tensor], bias: int | None, outputs: int
+    ) -> Dense:
+        def pack() -> np.ndarray:
+            numbers = order(torch.cat([part.numbers for part in parts]))
+            return pack_bytes(numbers.numpy(), self._room).view(np.uint8)
+
+        panels = session.array("panels", pack, f"int8 {outputs, parts[0].in_features}")
         scales, sums = (
             pad_panels(order(torch.cat(values)).numpy())
             for values in ([part.scales for part in parts], [part.sums for part in parts])
         )
         for array in (panels, scales, sums):
             self._keep(array)
-        return Dense(panels.ctypes.data, bias, scales.ctypes.data, sums.ctypes.data, parts[0].in_features, len(numbers))
+        return Dense(panels.ctypes.data, bias, scales.ctypes.data, sums.ctypes.data, parts[0].in_features, outputs)
 
     def _norm(self, norm: NormParts | None) -> Norm:
         if norm is None:

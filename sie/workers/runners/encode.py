@@ -51,7 +51,8 @@ class Backbone:
         self._rotations = find_rotations(model)
         self.compiled: CompiledEncoder | None = None
         """Runs the steps without adapters, if the model has a compiled form."""
-        self._compiled_tokens = 0
+        self.compiled_tokens = 0
+        """Most tokens of a step in the compiled form."""
         rounded = [module for module in model.modules() if isinstance(module, RoundedLinear)]
         self.rounded_bytes = sum(linear.nbytes for linear in rounded)
         """Bytes of 8-bit linear layers; 0 if it has none."""
@@ -65,10 +66,10 @@ class Backbone:
     def use_compiled(self, compiled: CompiledEncoder, max_tokens: int | None) -> None:
         """Run steps of at most max_tokens tokens (None: all steps) in the model's compiled form."""
         self.compiled = compiled
-        self._compiled_tokens = sys.maxsize if max_tokens is None else max_tokens
+        self.compiled_tokens = sys.maxsize if max_tokens is None else max_tokens
 
     def _is_for_compiled(self, batch: PackedBatch) -> bool:
-        return not self.lora_rows.parts and len(batch.input_ids) <= self._compiled_tokens
+        return not self.lora_rows.parts and len(batch.input_ids) <= self.compiled_tokens
 
     @property
     def compiled_bytes(self) -> int:

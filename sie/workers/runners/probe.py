@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,8 +23,10 @@ from sie.workers.device.faults import raise_if_lost
 from sie.workers.packed import attention
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.packed.formulas import UnknownPartsError
+from sie.workers.prepared import session
+from sie.workers.prepared.session import MissingWeightsError
 from sie.workers.runners.classify import TokenModel
-from sie.workers.runners.compiled_encoder import compile_encoder
+from sie.workers.runners.compiled_encoder import CompiledEncoder, compile_encoder
 from sie.workers.runners.encode import Backbone, Execution
 from sie.workers.runners.score import HeadView, ScoreModel
 
@@ -43,9 +46,30 @@ _MAX_HEAD_DIFFERENCE = 0.1
 def choose_execution(model_id: str, backbone: Backbone) -> Execution:
     """Run the model both ways, choose how it runs from now on, and configure it for that.
 
-    Raises ModelLoadFailed if the model gives values that are not finite in this format. An error under the library's
-    own attention passes through.
+    A load of prepared weights takes the choice of the load that prepared them. Raises ModelLoadFailed if the model gives
+    values that are not finite in this format. An error under the library's own attention passes through.
     """
+    known = session.recall("execution")
+    if known is not None:
+        return _resume(model_id, backbone, Execution(**known["execution"]), known["compiled"])
+    execution = _try_executions(model_id, backbone)
+    compiled = None if backbone.compiled is None else {"max_tokens": backbone.compiled_tokens}
+    session.remember("execution", {"execution": msgspec.to_builtins(execution), "compiled": compiled})
+    return execution
+
+
+def _resume(model_id: str, backbone: Backbone, execution: Execution, compiled: dict[str, int] | None) -> Execution:
+    """Configure the model for an execution that was chosen for the same weights, library and processor."""
+    if execution.packed:
+        attention.register()
+        backbone.model.set_attn_implementation(attention.NAME)
+    form = None if compiled is None else _compile(model_id, backbone)
+    if compiled is not None and form is not None:
+        backbone.use_compiled(form, compiled["max_tokens"])
+    return execution
+
+
+def _try_executions(model_id: str, backbone: Backbone) -> Execution:
     model = backbone.model
     batch = pack_sequences(probe_sequences(backbone))
     own = model.config._attn_implementation or "eager"
@@ -92,13 +116,8 @@ def _choose_compiled(
     Returns that execution. On a processor for which the library's products are better optimised, the library runs large
     steps.
     """
-    try:
-        compiled = compile_encoder(backbone.model)
-    except UnknownPartsError as error:
-        _log.info("%s: steps run without the compiled encoder: %s", model_id, error)
-        return None
-    except Exception as error:  # an unknown architecture may raise anything; the library still runs it
-        _log.warning("%s: steps run without the compiled encoder: %s: %s", model_id, type(error).__name__, error)
+    compiled = _compile(model_id, backbone)
+    if compiled is None:
         return None
     most = _max_difference(backbone, expected)
     execution = next(
@@ -124,6 +143,18 @@ def _choose_compiled(
     return None
 
 
+def _compile(model_id: str, backbone: Backbone) -> CompiledEncoder | None:
+    try:
+        return compile_encoder(backbone.model)
+    except UnknownPartsError as error:
+        _log.info("%s: steps run without the compiled encoder: %s", model_id, error)
+    except MissingWeightsError:
+        raise
+    except Exception as error:  # an unknown architecture may raise anything; the library still runs it
+        _log.warning("%s: steps run without the compiled encoder: %s: %s", model_id, type(error).__name__, error)
+    return None
+
+
 def _fastest_s(run: Callable[[], object]) -> float:
     """Return this thread's processor time in the fastest of a few runs, so that a busy machine has no influence."""
     times: list[float] = []
@@ -140,6 +171,9 @@ def choose_scoring(model_id: str, scorer: ScoreModel) -> tuple[Execution, HeadVi
     The head is compared under the library's own attention, on equal hidden states, so that rounding does not cause the
     difference. Raises ModelLoadFailed as `choose_execution` does.
     """
+    known: HeadView | None = session.recall("view")
+    if known is not None:
+        return (Execution(packed=False) if known == "model" else choose_execution(model_id, scorer.backbone)), known
     batch = pack_sequences(probe_sequences(scorer.backbone))
     with torch.inference_mode():
         expected = scorer.run_whole(batch)
@@ -155,6 +189,7 @@ def choose_scoring(model_id: str, scorer: ScoreModel) -> tuple[Execution, HeadVi
             raise_if_lost(error)
             _log.info("%s: its head cannot run separately: %s", model_id, error)
             view = "model"
+    session.remember("view", view)
     if view == "model":
         _note_unpacked(model_id, scorer.backbone, "its head needs the whole model")
         return Execution(packed=False), view
@@ -166,6 +201,9 @@ def choose_token_classification(model_id: str, classifier: TokenModel) -> tuple[
 
     The head is compared as in `choose_scoring`. Raises ModelLoadFailed as `choose_execution` does.
     """
+    known: bool | None = session.recall("is_whole")
+    if known is not None:
+        return (Execution(packed=False) if known else choose_execution(model_id, classifier.backbone)), known
     batch = pack_sequences(probe_sequences(classifier.backbone))
     with torch.inference_mode():
         expected = classifier.run_whole(batch)
@@ -178,6 +216,7 @@ def choose_token_classification(model_id: str, classifier: TokenModel) -> tuple[
             raise_if_lost(error)
             _log.info("%s: its head cannot run separately: %s", model_id, error)
             is_whole = True
+    session.remember("is_whole", is_whole)
     if is_whole:
         _note_unpacked(model_id, classifier.backbone, "its head needs the whole model")
         return Execution(packed=False), True

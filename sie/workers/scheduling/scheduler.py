@@ -10,13 +10,20 @@ import math
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from sie.workers.scheduling.ceilings import Ceiling
 from sie.workers.scheduling.queue_policy import order_by_policy
 from sie.workers.scheduling.waiting import Budget, Refused, Step, WaitingItem
+
+OVERTAKING: Final = 3
+"""Work that may overtake an item, in multiples of its own.
+
+0 would be the order of arrival, in which a query waits for every document before it. The more, the longer a long text
+waits where there is always a short one (docs/decisions/053).
+"""
 
 
 class State:
@@ -38,6 +45,8 @@ class State:
         """The most tokens in a step of each model that ran out of memory."""
         self.max_tokens: dict[str, float] = {}
         """The most tokens in a step of each model whose steps took too long (`sie.workers.scheduling.pace`)."""
+        self._arrived: dict[str, int] = {}
+        """Tokens of each model that ever arrived."""
         self._start_ns = 0
 
     def __bool__(self) -> bool:
@@ -60,6 +69,8 @@ class State:
         if queue is None:
             self._add_queue(model)
             queue = self.queues[model]
+        item.work_before = self._arrived.get(model, 0)
+        self._arrived[model] = item.work_before + item.num_tokens
         queue.append(item)
 
     def _add_queue(self, model: str) -> None:
@@ -122,8 +133,8 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     """Choose the next step, or None if nothing waits. Changes nothing: `State.remove` applies the step.
 
     The least served model goes next. Of its oldest items, those past their deadline are returned as expired. The rest
-    run together if they fit. Otherwise items older than max_age_ns go first in order of arrival, then leading items,
-    then the shortest. This keeps lengths in a step similar and a short text's wait short.
+    run together if they fit. Otherwise items older than max_age_ns go first in order of arrival, then all others by
+    `by_turn`: a short text's wait is short, and a long text's wait grows with its length only.
     """
     if state.active:
         model = min((*state.queues, *state.active), key=state.served_ns.__getitem__)
@@ -164,7 +175,7 @@ def _choose(live: list[WaitingItem], budget: Budget, now_ns: int) -> list[Waitin
     overdue_ns = now_ns - budget.max_age_ns
     overdue = [item for item in together if item.arrival_ns < overdue_ns]
     recent = [item for item in together if item.arrival_ns >= overdue_ns]
-    recent.sort(key=by_length)
+    recent.sort(key=by_turn)
     return _fill(overdue + recent, budget)
 
 
@@ -187,6 +198,15 @@ def _choose_by_key(live: list[WaitingItem], max_items: int, max_tokens: float) -
             num_rows += item.num_rows
             num_tokens += item.num_tokens
     return chosen
+
+
+def by_turn(item: WaitingItem) -> int:
+    """Return the sort key that lets shorter items overtake longer ones, by a bounded amount of work.
+
+    Of the items that arrive after an item of n tokens, those that go before it have at most `OVERTAKING` x n tokens
+    together. It needs neither a clock nor the pace. Items of one request keep the leading one first.
+    """
+    return item.work_before + (0 if item.leads else (1 + OVERTAKING) * item.num_tokens)
 
 
 def by_length(item: WaitingItem) -> int:

@@ -28,6 +28,8 @@ class WaitingItem(msgspec.Struct, eq=False):
     num_rows: int = 1
     max_rows: int = 1
     policy: RequestPolicy | None = None
+    work_before: int = 0
+    """Tokens of its model that had arrived before it; `State.add` counts them."""
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,12 +45,12 @@ async def test_failing_request_does_not_fail_its_neighbours(rig: Rig) -> None:
 async def test_row_that_ran_again_after_a_neighbour_s_failure_counts_once(rig: Rig) -> None:
     """The neighbour's values cannot be answered, which is found after the runner has returned all rows."""
     worker = rig.start_worker("m")
-    long = rig.submit([1], [2] * 3, [3] * 4)
+    long = rig.submit([1], [2] * 6, [3] * 8)
     overflow = rig.submit([70000, 70000], output_dtype="float16")
     await rig.serve(worker)
 
     assert worker.ran[0] == [[1], [70000, 70000]], "both were in one step, the good one first"
-    assert await rig.rows(long) == [checksum([1]), checksum([2] * 3), checksum([3] * 4)]
+    assert await rig.rows(long) == [checksum([1]), checksum([2] * 6), checksum([3] * 8)]
     assert isinstance(await rig.error(overflow), Internal)
 
 
@@ -361,3 +361,21 @@ async def test_load_that_overtakes_an_unload_keeps_the_model_and_its_queue(rig: 
         assert await rig.rows(pending) == [checksum([i])]
     assert worker.states() == [("m", "unloading"), ("m", "loaded")]
     assert len(worker.runners) == 1
+
+
+@in_rig(budget=TWO_ITEMS)
+async def test_a_worker_needs_its_cores_until_nothing_waits(rig: Rig) -> None:
+    worker, needs = rig.start_worker("m"), []
+    worker.loop._set_needed = needs.append
+    worker.turn()
+    assert needs == [False, True], "it lends its cores while it waits for events"
+    needs.clear()
+    many = rig.submit([1], [2], [3], [4], [5], [6])
+    worker.turn()
+    assert needs == [False, True]
+    assert len(worker.ran) == 1
+    needs.clear()
+    worker.turn(2)
+    assert needs == [], "items wait for a step"
+    assert len(worker.ran) == 3
+    assert len(await rig.rows(many)) == 6

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import time
 from pathlib import Path
 
 import sie.frontend
@@ -179,3 +180,22 @@ def test_no_reply_is_awaited_but_by_the_method_that_releases_it_when_its_caller_
     folder = Path(sie.frontend.__file__).parent
     bare = [str(path) for path in folder.rglob("*.py") if re.search(r"await [\w.]*pending\.future", path.read_text())]
     assert not bare
+
+
+@in_rig()
+async def test_a_worker_whose_answers_take_longer_is_sent_less(rig: Rig) -> None:
+    slow, fast = rig.start_worker("m"), rig.start_worker("m")
+    first, second = rig.submit([1]), rig.submit([1])
+    first.sent_ns -= 10**12
+    await rig.serve(slow)
+    await rig.serve(fast)
+    assert [first.link.slot, second.link.slot] == [slow.slot, fast.slot]
+    rig.engine.expire(time.monotonic_ns())
+
+    requests = [rig.submit([1]) for _ in range(6)]
+    slots = [pending.link.slot for pending in requests]
+    assert slots == [slow.slot, *[fast.slot] * 4, slow.slot], "four times as many go to the fast one"
+    await rig.serve(slow)
+    await rig.serve(fast)
+    for pending in (first, second, *requests):
+        assert await rig.rows(pending) == [checksum([1])]

@@ -12,9 +12,11 @@ from torch import nn
 
 from sie import native
 from sie.native.decoder import can_decode
+from sie.values.errors import NonFinite
+from sie.values.generate import Sampling
 from sie.workers.generation.decoder_probe import relative_distance
 from sie.workers.generation.packed_weights import dequantise
-from sie.workers.model_api import Slot
+from sie.workers.model_api import Draw, Slot
 from tests.generation_models import FAMILIES, Stream, answer_alone_and_mixed, generate, load, random_prompt, save, step
 
 COMPILED = (
@@ -137,6 +139,62 @@ def test_sequences_that_decode_together_give_what_each_gives_alone(count, load_t
         for _ in range(3):
             step(runner, [alone])
         assert alone.answer == stream.answer
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("weights", "dtype"), [("bfloat16", "bfloat16"), ("int8", "bfloat16"), ("int4", "float32")])
+def test_the_likeliest_tokens_are_those_of_the_logits(weights, dtype, num_threads, load_tiny):
+    runner, _ = load_tiny("gemma3", weights=weights, dtype=dtype, max_sequences=100)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for count in (1, 3, 15, 40, 97):
+            slots = [first_slot(random_prompt(1 + i % 3, i), [i]) for i in range(count)]
+            logits = runner.run_logits(slots).clone()
+            assert likeliest(runner, slots) == logits.argmax(1).tolist()
+            # Whatever is likeliest may be forbidden, also on both sides of a tile's edge.
+            forbidden = [tuple(row.topk(1 + i % 4).indices.tolist()) for i, row in enumerate(logits)]
+            for row, ids in zip(logits, forbidden, strict=True):
+                row[list(ids)] = -torch.inf
+            bound = [
+                slot._replace(draws=(slot.draws[0]._replace(forbidden=ids),))
+                for slot, ids in zip(slots, forbidden, strict=True)
+            ]
+            assert likeliest(runner, bound) == logits.argmax(1).tolist()
+    finally:
+        torch.set_num_threads(before)
+
+
+def first_slot(prompt, blocks) -> Slot:
+    return Slot(prompt, 0, blocks, (Draw(Sampling(temperature=0.0), 0, len(prompt)),))
+
+
+def likeliest(runner, slots) -> list[int]:
+    return [chosen.token_id for (chosen,) in runner.run_step(slots)]
+
+
+def test_parts_of_prompts_beside_streams_choose_nothing(load_tiny):
+    runner, _ = load_tiny("gemma3", weights="int8", dtype="bfloat16", max_sequences=100)
+    prompt = random_prompt(40, 5)
+    slots = [first_slot(prompt[:3], [0]), Slot(prompt, 0, range(1, 6), ()), first_slot(prompt[:9], [6, 7])]
+    alone = [runner.run_step([slot])[0] for slot in (slots[0], slots[2])]
+    assert runner.run_step(slots) == [alone[0], (), alone[1]]
+
+
+def test_blocks_are_copied_before_a_step_of_likeliest_tokens(load_tiny):
+    runner, _ = load_tiny("gemma3", weights="int8", dtype="bfloat16", max_sequences=100)
+    draws = first_slot(PROMPTS[0], [0]).draws
+    runner.run_step([Slot(PROMPTS[0][:-1], 0, [0], ())])
+    own = runner.run_step([Slot(PROMPTS[0][-1:], len(PROMPTS[0]) - 1, [0], draws)])
+    assert runner.run_step([Slot(PROMPTS[0][-1:], len(PROMPTS[0]) - 1, [9], draws)], [(0, 9)]) == own
+
+
+def test_logits_that_are_not_numbers_choose_nothing(tmp_path):
+    runner = load(save(tmp_path / "llama", "llama"), weights="int8")
+    assert runner.decoder is not None
+    runner.model.get_input_embeddings().weight.data[:] = torch.nan
+    with pytest.raises(NonFinite):
+        runner.run_step([first_slot(PROMPTS[0], [0])])
 
 
 @pytest.mark.parametrize(

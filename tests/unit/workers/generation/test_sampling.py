@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from sie import native
 from sie.values.errors import NonFinite
 from sie.values.generate import Sampling
 from sie.workers.generation.sampling import choose, uniform
@@ -13,6 +14,14 @@ from sie.workers.model_api import Draw
 
 VOCABULARY = 200
 LOGITS = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def way_to_draw(request):
+    """Run each test with the library's draws, and with torch's."""
+    native.allow(allowed=request.param == "compiled")
+    yield
+    native.allow(allowed=True)
 
 
 class ListMatcher:

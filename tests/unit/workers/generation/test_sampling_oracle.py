@@ -20,6 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from sie import native
 from sie.values.generate import Sampling
 from sie.workers.generation.sampling import choose, uniform
 from sie.workers.model_api import Draw
@@ -27,6 +28,14 @@ from sie.workers.model_api import Draw
 VOCABULARY = 3000
 SEED = 17
 NUM_DRAWS = 300
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def way_to_draw(request):
+    """Run each test with the library's draws, and with torch's."""
+    native.allow(allowed=request.param == "compiled")
+    yield
+    native.allow(allowed=True)
 
 
 def make_logits(kind: str) -> torch.Tensor:

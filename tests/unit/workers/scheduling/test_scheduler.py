@@ -83,9 +83,15 @@ def test_all_that_fits_is_taken_in_order_of_arrival():
     assert sizes(take(state_of(item(30), item(10), item(20)))) == [30, 10, 20]
 
 
-def test_shortest_go_first_when_not_all_fit():
+def test_shorter_items_overtake_longer_ones_when_not_all_fit():
     state = state_of(item(90), item(20), item(60), item(10))
-    assert [sizes(take(state)) for _ in range(2)] == [[10, 20, 60], [90]]
+    assert [sizes(take(state)) for _ in range(2)] == [[20, 10, 60], [90]]
+
+
+def test_items_that_arrive_later_overtake_with_three_times_a_longer_one_s_work_at_most():
+    state = state_of(item(20), *[item(1) for _ in range(100)])
+    order = [one.num_tokens for _ in range(20) if state for one in take(state).items]
+    assert order.index(20) == 3 * 20 - 4, "the next one is behind it by as much as it is shorter"
 
 
 def test_item_that_leads_goes_before_every_shorter_one():
@@ -179,10 +185,10 @@ def test_long_item_waits_no_longer_than_its_age_and_what_came_before_it():
 def test_items_put_back_are_first_again_in_order():
     state = state_of(item(40), item(30), item(20), item(99))
     step = plan_step(state, BUDGET, 0)
-    assert sizes(step) == [20, 30, 40]
+    assert sizes(step) == [20, 40, 30]
     state.remove(step)
     state.requeue("m", step.items)
-    assert [one.num_tokens for one in state.queues["m"]] == [20, 30, 40, 99]
+    assert [one.num_tokens for one in state.queues["m"]] == [20, 40, 30, 99]
 
 
 def test_items_can_be_put_back_when_nothing_else_waits():

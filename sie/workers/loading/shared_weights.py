@@ -1,0 +1,152 @@
+"""Loads a model on a CPU so that all workers of the host share its weights: from a file that the first load writes.
+
+The first worker computes the weights, writes them, frees them and loads again from the file, as all later loads do.
+Other workers wait for it. Whatever goes wrong with the file, the model is loaded without it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from contextlib import closing, suppress
+from typing import Any, Final, TypeVar
+
+from sie.config.sections import Models
+from sie.runtime.logs import get_logger
+from sie.values.card import ModelCard
+from sie.values.errors import SieError
+from sie.workers.device.faults import is_out_of_memory
+from sie.workers.prepared.folder import Folder, LockTimeoutError, Name, weights_folder
+from sie.workers.prepared.identity import name_of, source_bytes
+from sie.workers.prepared.session import Reading, Writing, entered
+from sie.workers.prepared.weights_file import DamagedFileError, WeightsFile, Writer
+
+_log = get_logger(__name__)
+Progress = Callable[[float, str], None]
+"""Takes the fraction done, 0 to 1, and the current activity."""
+RunnerT = TypeVar("RunnerT")
+_UNSERVED: Final = "unserved"
+_MARK_BYTES: Final = 1 << 20
+
+
+def load_shared(
+    card: ModelCard, models: Models, weights: Any, load: Callable[[], RunnerT], on_progress: Progress
+) -> RunnerT:
+    """Return what load returns, with its weights in a file that other workers map, too, if that is possible.
+
+    weights are further settings, of JSON's types, that the weights depend on. load may be called up to three times.
+    Raises what load raises.
+    """
+    folder = Folder(weights_folder(models))
+    try:
+        if not models.share_weights or source_bytes(card) < models.min_shared_weights_bytes:
+            return load()
+        name = name_of(card, models.dtype, weights)
+        folder.make()
+    except OSError as error:
+        _log.warning("%s: its weights are not shared: %s", card.id, error)
+        return load()
+    shared = _Shared(card, folder, name, load)
+    runner = shared.from_file()
+    if runner is None and not shared.is_unserved:
+        on_progress(0.0, "waiting for another worker that prepares the weights")
+        runner = shared.prepared(models.load_timeout_s, models.max_weights_bytes)
+    return load() if runner is None else runner
+
+
+class _Shared:
+    """One load."""
+
+    def __init__(self, card: ModelCard, folder: Folder, name: Name, load: Callable[[], Any]) -> None:
+        self._card = card
+        self._folder = folder
+        self._name = name
+        self._path = folder.file_of(name)
+        self._load = load
+        self.is_unserved = False
+        """Whether the file says that the model cannot be served from one."""
+
+    def from_file(self) -> Any:
+        """Return the runner with the file's weights, or None if there is no whole file; a damaged one is removed."""
+        try:
+            file = WeightsFile(self._path)
+        except FileNotFoundError:
+            return None
+        except (DamagedFileError, OSError, ValueError) as error:
+            _log.warning("%s: the prepared weights %s are made again: %s", self._card.id, self._path, error)
+            with suppress(OSError):
+                self._path.unlink()
+            return None
+        self._folder.mark_used(self._path)
+        self.is_unserved = _UNSERVED in file.facts
+        return None if self.is_unserved else self._load_from(file)
+
+    def _load_from(self, file: WeightsFile) -> Any:
+        try:
+            with entered(Reading(file)):
+                runner = self._load()
+        except SieError:
+            return None  # a load without the file raises it again
+        except Exception as error:  # a model may do anything with weights that it finds in an unusual place
+            if is_out_of_memory(error):
+                raise
+            self._mark_unserved(f"{type(error).__name__}: {error}")
+            return None
+        file.forget_pages()
+        return runner
+
+    def prepared(self, timeout_s: float, max_bytes: int) -> Any:
+        """Return the runner of a file that this load or another one writes now; None if there will be no file."""
+        try:
+            with self._folder.lock(self._name, timeout_s):
+                runner = self.from_file()
+                return self._write(max_bytes) if runner is None and not self.is_unserved else runner
+        except LockTimeoutError:
+            _log.warning("%s: another process prepares its weights for %d s already", self._card.id, timeout_s)
+        except OSError as error:
+            _log.warning("%s: its weights are not shared: %s", self._card.id, error)
+        return None
+
+    def _write(self, max_bytes: int) -> Any:
+        """Load, and write the weights; return the runner of the file, or that of the load where there is no file."""
+        with closing(Writer(self._path, max_bytes)) as writer:
+            session = Writing(writer)
+            with entered(session):
+                runner = self._load()
+            if session.has_changed_tensors:
+                self._mark_unserved("its steps write into its weights")
+                return runner
+            error = session.error or _publish(writer)
+        if error is not None:
+            _log.warning("%s: its weights are not shared: %s", self._card.id, error)
+            return runner
+        _log.info("%s: wrote the prepared weights %s", self._card.id, self._path)
+        self._folder.remove_surplus(self._name, max_bytes)
+        del runner, session
+        _free_heap()
+        return self.from_file()
+
+    def _mark_unserved(self, reason: str) -> None:
+        """Put a file in place that says that later loads need not try."""
+        _log.warning("%s: its weights are not shared: %s", self._card.id, reason)
+        self.is_unserved = True
+        with closing(Writer(self._path, _MARK_BYTES)) as writer:
+            writer.facts[_UNSERVED] = reason
+            _publish(writer)
+
+
+def _publish(writer: Writer) -> Exception | None:
+    """Publish a file; return the error if that is impossible."""
+    try:
+        writer.publish()
+    except (OSError, TypeError) as error:  # a fact may be of a type that JSON has not
+        return error
+    return None
+
+
+def _free_heap() -> None:
+    """Give the memory of unreferenced objects back to the system."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,75 @@
+"""The library's draws against full sums in float64: every token that a draw may take, and none that it may not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sie.native.draw import can_draw
+from sie.values.generate import Sampling
+from sie.workers.generation.sampling import choose, uniform
+from sie.workers.model_api import Draw
+
+TOLERANCE = 1e-5
+pytestmark = pytest.mark.skipif(not can_draw(), reason="no kernels on this machine")
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.013, 0.31, 0.7, 1.0, 3.7]),
+    top_k=st.sampled_from([0, 0, 1, 2, 17, 400, 5000]),
+    top_p=st.sampled_from([1.0, 1.0, 0.0123, 0.4321, 0.9123, 0.99987]),
+    min_p=st.sampled_from([0.0, 0.0, 0.0123, 0.345]),
+    seed=st.integers(0, 1 << 62),
+)
+
+
+def interval(logits: np.ndarray, sampling: Sampling, forbidden: tuple[int, ...], token: int) -> tuple[float, float]:
+    """Return the numbers in [0, 1) at which a token is drawn, as (first, end); an empty one for a token that never is."""
+    scores = logits.astype(np.float64).copy()
+    scores[list(forbidden)] = -np.inf
+    weights = np.exp((scores - scores.max()) / sampling.temperature)
+    is_sorted = sampling.top_k or sampling.top_p < 1
+    order = np.lexsort((np.arange(len(scores)), -scores)) if is_sorted else np.arange(len(scores))
+    sums = np.cumsum(weights[order])
+    places = np.arange(len(scores))
+    is_kept = weights[order] >= sampling.min_p
+    if sampling.top_k:
+        is_kept &= places < sampling.top_k
+    if sampling.top_p < 1:
+        is_kept &= sums - weights[order] < sampling.top_p * sums[-1]
+    ends = np.cumsum(np.where(is_kept, weights[order], 0))
+    place = int(np.flatnonzero(order == token)[0])
+    if not is_kept[place]:
+        return 1.0, 0.0
+    return (ends[place - 1] if place else 0.0) / ends[-1], ends[place] / ends[-1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    size=st.integers(1, 3000),
+    seed=st.integers(0, 1000),
+    rounding=st.sampled_from([0.0, 0.5]),
+    num_forbidden=st.integers(0, 3),
+    sampling=samplings,
+    num_rows=st.integers(1, 4),
+)
+def test_a_drawn_token_is_the_one_at_its_number(size, seed, rounding, num_forbidden, sampling, num_rows):
+    random = np.random.default_rng(seed)
+    logits = (random.standard_normal((num_rows, size)) * 3).astype(np.float32)
+    if rounding:  # many equals
+        logits = np.round(logits / rounding).astype(np.float32) * np.float32(rounding)
+    forbidden = tuple(random.choice(size, min(num_forbidden, size - 1), replace=False).tolist())
+    draws = [Draw(sampling, 0, position, forbidden=forbidden) for position in range(num_rows)]
+    found = [chosen.token_id for chosen in choose(torch.from_numpy(logits), range(num_rows), draws)]
+    for row, token in enumerate(found):
+        assert token not in forbidden
+        if sampling.temperature == 0 or sampling.top_k == 1:
+            scores = logits[row].copy()
+            scores[list(forbidden)] = -np.inf
+            assert token == int(scores.argmax())
+            continue
+        first, end = interval(logits[row], sampling, forbidden, token)
+        assert first - TOLERANCE <= uniform(sampling.seed, 0, row) <= end + TOLERANCE

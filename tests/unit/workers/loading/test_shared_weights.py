@@ -1,0 +1,252 @@
+"""A model whose weights come from a file gives the same bits as one that computed them, and no fault of a file matters."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sie.catalog.directory import read_card
+from sie.catalog.spec import ModelSpec
+from sie.config.generation_settings import Generation
+from sie.config.sections import Models
+from sie.values.card import ModelCard
+from sie.values.generate import Sampling
+from sie.workers.loading import loader
+from sie.workers.loading.shared_weights import load_shared
+from sie.workers.model_api import Draw, Slot
+from sie.workers.packed.rounded_linear import RoundedLinear
+from sie.workers.prepared import weights_file
+from tests import generation_models
+from tests.gguf_models import write_tiny_llama
+
+IDS = [np.random.default_rng(n).integers(9, 200, n).astype(np.int32) for n in (5, 1, 40, 5, 100)]
+
+
+def _models(folder: Path, **changes: Any) -> Models:
+    return msgspec.structs.replace(
+        Models(cache_dir=str(folder), min_shared_weights_bytes=0, dtype="float32"), **changes
+    )
+
+
+def _load(card: ModelCard, models: Models, load: Callable[[], Any]) -> Any:
+    return load_shared(card, models, "auto", load, lambda *_: None)
+
+
+def _encoder(card: ModelCard, models: Models) -> Any:
+    return _load(card, models, lambda: loader.load_encoder(card, "cpu", models.dtype, lambda *_: None))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted((folder / "weights").glob("*.weights"))
+
+
+def _is_mapped(tensor: torch.Tensor) -> bool:
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= address < last:
+            return line.endswith(".weights") or ".weights (deleted)" in line
+    return False
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "family", ["bert", "roberta", "mpnet", "modernbert", "qwen3", "gemma3_text", "deberta-v2", "albert"]
+)
+def test_an_encoder_from_a_file_gives_the_same_bits(
+    family: str, dtype: Any, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    card = read_card(ModelSpec(id="test/model"), str(make_checkpoint(family)))
+    models = _models(tmp_path, dtype=dtype)
+    expected = loader.load_encoder(card, "cpu", dtype, lambda *_: None)
+    for _ in range(2):
+        runner = _encoder(card, models)
+        np.testing.assert_array_equal(runner.run_tokens(IDS), expected.run_tokens(IDS))
+        assert runner.execution == expected.execution
+        assert runner.memory_bytes == expected.memory_bytes
+        model = runner._backbone.model
+        assert all(_is_mapped(weight) for weight in model.parameters() if weight.nbytes)
+        assert (runner._backbone.compiled is None) == (expected._backbone.compiled is None)
+    assert len(_files(tmp_path)) == 1
+
+
+def test_eight_bits_come_from_a_file_too(make_checkpoint: Any, tmp_path: Path) -> None:
+    card = msgspec.structs.replace(
+        read_card(ModelSpec(id="test/model"), str(make_checkpoint("bert"))), encoder_weights="int8"
+    )
+    expected = loader.load_encoder(card, "cpu", "float32", lambda *_: None)
+    _encoder(card, _models(tmp_path))
+    runner = _encoder(card, _models(tmp_path))
+    np.testing.assert_array_equal(runner.run_tokens(IDS), expected.run_tokens(IDS))
+    rounded: list[Any] = [module for module in runner._backbone.model.modules() if isinstance(module, RoundedLinear)]
+    assert rounded
+    assert [module.scales.tolist() for module in rounded] == [
+        module.scales.tolist() for module in expected._backbone.model.modules() if isinstance(module, RoundedLinear)
+    ]
+
+
+def _logits(runner: Any) -> torch.Tensor:
+    tokens = np.arange(3, 40, dtype=np.int32)
+    draws = (Draw(Sampling(temperature=0.0), 0, 0),)
+    return runner.run_logits([Slot(tokens[:30], 0, (0, 1, 4, 5), draws), Slot(tokens[30:], 0, (2,), draws)])
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "mixtral", "phi3-longrope"])
+def test_a_generator_from_a_file_gives_the_same_bits(family: str, weights: Any, tmp_path: Path) -> None:
+    directory = generation_models.save(tmp_path / "model", family)
+    for dtype in ("bfloat16", "float32"):
+
+        def load(dtype: str = dtype) -> Any:
+            return generation_models.load(directory, dtype=dtype, weights=weights, kv_cache_bytes=1 << 20)
+
+        alone = load()
+        expected = _logits(alone)
+        for _ in range(2):
+            runner = load_shared(alone.card, _models(tmp_path, dtype=dtype), weights, load, lambda *_: None)
+            assert torch.equal(_logits(runner), expected)
+            assert all(_is_mapped(weight) for weight in runner.model.parameters())
+            assert (runner.decoder is None) == (alone.decoder is None)
+
+
+def test_a_head_that_its_checkpoint_unties_stays_untied(tmp_path: Path) -> None:
+    directory = generation_models.save(tmp_path / "model", "gemma3")
+    weights = load_file(directory / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).clone()
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+
+    def load() -> Any:
+        return generation_models.load(directory, kv_cache_bytes=1 << 20)
+
+    alone = load()
+    for _ in range(2):
+        runner = load_shared(alone.card, _models(tmp_path), "auto", load, lambda *_: None)
+        assert torch.equal(_logits(runner), _logits(alone))
+
+
+def test_a_gguf_file_is_prepared_too(tmp_path: Path) -> None:
+    from bench.checkpoint import read_card as read_any_card
+
+    card = read_any_card(write_tiny_llama(tmp_path / "tiny.gguf"), str(tmp_path))
+    settings = Generation(kv_cache_bytes=1 << 22)
+
+    def load() -> Any:
+        return loader.load_generator(card, "cpu", "bfloat16", settings, lambda *_: None)
+
+    expected = _logits(load())
+    for _ in range(2):
+        assert torch.equal(_logits(_load(card, _models(tmp_path, dtype="bfloat16"), load)), expected)
+    assert len(_files(tmp_path)) == 1
+
+
+@pytest.fixture
+def card(make_checkpoint: Any) -> ModelCard:
+    return read_card(ModelSpec(id="test/model"), str(make_checkpoint("bert")))
+
+
+@pytest.mark.parametrize("damage", ["cut", "foreign", "empty", "folder's rights"])
+def test_a_damaged_file_is_made_again(card: ModelCard, damage: str, tmp_path: Path) -> None:
+    expected = _encoder(card, _models(tmp_path)).run_tokens(IDS)
+    (path,) = _files(tmp_path)
+    inode = path.stat().st_ino
+    path.chmod(0o600)
+    if damage == "cut":
+        os.truncate(path, path.stat().st_size // 2)
+    elif damage == "folder's rights":
+        path.chmod(0o666)
+    else:
+        path.write_bytes(b"" if damage == "empty" else b"x" * 9000)
+    np.testing.assert_array_equal(_encoder(card, _models(tmp_path)).run_tokens(IDS), expected)
+    (path,) = _files(tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o400
+    assert damage in ("empty", "foreign") or path.stat().st_ino != inode or path.stat().st_size > 9000
+
+
+def test_another_version_of_the_checkpoint_is_another_file(card: ModelCard, tmp_path: Path) -> None:
+    first = _encoder(card, _models(tmp_path)).run_tokens(IDS)
+    (old,) = _files(tmp_path)
+    path = Path(card.directory, "model.safetensors")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)
+    path.write_bytes(data)  # the same names, shapes and size
+    assert not np.array_equal(_encoder(card, _models(tmp_path)).run_tokens(IDS), first)
+    assert len(set(_files(tmp_path)) - {old}) == 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"share_weights": False}, {"min_shared_weights_bytes": 1 << 30}, {"max_weights_bytes": 1000}]
+)
+def test_a_model_is_loaded_as_ever_without_a_file(card: ModelCard, changes: dict[str, Any], tmp_path: Path) -> None:
+    runner = _encoder(card, _models(tmp_path, **changes))
+    assert not _files(tmp_path)
+    assert not any(map(_is_mapped, runner._backbone.model.parameters()))
+    assert np.isfinite(runner.run_tokens(IDS)).all()
+
+
+def test_a_short_disk_costs_the_file_and_not_the_load(
+    card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weights_file, "SPARE_BYTES", 1 << 60)
+    assert np.isfinite(_encoder(card, _models(tmp_path)).run_tokens(IDS)).all()
+    assert not _files(tmp_path)
+    assert "its weights are not shared" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_costs_the_file_and_not_the_load(card: ModelCard, tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("a file")
+    assert np.isfinite(_encoder(card, _models(tmp_path)).run_tokens(IDS)).all()
+
+
+def test_a_model_that_writes_into_its_weights_gets_its_own(
+    card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, loads = loader.choose_execution, []
+
+    def writing(model_id: str, backbone: Any) -> Any:
+        loads.append(backbone.model)
+        found = original(model_id, backbone)
+        with torch.inference_mode():
+            next(backbone.model.parameters()).mul_(1.0)
+        return found
+
+    monkeypatch.setattr(loader, "choose_execution", writing)
+    for count in (1, 2):  # the second load does not try
+        runner = _encoder(card, _models(tmp_path))
+        assert not any(map(_is_mapped, runner._backbone.model.parameters()))
+        assert len(loads) == count
+
+
+def test_one_of_many_loads_writes_and_the_others_wait(card: ModelCard, tmp_path: Path) -> None:
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(_encoder(card, _models(tmp_path)).run_tokens(IDS)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 3
+    assert all(np.array_equal(rows, found[0]) for rows in found)
+    assert len(_files(tmp_path)) == 1
+
+
+def test_an_adapter_leaves_the_shared_weights_as_they_are(card: ModelCard, tmp_path: Path) -> None:
+    from sie.workers.lora.lora_layers import LoraPair
+
+    expected = _encoder(card, _models(tmp_path)).run_tokens(IDS)
+    runner = _encoder(card, _models(tmp_path))
+    name = "encoder.layer.0.attention.self.query"
+    runner.adapters.install("a", {name: LoraPair(torch.ones(2, 32), torch.ones(32, 2))})
+    assert not np.array_equal(runner.run_tokens(IDS, ["a"] * len(IDS)), expected)
+    runner.adapters.remove("a")
+    np.testing.assert_array_equal(runner.run_tokens(IDS), expected)

@@ -1,0 +1,86 @@
+"""The folder of prepared weights: one writer at a time, and no more than the limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sie.workers.prepared.folder import Folder, LockTimeoutError, Name, measure_folder
+
+NEW = Name("m2", "v2")
+
+
+def _file(folder: Folder, name: Name, num_bytes: int, age_s: int) -> Path:
+    path = folder.file_of(name)
+    path.write_bytes(bytes(num_bytes))
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    old, used, new = (_file(folder, Name(f"m{i}", "v"), 100, 1000 - i) for i in range(3))
+    folder.mark_used(old)
+    folder.remove_surplus(Name("m2", "v"), 250)
+    assert (old.exists(), used.exists(), new.exists()) == (True, False, True)
+
+
+def test_the_newest_file_stays_whatever_its_size(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    new = _file(folder, NEW, 100, 0)
+    folder.remove_surplus(NEW, 10)
+    assert new.exists()
+
+
+def test_other_versions_of_the_model_go(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    other, old, new = (
+        _file(folder, Name("m1", "v1"), 1, 9),
+        _file(folder, Name("m2", "v1"), 1, 0),
+        _file(folder, NEW, 1, 5),
+    )
+    folder.remove_surplus(NEW, 1 << 20)
+    assert (other.exists(), old.exists(), new.exists()) == (True, False, True)
+
+
+def test_what_a_dead_writer_left_goes_after_an_hour(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    left, fresh = tmp_path / ".m-v.weights.abc", tmp_path / ".m-v.weights.def"
+    left.touch()
+    fresh.touch()
+    os.utime(left, (time.time() - 4000,) * 2)
+    folder.remove_surplus(NEW, 1)
+    assert (left.exists(), fresh.exists()) == (False, True)
+
+
+def test_the_folder_is_this_users_alone(tmp_path: Path) -> None:
+    Folder(tmp_path / "a" / "weights").make()
+    assert (tmp_path / "a" / "weights").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_second_writer_waits_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "m2.lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline()
+        with pytest.raises(LockTimeoutError), folder.lock(NEW, 0.1):
+            pass
+        holder.kill()
+    with folder.lock(NEW, 10):
+        pass
+
+
+def test_the_size_of_a_folder_counts_weights_only(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    assert measure_folder(tmp_path / "none") == (0, 0)
+    _file(folder, NEW, 100, 0)
+    (tmp_path / "m.lock").touch()
+    assert measure_folder(tmp_path) == (1, 100)
