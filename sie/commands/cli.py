@@ -199,16 +199,36 @@ for _command in (bench, chat, convert, keys, ps, pull, run, service, stop, top):
             default=0.0,
             help="Repeat the checks for up to this time, until no error is left.",
         ),
+        click.Option(
+            ["--bundle", "bundle_file"],
+            metavar="FILE",
+            help="Also write FILE, a .tar.gz for a report: settings without secrets, versions, findings, the end of the log, and a minute of a running server's status.",
+        ),
+        click.Option(
+            ["--bundle-log"], metavar="FILE", default="", help="The log for --bundle, instead of the journal's."
+        ),
     ],
 )
-def doctor(config_file: str | None, as_json: bool, only: tuple[str, ...], wait_s: float, **flags: Any) -> int:
+def doctor(  # noqa: PLR0917  # click passes them by name
+    config_file: str | None, as_json: bool, only: tuple[str, ...], wait_s: float, bundle_file: str | None, bundle_log: str,
+    **flags: Any,
+) -> int:  # fmt: skip
     """Check this host and these settings, and say how to correct faults.
 
     Exit status 1: an error was found, so the server would not start or would not answer requests.
     """
     from sie.doctor import examine, render_json, render_text
 
-    findings = examine(lambda: with_bundled_model(_load(config_file, flags)), only or AREAS, wait_s)
+    def load() -> Loaded:
+        return with_bundled_model(_load(config_file, flags))
+
+    findings = examine(load, only or AREAS, wait_s)
+    if bundle_file is not None:
+        from sie.commands.bundle import write_bundle
+
+        click.echo("sie: collecting for a minute", err=True)
+        names = write_bundle(bundle_file, load, findings, log_file=bundle_log)
+        click.echo(f"sie: {bundle_file} has {', '.join(names)}; read it before you send it", err=True)
     click.echo(render_json(findings) if as_json else render_text(findings), nl=False)
     return int(any(finding.level == "error" for finding in findings))
 

@@ -29,10 +29,16 @@ def keys() -> None:
 )  # fmt: skip
 @click.option("--file", "path", metavar="FILE", help="Add the key to this file, which is created if it does not exist.")
 @click.option("--requests-per-minute", type=click.IntRange(1, 100_000_000), help="Most requests in a minute.")
+@click.option(
+    "--tokens-per-minute",
+    type=click.IntRange(1, 10_000_000_000),
+    help="Most tokens of requests and answers in a minute.",
+)
 @click.option("--max-concurrent", type=click.IntRange(1, 1_000_000), help="Most requests at the same time.")
-def new(
-    name: str, scopes: tuple[Scope, ...], path: str | None, requests_per_minute: int | None, max_concurrent: int | None
-) -> None:
+def new(  # noqa: PLR0917  # click passes them by name
+    name: str, scopes: tuple[Scope, ...], path: str | None, requests_per_minute: int | None, tokens_per_minute: int | None,
+    max_concurrent: int | None,
+) -> None:  # fmt: skip
     """Make a key called NAME and print it once, on standard output.
 
     Its entry goes to the end of FILE; a running server uses it within two seconds. Without --file the entry is printed
@@ -49,7 +55,7 @@ def new(
     text = make_key()
     key = ApiKey(
         name=name, digest=digest_of(text), scopes=tuple(dict.fromkeys(scopes)),
-        requests_per_minute=requests_per_minute, max_concurrent=max_concurrent,
+        requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute, max_concurrent=max_concurrent,
     )  # fmt: skip
     if path is None:
         click.echo(render_entry(key), err=True)

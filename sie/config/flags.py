@@ -36,7 +36,10 @@ _SHORT: Final = {"pool_name": ("--pool",)}
 
 
 class ConfiguredCommand(click.Command):
-    """A command that takes `--config` and each setting as a flag; a wrong flag raises SettingsError."""
+    """A command that takes `--config` and each setting as a flag; a wrong flag raises SettingsError.
+
+    A flag of the command's own takes the place of a setting's with the same name.
+    """
 
     def __init__(self, *args: Any, params: list[click.Parameter] | None = None, **kwargs: Any) -> None:
         config = click.Option(
@@ -46,7 +49,9 @@ class ConfiguredCommand(click.Command):
             ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all_help,
             help="Show this message with every setting and exit.",
         )  # fmt: skip
-        super().__init__(*args, params=[*(params or []), config, *_options(), help_all], **kwargs)
+        own = {flag for param in params or () for flag in param.opts}
+        settings = [option for option in _options() if own.isdisjoint(option.opts)]
+        super().__init__(*args, params=[*(params or []), config, *settings, help_all], **kwargs)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does, but report errors in the form of a wrong variable or TOML key."""

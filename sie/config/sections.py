@@ -381,7 +381,7 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tracing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Traces of requests, sent to a collector by OTLP over gRPC; needs `ringserve[otel]`."""
+    """Traces of requests, sent to a collector by OTLP; needs `ringserve[otel]`."""
 
     enabled: Annotated[bool, Meta(description="Write a trace of requests: one span for each phase.")] = field(
         default=False, name="tracing"
@@ -389,6 +389,12 @@ class Tracing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: Annotated[
         str, Meta(pattern=r"^https?://[^/\s]+/?\Z", description="Address of the collector; https uses TLS.")
     ] = field(default="http://localhost:4317", name="otlp_endpoint")
+    protocol: Annotated[
+        Literal["grpc", "http"],
+        Meta(
+            description="Protocol of the collector: gRPC (port 4317), or protobuf over HTTP (4318), to the path /v1/traces."
+        ),
+    ] = field(default="grpc", name="otlp_protocol")
     share: Annotated[
         float, Meta(ge=0, le=1, description="Share of requests to trace, if their `traceparent` does not decide.")
     ] = field(default=1.0, name="trace_share")

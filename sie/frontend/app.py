@@ -240,7 +240,7 @@ class App:
         except BaseException:
             unread.end()
             raise
-        exchange.timing = answer.run.timing(exchange.began_ns)
+        exchange.record_run(answer.run.timing(exchange.began_ns), answer.run.usage())
         for record in process.recorders:
             record(exchange, 200, [], error)
         count_exchange(process.metrics, exchange, 200, error)

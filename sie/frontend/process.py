@@ -494,7 +494,7 @@ def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:
         return None
     from sie.frontend.telemetry.tracing import RequestTracing
 
-    return RequestTracing(settings.tracing, launch.slot)
+    return RequestTracing(settings.tracing, launch)
 
 
 def connect(

@@ -132,7 +132,7 @@ def _check_tracing(settings: Settings) -> None:
     """Raise StartError if tracing is enabled and its packages are missing."""
     if not settings.tracing.enabled:
         return
-    names = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
+    names = ("opentelemetry.sdk", f"opentelemetry.exporter.otlp.proto.{settings.tracing.protocol}")
     try:
         is_there = all(importlib.util.find_spec(name) for name in names)
     except ModuleNotFoundError:  # find_spec imports the parent packages

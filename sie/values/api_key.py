@@ -28,6 +28,7 @@ NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 RequestsPerMinute = Annotated[int, Meta(ge=1, le=100_000_000)]
+TokensPerMinute = Annotated[int, Meta(ge=1, le=10_000_000_000)]
 MaxConcurrent = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 
@@ -42,6 +43,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     digest: bytes
     scopes: tuple[Scope, ...]
     requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
     max_concurrent: int | None = None
 
 
@@ -50,6 +52,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     hash: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}\Z")]
     scopes: Annotated[tuple[Scope, ...], Meta(min_length=1, max_length=len(SCOPES))]
     requests_per_minute: RequestsPerMinute | None = None
+    tokens_per_minute: TokensPerMinute | None = None
     max_concurrent: MaxConcurrent | None = None
 
 
@@ -103,6 +106,7 @@ def parse_keys(text: str, where: str) -> tuple[ApiKey, ...]:
             digest=bytes.fromhex(entry.hash.removeprefix("sha256:")),
             scopes=entry.scopes,
             requests_per_minute=entry.requests_per_minute,
+            tokens_per_minute=entry.tokens_per_minute,
             max_concurrent=entry.max_concurrent,
         )
         for entry in entries
@@ -113,7 +117,7 @@ def render_entry(key: ApiKey) -> str:
     """Return the lines of a key in a file."""
     scopes = ", ".join(f'"{scope}"' for scope in key.scopes)
     lines = ["[[key]]", f'name = "{key.name}"', f'hash = "sha256:{key.digest.hex()}"', f"scopes = [{scopes}]"]
-    limits = {"requests_per_minute": key.requests_per_minute, "max_concurrent": key.max_concurrent}
+    limits = {name: getattr(key, name) for name in ("requests_per_minute", "tokens_per_minute", "max_concurrent")}
     lines += [f"{name} = {value}" for name, value in limits.items() if value is not None]
     return "\n".join(lines) + "\n"
 

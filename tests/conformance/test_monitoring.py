@@ -31,7 +31,8 @@ ABSENT_WITHOUT_A_DEVICE = {family.name for family in declared.FAMILIES if family
 SHOWN_WHEN_IT_HAPPENS = {
     "sie_refusals_total", "sie_idle_evictions_total", "sie_pressure_evictions_total", "sie_loras_loaded",
     "sie_oom_evictions_triggered_total", "sie_config_reloads_total", "sie_config_refused",
-    "sie_auth_failures_total", "sie_api_key_requests_total", "sie_api_key_running", "sie_api_keys", "sie_api_keys_refused",
+    "sie_auth_failures_total", "sie_api_key_requests_total", "sie_api_key_tokens_total",
+    "sie_api_key_running", "sie_api_keys", "sie_api_keys_refused",
     *(family.name for family in CLUSTER_FAMILIES),
 }  # fmt: skip
 

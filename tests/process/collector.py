@@ -1,4 +1,4 @@
-"""An OTLP collector for tests: takes what exporters send over gRPC, and shows it."""
+"""An OTLP collector for tests: takes what exporters send over gRPC or HTTP, and shows it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent import futures
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 import grpc
@@ -36,8 +37,14 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self.port = 0
+        self.http_port = 0
 
     def Export(self, request: Any, _context: Any) -> Any:
+        self.take(request)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def take(self, request: Any) -> None:
+        """Keep the spans of a request."""
         found = [
             _read(span, resource.resource)
             for resource in request.resource_spans
@@ -46,12 +53,16 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         ]
         with self._lock:
             self._spans += found
-        return trace_service_pb2.ExportTraceServiceResponse()
 
     @property
     def endpoint(self) -> str:
         """What an exporter is told."""
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def http_endpoint(self) -> str:
+        """What an exporter over HTTP is told."""
+        return f"http://127.0.0.1:{self.http_port}"
 
     def spans(self, trace_id: str | None = None) -> list[Span]:
         """Return what has come so far, by start; a request before its phases, one without length before its successor."""
@@ -77,6 +88,23 @@ def _read(span: Any, resource: Any) -> Span:
     )  # fmt: skip
 
 
+def _handler_of(collector: Collector) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            is_known = (self.path, self.headers["content-type"]) == ("/v1/traces", "application/x-protobuf")
+            if is_known:
+                collector.take(trace_service_pb2.ExportTraceServiceRequest.FromString(body))
+            self.send_response(200 if is_known else 404)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the name of the overridden one
+            """Write nothing."""
+
+    return Handler
+
+
 @contextlib.contextmanager
 def start_collector() -> Iterator[Collector]:
     """Yield a collector that listens on a free port of this host."""
@@ -85,7 +113,12 @@ def start_collector() -> Iterator[Collector]:
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
     collector.port = server.add_insecure_port("127.0.0.1:0")
     server.start()
+    over_http = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(collector))
+    collector.http_port = over_http.server_port
+    threading.Thread(target=over_http.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield collector
     finally:
+        over_http.shutdown()
+        over_http.server_close()
         server.stop(0).wait(5.0)

@@ -27,6 +27,8 @@ OPEN_PATHS = {
 }  # fmt: skip
 SLOW = "sie_test-slow-0123456789abcdef"
 FEW = "sie_test-few-0123456789abcdef"
+COSTLY = [f"sie_test-costly-{number}-0123456789abcdef" for number in range(5)]
+"""Keys with a rate of tokens, one for each kind of request."""
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +37,14 @@ def key_file(tmp_path_factory):
         tmp_path_factory.mktemp("keys") / "keys.toml",
         entry("slow", SLOW, ["infer"], max_concurrent=2),
         entry("few", FEW, ["infer"], requests_per_minute=4),
+        *(entry(f"costly-{number}", text, ["infer"], tokens_per_minute=30) for number, text in enumerate(COSTLY)),
     )
 
 
 @pytest.fixture(scope="module")
 def server(key_file):
     with start_server(
-        *STUB, "--model", "stub/slow=stub:dense=16", "--api-keys", str(key_file), "--frontends", "2",
+        *STUB, "--model", "stub/slow=stub:dense=16", "--model", "g=stub:generate", "--api-keys", str(key_file), "--frontends", "2",
         "--cors-origin", "https://app.example",
     ) as running:  # fmt: skip
         yield running
@@ -206,6 +209,29 @@ def test_rate_is_the_keys_over_all_connections_and_frontends(server):
     assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers[-3:]] == ["0"] * 3
     assert limited.headers["x-ratelimit-reset-requests"].endswith("s")
     assert "x-ratelimit-limit-requests" not in get(server.port, "/v1/models", bearer(INFER)).headers
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "body"),
+    [
+        (0, "/v1/encode/stub/a", {"items": [{"text": "x" * 400}]}),
+        (1, "/v1/chat/completions", {"model": "g", "messages": [{"role": "user", "content": "x" * 60}]}),
+        (2, "/v1/messages", {"model": "g", "max_tokens": 9, "messages": [{"role": "user", "content": "x" * 60}], "stream": True}),
+        (3, "/v1/responses", {"model": "g", "input": "x" * 60, "stream": True}),
+        (4, "/v1/responses", {"model": "g", "input": "x" * 60, "background": True}),
+    ],
+)  # fmt: skip
+def test_rate_of_tokens_refuses_the_request_after_the_one_that_was_over_it(number, path, body, server):
+    key = bearer(COSTLY[number])
+    assert post_json(server.port, path, body, key).status == 200
+    refused = eventually(
+        lambda: (answer := post_json(server.port, path, body, key)).status == 429 and answer, "the rate to be used up"
+    )
+    assert b"tokens_per_minute (30)" in refused.body
+    assert refused.headers["x-ratelimit-limit-tokens"] == "30"
+    assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
+    assert int(refused.headers["retry-after"]) > 60, "more than a minute's tokens are owed"
+    assert ("anthropic-ratelimit-tokens-reset" in refused.headers) == (path == "/v1/messages")
 
 
 def test_concurrency_is_the_keys_and_is_given_back(server):

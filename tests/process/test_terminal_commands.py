@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tarfile
 import termios
 import time
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ import msgspec
 import pytest
 
 from sie.commands import cli
+from sie.commands.bundle import write_bundle
+from sie.config.settings import load_settings
 from tests.process.harness import WAIT_S, Server, eventually, start_server
 from tests.process.wire import total
 
@@ -34,6 +37,20 @@ def server() -> Iterator[Server]:
         "--model", "v=stub:dense=8", "--default-model", "g", "--frontends", "1", "--devices", "cpu",
     ) as running:  # fmt: skip
         yield running
+
+
+def test_a_bundle_has_what_a_running_server_says(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "bundle.tar.gz"
+    write_bundle(
+        str(path), lambda: load_settings(None, {}, {"port": str(server.port)}), [], log_file="/dev/null", status_s=0
+    )
+    with tarfile.open(path) as archive:
+        parts = {name.partition("/")[2]: archive.extractfile(name) for name in archive.getnames()}
+        texts = {name: file.read().decode() for name, file in parts.items() if file}
+    (frame,) = texts["status.jsonl"].splitlines()
+    assert msgspec.json.decode(frame)["ready"]
+    assert "sie_requests_total" in texts["metrics.txt"]
+    assert "slow" in texts["models.json"]
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import socket
 import time
 
@@ -40,7 +41,7 @@ def server(collector):
     with start_server(
         "--model", "stub/a=stub:dense=16,score,extract", "--model", "stub/slow=stub:dense=16,latency_ms=200",
         "--lazy-model", "stub/lazy=stub:dense=16,load_ms=300", "--tracing", "--otlp-endpoint", collector.endpoint,
-        "--frontends", "1", "--access-log", "1", "--model", "id=stub:tensor", "--grpc-port", str(free_port()),
+        "--frontends", "1", "--access-log", "1", "--model", "id=stub:tensor", "--model", "g=stub:generate", "--grpc-port", str(free_port()),
     ) as running:  # fmt: skip
         yield running
 
@@ -82,6 +83,28 @@ def test_every_inference_route_is_traced(path, body, server, collector):
     root, phases = collector.wait_trace(response.headers["x-trace-id"])
     assert root.attributes["sie.model"] == "stub/a"
     assert names_of(phases) == PHASES
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "facts"),
+    [
+        ("/v1/embeddings", {"model": "stub/a", "input": "x" * 9}, ("embeddings", "stub/a", 3, None)),
+        ("/v1/chat/completions", {"model": "g", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4},
+         ("chat", "g", 19, 4)),
+        ("/v1/messages", {"model": "g", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "stream": True},
+         ("chat", "g", 19, 4)),
+        ("/v1/completions", {"model": "g", "prompt": "xyz", "max_tokens": 2}, ("text_completion", "g", 3, 2)),
+        ("/v1/score/stub/a", {"query": {"text": "q"}, "items": [{"text": "d"}]}, (None, None, None, None)),
+    ],
+)  # fmt: skip
+def test_generating_and_embedding_have_the_names_of_the_conventions(path, body, facts, server, collector):
+    trace_id = secrets.token_hex(16)
+    response = post_json(server.port, path, body, {"traceparent": f"00-{trace_id}-{PARENT}-01"})
+    assert response.status == 200, response.body
+    root, _ = collector.wait_trace(trace_id)
+    names = ("operation.name", "request.model", "usage.input_tokens", "usage.output_tokens")
+    assert tuple(root.attributes.get(f"gen_ai.{name}") for name in names) == facts
+    assert (root.attributes["server.address"], root.attributes["server.port"]) == ("127.0.0.1", server.port)
 
 
 def test_sampled_parent_is_continued(server, collector):
@@ -212,10 +235,10 @@ def test_dead_collector_costs_no_request_and_no_stop():
             assert server.output.text().count("exporting traces") <= 2, "complaints do not fill the log"
 
 
-def test_share_counts_without_a_parent_and_what_waits_is_sent_before_the_end(collector):
+def test_share_counts_without_a_parent_and_what_waits_is_sent_before_the_end_over_http_too(collector):
     with start_server(
-        "--model", "stub/a=stub:dense=16", "--tracing", "--otlp-endpoint", collector.endpoint, "--trace-share", "0",
-        "--frontends", "1",
+        "--model", "stub/a=stub:dense=16", "--tracing", "--otlp-endpoint", collector.http_endpoint, "--trace-share", "0",
+        "--otlp-protocol", "http", "--frontends", "1",
     ) as server:  # fmt: skip
         assert "x-trace-id" not in encode(server.port, "stub/a", ["x"]).headers
         trace_id = TRACE.replace("4bf9", "bbbb")

@@ -61,6 +61,7 @@ class Generating(Protocol):
     async def gather(self) -> list[GenerateEvent]: ...
     def give_up(self, error: SieError) -> None: ...
     def timing(self, began_ns: int) -> Timing: ...
+    def usage(self) -> GenerateUsage: ...
 
 
 Start = Callable[[GenerateRequest], Awaitable[Generating]]
@@ -160,6 +161,10 @@ class AgentRun:
     def timing(self, began_ns: int) -> Timing:
         """Return the timing of the latest round."""
         return self._round.timing(began_ns)
+
+    def usage(self) -> GenerateUsage:
+        """Return the usage of all rounds so far."""
+        return self._usage if self._round.is_over else _sum(self._usage, self._round.usage())
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ from sie.values.generate import (
     GenerateUsage,
     PromptScored,
     ReasoningDelta,
+    Started,
     TextDelta,
     ToolCallDelta,
 )
@@ -211,7 +212,9 @@ class RemoteRun:
         if not events and self._error is not None:
             raise self._error
         for event in events:
-            if isinstance(event, Ended):
+            if isinstance(event, Started):
+                self._usage = GenerateUsage(prompt_tokens=event.prompt_tokens, completion_tokens=0)
+            elif isinstance(event, Ended):
                 self.is_over, self._usage = True, event.usage
         if not events and self.is_done and not self.is_over:
             raise Internal("the host ended an answer that it had not finished")
@@ -264,6 +267,10 @@ class RemoteRun:
         return Timing(
             total_ms=(now_ns - began_ns) / 1e6, inference_ms=(now_ns - submitted_ns) / 1e6, submitted_ns=submitted_ns
         )
+
+    def usage(self) -> GenerateUsage:
+        """Return the usage; until the answer is complete, that of the prompt."""
+        return self._usage
 
 
 class TextClient:

@@ -11,10 +11,12 @@ import hmac
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Protocol
 
 from sie.config import settings
 from sie.frontend.access.key_use import KeyHolder
+from sie.frontend.access.rates import TokenBucket
 from sie.ipc.messages import Keys
 from sie.shm.pages import CounterPage
 from sie.values.api_key import Need, digest_of
@@ -37,6 +39,10 @@ class Exchange(Protocol):
 
     headers: Any
     holder: KeyHolder | None
+    input_tokens: int
+    output_tokens: int
+    route: Any
+    """Its route in `sie.frontend.http.routing`, or None."""
 
 
 class Access:
@@ -101,27 +107,38 @@ class Access:
         holder.begin()
 
     def record(self, exchange: Exchange, _status: int, headers: HeaderList, _error: SieError | None) -> HeaderList:
-        """Add the remaining rate of its key to a response's headers. Source: OpenAI's API reference, rate limits."""
+        """Charge the tokens of a request to its key, and add the key's remaining rates to the response's headers.
+
+        A stream is recorded when it begins, before it has tokens, and when it ends. Source: the API references of OpenAI
+        and Anthropic, rate limits.
+        """
         holder = exchange.holder
-        if holder is None or holder.bucket is None:
+        if holder is None:
             return headers
-        bucket, now_ns = holder.bucket, self._now_ns()
-        return [
-            *headers,
-            ("x-ratelimit-limit-requests", str(bucket.per_minute)),
-            ("x-ratelimit-remaining-requests", str(bucket.remaining(now_ns))),
-            ("x-ratelimit-reset-requests", f"{math.ceil(bucket.full_in_s(now_ns))}s"),
-        ]
+        now_ns, num_tokens = self._now_ns(), exchange.input_tokens + exchange.output_tokens
+        if num_tokens:
+            holder.spend(num_tokens, now_ns)
+        if holder.bucket is None and holder.token_bucket is None:
+            return headers
+        is_anthropic = exchange.route is not None and exchange.route.envelope == "anthropic"
+        headers = list(headers)
+        for unit, bucket in (("requests", holder.bucket), ("tokens", holder.token_bucket)):
+            if bucket is not None:
+                headers += _openai_headers(unit, bucket, now_ns)
+                headers += _anthropic_headers(unit, bucket, now_ns) if is_anthropic else ()
+        return headers
 
     def _check_limits(self, holder: KeyHolder) -> None:
         now_ns, key = self._now_ns(), holder.key
         if key.max_concurrent is not None and self._count_running(holder, now_ns) >= key.max_concurrent:
             text = f"API key '{key.name}' has as many requests running as its max_concurrent ({key.max_concurrent})"
             raise self._refused("concurrency", RateLimited(text, retry_after_s=1))
+        if holder.token_bucket is not None and not holder.has_tokens(now_ns):
+            text = f"API key '{key.name}' is over its tokens_per_minute ({key.tokens_per_minute})"
+            raise self._refused("rate", RateLimited(text, retry_after_s=_whole_wait_s(holder.token_bucket, now_ns)))
         if holder.bucket is not None and not holder.try_take(now_ns):
             text = f"API key '{key.name}' is over its requests_per_minute ({key.requests_per_minute})"
-            wait_s = max(1, math.ceil(holder.bucket.wait_s(now_ns)))
-            raise self._refused("rate", RateLimited(text, retry_after_s=wait_s))
+            raise self._refused("rate", RateLimited(text, retry_after_s=_whole_wait_s(holder.bucket, now_ns)))
 
     def _count_running(self, holder: KeyHolder, now_ns: int) -> int:
         num_running = holder.count_running(now_ns)
@@ -190,6 +207,28 @@ class Access:
     def _refused(self, reason: str, error: SieError) -> SieError:
         self._count_failure(reason)
         return error
+
+
+def _whole_wait_s(bucket: TokenBucket, now_ns: int) -> int:
+    return max(1, math.ceil(bucket.wait_s(now_ns)))
+
+
+def _openai_headers(unit: str, bucket: TokenBucket, now_ns: int) -> HeaderList:
+    return [
+        (f"x-ratelimit-limit-{unit}", str(bucket.per_minute)),
+        (f"x-ratelimit-remaining-{unit}", str(bucket.remaining(now_ns))),
+        (f"x-ratelimit-reset-{unit}", f"{math.ceil(bucket.full_in_s(now_ns))}s"),
+    ]
+
+
+def _anthropic_headers(unit: str, bucket: TokenBucket, now_ns: int) -> HeaderList:
+    """Return the headers of a rate whose reset is a time in RFC 3339."""
+    full_at = datetime.now(UTC) + timedelta(seconds=math.ceil(bucket.full_in_s(now_ns)))
+    return [
+        (f"anthropic-ratelimit-{unit}-limit", str(bucket.per_minute)),
+        (f"anthropic-ratelimit-{unit}-remaining", str(bucket.remaining(now_ns))),
+        (f"anthropic-ratelimit-{unit}-reset", f"{full_at:%Y-%m-%dT%H:%M:%SZ}"),
+    ]
 
 
 def open_access(

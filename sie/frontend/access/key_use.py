@@ -1,4 +1,4 @@
-"""Counts the requests under way and the rate of one API key, over all frontends. Must never lock or wait.
+"""Counts the requests under way and the rates of one API key, over all frontends. Must never lock or wait.
 
 Each frontend writes its own counts to its counter page and reads the pages of the others. Requests that several frontends
 admit in the same microsecond do not see each other. So a limit can be exceeded by at most the number of other frontends.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from sie.frontend.access.rates import TokenBucket
-from sie.metrics.definitions import KEY_REQUESTS, KEY_RUNNING, Family
+from sie.metrics.definitions import KEY_REQUESTS, KEY_RUNNING, KEY_TOKENS, Family
 from sie.shm.pages import Counter, CounterPage, Gauge, RecordKind
 from sie.values.api_key import ApiKey
 
@@ -22,8 +22,8 @@ _RESCAN_NS: Final = 500_000_000
 class KeyHolder:
     """One key in force, as one frontend process sees it."""
 
-    __slots__ = ("_admitted", "_num_elsewhere", "_page", "_requests", "_running", "_running_gauge", "bucket", "is_limited",
-                 "key", "num_running")  # fmt: skip
+    __slots__ = ("_admitted", "_num_elsewhere", "_page", "_requests", "_running", "_running_gauge", "_spent",
+                 "_spent_elsewhere", "_tokens", "bucket", "is_limited", "key", "num_running", "token_bucket")  # fmt: skip
 
     def __init__(self, key: ApiKey, pages: Sequence[CounterPage], now_ns: int) -> None:
         """Start to count the use of a key. pages are the counter pages of all processes, our own first."""
@@ -31,34 +31,40 @@ class KeyHolder:
         self.num_running = 0
         self.is_limited = False
         self.bucket: TokenBucket | None = None
+        """The rate of requests, if it is limited."""
+        self.token_bucket: TokenBucket | None = None
+        """The rate of their tokens, if it is limited."""
         self._page = pages[0]
         self._requests: Counter | None = None  # created at the first request, because space on a page is scarce
+        self._tokens: Counter | None = None
         self._running_gauge: Gauge | None = None
         self._running = _OtherPages(KEY_RUNNING, RecordKind.GAUGE, key.name, pages[1:], now_ns)
         self._admitted = _OtherPages(KEY_REQUESTS, RecordKind.COUNTER, key.name, pages[1:], now_ns)
         self._num_elsewhere = self._admitted.total(now_ns)
+        self._spent = _OtherPages(KEY_TOKENS, RecordKind.COUNTER, key.name, pages[1:], now_ns)
+        self._spent_elsewhere = self._spent.total(now_ns)
         self.take_over(key, now_ns)
 
     def take_over(self, key: ApiKey, now_ns: int) -> None:
         """Replace the secret, scopes or limits under the same name."""
-        if self.bucket is None or key.requests_per_minute != self.bucket.per_minute:
-            per_minute = key.requests_per_minute
-            self.bucket = None if per_minute is None else TokenBucket(per_minute, now_ns)
+        self.bucket = _bucket_of(key.requests_per_minute, self.bucket, now_ns)
+        self.token_bucket = _bucket_of(key.tokens_per_minute, self.token_bucket, now_ns)
         self.key = key
-        self.is_limited = key.requests_per_minute is not None or key.max_concurrent is not None
+        self.is_limited = (key.requests_per_minute, key.tokens_per_minute, key.max_concurrent) != (None, None, None)
         if self.is_limited and self._running_gauge is None:
             # Created now, so that the other frontends see our counts from the first request on.
-            self._requests = self._counter()
+            self._requests = self._counter(KEY_REQUESTS)
+            self._tokens = self._counter(KEY_TOKENS)
             self._running_gauge = self._page.gauge(KEY_RUNNING.name, KEY_RUNNING.label_pairs(key.name))
             self._running_gauge.set(self.num_running)
 
-    def _counter(self) -> Counter:
-        return self._page.counter(KEY_REQUESTS.name, KEY_REQUESTS.label_pairs(self.key.name))
+    def _counter(self, family: Family) -> Counter:
+        return self._page.counter(family.name, family.label_pairs(self.key.name))
 
     def begin(self) -> None:
         """Count a request of this key as under way."""
         if self._requests is None:
-            self._requests = self._counter()
+            self._requests = self._counter(KEY_REQUESTS)
         self._requests.add()
         self.num_running += 1
         if self._running_gauge is not None:
@@ -82,6 +88,30 @@ class KeyHolder:
             self.bucket.charge(int(num_elsewhere - self._num_elsewhere), now_ns)
         self._num_elsewhere = num_elsewhere
         return self.bucket.try_take(now_ns)
+
+    def has_tokens(self, now_ns: int) -> bool:
+        """Tell whether the key's rate of tokens allows another request, whose own tokens are not known yet."""
+        assert self.token_bucket is not None
+        elsewhere = self._spent.total(now_ns)
+        if elsewhere > self._spent_elsewhere:
+            self.token_bucket.spend(int(elsewhere - self._spent_elsewhere), now_ns)
+        self._spent_elsewhere = elsewhere
+        return self.token_bucket.has_any(now_ns)
+
+    def spend(self, num_tokens: int, now_ns: int) -> None:
+        """Count the tokens of a request that has ended."""
+        if self._tokens is None:
+            self._tokens = self._counter(KEY_TOKENS)
+        self._tokens.add(num_tokens)
+        if self.token_bucket is not None:
+            self.token_bucket.spend(num_tokens, now_ns)
+
+
+def _bucket_of(per_minute: int | None, bucket: TokenBucket | None, now_ns: int) -> TokenBucket | None:
+    """Return the bucket of a rate: the one in use unless the rate has changed."""
+    if per_minute is None or (bucket is not None and bucket.per_minute == per_minute):
+        return None if per_minute is None else bucket
+    return TokenBucket(per_minute, now_ns)
 
 
 class _OtherPages:

@@ -8,7 +8,7 @@ _NS_PER_MINUTE: Final = 60_000_000_000
 
 
 class TokenBucket:
-    """Admits `per_minute` requests in each minute, all at once if none came for a minute.
+    """Admits `per_minute` requests, or tokens of requests, in each minute, all at once if none came for a minute.
 
     The state is one number without drift: the time when the bucket was, or would have been, empty (generic cell rate
     algorithm). Source: ITU-T I.371, appendix A.
@@ -23,17 +23,24 @@ class TokenBucket:
         self._empty_ns = now_ns - self._capacity_ns
 
     def try_take(self, now_ns: int) -> bool:
-        """Take one token, or return False if the bucket is empty."""
-        empty_ns = max(self._empty_ns, now_ns - self._capacity_ns)
-        if empty_ns + self._cost_ns > now_ns:
+        """Take one token, or return False if there is none."""
+        if not self.has_any(now_ns):
             return False
-        self._empty_ns = empty_ns + self._cost_ns
+        self.spend(1, now_ns)
         return True
+
+    def has_any(self, now_ns: int) -> bool:
+        """Tell whether a token is in the bucket."""
+        return max(self._empty_ns, now_ns - self._capacity_ns) + self._cost_ns <= now_ns
+
+    def spend(self, num_tokens: int, now_ns: int) -> None:
+        """Take tokens whose number was unknown before their request ran; the bucket may owe some afterwards."""
+        self._empty_ns = max(self._empty_ns, now_ns - self._capacity_ns) + num_tokens * self._cost_ns
 
     def charge(self, num_tokens: int, now_ns: int) -> None:
         """Take tokens that other frontends used, until the bucket is empty."""
-        empty_ns = max(self._empty_ns, now_ns - self._capacity_ns) + num_tokens * self._cost_ns
-        self._empty_ns = min(empty_ns, now_ns)
+        self.spend(num_tokens, now_ns)
+        self._empty_ns = min(self._empty_ns, now_ns)
 
     def remaining(self, now_ns: int) -> int:
         """Return the number of tokens in the bucket."""

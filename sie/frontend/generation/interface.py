@@ -8,7 +8,7 @@ from typing import Protocol
 from sie.frontend.engine.interface import Pending
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import SieError
-from sie.values.generate import GenerateEvent, GenerateReply, GenerateRequest
+from sie.values.generate import GenerateEvent, GenerateReply, GenerateRequest, GenerateUsage
 from sie.values.inference import Timing
 
 
@@ -55,6 +55,10 @@ class TextRun(Protocol):
 
     def timing(self, began_ns: int) -> Timing:
         """Return the timing of a request up to now; began_ns: when its headers were read."""
+        ...
+
+    def usage(self) -> GenerateUsage:
+        """Return the usage so far."""
         ...
 
 

@@ -14,7 +14,8 @@ _METHODS: Final = "DELETE, GET, POST, PUT"
 _MAX_AGE_S: Final = "600"
 _EXPOSED_NAMES: Final = (
     "retry-after, x-queue-time, x-tokenization-time, x-inference-time, x-total-time, x-request-id, "
-    "request-id, x-sie-server-version, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests"
+    "request-id, x-sie-server-version, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
+    "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )
 _EXPOSE: Final = ("access-control-expose-headers", _EXPOSED_NAMES)
 _VARY: Final = ("vary", "origin")

@@ -8,6 +8,8 @@ from typing import Any, Final
 from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.http.body import Body, BodyReader, HeldBody
 from sie.frontend.http.routing import Route
+from sie.values.generate import GenerateUsage
+from sie.values.inference import Timing
 
 _MOST_NAMED: Final = 1000
 """Most items to name in a header, because clients read headers up to 8 KiB."""
@@ -17,8 +19,8 @@ class Exchange:
     """One HTTP request while it is served, with the state that the error boundary needs to answer and count it."""
 
     __slots__ = ("began_ns", "body", "body_bytes", "cuts", "deadline_ns", "decoded_ns", "headers", "held_body", "holder",
-                 "known_model", "leave", "model", "num_items", "protocol", "request_id", "route", "scope", "timing",
-                 "version", "waits")  # fmt: skip
+                 "input_tokens", "known_model", "leave", "model", "num_items", "output_tokens", "protocol", "request_id",
+                 "route", "scope", "timing", "version", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
         self.scope = scope
@@ -43,6 +45,9 @@ class Exchange:
         """The value of `x-request-id` in the answer; empty on routes without that header."""
         self.body_bytes = 0
         self.num_items = 0
+        self.input_tokens = 0
+        self.output_tokens = 0
+        """Tokens read and generated for the request so far; tensor requests count none."""
         self.timing: Any = None
         self.cuts: Collection[int] = ()
         """The numbers of the items whose texts were cut; the answer says so in a header."""
@@ -55,6 +60,12 @@ class Exchange:
     def owner(self) -> str:
         """The name of the request's API key; empty on a server without keys."""
         return self.holder.key.name if self.holder is not None else ""
+
+    def record_run(self, timing: Timing | None, usage: GenerateUsage | None) -> None:
+        """Record the time and the tokens of a request that generates."""
+        self.timing = timing
+        if usage is not None:
+            self.input_tokens, self.output_tokens = usage.prompt_tokens, usage.completion_tokens
 
     def cut_header(self) -> tuple[str, str]:
         """Return the header that names the items whose texts were cut."""

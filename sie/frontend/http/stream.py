@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from sie.frontend.http.unread import Unread
 from sie.values.errors import ClientGone, SieError
-from sie.values.generate import GenerateEvent
+from sie.values.generate import GenerateEvent, GenerateUsage
 from sie.values.inference import Timing
 
 Headers = list[tuple[str, str]]
@@ -51,6 +51,10 @@ class EventSource(Protocol):
 
     def timing(self, began_ns: int) -> Timing | None:
         """Return the timing as `Run.timing` does, or None before the request was submitted."""
+        ...
+
+    def usage(self) -> GenerateUsage | None:
+        """Return the usage so far, or None if this stream does not count it."""
         ...
 
 

@@ -76,6 +76,10 @@ class ResponseFollower:
         """Return None: a replay has no inference timing of its own."""
         return None
 
+    def usage(self) -> None:  # the protocol's
+        """Return None: the tokens of a replay were counted when they were made."""
+        return
+
     async def _next(self) -> list[bytes]:
         """Return the new events, and record whether the last one is among them."""
         found = await self._read(self._after)

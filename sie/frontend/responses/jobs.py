@@ -15,7 +15,7 @@ from sie.frontend.http.stream import EventSource
 from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.runtime.logs import get_logger
 from sie.values.errors import BadRequest, ClientGone, Internal, SieError, Unavailable
-from sie.values.generate import GenerateEvent
+from sie.values.generate import GenerateEvent, GenerateUsage
 from sie.values.inference import Timing
 
 _log = get_logger(__name__)
@@ -31,8 +31,9 @@ def cancelled() -> SieError:
 class Follower:
     """The events of one job for one stream; implements `sie.frontend.http.stream.EventSource`."""
 
-    def __init__(self, on_gone: Callable[[], None]) -> None:
+    def __init__(self, on_gone: Callable[[], None], *, counts_usage: bool = True) -> None:
         self.is_over = False
+        self._counts_usage = counts_usage
         self.run: EventSource | None = None
         """The followed run, once it was submitted."""
         self._on_gone = on_gone
@@ -78,6 +79,10 @@ class Follower:
         """Return the timing of the run, or None before it was submitted."""
         return self.run.timing(began_ns) if self.run is not None else None
 
+    def usage(self) -> GenerateUsage | None:
+        """Return the usage of the run; None before it was submitted, and if the job counts it itself."""
+        return self.run.usage() if self.run is not None and self._counts_usage else None
+
 
 class Job:
     """One response under way. keep stores it at its end, and is awaited before the stream gets its last event."""
@@ -90,7 +95,7 @@ class Job:
         """The name of the API key that requested it."""
         self.outlives = outlives
         """Whether the job runs on after its client has left."""
-        self.follower = Follower(self._on_gone)
+        self.follower = Follower(self._on_gone, counts_usage=not outlives)
         self._keep = keep
         self._is_ending = False
         self._why: SieError | None = None

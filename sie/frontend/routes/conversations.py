@@ -32,7 +32,7 @@ from sie.frontend.routes.files import file_gone
 from sie.frontend.routes.run_skills import add_skills
 from sie.frontend.routes.sessions import check_size
 from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
-from sie.values.generate import ChatMessage, ChoiceReply, GenerateEvent, GenerateRequest, InputFile
+from sie.values.generate import ChatMessage, ChoiceReply, GenerateEvent, GenerateRequest, GenerateUsage, InputFile
 from sie.values.inference import Timing
 
 _OK: Final = 200
@@ -96,6 +96,10 @@ class StoredRun:
     def timing(self, began_ns: int) -> Timing | None:
         """Return the timing of the run."""
         return self._run.timing(began_ns)
+
+    def usage(self) -> GenerateUsage | None:
+        """Return the usage of the run."""
+        return self._run.usage()
 
 
 class Conversations:

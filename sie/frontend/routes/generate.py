@@ -190,7 +190,7 @@ class TextRoutes:
                 reply = await run.whole()
                 if turn is not None:
                     await turn.end(reply.choices[0])
-                exchange.timing = run.timing(exchange.began_ns)
+                exchange.record_run(run.timing(exchange.began_ns), run.usage())
                 return [JSON], encode(reply, run.prompts)
             except Unavailable as error:
                 if isinstance(run, AgentRun) and run.has_acted:

@@ -177,7 +177,7 @@ class Inference:
             reply = read_scores(raw, request, exchange.began_ns, started.tokenization_ns)
         finally:
             raw.release()
-        _record(exchange, reply.timing, len(request.documents), request.cuts)
+        _record(exchange, reply, len(request.documents), request.cuts)
         return reply
 
     async def _run_extract(
@@ -194,7 +194,7 @@ class Inference:
                 reply = read_extractions(*arguments)
         finally:
             raw.release()
-        _record(exchange, reply.timing, len(request.texts), request.cuts)
+        _record(exchange, reply, len(request.texts), request.cuts)
         return reply, is_large
 
     async def _drive(
@@ -233,13 +233,16 @@ def read_rows(
     except BaseException:
         raw.release()
         raise
-    _record(exchange, reply.timing, reply.num_items, reply.cuts)
+    _record(exchange, reply, reply.num_items, reply.cuts)
     return reply
 
 
-def _record(exchange: Exchange, timing: Timing, num_items: int, cuts: Collection[int]) -> None:
-    """Record the facts of an answer that headers, metrics and traces show."""
-    exchange.timing, exchange.num_items, exchange.cuts = timing, num_items, cuts
+def _record(
+    exchange: Exchange, reply: EncodeReply | ScoreReply | ExtractReply, num_items: int, cuts: Collection[int]
+) -> None:
+    """Record the facts of an answer that headers, limits, metrics and traces need."""
+    exchange.timing, exchange.num_items, exchange.cuts = reply.timing, num_items, cuts
+    exchange.input_tokens = reply.input_tokens
 
 
 def _release(reply: EncodeReply, raw: Reply) -> None:

@@ -17,6 +17,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from sie.agents.loop.agent_run import AgentRun
+from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.dialects.openai.text_fields import renamed
 from sie.frontend.dialects.responses.items import name_kept_files, read_kept
 from sie.frontend.dialects.responses.page import read_page, read_stream_query
@@ -36,7 +37,7 @@ from sie.frontend.routes.conversations import Conversations
 from sie.frontend.routes.text_service import TextService
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import NotFound, Overloaded, RateLimited, Unavailable
-from sie.values.generate import ChatMessage, GenerateEvent, InputFile
+from sie.values.generate import ChatMessage, Ended, GenerateEvent, InputFile
 
 _to_json: Final = msgspec.json.Encoder().encode
 _NAMES: Final = {"messages": "input", "truncate_sequence": "truncation"}
@@ -84,7 +85,7 @@ class Responses:
             run, events = await self._gather(
                 exchange.deadline_ns, entry, lambda entry: self._texts.start(exchange, entry, call.request)
             )
-        exchange.timing = run.timing(exchange.began_ns)
+        exchange.record_run(run.timing(exchange.began_ns), run.usage())
         record.apply(events, int(time.time()))
         await self._add(exchange.owner, record, call, history)
         return [JSON], record.to_json()
@@ -167,7 +168,7 @@ class Responses:
             await self._add(exchange.owner, record, call, history)
         answer = record.to_json()
         job = Job(record, exchange.owner, self._update, outlives=True)
-        self._begin(job, self._work(job, deadline_ns, entry, start, run))
+        self._begin(job, _charged(exchange.holder, self._work(job, deadline_ns, entry, start, run)))
         if request.stream:
             return Streamed(job.follower, ResponseWriter(record))
         return [JSON], answer
@@ -362,6 +363,15 @@ def _query(exchange: Exchange) -> dict[str, list[str]]:
 def _not_found(response_id: str) -> NotFound:
     text = f"Response '{response_id[:80]}' not found"
     return NotFound(text, code="RESPONSE_NOT_FOUND", extras={"param": "response_id"})
+
+
+async def _charged(holder: KeyHolder | None, work: Coroutine[Any, Any, list[GenerateEvent]]) -> list[GenerateEvent]:
+    """Do the work of a background response, and charge its tokens to its key."""
+    events = await work
+    for event in events:
+        if isinstance(event, Ended) and holder is not None:
+            holder.spend(event.usage.prompt_tokens + event.usage.completion_tokens, time.monotonic_ns())
+    return events
 
 
 @contextlib.contextmanager

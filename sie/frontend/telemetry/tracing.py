@@ -2,7 +2,7 @@
 
 Traces need no measurements of their own: the spans are written after a request from the times that it already has. The
 module imports OpenTelemetry (`ringserve[otel]`). Sources: W3C Trace Context; SIE API reference, section 13; OpenTelemetry's
-semantic conventions for HTTP and RPC.
+semantic conventions for HTTP, RPC and generative AI.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import time
 from typing import Any, Final, NamedTuple, Protocol
 
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -25,16 +24,26 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from sie import __version__
 from sie.config.sections import Tracing
 from sie.frontend.http.routing import Route
+from sie.ipc.messages import Launch
 from sie.values.errors import SieError
 from sie.values.inference import Timing
 
 Headers = list[tuple[str, str]]
-_EXPORTER_LOG: Final = "opentelemetry.exporter.otlp.proto.grpc.exporter"
+Attributes = dict[str, str | int | float]
+_EXPORTER_LOGS: Final = (
+    "opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+)  # fmt: skip
 _EXPORT_TIMEOUT_S: Final = 5.0
 _EXPORT_EVERY_MS: Final = 1000
 _MAX_WAITING_SPANS: Final = 16_384
 _CLOSE_TIMEOUT_S: Final = 2.0
 _COMPLAIN_EVERY_S: Final = 60.0
+_OPERATIONS: Final = {
+    "/v1/completions": "text_completion", "/v1/generate/{model}": "text_completion",
+    "/v2/models/{model}/generate": "text_completion", "/v2/models/{model}/generate_stream": "text_completion",
+    "generate": "chat", "encode": "embeddings", "embeddings": "embeddings",
+}  # fmt: skip
+"""`gen_ai.operation.name` of a route, by its template or else its label."""
 _MIN_LOAD_NS: Final = 1_000_000
 """A longer time between decoding and tokenising becomes a `load` phase: the request waited for its model."""
 
@@ -50,6 +59,8 @@ class Exchange(Protocol):
     known_model: str
     body_bytes: int
     timing: Timing | None
+    input_tokens: int
+    output_tokens: int
 
 
 class Phase(NamedTuple):
@@ -90,11 +101,15 @@ def phases_of(exchange: Exchange, now_ns: int) -> list[Phase]:
 class RequestTracing:
     """The traces of one frontend process."""
 
-    def __init__(self, settings: Tracing, slot: int) -> None:
-        exporter = OTLPSpanExporter(settings.endpoint, timeout=_EXPORT_TIMEOUT_S)
-        logging.getLogger(_EXPORTER_LOG).addFilter(_RarelyFilter())
+    def __init__(self, settings: Tracing, launch: Launch) -> None:
+        self._server: Attributes = (
+            {} if launch.listen_fd >= 0 else {"server.address": launch.host, "server.port": launch.port}
+        )
+        exporter = _open_exporter(settings)
+        for name in _EXPORTER_LOGS:
+            logging.getLogger(name).addFilter(_RarelyFilter())
         resource = Resource.create(
-            {"service.version": __version__, "service.instance.id": f"{socket.gethostname()}/frontend-{slot}"}
+            {"service.version": __version__, "service.instance.id": f"{socket.gethostname()}/frontend-{launch.slot}"}
         )
         if str(resource.attributes["service.name"]).startswith("unknown_service"):  # OTEL_SERVICE_NAME is not set
             resource = resource.merge(Resource({"service.name": "sie"}))
@@ -124,7 +139,7 @@ class RequestTracing:
         )
         if not span.is_recording():
             return headers
-        span.set_attributes(_attributes(exchange, route, status))
+        span.set_attributes({**self._server, **_attributes(exchange, route, status)})
         if error is not None:
             span.set_attribute("error.type", error.code)
             if status >= 500:
@@ -152,6 +167,16 @@ class RequestTracing:
         return self._propagator.extract(carrier, Context())
 
 
+def _open_exporter(settings: Tracing) -> SpanExporter:
+    if settings.protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+        return GrpcExporter(settings.endpoint, timeout=_EXPORT_TIMEOUT_S)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+    return HttpExporter(f"{settings.endpoint.rstrip('/')}/v1/traces", timeout=_EXPORT_TIMEOUT_S)
+
+
 def _is_grpc(exchange: Exchange) -> bool:
     return exchange.scope.proto == "grpc"
 
@@ -160,7 +185,7 @@ def _name(exchange: Exchange, route: Route) -> str:
     return route.template[1:] if _is_grpc(exchange) else f"{exchange.scope.method} {route.template}"
 
 
-def _protocol_attributes(exchange: Exchange, route: Route, status: int) -> dict[str, str | int | float]:
+def _protocol_attributes(exchange: Exchange, route: Route, status: int) -> Attributes:
     if _is_grpc(exchange):
         service, _, method = route.template[1:].partition("/")
         return {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
@@ -172,12 +197,28 @@ def _protocol_attributes(exchange: Exchange, route: Route, status: int) -> dict[
     }
 
 
-def _attributes(exchange: Exchange, route: Route, status: int) -> dict[str, str | int | float]:
-    attributes = {**_protocol_attributes(exchange, route, status), "sie.endpoint": route.label}
-    if exchange.known_model:
-        attributes["sie.model"] = exchange.known_model
+def _attributes(exchange: Exchange, route: Route, status: int) -> Attributes:
+    attributes = {**_protocol_attributes(exchange, route, status), **_model_attributes(exchange, route)}
     if exchange.timing is not None:
         attributes["sie.inference_ms"] = exchange.timing.inference_ms
+    return attributes
+
+
+def _model_attributes(exchange: Exchange, route: Route) -> Attributes:
+    """Return the attributes of the model's work, for the routes that generate or embed also by the conventions' names."""
+    attributes: Attributes = {"sie.endpoint": route.label}
+    if exchange.known_model:
+        attributes["sie.model"] = exchange.known_model
+    operation = _OPERATIONS.get(route.template) or _OPERATIONS.get(route.label)
+    if operation is None:
+        return attributes
+    attributes |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": "sie"}
+    if exchange.known_model:
+        attributes |= {"gen_ai.request.model": exchange.known_model, "gen_ai.response.model": exchange.known_model}
+    if exchange.input_tokens:
+        attributes["gen_ai.usage.input_tokens"] = exchange.input_tokens
+    if exchange.output_tokens:
+        attributes["gen_ai.usage.output_tokens"] = exchange.output_tokens
     return attributes
 
 

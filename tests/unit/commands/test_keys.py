@@ -11,13 +11,27 @@ from sie.values.api_key import SCOPES, digest_of, read_key_file
 def test_key_is_printed_once_and_its_hash_is_kept(tmp_path):
     path = tmp_path / "keys.toml"
     done = CliRunner().invoke(
-        keys, ["new", "ops", "--scope", "admin", "--scope", "metrics", "--file", str(path), "--max-concurrent", "3"]
+        keys,
+        [
+            "new",
+            "ops",
+            "--scope",
+            "admin",
+            "--scope",
+            "metrics",
+            "--file",
+            str(path),
+            "--max-concurrent",
+            "3",
+            "--tokens-per-minute",
+            "5000",
+        ],
     )
     assert done.exit_code == 0, done.output
     text = done.stdout.strip()
     (key,) = read_key_file(str(path)).keys
     assert (key.name, key.digest, key.scopes) == ("ops", digest_of(text), ("admin", "metrics"))
-    assert (key.requests_per_minute, key.max_concurrent) == (None, 3)
+    assert (key.requests_per_minute, key.tokens_per_minute, key.max_concurrent) == (None, 5000, 3)
     assert text not in path.read_text()
     assert text not in done.stderr
 

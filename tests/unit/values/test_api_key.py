@@ -40,8 +40,9 @@ def test_made_keys_are_long_and_never_the_same():
 def test_entry_is_read_as_it_was_written():
     text = make_key()
     key = ApiKey(
-        name="ingest", digest=digest_of(text), scopes=("infer", "admin"), requests_per_minute=60, max_concurrent=2
-    )
+        name="ingest", digest=digest_of(text), scopes=("infer", "admin"), requests_per_minute=60,
+        tokens_per_minute=5000, max_concurrent=2,
+    )  # fmt: skip
     assert parse_keys(render_entry(key), "f") == (key,)
     assert text not in render_entry(key)
 

@@ -57,10 +57,12 @@ _ResultContent = str | Annotated[list[TextBlock], Meta(max_length=_MAX_LIST)] | 
 
 
 class InputMessage(msgspec.Struct):
-    """One message."""
+    """One message. clear_at and output_config belong to the role `system`."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[BlockField], Meta(max_length=_MAX_LIST)]
+    clear_at: Literal["next_user_message", "never"] | None = None
+    output_config: dict[str, Any] | None = None
 
 
 def read_conversation(messages: Sequence[InputMessage], *, continues: bool = False) -> list[ChatMessage]:
@@ -71,9 +73,13 @@ def read_conversation(messages: Sequence[InputMessage], *, continues: bool = Fal
     if not messages:
         raise wrong("messages", "must hold at least one message")
     read: list[ChatMessage] = []
+    last_user = max((number for number, message in enumerate(messages) if message.role == "user"), default=-1)
     for number, message in enumerate(messages):
         path = f"messages[{number}].content"
-        if isinstance(message.content, str):
+        if message.role == "system":
+            if message.clear_at != "next_user_message" or number > last_user:
+                read.append(_read_instruction(message, f"messages[{number}]"))
+        elif isinstance(message.content, str):
             read.append(ChatMessage(role=message.role, content=message.content))
         elif message.role == "user":
             read.extend(_read_user(message.content, path))
@@ -118,6 +124,19 @@ def _lines(*texts: str | None) -> str | None:
 def join_text(blocks: Sequence[TextBlock], path: str) -> str:
     """Return the text of blocks, one line each. Raises BadRequest naming a block that is not text."""
     return "\n".join(_text(block, f"{path}[{number}]") for number, block in enumerate(blocks))
+
+
+def _read_instruction(message: InputMessage, path: str) -> ChatMessage:
+    """Return an instruction within the conversation as text of the user: most templates know only a first system message.
+
+    Source: the anthropic client 2.12, `BetaSystemMessageParam`.
+    """
+    if message.output_config:
+        raise wrong(f"{path}.output_config", "is not supported in a message; give it for the whole request")
+    content = message.content
+    return ChatMessage(
+        role="user", content=content if isinstance(content, str) else join_text(content, f"{path}.content")
+    )
 
 
 def _read_user(blocks: Sequence[BlockField], path: str) -> Iterator[ChatMessage]:

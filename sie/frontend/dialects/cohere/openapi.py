@@ -37,6 +37,7 @@ class RerankAnswer(Reply):
 class RerankV2Result(Reply):
     index: int
     relevance_score: float
+    document: RerankDocument | UnsetType = UNSET
 
 
 class RerankVersion(Reply):

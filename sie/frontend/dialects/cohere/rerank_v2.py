@@ -1,7 +1,7 @@
 """Decodes and encodes the bodies of `/v2/rerank`, in the form of Cohere's second version. Both are JSON.
 
 Source: Cohere's API reference, v2 rerank; cohere 7.3, `v2/raw_client.py`. vLLM serves the same route with documents that
-may be objects.
+may be objects. LiteLLM sends `return_documents`, which version 1 defines.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class RerankV2Body(msgspec.Struct, gc=False, kw_only=True, forbid_unknown_fields
     model: str
     query: str
     documents: Annotated[list[str | TextDocument], msgspec.Meta(max_length=_MOST_DOCUMENTS)]
+    return_documents: bool = False
     top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     max_tokens_per_doc: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     priority: Literal[0] = 0
@@ -50,13 +51,15 @@ def decode_rerank_v2(body: bytes, limits: Limits) -> RerankCall:
     request = ScoreRequest(
         model=call.model, query=call.query, documents=documents, max_document_tokens=call.max_tokens_per_doc
     )
-    return RerankCall(request, call.top_n, return_documents=False)
+    return RerankCall(request, call.top_n, call.return_documents)
 
 
 def encode_ranking_v2(call: RerankCall, reply: ScoreReply) -> bytes:
     """Return the body of a rerank reply: the best top_n documents, best first."""
-    ranking = reply.ranking()[: call.top_n]
-    results = [{"index": index, "relevance_score": reply.scores[index]} for index in ranking]
+    results: list[dict[str, Any]] = []
+    for index in reply.ranking()[: call.top_n]:
+        document = {"document": {"text": call.request.documents[index]}} if call.return_documents else {}
+        results.append({"index": index, **document, "relevance_score": reply.scores[index]})
     meta: dict[str, Any] = {"api_version": {"version": "2"}, "tokens": {"input_tokens": reply.input_tokens}}
     return _to_json({"id": str(uuid4()), "results": results, "meta": meta})
 

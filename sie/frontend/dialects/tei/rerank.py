@@ -31,6 +31,8 @@ class TextsBody(msgspec.Struct, gc=False, kw_only=True, forbid_unknown_fields=Tr
     truncation_direction: Literal["right", "Right"] | None = None
     raw_scores: bool = False
     return_text: bool = False
+    top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """Not a field of the router's; LiteLLM sends it."""
 
 
 class _Keys(msgspec.Struct, gc=False):
@@ -76,10 +78,10 @@ def encode_either(request: ScoreRequest, call: Call, reply: ScoreReply) -> bytes
 
 
 def encode_ranks(request: ScoreRequest, call: TextsBody, reply: ScoreReply) -> bytes:
-    """Return the list of ranks, best first. The scores of pairs are sigmoids, unless the request wants logits."""
+    """Return the list of ranks, the best top_n, best first. The scores of pairs are sigmoids, unless the request wants logits."""
     is_plain = call.raw_scores or bool(request.compared)
     ranks: list[dict[str, Any]] = []
-    for index in reply.ranking():
+    for index in reply.ranking()[: call.top_n]:
         text = {"text": call.texts[index]} if call.return_text else {}
         score = reply.scores[index]
         ranks.append({"index": index, **text, "score": score if is_plain else _sigmoid(score)})

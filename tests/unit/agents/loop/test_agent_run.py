@@ -91,6 +91,9 @@ class Said:
     def timing(self, began_ns: int) -> Timing:
         return Timing(total_ms=0, queue_ms=0, inference_ms=0)
 
+    def usage(self) -> GenerateUsage:
+        return USAGE
+
 
 class Link:
     """Tools whose result is their own name; a tool named `slow` never answers."""
@@ -292,7 +295,9 @@ def test_a_client_that_leaves_ends_the_call_that_runs() -> None:
 
 def test_whole_answer_is_the_last_round_with_the_calls_of_all() -> None:
     async def whole(agent: AgentRun) -> Any:
-        return await agent.whole()
+        reply = await agent.whole()
+        assert agent.usage() == reply.usage
+        return reply
 
     rounds = [Said("before", call(tools.PYTHON, arguments='{"code":"1"}')), Said("after")]
     reply, _ = run(rounds, whole, plan=make_plan(AgentTask(code_field="x", session="mine"), stream=False))

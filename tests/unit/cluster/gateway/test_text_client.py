@@ -105,6 +105,19 @@ def test_events_come_in_order_and_the_whole_is_joined():
     run(test)
 
 
+def test_usage_is_the_prompts_until_the_answer_is_complete():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.frame(1, Started(7, 0), TextDelta(0, "a"))
+        await answer.wait(1.0)
+        assert (answer.usage().prompt_tokens, answer.usage().completion_tokens) == (7, 0)
+        bench.frame(2, *END, is_over=True)
+        await answer.wait(1.0)
+        assert answer.usage().completion_tokens == 2
+
+    run(test)
+
+
 def test_a_missing_frame_ends_the_stream_with_an_error_after_what_came_before():
     async def test(bench: Bench) -> None:
         answer = await bench.start()

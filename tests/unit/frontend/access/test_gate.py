@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,9 +38,14 @@ class Door:
             self.access.begin(holder)
         return holder
 
-    def answer(self, holder: Any) -> list[tuple[str, str]]:
-        """Return what is added to the headers of an answer."""
-        return self.access.record(SimpleNamespace(holder=holder), 200, [], None)
+    def answer(self, holder: Any, num_tokens: int = 0, envelope: str = "openai") -> list[tuple[str, str]]:
+        """Return what is added to the headers of an answer; a third of its tokens were generated."""
+        generated = num_tokens // 3
+        exchange = SimpleNamespace(
+            holder=holder, input_tokens=num_tokens - generated, output_tokens=generated,
+            route=SimpleNamespace(envelope=envelope),
+        )  # fmt: skip
+        return self.access.record(exchange, 200, [], None)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +167,54 @@ def test_refusal_by_rate_has_retry_after():
     door.now_ns += 10 * S
     door.enter()
     assert door.failures == ["rate"]
+
+
+def test_tokens_are_charged_when_they_are_known_and_refuse_the_next_request():
+    door = Door(key(tokens_per_minute=60))
+    assert door.answer(door.enter(), 50) == [
+        ("x-ratelimit-limit-tokens", "60"),
+        ("x-ratelimit-remaining-tokens", "10"),
+        ("x-ratelimit-reset-tokens", "50s"),
+    ]
+    assert dict(door.answer(door.enter(), 30))["x-ratelimit-remaining-tokens"] == "0", "20 tokens are owed"
+    with pytest.raises(RateLimited, match=r"tokens_per_minute \(60\)") as caught:
+        door.enter()
+    assert (caught.value.http_status, caught.value.retry_after_s) == (429, 21)
+    door.now_ns += 20 * S
+    with pytest.raises(RateLimited):
+        door.enter()
+    door.now_ns += S
+    door.enter()
+    assert door.failures == ["rate", "rate"]
+    assert merge(door.pages)["sie_api_key_tokens_total"] == {(("key", "a"),): [80.0]}
+
+
+def test_a_reload_keeps_the_tokens_that_were_used():
+    door = Door(key(tokens_per_minute=60))
+    door.answer(door.enter(), 60)
+    door.access.replace(Keys((key(tokens_per_minute=60, max_concurrent=9),), SECRET))
+    with pytest.raises(RateLimited, match="tokens_per_minute"):
+        door.enter()
+    door.access.replace(Keys((key(),), SECRET))
+    assert door.answer(door.enter(), 1000) == []
+
+
+def test_tokens_are_counted_over_all_frontends():
+    pages = [CounterPage.create(1 << 14) for _ in range(2)]
+    readers = [CounterPage.open(page.read_only_fd(), writable=False) for page in pages]
+    one, two = (Door(key(tokens_per_minute=60), pages=[pages[i], readers[1 - i]]) for i in range(2))
+    one.answer(one.enter(), 60)
+    with pytest.raises(RateLimited):
+        two.enter()
+
+
+def test_anthropics_routes_have_anthropics_headers_too():
+    door = Door(key(requests_per_minute=6, tokens_per_minute=60))
+    headers = dict(door.answer(door.enter(), 12, "anthropic"))
+    assert headers["x-ratelimit-remaining-tokens"] == headers["anthropic-ratelimit-tokens-remaining"] == "48"
+    assert (headers["anthropic-ratelimit-requests-limit"], headers["anthropic-ratelimit-tokens-limit"]) == ("6", "60")
+    reset = datetime.fromisoformat(headers["anthropic-ratelimit-tokens-reset"])
+    assert 0 <= (reset - datetime.now(UTC)).total_seconds() <= 13
 
 
 def test_key_without_limits_has_no_headers_and_no_end():

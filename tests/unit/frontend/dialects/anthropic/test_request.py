@@ -95,6 +95,18 @@ def test_turns_of_one_side_that_follow_each_other_are_one() -> None:
     ]  # fmt: skip
 
 
+def test_an_instruction_within_the_conversation_is_text_of_the_users_turn() -> None:
+    blocks = [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]
+    read = decode(messages=[
+        *HELLO, {"role": "system", "content": blocks}, {"role": "assistant", "content": "c"},
+        {"role": "system", "content": "in French", "clear_at": "next_user_message"}, {"role": "user", "content": "d"},
+        {"role": "system", "content": "now in Welsh", "clear_at": "next_user_message"},
+    ]).messages or []  # fmt: skip
+    assert [(message.role, message.content) for message in read] == [
+        ("user", "hello\nbe\nbrief"), ("assistant", "c"), ("user", "d\nnow in Welsh"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("last", "continues"),
     [
@@ -176,10 +188,14 @@ def test_each_spelling_of_a_schema_binds_the_answer(fields: dict[str, Any]) -> N
     ("fields", "named"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "what"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        (
+            {"messages": [*HELLO, {"role": "system", "content": "x", "output_config": {"effort": "low"}}]},
+            "messages[1].output_config",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         (
             {

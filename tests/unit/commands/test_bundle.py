@@ -1,0 +1,94 @@
+"""What `sie doctor --bundle` writes, and what it must not."""
+
+from __future__ import annotations
+
+import json
+import stat
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from sie.commands import cli
+from sie.commands.bundle import mask, write_bundle
+from sie.config.settings import Loaded, load_settings
+from sie.config.sources import SettingsError
+from sie.doctor.finding import Finding
+from sie.values.api_key import make_key
+
+FOUND = [Finding(area="disk", level="ok", message="room")]
+
+
+def nobody_listens() -> Loaded:
+    return load_settings(None, {}, {"port": "1", "nats": "nats://me:hush@queue:4222"})
+
+
+def read(path: Path) -> dict[str, str]:
+    with tarfile.open(path) as archive:
+        files = {name: archive.extractfile(name) for name in archive.getnames()}
+        return {name.removeprefix("sie-bundle/"): file.read().decode() for name, file in files.items() if file}
+
+
+@pytest.fixture(autouse=True)
+def _no_server_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SIE_URL", raising=False)
+
+
+def test_bundle_has_every_part_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = make_key()
+    monkeypatch.setenv("SIE_API_KEY", key)
+    log = tmp_path / "log"
+    log.write_text(f"old line\nrefused key {key} of Bearer abcdef-1\n")
+    path = tmp_path / "bundle.tar.gz"
+    names = write_bundle(str(path), nobody_listens, FOUND, log_file=str(log), status_s=0)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    parts = read(path)
+    assert list(parts) == names
+    settings = json.loads(parts["settings.json"])
+    assert "hush" not in parts["settings.json"]
+    assert any(values.get("port", {}).get("value") == 1 for values in settings.values())
+    assert "ringserve" in parts["versions.txt"]
+    assert "room" in parts["findings.txt"]
+    assert parts["log.txt"] == "old line\nrefused key sie_*** of Bearer ***\n"
+    assert "127.0.0.1:1" in parts["status.jsonl"], "says why there is no status"
+    assert key not in "".join(parts.values())
+
+
+def test_doctor_writes_it_beside_its_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bundle.tar.gz"
+    cli.main(["doctor", "--only", "disk", "--port", "1", "--model", "a=stub:dense=8", "--bundle", str(path)])
+    printed = capsys.readouterr()
+    assert "read it before you send it" in printed.err
+    assert {line.split()[1] for line in printed.out.splitlines() if line.startswith(("ok", "warn"))} == {"disk"}
+    assert "disk" in read(path)["findings.txt"]
+
+
+def test_settings_that_cannot_be_read_are_said_in_their_place(tmp_path: Path) -> None:
+    def load() -> Loaded:
+        raise SettingsError("sie.toml: no_such_key is unknown")
+
+    path = tmp_path / "bundle.tar.gz"
+    write_bundle(str(path), load, FOUND, log_file=str(tmp_path / "absent"), status_s=0)
+    parts = read(path)
+    assert "no_such_key" in parts["settings.json"]
+    assert "cannot be read" in parts["log.txt"]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="bundle: /"):
+        write_bundle(str(tmp_path / "no" / "folder"), nobody_listens, FOUND, log_file="/dev/null", status_s=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("nats://user:word@host:4222 x", "nats://***@host:4222 x"),
+        ("https://search/?q=1&key=abc", "https://search/?***"),
+        ("authorization: Bearer abc.def", "authorization: Bearer ***"),
+        ("x-api-key: abc", "x-api-key: ***"),
+        ("sie_oom_recoveries_attempted_total 3", "sie_oom_recoveries_attempted_total 3"),
+        ("http://127.0.0.1:8080/v1/models", "http://127.0.0.1:8080/v1/models"),
+    ],
+)
+def test_only_secrets_are_masked(text: str, masked: str) -> None:
+    assert mask(text) == masked
