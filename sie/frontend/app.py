@@ -156,11 +156,13 @@ class App:
 
     async def _dispatch_for_holder(self, exchange: Exchange, access: Access) -> None:
         """Dispatch a request if its key allows it. Unknown paths and wrong methods need a key, too."""
-        route = exchange.route
-        if exchange.scope.method == "OPTIONS" and self._is_preflight(exchange):
+        route, method = exchange.route, exchange.scope.method
+        if method == "OPTIONS" and self._is_preflight(exchange):
             return  # a browser sends its key only after the preflight
         if exchange.holder is None:  # the fast path has admitted some requests already
-            access.admit(exchange, route.need if route is not None else "any")
+            # The rows of one path may need different scopes: to list pools is not to create one.
+            row = TABLE.find(route.template, method) or route if route is not None else None
+            access.admit(exchange, row.need if row is not None else "any")
         try:
             await self._dispatch(exchange)
         finally:

@@ -68,16 +68,17 @@ def test_document_is_one_under_both_names(server):
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
 def test_page_sends_an_example_and_shows_the_answer(server):
-    trial = "document.querySelector('details[data-path=\"/v1/encode/{model}\"]')"
+    trial = "document.querySelector('[data-path=\"/v1/encode/{model}\"]')"
     with open_page(BROWSER, f"{server.url}/docs") as page:
-        page.wait(f"!!{trial}", "the operation")
-        page.run(f"{trial}.querySelector('input').value = 'stub/all'")
-        page.run(f"{trial}.querySelector('button').click()")
-        answer = f"{trial}.querySelector('pre')"
+        model = f"{trial}?.querySelector('input[name=model]')"
+        page.wait(f"{model}?.value.startsWith('stub/')", "the name of a loaded model in the operation")
+        page.run(f"{model}.value = 'stub/all'")
+        page.run(f"{trial}.querySelector('.send').click()")
+        answer = f"{trial}.querySelector('.answer')"
         page.wait(f"!{answer}.hidden", "an answer")
         assert page.run(f"{answer}.textContent").startswith("200 OK")
         assert '"dims": 16' in page.run(f"{answer}.textContent")
-        page.run(f"{trial}.querySelector('input').value = 'stub/none'")
-        page.run(f"{trial}.querySelector('button').click()")
+        page.run(f"{model}.value = 'stub/none'")
+        page.run(f"{trial}.querySelector('.send').click()")
         page.wait(f"{answer}.textContent.startsWith('404')", "the error")
         assert not page.logged or "404" in page.logged[-1], page.logged

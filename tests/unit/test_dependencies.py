@@ -29,6 +29,10 @@ OF_EXTRAS = {
     "nats": "cluster",
     "opentelemetry": "otel",
     "gliclass": "gliclass",
+    "anyio": "mcp",
+    "httpx2": "mcp",
+    "mcp": "mcp",
+    "mcp_types": "mcp",
     "sentencepiece": "sentencepiece",
 }
 IMPORTING_CALLS = {"import_module", "find_spec", "_import"}
