@@ -70,8 +70,8 @@ def test_document_is_one_under_both_names(server):
 def test_page_sends_an_example_and_shows_the_answer(server):
     trial = "document.querySelector('[data-path=\"/v1/encode/{model}\"]')"
     with open_page(BROWSER, f"{server.url}/docs") as page:
-        model = f"{trial}?.querySelector('input[name=model]')"
-        page.wait(f"{model}?.value.startsWith('stub/')", "the name of a loaded model in the operation")
+        model = f"{trial}.querySelector('input[name=model]')"
+        page.wait(f"{trial} && {model}.value.startsWith('stub/')", "the name of a loaded model in the operation")
         page.run(f"{model}.value = 'stub/all'")
         page.run(f"{trial}.querySelector('.send').click()")
         answer = f"{trial}.querySelector('.answer')"
