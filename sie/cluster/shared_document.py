@@ -80,7 +80,10 @@ class SharedDocument(Generic[ValueT]):
 
     def _take(self, value: ValueT, revision: int) -> None:
         self.value, self.revision = value, revision
-        self._on_change(value)
+        try:
+            self._on_change(value)
+        except Exception:  # the process lives on, and takes the next value
+            _log.exception("the document '%s' has a value that this process cannot take", self._key)
 
     async def change(self, edit: Callable[[ValueT], ValueT]) -> ValueT:
         """Apply edit to the present value, and again if somebody was faster. Returns the new value.

@@ -48,6 +48,14 @@ class ResolveBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: Text
 
 
+def as_json_has_it(config: ModelConfig) -> ModelConfig:
+    """Return a configuration with JSON's values alone: a date becomes a text, and not-a-number null.
+
+    Raises TypeError, OverflowError or ValueError for keys and values that JSON, and so `config_hash`, cannot hold.
+    """
+    return msgspec.json.decode(_to_json(config), type=ModelConfig)
+
+
 def config_hash(configs: Iterable[ModelConfig]) -> str:
     """Return the hash by which hosts say which configuration they run; empty for none.
 

@@ -20,7 +20,7 @@ from sie.cluster.payloads import encode
 from sie.cluster.shared_document import SharedDocument
 from sie.frontend.remote import YAML, ClusterAnswer
 from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
-from sie.values.model_config import ModelConfig, ResolveBody
+from sie.values.model_config import ModelConfig, ResolveBody, as_json_has_it
 
 _KEY: Final = "configs"
 _MAX_BODY_BYTES: Final = 64 << 10
@@ -181,7 +181,7 @@ def read_config(body: bytes) -> ModelConfig:
         text = body.decode()
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
             raise _invalid("it has aliases (`*name`), which are not read")
-        config = msgspec.convert(yaml.safe_load(text), ModelConfig)
+        config = _with_json_values(msgspec.convert(yaml.safe_load(text), ModelConfig))
         check_model_id(config.sie_id)
         if config.hf_id not in (None, config.sie_id):
             raise _invalid("'hf_id' differs from 'sie_id'; a model of the hub is served under its own id")
@@ -195,6 +195,16 @@ def read_config(body: bytes) -> ModelConfig:
     except BadRequest as error:
         raise _invalid(error.message) from None
     return config
+
+
+def _with_json_values(config: ModelConfig) -> ModelConfig:
+    """Return a configuration that every host can read and hash: YAML has keys and values that JSON has not."""
+    try:
+        plain = as_json_has_it(config)
+        encode(plain)  # JSON's integers have any length, those of the stored document 64 bits
+    except (TypeError, OverflowError, ValueError) as error:
+        raise _invalid(f"its keys must be texts, and its values those of JSON, with 64 bits: {error}") from None
+    return plain
 
 
 def _unknown_parents(config: ModelConfig) -> dict[str, dict[str, Any]]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from sie.cluster.configs import Configs, add_config
+from sie.cluster.configs import Configs, add_config, decoder
 from sie.cluster.gateway.config_service import read_config
+from sie.cluster.payloads import decode, encode
 from sie.values.errors import SieError
 from sie.values.model_config import AdapterSettings, ModelConfig, ProfileConfig, config_hash
+
+THRESHOLD = "sie_id: m\nprofiles: {p: {adapter_options: {runtime: {threshold: %s}}}}"
 
 
 def config(model: str = "m", pool: str | None = None, **profiles: int) -> ModelConfig:
@@ -74,6 +77,13 @@ def test_a_configuration_is_read_from_yaml_and_json():
     assert read_config(yaml) == read_config(json) == config("org/m", short=64)
 
 
+@pytest.mark.parametrize("value", ["2026-01-02", "!!binary aGk=", "!!set {a}", ".nan", "{a: {b: 1.0}}"])
+def test_a_configuration_is_read_as_all_will_have_it_so_a_repetition_is_no_conflict(value: str):
+    known = add(Configs(), read_config((THRESHOLD % value).encode()))
+    stored = decode(encode(known), decoder)
+    assert add(stored, read_config((THRESHOLD % value).encode())) == stored
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -88,6 +98,11 @@ def test_a_configuration_is_read_from_yaml_and_json():
         ("{sie_id: m, profiles: {'a b': {}}}", "a b"),
         ("{sie_id: &x m, hf_id: *x}", "aliases"),
         ("\x00", "special characters"),
+        (THRESHOLD % "{null: 1}", "str keys"),
+        (THRESHOLD % "{1.5: 1}", "str keys"),
+        (THRESHOLD % "{true: 1}", "str keys"),
+        (THRESHOLD % 2**70, "serialize ints"),
+        (THRESHOLD % r'"\ud800"', "surrogates"),
     ],
 )
 def test_what_is_no_configuration_is_refused_with_the_reason(body: str, said: str):

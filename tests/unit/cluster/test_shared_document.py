@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sie.cluster.connection import WrongRevisionError
-from sie.cluster.payloads import VERSION
+from sie.cluster.payloads import VERSION, encode
 from sie.cluster.shared_document import SharedDocument
 from sie.values.errors import Unavailable
 
@@ -47,9 +47,8 @@ class Store:
         return self.revision
 
 
-def document(store: Store, seen: list[Numbers] | None = None) -> SharedDocument[Numbers]:
-    told = seen.append if seen is not None else lambda _: None
-    return SharedDocument(store, "n", msgspec.msgpack.Decoder(Numbers), Numbers(), told)  # type: ignore[arg-type]
+def document(store: Store, on_change: Callable[[Numbers], None] = lambda _: None) -> SharedDocument[Numbers]:
+    return SharedDocument(store, "n", msgspec.msgpack.Decoder(Numbers), Numbers(), on_change)  # type: ignore[arg-type]
 
 
 def adding(number: int) -> Callable[[Numbers], Numbers]:
@@ -72,7 +71,7 @@ def test_changes_of_several_processes_at_once_are_all_there():
 def test_a_follower_hears_of_a_change_without_waiting_for_its_poll():
     async def test() -> None:
         store, seen = Store(), []
-        following = asyncio.create_task(document(store, seen).follow())
+        following = asyncio.create_task(document(store, seen.append).follow())
         async with asyncio.timeout(5):
             while not store.followers:  # noqa: ASYNC110  # it is a list of a fake
                 await asyncio.sleep(0)
@@ -81,6 +80,30 @@ def test_a_follower_hears_of_a_change_without_waiting_for_its_poll():
                 await asyncio.sleep(0.001)
         following.cancel()
         assert seen[-1].numbers == [1]
+
+    asyncio.run(test())
+
+
+def test_a_follower_goes_on_after_a_value_that_its_process_cannot_take(caplog: pytest.LogCaptureFixture):
+    async def test() -> None:
+        store, seen = Store(), []
+
+        def take(value: Numbers) -> None:
+            if value.numbers == [1]:
+                raise TypeError("no such number")
+            seen.append(value.numbers)
+
+        store.data, store.revision = encode(Numbers(numbers=[1])), 1
+        following = asyncio.create_task(document(store, take).follow())
+        async with asyncio.timeout(5):
+            while not caplog.text:  # noqa: ASYNC110  # it is a log
+                await asyncio.sleep(0.001)
+            await document(store).change(adding(2))
+            while not seen:  # noqa: ASYNC110  # it is a list of a fake
+                await asyncio.sleep(0.001)
+        following.cancel()
+        assert seen == [[1, 2]]
+        assert "no such number" in caplog.text
 
     asyncio.run(test())
 
