@@ -199,7 +199,7 @@ def rows() -> Iterator[Row]:
     yield Row("INFERENCE_ERROR", 500, "not finite", "score", "tiny/ce", ServerError, text=POISON)
     yield Row("INFERENCE_ERROR", 500, "not finite", "extract", "tiny/broken", ServerError, text=POISON)
     yield Row("DEADLINE_EXCEEDED", 504, "queued", "encode", "stub/slow", ServerError,
-              headers={"x-sie-timeout-ms": "50"}, arrange=slow)  # fmt: skip
+              headers={"x-sie-timeout-ms": "200"}, arrange=slow)  # fmt: skip
     for operation in OPERATIONS:  # last: a load that goes on for so long keeps others waiting
         yield Row("MODEL_LOADING", 503, "cold", operation, "stub/cold", ModelLoadingError, "5")
 
@@ -335,7 +335,7 @@ OPENAI_ROWS = [
     OpenAIRow("RESOURCE_EXHAUSTED", 503, "stub/oom", "5", text="x" * 36),
     OpenAIRow("server_overloaded", 503, "stub/all", "some", arrange=busy),
     OpenAIRow("inference_error", 500, "", text=POISON),
-    OpenAIRow("DEADLINE_EXCEEDED", 504, "stub/slow", headers={"x-sie-timeout-ms": "50"}, arrange=slow),
+    OpenAIRow("DEADLINE_EXCEEDED", 504, "stub/slow", headers={"x-sie-timeout-ms": "200"}, arrange=slow),
     OpenAIRow("MODEL_LOADING", 503, "stub/cold", "5", headers={"x-sie-timeout-ms": "50"}),
 ]
 

@@ -157,7 +157,7 @@ COUNTERS = {
     "sie_oom_recoveries_succeeded", "sie_oom_terminal_failures", "sie_oom_cache_clears", "sie_oom_evictions_triggered",
     "sie_oom_batch_splits", "sie_idle_evictions", "sie_pressure_evictions", "sie_preemptions", "sie_prefix_cache_evictions",
     "sie_prefix_cache_hits", "sie_prefix_cache_lookups", "sie_prompt_tokens", "sie_generated_tokens",
-    "sie_sequences_completed", "sie_truncated_items",
+    "sie_sequences_completed", "sie_truncated_items", "sie_worker_items",
 }  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def test_no_metric_has_a_clients_value_as_its_label(server):
 # --- paths and methods ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/pools", "/v1/estimate", "//"])
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/estimate", "//"])
 def test_unknown_path_is_404(server, path):
     response = send_raw(server.port, raw_request(path, method="GET"))
     assert (response.status, response.json()) == (404, {"detail": "Not Found"})

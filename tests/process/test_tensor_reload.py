@@ -266,11 +266,14 @@ class Callers:
 
     def shown(self, name: str) -> list[tuple[str, str, str]]:
         """Return version, state and reason of each version in the index, which is the same over both protocols."""
-        found = [one for one in self.http.get_model_repository_index() if one["name"] == name]
-        typed = [one for one in self.grpc.get_model_repository_index().models if one.name == name]
-        rows = [(one.get("version", ""), one.get("state", ""), one.get("reason", "")) for one in found]
-        assert rows == [(one.version, one.state, one.reason) for one in typed]
-        return rows
+
+        def same() -> tuple[list[tuple[str, str, str]]] | None:  # each process hears of a change for itself
+            found = [one for one in self.http.get_model_repository_index() if one["name"] == name]
+            typed = [one for one in self.grpc.get_model_repository_index().models if one.name == name]
+            rows = [(one.get("version", ""), one.get("state", ""), one.get("reason", "")) for one in found]
+            return (rows,) if rows == [(one.version, one.state, one.reason) for one in typed] else None
+
+        return eventually(same, "both protocols list the same")[0]
 
     def answer(self, name: str) -> float:
         """Return by how much the model that serves shifts its input."""
