@@ -173,6 +173,7 @@ class _Connection:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     client = await stack.enter_async_context(Client(transport, read_timeout_seconds=self._timeout_s))
+                    client.session.validate_tool_result = _take_any  # a pattern of the server's could hold this loop
                     self._tools = await self._list(client)
                 self._client = client
                 _log.info("MCP server %s is connected, with %d tools", self._server.name, len(self._tools))
@@ -207,6 +208,10 @@ class _Connection:
 
 def _ignore(_reason: str) -> None:
     """Do nothing: there is no connection yet."""
+
+
+async def _take_any(name: str, result: Any) -> None:
+    """Take a result of any form: a model reads it as text."""
 
 
 def _text_of(content: Any) -> str:

@@ -237,14 +237,19 @@ async def _open_http(source: Http, headers: dict[str, str], meter: Meter) -> Asy
 
 
 class _Metered(httpx2.AsyncBaseTransport):
-    """Counts the bytes of every answer."""
+    """Counts the bytes of every answer, which must come as they are: a small packed one unpacks to a thousand times more."""
 
     def __init__(self, inner: httpx2.AsyncBaseTransport, meter: Meter) -> None:
         self._inner = inner
         self._meter = meter
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        request.headers["accept-encoding"] = "identity"
         response = await self._inner.handle_async_request(request)
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            await response.aclose()
+            raise FloodError(f"it answered with the content-encoding {encoding!r}, which was not asked for")
         assert isinstance(response.stream, httpx2.AsyncByteStream)
         response.stream = _MeteredStream(response.stream, self._meter)
         return response
