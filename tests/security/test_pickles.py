@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from sie.catalog.convert import convert
 from sie.catalog.pickled import program
@@ -257,14 +258,43 @@ def test_the_harmless_form_of_the_tricks_is_read(tmp_path: Path) -> None:
     assert list(find_tensors(path)) == ["w"]
 
 
-def test_a_list_of_entries_that_would_fill_the_memory_is_not_read(tmp_path: Path) -> None:
+_HUGE = 3 << 30
+_DECOY = b"PK\x06\x06" + bytes(52)
+ENDS: dict[str, bytes] = {
+    "in the record of 32 bits": struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 1, 1, _HUGE, 4, 0),
+    "without the record that should have its size": struct.pack(
+        "<4s4H2LH", b"PK\x05\x06", 0, 0, 1, 1, 0xFFFFFFFF, 4, 0
+    ),
+    "with a second record in the locator": (
+        struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 1, 1, _HUGE, 4)
+        + struct.pack("<4sL4s4xL", b"PK\x06\x07", 0, _DECOY[:4], 1)
+        + struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 1, 1, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    ),
+    "with a second record in a comment": (
+        struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 1, 1, _HUGE, 4)
+        + struct.pack("<4sLQL", b"PK\x06\x07", 0, 5 << 30, 1)
+        + struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 1, 1, 0xFFFFFFFF, 0xFFFFFFFF, len(_DECOY))
+        + _DECOY
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ENDS)
+def test_a_list_of_entries_that_would_fill_the_memory_is_not_read(place: str, tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     with path.open("wb") as file:
         file.write(b"PK\x03\x04")
-        file.seek(3 << 30)  # a hole, not bytes on the disk
-        file.write(struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 1, 1, (3 << 30) - 4, 4, 0))
-    with pytest.raises(Refused, match="its list of entries has"):
+        file.seek(5 << 30)  # a hole, not bytes on the disk
+        file.write(ENDS[place])
+    with pytest.raises(Refused, match=r"its list of entries has|its end is not"):
         find_tensors(path)
+
+
+def test_a_tensor_may_have_any_stride_in_a_dimension_of_size_one(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(archive(weights(tensor((2, 2, 1), (1, 2, 1 << 61))), {"0": struct.pack("<4f", 1, 2, 3, 4)}))
+    write_safetensors(path, find_tensors(path), tmp_path / "out", lambda _count: None)
+    assert load_file(tmp_path / "out")["w"].flatten().tolist() == [1, 3, 2, 4]
 
 
 def test_a_name_of_safetensors_own_is_refused(tmp_path: Path) -> None:

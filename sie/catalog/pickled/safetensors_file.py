@@ -72,7 +72,8 @@ def _gather(data: bytes, slab: Slab) -> bytes:
 
     width = DTYPE_BYTES[slab.dtype]
     values = np.frombuffer(data, dtype=f"V{width}")
-    strides = [stride * width for stride in slab.strides]
+    # A dimension of size 1 may have any stride, which the file's size does not bound.
+    strides = [stride * width if size > 1 else 0 for size, stride in zip(slab.shape, slab.strides, strict=True)]
     return np.lib.stride_tricks.as_strided(values, slab.shape, strides, writeable=False).tobytes()
 
 

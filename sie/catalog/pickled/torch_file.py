@@ -35,8 +35,10 @@ _LENGTH: Final = struct.Struct("<q")
 _MAX_PICKLE_BYTES: Final = 16 << 20
 _MAX_ENTRIES: Final = 200_000
 _MAX_DIRECTORY_BYTES: Final = 64 << 20
-_MAX_END_BYTES: Final = 70_000
-"""The end of a zip with the places of its list: its records, and a comment of up to 65,535 bytes."""
+_END64: Final = struct.Struct("<4s36xQ8x")
+_LOCATOR: Final = struct.Struct("<4s4xQ4x")
+_END: Final = struct.Struct("<4s8xL4xH")
+"""The records at the end of a zip, in their order. The first two are there in zips with sizes of 64 bits."""
 _MAX_GROWTH: Final = 4
 """Tied weights are written once for each name. A file that would grow more than this was made to fill the disk."""
 _TIMEOUT_S: Final = 120.0
@@ -137,15 +139,23 @@ def _find_zipped(file: BinaryIO, file_bytes: int) -> tuple[Layout, dict[str, tup
 def _check_directory(file: BinaryIO, file_bytes: int) -> None:
     """Raise Refused for a list of entries that would fill the memory: the library reads it at once.
 
-    Source: PKWARE's APPNOTE, sections 4.3.14 and 4.3.16.
+    The records must lie where torch writes them, without a comment after them, so that the library finds no others.
+    Source: PKWARE's APPNOTE, sections 4.3.14 to 4.3.16.
     """
-    file.seek(max(0, file_bytes - _MAX_END_BYTES))
-    end = file.read(_MAX_END_BYTES)
-    for mark, place, width in ((b"PK\x05\x06", 12, 4), (b"PK\x06\x06", 40, 8)):
-        found = end.rfind(mark)
-        size = int.from_bytes(end[found + place : found + place + width], "little") if found >= 0 else 0
-        if size > _MAX_DIRECTORY_BYTES and size != 0xFFFFFFFF:  # then the other record has it
-            raise Refused(f"its list of entries has {size} bytes")
+    records_bytes = _END64.size + _LOCATOR.size + _END.size
+    start = file_bytes - records_bytes
+    file.seek(max(0, start))
+    records = file.read(records_bytes).rjust(records_bytes, b"\0")
+    mark, size, comment_bytes = _END.unpack_from(records, _END64.size + _LOCATOR.size)
+    is_regular = mark == b"PK\x05\x06" and comment_bytes == 0
+    locator_mark, place = _LOCATOR.unpack_from(records, _END64.size)
+    if locator_mark == b"PK\x06\x07":
+        mark, size = _END64.unpack_from(records)
+        is_regular = is_regular and mark == b"PK\x06\x06" and place == start
+    if not is_regular:
+        raise Refused("it is cut or damaged: its end is not the one that torch writes")
+    if size > _MAX_DIRECTORY_BYTES:
+        raise Refused(f"its list of entries has {size} bytes")
 
 
 def _checked_entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:

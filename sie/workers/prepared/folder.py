@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,12 @@ from sie.config.sections import Models
 from sie.runtime.logs import get_logger
 
 _log = get_logger(__name__)
+DIGITS: Final = 24
+"""The length of a digest in a file's name."""
 _SUFFIX: Final = ".weights"
+_DIGEST: Final = f"[0-9a-f]{{{DIGITS}}}"
+_FILE: Final = re.compile(rf"{_DIGEST}-{_DIGEST}\{_SUFFIX}")
+_PART: Final = re.compile(rf"\.{_FILE.pattern}\..+")
 _POLL_S: Final = 0.05
 _STALE_PART_S: Final = 3600
 """A temporary file without a writer for this long was left by one that died."""
@@ -46,9 +52,10 @@ class Folder:
         return self.path / f"{name.model}-{name.version}{_SUFFIX}"
 
     def make(self) -> None:
-        """Create the folder, for this user only. Raises OSError."""
+        """Create the folder, for this user only, or warn about one that others may write to. Raises OSError."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.path.chmod(0o700)
+        if self.path.stat().st_mode & 0o022:  # each file is checked when it is read, so this is not refused
+            _log.warning("weights_dir: others may write to %s, and so remove its files", self.path)
 
     @contextmanager
     def lock(self, name: Name, timeout_s: float) -> Iterator[None]:
@@ -79,7 +86,7 @@ class Folder:
         """
         kept = self.file_of(newest)
         sizes: dict[Path, os.stat_result] = {}
-        for path in self.path.glob(f"*{_SUFFIX}"):
+        for path in _matching(self.path, _FILE):
             with suppress(OSError):
                 sizes[path] = path.stat()
         for path in [path for path in sizes if path.name.startswith(f"{newest.model}-") and path != kept]:
@@ -98,7 +105,7 @@ class Folder:
         del sizes[path]
 
     def _remove_parts(self) -> None:
-        for path in self.path.glob(f".*{_SUFFIX}.*"):
+        for path in _matching(self.path, _PART):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > _STALE_PART_S:
                     path.unlink()
@@ -112,10 +119,15 @@ def weights_folder(models: Models) -> Path:
 def measure_folder(path: Path) -> tuple[int, int]:
     """Return the number of files of prepared weights in a folder, and their bytes; none if there is no folder."""
     sizes: list[int] = []
-    for file in path.glob(f"*{_SUFFIX}"):
+    for file in _matching(path, _FILE):
         with suppress(OSError):
             sizes.append(file.stat().st_size)
     return len(sizes), sum(sizes)
+
+
+def _matching(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """Return the files with these names. A folder that the user names may hold other files, which are left alone."""
+    return [path for path in folder.glob("*") if pattern.fullmatch(path.name)]
 
 
 def _try_lock(fd: int) -> bool:

@@ -20,12 +20,11 @@ import sie
 from sie import native
 from sie.native.build import digest
 from sie.values.card import ModelCard
-from sie.workers.prepared.folder import Name
+from sie.workers.prepared.folder import DIGITS, Name
 
 _LIBRARIES: Final = ("torch", "transformers", "numpy", "gguf", "safetensors")
 _CODE: Final = ("workers", "native", "catalog", "values")
 """The folders of `sie` whose code decides what a file contains. So no number has to be raised by hand."""
-_DIGITS: Final = 24
 
 
 def name_of(card: ModelCard, *settings: Any) -> Name:
@@ -75,4 +74,4 @@ def _digest(*parts: bytes) -> str:
     state = hashlib.sha256()
     for part in parts:
         state.update(len(part).to_bytes(8, "little") + part)
-    return state.hexdigest()[:_DIGITS]
+    return state.hexdigest()[:DIGITS]
