@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import msgspec
 from sie.catalog.profiles import DEFAULT_PROFILE, config_profiles, known_profiles
 from sie.catalog.spec import ModelSpec, check_model_id, check_revision
 from sie.config.settings import Settings
+from sie.runtime.logs import get_logger
 from sie.supervisor.loads import Models
 from sie.supervisor.local_cards import read_local_card
 from sie.values.errors import BadRequest, SieError
 from sie.values.model_config import ModelConfig
+
+_log = get_logger(__name__)
 
 
 def add_configs(own: Models, configs: Sequence[ModelConfig], settings: Settings) -> tuple[Models, dict[str, str]]:
@@ -30,6 +34,9 @@ def add_configs(own: Models, configs: Sequence[ModelConfig], settings: Settings)
                 merged[spec.id] = (spec, False, read_local_card(spec, settings))
         except SieError as error:
             refused[config.sie_id] = error.message
+        except Exception as error:  # strangers write both the configuration and the files: one model must not stop a host
+            _log.exception("the configuration or the files of %s cannot be read", config.sie_id)
+            refused[config.sie_id] = f"its configuration or its files cannot be read: {error or type(error).__name__}"
     return list(merged.values()), refused
 
 
@@ -66,8 +73,9 @@ def _directory(path: str, root: str) -> str:
     """Return a path of the cluster's configuration as one of this host. Raises BadRequest outside of root."""
     if not root:
         raise BadRequest("this host has no weights_root, so it takes no weights_path")
-    base = Path(root).resolve()
-    found = (base / path).resolve()
-    if not found.is_relative_to(base) or not found.is_dir():
-        raise BadRequest(f"there is no directory '{path}' below this host's weights_root")
-    return str(found)
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # too long, a null byte, links in a circle
+        base = Path(root).resolve()
+        found = (base / path).resolve()
+        if found.is_relative_to(base) and found.is_dir():
+            return str(found)
+    raise BadRequest(f"there is no directory {path!r} below this host's weights_root")

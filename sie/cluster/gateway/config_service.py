@@ -26,6 +26,8 @@ _KEY: Final = "configs"
 _MAX_BODY_BYTES: Final = 64 << 10
 _MAX_DOCUMENT_BYTES: Final = 960 << 10
 _MAX_KEY_CHARS: Final = 255
+_MAX_NAME_BYTES: Final = 255
+"""The longest name of a file or a directory. Source: NAME_MAX of Linux."""
 
 
 class ConfigService:
@@ -187,6 +189,8 @@ def read_config(body: bytes) -> ModelConfig:
             raise _invalid("'hf_id' differs from 'sie_id'; a model of the hub is served under its own id")
         if config.hf_id is not None and config.weights_path is not None:
             raise _invalid("it has both 'hf_id' and 'weights_path'")
+        if config.weights_path is not None:
+            _check_path(config.weights_path)
         if config.hf_revision is not None:
             check_revision(config.hf_revision)
         config_profiles(config, _unknown_parents(config))
@@ -205,6 +209,13 @@ def _with_json_values(config: ModelConfig) -> ModelConfig:
     except (TypeError, OverflowError, ValueError) as error:
         raise _invalid(f"its keys must be texts, and its values those of JSON, with 64 bits: {error}") from None
     return plain
+
+
+def _check_path(path: str) -> None:
+    if not path.isprintable():
+        raise _invalid("'weights_path' has control characters")
+    if any(len(part.encode()) > _MAX_NAME_BYTES for part in path.split("/")):
+        raise _invalid(f"'weights_path' has a name of more than {_MAX_NAME_BYTES} bytes")
 
 
 def _unknown_parents(config: ModelConfig) -> dict[str, dict[str, Any]]:

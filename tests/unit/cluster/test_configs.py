@@ -92,6 +92,8 @@ def test_a_configuration_is_read_as_all_will_have_it_so_a_repetition_is_no_confl
         ("sie_id: a:b", "':'"),
         ("{sie_id: m, hf_id: n}", "'hf_id' differs"),
         ("{sie_id: m, hf_id: m, weights_path: x}", "both"),
+        (r'{sie_id: m, weights_path: "a\0b"}', "control characters"),
+        ("{sie_id: m, weights_path: a/%s}" % ("x" * 256), "255 bytes"),
         ("{sie_id: m, tasks: {}}", "tasks"),
         ("{sie_id: m, profiles: {p: {adapter_path: x}}}", "adapter_path"),
         ("{sie_id: m, profiles: {p: {adapter_options: {runtime: {colour: red}}}}}", "colour"),

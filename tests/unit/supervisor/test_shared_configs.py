@@ -56,5 +56,24 @@ def test_weights_outside_of_the_root_are_refused(tmp_path: Path, path: str):
     assert "weights_root" in refused["x"]
 
 
+@pytest.mark.parametrize("path", ["x" * 300, "a\0b", "loop/x"])
+def test_a_path_that_the_system_does_not_take_is_refused_and_others_are_taken(tmp_path: Path, path: str):
+    (tmp_path / "loop").symlink_to("loop")
+    specs, refused = take(ModelConfig("x", weights_path=path), ModelConfig("n", hf_id="n"), root=str(tmp_path))
+    assert "n" in specs
+    assert refused.keys() == {"x"}
+    assert "weights_root" in refused["x"]
+
+
+def test_files_that_fail_in_an_unknown_way_cost_only_their_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise MemoryError("too many tensors")
+
+    (tmp_path / "x").mkdir()
+    monkeypatch.setattr("sie.supervisor.shared_configs.read_local_card", fail)
+    specs, refused = take(ModelConfig("x", weights_path="x"), root=str(tmp_path))
+    assert (list(specs), list(refused)) == (["m"], ["x"])
+
+
 def test_without_a_root_no_path_is_taken():
     assert "no weights_root" in take(ModelConfig("x", weights_path="x"))[1]["x"]
