@@ -34,7 +34,9 @@ def add_configs(own: Models, configs: Sequence[ModelConfig], settings: Settings)
                 merged[spec.id] = (spec, False, read_local_card(spec, settings))
         except SieError as error:
             refused[config.sie_id] = error.message
-        except Exception as error:  # strangers write both the configuration and the files: one model must not stop a host
+        except (
+            Exception
+        ) as error:  # strangers write both the configuration and the files: one model must not stop a host
             _log.exception("the configuration or the files of %s cannot be read", config.sie_id)
             refused[config.sie_id] = f"its configuration or its files cannot be read: {error or type(error).__name__}"
     return list(merged.values()), refused

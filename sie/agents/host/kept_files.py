@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Final
 
 from sie.agents.host.sessions import Session
@@ -26,9 +27,15 @@ class FileKeeper:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def keep(self, owner: str, shown: Sequence[ShownFile]) -> list[AgentFile]:
-        """Keep files, and return them as the wire shows them. A placeholder stands for one that cannot be kept."""
-        return [await self._keep(owner, *one) for one in shown]
+    async def keep(self, owner: str, shown: Iterator[ShownFile]) -> list[AgentFile]:
+        """Keep files, and return them as the wire shows them. A placeholder stands for one that cannot be kept.
+
+        Each is kept before the next one is read, on a thread: so the store's limits hold for the files of one call, too.
+        """
+        kept: list[AgentFile] = []
+        while (one := await asyncio.to_thread(next, shown, None)) is not None:
+            kept.append(await self._keep(owner, *one))
+        return kept
 
     async def renew(self, session: Session) -> None:
         """Let the files of a session in use live on."""

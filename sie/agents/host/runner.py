@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
 import msgspec
@@ -82,7 +82,10 @@ class Tools:
         self._python = python
         self._others = others
         self._running = asyncio.Semaphore(settings.agent_running)
-        self._files = FileReader(store.blobs, max_inline_bytes, settings.sandbox_file_bytes, settings.sandbox_files)
+        self._files = FileReader(
+            store.blobs, max_inline_bytes, max_file_bytes=settings.sandbox_file_bytes, max_files=settings.sandbox_files,
+            max_call_bytes=min(settings.sandbox_disk_bytes, store.settings.max_key_files_bytes),
+        )  # fmt: skip
         self._keeper = FileKeeper(store)
         self._mounts = Mounts(store.blobs, sandbox)
         self._tools: dict[
@@ -129,7 +132,7 @@ class Tools:
             found = await self._keep(session, self._files.show, place, tools.SURFACE, question.names)
         return FoundFiles(tuple(found))
 
-    async def _keep(self, session: Session, show: Callable[..., list[ShownFile]], *what: Any) -> list[AgentFile]:
+    async def _keep(self, session: Session, show: Callable[..., Iterator[ShownFile]], *what: Any) -> list[AgentFile]:
         """Return the files that show finds in a session, after they were kept."""
         return await self._keeper.keep(session.owner, await asyncio.to_thread(show, session, *what))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from sie.agents.host.sessions import Session
@@ -32,18 +32,25 @@ class ShownFile(NamedTuple):
 
 
 class FileReader:
-    """Reads the files that calls make. max_inline_bytes: the largest content that an answer holds."""
+    """Reads the files that calls make, each when the one before it was taken.
 
-    def __init__(self, blobs: BlobFolder, max_inline_bytes: int, max_file_bytes: int, max_files: int) -> None:
+    max_inline_bytes: the largest content that an answer holds; max_call_bytes: the most of one call that is kept, by the
+    length of the files. A sparse file is short on the sandbox's disk, and as long as it says in the store.
+    """
+
+    def __init__(
+        self, blobs: BlobFolder, max_inline_bytes: int, *, max_file_bytes: int, max_call_bytes: int, max_files: int
+    ) -> None:
         self._blobs = blobs
         self._max_inline_bytes = max_inline_bytes
         self._max_file_bytes = max_file_bytes
+        self._max_call_bytes = max_call_bytes
         self._max_files = max_files
 
     def show_news(
         self, session: Session, place: tuple[str, int, int], tool: str, named: Sequence[str]
-    ) -> list[ShownFile]:
-        """Return the files that are new or changed since the last call, and those named, with placeholders for missing ones.
+    ) -> Iterator[ShownFile]:
+        """Yield the files that are new or changed since the last call, and those named, with placeholders for missing ones.
 
         place: run, round and turn of the call.
         """
@@ -55,50 +62,54 @@ class FileReader:
         asked = set(plain.values())
         return self._read_all(session, place, tool, names, asked)
 
-    def show(self, session: Session, place: tuple[str, int, int], tool: str, names: Sequence[str]) -> list[ShownFile]:
-        """Return the files with these names, with placeholders for missing ones."""
+    def show(
+        self, session: Session, place: tuple[str, int, int], tool: str, names: Sequence[str]
+    ) -> Iterator[ShownFile]:
+        """Yield the files with these names, with placeholders for missing ones."""
         plain = [_plain(name) for name in names[:_MAX_FILES]]
         return self._read_all(session, place, tool, list(dict.fromkeys(plain)), set(plain))
 
     def _read_all(
         self, session: Session, place: tuple[str, int, int], tool: str, names: Sequence[str], asked: set[str]
-    ) -> list[ShownFile]:
+    ) -> Iterator[ShownFile]:
         run, number, turn = place
         source = {"tool": tool, "round": number, "turn": turn}
-        shown: list[ShownFile] = []
-        inline_bytes = 0
+        inline_bytes, left = 0, self._max_call_bytes
         for name in names:
             index = session.num_shown.get((run, number), 0)
             file_id = f"file_{run}_r{number}_{index}"
             room = self._max_inline_bytes if inline_bytes < _MAX_INLINE_OF_CALL else 0
             try:
-                found = self._read(session, name, file_id, source, room)
+                found, num_bytes = self._read(session, name, file_id, source, room, min(self._max_file_bytes, left))
             except OSError:
                 if name not in asked:  # it was removed, or replaced by a link, since it was listed
                     continue
                 found = ShownFile(_placeholder(name, file_id, source, "not_produced", "No tool made this file"))
             else:
+                left -= num_bytes
                 inline_bytes += found.file.bytes
                 session.ids[file_id] = name
             session.num_shown[run, number] = index + 1
-            shown.append(found)
-        return shown
+            yield found
 
-    def _read(self, session: Session, name: str, file_id: str, source: dict[str, Any], max_inline: int) -> ShownFile:
+    def _read(
+        self, session: Session, name: str, file_id: str, source: dict[str, Any], max_inline: int, max_bytes: int
+    ) -> tuple[ShownFile, int]:
+        """Return a file, and the number of its bytes that were copied, kept or not. Raises OSError."""
         spool = _Spool(self._blobs, max_inline + 1)
         try:
-            about = copy_file(session.work, name, spool.write, self._max_file_bytes + 1)
-            if max(about.st_size, spool.num_bytes) > self._max_file_bytes:
+            about = copy_file(session.work, name, spool.write, max_bytes, is_whole=True)
+            if about.st_size > max_bytes:
                 spool.discard()
-                return ShownFile(
-                    _placeholder(name, file_id, source, "too_large", f"The file has {about.st_size} bytes")
-                )
+                text = f"The file has {about.st_size} bytes, and {max_bytes} of this call may still be shown"
+                return ShownFile(_placeholder(name, file_id, source, "too_large", text)), 0
         except BaseException:
             spool.discard()
             raise
         if spool.writer is None:
-            return ShownFile(not_kept(AgentFile(id=file_id, name=name, created_at=int(time.time()), source=source)))
-        return ShownFile(_shown(name, file_id, source, spool, max_inline), spool.writer)
+            lost = AgentFile(id=file_id, name=name, created_at=int(time.time()), source=source)
+            return ShownFile(not_kept(lost)), spool.num_bytes
+        return ShownFile(_shown(name, file_id, source, spool, max_inline), spool.writer), spool.num_bytes
 
 
 class _Spool:

@@ -64,8 +64,13 @@ def read_file(directory: Path, name: str, max_bytes: int) -> tuple[bytes, os.sta
     return b"".join(parts), about
 
 
-def copy_file(directory: Path, name: str, write: Callable[[bytes], object], max_bytes: int) -> os.stat_result:
-    """Pass up to max_bytes of an ordinary file on, in pieces; return what is known of it. Raises OSError for anything else."""
+def copy_file(
+    directory: Path, name: str, write: Callable[[bytes], object], max_bytes: int, *, is_whole: bool = False
+) -> os.stat_result:
+    """Pass up to max_bytes of an ordinary file on, in pieces; return what is known of it. Raises OSError for anything else.
+
+    With is_whole, nothing of a larger file is passed on. One that grows meanwhile is cut at max_bytes.
+    """
     root = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fd = open_beneath(root, name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not make us wait
@@ -75,7 +80,7 @@ def copy_file(directory: Path, name: str, write: Callable[[bytes], object], max_
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode):
             raise OSError(f"{name} is not an ordinary file")
-        left = max_bytes
+        left = max_bytes if about.st_size <= max_bytes or not is_whole else 0
         while left and (part := file.read(min(left, 1 << 20))):
             write(part)
             left -= len(part)
