@@ -14,10 +14,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from sie.agents.host.sandboxed import LEAST_FREE_BYTES, Bounds
 from sie.agents.host.sessions import Session
-from sie.agents.host.workdir import Seen, open_beneath
+from sie.agents.host.workdir import Seen, measure, open_beneath
 from sie.agents.store.blobs import BlobFolder
-from sie.agents.store.skill_folders import FOLDER, unpack_skill
+from sie.agents.store.skill_folders import FOLDER, measure_skill, unpack_skill
 from sie.runtime.sandbox import SKILLS, Sandbox
 from sie.values.agent import MountedFile, MountedSkill
 
@@ -29,24 +30,51 @@ class MountError(Exception):
 
 
 class Mounts:
-    """Mounts what requests bring. Every call blocks."""
+    """Mounts what requests bring, within the bounds of a sandbox. Every call blocks."""
 
-    def __init__(self, blobs: BlobFolder, sandbox: Sandbox) -> None:
+    def __init__(self, blobs: BlobFolder, sandbox: Sandbox, bounds: Bounds) -> None:
         self._blobs = blobs
         self._sandbox = sandbox
+        self._bounds = bounds
 
     def prepare(self, session: Session, files: Iterable[MountedFile], skills: Iterable[MountedSkill]) -> None:
         """Put files and skills into a session's directory unless they are there. Raises MountError."""
-        for file in files:
-            if session.mounted.get(file.path) != file.blob:
-                self._mount_file(session, file)
-        for skill in skills:
-            if session.mounted.get(f"{FOLDER}/{skill.folder}") != skill.blob:
-                self._mount_skill(session, skill)
+        new_files = {
+            file: self._find(file.blob, file.num_bytes, f"file {file.id!r}")
+            for file in files if session.mounted.get(file.path) != file.blob
+        }  # fmt: skip
+        new_skills = {
+            skill: self._find(skill.blob, skill.num_bytes, f"skill {skill.folder!r}")
+            for skill in skills if session.mounted.get(f"{FOLDER}/{skill.folder}") != skill.blob
+        }  # fmt: skip
+        if new_files or new_skills:
+            self._check_room(session, new_files, new_skills)
+        for file, source in new_files.items():
+            self._mount_file(session, file, source)
+        for skill, archive in new_skills.items():
+            self._mount_skill(session, skill, archive)
 
-    def _mount_file(self, session: Session, file: MountedFile) -> None:
+    def _check_room(self, session: Session, files: Iterable[MountedFile], skills: dict[MountedSkill, Path]) -> None:
+        """Raise MountError if a session would have more than a sandbox may. What is replaced counts until then."""
+        bounds, usage = self._bounds, measure(session.home, self._bounds.files)
+        try:
+            new = [(file.num_bytes, 1) for file in files] + [measure_skill(archive) for archive in skills.values()]
+            free_bytes = shutil.disk_usage(session.home).free
+        except OSError as error:
+            raise MountError(f"files cannot be put into the working directory: {error.strerror}") from None
+        num_bytes, num_files = sum(one[0] for one in new), sum(one[1] for one in new)
+        problem = usage.problem
+        if usage.num_files + num_files > bounds.files:
+            problem = f"there would be more files than sandbox_files ({bounds.files})"
+        elif usage.num_bytes + num_bytes > bounds.disk_bytes:
+            problem = f"files would take more space than sandbox_disk_bytes ({bounds.disk_bytes})"
+        elif free_bytes - num_bytes < LEAST_FREE_BYTES:
+            problem = "the disk is full"
+        if problem:
+            raise MountError(f"files cannot be put into the working directory: {problem}")
+
+    def _mount_file(self, session: Session, file: MountedFile, source: Path) -> None:
         """Copy a file under a name of ours, and then give it its name, in place of what has it."""
-        source = self._find(file.blob, file.num_bytes, f"file {file.id!r}")
         part = f".{secrets.token_hex(8)}"
         try:
             root = os.open(session.work, os.O_RDONLY | os.O_DIRECTORY)
@@ -72,8 +100,7 @@ class Mounts:
                 os.fchown(target.fileno(), owner, owner)
             return os.fstat(target.fileno())
 
-    def _mount_skill(self, session: Session, skill: MountedSkill) -> None:
-        archive = self._find(skill.blob, skill.num_bytes, f"skill {skill.folder!r}")
+    def _mount_skill(self, session: Session, skill: MountedSkill, archive: Path) -> None:
         skills = session.home / FOLDER
         part = skills / f".{secrets.token_hex(8)}"
         try:

@@ -87,7 +87,7 @@ class Tools:
             max_call_bytes=min(settings.sandbox_disk_bytes, store.settings.max_key_files_bytes),
         )  # fmt: skip
         self._keeper = FileKeeper(store)
-        self._mounts = Mounts(store.blobs, sandbox)
+        self._mounts = Mounts(store.blobs, sandbox, bounds)
         self._tools: dict[
             str, tuple[type[msgspec.Struct], Callable[[Session, RunTool, Any], Awaitable[ToolResult]]]
         ] = {

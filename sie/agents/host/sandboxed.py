@@ -28,7 +28,7 @@ _LOOKS_A_MEASURE: Final = 3
 _CHUNK: Final = 1 << 16
 _OWN_PROCESSES: Final = 2
 """Bubblewrap's own, and the init of the sandbox."""
-_LEAST_FREE_BYTES: Final = 256 << 20
+LEAST_FREE_BYTES: Final = 256 << 20
 """A sandbox whose disk has less room than this is ended, whoever uses the room."""
 
 
@@ -162,7 +162,7 @@ class Sandboxed:
             return f"it made more files than sandbox_files ({bounds.files})"
         if usage.num_bytes + process_tree.deleted_bytes(pids) > bounds.disk_bytes:
             return f"its files took more space than sandbox_disk_bytes ({bounds.disk_bytes})"
-        return "the disk is full" if shutil.disk_usage(self.home).free < _LEAST_FREE_BYTES else ""
+        return "the disk is full" if shutil.disk_usage(self.home).free < LEAST_FREE_BYTES else ""
 
     def drain(self) -> None:
         """Read the output that is there now."""

@@ -31,6 +31,13 @@ class ShownFile(NamedTuple):
     writer: BlobWriter | None = None
 
 
+class _Room(NamedTuple):
+    """The bytes that a file may have in the answer, and in the store."""
+
+    inline: int
+    kept: int
+
+
 class FileReader:
     """Reads the files that calls make, each when the one before it was taken.
 
@@ -78,9 +85,10 @@ class FileReader:
         for name in names:
             index = session.num_shown.get((run, number), 0)
             file_id = f"file_{run}_r{number}_{index}"
-            room = self._max_inline_bytes if inline_bytes < _MAX_INLINE_OF_CALL else 0
+            inline = self._max_inline_bytes if inline_bytes < _MAX_INLINE_OF_CALL else 0
+            room = _Room(inline, min(self._max_file_bytes, left))
             try:
-                found, num_bytes = self._read(session, name, file_id, source, room, min(self._max_file_bytes, left))
+                found, num_bytes = self._read(session, name, file_id, source, room)
             except OSError:
                 if name not in asked:  # it was removed, or replaced by a link, since it was listed
                     continue
@@ -93,15 +101,15 @@ class FileReader:
             yield found
 
     def _read(
-        self, session: Session, name: str, file_id: str, source: dict[str, Any], max_inline: int, max_bytes: int
+        self, session: Session, name: str, file_id: str, source: dict[str, Any], room: _Room
     ) -> tuple[ShownFile, int]:
         """Return a file, and the number of its bytes that were copied, kept or not. Raises OSError."""
-        spool = _Spool(self._blobs, max_inline + 1)
+        spool = _Spool(self._blobs, room.inline + 1)
         try:
-            about = copy_file(session.work, name, spool.write, max_bytes, is_whole=True)
-            if about.st_size > max_bytes:
+            about = copy_file(session.work, name, spool.write, room.kept, is_whole=True)
+            if about.st_size > room.kept:
                 spool.discard()
-                text = f"The file has {about.st_size} bytes, and {max_bytes} of this call may still be shown"
+                text = f"The file has {about.st_size} bytes, and {room.kept} of this call may still be shown"
                 return ShownFile(_placeholder(name, file_id, source, "too_large", text)), 0
         except BaseException:
             spool.discard()
@@ -109,7 +117,7 @@ class FileReader:
         if spool.writer is None:
             lost = AgentFile(id=file_id, name=name, created_at=int(time.time()), source=source)
             return ShownFile(not_kept(lost)), spool.num_bytes
-        return ShownFile(_shown(name, file_id, source, spool, max_inline), spool.writer), spool.num_bytes
+        return ShownFile(_shown(name, file_id, source, spool, room.inline), spool.writer), spool.num_bytes
 
 
 class _Spool:

@@ -48,6 +48,17 @@ def list_skill(archive: Path) -> list[str]:
         return [name.partition("/")[2] for name in opened.namelist()]
 
 
+def measure_skill(archive: Path) -> tuple[int, int]:
+    """Return the bytes of a skill's files, and the number of its files and folders. Raises OSError."""
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            infos = opened.infolist()
+    except zipfile.BadZipFile as error:
+        raise OSError(0, f"its archive is damaged: {error}") from None
+    folders = {parent for info in infos for parent in Path(info.filename).parents}
+    return sum(info.file_size for info in infos), len(infos) + len(folders)
+
+
 def unpack_skill(archive: Path, target: Path) -> None:
     """Write the files of a skill below target, which is made, for everyone to read. Raises OSError."""
     target.mkdir(mode=0o755)

@@ -15,10 +15,10 @@ from sie.agents.store.skill_folders import ShownSkill, describe_skills, list_ski
 FRONT = b"---\nname: My skill\ndescription: does things\n---\n"
 
 
-def archive(directory: Path) -> Path:
-    parts = [Part("s/SKILL.md", io.BytesIO(FRONT)), Part("s/scripts/deep/run.py", io.BytesIO(b"1"))]
+def archive(directory: Path, size: int = 1) -> Path:
+    parts = [Part("s/SKILL.md", io.BytesIO(FRONT)), Part("s/scripts/deep/run.py", io.BytesIO(b"1" * size))]
     target = io.BytesIO()
-    pack_folder(parts, target, BundleLimits(1000, 10))
+    pack_folder(parts, target, BundleLimits(100_000, 10))
     path = directory / "blob"
     path.write_bytes(target.getvalue())
     return path
