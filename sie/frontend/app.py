@@ -242,7 +242,8 @@ class App:
         except BaseException:
             unread.end()
             raise
-        exchange.record_run(answer.run.timing(exchange.began_ns), answer.run.usage())
+        finally:
+            exchange.record_run(answer.run)
         for record in process.recorders:
             record(exchange, 200, [], error)
         count_exchange(process.metrics, exchange, 200, error)

@@ -27,7 +27,7 @@ OPEN_PATHS = {
 }  # fmt: skip
 SLOW = "sie_test-slow-0123456789abcdef"
 FEW = "sie_test-few-0123456789abcdef"
-COSTLY = [f"sie_test-costly-{number}-0123456789abcdef" for number in range(5)]
+COSTLY = [f"sie_test-costly-{number}-0123456789abcdef" for number in range(8)]
 """Keys with a rate of tokens, one for each kind of request."""
 
 
@@ -44,7 +44,8 @@ def key_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(key_file):
     with start_server(
-        *STUB, "--model", "stub/slow=stub:dense=16", "--model", "g=stub:generate", "--api-keys", str(key_file), "--frontends", "2",
+        *STUB, "--model", "stub/slow=stub:dense=16", "--model", "g=stub:generate", "--model", "long=stub:generate,latency_ms=100",
+        "--api-keys", str(key_file), "--frontends", "2",
         "--cors-origin", "https://app.example",
     ) as running:  # fmt: skip
         yield running
@@ -236,26 +237,54 @@ def test_rate_of_tokens_refuses_the_request_after_the_one_that_was_over_it(numbe
     assert ("anthropic-ratelimit-tokens-reset" in refused.headers) == (path == "/v1/messages")
 
 
-def test_concurrency_is_the_keys_and_is_given_back(server):
-    def num_running() -> float:
-        text = get(server.port, "/metrics", bearer(METRICS)).body.decode()
-        return sum(
-            float(line.split()[-1]) for line in text.splitlines() if line.startswith('sie_api_key_running{key="slow"}')
-        )
+@pytest.mark.parametrize(
+    ("number", "path", "body"),
+    [
+        (5, "/v1/chat/completions", {"model": "long", "messages": [{"role": "user", "content": "x" * 60}]}),
+        (6, "/v1/responses", {"model": "long", "input": "x" * 60}),
+    ],
+)
+def test_an_answer_that_its_client_does_not_wait_for_is_paid(number, path, body, server):
+    key = bearer(COSTLY[number])
+    with connect(server.port) as leaver:
+        leaver.sendall(raw_request(path, json.dumps(body).encode(), key))
+        eventually(lambda: num_running(server, f"costly-{number}") == 1, "it runs")
+    eventually(lambda: num_running(server, f"costly-{number}") == 0, "it was given up")
+    refused = post_json(server.port, path, body, key)
+    assert b"tokens_per_minute (30)" in refused.body
 
+
+def test_a_cancelled_response_is_paid(server):
+    key, body = bearer(COSTLY[7]), {"model": "long", "input": "x" * 60, "background": True}
+    made = post_json(server.port, "/v1/responses", body, key).json()
+    assert post_json(server.port, f"/v1/responses/{made['id']}/cancel", {}, key).status == 200
+    refused = eventually(
+        lambda: (answer := get(server.port, "/v1/models", key)).status == 429 and answer, "the rate to be used up"
+    )
+    assert b"tokens_per_minute (30)" in refused.body
+
+
+def num_running(server: Server, name: str) -> float:
+    text = get(server.port, "/metrics", bearer(METRICS)).body.decode()
+    return sum(
+        float(line.split()[-1]) for line in text.splitlines() if line.startswith(f'sie_api_key_running{{key="{name}"}}')
+    )
+
+
+def test_concurrency_is_the_keys_and_is_given_back(server):
     request = raw_request("/v1/encode/stub/slow", b'{"items":[{"text":"x"}]}', bearer(SLOW))
     with connect(server.port) as first, connect(server.port) as leaver:
         with paused(server.worker()):
             first.sendall(request)
             leaver.sendall(request)
-            eventually(lambda: num_running() == 2, "both run")
+            eventually(lambda: num_running(server, "slow") == 2, "both run")
             for _ in range(4):  # whichever frontend hears it
                 refused = encode(server.port, "stub/slow", ["x"], bearer(SLOW))
                 assert (refused.status, refused.code(), refused.headers["retry-after"]) == (429, "RATE_LIMIT", "1")
             leaver.close()  # gives its place back, too
-            eventually(lambda: num_running() == 1, "the place of the one that left")
+            eventually(lambda: num_running(server, "slow") == 1, "the place of the one that left")
         assert read_response(first).status == 200
-    eventually(lambda: num_running() == 0, "both places are free")
+    eventually(lambda: num_running(server, "slow") == 0, "both places are free")
     assert encode(server.port, "stub/slow", ["x"], bearer(SLOW)).status == 200
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.http.body import Body, BodyReader, HeldBody
@@ -15,12 +15,19 @@ _MOST_NAMED: Final = 1000
 """Most items to name in a header, because clients read headers up to 8 KiB."""
 
 
+class Generated(Protocol):
+    """The part of a run that an exchange records."""
+
+    def timing(self, began_ns: int) -> Timing | None: ...
+    def usage(self) -> GenerateUsage | None: ...
+
+
 class Exchange:
     """One HTTP request while it is served, with the state that the error boundary needs to answer and count it."""
 
     __slots__ = ("began_ns", "body", "body_bytes", "cuts", "deadline_ns", "decoded_ns", "headers", "held_body", "holder",
                  "input_tokens", "known_model", "leave", "model", "num_items", "output_tokens", "protocol", "request_id",
-                 "route", "scope", "timing", "version", "waits")  # fmt: skip
+                 "route", "run", "scope", "timing", "version", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
         self.scope = scope
@@ -49,6 +56,8 @@ class Exchange:
         self.output_tokens = 0
         """Tokens read and generated for the request so far; tensor requests count none."""
         self.timing: Any = None
+        self.run: Generated | None = None
+        """The run of a request that generates, once it was submitted."""
         self.cuts: Collection[int] = ()
         """The numbers of the items whose texts were cut; the answer says so in a header."""
         self.leave: Callable[[], None] | None = None
@@ -61,9 +70,9 @@ class Exchange:
         """The name of the request's API key; empty on a server without keys."""
         return self.holder.key.name if self.holder is not None else ""
 
-    def record_run(self, timing: Timing | None, usage: GenerateUsage | None) -> None:
+    def record_run(self, run: Generated) -> None:
         """Record the time and the tokens of a request that generates."""
-        self.timing = timing
+        self.timing, usage = run.timing(self.began_ns), run.usage()
         if usage is not None:
             self.input_tokens, self.output_tokens = usage.prompt_tokens, usage.completion_tokens
 

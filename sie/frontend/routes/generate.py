@@ -64,7 +64,13 @@ class TextRoutes:
 
         async def serve(exchange: Exchange) -> Response | Streamed:
             exchange.request_id = request_id_of(exchange.headers)
-            answer = await handler(exchange)
+            is_stream = False
+            try:
+                answer = await handler(exchange)
+                is_stream = isinstance(answer, Streamed)
+            finally:  # what was generated for a client that left, or too late, costs as much
+                if exchange.run is not None and not is_stream:
+                    exchange.record_run(exchange.run)
             headers = self._headers(exchange)
             if isinstance(answer, Streamed):
                 return answer._replace(headers=headers)
@@ -190,7 +196,6 @@ class TextRoutes:
                 reply = await run.whole()
                 if turn is not None:
                     await turn.end(reply.choices[0])
-                exchange.record_run(run.timing(exchange.began_ns), run.usage())
                 return [JSON], encode(reply, run.prompts)
             except Unavailable as error:
                 if isinstance(run, AgentRun) and run.has_acted:

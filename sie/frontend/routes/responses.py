@@ -37,7 +37,7 @@ from sie.frontend.routes.conversations import Conversations
 from sie.frontend.routes.text_service import TextService
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import NotFound, Overloaded, RateLimited, Unavailable
-from sie.values.generate import ChatMessage, Ended, GenerateEvent, InputFile
+from sie.values.generate import ChatMessage, GenerateEvent, InputFile
 
 _to_json: Final = msgspec.json.Encoder().encode
 _NAMES: Final = {"messages": "input", "truncate_sequence": "truncation"}
@@ -82,10 +82,9 @@ class Responses:
                 return await self._make_in_background(exchange, call, record, entry, history)
             if call.request.stream:
                 return await self._make_as_stream(exchange, call, record, entry, history)
-            run, events = await self._gather(
+            events = await self._gather(
                 exchange.deadline_ns, entry, lambda entry: self._texts.start(exchange, entry, call.request)
             )
-        exchange.record_run(run.timing(exchange.began_ns), run.usage())
         record.apply(events, int(time.time()))
         await self._add(exchange.owner, record, call, history)
         return [JSON], record.to_json()
@@ -156,19 +155,22 @@ class Responses:
         deadline_ns = exchange.began_ns + int(self._process.settings.generation.generation_timeout_s * 1e9)
 
         plan = await self._texts.plan(request)
+        job = Job(record, exchange.owner, self._update, outlives=True)
 
         async def start(entry: ModelEntry) -> TextRun | AgentRun:
             if plan is not None:
-                return await self._texts.start_agent(entry, plan, deadline_ns, owner=exchange.owner)
-            return await generator.start(entry, request, deadline_ns, salt=salt)
+                run = await self._texts.start_agent(entry, plan, deadline_ns, owner=exchange.owner)
+            else:
+                run = await generator.start(entry, request, deadline_ns, salt=salt)
+            job.follower.run = run
+            return run
 
         # If the model is loaded, errors of the request are reported now.
         run = await start(entry) if entry.workers and entry.state == "loaded" else None
         with _given_up_on_failure(run):
             await self._add(exchange.owner, record, call, history)
         answer = record.to_json()
-        job = Job(record, exchange.owner, self._update, outlives=True)
-        self._begin(job, _charged(exchange.holder, self._work(job, deadline_ns, entry, start, run)))
+        self._begin(job, _charged(exchange.holder, job, self._work(job, deadline_ns, entry, start, run)))
         if request.stream:
             return Streamed(job.follower, ResponseWriter(record))
         return [JSON], answer
@@ -190,18 +192,18 @@ class Responses:
             raise
         if record.is_streamed:
             return await job.stream(run)
-        return (await self._gather(deadline_ns, entry, start, run))[1]
+        return await self._gather(deadline_ns, entry, start, run)
 
     async def _gather(
         self, deadline_ns: int, entry: ModelEntry, start: Start, run: TextRun | AgentRun | None = None
-    ) -> tuple[TextRun | AgentRun, list[GenerateEvent]]:
-        """Return a finished run and all its events. Starts a new run if the model is reloaded meanwhile."""
+    ) -> list[GenerateEvent]:
+        """Return all events of a finished run. Starts a new run if the model is reloaded meanwhile."""
         while True:
             if run is None:
                 entry = await self._process.models.wait_serving(entry, deadline_ns)
                 run = await start(entry)
             try:
-                return run, await run.gather()
+                return await run.gather()
             except Unavailable as error:
                 if isinstance(run, AgentRun) and run.has_acted:
                     raise
@@ -365,13 +367,17 @@ def _not_found(response_id: str) -> NotFound:
     return NotFound(text, code="RESPONSE_NOT_FOUND", extras={"param": "response_id"})
 
 
-async def _charged(holder: KeyHolder | None, work: Coroutine[Any, Any, list[GenerateEvent]]) -> list[GenerateEvent]:
-    """Do the work of a background response, and charge its tokens to its key."""
-    events = await work
-    for event in events:
-        if isinstance(event, Ended) and holder is not None:
-            holder.spend(event.usage.prompt_tokens + event.usage.completion_tokens, time.monotonic_ns())
-    return events
+async def _charged(
+    holder: KeyHolder | None, job: Job, work: Coroutine[Any, Any, list[GenerateEvent]]
+) -> list[GenerateEvent]:
+    """Do the work of a background response, and charge its tokens to its key, however it ends."""
+    try:
+        return await work
+    finally:
+        if holder is not None and job.follower.run is not None:
+            usage = job.follower.run.usage()
+            assert usage is not None
+            holder.spend(usage.prompt_tokens + usage.completion_tokens, time.monotonic_ns())
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ class TextService:
         plan = await self.plan(request)
         if plan is None:
             return await self._start_round(exchange, entry, request, echoes=echoes)
-        run = await self.start_agent(entry, plan, exchange.deadline_ns, owner=exchange.owner)
+        run = exchange.run = await self.start_agent(entry, plan, exchange.deadline_ns, owner=exchange.owner)
         exchange.num_items = 1
         watch = asyncio.get_running_loop().create_task(_end_with_client(run, exchange.protocol))
         run.on_end(watch.cancel)
@@ -105,7 +105,7 @@ class TextService:
         self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False
     ) -> TextRun:
         process = self._process
-        run = await self.generator.start(
+        run = exchange.run = await self.generator.start(
             entry, request, exchange.deadline_ns, salt=exchange.owner.encode(), echoes=echoes
         )
         exchange.num_items = run.num_prompts
