@@ -18,6 +18,8 @@ from sie.values.errors import SieError
 
 _DEMAND_S: Final = 60.0
 """How long a request that found no host counts as demand."""
+_MAX_REFUSED: Final = 10_000
+"""Most of those that are kept: each look at the metrics counts them."""
 _OTHER: Final = "other"
 _NAN: Final = float("nan")
 _REJECTIONS: Final = frozenset((429, 503))
@@ -50,7 +52,7 @@ class GatewayMetrics:
         self._page = page
         self._known_profiles = known_profiles
         self._known_models = known_models
-        self._refused: deque[tuple[float, tuple[str, str]]] = deque()
+        self._refused: deque[tuple[float, tuple[str, str]]] = deque(maxlen=_MAX_REFUSED)
         self._gauges = {
             family.name: Gauges(page, family)
             for family in families.CLUSTER_FAMILIES if family.kind == "gauge" and family.name.startswith("sie_gateway_")

@@ -62,27 +62,17 @@ class Places:
         self._directory = directory
         self._own_pool = own_pool
         self._by_lane = by_lane
-        self.demand: Counter[str] = Counter()
-        """Requests that found no host, by machine profile, since the start."""
 
     def enter(self, headers: Any) -> None:
         """Read the placement of a request for its task. Raises Unavailable PROVISIONING if no host is there for it."""
         placement = self._resolve(read_placement(headers, self._own_pool))
         _placement.set(placement)
         if not any(matches(host.lane, *placement) for host in self._known()):
-            raise self._provisioning(placement)
+            raise _provisioning(placement)
 
     def _known(self) -> list[Host]:
         """Return the live hosts, or where none is those that were heard lately: NATS may be starting again."""
         return self._directory.live(time.monotonic()) or self._directory.remembered()
-
-    def _provisioning(self, placement: Placement) -> SieError:
-        self.demand[placement.profile or "any"] += 1
-        where = f"pool '{placement.lease or placement.pool}'" + (
-            f" with machine profile '{placement.profile}'" if placement.profile else ""
-        )
-        text = f"No host of {where} is there yet; retry in {_PROVISIONING_S} s"
-        return Unavailable(text, code="PROVISIONING", retry_after_s=_PROVISIONING_S)
 
     def current(self) -> Placement:
         """Return the placement of the running task's request."""
@@ -133,4 +123,12 @@ class Places:
                 f"Model '{model}' is not in the bundles of pool '{placement.lease or placement.pool}'; bundles with it: {bundles}",
                 code="DEPENDENCY_CONFLICT", http_status=409, extras={"compatible_bundles": bundles},
             )  # fmt: skip
-        return self._provisioning(placement)
+        return _provisioning(placement)
+
+
+def _provisioning(placement: Placement) -> SieError:
+    where = f"pool '{placement.lease or placement.pool}'" + (
+        f" with machine profile '{placement.profile}'" if placement.profile else ""
+    )
+    text = f"No host of {where} is there yet; retry in {_PROVISIONING_S} s"
+    return Unavailable(text, code="PROVISIONING", retry_after_s=_PROVISIONING_S)

@@ -85,6 +85,14 @@ def test_demand_is_what_waits_and_what_found_no_host_within_a_minute(page: Count
     assert values(page, "sie_gateway_pending_demand") == {("l4", "b"): 4}
 
 
+def test_a_flood_of_refused_requests_is_not_kept_whole(page: CounterPage):
+    made = metrics(page)
+    for _ in range(10_003):
+        end(made, Unavailable("none", code="PROVISIONING"))
+    show(made)
+    assert values(page, "sie_gateway_pending_demand") == {("l4", "any"): 10_000}
+
+
 def test_the_cluster_is_shown_as_its_heartbeats_say(page: CounterPage):
     show(
         metrics(page), (host("one", num_running=3, memory_used_bytes=7, num_gpus=4, lease="x"), "healthy"),
