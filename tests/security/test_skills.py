@@ -105,6 +105,8 @@ HARMFUL: dict[str, tuple[Callable[[], bytes], str]] = {
     "a name that is no text": (lambda: archive(front=b"---\nname: [1]\ndescription: d\n---\n"), "'name'"),
     "broken YAML": (lambda: archive(front=b"---\nname: [\n---\n"), "YAML"),
     "deep YAML": (lambda: archive(front=b"---\n" + b"[" * 9000 + b"\n---\n"), "YAML"),
+    "merge keys that double": (lambda: archive(front=b"---\na0: &a0 {k: v}\n" + b"".join(b"a%d: &a%d\n  <<:\n  - *a%d\n  - *a%d\n" % (n, n, n - 1, n - 1) for n in range(1, 40)) + b"---\n"), "YAML"),
+    "a tag of another type": (lambda: archive(front=b"---\nname: !!bool n\n---\n"), "YAML"),
     "an object in YAML": (lambda: archive(front=b"---\nname: !!python/object/apply:os.system [x]\n---\n"), "YAML"),
     "a long front": (lambda: archive(front=b"---\nname: n\ndescription: d\nx: " + b"y" * 20_000 + b"\n---\n"), "16 KiB"),
 }  # fmt: skip

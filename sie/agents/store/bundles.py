@@ -14,8 +14,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, BinaryIO, Final, NamedTuple, cast
 
-import yaml
-
+from sie.runtime.strange_yaml import read_strange_yaml
 from sie.values.errors import BadRequest
 
 _MANIFEST: Final = "SKILL.md"
@@ -39,8 +38,6 @@ _JUNK: Final = "__MACOSX/"
 """The folder that macOS adds to every archive."""
 _PIECE_BYTES: Final = 1 << 18
 _PLAIN_TIME: Final = (1980, 1, 1, 0, 0, 0)
-_MAX_FLOWS: Final = 64
-"""Lists and objects on one line that front matter may open: the reader's time grows with the square of their depth."""
 _FRONT: Final = re.compile(rb"\A(?:\xef\xbb\xbf)?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _DRIVE: Final = re.compile(r"\A[A-Za-z]:")
 
@@ -220,11 +217,9 @@ def _read_front(text: bytes) -> tuple[str, str]:
     if found is None:
         raise _wrong(f"has a {_MANIFEST} that does not begin with front matter between '---' lines (up to 16 KiB)")
     try:
-        if sum(map(found[1].count, (b"[", b"{"))) > _MAX_FLOWS:
-            raise ValueError("nested too deep")
-        fields: Any = yaml.safe_load(found[1])
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError):
-        raise _wrong(f"has a {_MANIFEST} whose front matter is not valid YAML") from None
+        fields = read_strange_yaml(found[1])
+    except ValueError as error:
+        raise _wrong(f"has a {_MANIFEST} whose front matter is not valid YAML: {error}") from None
     values = cast("dict[Any, Any]", fields) if isinstance(fields, dict) else {}
     return (
         _read_line(values, "name", _MAX_NAME_CHARS),

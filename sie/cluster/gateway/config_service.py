@@ -19,13 +19,13 @@ from sie.cluster.gateway.directory import Directory, Host
 from sie.cluster.payloads import encode
 from sie.cluster.shared_document import SharedDocument
 from sie.frontend.remote import YAML, ClusterAnswer
+from sie.runtime.strange_yaml import read_strange_yaml
 from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
 from sie.values.model_config import ModelConfig, ResolveBody, as_json_has_it
 
 _KEY: Final = "configs"
 _MAX_BODY_BYTES: Final = 64 << 10
 _MAX_DOCUMENT_BYTES: Final = 960 << 10
-_MAX_DEPTH: Final = 64
 _MAX_KEY_CHARS: Final = 255
 _MAX_NAME_BYTES: Final = 255
 """The longest name of a file or a directory. Source: NAME_MAX of Linux."""
@@ -181,9 +181,7 @@ def _acknowledged(host: Host, model: str, wanted: str) -> dict[str, Any]:
 def read_config(body: bytes) -> ModelConfig:
     """Return the configuration that a body describes, in YAML or JSON. Blocks. Raises SieError 422."""
     try:
-        text = body.decode()
-        _check_form(text)
-        config = _with_json_values(msgspec.convert(_load(text), ModelConfig))
+        config = _with_json_values(msgspec.convert(read_strange_yaml(body), ModelConfig))
         check_model_id(config.sie_id)
         if config.hf_id not in (None, config.sie_id):
             raise _invalid("'hf_id' differs from 'sie_id'; a model of the hub is served under its own id")
@@ -194,29 +192,11 @@ def read_config(body: bytes) -> ModelConfig:
         if config.hf_revision is not None:
             check_revision(config.hf_revision)
         config_profiles(config, _unknown_parents(config))
-    except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError, RecursionError, ValueError) as error:
-        raise _invalid(" ".join(str(error).split())) from None
+    except (RecursionError, ValueError) as error:  # msgspec's, too
+        raise _invalid(str(error)) from None
     except BadRequest as error:
         raise _invalid(error.message) from None
     return config
-
-
-def _check_form(text: str) -> None:
-    """Raise for YAML that is small and yet costs much. The library's time grows with the square of the nesting."""
-    depth = 0
-    for event in yaml.parse(text, yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):
-            raise _invalid("it has aliases (`*name`), which are not read")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH:
-            raise _invalid(f"its values are nested deeper than {_MAX_DEPTH} levels")
-
-
-def _load(text: str) -> object:
-    try:
-        return yaml.safe_load(text)
-    except (AttributeError, IndexError, KeyError, TypeError, OverflowError) as error:  # the library does not check them
-        raise _invalid(f"a value is not of the type that its tag names: {error}") from None
 
 
 def _with_json_values(config: ModelConfig) -> ModelConfig:
