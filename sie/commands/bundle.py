@@ -35,16 +35,34 @@ _LOG_LINES: Final = 5000
 _LOG_BYTES: Final = 4 << 20
 _JOURNAL_S: Final = 30.0
 _PAGES: Final = {"metrics.txt": "/metrics", "models.json": "/v1/models", "ready.txt": "/readyz"}
+_NAME: Final = r"(?:key|token|(?:secret|passw|passphrase|authorization|credential)\w{0,40})"
+"""The end of a name whose value is a secret. Plurals such as `max_tokens` and `api_keys` are counts and paths."""
 _MASKS: Final = (
     (re.compile(r"\bsie_[A-Za-z0-9_-]{43}(?![A-Za-z0-9_-])"), "sie_***"),
-    (re.compile(r"(?i)(bearer\s+|x-api-key\W+|password\W+|token=|secret\W+)[^\s\"',;}]+"), r"\1***"),
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@\"']+@"), r"\1***@"),
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s?\"']+\?)[^\s\"']+"), r"\1***"),
+    (re.compile(r"(\b[a-z][a-z0-9+.-]{0,20}://)[^\s\"']{1,500}@"), r"\1***@"),  # a password may have any of @ / ? #
+    (re.compile(r"(\b[a-z][a-z0-9+.-]{0,20}://[^\s?\"']{1,500}\?)[^\s\"']+"), r"\1***"),
+    (
+        re.compile(
+            r"(?i)(\bbearer\s+|(?:\bpassword|\bsecret|--[\w-]{0,40}(?:key|token|secret|password))\s+)[^\s\"',;}:=]+"
+        ),
+        r"\1***",
+    ),
+    (
+        re.compile(
+            rf"""(?ix) ( {_NAME} \\? ["']? (?: \s*[:=]\s* | ,\s*(?=b?["']) ) (?:bearer\s+)? (?:b(?=["']))? )
+            (?: (\\") (?:(?!\\")[^\n])*      # quoted in a JSON text that is itself quoted
+              | (") (?:[^"\\\n]|\\.)*
+              | (') (?:[^'\\\n]|\\.)*
+              | (?<=[=]) [^\s"'}}\]]+
+              | (?<![=]) [^\s"'{{\[}}\]] [^"'\n}}\]]* )"""
+        ),
+        r"\1\2\3\4***",
+    ),
 )
 
 
 def mask(text: str) -> str:
-    """Return a text without keys of this server, bearer tokens, and passwords and queries in addresses."""
+    """Return a text without keys of this server, values of secret names, and passwords and queries in addresses."""
     for pattern, replacement in _MASKS:
         text = pattern.sub(replacement, text)
     return text
@@ -58,10 +76,11 @@ def write_bundle(
     A part that is not there, such as the answers of a server that does not run, is a text that says why. Raises
     SettingsError if the file cannot be written.
     """
-    parts = dict(_parts(load, findings, log_file, status_s))
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        # A file that is there may be open in, or readable by, another user's process.
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            parts = dict(_parts(load, findings, log_file, status_s))
             for name, text in parts.items():
                 _add(archive, f"sie-bundle/{name}", mask(text).encode(errors="replace"))
     except OSError as error:

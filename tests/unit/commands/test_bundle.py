@@ -79,6 +79,15 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         write_bundle(str(tmp_path / "no" / "folder"), nobody_listens, FOUND, log_file="/dev/null", status_s=0)
 
 
+def test_a_file_that_is_there_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "there").touch(mode=0o644)
+    (tmp_path / "link").symlink_to("elsewhere")
+    for name in ("there", "link"):
+        with pytest.raises(SettingsError, match="File exists"):
+            write_bundle(str(tmp_path / name), nobody_listens, FOUND, log_file="/dev/null", status_s=0)
+    assert not (tmp_path / "elsewhere").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "masked"),
     [
@@ -99,11 +108,12 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         (r'{"password": "a\"b c", "n": 2}', '{"password": "***", "n": 2}'),
         (r'{"message": "{\"password\": \"a b\", \"n\": 1}"}', r'{"message": "{\"password\": \"***\", \"n\": 1}"}'),
         ('password = "never closed, a b\nnext', 'password = "***\nnext'),
-        ('{"api_key": {"value": "abc", "source": "file"}}', '{"api_key": {"value": "***", "source": "file"}}'),
+        ("[('authorization', 'Basic a b'), ('x', 'y')]", "[('authorization', '***'), ('x', 'y')]"),
+        ("sie serve --api-key abc --port 1", "sie serve --api-key *** --port 1"),
+        ('"tls_key": {"value": "x"}', '"tls_key": {"value": "x"}'),
         ("max_tokens=5 tokens_per_minute: 30 num_tokens=7", "max_tokens=5 tokens_per_minute: 30 num_tokens=7"),
-        ('sie_api_key_running{key="me"} 1', 'sie_api_key_running{key="me"} 1'),
         ("api_keys: /etc/sie/keys.toml", "api_keys: /etc/sie/keys.toml"),
-        ("tokenizer=fast key=value keyboard: us monkey=1", "tokenizer=fast key=value keyboard: us monkey=1"),
+        ("tokenizer=fast keyboard: us", "tokenizer=fast keyboard: us"),
         ("sie_oom_recoveries_attempted_total 3", "sie_oom_recoveries_attempted_total 3"),
         ("http://127.0.0.1:8080/v1/models", "http://127.0.0.1:8080/v1/models"),
     ],
