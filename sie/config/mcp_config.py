@@ -6,14 +6,16 @@ The form is that of the generation API reference, section 8.2: `servers` with a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
+from sie.values.trusted_file import read_trusted_file
+
 _NAME: Final = r"^[A-Za-z0-9_-]{1,64}\Z"
 _MAX_SERVERS: Final = 64
+_MAX_FILE_BYTES: Final = 4 << 20
 Name = Annotated[str, Meta(pattern=_NAME)]
 Url = Annotated[str, Meta(min_length=1, max_length=4096)]
 
@@ -70,8 +72,11 @@ class McpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_mcp_config(path: str) -> McpConfig:
-    """Return the servers of a file. Raises ValueError and OSError that say what is wrong."""
-    config = msgspec.json.decode(Path(path).read_bytes(), type=McpConfig)
+    """Return the servers of a file. Raises ValueError and OSError that say what is wrong.
+
+    Its commands run with the server's rights, so nobody but root and the server's user may write to it.
+    """
+    config = msgspec.json.decode(read_trusted_file(path, _MAX_FILE_BYTES)[0], type=McpConfig)
     for what, names in (
         ("name", [one.name for one in config.servers]),
         ("prefix", [one.prefix for one in config.enabled]),

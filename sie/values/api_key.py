@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
+
+from sie.values.trusted_file import read_trusted_file
 
 Scope = Literal["infer", "admin", "metrics"]
 SCOPES: Final[tuple[Scope, ...]] = ("infer", "admin", "metrics")
@@ -148,24 +149,14 @@ def add_entry(path: str, key: ApiKey) -> None:
 def _read(path: str) -> tuple[str, int]:
     """Return a file's text and mode, both from the same open file."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not block
-        with os.fdopen(fd, "rb") as file:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise KeyFileError(f"{path}: is not a regular file")
-            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise KeyFileError(f"{path}: others than its owner may write to it; chmod go-w")
-            if found.st_uid not in (0, os.geteuid()):
-                raise KeyFileError(f"{path}: belongs to another user (uid {found.st_uid}), neither root nor this one")
-            data = file.read(MAX_FILE_BYTES + 1)
+        data, mode = read_trusted_file(path, MAX_FILE_BYTES)
+        return data.decode(), mode
     except OSError as error:
         raise KeyFileError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise KeyFileError(f"{path}: is over {MAX_FILE_BYTES >> 20} MiB")
-    try:
-        return data.decode(), found.st_mode
     except UnicodeDecodeError:
         raise KeyFileError(f"{path}: is not UTF-8 text") from None
+    except ValueError as error:
+        raise KeyFileError(f"{path}: {error}") from None
 
 
 def _check_unique(values: list[str], field: str, where: str) -> None:
