@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 

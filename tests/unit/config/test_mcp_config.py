@@ -40,5 +40,5 @@ def test_a_pipe_and_a_huge_file_are_refused(tmp_path: Path) -> None:
     with (tmp_path / "huge").open("wb") as huge:
         huge.truncate(1 << 30)
     for name in ("pipe", "huge"):
-        with pytest.raises(ValueError, match="regular file|over 4 MiB"):
+        with pytest.raises(ValueError, match=r"regular file|over 4 MiB"):
             read_mcp_config(str(tmp_path / name))
