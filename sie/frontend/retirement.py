@@ -20,6 +20,8 @@ from sie.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 _LOOK_S: Final = 0.5
+_MARGIN_S: Final = 2 * _LOOK_S
+"""The supervisor counts `drain_timeout_s` from the same message, and this process looks only now and then."""
 _NUM_QUIET_LOOKS: Final = 2
 """Consecutive checks that must find nothing: between two checks a request may be with neither Granian nor us."""
 
@@ -53,9 +55,12 @@ class Leaving:
         self._unread: dict[int, TcpState] = {}
 
     def begin(self) -> None:
-        """Exit when no request is in progress, at the latest after `drain_timeout_s`. Granian was told to finish, too."""
+        """Exit when no request is in progress, at the latest before `drain_timeout_s`, when the supervisor would kill it.
+
+        Granian was told to finish, too. But it accepts on while connections arrive, and then there is always a request.
+        """
         if self._in_granian and self._until_s is None:
-            self._until_s = time.monotonic() + self._drain_timeout_s
+            self._until_s = time.monotonic() + max(self._drain_timeout_s - _MARGIN_S, self._drain_timeout_s / 2)
 
     def tick(self, now_s: float) -> None:
         """Check from time to time whether to begin or to exit. Does not return if it exits."""

@@ -66,10 +66,10 @@ def test_what_is_in_flight_is_finished_first():
     assert goes_after(end, 24) in {11, 12}
 
 
-def test_nothing_keeps_it_past_the_drain_timeout():
+def test_nothing_keeps_it_until_the_supervisor_would_kill_it():
     end = leaving(lambda: False)
     end.begin()
-    assert goes_after(end, 100) in {24, 25}
+    assert goes_after(end, 100) in {23, 24}
 
 
 def test_a_peer_that_reads_is_waited_for():
