@@ -2,7 +2,7 @@
 
 Granian buffers everything it is given, so its return value says nothing. Only the kernel knows the acknowledged bytes.
 The socket is one of this process's own descriptors, found by the client's address. That works in every sandbox, even
-where netlink is forbidden. Connections over a Unix socket have no distinct addresses, so they are not measured.
+where netlink is forbidden. Connections over a Unix socket have no distinct addresses: see `unix_backlog`.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class TcpState(NamedTuple):
 
 def measure(fd: int) -> TcpState | None:
     """Return the state of the connection behind a descriptor, also of one over a Unix socket, or None without one."""
-    return _with_socket(fd, _measure)
+    return with_socket(fd, _measure)
 
 
 def _measure(sock: socket.SocketType) -> TcpState:
@@ -181,6 +181,11 @@ def _parse(client: str) -> _Address | None:
         return _plain(host.strip("[]")), int(port)
     except ValueError:
         return None
+
+
+def has_address(client: str) -> bool:
+    """Whether Granian's name of a client is an address, and not a Unix socket's."""
+    return _parse(client) is not None
 
 
 @lru_cache(1024)
@@ -221,7 +226,7 @@ def limit_unread_time(timeout_s: float) -> None:
 
 def _peer(fd: int) -> _Address | None:
     """Return the address of the client at the other end of a descriptor, or None without one."""
-    return _with_socket(fd, _address)
+    return with_socket(fd, _address)
 
 
 def _address(sock: socket.SocketType) -> _Address | None:
@@ -235,7 +240,7 @@ def _use(fd: int, client: _Address, work: Callable[[socket.SocketType], _T]) -> 
     The descriptor belongs to its owner, whose threads may close it at any time. Then a read may be from another
     connection, and work must change nothing.
     """
-    return _with_socket(fd, lambda sock: work(sock) if _address(sock) == client else None)
+    return with_socket(fd, lambda sock: work(sock) if _address(sock) == client else None)
 
 
 def _shut_down(fd: int, client: _Address) -> None:
@@ -254,7 +259,7 @@ def _shut_down(fd: int, client: _Address) -> None:
         os.close(copy)
 
 
-def _with_socket(fd: int, work: Callable[[socket.SocketType], _T | None]) -> _T | None:
+def with_socket(fd: int, work: Callable[[socket.SocketType], _T | None]) -> _T | None:
     """Run work on the socket behind fd, or return None if fd is not a socket, or work failed."""
     try:
         if fd < 0 or not stat.S_ISSOCK(os.fstat(fd).st_mode):

@@ -13,9 +13,10 @@ import time
 from typing import Final
 
 from sie.frontend.access.key_use import KeyHolder
-from sie.frontend.http.backlog import Backlog, Sockets
+from sie.frontend.http.backlog import Backlog, Sockets, has_address
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.held_bytes import HeldBytes
+from sie.frontend.http.unix_backlog import UnixBacklog, settle
 
 MIN_BYTES: Final = 16 * 1024
 """A smaller answer is not counted."""
@@ -31,7 +32,7 @@ _MIN_REST: Final = 20
 class Unread:
     """The unread bytes of one answer, or of a stream. See `HeldBytes`."""
 
-    def __init__(self, held: HeldBytes, backlog: Backlog) -> None:
+    def __init__(self, held: HeldBytes, backlog: Backlog | UnixBacklog) -> None:
         self._held = held
         self._backlog = backlog
         self.num_held = 0
@@ -86,6 +87,8 @@ class UnreadAnswers:
         self._loop = loop
         self._sockets = Sockets()
         self._answers: dict[str, Unread] = {}
+        self._unix: dict[UnixBacklog, Unread] = {}
+        """Answers over a Unix socket. They do not count for a key: their client's next request may come before a look."""
         self._check_ns = 0
         self._watched: set[KeyHolder] = set()
 
@@ -99,6 +102,11 @@ class UnreadAnswers:
 
         is_error: the request has ended, or was never admitted, so its key stays as it is.
         """
+        if not has_address(exchange.scope.client):
+            backlog = UnixBacklog()
+            self._unix[backlog] = unread = Unread(self._held, backlog)
+            unread.add(num_bytes)
+            return
         unread = Unread(self._held, Backlog(exchange.scope.client, _NO_LIMIT, self._sockets))
         unread.add(num_bytes)
         self.keep(exchange, unread, is_error=is_error)
@@ -136,11 +144,17 @@ class UnreadAnswers:
 
     def tick(self, now_ns: int) -> None:
         """Check from time to time which answers were read. The process's tick calls this."""
-        if not self._answers or now_ns < self._check_ns:
+        if not (self._answers or self._unix) or now_ns < self._check_ns:
             return
         self._update(list(self._answers))
+        self._update_unix()
         took_ns = time.monotonic_ns() - now_ns
         self._check_ns = now_ns + max(_CHECK_NS, _MIN_REST * took_ns)
+
+    def _update_unix(self) -> None:
+        if self._unix:
+            settle(self._unix)
+            self._unix = {backlog: unread for backlog, unread in self._unix.items() if unread.update()}
 
     def _update(self, clients: list[str]) -> None:
         self._sockets.expire()
