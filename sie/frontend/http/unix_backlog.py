@@ -2,7 +2,7 @@
 
 A connection has one answer at a time, and its kernel queue is empty when that answer was read. So there are at most as
 many unread answers as connections with bytes in their queues. Each such connection gets one answer, of those that were
-sent since the last look. If several were sent, two may be exchanged; their sum is right.
+sent since the last look. If several were sent, two may be exchanged; their sum is right (docs/decisions/074).
 """
 
 from __future__ import annotations
