@@ -19,7 +19,7 @@ from sie.agents.host.python_session import PythonSession, Ran
 from sie.agents.host.sandboxed import Bounds, Sandboxed
 from sie.agents.host.sessions import Session, Sessions
 from sie.agents.host.shown_files import FileReader, ShownFile, for_model
-from sie.agents.host.workdir import read_file
+from sie.agents.host.workdir import read_text
 from sie.agents.messages import FindFiles, FoundFiles, RunTool, ToolResult
 from sie.agents.store.store import Store
 from sie.config.agent_settings import Agents
@@ -226,17 +226,16 @@ class Tools:
         start = max(0, arguments.start)
         end = min(start + _MAX_READ_CHARS, arguments.end if arguments.end is not None else start + _MAX_READ_CHARS)
         try:
-            # A character takes at most four bytes; a start far into a file reads all before it.
-            data, about = await asyncio.to_thread(read_file, session.work, name.removeprefix(f"{WORK}/"), 4 * end)
+            place = name.removeprefix(f"{WORK}/")
+            text, passed, about = await asyncio.to_thread(read_text, session.work, place, start, end)
         except (OSError, ValueError):
             return _plain(f"There is no file {arguments.file_id!r}", is_error=True)
-        text = data.decode(errors="replace")
         told = {
             "name": name,
             "start": start,
-            "end": min(end, len(text)),
+            "end": min(end, passed),
             "bytes": about.st_size,
-            "text": text[start:end],
+            "text": text,
         }
         return _plain(_dump(told))
 

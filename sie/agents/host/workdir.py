@@ -5,8 +5,10 @@ Files may change while they are read: each is opened once, beneath the directory
 
 from __future__ import annotations
 
+import codecs
 import ctypes
 import errno
+import io
 import os
 import stat
 import struct
@@ -57,11 +59,22 @@ def open_beneath(root: int, name: str, flags: int, mode: int = 0) -> int:
     return int(fd)
 
 
-def read_file(directory: Path, name: str, max_bytes: int) -> tuple[bytes, os.stat_result]:
-    """Return up to max_bytes of an ordinary file, and what is known of it. Raises OSError for anything else."""
-    parts: list[bytes] = []
-    about = copy_file(directory, name, parts.append, max_bytes)
-    return b"".join(parts), about
+def read_text(directory: Path, name: str, start: int, end: int) -> tuple[str, int, os.stat_result]:
+    """Return the characters from start to end of an ordinary file, how many were passed, and what is known of it.
+
+    What is before start is read and not kept. Raises OSError for anything else than an ordinary file.
+    """
+    decoder, kept, passed = codecs.getincrementaldecoder("utf-8")("replace"), io.StringIO(), 0
+
+    def take(data: bytes, *, is_last: bool = False) -> None:
+        nonlocal passed
+        text = decoder.decode(data, is_last)
+        kept.write(text[max(0, start - passed) : max(0, end - passed)])
+        passed += len(text)
+
+    about = copy_file(directory, name, take, 4 * end)  # a character takes at most four bytes
+    take(b"", is_last=True)
+    return kept.getvalue(), passed, about
 
 
 def copy_file(

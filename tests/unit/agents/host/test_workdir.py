@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from sie.agents.host.workdir import look, measure, read_file
+from sie.agents.host.workdir import look, measure, read_text
 
 SECRET = b"secret"
 
@@ -36,7 +37,7 @@ def test_only_ordinary_files_within_are_read(tmp_path: Path, name: str) -> None:
     (work / "a").write_bytes(b"a")
     os.mkfifo(work / "pipe")
     with pytest.raises(OSError):
-        read_file(work, name, 100)
+        read_text(work, name, 0, 100)
 
 
 def test_a_file_that_is_swapped_for_a_link_never_gives_what_the_link_names(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_a_file_that_is_swapped_for_a_link_never_gives_what_the_link_names(tmp_p
     try:
         for _ in range(3000):
             try:
-                seen.add(read_file(work, "file", 100)[0])
+                seen.add(read_text(work, "file", 0, 100)[0].encode())
             except OSError:
                 seen.add(b"refused")
             look(work, 100)
@@ -70,6 +71,21 @@ def test_a_file_that_is_swapped_for_a_link_never_gives_what_the_link_names(tmp_p
         thread.join()
     assert SECRET not in seen
     assert seen == {b"plain", b"refused"}, "the race was not run"
+
+
+def test_a_part_of_a_long_file_is_read_without_keeping_what_is_before_it(tmp_path: Path) -> None:
+    with (tmp_path / "long").open("wb") as file:
+        file.truncate(64 << 20)  # a hole, not bytes on the disk
+        file.seek(0, os.SEEK_END)
+        file.write("äöü€".encode() + b"\xff")
+    start = (64 << 20) + 1
+    tracemalloc.start()
+    try:
+        text, passed, about = read_text(tmp_path, "long", start, start + 100)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert (text, passed, about.st_size) == ("öü€\ufffd", start + 4, (64 << 20) + 10)
 
 
 def test_a_directory_too_deep_to_open_is_a_problem(tmp_path: Path) -> None:
