@@ -57,7 +57,7 @@ class Leaving:
     def begin(self) -> None:
         """Exit when no request is in progress, at the latest before `drain_timeout_s`, when the supervisor would kill it.
 
-        Granian was told to finish, too. But it accepts on while connections arrive, and then there is always a request.
+        Granian was told to finish, too.
         """
         if self._in_granian and self._until_s is None:
             self._until_s = time.monotonic() + max(self._drain_timeout_s - _MARGIN_S, self._drain_timeout_s / 2)
