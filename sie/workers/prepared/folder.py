@@ -35,6 +35,26 @@ class LockTimeoutError(Exception):
     """Another process still holds the lock."""
 
 
+class Lock:
+    """The lock of a model's writers, as one process holds it or waits for it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._began_ns = time.time_ns()  # after the file was created
+
+    @property
+    def was_given_up(self) -> bool:
+        """Whether an earlier holder found, while this process waited, that there will be no file."""
+        return self._began_ns < os.fstat(self._fd).st_mtime_ns <= time.time_ns()
+
+    def give_up(self) -> None:
+        """Release the lock before the block ends, and tell those who wait that there will be no file."""
+        now_ns = time.time_ns()  # the kernel's own time of a change is some milliseconds late
+        with suppress(OSError):  # then each of them tries for itself
+            os.utime(self._fd, ns=(now_ns, now_ns))  # unlike a byte, this needs no room on the disk
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
 class Folder:
     """One folder of prepared weights, which several servers may share."""
 
@@ -51,19 +71,25 @@ class Folder:
         self.path.chmod(0o700)
 
     @contextmanager
-    def lock(self, name: Name, timeout_s: float) -> Iterator[None]:
+    def lock(self, name: Name, timeout_s: float) -> Iterator[Lock]:
         """Hold the lock of a model's writers within the block; it ends with the process that holds it.
 
-        Raises LockTimeoutError, and OSError if the folder cannot be written to.
+        An error in the block gives it up for those who wait, too. Raises LockTimeoutError, and OSError if the folder
+        cannot be written to.
         """
         deadline_s = time.monotonic() + timeout_s
         fd = os.open(self.path / f"{name.model}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = Lock(fd)
         try:
             while not _try_lock(fd):
                 if time.monotonic() > deadline_s:
                     raise LockTimeoutError
                 time.sleep(_POLL_S)
-            yield
+            try:
+                yield lock
+            except BaseException:
+                lock.give_up()
+                raise
         finally:
             os.close(fd)
 

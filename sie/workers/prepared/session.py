@@ -82,14 +82,19 @@ class Writing:
     """Computes everything, and writes it to a file. A full disk ends the writing, and not the load."""
 
     is_skeleton = False
-    is_trial = True
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: Writer, on_error: Callable[[], None]) -> None:
+        """on_error is called once, as soon as there will be no file."""
         self._writer = writer
+        self._on_error = on_error
         self._names = _Names()
         self._watched: list[tuple[Tensor, int]] = []
         self.error: OSError | None = None
         """The reason why there will be no file."""
+
+    @property
+    def is_trial(self) -> bool:
+        return self.error is None
 
     def array(self, name: str, make: Callable[[], NDArray[np.uint8]], form: str) -> NDArray[np.uint8]:
         made = make()
@@ -124,6 +129,7 @@ class Writing:
             self._writer.add(self._names.next(name), data.reshape(-1), form, shape)
         except OSError as error:
             self.error = error
+            self._on_error()
 
 
 class Reading:

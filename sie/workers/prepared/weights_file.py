@@ -56,6 +56,12 @@ class _Index(msgspec.Struct, frozen=True):
     facts: dict[str, Any]
 
 
+def has_room(place: int | Path, num_bytes: int) -> bool:
+    """Return whether the disk of a file or folder keeps its spare bytes with so many more. Raises OSError."""
+    disk = os.statvfs(place)
+    return disk.f_bavail * disk.f_frsize >= num_bytes + SPARE_BYTES
+
+
 class Writer:
     """Writes a file under a temporary name. Used by one thread; `close` removes what was not published."""
 
@@ -105,8 +111,7 @@ class Writer:
                 self._flush()
 
     def _flush(self) -> None:
-        disk = os.fstatvfs(self._fd)
-        if self._written + self._filled > self._max_bytes or disk.f_bavail * disk.f_frsize < self._filled + SPARE_BYTES:
+        if self._written + self._filled > self._max_bytes or not has_room(self._fd, self._filled):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         view = memoryview(self._room)[: self._filled]
         while view:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from sie.workers.loading import loader
 from sie.workers.loading.shared_weights import load_shared
 from sie.workers.model_api import Draw, Slot
 from sie.workers.packed.rounded_linear import RoundedLinear
-from sie.workers.prepared import weights_file
+from sie.workers.prepared import session, weights_file
 from tests import generation_models
 from tests.gguf_models import write_tiny_llama
 
@@ -250,3 +253,56 @@ def test_an_adapter_leaves_the_shared_weights_as_they_are(card: ModelCard, tmp_p
     assert not np.array_equal(runner.run_tokens(IDS, ["a"] * len(IDS)), expected)
     runner.adapters.remove("a")
     np.testing.assert_array_equal(runner.run_tokens(IDS), expected)
+
+
+def _num_open_locks() -> int:
+    found = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            found += str(fd.readlink()).endswith(".lock")
+    return found
+
+
+def _three_loads(card: ModelCard, models: Models, load: Callable[[], Any]) -> list[Any]:
+    """Return what three loads return that begin together, each on a thread of its own."""
+    with ThreadPoolExecutor(3) as pool:
+        return [each.result(60) for each in [pool.submit(_load, card, models, load) for _ in range(3)]]
+
+
+@pytest.mark.parametrize("cause", ["the disk", "max_weights_bytes"])
+def test_loads_do_not_wait_for_each_other_where_no_file_fits(
+    cause: str, card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(3)
+    if cause == "the disk":
+        monkeypatch.setattr(weights_file, "SPARE_BYTES", 1 << 60)
+    models = _models(tmp_path, max_weights_bytes=0 if cause == "max_weights_bytes" else 1 << 30)
+    assert len(_three_loads(card, models, lambda: together.wait(30))) == 3
+
+
+def test_the_others_load_as_soon_as_a_write_has_failed(card: ModelCard, tmp_path: Path) -> None:
+    together = threading.Barrier(3)
+
+    def load() -> int:
+        session.array("larger than the checkpoint", lambda: np.zeros(64 << 20, np.uint8), "zeros")
+        return together.wait(30)
+
+    assert sorted(_three_loads(card, _models(tmp_path, max_weights_bytes=17 << 20), load)) == [0, 1, 2]
+    assert not _files(tmp_path)
+
+
+def test_the_others_load_as_soon_as_a_load_has_failed(card: ModelCard, tmp_path: Path) -> None:
+    together, failed = threading.Barrier(2), threading.Event()
+
+    def load() -> int:
+        if not failed.is_set():
+            failed.set()
+            deadline_s = time.monotonic() + 30
+            while _num_open_locks() < 3 and time.monotonic() < deadline_s:  # the others wait for this load
+                time.sleep(0.001)
+            raise MemoryError
+        return together.wait(30)
+
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(_load, card, _models(tmp_path), load) for _ in range(3)]
+    assert sorted(type(each.exception()).__name__ for each in loads) == ["MemoryError", "NoneType", "NoneType"]
