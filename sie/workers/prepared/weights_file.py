@@ -126,7 +126,7 @@ class WeightsFile:
 
     def __init__(self, path: Path) -> None:
         """Open and check it. Raises FileNotFoundError, DamagedFileError, and OSError."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for a writer
         try:
             start, index_bytes, digest = _check_head(fd)
             self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)

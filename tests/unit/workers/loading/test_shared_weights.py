@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -23,7 +24,7 @@ from sie.config.generation_settings import Generation
 from sie.config.sections import Models
 from sie.values.card import ModelCard
 from sie.values.generate import Sampling
-from sie.workers.loading import loader
+from sie.workers.loading import loader, shared_weights
 from sie.workers.loading.shared_weights import load_shared
 from sie.workers.model_api import Draw, Slot
 from sie.workers.packed.rounded_linear import RoundedLinear
@@ -253,6 +254,62 @@ def test_an_adapter_leaves_the_shared_weights_as_they_are(card: ModelCard, tmp_p
     assert not np.array_equal(runner.run_tokens(IDS, ["a"] * len(IDS)), expected)
     runner.adapters.remove("a")
     np.testing.assert_array_equal(runner.run_tokens(IDS), expected)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EIO])
+def test_a_fault_of_the_moment_leaves_a_good_file(
+    number: int, card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _encoder(card, _models(tmp_path))
+    (path,) = _files(tmp_path)
+    known = path.stat()
+    with monkeypatch.context() as patch:
+        patch.setattr(weights_file, "_check_head", _raising(OSError(number, os.strerror(number))))
+        runner = _encoder(card, _models(tmp_path))
+    assert not any(map(_is_mapped, runner._backbone.model.parameters()))
+    assert path.stat().st_ino == known.st_ino
+    assert any(map(_is_mapped, _encoder(card, _models(tmp_path))._backbone.model.parameters()))
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("fault", ["of the moment", "of the model"])
+def test_only_the_load_that_wrote_a_file_says_that_it_serves_nobody(
+    fault: str, card: ModelCard, tmp_path: Path
+) -> None:
+    error = OSError(errno.EMFILE, "too many files") if fault == "of the moment" else RuntimeError("not mapped, please")
+    for _ in range(2):
+        readings: list[bool] = []
+
+        def load(readings: list[bool] = readings) -> str:
+            readings.append(session.is_skeleton())
+            if session.is_skeleton():
+                raise error
+            return "loaded"
+
+        assert _load(card, _models(tmp_path), load) == "loaded"
+    assert readings == ([True, False] if fault == "of the moment" else [False])
+    Path(*_files(tmp_path)).unlink()
+    assert _load(card, _models(tmp_path), lambda: "written") == "written"
+    assert _load(card, _models(tmp_path), load) == "loaded"
+    assert _load(card, _models(tmp_path), session.is_skeleton) is True
+
+
+def test_a_mark_that_cannot_be_written_costs_no_load(
+    card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load() -> str:
+        if session.is_skeleton():
+            monkeypatch.setattr(shared_weights, "Writer", _raising(OSError(errno.EROFS, "read-only")))
+            raise RuntimeError("not mapped, please")
+        return "loaded"
+
+    assert _load(card, _models(tmp_path), load) == "loaded"
 
 
 def _num_open_locks() -> int:
