@@ -128,8 +128,12 @@ class Writing:
         try:
             self._writer.add(self._names.next(name), data.reshape(-1), form, shape)
         except OSError as error:
-            self.error = error
-            self._on_error()
+            self.abandon(error)
+
+    def abandon(self, error: OSError) -> None:
+        """Write nothing more: there will be no file."""
+        self.error = error
+        self._on_error()
 
 
 class Reading:
@@ -233,3 +237,10 @@ def recall(name: str) -> Any:
 def remember(name: str, fact: Any) -> None:
     """Keep a fact, of JSON's types, for later loads of the same weights."""
     _session.get().remember(name, fact)
+
+
+def abandon(reason: str) -> None:
+    """Let this load write no file, because what it found out may be wrong for later loads."""
+    current = _session.get()
+    if isinstance(current, Writing):
+        current.abandon(OSError(reason))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 import time
@@ -24,11 +25,13 @@ from sie.config.generation_settings import Generation
 from sie.config.sections import Models
 from sie.values.card import ModelCard
 from sie.values.generate import Sampling
+from sie.workers.device.memory import MemoryReport
 from sie.workers.loading import loader, shared_weights
 from sie.workers.loading.shared_weights import load_shared
 from sie.workers.model_api import Draw, Slot
 from sie.workers.packed.rounded_linear import RoundedLinear
 from sie.workers.prepared import session, weights_file
+from sie.workers.runners import compiled_encoder, probe
 from tests import generation_models
 from tests.gguf_models import write_tiny_llama
 
@@ -310,6 +313,21 @@ def test_a_mark_that_cannot_be_written_costs_no_load(
         return "loaded"
 
     assert _load(card, _models(tmp_path), load) == "loaded"
+
+
+def test_what_a_lack_of_memory_forced_is_not_kept(
+    card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = itertools.cycle((0.0, 1.0))  # the compiled form's time is the first
+    monkeypatch.setattr(probe, "_fastest_s", lambda _: next(times))
+    for fault in (lambda _: MemoryReport(1 << 30, 1), _raising(MemoryError())):
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled_encoder, "measure", fault)
+            assert _encoder(card, _models(tmp_path))._backbone.compiled is None
+    assert not _files(tmp_path)
+    assert _encoder(card, _models(tmp_path))._backbone.compiled is not None
+    monkeypatch.setattr(compiled_encoder, "measure", lambda _: MemoryReport(1 << 30, 1))
+    assert _encoder(card, _models(tmp_path))._backbone.compiled is not None, "its packed weights lie in the file"
 
 
 def _num_open_locks() -> int:
