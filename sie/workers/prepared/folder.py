@@ -101,7 +101,8 @@ class Folder:
     def remove_surplus(self, newest: Name, max_bytes: int) -> None:
         """Remove other versions of a model, and the files used least recently until the rest fit into max_bytes.
 
-        The newest stays. A removed file lives on in the workers that map it.
+        The newest stays, and so does a file that a process has open: its space would not become free, and the process's
+        successor would prepare it again.
         """
         kept = self.file_of(newest)
         sizes: dict[Path, os.stat_result] = {}
@@ -118,10 +119,9 @@ class Folder:
         self._remove_parts()
 
     def _remove(self, path: Path, sizes: dict[Path, os.stat_result]) -> None:
-        with suppress(OSError):
+        with suppress(OSError), _unused(path):
             path.unlink()
-            _log.info("removed the prepared weights %s: %d MiB", path.name, sizes[path].st_size >> 20)
-        del sizes[path]
+            _log.info("removed the prepared weights %s: %d MiB", path.name, sizes.pop(path).st_size >> 20)
 
     def _remove_parts(self) -> None:
         for path in self.path.glob(f".*{_SUFFIX}.*"):
@@ -142,6 +142,17 @@ def measure_folder(path: Path) -> tuple[int, int]:
         with suppress(OSError):
             sizes.append(file.stat().st_size)
     return len(sizes), sum(sizes)
+
+
+@contextmanager
+def _unused(path: Path) -> Iterator[None]:
+    """Lock a file against new readers within the block. Raises OSError, BlockingIOError if a process has it open."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _try_lock(fd: int) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import hashlib
 import mmap
 import os
@@ -128,6 +129,8 @@ class WeightsFile:
         """Open and check it. Raises FileNotFoundError, DamagedFileError, and OSError."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for a writer
         try:
+            with suppress(OSError):  # its owner removes it just now, or the file system has no locks
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as long as the mapping, which keeps the file open
             start, index_bytes, digest = _check_head(fd)
             self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         finally:
