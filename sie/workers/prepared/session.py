@@ -82,6 +82,7 @@ class Writing:
     """Computes everything, and writes it to a file. A full disk ends the writing, and not the load."""
 
     is_skeleton = False
+    is_trial = True
 
     def __init__(self, writer: Writer, on_error: Callable[[], None]) -> None:
         """on_error is called once, as soon as there will be no file."""
@@ -91,10 +92,6 @@ class Writing:
         self._watched: list[tuple[Tensor, int]] = []
         self.error: OSError | None = None
         """The reason why there will be no file."""
-
-    @property
-    def is_trial(self) -> bool:
-        return self.error is None
 
     def array(self, name: str, make: Callable[[], NDArray[np.uint8]], form: str) -> NDArray[np.uint8]:
         made = make()
@@ -132,7 +129,7 @@ class Writing:
 
     def abandon(self, error: OSError) -> None:
         """Write nothing more: there will be no file."""
-        self.error = error
+        self.error, self.is_trial = error, False
         self._on_error()
 
 
