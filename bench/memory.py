@@ -40,6 +40,8 @@ _MODELS: Final = ("minilm", "bert-base", "gemma-3-270m")
 _GEMMA: Final = "gemma-3-270m"
 _NUM_REQUESTS: Final = 16
 _TIMEOUT_S: Final = 120.0
+_LOADED: Final = "  loaded: "
+"""In a line of the server's log, once for each worker."""
 _MIB: Final = 1 << 20
 _IDLE: Final = (
     "from sie.workers.loading import light_imports; light_imports.prepare(); import sie.workers.loading.loader;"
@@ -93,7 +95,7 @@ def _measure(model: str, workers: int) -> Iterator[Row]:
         folder = Path(temporary)
         directory = _directory_of(model, folder)
         shared = ("--weights-dir", str(folder / "weights"))
-        own = ("--share-weights", "false")
+        own = ("--no-share-weights",)
         for setting in (
             _Setting("own copies", own, measures_restart=True),
             _Setting("shared, first start", shared, measures_restart=False),
@@ -105,6 +107,7 @@ def _measure(model: str, workers: int) -> Iterator[Row]:
 def _run(model: str, directory: str, setting: _Setting, workers: int, folder: Path) -> Row:
     flags = ("--model", f"m={directory}", *setting.flags)
     with _started(*flags, "--devices", f"cpu:{workers}") as (server, start_s):
+        _await_loads(server, workers)
         _send(server, model)
         memory = [_memory(process) for process in _workers(server)]
     restart_s = None
@@ -132,6 +135,15 @@ def _directory_of(model: str, folder: Path) -> str:
         return str(packaged_gemma())
     bundled = str(resources.files(BUNDLED_PACKAGE) / "model")
     return write_random_model(model, bundled, folder) if model in SHAPES else bundled
+
+
+def _await_loads(server: Server, count: int) -> None:
+    """Wait until so many workers have loaded the model: the first one makes the server ready."""
+    deadline_s = time.monotonic() + _TIMEOUT_S
+    while server.program.output().count(_LOADED) < count:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"not all workers have loaded the model:\n{server.program.output()}")
+        time.sleep(0.1)
 
 
 def _send(server: Server, model: str) -> None:

@@ -101,6 +101,7 @@ struct Team {
     std::atomic<int64_t> next{0};
     std::atomic<int32_t> last_thread{0};
     int32_t num_threads = 1;  // of the current task, with the caller
+    bool has_helpers = false;  // whether helpers may join it: one that still spins after a step must not join a load's
     int64_t count = 0;
     Piece piece = nullptr;
     const void* task = nullptr;
@@ -117,7 +118,8 @@ struct Team {
     // Takes part in the current task; returns whether there was room for this member.
     bool help(const Member& member) {
         if (!join()) return true;
-        const int32_t thread = last_thread.fetch_add(1, std::memory_order_relaxed) + 1;
+        const bool may_help = has_helpers || !member.core;
+        const int32_t thread = may_help ? last_thread.fetch_add(1, std::memory_order_relaxed) + 1 : num_threads;
         if (thread < num_threads)
             for (int64_t i; !member.must_leave() && (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) piece(task, i, thread);
         state.fetch_sub(1, std::memory_order_release);
@@ -179,6 +181,7 @@ struct Team {
         const int32_t num_helpers = lent.empty() ? 0 : std::max(0, threads - num_own), num_beside = threads - num_helpers - 1;
         const uint64_t number = state.load(std::memory_order_relaxed) >> kNumberShift;
         count = pieces, piece = function, task = argument, num_threads = threads;
+        has_helpers = num_helpers > 0;
         next.store(0, std::memory_order_relaxed);
         last_thread.store(0, std::memory_order_relaxed);
         state.store((number + 1) << kNumberShift | kOpen, std::memory_order_seq_cst);

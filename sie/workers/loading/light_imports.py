@@ -1,4 +1,4 @@
-"""Shortens the import of transformers: leaves out libraries for training and compilation until something asks for them.
+"""Shortens imports of a load: leaves out libraries for training and compilation until something asks for them.
 
 A worker computes eagerly, on one device. `torch._dynamo`, `torch.distributed.tensor` and `scipy.optimize` are more
 than a third of the time from a worker's start to the first weights (transformers 5.23, torch 2.13). It never changes
@@ -37,11 +37,29 @@ def prepare() -> None:
 
     if _DYNAMO not in sys.modules:
         _put_stand_ins()
+        _leave_out_sympy(torch)
     # A worker has one device. transformers caches the answer `no`, and then never imports `torch.distributed.tensor`.
     with _replaced(torch.distributed, "is_available", _no):
         utils.is_torch_distributed_available()  # pyright: ignore[reportPrivateImportUsage]
     with _replaced(utils, "is_scipy_available", _no), suppress(ImportError):  # only a training loss uses scipy
         importlib.import_module("transformers.loss.loss_utils")
+
+
+def _leave_out_sympy(torch: Any) -> None:
+    """Let models without values be built without sympy, which torch imports for its first check and its first fill.
+
+    A check that holds passes, and the initialisation of a tensor without values does nothing, as before.
+    """
+    check, normal = torch._check_with, torch.nn.init.normal_
+
+    def check_with(error_type: Any, cond: Any, message: Any) -> None:
+        if cond is not True:
+            check(error_type, cond, message)
+
+    def normal_(tensor: Any, *arguments: Any, **named: Any) -> Any:
+        return tensor if tensor.is_meta else normal(tensor, *arguments, **named)
+
+    torch._check_with, torch.nn.init.normal_ = check_with, normal_
 
 
 def _put_stand_ins() -> None:

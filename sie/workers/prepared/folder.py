@@ -41,6 +41,26 @@ class LockTimeoutError(Exception):
     """Another process still holds the lock."""
 
 
+class Lock:
+    """The lock of a model's writers, as one process holds it or waits for it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._began_ns = time.time_ns()  # after the file was created
+
+    @property
+    def was_given_up(self) -> bool:
+        """Whether an earlier holder found, while this process waited, that there will be no file."""
+        return self._began_ns < os.fstat(self._fd).st_mtime_ns <= time.time_ns()
+
+    def give_up(self) -> None:
+        """Release the lock before the block ends, and tell those who wait that there will be no file."""
+        now_ns = time.time_ns()  # the kernel's own time of a change is some milliseconds late
+        with suppress(OSError):  # then each of them tries for itself
+            os.utime(self._fd, ns=(now_ns, now_ns))  # unlike a byte, this needs no room on the disk
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
 class Folder:
     """One folder of prepared weights, which several servers may share."""
 
@@ -58,19 +78,25 @@ class Folder:
             _log.warning("weights_dir: others may write to %s, and so remove its files", self.path)
 
     @contextmanager
-    def lock(self, name: Name, timeout_s: float) -> Iterator[None]:
+    def lock(self, name: Name, timeout_s: float) -> Iterator[Lock]:
         """Hold the lock of a model's writers within the block; it ends with the process that holds it.
 
-        Raises LockTimeoutError, and OSError if the folder cannot be written to.
+        An error in the block gives it up for those who wait, too. Raises LockTimeoutError, and OSError if the folder
+        cannot be written to.
         """
         deadline_s = time.monotonic() + timeout_s
         fd = os.open(self.path / f"{name.model}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = Lock(fd)
         try:
             while not _try_lock(fd):
                 if time.monotonic() > deadline_s:
                     raise LockTimeoutError
                 time.sleep(_POLL_S)
-            yield
+            try:
+                yield lock
+            except BaseException:
+                lock.give_up()
+                raise
         finally:
             os.close(fd)
 
@@ -82,7 +108,8 @@ class Folder:
     def remove_surplus(self, newest: Name, max_bytes: int) -> None:
         """Remove other versions of a model, and the files used least recently until the rest fit into max_bytes.
 
-        The newest stays. A removed file lives on in the workers that map it.
+        The newest stays, and so does a file that a process has open: its space would not become free, and the process's
+        successor would prepare it again.
         """
         kept = self.file_of(newest)
         sizes: dict[Path, os.stat_result] = {}
@@ -99,10 +126,9 @@ class Folder:
         self._remove_parts()
 
     def _remove(self, path: Path, sizes: dict[Path, os.stat_result]) -> None:
-        with suppress(OSError):
+        with suppress(OSError), _unused(path):
             path.unlink()
-            _log.info("removed the prepared weights %s: %d MiB", path.name, sizes[path].st_size >> 20)
-        del sizes[path]
+            _log.info("removed the prepared weights %s: %d MiB", path.name, sizes.pop(path).st_size >> 20)
 
     def _remove_parts(self) -> None:
         for path in _matching(self.path, _PART):
@@ -128,6 +154,17 @@ def measure_folder(path: Path) -> tuple[int, int]:
 def _matching(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     """Return the files with these names. A folder that the user names may hold other files, which are left alone."""
     return [path for path in folder.glob("*") if pattern.fullmatch(path.name)]
+
+
+@contextmanager
+def _unused(path: Path) -> Iterator[None]:
+    """Lock a file against new readers within the block. Raises OSError, BlockingIOError if a process has it open."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _try_lock(fd: int) -> bool:

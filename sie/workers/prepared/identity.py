@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import torch
 
 import sie
 from sie import native
@@ -25,12 +27,15 @@ from sie.workers.prepared.folder import DIGITS, Name
 _LIBRARIES: Final = ("torch", "transformers", "numpy", "gguf", "safetensors")
 _CODE: Final = ("workers", "native", "catalog", "values")
 """The folders of `sie` whose code decides what a file contains. So no number has to be raised by hand."""
+_CPUINFO: Final = Path("/proc/cpuinfo")
+_PROCESSOR: Final = ("model name", "flags", "features", "cpu implementer", "cpu part")
+"""The lines that tell processors apart, on x86 and ARM."""
 
 
 def name_of(card: ModelCard, *settings: Any) -> Name:
     """Return the name of a card's weights under settings, of JSON's types, that change them. Raises OSError."""
     parts = (msgspec.json.encode(card), msgspec.json.encode(settings), msgspec.json.encode(_identities(card)))
-    return Name(_digest(*parts), _digest(_version(), str(int(native.features())).encode()))
+    return Name(_digest(*parts), _digest(_version(), _host().encode()))
 
 
 def source_bytes(card: ModelCard) -> int:
@@ -50,6 +55,13 @@ def _sources(card: ModelCard) -> list[Path]:
     if card.generate is not None and card.generate.gguf_file:
         return [Path(card.generate.gguf_file)]
     return sorted(path for path in Path(card.directory).glob("*") if path.suffix in (".json", ".safetensors"))
+
+
+def _host() -> str:
+    """Describe what the choices of a load depend on: the processor, whose flags decide the format `auto`, and threads."""
+    cores = _CPUINFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    processor = [line for line in cores.splitlines() if line.lower().startswith(_PROCESSOR)]
+    return str((platform.machine(), processor, int(native.features()), torch.get_num_threads()))
 
 
 @lru_cache(maxsize=1)

@@ -84,8 +84,10 @@ class Writing:
     is_skeleton = False
     is_trial = True
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: Writer, on_error: Callable[[], None]) -> None:
+        """on_error is called once, as soon as there will be no file."""
         self._writer = writer
+        self._on_error = on_error
         self._names = _Names()
         self._watched: list[tuple[Tensor, int]] = []
         self.error: OSError | None = None
@@ -123,7 +125,12 @@ class Writing:
         try:
             self._writer.add(self._names.next(name), data.reshape(-1), form, shape)
         except OSError as error:
-            self.error = error
+            self.abandon(error)
+
+    def abandon(self, error: OSError) -> None:
+        """Write nothing more: there will be no file."""
+        self.error, self.is_trial = error, False
+        self._on_error()
 
 
 class Reading:
@@ -227,3 +234,10 @@ def recall(name: str) -> Any:
 def remember(name: str, fact: Any) -> None:
     """Keep a fact, of JSON's types, for later loads of the same weights."""
     _session.get().remember(name, fact)
+
+
+def abandon(reason: str) -> None:
+    """Let this load write no file, because what it found out may be wrong for later loads."""
+    current = _session.get()
+    if isinstance(current, Writing):
+        current.abandon(OSError(reason))

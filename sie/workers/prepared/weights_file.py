@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import hashlib
 import mmap
 import os
@@ -54,6 +55,12 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 class _Index(msgspec.Struct, frozen=True):
     arrays: dict[str, Place]
     facts: dict[str, Any]
+
+
+def has_room(place: int | Path, num_bytes: int) -> bool:
+    """Return whether the disk of a file or folder keeps its spare bytes with so many more. Raises OSError."""
+    disk = os.statvfs(place)
+    return disk.f_bavail * disk.f_frsize >= num_bytes + SPARE_BYTES
 
 
 class Writer:
@@ -105,8 +112,7 @@ class Writer:
                 self._flush()
 
     def _flush(self) -> None:
-        disk = os.fstatvfs(self._fd)
-        if self._written + self._filled > self._max_bytes or disk.f_bavail * disk.f_frsize < self._filled + SPARE_BYTES:
+        if self._written + self._filled > self._max_bytes or not has_room(self._fd, self._filled):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         view = memoryview(self._room)[: self._filled]
         while view:
@@ -121,8 +127,10 @@ class WeightsFile:
 
     def __init__(self, path: Path) -> None:
         """Open and check it. Raises FileNotFoundError, DamagedFileError, and OSError."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for a writer
         try:
+            with suppress(OSError):  # its owner removes it just now, or the file system has no locks
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as long as the mapping, which keeps the file open
             start, index_bytes, digest = _check_head(fd)
             self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         finally:

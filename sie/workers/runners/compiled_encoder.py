@@ -216,7 +216,8 @@ def compile_encoder(model: nn.Module) -> CompiledEncoder:
         raise UnknownPartsError("queries that are scaled by their positions")
     level = _choose_level(parts, is_bf16=dtype == torch.bfloat16)
     _check_modules(parts)
-    _check_memory(parts)
+    if not session.is_skeleton():  # the packed weights lie in the file already
+        _check_memory(parts)
     seen = _observe(model, parts)
     _check_shapes(parts, seen.rules)
     return CompiledEncoder(model, parts, seen, level)
@@ -318,7 +319,10 @@ def _residual_scale(model: nn.Module) -> float:
 
 
 def _check_memory(parts: EncoderParts) -> None:
-    """Raise UnknownPartsError if packed weights would take over half of the memory that is left."""
+    """Raise UnknownPartsError if packed weights would take over half of the memory that is left.
+
+    That may change, so no file keeps what this load finds out.
+    """
     needed = sum(
         tensor.nbytes
         for linear in parts.linears
@@ -327,9 +331,11 @@ def _check_memory(parts: EncoderParts) -> None:
     )
     memory = measure("cpu")
     if memory.total_bytes and needed > memory.available_bytes // 2:
-        raise UnknownPartsError(
+        reason = (
             f"its packed weights need {needed >> 20} MiB, and {memory.available_bytes >> 20} MiB of memory are left"
         )
+        session.abandon(reason)
+        raise UnknownPartsError(reason)
 
 
 def _check_modules(parts: EncoderParts) -> None:

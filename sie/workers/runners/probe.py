@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sie.catalog.files import refuse
 from sie.workers.device.fallbacks import note
-from sie.workers.device.faults import raise_if_lost
+from sie.workers.device.faults import is_out_of_memory, raise_if_lost
 from sie.workers.packed import attention
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.packed.formulas import UnknownPartsError
@@ -89,6 +89,7 @@ def _try_executions(model_id: str, backbone: Backbone) -> Execution:
             reason = "packed results differ"
         except Exception as error:  # an unknown architecture may raise anything; rectangles still work
             raise_if_lost(error)
+            _forget_shortage(error)
             reason = f"{type(error).__name__}: {error}"
         model.set_attn_implementation(own)
         _note_unpacked(model_id, backbone, reason)
@@ -151,8 +152,15 @@ def _compile(model_id: str, backbone: Backbone) -> CompiledEncoder | None:
     except MissingWeightsError:
         raise
     except Exception as error:  # an unknown architecture may raise anything; the library still runs it
+        _forget_shortage(error)
         _log.warning("%s: steps run without the compiled encoder: %s: %s", model_id, type(error).__name__, error)
     return None
+
+
+def _forget_shortage(error: Exception) -> None:
+    """Keep no choice for later loads that a lack of memory forced."""
+    if is_out_of_memory(error):
+        session.abandon(str(error))
 
 
 def _fastest_s(run: Callable[[], object]) -> float:
@@ -187,6 +195,7 @@ def choose_scoring(model_id: str, scorer: ScoreModel) -> tuple[Execution, HeadVi
             )
         except Exception as error:  # an unknown architecture may raise anything; the whole model still works
             raise_if_lost(error)
+            _forget_shortage(error)
             _log.info("%s: its head cannot run separately: %s", model_id, error)
             view = "model"
     session.remember("view", view)
@@ -214,6 +223,7 @@ def choose_token_classification(model_id: str, classifier: TokenModel) -> tuple[
             is_whole = found.shape != expected.shape or _spread(found, expected) > _MAX_HEAD_DIFFERENCE
         except Exception as error:  # an unknown architecture may raise anything; the whole model still works
             raise_if_lost(error)
+            _forget_shortage(error)
             _log.info("%s: its head cannot run separately: %s", model_id, error)
             is_whole = True
     session.remember("is_whole", is_whole)

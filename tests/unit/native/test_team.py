@@ -23,6 +23,7 @@ from sie.shm.core_board import CoreBoard
 
 OWNER, BORROWER, CORE = 0, 1, 0
 DEADLINE_S = 20.0
+LONGEST_SPIN_NS = 400_000
 ENOUGH = 1 << 30
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -35,34 +36,36 @@ pytestmark = [
 class Rig:
     """A process pinned to one core, which may borrow another."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_own: int = 1, outputs: int = 512) -> None:
         os.sched_setaffinity(0, {CORES[0]})
         self.board = CoreBoard.create(2, 1)
         cores = [team.LentCore(self.board.needed_address(OWNER), self.board.borrower_address(CORE), CORES[1])]
-        team.borrow(cores, max_lent=3, num_own=1, name=BORROWER + 1)
-        values = np.random.default_rng(0).standard_normal((512, 1024), np.float32)
+        team.borrow(cores, max_lent=3, num_own=num_own, name=BORROWER + 1)
+        values = np.random.default_rng(0).standard_normal((outputs, 1024), np.float32)
         self._weights = pack_bf16((values.view(np.uint32) >> 16).astype(np.uint16))
         self._input = np.ones((4, 1024), np.float32)
+        self._outputs = outputs
+        self._output = np.empty((4, outputs), np.float32)
 
     def multiply(self, num_threads: int) -> np.ndarray[Any, Any]:
         """Return a product that so many threads may share out."""
-        output = np.empty((4, 512), np.float32)
+        output = self._output
         scratch = np.empty(scratch_bytes(4, 1024, num_threads) + 64, np.uint8)
-        matrix = Matrix(weights=self._weights.ctypes.data, inputs=1024, outputs=512, format=WeightFormat.BF16)
+        matrix = Matrix(weights=self._weights.ctypes.data, inputs=1024, outputs=self._outputs, format=WeightFormat.BF16)
         call = LinearCall(
-            matrix, self._input.ctypes.data, output.ctypes.data, scratch.ctypes.data + -scratch.ctypes.data % 64, 1024, 512,
-            4, 0, num_threads,
+            matrix, self._input.ctypes.data, output.ctypes.data, scratch.ctypes.data + -scratch.ctypes.data % 64, 1024,
+            self._outputs, 4, 0, num_threads,
         )  # fmt: skip
         run_linear(call)
-        return output
+        return output.copy()
 
-    def multiply_until(self, is_true: Callable[[], bool]) -> None:
+    def multiply_until(self, is_true: Callable[[], bool], num_threads: int = 2) -> None:
         """Make products until something is true. Raises AssertionError after the deadline."""
         deadline_s = time.monotonic() + DEADLINE_S
         expected = self.multiply(1)
         while not is_true():
             assert time.monotonic() < deadline_s
-            assert (self.multiply(2) == expected).all()
+            assert (self.multiply(num_threads) == expected).all()
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
         """Raise AssertionError if something does not become true."""
@@ -153,3 +156,25 @@ def check_core_in_use_by_a_third_is_left_alone() -> None:
 ], ids=lambda check: check.__name__)  # fmt: skip
 def test_lent_core(process: ProcessPoolExecutor, check: Callable[[], None]) -> None:
     process.submit(check).result(2 * DEADLINE_S)
+
+
+def check_a_load_beside_steps_has_its_own_threads_only() -> None:
+    own = Rig(num_own=2, outputs=1 << 14)
+    own.multiply_until(own.is_borrowed, num_threads=3)
+    helper = next(
+        task for task in Path("/proc/self/task").iterdir() if os.sched_getaffinity(int(task.name)) == {CORES[1]}
+    )
+    for _ in range(50):
+        own.multiply(3)  # a step, after which the helper spins for a moment
+        before_ns = _run_ns(helper)
+        own.multiply(2)  # a load
+        assert _run_ns(helper) - before_ns < LONGEST_SPIN_NS
+
+
+def _run_ns(task: Path) -> int:
+    return int((task / "schedstat").read_text().split()[0])
+
+
+def test_a_helper_joins_no_task_that_did_not_ask_for_one() -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(check_a_load_beside_steps_has_its_own_threads_only).result(2 * DEADLINE_S)

@@ -16,6 +16,18 @@ from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.workers.loading.loader import load_encoder
 
+import torch
+
+with torch.device("meta"):
+    torch.nn.Embedding(4, 4).register_buffer("positions", torch.arange(4))
+assert "sympy" not in sys.modules  # a worker that takes its weights from a file builds its model so
+assert torch.nn.init.normal_(torch.zeros(9)).any()
+try:
+    torch._check(False)
+except RuntimeError:
+    pass
+else:
+    raise AssertionError("a check that fails passed")
 load_encoder(read_card(ModelSpec(id="m"), sys.argv[1]), "cpu", "float32", lambda fraction, text: None)
 left_out = ("torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor", "scipy.optimize")
 loaded = [name for name in left_out if name in sys.modules]

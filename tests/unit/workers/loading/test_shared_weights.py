@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +25,13 @@ from sie.config.generation_settings import Generation
 from sie.config.sections import Models
 from sie.values.card import ModelCard
 from sie.values.generate import Sampling
-from sie.workers.loading import loader
+from sie.workers.device.memory import MemoryReport
+from sie.workers.loading import loader, shared_weights
 from sie.workers.loading.shared_weights import load_shared
 from sie.workers.model_api import Draw, Slot
 from sie.workers.packed.rounded_linear import RoundedLinear
-from sie.workers.prepared import weights_file
+from sie.workers.prepared import session, weights_file
+from sie.workers.runners import compiled_encoder, probe
 from tests import generation_models
 from tests.gguf_models import write_tiny_llama
 
@@ -250,3 +257,127 @@ def test_an_adapter_leaves_the_shared_weights_as_they_are(card: ModelCard, tmp_p
     assert not np.array_equal(runner.run_tokens(IDS, ["a"] * len(IDS)), expected)
     runner.adapters.remove("a")
     np.testing.assert_array_equal(runner.run_tokens(IDS), expected)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EIO])
+def test_a_fault_of_the_moment_leaves_a_good_file(
+    number: int, card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _encoder(card, _models(tmp_path))
+    (path,) = _files(tmp_path)
+    known = path.stat()
+    with monkeypatch.context() as patch:
+        patch.setattr(weights_file, "_check_head", _raising(OSError(number, os.strerror(number))))
+        runner = _encoder(card, _models(tmp_path))
+    assert not any(map(_is_mapped, runner._backbone.model.parameters()))
+    assert path.stat().st_ino == known.st_ino
+    assert any(map(_is_mapped, _encoder(card, _models(tmp_path))._backbone.model.parameters()))
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("fault", ["of the moment", "of the model"])
+def test_only_the_load_that_wrote_a_file_says_that_it_serves_nobody(
+    fault: str, card: ModelCard, tmp_path: Path
+) -> None:
+    error = OSError(errno.EMFILE, "too many files") if fault == "of the moment" else RuntimeError("not mapped, please")
+    for _ in range(2):
+        readings: list[bool] = []
+
+        def load(readings: list[bool] = readings) -> str:
+            readings.append(session.is_skeleton())
+            if session.is_skeleton():
+                raise error
+            return "loaded"
+
+        assert _load(card, _models(tmp_path), load) == "loaded"
+    assert readings == ([True, False] if fault == "of the moment" else [False])
+    Path(*_files(tmp_path)).unlink()
+    assert _load(card, _models(tmp_path), lambda: "written") == "written"
+    assert _load(card, _models(tmp_path), load) == "loaded"
+    assert _load(card, _models(tmp_path), session.is_skeleton) is True
+
+
+def test_a_mark_that_cannot_be_written_costs_no_load(
+    card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load() -> str:
+        if session.is_skeleton():
+            monkeypatch.setattr(shared_weights, "Writer", _raising(OSError(errno.EROFS, "read-only")))
+            raise RuntimeError("not mapped, please")
+        return "loaded"
+
+    assert _load(card, _models(tmp_path), load) == "loaded"
+
+
+def test_what_a_lack_of_memory_forced_is_not_kept(
+    card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = itertools.cycle((0.0, 1.0))  # the compiled form's time is the first
+    monkeypatch.setattr(probe, "_fastest_s", lambda _: next(times))
+    for fault in (lambda _: MemoryReport(1 << 30, 1), _raising(MemoryError())):
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled_encoder, "measure", fault)
+            assert _encoder(card, _models(tmp_path))._backbone.compiled is None
+    assert not _files(tmp_path)
+    assert _encoder(card, _models(tmp_path))._backbone.compiled is not None
+    monkeypatch.setattr(compiled_encoder, "measure", lambda _: MemoryReport(1 << 30, 1))
+    assert _encoder(card, _models(tmp_path))._backbone.compiled is not None, "its packed weights lie in the file"
+
+
+def _num_open_locks() -> int:
+    found = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            found += str(fd.readlink()).endswith(".lock")
+    return found
+
+
+def _three_loads(card: ModelCard, models: Models, load: Callable[[], Any]) -> list[Any]:
+    """Return what three loads return that begin together, each on a thread of its own."""
+    with ThreadPoolExecutor(3) as pool:
+        return [each.result(60) for each in [pool.submit(_load, card, models, load) for _ in range(3)]]
+
+
+@pytest.mark.parametrize("cause", ["the disk", "max_weights_bytes"])
+def test_loads_do_not_wait_for_each_other_where_no_file_fits(
+    cause: str, card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(3)
+    if cause == "the disk":
+        monkeypatch.setattr(weights_file, "SPARE_BYTES", 1 << 60)
+    models = _models(tmp_path, max_weights_bytes=0 if cause == "max_weights_bytes" else 1 << 30)
+    assert len(_three_loads(card, models, lambda: together.wait(30))) == 3
+
+
+def test_the_others_load_as_soon_as_a_write_has_failed(card: ModelCard, tmp_path: Path) -> None:
+    together = threading.Barrier(3)
+
+    def load() -> int:
+        session.array("larger than the checkpoint", lambda: np.zeros(64 << 20, np.uint8), "zeros")
+        return together.wait(30)
+
+    assert sorted(_three_loads(card, _models(tmp_path, max_weights_bytes=17 << 20), load)) == [0, 1, 2]
+    assert not _files(tmp_path)
+
+
+def test_the_others_load_as_soon_as_a_load_has_failed(card: ModelCard, tmp_path: Path) -> None:
+    together, failed = threading.Barrier(2), threading.Event()
+
+    def load() -> int:
+        if not failed.is_set():
+            failed.set()
+            deadline_s = time.monotonic() + 30
+            while _num_open_locks() < 3 and time.monotonic() < deadline_s:  # the others wait for this load
+                time.sleep(0.001)
+            raise MemoryError
+        return together.wait(30)
+
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(_load, card, _models(tmp_path), load) for _ in range(3)]
+    assert sorted(type(each.exception()).__name__ for each in loads) == ["MemoryError", "NoneType", "NoneType"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sie.workers.prepared.folder import Folder, LockTimeoutError, Name, measure_folder
+from sie.workers.prepared.weights_file import WeightsFile, Writer
 
 
 def _name(model: str, version: str) -> Name:
@@ -51,6 +55,23 @@ def test_other_versions_of_the_model_go(tmp_path: Path) -> None:
     )
     folder.remove_surplus(NEW, 1 << 20)
     assert (other.exists(), old.exists(), new.exists()) == (True, False, True)
+
+
+def test_a_file_that_a_worker_maps_stays_until_it_lets_go(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    old, other = Name("m2", "v1"), Name("m1", "v1")
+    for name in (old, other):
+        with closing(Writer(folder.file_of(name), 1 << 20)) as writer:
+            writer.add("a", np.ones(9, np.uint8), "ones", (9,))
+            writer.publish()
+    views = [WeightsFile(folder.file_of(name)).view("a") for name in (old, other)]
+    folder.remove_surplus(NEW, 1)
+    assert measure_folder(tmp_path)[0] == 2
+    assert WeightsFile(folder.file_of(old)).view("a").sum() == 9, "a further worker may open it"
+    del views
+    gc.collect()
+    folder.remove_surplus(NEW, 1)
+    assert measure_folder(tmp_path)[0] == 0
 
 
 def test_what_a_dead_writer_left_goes_after_an_hour(tmp_path: Path) -> None:

@@ -94,6 +94,12 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
         WeightsFile(path)
 
 
+def test_a_pipe_is_refused_and_nobody_waits_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.weights")
+    with pytest.raises(DamagedFileError):
+        WeightsFile(tmp_path / "m.weights")
+
+
 def test_a_link_and_a_folder_are_refused(tmp_path: Path) -> None:
     _write(tmp_path / "m.weights")
     (tmp_path / "link").symlink_to("m.weights")

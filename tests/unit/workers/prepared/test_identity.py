@@ -1,0 +1,62 @@
+"""The name of prepared weights depends on everything that a load's choices depend on."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sie import native
+from sie.values.card import ModelCard
+from sie.workers.prepared import identity
+
+CPUINFO = (
+    "processor : 0\nmodel name : A\nflags : avx2\ncpu MHz : {mhz}\n\nprocessor : 1\nmodel name : A\nflags : avx2\n"
+)
+
+
+@pytest.fixture
+def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "cpuinfo"
+    path.write_text(CPUINFO.format(mhz=2000))
+    monkeypatch.setattr(identity, "_CPUINFO", path)
+    return path
+
+
+def _name(folder: Path) -> identity.Name:
+    return identity.name_of(ModelCard(id="m", kind="encoder", directory=str(folder)), "auto")
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "value"),
+    [
+        (platform, "machine", "s390x"),
+        (torch, "get_num_threads", 77),
+        (native, "features", native.Feature(0)),
+    ],
+)
+def test_another_host_has_another_version_of_the_same_model(
+    owner: Any, function: str, value: Any, cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = _name(tmp_path)
+    monkeypatch.setattr(owner, function, lambda: value)
+    found = _name(tmp_path)
+    assert (found.model, found.version == known.version) == (known.model, False)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("model name : A", "model name : B"), ("flags : avx2", "flags : avx512_bf16")]
+)
+def test_another_processor_has_another_version(old: str, new: str, cpuinfo: Path, tmp_path: Path) -> None:
+    known = _name(tmp_path)
+    cpuinfo.write_text(CPUINFO.format(mhz=2000).replace(old, new))
+    assert _name(tmp_path).version != known.version
+
+
+def test_the_same_processor_has_the_same_version_at_any_clock(cpuinfo: Path, tmp_path: Path) -> None:
+    known = _name(tmp_path)
+    cpuinfo.write_text(CPUINFO.format(mhz=3000))
+    assert _name(tmp_path) == known
