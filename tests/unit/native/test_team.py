@@ -35,11 +35,11 @@ pytestmark = [
 class Rig:
     """A process pinned to one core, which may borrow another."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_own: int) -> None:
         os.sched_setaffinity(0, {CORES[0]})
         self.board = CoreBoard.create(2, 1)
         cores = [team.LentCore(self.board.needed_address(OWNER), self.board.borrower_address(CORE), CORES[1])]
-        team.borrow(cores, max_lent=3, num_own=1, name=BORROWER + 1)
+        team.borrow(cores, max_lent=3, num_own=num_own, name=BORROWER + 1)
         values = np.random.default_rng(0).standard_normal((512, 1024), np.float32)
         self._weights = pack_bf16((values.view(np.uint32) >> 16).astype(np.uint16))
         self._input = np.ones((4, 1024), np.float32)
@@ -56,13 +56,13 @@ class Rig:
         run_linear(call)
         return output
 
-    def multiply_until(self, is_true: Callable[[], bool]) -> None:
+    def multiply_until(self, is_true: Callable[[], bool], num_threads: int = 2) -> None:
         """Make products until something is true. Raises AssertionError after the deadline."""
         deadline_s = time.monotonic() + DEADLINE_S
         expected = self.multiply(1)
         while not is_true():
             assert time.monotonic() < deadline_s
-            assert (self.multiply(2) == expected).all()
+            assert (self.multiply(num_threads) == expected).all()
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
         """Raise AssertionError if something does not become true."""
@@ -78,10 +78,10 @@ class Rig:
 _rig: list[Rig] = []
 
 
-def rig() -> Rig:
+def rig(num_own: int = 1) -> Rig:
     """Return the rig of this process."""
     if not _rig:
-        _rig.append(Rig())
+        _rig.append(Rig(num_own))
     rig = _rig[0]
     rig.board.set_needed(OWNER, needed=False)
     return rig
@@ -122,6 +122,31 @@ def check_helper_runs_on_the_lent_core_and_sleeps() -> None:
     own.wait_until(lambda: not own.is_borrowed())
 
 
+def check_time_that_a_lent_core_saves_is_counted() -> None:
+    own = rig()
+    before = team.saved_ns()
+    own.multiply_until(own.is_borrowed)
+    own.multiply_until(lambda: team.saved_ns() > before)
+    own.board.set_needed(OWNER, needed=True)
+    own.multiply_until(lambda: not own.is_borrowed())
+    alone = team.saved_ns()
+    for _ in range(100):
+        own.multiply(2)
+    assert team.saved_ns() == alone
+
+
+def check_task_without_helpers_gets_none() -> None:
+    """As a load's, which measures times: it has this process's own threads, while a helper spins and sees the task."""
+    own = rig(num_own=2)
+    own.multiply_until(own.is_borrowed, num_threads=3)
+    for _ in range(20):
+        own.multiply(3)
+        before = team.saved_ns()
+        for _ in range(20):
+            own.multiply(2)
+        assert team.saved_ns() == before
+
+
 def check_owner_gets_its_core_back() -> None:
     own = rig()
     own.multiply_until(own.is_borrowed)
@@ -149,7 +174,12 @@ def check_core_in_use_by_a_third_is_left_alone() -> None:
 @pytest.mark.parametrize("check", [
     check_step_has_the_threads_of_idle_cores, check_small_step_asks_nobody, check_load_asks_nobody,
     check_helper_runs_on_the_lent_core_and_sleeps, check_owner_gets_its_core_back,
-    check_core_in_use_by_a_third_is_left_alone,
+    check_core_in_use_by_a_third_is_left_alone, check_time_that_a_lent_core_saves_is_counted,
 ], ids=lambda check: check.__name__)  # fmt: skip
 def test_lent_core(process: ProcessPoolExecutor, check: Callable[[], None]) -> None:
     process.submit(check).result(2 * DEADLINE_S)
+
+
+def test_task_without_helpers_gets_none() -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        process.submit(check_task_without_helpers_gets_none).result(2 * DEADLINE_S)
