@@ -54,7 +54,9 @@ def test_a_number_behind_all_weights_draws_the_last_token_that_has_one(size, las
     """Sums of blocks may round to less than their total. Then the draw falls behind the last weight."""
     logits = np.full(size, -1e30, np.float32)
     logits[: last + 1] = 0
-    draw = native_draw.Draw(logits=logits.ctypes.data, number=1.0, temperature=1.0, top_p=1.0, min_p=0.5, vocabulary=size)
+    draw = native_draw.Draw(
+        logits=logits.ctypes.data, number=1.0, temperature=1.0, top_p=1.0, min_p=0.5, vocabulary=size
+    )
     assert native_draw.draw_tokens([draw], 1) == [last]
 
 

@@ -14,6 +14,7 @@ import msgspec
 from sie.config.generation_settings import GPU_PREFILL_TOKENS
 from sie.config.settings import Settings
 from sie.metrics import definitions
+from sie.native import team
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong, SieError
 from sie.values.generate import MAX_CHOICES, MAX_PROMPT_LOGPROBS, GenerateTask
@@ -168,14 +169,14 @@ class Generators:
     def step(self, model: str) -> None:
         """Run one step of a model, if it still has something to run. Raises DeviceLostError."""
         engine = self.engines[model]
-        started_ns = time.monotonic_ns()
+        started_ns, before_ns = time.monotonic_ns(), team.saved_ns()
         ooms: list[bool] = []
         size = engine.step(time.monotonic_ns, lambda step: self._begin(model, step), ooms.append)
         self._update_active(engine)
         took_ns = time.monotonic_ns() - started_ns
         self._state.charge(own_name(model), took_ns)
         if size is not None:
-            self._learn(model, size, took_ns)
+            self._learn(model, size, took_ns + team.saved_ns() - before_ns)  # the next step may have no lent cores
             self._metrics[model].observe_step(took_ns / 1e9)
             self._worker_metrics.observe_step(took_ns / 1e9, size.num_tokens)
             self._worker_metrics.observe_batch(model, size.num_sequences, size.num_tokens, took_ns / 1e9)
