@@ -62,6 +62,8 @@ class Generators:
             max_lone_prefill_tokens=_CPU_LONE_PREFILL_TOKENS
             if device == "cpu" and not generation.max_prefill_tokens
             else 0,
+            token_gap_ns=int(generation.token_gap_ms * 1e6),
+            first_token_ns=int(generation.first_token_ms * 1e6),
             max_context_tokens=generation.max_context_tokens,
             # The suspects of a step are in their prompt or in the first step after it.
             max_prefills=max(1, max_suspects // 2),
@@ -116,7 +118,7 @@ class Generators:
             request.fail(BadRequest(f"Model '{runner.card.id}' does not generate text"))
             return
         try:
-            job = self._job(request, engine)
+            job = self._job(request, engine, now_ns)
         except SieError as error:
             request.fail(error)
             return
@@ -126,7 +128,7 @@ class Generators:
         else:
             self._start(job, [])
 
-    def _job(self, request: Request, engine: Engine) -> Job:
+    def _job(self, request: Request, engine: Engine, now_ns: int) -> Job:
         """Return the job that a request asks for. Raises BadRequest."""
         card = engine.runner.card
         assert card.generate is not None
@@ -140,7 +142,7 @@ class Generators:
             )
         return Job(
             request, task, len(prompt), number=self._num_jobs,
-            eos_token_ids=card.generate.eos_token_ids, is_alone=request.is_alone,
+            eos_token_ids=card.generate.eos_token_ids, is_alone=request.is_alone, arrived_ns=now_ns,
         )  # fmt: skip
 
     def _start(self, job: Job, compiled: Compiled) -> None:
