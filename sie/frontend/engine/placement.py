@@ -62,7 +62,7 @@ def max_gathered_tokens(cache_tokens: int) -> int:
 
     Half of the key/value cache: answers may become longer than expected, and a sequence without a block is read again.
     """
-    return min(_MOST_GATHERED_TOKENS, cache_tokens // 2 or _MOST_GATHERED_TOKENS)
+    return min(_MOST_GATHERED_TOKENS, cache_tokens // 2) if cache_tokens else _MOST_GATHERED_TOKENS
 
 
 def choose_worker(workers: Iterable[WorkerT]) -> WorkerT | None:

@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
+#include <ctime>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -29,6 +29,13 @@ inline void pause() {
 inline void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
     static_assert(sizeof(*word) == 4, "a futex is a word of four bytes");
     syscall(SYS_futex, word, operation | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
+}
+
+// Processor time of this thread: what other programs take of a lent core saves nothing.
+int64_t processor_ns() {
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
 bool pin_to(int32_t core) {
@@ -101,7 +108,7 @@ struct Team {
     std::atomic<uint64_t> state{0};
     std::atomic<int64_t> next{0};
     std::atomic<int32_t> last_thread{0};
-    std::atomic<int64_t> helped_ns{0};  // time of lent cores in pieces, since the start
+    std::atomic<int64_t> helped_ns{0};  // processor time of lent cores in pieces, since the start
     bool are_helpers_called = false;    // by the current task
     int32_t num_threads = 1;  // of the current task, with the caller
     int64_t count = 0;
@@ -124,10 +131,9 @@ struct Team {
         const bool is_called = !member.core || are_helpers_called;
         const int32_t thread = is_called ? last_thread.fetch_add(1, std::memory_order_relaxed) + 1 : num_threads;
         if (thread < num_threads) {
-            const auto begin = std::chrono::steady_clock::now();
+            const int64_t begin = member.core ? processor_ns() : 0;
             for (int64_t i; !member.must_leave() && (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) piece(task, i, thread);
-            if (member.core)
-                helped_ns.fetch_add((std::chrono::steady_clock::now() - begin).count(), std::memory_order_relaxed);
+            if (member.core) helped_ns.fetch_add(processor_ns() - begin, std::memory_order_relaxed);
         }
         state.fetch_sub(1, std::memory_order_release);
         return thread < num_threads;
