@@ -74,7 +74,7 @@ def print_all(comparison: Comparison, loads: Sequence[Load]) -> None:
     print_ceilings(comparison.ceilings)
     names = comparison.names()
     columns = [load for load in loads if any(comparison.of(name, load.name) for name in names)]
-    heads = ("tokens/s (p50 ms)", *(load.name for load in columns))
+    heads = ("tokens/s (p50 / p99 ms)", *(load.name for load in columns))
     print_table(heads, [[name, *(_rate_cell(comparison, name, load) for load in columns)] for name in names])
     if rows := [row for load in columns if (row := _ratio_row(comparison, load)) is not None]:
         print_table(_RATIO_COLUMNS, rows)
@@ -91,8 +91,8 @@ def _rate_cell(comparison: Comparison, name: str, load: Load) -> str:
     if not turns:
         return "-"
     rate = f"{median(turn.tokens_per_s for turn in turns):,.0f}"
-    times = [turn.p50_ms for turn in turns if turn.p50_ms is not None]
-    return f"{rate} ({median(times):.1f})" if times else rate
+    times = [(turn.p50_ms, turn.p99_ms) for turn in turns if turn.p50_ms is not None and turn.p99_ms is not None]
+    return f"{rate} ({' / '.join(f'{median(column):.1f}' for column in zip(*times, strict=True))})" if times else rate
 
 
 def _ratio_row(comparison: Comparison, load: Load) -> list[str] | None:

@@ -51,6 +51,15 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(ge=0, le=1 << 20, description="Most prompt tokens in a step beside running choices; 0 uses 256 on a CPU, "
              "512 there while none is running, and 4096 on a GPU."),
     ] = 0  # fmt: skip
+    token_gap_ms: Annotated[
+        float,
+        Meta(ge=0, le=60_000, description="Time that a step with running choices may take because of prompts beside them: their "
+             "chunks become smaller until it does not take longer; 0 sets no time."),
+    ] = 250.0  # fmt: skip
+    first_token_ms: Annotated[
+        float,
+        Meta(ge=0, le=600_000, description="Wait for a first token after which `token_gap_ms` no longer makes chunks smaller."),
+    ] = 2000.0  # fmt: skip
     max_context_tokens: Annotated[
         int,
         Meta(ge=0, le=1 << 24, description="Most tokens of a prompt and its answer; 0 uses the model's own limit."),

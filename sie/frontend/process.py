@@ -53,6 +53,7 @@ from sie.ipc.channel import Channel, ChannelClosedError
 from sie.ipc.messages import Launch, Models
 from sie.runtime import child_setup, failpoints
 from sie.runtime.logs import get_logger, set_level
+from sie.shm.core_board import CoreBoard
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
@@ -88,8 +89,9 @@ class FrontendProcess:
     def __init__(
         self, launch: Launch, settings: Settings, channel: Channel, pages: list[CounterPage],
         loop: asyncio.AbstractEventLoop, *, make_remote: MakeRemote | None = None,
+        needs_cores: Callable[[int], bool] = lambda _slot: False,
     ) -> None:  # fmt: skip
-        """make_remote makes the operations of a process without workers."""
+        """make_remote makes the operations of a process without workers; needs_cores is an argument of `ShmEngine`."""
         self.settings = settings
         self.pages = pages
         self.is_draining = False
@@ -117,8 +119,9 @@ class FrontendProcess:
             "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
         )
         self.engine = ShmEngine(
-            settings, self._space, self.models.hosted, self._send, streams_together=launch.streams_together
-        )
+            settings, self._space, self.models.hosted, self._send,
+            streams_together=launch.streams_together, needs_cores=needs_cores,
+        )  # fmt: skip
         self.remote = make_remote(self) if make_remote is not None else None
         """The operations on other hosts, of a process without workers; None where the engine runs them."""
         self._clients = ClientWatch(self.remote or self.engine)
@@ -510,8 +513,12 @@ def connect(
         if not isinstance(message, messages.Configure):
             raise ChannelClosedError(f"expected Configure, got {type(message).__name__}")
         failpoints.arm(message.settings.testing.failpoints)
-        pages = [CounterPage.open(fd, writable=index == 0) for index, fd in enumerate(fds)]
-        frontend = FrontendProcess(launch, message.settings, channel, pages, loop, make_remote=make_remote)
+        own_fd, board_fd, *page_fds = fds
+        pages = [CounterPage.open(own_fd, writable=True), *(CounterPage.open(fd, writable=False) for fd in page_fds)]
+        needs_cores = CoreBoard.open(board_fd, writable=False).is_needed
+        frontend = FrontendProcess(
+            launch, message.settings, channel, pages, loop, make_remote=make_remote, needs_cores=needs_cores
+        )
         if frontend.access is not None:
             first, _ = channel.receive(_CONFIGURE_TIMEOUT_S)
             if not isinstance(first, messages.Keys):

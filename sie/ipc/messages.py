@@ -170,6 +170,8 @@ class ModelReport(msgspec.Struct, tag=True, frozen=True):
     detail: str = ""
     error: WireError | None = None
     fallbacks: tuple[Fallback, ...] = ()
+    cache_tokens: int = 0
+    """Tokens that its key/value cache holds, if it generates."""
 
 
 ManageAction = Literal["load", "unload", "reload"]
@@ -299,6 +301,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
     fallbacks: tuple[Fallback, ...] = ()
     """Those of any worker that has it."""
+    cache_tokens: int = 0
+    """Tokens that the smallest key/value cache of its workers holds; 0: it does not generate."""
     error: WireError | None = None
     adapters: dict[str, AdapterEntry] = {}
 

@@ -50,3 +50,12 @@ def num_threads(own: int, num_weights: int, num_rows: int) -> int:
     if threading.get_ident() not in _borrowers or num_weights * max(num_rows, _FEWEST_ROWS) < _LEAST_WORK:
         return own
     return own + int(native.loaded().sie_team_free_cores())
+
+
+def saved_ns() -> int:
+    """Return the nanoseconds by which lent cores have shortened this thread's steps since the start."""
+    if threading.get_ident() not in _borrowers:
+        return 0
+    saved = native.loaded().sie_team_saved_ns
+    saved.restype = ctypes.c_int64
+    return int(saved())

@@ -1,6 +1,6 @@
 """The board on which workers lend their cores to each other: who needs a core now, and who uses it.
 
-All workers map it writable. A worker writes that it needs its cores before a step, and that it does not before it waits
+All workers map it writable, and frontends read it. A worker writes that it needs its cores before a step, and that it does not before it waits
 for work. The compiled library claims a core for its process with one compare-and-swap (`sie/native/src/team.cpp`). A dead
 worker's words are cleared by the supervisor. The words are advice: a wrong one costs time, never a result.
 """
@@ -37,9 +37,9 @@ class CoreBoard:
         return cls(segment)
 
     @classmethod
-    def open(cls, fd: int) -> CoreBoard:
+    def open(cls, fd: int, *, writable: bool = True) -> CoreBoard:
         """Map a board that another process created. Takes over fd. Raises ProtocolError on another layout."""
-        segment = Segment.reopen(fd, writable=True)
+        segment = Segment.reopen(fd, writable=writable)
         try:
             check_version(segment.view.cast("I")[_VERSION])
             board = cls(segment)
@@ -56,6 +56,10 @@ class CoreBoard:
     def fd(self) -> int:
         """The board's memory, to send to workers; stays owned by this object."""
         return self._segment.fd
+
+    def read_only_fd(self) -> int:
+        """Return a descriptor for a reader, which cannot map the board writable; the caller closes it."""
+        return self._segment.read_only_fd()
 
     @property
     def num_cores(self) -> int:

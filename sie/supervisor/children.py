@@ -323,7 +323,7 @@ class Children:
             )
         else:
             others = [self._page, *(page for page in self._pages.values() if page is not own)]
-            read_only = [page.read_only_fd() for page in others]
+            read_only = [self._board.read_only_fd(), *(page.read_only_fd() for page in others)]
             self.send(child, messages.Configure(self._settings), [own.fd, *read_only])
             if self._keys is not None:
                 self.send(child, self._keys)

@@ -345,6 +345,7 @@ def _entry(record: Record) -> ModelEntry:
         workers=workers,
         device=next((report.device for report in record.reports.values()), ""),
         memory_bytes=sum(report.memory_bytes for report in record.reports.values()),
+        cache_tokens=min((report.cache_tokens for report in record.reports.values()), default=0),
         fallbacks=tuple(
             {fallback.name: fallback for report in record.reports.values() for fallback in report.fallbacks}.values()
         ),

@@ -15,6 +15,7 @@ from sie.config.settings import Settings
 from sie.ipc import messages
 from sie.ipc.channel import Channel, ChannelClosedError
 from sie.ipc.messages import Load, Stage, Unload, Unstage
+from sie.native import team
 from sie.runtime import failpoints
 from sie.runtime.child_setup import calm_collector
 from sie.runtime.logs import get_logger, set_level
@@ -379,7 +380,7 @@ class Loop:
 
     def _run(self, runner: Runner, card: ModelCard, items: list[WaitingItem]) -> None:
         num_tokens = sum([item.num_tokens for item in items])
-        started_ns, started_busy_ns = time.monotonic_ns(), self._busy_ns()
+        started_ns, started_busy_ns, before_ns = time.monotonic_ns(), self._busy_ns(), team.saved_ns()
         is_usual = True
         try:
             self._forward(runner, card, items, num_tokens)
@@ -394,9 +395,10 @@ class Loop:
             for item in items:
                 if item.request.has_failed:
                     self._tensors.observe_failure(card.id, item, ended_ns)
+        saved_ns = team.saved_ns() - before_ns  # the next step may have no lent cores
         if is_usual:  # a failed run's time would make the next allowance far too long
-            self._pace.record(card.id, num_tokens, ended_ns - started_ns)
-        self._pace.adapt(card.id, num_tokens, self._busy_ns() - started_busy_ns)
+            self._pace.record(card.id, num_tokens, ended_ns - started_ns + saved_ns)
+        self._pace.adapt(card.id, num_tokens, self._busy_ns() - started_busy_ns + saved_ns)
 
     def _attempt(self, runner: Runner, card: ModelCard, items: list[WaitingItem]) -> None:
         """Run items of a failed step once more. Raises the runner's errors."""

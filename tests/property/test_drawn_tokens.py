@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sie.native import draw as native_draw
 from sie.native.draw import can_draw
 from sie.values.generate import Sampling
 from sie.workers.generation.sampling import choose, uniform
@@ -45,6 +46,18 @@ def interval(logits: np.ndarray, sampling: Sampling, forbidden: tuple[int, ...],
     if not is_kept[place]:
         return 1.0, 0.0
     return (ends[place - 1] if place else 0.0) / ends[-1], ends[place] / ends[-1]
+
+
+@pytest.mark.parametrize("size", [512, 700, 2000])
+@pytest.mark.parametrize("last", [0, 3, 511])
+def test_a_number_behind_all_weights_draws_the_last_token_that_has_one(size, last):
+    """Sums of blocks may round to less than their total. Then the draw falls behind the last weight."""
+    logits = np.full(size, -1e30, np.float32)
+    logits[: last + 1] = 0
+    draw = native_draw.Draw(
+        logits=logits.ctypes.data, number=1.0, temperature=1.0, top_p=1.0, min_p=0.5, vocabulary=size
+    )
+    assert native_draw.draw_tokens([draw], 1) == [last]
 
 
 @settings(max_examples=150, deadline=None)

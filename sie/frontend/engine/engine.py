@@ -22,7 +22,7 @@ from sie.config.settings import Settings
 from sie.frontend.engine import admission
 from sie.frontend.engine.hedging import make_copy, may_run_twice, pair, unpair
 from sie.frontend.engine.interface import Pending
-from sie.frontend.engine.placement import choose_for_stream, choose_worker, measure_slowness
+from sie.frontend.engine.placement import choose_for_stream, choose_worker, max_gathered_tokens, measure_slowness
 from sie.frontend.engine.quarantine import QuarantinedInputs, poison
 from sie.frontend.engine.reply_drain import Answers, end, overdue
 from sie.frontend.engine.request_layout import RequestLayout, lay_out, lay_out_once
@@ -59,8 +59,13 @@ class ShmEngine:
         send: Callable[[Quarantine | PeerFault], None],
         *,
         streams_together: int = 0,
+        needs_cores: Callable[[int], bool] = lambda _slot: False,
     ) -> None:
-        """streams_together: put so many streams of a model on one worker before another gets one; 0 spreads them."""
+        """streams_together: put so many streams of a model on one worker while others are free; 0 spreads them.
+
+        needs_cores tells whether the worker of a slot uses its cores now, for any process.
+        """
+        self._needs_cores = needs_cores
         self._streams_together = streams_together
         self._limits = settings.limits
         self._max_per_link = settings.memory.ring_capacity // 2
@@ -160,7 +165,8 @@ class ShmEngine:
         the errors of `submit`.
         """
         layout = lay_out_once(header, arrays)
-        held = sum(pending.lease.nbytes for pending in self._all_pending() if pending.stream is not None)
+        held = sum(pending.lease.nbytes for pending in self._held.values() if pending.stream is not None)
+        held += sum(link.stream_bytes for link in self._all_links())
         if held + layout.nbytes > self._max_stream_bytes:
             raise self._overloaded("half of the request memory holds prompts")
         with self._lease(layout) as lease:
@@ -207,20 +213,26 @@ class ShmEngine:
     def _choose(self, pending: ShmPending) -> WorkerLink | None:
         """Return the worker for a new request, or None if the request must wait for a restarting worker."""
         candidates = self._candidates(pending)
-        if pending.stream is None:
-            link = choose_worker(candidates)
-        else:
-            link = choose_for_stream(candidates, pending.model, self._streams_together)
+        link = self._choose_among(candidates, pending)
+        if link is None or self._may_take(link, pending):
+            return link
+        link = self._choose_among([other for other in candidates if self._may_take(other, pending)], pending)
         if link is None:
-            return None
-        if len(link.pending) >= self._max_per_link:
-            link = choose_worker(filter(self._has_room, candidates))
-            if link is None:
-                raise self._overloaded("the ring is full")
-        max_tokens = self._limits.max_queued_tokens
-        if link.outstanding_tokens + pending.num_tokens > max_tokens:
-            admission.check_queue(link.outstanding_tokens, pending.num_tokens, max_tokens, self.tokens_per_s)
+            is_queue = any(map(self._has_room, candidates))
+            raise self._overloaded("the queue holds max_queued_tokens" if is_queue else "the ring is full")
         return link
+
+    def _choose_among(self, links: Sequence[WorkerLink], pending: ShmPending) -> WorkerLink | None:
+        if pending.stream is None:
+            return choose_worker(links)
+        entry = self._find_model(pending.model)
+        return choose_for_stream(
+            links,
+            pending.model,
+            most_together=self._streams_together,
+            num_tokens=pending.num_tokens,
+            max_tokens=max_gathered_tokens(entry.cache_tokens if entry is not None else 0),
+        )
 
     def _try_submit(self, link: WorkerLink, pending: ShmPending) -> bool:
         """Submit a request to a worker; return False if that worker has gone. Raises Overloaded if its ring is full."""
@@ -244,6 +256,12 @@ class ShmEngine:
 
     def _has_room(self, link: WorkerLink) -> bool:
         return len(link.pending) < self._max_per_link
+
+    def _may_take(self, link: WorkerLink, pending: ShmPending) -> bool:
+        """Return whether a worker's ring and queue have room for a request; an empty queue takes any one."""
+        num_tokens = link.outstanding_tokens + pending.num_tokens
+        is_in_bounds = num_tokens <= self._limits.max_queued_tokens or not link.outstanding_tokens
+        return is_in_bounds and self._has_room(link)
 
     def _hold(self, pending: ShmPending) -> None:
         entry = self._find_model(pending.model)
@@ -304,7 +322,7 @@ class ShmEngine:
 
     def attach(self, slot: int, attachment: Attachment) -> None:
         """Start to use a worker. Its replies are read whenever its bell rings."""
-        link = WorkerLink(slot, attachment, self._report_fault)
+        link = WorkerLink(slot, attachment, self._report_fault, self._needs_cores)
         self._links[slot] = link
         loop = asyncio.get_running_loop()
         loop.add_reader(attachment.bell_fd, self._on_bell, link)
@@ -336,10 +354,11 @@ class ShmEngine:
 
     def _hedge(self, link: WorkerLink) -> None:
         """Copy requests of a late worker to others, as memory and queues allow. The rest waits for the next tick."""
-        left_bytes, max_tokens = _MAX_HEDGED_BYTES, self._limits.max_queued_tokens
+        left_bytes = _MAX_HEDGED_BYTES
         for pending in [pending for pending in link.pending.values() if may_run_twice(pending)]:
-            other = choose_worker(filter(self._has_room, self._candidates(pending)))
-            if other is None or other.is_late or other.outstanding_tokens + pending.num_tokens > max_tokens:
+            candidates = self._candidates(pending)
+            other = choose_worker([other for other in candidates if self._may_take(other, pending)])
+            if other is None or other.is_late:
                 continue
             lease = self._space.lease(pending.length) if left_bytes > 0 else None
             if lease is None:

@@ -19,30 +19,50 @@ class Worker(Protocol):
 
 
 class StreamWorker(Worker, Protocol):
-    """A worker that can tell how many streams of a model this process has there."""
+    """A worker that can tell whether its cores are free to lend, and how many streams of a model this process has there."""
+
+    @property
+    def is_free(self) -> bool: ...
 
     def count_streams(self, model: str) -> int: ...
 
 
 _LATE_TOKENS: Final = 1 << 60
 _MOST_SLOWNESS: Final = 4.0
+_MOST_GATHERED_TOKENS: Final = 8192
+"""About a dozen streams with prompts of 500 tokens. Prompts are bound by products, which workers share as well apart."""
 WorkerT = TypeVar("WorkerT", bound=Worker)
 StreamWorkerT = TypeVar("StreamWorkerT", bound=StreamWorker)
 
 
-def choose_for_stream(workers: Sequence[StreamWorkerT], model: str, most_together: int) -> StreamWorkerT | None:
-    """Return the worker for a stream of a model: the one that runs most of its streams, if fewer than most_together.
+def choose_for_stream(
+    workers: Sequence[StreamWorkerT], model: str, *, most_together: int, num_tokens: int, max_tokens: int
+) -> StreamWorkerT | None:
+    """Return the worker for a stream of num_tokens: the one that runs most of a model's streams, if it may have another.
 
     A step reads all weights, however few its rows, and lent cores share its work. So streams together take less time than
-    the same streams apart. Without such a worker, `choose_worker` chooses.
+    the same streams apart, while each busy worker has a free one to borrow from. Fewer than most_together gather, and
+    at most max_tokens. Otherwise `choose_worker` chooses.
     """
     best: StreamWorkerT | None = None
-    most = 0
+    most = surplus = 0  # of free workers over busy ones
     for worker in workers if most_together > 1 else ():
+        if worker.is_free:
+            surplus += 1
+            continue
+        surplus -= 1
         count = 0 if worker.is_late else worker.count_streams(model)
-        if most < count < most_together:
+        if most < count < most_together and worker.outstanding_tokens + num_tokens <= max_tokens:
             best, most = worker, count
-    return choose_worker(workers) if best is None else best
+    return choose_worker(workers) if best is None or surplus < 0 else best
+
+
+def max_gathered_tokens(cache_tokens: int) -> int:
+    """Return how many tokens of streams one worker may have while others are free. cache_tokens: 0 if it is unknown.
+
+    Half of the key/value cache: answers may become longer than expected, and a sequence without a block is read again.
+    """
+    return min(_MOST_GATHERED_TOKENS, cache_tokens // 2) if cache_tokens else _MOST_GATHERED_TOKENS
 
 
 def choose_worker(workers: Iterable[WorkerT]) -> WorkerT | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -124,14 +125,25 @@ class WorkerLink:
     """The engine's record of one worker."""
 
     def __init__(
-        self, slot: int, attachment: Attachment, on_fault: Callable[[WorkerLink, ProtocolError], None]
+        self,
+        slot: int,
+        attachment: Attachment,
+        on_fault: Callable[[WorkerLink, ProtocolError], None],
+        needs_cores: Callable[[int], bool] = lambda _slot: False,
     ) -> None:
-        """on_fault is called when a worker breaks the protocol while descriptors are published."""
+        """on_fault is called when a worker breaks the protocol while descriptors are published.
+
+        needs_cores tells whether the worker of a slot uses its cores now, for anybody.
+        """
         self._on_fault = on_fault
+        self._needs_cores = needs_cores
         self.slot = slot
         self.attachment = attachment
         self.pending: dict[int, ShmPending] = {}
         self.outstanding_tokens = 0
+        self.stream_bytes = 0
+        """Request memory of its requests that generate."""
+        self._num_streams: Counter[str] = Counter()
         self.pace_ns = 0.0
         """Time from sending to the answer for each token that was outstanding then, smoothed; 0: no answer yet."""
         self.slowness = 1.0
@@ -159,7 +171,7 @@ class WorkerLink:
         if staged:
             pending.link = self
             self.pending[pending.request_id] = pending
-            self.outstanding_tokens += pending.num_tokens
+            self._count(pending, 1)
             pending.sent_ns, pending.tokens_at_worker = time.monotonic_ns(), self.outstanding_tokens
             self._num_staged += 1
             if self._num_staged >= _MAX_STAGED:
@@ -176,12 +188,25 @@ class WorkerLink:
 
     def count_streams(self, model: str) -> int:
         """Return how many of its requests generate with a model."""
-        return sum(other.stream is not None and other.model == model for other in self.pending.values())
+        return self._num_streams[model]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody has work for it, so that it lends its cores."""
+        return not self.outstanding_tokens and not self._needs_cores(self.slot)
 
     def settle(self, pending: ShmPending) -> None:
         """Remove a request from `pending`, and its tokens from the outstanding ones."""
         del self.pending[pending.request_id]
-        self.outstanding_tokens -= pending.num_tokens
+        self._count(pending, -1)
+
+    def _count(self, pending: ShmPending, change: int) -> None:
+        self.outstanding_tokens += change * pending.num_tokens
+        if pending.stream is not None:
+            self.stream_bytes += change * pending.lease.nbytes
+            self._num_streams[pending.model] += change
+            if not self._num_streams[pending.model]:
+                del self._num_streams[pending.model]  # models come and go
 
     def release(self, address: int, nbytes: int = 0) -> None:
         """Release a reply's extent together with the next request: alone it would wake the worker for nothing.

@@ -86,7 +86,7 @@ class DrawnToken {
         while (block + 1 < blocks && left >= sums[block]) left -= sums[block++];
         // Rounding may leave something behind the last weight: then the last token with a weight is drawn.
         int32_t last = -1;
-        for (; block >= 0; left = 0, --block) {
+        for (; block >= 0; left = std::numeric_limits<double>::infinity(), --block) {
             const int64_t end = std::min<int64_t>(draw_.vocabulary, (block + 1) * kBlock);
             for (int64_t i = block * kBlock; i < end; i += kLanes) {
                 float own[kLanes];

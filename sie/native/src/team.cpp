@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <ctime>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -28,6 +29,13 @@ inline void pause() {
 inline void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
     static_assert(sizeof(*word) == 4, "a futex is a word of four bytes");
     syscall(SYS_futex, word, operation | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
+}
+
+// Processor time of this thread: what other programs take of a lent core saves nothing.
+int64_t processor_ns() {
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
 bool pin_to(int32_t core) {
@@ -100,8 +108,9 @@ struct Team {
     std::atomic<uint64_t> state{0};
     std::atomic<int64_t> next{0};
     std::atomic<int32_t> last_thread{0};
+    std::atomic<int64_t> helped_ns{0};  // processor time of lent cores in pieces, since the start
+    bool are_helpers_called = false;    // by the current task
     int32_t num_threads = 1;  // of the current task, with the caller
-    bool has_helpers = false;  // whether helpers may join it: one that still spins after a step must not join a load's
     int64_t count = 0;
     Piece piece = nullptr;
     const void* task = nullptr;
@@ -115,13 +124,17 @@ struct Team {
         return false;
     }
 
-    // Takes part in the current task; returns whether there was room for this member.
+    // Takes part in the current task; returns whether it called this member and had room for it. A helper that still spins
+    // sees tasks that are not its own: those of a load, which measures times.
     bool help(const Member& member) {
         if (!join()) return true;
-        const bool may_help = has_helpers || !member.core;
-        const int32_t thread = may_help ? last_thread.fetch_add(1, std::memory_order_relaxed) + 1 : num_threads;
-        if (thread < num_threads)
+        const bool is_called = !member.core || are_helpers_called;
+        const int32_t thread = is_called ? last_thread.fetch_add(1, std::memory_order_relaxed) + 1 : num_threads;
+        if (thread < num_threads) {
+            const int64_t begin = member.core ? processor_ns() : 0;
             for (int64_t i; !member.must_leave() && (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) piece(task, i, thread);
+            if (member.core) helped_ns.fetch_add(processor_ns() - begin, std::memory_order_relaxed);
+        }
         state.fetch_sub(1, std::memory_order_release);
         return thread < num_threads;
     }
@@ -180,8 +193,7 @@ struct Team {
         threads = static_cast<int32_t>(std::min<int64_t>(threads, pieces));
         const int32_t num_helpers = lent.empty() ? 0 : std::max(0, threads - num_own), num_beside = threads - num_helpers - 1;
         const uint64_t number = state.load(std::memory_order_relaxed) >> kNumberShift;
-        count = pieces, piece = function, task = argument, num_threads = threads;
-        has_helpers = num_helpers > 0;
+        count = pieces, piece = function, task = argument, num_threads = threads, are_helpers_called = num_helpers > 0;
         next.store(0, std::memory_order_relaxed);
         last_thread.store(0, std::memory_order_relaxed);
         state.store((number + 1) << kNumberShift | kOpen, std::memory_order_seq_cst);
@@ -230,6 +242,11 @@ SIE_EXPORT void sie_team_borrow(const SieLentCore* cores, int32_t count, int32_t
     team().max_lent = max_lent;
     team().num_own = num_own;
     team().name = name;
+}
+
+// The nanoseconds that lent cores have saved this process since its start: their time in pieces, divided by its own threads.
+SIE_EXPORT int64_t sie_team_saved_ns() {
+    return team().helped_ns.load(std::memory_order_relaxed) / std::max(1, team().num_own);
 }
 
 // The number of lent cores that a step may use, if it begins now.

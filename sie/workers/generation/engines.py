@@ -14,6 +14,7 @@ import msgspec
 from sie.config.generation_settings import GPU_PREFILL_TOKENS
 from sie.config.settings import Settings
 from sie.metrics import definitions
+from sie.native import team
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong, SieError
 from sie.values.generate import MAX_CHOICES, MAX_PROMPT_LOGPROBS, GenerateTask
@@ -61,6 +62,8 @@ class Generators:
             max_lone_prefill_tokens=_CPU_LONE_PREFILL_TOKENS
             if device == "cpu" and not generation.max_prefill_tokens
             else 0,
+            token_gap_ns=int(generation.token_gap_ms * 1e6),
+            first_token_ns=int(generation.first_token_ms * 1e6),
             max_context_tokens=generation.max_context_tokens,
             # The suspects of a step are in their prompt or in the first step after it.
             max_prefills=max(1, max_suspects // 2),
@@ -115,7 +118,7 @@ class Generators:
             request.fail(BadRequest(f"Model '{runner.card.id}' does not generate text"))
             return
         try:
-            job = self._job(request, engine)
+            job = self._job(request, engine, now_ns)
         except SieError as error:
             request.fail(error)
             return
@@ -125,7 +128,7 @@ class Generators:
         else:
             self._start(job, [])
 
-    def _job(self, request: Request, engine: Engine) -> Job:
+    def _job(self, request: Request, engine: Engine, now_ns: int) -> Job:
         """Return the job that a request asks for. Raises BadRequest."""
         card = engine.runner.card
         assert card.generate is not None
@@ -139,7 +142,7 @@ class Generators:
             )
         return Job(
             request, task, len(prompt), number=self._num_jobs,
-            eos_token_ids=card.generate.eos_token_ids, is_alone=request.is_alone,
+            eos_token_ids=card.generate.eos_token_ids, is_alone=request.is_alone, arrived_ns=now_ns,
         )  # fmt: skip
 
     def _start(self, job: Job, compiled: Compiled) -> None:
@@ -168,14 +171,14 @@ class Generators:
     def step(self, model: str) -> None:
         """Run one step of a model, if it still has something to run. Raises DeviceLostError."""
         engine = self.engines[model]
-        started_ns = time.monotonic_ns()
+        started_ns, before_ns = time.monotonic_ns(), team.saved_ns()
         ooms: list[bool] = []
         size = engine.step(time.monotonic_ns, lambda step: self._begin(model, step), ooms.append)
         self._update_active(engine)
         took_ns = time.monotonic_ns() - started_ns
         self._state.charge(own_name(model), took_ns)
         if size is not None:
-            self._learn(model, size, took_ns)
+            self._learn(model, size, took_ns + team.saved_ns() - before_ns)  # the next step may have no lent cores
             self._metrics[model].observe_step(took_ns / 1e9)
             self._worker_metrics.observe_step(took_ns / 1e9, size.num_tokens)
             self._worker_metrics.observe_batch(model, size.num_sequences, size.num_tokens, took_ns / 1e9)

@@ -24,9 +24,12 @@ from sie.workers.generation.token_frames import note_sent, take_records
 from sie.workers.model_api import Chosen, GenerateRunner, Matcher
 from sie.workers.requests.worker_request import Link
 from sie.workers.scheduling.ceilings import Ceiling, lower_ceiling
+from sie.workers.scheduling.pace import Pace
 
 _log = get_logger(__name__)
 _to_msgpack = msgspec.msgpack.Encoder().encode
+_LEAST_CHUNK: Final = 16
+"""Prompt tokens that cost a step little more than one does. A smaller chunk would delay its prompt for nothing."""
 REASONS: Final = ("stop", "length", "stopped", "cancelled", "failed")
 """How choices end. `stopped`: the frontend found a stop string."""
 
@@ -38,6 +41,10 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_prefill_tokens: int
     max_lone_prefill_tokens: int = 0
     """Limit for a step in which no choice decodes; 0: `max_prefill_tokens`."""
+    token_gap_ns: int = 0
+    """Time of a step with prompts beside running choices, towards which the chunks of prompts are sized; 0: they are not."""
+    first_token_ns: int = 0
+    """Wait for a first token after which chunks have their full size again."""
     max_context_tokens: int = 0
     """0: the card's limit."""
     max_prefills: int = 1024
@@ -82,6 +89,8 @@ class Engine:
         self.num_prompt_tokens = self.num_generated = 0
         self.num_non_finite = 0
         """Sequences that failed because a value was not finite."""
+        self._chunks: dict[str, float] = {}
+        self._chunk_pace = Pace(self._chunks, limits.token_gap_ns)
         self._prefill_ceiling: Ceiling | None = None
         self._sequence_ceiling: Ceiling | None = None
         self._unsent: dict[Link, dict[Job, None]] = {}
@@ -178,7 +187,7 @@ class Engine:
         """
         now = now_ns()
         plan = self.planner.plan(
-            _capped(self._max_prefill_tokens(), self._prefill_ceiling, now),
+            _capped(self._max_prefill_tokens(now), self._prefill_ceiling, now),
             _capped(self.limits.max_sequences, self._sequence_ceiling, now),
         )
         if plan is None:
@@ -191,18 +200,24 @@ class Engine:
             on_oom(self._shrink(plan.parts, size.num_prefill, now_ns()))
         else:
             self.planner.copied(plan)
-            now = now_ns()
+            started_ns, now = now, now_ns()
+            if size.num_decode:
+                self._chunk_pace.adapt("", size.num_prefill, now - started_ns)
             for part, result in zip(plan.parts, results, strict=True):
                 if not part.sequence.job.request.ended:
                     self._apply(part, result, now)
         self.send()
         return size
 
-    def _max_prefill_tokens(self) -> int:
+    def _max_prefill_tokens(self, now_ns: int) -> int:
         """Return the most prompt tokens that the next step may have."""
-        lone = self.limits.max_lone_prefill_tokens
-        is_lone = lone and not any(sequence.num_left == 1 for sequence in self.planner.running)
-        return lone if is_lone else self.limits.max_prefill_tokens
+        limits, running = self.limits, self.planner.running
+        if not any(sequence.num_left == 1 for sequence in running):
+            return limits.max_lone_prefill_tokens or limits.max_prefill_tokens
+        reading = [sequence.job for sequence in running if sequence.num_left > 1 and not sequence.job.first_token_ns]
+        is_late = any(now_ns - job.arrived_ns > limits.first_token_ns for job in reading)
+        chunk = limits.max_prefill_tokens if is_late else int(self._chunks.get("", limits.max_prefill_tokens))
+        return min(limits.max_prefill_tokens, max(chunk, _LEAST_CHUNK))
 
     def _apply(self, part: Part, result: tuple[Chosen, ...] | SieError, now_ns: int) -> None:
         sequence, job = part.sequence, part.sequence.job

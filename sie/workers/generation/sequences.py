@@ -49,7 +49,7 @@ class Job:
     """One request to generate. A lower number is older."""
 
     __slots__ = (
-        "first_token_ns", "forbidden", "is_alone", "is_proven", "last_token_ns", "matchers", "num_cached",
+        "arrived_ns", "first_token_ns", "forbidden", "is_alone", "is_proven", "last_token_ns", "matchers", "num_cached",
         "num_generated", "num_prompt", "number", "request", "scores", "sequences", "started_ns", "stops", "task",
     )  # fmt: skip
 
@@ -62,8 +62,10 @@ class Job:
         number: int,
         eos_token_ids: tuple[int, ...],
         is_alone: bool = False,
+        arrived_ns: int = 0,
     ) -> None:
         self.request = request
+        self.arrived_ns = arrived_ns
         self.task = task
         self.num_prompt = num_prompt
         self.number = number

@@ -210,6 +210,7 @@ class Host:
                 memory_bytes=runner.memory_bytes,
                 dtype=str(getattr(runner, "dtype", "")),
                 fallbacks=hosted.fallbacks,
+                cache_tokens=getattr(runner, "num_blocks", 0) * getattr(runner, "block_tokens", 0),
             )
         self._send(ModelReport(hosted.card.id, hosted.state.report, self.device_of(hosted), **details))
 

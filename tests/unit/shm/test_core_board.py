@@ -32,6 +32,17 @@ def test_a_need_is_seen_by_another_process_s_mapping(board: CoreBoard):
     other.close()
 
 
+def test_a_reader_sees_needs_and_cannot_write(board: CoreBoard):
+    reader = CoreBoard.open(board.read_only_fd(), writable=False)
+    board.set_needed(1, needed=True)
+    assert reader.is_needed(1)
+    with pytest.raises(TypeError):
+        reader.set_needed(0, needed=True)
+    reader.close()
+    with pytest.raises(PermissionError):
+        CoreBoard.open(board.read_only_fd())
+
+
 def test_words_lie_in_cache_lines_of_their_own(board: CoreBoard):
     addresses = [*map(board.needed_address, range(2)), *map(board.borrower_address, range(3))]
     assert len({address // ALIGNMENT for address in addresses}) == 5

@@ -72,13 +72,13 @@ def test_unknown_model_is_nobody_s():
     assert registry.entries() == ()
 
 
-def test_loaded_model_names_its_workers_in_order_and_their_memory(lazy):
+def test_loaded_model_names_its_workers_in_order_their_memory_and_its_smallest_cache(lazy):
     lazy.report("loading", slot=1)
-    lazy.report("loaded", slot=1, memory_bytes=10)
-    lazy.report("loaded", slot=0, memory_bytes=5)
+    lazy.report("loaded", slot=1, memory_bytes=10, cache_tokens=300)
+    lazy.report("loaded", slot=0, memory_bytes=5, cache_tokens=200)
 
     assert lazy.view == ("loaded", (0, 1), False)
-    assert (lazy.entry.memory_bytes, lazy.entry.device) == (15, "cpu-1")
+    assert (lazy.entry.memory_bytes, lazy.entry.device, lazy.entry.cache_tokens) == (15, "cpu-1", 200)
 
 
 def test_model_is_loaded_as_soon_as_one_worker_has_it(lazy):

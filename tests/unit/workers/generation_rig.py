@@ -328,7 +328,7 @@ class EngineRig:
         self._num_jobs += 1
         job = Job(
             request, read_task(request, self.runner.card), len(prompt), number=self._num_jobs,
-            eos_token_ids=self.runner.card.generate.eos_token_ids, is_alone=is_alone,
+            eos_token_ids=self.runner.card.generate.eos_token_ids, is_alone=is_alone, arrived_ns=self.now_ns,
         )  # fmt: skip
         self.engine.add(job)
         first = self.runner.compile_grammar(asked.grammar_kind, asked.grammar) if asked.grammar else None

@@ -13,6 +13,7 @@ import pytest
 from sie.ipc import messages
 from sie.ipc.messages import PeerFault
 from sie.metrics import definitions
+from sie.native import team
 from sie.shm.attach_messages import Retire, send
 from sie.shm.layout import REPLY
 from sie.values.errors import BadRequest, DeadlineExceeded, Internal, Overloaded, Unavailable, WorkerLost
@@ -108,6 +109,24 @@ async def test_quick_steps_of_one_model_do_not_shorten_another_s_allowance(rig: 
 
     assert allowed["n"] == 250_000_000 + 10 * 2 * 2_000_000  # as of a model of which nothing is known
     assert allowed["m"] < allowed["n"]
+
+
+@in_rig()
+async def test_what_lent_cores_save_is_not_learned_as_this_worker_s_pace(rig: Rig) -> None:
+    """A step that had help allows the next one, which may have none, the time of its own cores alone."""
+    worker = rig.start_worker("m")
+    allowed: list[int] = []
+    saved_ns = iter(range(0, 1 << 62, 10**10))
+    worker.runners["m"].on_step = lambda: allowed.append(worker.page.read().allowed_ns)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(team, "saved_ns", lambda: next(saved_ns))
+        for _ in range(2):
+            pending = rig.submit([1, 2])
+            await rig.serve(worker)
+            await rig.rows(pending)
+
+    assert allowed[1] > 10 * 10**10
+    assert worker.loop._state.max_tokens["m"] == 1
 
 
 def queue_depth(worker: Worker, model: str) -> float:

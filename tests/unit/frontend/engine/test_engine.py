@@ -250,6 +250,22 @@ async def test_full_queue_is_overloaded_but_an_empty_one_takes_any_request(rig: 
 
 
 @in_rig()
+async def test_request_goes_to_another_worker_when_the_queue_of_the_first_choice_is_full(rig: Rig) -> None:
+    slow, fast = rig.start_worker("m"), rig.start_worker("m")
+    rig.engine._limits = type(rig.engine._limits)(max_queued_tokens=10)
+    rig.engine._links[slow.slot].slowness = 4.0
+    requests = [rig.submit([1] * 3), rig.submit([2] * 9), rig.submit([3] * 4)]  # 12 ahead of it are over 4 x 3
+    assert [pending.link.slot for pending in requests] == [slow.slot, fast.slot, slow.slot]
+    with pytest.raises(Overloaded, match="max_queued_tokens"):
+        rig.submit([4] * 4)
+    await rig.serve(slow)
+    await rig.serve(fast)
+
+    for pending in requests:
+        await rig.rows(pending)
+
+
+@in_rig()
 async def test_long_lists_of_labels_are_not_kept(rig: Rig) -> None:
     worker = rig.start_worker("m")
     tracemalloc.start()

@@ -4,6 +4,7 @@ models.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -17,6 +18,7 @@ from sie.config.generation_settings import Generation
 from sie.config.sections import Memory, Scheduler
 from sie.config.settings import Settings
 from sie.ipc import messages
+from sie.native import team
 from sie.shm.attach import PendingAttachment
 from sie.shm.large import LargeBudget
 from sie.shm.space import OutboundSpace
@@ -112,6 +114,16 @@ def test_ring_that_nobody_reads_costs_no_token(rig: LoopRig) -> None:
     rig.turn_until(lambda: rig.frontend.answers[request].is_over)
     assert rig.frontend.answers[request].tokens == [echo(list(b"a prompt"), count=200)]
     assert rig.frontend.answers.num_frames < 20
+
+
+def test_what_lent_cores_save_is_not_learned_as_the_pace_of_a_stream(rig: LoopRig, monkeypatch) -> None:
+    saved_ns = itertools.count(0, 10**10)
+    monkeypatch.setattr(team, "saved_ns", lambda: next(saved_ns))
+    rig.load(make_card())
+    request = rig.frontend.generate(b"prompt", ignore_eos=True, max_tokens=4)
+    rig.turn_until(lambda: rig.frontend.answers[request].is_over)
+    pace = rig.worker.loop._generators._pace
+    assert min(pace.allowed_ns(MODEL, 1), pace.allowed_ns(f"{MODEL} decode", 1)) > 10**10
 
 
 def test_texts_and_streams_share_the_worker(rig: LoopRig) -> None:

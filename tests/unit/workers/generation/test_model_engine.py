@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from sie.catalog.stub import END_OF_TEXT
@@ -9,6 +12,7 @@ from sie.values.errors import Internal, NonFinite, ResourceExhausted
 from sie.values.generate import Sampling
 from sie.workers.device.faults import DeviceLostError
 from sie.workers.generation.token_frames import take_records
+from sie.workers.model_api import Slot
 from tests.unit.workers.generation_rig import EngineRig, Frontend, echo
 
 PROMPT = list(b"a prompt that is a little longer than a few blocks")
@@ -122,6 +126,44 @@ def test_prompt_is_read_in_larger_parts_while_no_choice_decodes() -> None:
     while not other.tokens[0]:
         rig.step()
     assert [size.num_prefill for size in rig.sizes] == [128, 128, 44, 64, 64, 64, 64, 44]
+
+
+def timed_rig(**limits: Any) -> EngineRig:
+    """Return an engine whose steps take 20 ms, and a millisecond for each token."""
+    rig = EngineRig("blocks=400", max_prefill_tokens=256, **limits)
+    run_step = rig.runner.run_step
+
+    def take_time(slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> object:
+        rig.now_ns += (20 + sum(len(slot.token_ids) for slot in slots)) * 1_000_000
+        return run_step(slots, copies)
+
+    rig.runner.run_step = take_time
+    return rig
+
+
+def test_prompts_delay_running_streams_as_long_as_set() -> None:
+    rig = timed_rig(token_gap_ns=100_000_000, first_token_ns=10**12)
+    stream = rig.submit(b"stream", ignore_eos=True)
+    rig.step()
+    rig.submit(bytes(2000), max_tokens=1)
+    rig.step(10)
+    assert [size.num_prefill for size in rig.sizes[1:4]] == [256, 128, 85]
+    assert all(76 <= size.num_prefill <= 80 for size in rig.sizes[4:])
+    assert len(stream.tokens[0]) == 11
+
+
+def test_a_prompt_that_waited_longer_than_set_is_read_in_whole_parts_again() -> None:
+    rig = timed_rig(token_gap_ns=10_000_000, first_token_ns=1_000_000_000)
+    rig.submit(b"stream", ignore_eos=True)
+    rig.step()
+    begun_ns = rig.now_ns
+    answer = rig.submit(bytes(1500), max_tokens=1)
+    while not answer.tokens[0]:
+        rig.step()
+    parts = [size.num_prefill for size in rig.sizes[1:] if size.num_prefill]
+    assert parts[:6] == [256, 128, 64, 32, 16, 16], "the step of one token takes too long already"
+    assert parts[-2] == 256
+    assert rig.now_ns - begun_ns < 3_000_000_000
 
 
 def test_equal_prompt_is_read_from_the_cache_and_says_so() -> None:
