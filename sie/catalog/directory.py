@@ -18,7 +18,7 @@ from sie.catalog.gli import read_library_card
 from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
 from sie.catalog.quantised import refuse_quantised
-from sie.catalog.remote_code import replace_remote_code
+from sie.catalog.remote_code import replace_remote_code, whole_config
 from sie.catalog.scoring import Scoring, is_classifier, read_scoring
 from sie.catalog.sparse import read_m3_heads, read_router, read_splade
 from sie.catalog.spec import ModelSpec
@@ -179,6 +179,10 @@ def _read_outputs(
         else read_pipeline(checkpoint, modules, hidden_size)
     )
     heads = read_m3_heads(checkpoint, hidden_size)
+    if heads.sparse is not None and pipeline.steps[0].config.get("include_prompt") is False:
+        raise refuse(
+            checkpoint.id, "its pooling leaves the prompt out (include_prompt: false), and it has other outputs"
+        )
     dims = {"dense": pipeline.dims}
     if heads.sparse is not None:
         dims["sparse"] = config["vocab_size"]
@@ -250,6 +254,7 @@ def _card(
         normalize=outputs.normalize,
         matryoshka=_matryoshka(config),
         pipeline=outputs.pipeline,
+        skips_prompt=any(step.config.get("include_prompt") is False for step in outputs.pipeline),
         sparse=outputs.sparse,
         static_queries=outputs.static_queries,
         late=outputs.late,
@@ -334,7 +339,7 @@ def _prompts(checkpoint: Checkpoint) -> tuple[dict[str, str], str | None]:
 
 
 def _read_config(transformer: Checkpoint, *, is_bare: bool) -> dict[str, Any]:
-    config = transformer.read_object("config.json")
+    config = whole_config(transformer.read_object("config.json"))
     if not isinstance(config.get("model_type"), str):
         raise refuse(transformer.id, "there is no config.json with a model_type")
     if transformer.find("adapter_config.json") is not None:

@@ -125,7 +125,8 @@ def _read_step(
     directory = str(checkpoint.root / folder)
     if name == "Pooling":
         modes = _pooling_modes(checkpoint, config, dims)
-        return PipelineStep(kind="pooling", config={"modes": modes}), dims * len(modes)
+        skips = {} if config.get("include_prompt", True) else {"include_prompt": False}
+        return PipelineStep(kind="pooling", config={"modes": modes, **skips}), dims * len(modes)
     if name not in ("Dense", "LayerNorm", "Normalize"):
         raise refuse(checkpoint.id, f"modules.json names the module {name}, which cannot be run")
     for key in _NAME_KEYS:
@@ -143,8 +144,6 @@ def _read_step(
 
 
 def _pooling_modes(checkpoint: Checkpoint, config: dict[str, Any], dims: int) -> list[str]:
-    if not config.get("include_prompt", True):
-        raise refuse(checkpoint.id, "its pooling leaves the prompt out (include_prompt: false), which cannot be run")
     width = config.get("embedding_dimension", config.get("word_embedding_dimension", dims))
     if width != dims:
         raise refuse(checkpoint.id, f"its pooling expects {width} dimensions, the transformer has {dims}")

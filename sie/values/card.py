@@ -179,7 +179,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     weight_names: tuple[tuple[str, ...], ...] = ()
     """Rules that rename weights, in order: a pattern and its replacement. A weight that matches a rule with several
     replacements is split into as many equal parts, by rows. One that matches a rule without a replacement is left out."""
-    layers: Literal["", "alibi", "experts"] = ""
+    layers: Literal["", "alibi", "experts", "latent"] = ""
     """Layers that differ from those of the library's class; see `sie.workers.loading.variants`."""
     inputs: tuple[str, ...] = ("text",)
     outputs: tuple[str, ...] = ("dense",)
@@ -230,6 +230,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Input and output tensors; None for a model that is not a tensor model."""
     generate: GenerateRule | None = None
     """Generation rule; None for a model that does not generate text."""
+    skips_prompt: bool = False
+    """Whether the pooling leaves out the tokens of the prompt before a text."""
     missing_outputs: dict[str, str] = {}
     """Known outputs of the model that this checkpoint cannot give, with the reason."""
     profiles: dict[str, dict[str, Any]] = {}

@@ -65,6 +65,11 @@ def apply_prompt(
     return [prompt + text for text in texts] if prompt else list(texts)
 
 
+def prompt_of(card: ModelCard, options: dict[str, Any], instruction: str | None, is_query: bool) -> str:
+    """Return what `apply_prompt` puts before each text. Raises BadRequest as it does."""
+    return apply_prompt(card, ["\0"], options, instruction, is_query)[0].rpartition("\0")[0]
+
+
 def apply_pair_prompt(
     card: ModelCard, query: str, documents: Sequence[str], options: dict[str, Any], instruction: str | None
 ) -> tuple[str, Sequence[str], str | None]:
