@@ -76,7 +76,7 @@ def replace_remote_code(card: ModelCard) -> ModelCard:
     if tokenizer := _unknown_tokenizer(settings):
         raise _unknown(card.id, tokenizer, "tokenizer_config.json", "read texts as other tokens")
     reference = _model_class(config, _auto_class(card))
-    if not reference:
+    if not reference or card.weight_names:  # open_clip's own configuration says what is computed
         return card
     code = _find(reference, config)
     if code is None:

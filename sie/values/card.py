@@ -202,6 +202,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Whether texts lose surrounding white space before they are tokenised."""
     drop_punctuation: bool = False
     """Whether texts lose ASCII punctuation, and runs of white space become one space."""
+    splits_underscores: bool = False
+    """Whether an underscore is a space, before punctuation is dropped."""
     padding: TextPadding | None = None
     """Padding of every text; None means no padding."""
     prompts: dict[str, str] = {}

@@ -309,6 +309,8 @@ class Tokenizer:
 
         Source of drop_punctuation: transformers 5.23 models/siglip/tokenization_siglip.py (canonicalize_text).
         """
+        if self.card.splits_underscores:
+            text = text.replace("_", " ")
         if self.card.drop_punctuation:
             text = _SPACES.sub(" ", text.translate(_NO_PUNCTUATION))
         text = text.strip() if self.card.strip else text

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -17,10 +18,12 @@ from sie.values.card import ModelCard
 def read_renamed_weights(card: ModelCard) -> dict[str, Tensor]:
     """Return all weights of a card's directory, by the names that its `weight_names` make of theirs.
 
+    `NAME[0]` is the first row of a weight, `NAME|0` and `NAME|1` are joined to one. A number becomes a row of one.
+
     Raises ModelLoadFailed if a weight cannot be split evenly, or two have one name.
     """
     rules = [(re.compile(pattern), replacements) for pattern, *replacements in card.weight_names]
-    renamed: dict[str, Tensor] = {}
+    renamed: dict[str, dict[int, Tensor]] = {}
     for path in weight_files(open_checkpoint(card.id, card.directory)):
         for name, names, weight in _read(path, rules):
             if len(names) > 1 and weight.shape[0] % len(names):
@@ -29,10 +32,17 @@ def read_renamed_weights(card: ModelCard) -> dict[str, Tensor]:
                 )
             parts = weight.chunk(len(names)) if len(names) > 1 else [weight]
             for new, part in zip(names, parts, strict=True):
-                if new in renamed:
+                whole, _, place = new.partition("|")
+                own = part[0] if whole.endswith("[0]") else part
+                places = renamed.setdefault(whole.removesuffix("[0]"), {})
+                if int(place or 0) in places:
                     raise refuse(card.id, f"two of its weights would be {new!r}, one of them {name!r}")
-                renamed[new] = part
-    return renamed
+                places[int(place or 0)] = own if own.ndim else own[None]
+    return {name: _joined(parts) for name, parts in renamed.items()}
+
+
+def _joined(parts: dict[int, Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 and 0 in parts else torch.cat([parts[place] for place in sorted(parts)])
 
 
 def _read(path: Path, rules: Sequence[tuple[re.Pattern[str], list[str]]]) -> Iterator[tuple[str, list[str], Tensor]]:

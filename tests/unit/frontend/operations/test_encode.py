@@ -266,15 +266,15 @@ async def test_what_prompts_make_of_the_texts_is_bounded_as_a_body_is(rig: Rig) 
     assert "max_body_bytes (2048)" in await encoding.refusal(request("x", instruction="i" * 1100, options=templated))
 
 
-@pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize(
-    ("details", "tokens"),
+    ("details", "tokens", "skips"),
     [
-        ({"options": {"doc_template": "p p p {text} behind"}}, 3),
-        ({"options": {"query_template": "{instruction} {text}", "is_query": True}, "instruction": "p p"}, 2),
-        ({"instruction": "p"}, 1),
-        ({}, 2),
-        ({"options": {"doc_template": "{text}"}}, 0),
+        ({"options": {"doc_template": "p p p {text} behind"}}, 3, True),
+        ({"options": {"query_template": "{instruction} {text}", "is_query": True}, "instruction": "p p"}, 2, True),
+        ({"instruction": "p"}, 1, True),
+        ({}, 2, True),
+        ({"options": {"doc_template": "{text}"}}, 0, True),
+        ({"instruction": "p"}, 0, False),
     ],
 )
 def test_tokens_of_a_prompt_are_skipped_by_a_model_that_wants_it(
@@ -296,4 +296,4 @@ def test_tokens_of_a_prompt_are_skipped_by_a_model_that_wants_it(
                 await encoder.start(entry_of(card), EncodeRequest(model="m", texts=["a a"], **details), 1 << 62)
 
     asyncio.run(encode())
-    assert desk.header.skipped_tokens == (tokens if skips else 0)
+    assert desk.header.skipped_tokens == tokens
