@@ -67,7 +67,7 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         reason = f"its configuration holds a value of the wrong kind: {type(error).__name__}: {error}"
         raise refuse(spec.id, reason) from error
-    return card if card.kind == "generator" or spec.ignore_remote_code else replace_remote_code(card)
+    return card if card.kind == "generator" or spec.ignore_remote_code else replace_remote_code(card, spec.adapter)
 
 
 def check_before_weights(model_id: str, directory: str) -> None:

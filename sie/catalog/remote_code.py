@@ -50,6 +50,8 @@ class _Code(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     bidirectional: bool = False
     adds_eos: bool = False
     names_pooling: bool = False
+    has_adapters: bool = False
+    """Whether its weights have adapters, by the names in `lora_adaptations`."""
     skips_prompt: bool = False
     """Whether its vectors are the mean of the tokens behind the prompt."""
 
@@ -65,8 +67,10 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer: tuple[_TokenizerCode, ...]
 
 
-def replace_remote_code(card: ModelCard) -> ModelCard:
+def replace_remote_code(card: ModelCard, adapter: str | None = None) -> ModelCard:
     """Return the card with the changes that the checkpoint's code makes, for an encoder with or without a head.
+
+    adapter is the operator's choice among the adapters in its weights, if the code has such.
 
     Raises ModelLoadFailed, naming the class, if it is unknown or cannot be replaced.
     """
@@ -93,6 +97,8 @@ def replace_remote_code(card: ModelCard) -> ModelCard:
     card = msgspec.structs.replace(
         card, config_part=code.part, config_changes=changes, weight_names=code.weights, layers=code.layers
     )
+    if code.has_adapters and adapter is not None:
+        card = _with_adapter(card, config, adapter)
     return _with_eos(card, transformer, code, settings)
 
 
@@ -220,6 +226,17 @@ def _with_eos(card: ModelCard, transformer: Checkpoint, code: _Code, settings: d
     if token is None:
         raise refuse(card.id, "its code puts an eos_token behind every text, and tokenizer_config.json names none")
     return msgspec.structs.replace(card, last_token=token)
+
+
+def _with_adapter(card: ModelCard, config: dict[str, Any], adapter: str) -> ModelCard:
+    """Return the card with an adapter of the checkpoint's own, and with the prompt of the same name."""
+    names, rank, alpha = config.get("lora_adaptations"), config.get("lora_rank"), config.get("lora_alpha")
+    if not isinstance(names, list) or adapter not in names:
+        raise refuse(card.id, f"its section sets adapter to {adapter!r}; it has {names}")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise refuse(card.id, f"config.json has lora_rank {rank!r} and lora_alpha {alpha!r}")
+    prompt = card.prompts.get(adapter, card.default_prompt)
+    return msgspec.structs.replace(card, merged_adapter=(names.index(adapter), alpha / rank), default_prompt=prompt)
 
 
 def _unknown(model_id: str, reference: str, file: str, effect: str) -> Exception:

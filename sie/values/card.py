@@ -179,6 +179,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     weight_names: tuple[tuple[str, ...], ...] = ()
     """Rules that rename weights, in order: a pattern and its replacement. A weight that matches a rule with several
     replacements is split into as many equal parts, by rows. One that matches a rule without a replacement is left out."""
+    merged_adapter: tuple[int, float] | None = None
+    """Number and scale of the adapter among its weights that is added to the others at load; None adds none."""
     layers: Literal["", "alibi", "experts", "latent"] = ""
     """Layers that differ from those of the library's class; see `sie.workers.loading.variants`."""
     inputs: tuple[str, ...] = ("text",)
