@@ -24,7 +24,8 @@ _LEGACY_POOLING = {  # the order is that of the concatenated vectors
 }
 _PREFIX = "sentence_transformers."
 _JINA = "custom_st.Transformer"
-"""jina-embeddings-v3's first module: a Transformer that also takes the name of an adapter."""
+"""The first module of jina-embeddings-v3: a Transformer that also takes an adapter, here `adapter` in the file of models."""
+_JINA_CODE = "modeling_lora.XLMRobertaLoRA"
 _PYLATE_DENSE = "pylate.models.Dense.Dense"  # identical to sentence-transformers' Dense
 _NAME_KEYS = ("module_input_name", "module_output_name")
 _SENTENCE, _TOKENS = "sentence_embedding", "token_embeddings"
@@ -58,14 +59,18 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 def read_modules(checkpoint: Checkpoint) -> list[Module] | None:
     """Return the modules of `modules.json`, or None for a bare checkpoint. Raises ModelLoadFailed for custom code."""
     modules = checkpoint.read_json("modules.json", list[Module])
-    if modules and modules[0].type == _JINA and modules[0].folder == "":
-        modules[0] = Module(
-            f"{_PREFIX}models.Transformer"
-        )  # its adapter apart, which `adapter` of the file of models names
+    if modules and modules[0] == Module(_JINA) and _has_jina_code(checkpoint):
+        modules[0] = Module(f"{_PREFIX}models.Transformer")
     for module in modules or ():
         if not module.type.startswith(_PREFIX) and module.type != _PYLATE_DENSE:
             raise refuse(checkpoint.id, f"modules.json names {module.type!r}, which is code of its own")
     return modules
+
+
+def _has_jina_code(checkpoint: Checkpoint) -> bool:
+    """Tell whether the checkpoint is one whose module is known: other models have another one of the same name."""
+    named = checkpoint.read_object("config.json").get("auto_map")
+    return isinstance(named, dict) and str(named.get("AutoModel")).rpartition("--")[2] == _JINA_CODE
 
 
 def read_pipeline(checkpoint: Checkpoint, modules: list[Module], hidden_size: int) -> Pipeline:

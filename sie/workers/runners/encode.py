@@ -187,8 +187,9 @@ class EncodeRunner:
     ) -> NDArray[np.float32]:
         rows = np.zeros((len(token_ids), self.card.dims["dense"]), dtype=np.float32)
         if filled:
-            own = ([values[row] for row in filled] if values else () for values in (loras, skips))
-            rows[filled] = self.run_tokens([token_ids[row] for row in filled], *own)
+            own_loras = [loras[row] for row in filled] if loras else ()
+            own_skips = [skips[row] for row in filled] if skips else ()
+            rows[filled] = self.run_tokens([token_ids[row] for row in filled], own_loras, own_skips)
         return rows
 
 

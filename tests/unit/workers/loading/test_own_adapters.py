@@ -118,6 +118,11 @@ def test_adapters_that_cannot_be_merged_are_refused(
         _prepare(tmp_path / "model", adapter, **changes)
 
 
+def test_the_same_module_of_other_code_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadFailed, match=r"custom_st\.Transformer.*code of its own"):
+        _prepare(tmp_path / "model", auto_map={"AutoModel": "modeling_clip.JinaCLIPModel"})
+
+
 def test_a_model_without_adapters_of_its_own_is_refused_with_one(tmp_path: Path) -> None:
     directory = flash.save_remote(tmp_path / "model", "flash XLM-R, rotary")
     spec = ModelSpec(id="org/model", directory=str(directory), adapter="retrieval.query")
