@@ -15,6 +15,7 @@ replace it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ def apply_prompt(
 
 def prompt_of(card: ModelCard, options: dict[str, Any], instruction: str | None, is_query: bool) -> str:
     """Return what `apply_prompt` puts before each text. Raises BadRequest as it does."""
-    return apply_prompt(card, ["\0"], options, instruction, is_query)[0].rpartition("\0")[0]
+    return os.path.commonprefix(apply_prompt(card, ["a", "b"], options, instruction, is_query))
 
 
 def apply_pair_prompt(

@@ -8,6 +8,7 @@ code of a checkpoint. Runs in a thread beside the step loop.
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,6 +87,7 @@ def load_gliner2(card: ModelCard, device_name: str, on_progress: Progress, limit
     assert isinstance(rule, Gliner)
     device = resolve_device(device_name)
     library = _import(card, "gliner2")
+    logging.getLogger("gliner2").setLevel(logging.ERROR)  # its warnings quote words of texts
     on_progress(0.1, "reading weights")
     with _faults(card), reading(str(Path(card.directory, "tokenizer.json"))):
         encoder = AutoConfig.for_model(**_settings(card, GLINER2_ENCODER))

@@ -215,7 +215,7 @@ def _without_prompts(hidden: Tensor, batch: PackedBatch, skips: Sequence[int]) -
     """
     lengths = np.diff(batch.cu_seqlens)
     wanted = np.asarray(skips, np.int64)[batch.order]
-    first = np.minimum(wanted, lengths - 1)
+    first = np.clip(wanted, 0, lengths - 1)
     kept = np.arange(lengths.sum()) >= np.repeat(batch.cu_seqlens[:-1] + first, lengths)
     bounds = np.concatenate(([0], (lengths - first).cumsum())).astype(np.int32)
     own = hidden[move(torch.from_numpy(kept.nonzero()[0]), hidden.device)]

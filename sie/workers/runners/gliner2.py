@@ -7,7 +7,7 @@ padding cannot change an answer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from sie.workers.runners.encode import weight_bytes
 from sie.workers.runners.gliner import MAX_BATCH_WORDS, split_batches
 
 _DEFAULT_THRESHOLD = 0.5
+_CACHED_WORDS, _CACHED_CHARS = 8192, 64
 
 
 class Gliner2Runner:
@@ -42,6 +43,7 @@ class Gliner2Runner:
         self._max_spans = limits.max_span_candidates
         self._device = next(model.parameters()).device
         model.processor.change_mode(is_training=False)
+        limit_cache(model.processor)
 
     def run(self, step: RowStep) -> StepOutputs:
         """Return the extractions of a step; see `RowRunner`."""
@@ -103,6 +105,12 @@ class Gliner2Runner:
                     f"max_span_candidates ({self._max_spans}); raise it, or send fewer labels - at `$.params.options.threshold`"
                 )
         return logits, counts
+
+
+def limit_cache(processor: Any) -> None:
+    """Keep the tokens of short words only: the library keeps those of 65,536 words, which a client makes as long as it likes."""
+    tokenize, kept = processor.tokenizer.tokenize, lru_cache(_CACHED_WORDS)(processor.tokenizer.tokenize)
+    processor._tokenize_cached = lambda word: (kept if len(word) <= _CACHED_CHARS else tokenize)(word)
 
 
 def _schema(model: Any, task: ExtractTask) -> Any:

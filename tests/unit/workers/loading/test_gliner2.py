@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from sie.config.limits import Limits
 from sie.frontend.operations.extraction import gliner
 from sie.values.errors import BadRequest
 from sie.values.extract import Extraction, ExtractTask, Gliner, LabelGroup
+from sie.workers.runners.gliner2 import limit_cache
 from tests.gli_models import WORDS, save_gliner2
 from tests.unit.workers.loading.test_library_models import LABELS, RELATIONS, TOLERANCE, Served
 from tests.unit.workers.loading.test_library_models import TEXTS as SPACED
@@ -117,6 +119,16 @@ def test_prompt_and_window_keep_within_the_encoders_positions(tmp_path: Path) ->
     served = Served(save_gliner2(tmp_path / "model"))  # BERT with 128 positions
     for text in ("ÀÉ日本" * 90, "a@b.com " * 90, "İ" * 200):
         served.extract([text], ExtractTask(labels=LABELS, relation_labels=RELATIONS))
+
+
+def test_only_short_words_are_kept() -> None:
+    read: list[str] = []
+    tokenizer = SimpleNamespace(tokenize=lambda word: [read.append(word)])
+    processor: Any = SimpleNamespace(tokenizer=tokenizer)
+    limit_cache(processor)
+    for word in ("short", "http://" + "a" * 100) * 2:
+        processor._tokenize_cached(word)
+    assert read == ["short", "http://" + "a" * 100, "http://" + "a" * 100]
 
 
 def test_threshold_that_almost_all_spans_pass_is_refused(tmp_path: Path) -> None:
