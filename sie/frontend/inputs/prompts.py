@@ -68,7 +68,8 @@ def apply_prompt(
 
 def prompt_of(card: ModelCard, options: dict[str, Any], instruction: str | None, is_query: bool) -> str:
     """Return what `apply_prompt` puts before each text. Raises BadRequest as it does."""
-    return os.path.commonprefix(apply_prompt(card, ["a", "b"], options, instruction, is_query))
+    both = apply_prompt(card, ["a", "b"], options, instruction, is_query)
+    return os.path.commonprefix(both)  # noqa: RUF071 -- characters are what is compared, not parts of a path
 
 
 def apply_pair_prompt(
