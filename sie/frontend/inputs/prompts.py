@@ -15,7 +15,6 @@ replace it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,8 +67,9 @@ def apply_prompt(
 
 def prompt_of(card: ModelCard, options: dict[str, Any], instruction: str | None, is_query: bool) -> str:
     """Return what `apply_prompt` puts before each text. Raises BadRequest as it does."""
-    both = apply_prompt(card, ["a", "b"], options, instruction, is_query)
-    return os.path.commonprefix(both)  # noqa: RUF071 -- characters are what is compared, not parts of a path
+    one, other = apply_prompt(card, ["a", "b"], options, instruction, is_query)
+    places = (place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    return one[: next(places, len(one))]
 
 
 def apply_pair_prompt(

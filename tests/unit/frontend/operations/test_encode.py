@@ -273,6 +273,7 @@ async def test_what_prompts_make_of_the_texts_is_bounded_as_a_body_is(rig: Rig) 
         ({"options": {"query_template": "{instruction} {text}", "is_query": True}, "instruction": "p p"}, 2, True),
         ({"instruction": "p"}, 1, True),
         ({"options": {"doc_template": "p {text} p {text}"}}, 1, True),
+        ({"options": {"doc_template": "p p"}}, 2, True),  # a template without a place for the text
         ({}, 2, True),
         ({"options": {"doc_template": "{text}"}}, 0, True),
         ({"instruction": "p"}, 0, False),
