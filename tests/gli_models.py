@@ -1,4 +1,4 @@
-"""Checkpoints of the libraries `gliner` and `gliclass` with few random weights, saved by the libraries themselves."""
+"""Checkpoints of the libraries `gliner`, `gliner2` and `gliclass` with few random weights, saved by the libraries themselves."""
 
 from __future__ import annotations
 
@@ -91,6 +91,27 @@ def save_gliner(
         )
         _spread(model.model)
         model.save_pretrained(directory, safe_serialization=True)
+    return directory
+
+
+def save_gliner2(
+    directory: Path, architecture: str = "span", encoder: str = "bert", *, max_length: int = 128, **settings: Any
+) -> Path:
+    """Write a GLiNER2 checkpoint as the library does."""
+    import gliner2
+
+    torch.manual_seed(5)
+    size = save_tokenizer(directory, max_length=max_length)
+    config = transformers.CONFIG_MAPPING[encoder](vocab_size=size, **_SMALL, **_ENCODERS[encoder])
+    with _quiet():
+        model = gliner2.AutoExtractor.from_config(
+            gliner2.ExtractorConfig(model_name="someone/encoder", architecture=architecture, **settings),
+            encoder_config=config, tokenizer=transformers.AutoTokenizer.from_pretrained(directory),
+        )  # fmt: skip
+        _spread(model)
+        if architecture == "span":
+            model.count_pred[-1].bias.data[2] += 9  # it counts two relations of each kind
+        model.save_pretrained(str(directory))
     return directory
 
 

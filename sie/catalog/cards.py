@@ -35,6 +35,8 @@ def complete_card(card: ModelCard, spec: ModelSpec) -> ModelCard:
     if spec.pooling is not None and (not card.pipeline or card.pipeline[0].config["modes"] != [spec.pooling]):
         reason = "its section sets pooling, which is for encoders without a modules.json"
         raise refuse(card.id, f"{reason}; its own files say how it pools" if card.pipeline else reason)
+    if spec.adapter is not None and card.merged_adapter is None:
+        raise refuse(card.id, f"its section sets adapter to {spec.adapter!r}, and it has no adapters of its own")
     is_classifier = card.kind == "cross-encoder" or isinstance(card.extract, TextClassification | ZeroShot)
     if spec.task is not None and not is_classifier:
         raise refuse(card.id, f"its section sets task, which is for sequence classifiers, not for a {card.kind}")

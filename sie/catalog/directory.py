@@ -18,12 +18,21 @@ from sie.catalog.gli import read_library_card
 from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
 from sie.catalog.quantised import refuse_quantised
-from sie.catalog.remote_code import replace_remote_code
+from sie.catalog.remote_code import replace_remote_code, whole_config
 from sie.catalog.scoring import Scoring, is_classifier, read_scoring
+from sie.catalog.sentence_settings import (
+    LATE_KEYS,
+    TransformerSettings,
+    check_settings,
+    max_sequence_length,
+    read_prompts,
+    read_sentence_settings,
+    read_settings,
+)
 from sie.catalog.sparse import read_m3_heads, read_router, read_splade
 from sie.catalog.spec import ModelSpec
 from sie.catalog.static_vectors import is_static, read_static
-from sie.catalog.text_ends import END_KEYS, TextEnds, read_text_ends
+from sie.catalog.text_ends import TextEnds, read_text_ends
 from sie.catalog.text_part import as_text_part, text_part
 from sie.catalog.towers import read_towers
 from sie.catalog.unserved import check_served
@@ -32,22 +41,6 @@ from sie.values.card import LateInteraction, ModelCard, PipelineStep, SparseOutp
 from sie.values.extract import ExtractRule
 from sie.values.output_kinds import DENSE, MULTIVECTOR, SPARSE
 
-_TRANSFORMER_CONFIGS = tuple(
-    f"sentence_{name}_config.json"
-    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-)
-_TEXT_MODALITY = {
-    "feature-extraction": {"method": "forward", "method_output_name": "last_hidden_state"},
-    "fill-mask": {"method": "forward", "method_output_name": "logits"},
-    "sequence-classification": {"method": "forward", "method_output_name": "logits"},
-    "text-generation": {"method": "forward", "method_output_name": "logits"},
-}
-_LATE_KEYS = ("query_length", "document_length", "query_expansion")
-_CHANGES_VECTORS = (
-    "query_length", "document_length", "query_expansion", "processing_kwargs", "config_kwargs", "config_args",
-)  # fmt: skip
-_TOKENIZER_KEYS = END_KEYS | {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
-_NO_LIMIT = 10**9  # transformers writes 1e30 for "unlimited"
 _HEADS = ("ForQuestionAnswering", "ForMultipleChoice")
 
 
@@ -67,7 +60,7 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         reason = f"its configuration holds a value of the wrong kind: {type(error).__name__}: {error}"
         raise refuse(spec.id, reason) from error
-    return card if card.kind == "generator" or spec.ignore_remote_code else replace_remote_code(card)
+    return card if card.kind == "generator" or spec.ignore_remote_code else replace_remote_code(card, spec.adapter)
 
 
 def check_before_weights(model_id: str, directory: str) -> None:
@@ -131,7 +124,7 @@ class _Outputs(msgspec.Struct, frozen=True, kw_only=True):
     """The outputs of a checkpoint, and their rules; fields as in `ModelCard`."""
 
     dims: dict[str, int]
-    settings: _TransformerSettings
+    settings: TransformerSettings
     similarity: str = DENSE.similarity
     pipeline: tuple[PipelineStep, ...] = ()
     normalize: bool = False
@@ -156,19 +149,19 @@ def _read_outputs(
 ) -> _Outputs:
     """Detect the kind of checkpoint and return its outputs; pooling is the operator's, for one without modules."""
     hidden_size = _hidden_size(transformer, config)
-    settings = _read_settings(transformer)
+    settings = read_settings(transformer)
     if is_late(checkpoint, modules, config):
-        _check_settings(transformer, settings, "feature-extraction", _LATE_KEYS)
+        check_settings(transformer, settings, "feature-extraction", LATE_KEYS)
         late, width = read_late(checkpoint, transformer, modules, hidden_size)
         return _Outputs(dims={"multivector": width}, settings=settings, similarity=MULTIVECTOR.similarity, late=late)
     is_masked_lm = settings.transformer_task == "fill-mask" or bool(modules and modules[0].name == "MLMTransformer")
     if is_masked_lm:
-        _check_settings(transformer, settings, "fill-mask")
+        check_settings(transformer, settings, "fill-mask")
         sparse = read_splade(checkpoint, modules)
         return _Outputs(
             dims={"sparse": config["vocab_size"]}, settings=settings, similarity=SPARSE.similarity, sparse=sparse
         )
-    _check_settings(transformer, settings, "feature-extraction")
+    check_settings(transformer, settings, "feature-extraction")
     if modules is None and _architecture(config).endswith("ForMaskedLM"):  # it does not say which it was trained for
         pipeline = default_pipeline(config, hidden_size, pooling)
         dims = {"dense": pipeline.dims, "sparse": config["vocab_size"]}
@@ -179,6 +172,10 @@ def _read_outputs(
         else read_pipeline(checkpoint, modules, hidden_size)
     )
     heads = read_m3_heads(checkpoint, hidden_size)
+    if heads.sparse is not None and pipeline.steps[0].config.get("include_prompt") is False:
+        raise refuse(
+            checkpoint.id, "its pooling leaves the prompt out (include_prompt: false), and it has other outputs"
+        )
     dims = {"dense": pipeline.dims}
     if heads.sparse is not None:
         dims["sparse"] = config["vocab_size"]
@@ -188,44 +185,12 @@ def _read_outputs(
                     sparse=heads.sparse, late=heads.late, missing=heads.missing)  # fmt: skip
 
 
-class _TransformerSettings(msgspec.Struct):
-    """`sentence_bert_config.json`: the transformer's settings for reading text."""
-
-    transformer_task: str | None = None
-    max_seq_length: int | None = None
-    do_lower_case: bool = False
-    modality_config: dict[str, Any] | None = None
-    processor_kwargs: dict[str, Any] | None = None
-    tokenizer_args: dict[str, Any] | None = None
-    """The older name of processor_kwargs."""
-    config_kwargs: dict[str, Any] | None = None
-    config_args: dict[str, Any] | None = None
-    processing_kwargs: dict[str, Any] | None = None
-    query_length: int | None = None
-    document_length: int | None = None
-    query_expansion: dict[str, Any] | None = None
-
-    @property
-    def tokenizer_settings(self) -> dict[str, Any]:
-        """The arguments that build the tokenizer."""
-        return self.processor_kwargs or self.tokenizer_args or {}
-
-
-class _SentenceSettings(msgspec.Struct):
-    """`config_sentence_transformers.json`: the settings of the whole model."""
-
-    prompts: dict[str, str | None] | None = None
-    default_prompt_name: str | None = None
-    similarity_fn_name: str | None = None
-    truncate_dim: int | None = None
-
-
 def _card(
     spec: ModelSpec, checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any], outputs: _Outputs
 ) -> ModelCard:
     tokenizer = transformer.find("tokenizer.json")
-    sentence = _sentence_settings(checkpoint)
-    prompts, default_prompt = _prompts(checkpoint)
+    sentence = read_sentence_settings(checkpoint)
+    prompts, default_prompt = read_prompts(checkpoint)
     ends = read_text_ends(transformer, outputs.settings.tokenizer_settings)
     if outputs.late is not None:  # the marker is added before the prompt, so remove it from the prompt
         for name, prefix in (("query", outputs.late.query_prefix), ("document", outputs.late.document_prefix)):
@@ -238,7 +203,7 @@ def _card(
         architecture=_architecture(config) or config["model_type"],
         outputs=(*outputs.dims, "score") if outputs.compares else tuple(outputs.dims),
         dims=outputs.dims,
-        max_sequence_length=_max_sequence_length(transformer, config, outputs.settings),
+        max_sequence_length=max_sequence_length(transformer, config, outputs.settings),
         vocab_size=int(config["vocab_size"]),
         tokenizer_file=str(tokenizer) if tokenizer else "",
         first_token=ends.first,
@@ -250,6 +215,7 @@ def _card(
         normalize=outputs.normalize,
         matryoshka=_matryoshka(config),
         pipeline=outputs.pipeline,
+        skips_prompt=any(step.config.get("include_prompt") is False for step in outputs.pipeline),
         sparse=outputs.sparse,
         static_queries=outputs.static_queries,
         late=outputs.late,
@@ -259,8 +225,8 @@ def _card(
 
 def _static_card(spec: ModelSpec, checkpoint: Checkpoint, modules: list[Module] | None) -> ModelCard:
     card = read_static(checkpoint, modules, checkpoint.read_object("config.json"))
-    sentence = _sentence_settings(checkpoint)
-    prompts, default_prompt = _prompts(checkpoint)
+    sentence = read_sentence_settings(checkpoint)
+    prompts, default_prompt = read_prompts(checkpoint)
     return msgspec.structs.replace(
         card, revision=spec.revision, prompts=prompts, default_prompt=default_prompt,
         similarity=sentence.similarity_fn_name or card.similarity,
@@ -271,11 +237,11 @@ def _score_card(
     spec: ModelSpec, checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any], scoring: Scoring
 ) -> ModelCard:
     task = scoring.task
-    settings = _TransformerSettings() if task is None else _read_settings(transformer)
+    settings = TransformerSettings() if task is None else read_settings(transformer)
     if task is not None:
-        _check_settings(transformer, settings, task)
-    prompts, default_prompt = ({}, None) if task is None else _prompts(checkpoint)
-    limits = (scoring.max_tokens, _max_sequence_length(transformer, config, settings))
+        check_settings(transformer, settings, task)
+    prompts, default_prompt = ({}, None) if task is None else read_prompts(checkpoint)
+    limits = (scoring.max_tokens, max_sequence_length(transformer, config, settings))
     tokenizer = transformer.find("tokenizer.json")
     is_template = scoring.rule.from_chat or scoring.rule.template is not None  # it has all special tokens of a pair
     ends = TextEnds() if is_template else read_text_ends(transformer, settings.tokenizer_settings)
@@ -299,7 +265,7 @@ def _score_card(
 
 
 def _extract_card(spec: ModelSpec, transformer: Checkpoint, config: dict[str, Any], rule: ExtractRule) -> ModelCard:
-    limits = (_max_sequence_length(transformer, config, _TransformerSettings()), count_positions(config))
+    limits = (max_sequence_length(transformer, config, TransformerSettings()), count_positions(config))
     tokenizer = transformer.find("tokenizer.json")
     return ModelCard(
         id=spec.id,
@@ -315,26 +281,8 @@ def _extract_card(spec: ModelSpec, transformer: Checkpoint, config: dict[str, An
     )
 
 
-def _sentence_settings(checkpoint: Checkpoint) -> _SentenceSettings:
-    sentence = checkpoint.read_json("config_sentence_transformers.json", _SentenceSettings) or _SentenceSettings()
-    if sentence.truncate_dim is not None:
-        reason = "truncate_dim in config_sentence_transformers.json cannot be run; ask for `dimensions`"
-        raise refuse(checkpoint.id, reason)
-    return sentence
-
-
-def _prompts(checkpoint: Checkpoint) -> tuple[dict[str, str], str | None]:
-    """Return the prompts by name, and the default prompt."""
-    sentence = checkpoint.read_json("config_sentence_transformers.json", _SentenceSettings) or _SentenceSettings()
-    prompts = {name: text or "" for name, text in (sentence.prompts or {}).items()}
-    default = sentence.default_prompt_name
-    if default is not None and default not in prompts:
-        raise refuse(checkpoint.id, f"default_prompt_name {default!r} is not one of its prompts")
-    return prompts, prompts[default] if default is not None else None
-
-
 def _read_config(transformer: Checkpoint, *, is_bare: bool) -> dict[str, Any]:
-    config = transformer.read_object("config.json")
+    config = whole_config(transformer.read_object("config.json"))
     if not isinstance(config.get("model_type"), str):
         raise refuse(transformer.id, "there is no config.json with a model_type")
     if transformer.find("adapter_config.json") is not None:
@@ -363,49 +311,6 @@ def _hidden_size(transformer: Checkpoint, config: dict[str, Any]) -> int:
         if isinstance(config.get(key), int):
             return config[key]
     raise refuse(transformer.id, "config.json has no hidden_size")
-
-
-def _read_settings(transformer: Checkpoint) -> _TransformerSettings:
-    """Return the settings of `sentence_bert_config.json`, or of a file with an older name."""
-    found = (transformer.read_json(name, _TransformerSettings) for name in _TRANSFORMER_CONFIGS)
-    return next((settings for settings in found if settings is not None), _TransformerSettings())
-
-
-def _check_settings(
-    transformer: Checkpoint, settings: _TransformerSettings, task: str, allowed: tuple[str, ...] = ()
-) -> None:
-    """Refuse settings that would change the vectors. allowed names keys that this kind of checkpoint supports."""
-    if (settings.transformer_task or task) != task:
-        raise refuse(transformer.id, f"its transformer_task is {settings.transformer_task!r}; only {task} can be run")
-    if (settings.modality_config or {}).get("text", _TEXT_MODALITY[task]) != _TEXT_MODALITY[task]:
-        raise refuse(transformer.id, "its modality_config reads text in a way that cannot be run")
-    if task in ("text-generation", "sequence-classification") and (settings.processing_kwargs or {}).keys() <= {
-        "chat_template"
-    }:
-        settings.processing_kwargs = None  # read with the template
-    for key in _CHANGES_VECTORS:
-        if getattr(settings, key) and key not in allowed:
-            raise refuse(transformer.id, f"sentence_bert_config.json sets {key}, which cannot be run")
-    unknown = settings.tokenizer_settings.keys() - _TOKENIZER_KEYS
-    if unknown:
-        raise refuse(transformer.id, f"sentence_bert_config.json gives its tokenizer {sorted(unknown)}")
-
-
-def _max_sequence_length(transformer: Checkpoint, config: dict[str, Any], settings: _TransformerSettings) -> int | None:
-    """Return the limit in tokens, special ones included, or None without a limit.
-
-    Source: sentence_transformers 6.2 base/modules/transformer.py. An explicit limit is used unchanged. Otherwise the
-    tokenizer's own limit is lowered to max_position_embeddings, where -1 means no limit.
-    """
-    tokenizer = transformer.read_object("tokenizer_config.json")
-    limit = settings.tokenizer_settings.get("model_max_length", settings.max_seq_length)
-    if limit is None:
-        limit = tokenizer.get("model_max_length", tokenizer.get("max_len")) or _NO_LIMIT
-        positions = config.get("max_position_embeddings", config.get("n_positions", -1))
-        limit = min(limit, positions) if isinstance(positions, int) and positions != -1 else limit
-    if not isinstance(limit, int | float) or limit < 1:
-        raise refuse(transformer.id, f"its maximum sequence length is {limit!r}")
-    return int(limit) if limit < _NO_LIMIT else None
 
 
 def _matryoshka(config: dict[str, Any]) -> bool | tuple[int, ...]:

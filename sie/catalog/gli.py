@@ -1,6 +1,6 @@
-"""Builds model cards from the directories of the libraries `gliner` and `gliclass`.
+"""Builds model cards from the directories of the libraries `gliner`, `gliner2` and `gliclass`.
 
-Neither library is imported. The encoder's configuration and the tokenizers, which they would otherwise get from a hub,
+The libraries are not imported. The encoder's configuration and the tokenizers, which they would otherwise get from a hub,
 must be in the directory. Checkpoints that need their own code are refused.
 """
 
@@ -17,8 +17,8 @@ from sie.values.extract import ExtractRule, Gliclass, Gliner
 GLINER_CONFIG: Final = "gliner_config.json"
 LABELS_TOKENIZER: Final = "labels_tokenizer"
 """The folder of a bi-encoder's second tokenizer."""
+GLINER2_ENCODER: Final = "encoder_config/config.json"
 _NOT_SERVED: Final = {"glirel_config.json": "GLiREL", "gliformer_config.json": "GLiFormer"}
-_NOT_SERVED_TYPES: Final = {"extractor": "GLiNER2", "glirel": "GLiREL"}
 _HOW_TO_COMPLETE: Final = "`--convert` or `sie convert` adds it"
 _ABSOLUTE_POSITIONS: Final = frozenset(
     {"albert", "bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"}
@@ -28,7 +28,9 @@ _RESERVED_POSITIONS: Final = 2  # of RoBERTa's table, whose first position is pa
 _NO_LIMIT: Final = 10**9  # transformers writes 1e30 for "unlimited"
 _GLICLASS_MAX_TOKENS: Final = 1024
 """The library's default limit. Source: gliclass 0.1.21 pipeline.py."""
-_DEFAULT_MAX_WORDS: Final = 384  # gliner 0.2.29 config.py
+_DEFAULT_MAX_WORDS: Final = 384  # gliner 0.2.29 config.py; gliner2 2.1.0 inference/chunking.py
+_STRUCTURED_HEADS: Final = 3
+"""The version of GLiNER2's configuration since which a boundary model finds relations by default."""
 _FIXED_MAX_LABELS: Final = 25  # gliclass 0.1.21 config.py, max_num_classes
 
 
@@ -41,8 +43,10 @@ def read_library_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard | No
     model_type = str(config.get("model_type", ""))
     if checkpoint.find(GLINER_CONFIG) is not None:
         return _gliner_card(spec, checkpoint, checkpoint.read_object(GLINER_CONFIG))
-    if model_type.lower() in _NOT_SERVED_TYPES:
-        raise refuse(spec.id, f"{_NOT_SERVED_TYPES[model_type.lower()]} models are not served by this version")
+    if model_type.lower() == "glirel":
+        raise refuse(spec.id, "GLiREL models are not served by this version")
+    if model_type == "extractor":
+        return _gliner2_card(spec, checkpoint, config)
     return _gliclass_card(spec, checkpoint, config) if model_type == "GLiClass" else None
 
 
@@ -73,6 +77,29 @@ def _check_gliner_kind(model_id: str, config: dict[str, Any]) -> None:
     splitter = config.get("words_splitter_type", "whitespace")
     if splitter != "whitespace":
         raise refuse(model_id, f"words_splitter_type {splitter!r} is not served by this version, only 'whitespace'")
+
+
+def _gliner2_card(spec: ModelSpec, checkpoint: Checkpoint, config: dict[str, Any]) -> ModelCard:
+    """Return the card of a GLiNER2 directory. Source: gliner2 2.1.0 configuration.py."""
+    check_weights(checkpoint)
+    if checkpoint.find("model.safetensors") is None:
+        raise refuse(spec.id, "its weights are in several files; a GLiNER2 model has one model.safetensors")
+    encoder = checkpoint.read_object(GLINER2_ENCODER)
+    if not encoder:
+        raise refuse(spec.id, f"there is no {GLINER2_ENCODER}, and nothing is fetched for it")
+    _refuse_code(spec.id, encoder)
+    _check_tokenizer(checkpoint)
+    heads = config.get("boundary_head")
+    settings: dict[str, Any] = heads if isinstance(heads, dict) else {}
+    version, max_words = config.get("config_version"), config.get("max_len")
+    is_new = isinstance(version, int) and version >= _STRUCTURED_HEADS
+    is_boundary = str(config.get("architecture")).strip().lower() == "boundary"
+    rule = Gliner(
+        library="gliner2",
+        max_words=max_words if isinstance(max_words, int) and max_words > 0 else _DEFAULT_MAX_WORDS,
+        relations=not is_boundary or bool(settings.get("enable_relations", is_new)),
+    )
+    return _card(spec, checkpoint, "GLiNER2", rule, max_tokens=_max_tokens(checkpoint, encoder))
 
 
 def _gliclass_card(spec: ModelSpec, checkpoint: Checkpoint, config: dict[str, Any]) -> ModelCard:

@@ -112,6 +112,7 @@ def _add_from_file(loaded: Loaded, specs: dict[str, tuple[ModelSpec, Start]]) ->
             ignore_remote_code=model.ignore_remote_code,
             reranker=model.reranker,
             pooling=model.pooling,
+            adapter=model.adapter,
             task=model.task,
             dimensions=model.dimensions,
             accept_token_ids=model.accept_token_ids,

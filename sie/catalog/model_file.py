@@ -42,6 +42,8 @@ class FileModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How the model reads a pair and its score. Replaces the description in its files and in the catalogue."""
     pooling: Pooling | None = None
     """How a checkpoint without `modules.json` becomes one vector; None means as sentence-transformers does."""
+    adapter: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    """The adapter of the checkpoint's own (`lora_adaptations`) with which it is served; None means without."""
     task: ClassifierTask | None = None
     """How a sequence classifier is served; None means as its configuration says."""
     dimensions: bool | tuple[Annotated[int, msgspec.Meta(ge=1)], ...] | None = None

@@ -23,6 +23,9 @@ _LEGACY_POOLING = {  # the order is that of the concatenated vectors
     "pooling_mode_lasttoken": "lasttoken",
 }
 _PREFIX = "sentence_transformers."
+_JINA = "custom_st.Transformer"
+"""The first module of jina-embeddings-v3: a Transformer that also takes an adapter, here `adapter` in the file of models."""
+_JINA_CODE = "modeling_lora.XLMRobertaLoRA"
 _PYLATE_DENSE = "pylate.models.Dense.Dense"  # identical to sentence-transformers' Dense
 _NAME_KEYS = ("module_input_name", "module_output_name")
 _SENTENCE, _TOKENS = "sentence_embedding", "token_embeddings"
@@ -56,10 +59,18 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 def read_modules(checkpoint: Checkpoint) -> list[Module] | None:
     """Return the modules of `modules.json`, or None for a bare checkpoint. Raises ModelLoadFailed for custom code."""
     modules = checkpoint.read_json("modules.json", list[Module])
+    if modules and modules[0] == Module(_JINA) and _has_jina_code(checkpoint):
+        modules[0] = Module(f"{_PREFIX}models.Transformer")
     for module in modules or ():
         if not module.type.startswith(_PREFIX) and module.type != _PYLATE_DENSE:
             raise refuse(checkpoint.id, f"modules.json names {module.type!r}, which is code of its own")
     return modules
+
+
+def _has_jina_code(checkpoint: Checkpoint) -> bool:
+    """Tell whether the checkpoint is one whose module is known: other models have another one of the same name."""
+    named = checkpoint.read_object("config.json").get("auto_map")
+    return isinstance(named, dict) and str(named.get("AutoModel")).rpartition("--")[2] == _JINA_CODE
 
 
 def read_pipeline(checkpoint: Checkpoint, modules: list[Module], hidden_size: int) -> Pipeline:
@@ -125,7 +136,8 @@ def _read_step(
     directory = str(checkpoint.root / folder)
     if name == "Pooling":
         modes = _pooling_modes(checkpoint, config, dims)
-        return PipelineStep(kind="pooling", config={"modes": modes}), dims * len(modes)
+        skips = {} if config.get("include_prompt", True) else {"include_prompt": False}
+        return PipelineStep(kind="pooling", config={"modes": modes, **skips}), dims * len(modes)
     if name not in ("Dense", "LayerNorm", "Normalize"):
         raise refuse(checkpoint.id, f"modules.json names the module {name}, which cannot be run")
     for key in _NAME_KEYS:
@@ -143,8 +155,6 @@ def _read_step(
 
 
 def _pooling_modes(checkpoint: Checkpoint, config: dict[str, Any], dims: int) -> list[str]:
-    if not config.get("include_prompt", True):
-        raise refuse(checkpoint.id, "its pooling leaves the prompt out (include_prompt: false), which cannot be run")
     width = config.get("embedding_dimension", config.get("word_embedding_dimension", dims))
     if width != dims:
         raise refuse(checkpoint.id, f"its pooling expects {width} dimensions, the transformer has {dims}")

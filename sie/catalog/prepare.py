@@ -112,7 +112,7 @@ def _prepare(request: Request, on_progress: Progress) -> ModelCard:
     card = make_card(spec, directory)
     if "auto_map" in open_checkpoint(card.id, card.directory).read_object("config.json"):
         on_progress(1.0, "checking the architecture")
-        read_model_config(card.id, card.directory, card.config_changes)
+        read_model_config(card.id, card.directory, card.config_changes, card.config_part)
     if not card.tokenizer_file:
         on_progress(1.0, "converting the tokenizer")
         path = convert_tokenizer(card.id, card.directory, request.cache_dir)

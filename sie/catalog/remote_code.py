@@ -34,6 +34,8 @@ class _Code(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Values of config.json that select this entry among those for the same classes."""
     expects: dict[str, Any] = {}
     """Values that config.json must have where it has the key, because other ones are not computed."""
+    part: str = ""
+    """The key of config.json with the configuration of the transformer, beside values that it may lack."""
     served_as_type: str = ""
     """The library's model_type of the architecture, if it differs."""
     values: dict[str, Any] = {}
@@ -43,13 +45,15 @@ class _Code(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rope: Literal["", "ntk", "dynamic"] = ""
     """The scaling of rotary positions that the library's class does not read from config.json."""
     weights: tuple[tuple[str, ...], ...] = ()
-    layers: Literal["", "alibi", "experts"] = ""
+    layers: Literal["", "alibi", "experts", "latent"] = ""
     """Both as in `ModelCard`: `weight_names` and `layers`."""
     bidirectional: bool = False
     adds_eos: bool = False
     names_pooling: bool = False
-    refusal: str = ""
-    """The reason why it cannot be served; empty if it can."""
+    has_adapters: bool = False
+    """Whether its weights have adapters, by the names in `lora_adaptations`."""
+    skips_prompt: bool = False
+    """Whether its vectors are the mean of the tokens behind the prompt."""
 
 
 class _TokenizerCode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,8 +67,10 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer: tuple[_TokenizerCode, ...]
 
 
-def replace_remote_code(card: ModelCard) -> ModelCard:
+def replace_remote_code(card: ModelCard, adapter: str | None = None) -> ModelCard:
     """Return the card with the changes that the checkpoint's code makes, for an encoder with or without a head.
+
+    adapter is the operator's choice among the adapters in its weights, if the code has such.
 
     Raises ModelLoadFailed, naming the class, if it is unknown or cannot be replaced.
     """
@@ -74,18 +80,35 @@ def replace_remote_code(card: ModelCard) -> ModelCard:
     if tokenizer := _unknown_tokenizer(settings):
         raise _unknown(card.id, tokenizer, "tokenizer_config.json", "read texts as other tokens")
     reference = _model_class(config, _auto_class(card))
-    if not reference:
+    if not reference or card.weight_names:  # open_clip's own configuration says what is computed
         return card
     code = _find(reference, config)
     if code is None:
         raise _unknown(card.id, reference, "config.json", "compute other values than transformers' own class")
-    if code.refusal:
-        raise refuse(card.id, f"{code.refusal}; {_advice(reference)}")
+    if code.skips_prompt:
+        if card.pipeline[0].config["modes"] != ["mean"]:
+            raise refuse(
+                card.id, f"its code takes the mean without the prompt, and its modules do not; {_advice(reference)}"
+            )
+        card = msgspec.structs.replace(card, skips_prompt=True)
     if code.names_pooling:
         _check_pooling(card, config)
     changes = _config_changes(card.id, reference, code, config)
-    card = msgspec.structs.replace(card, config_changes=changes, weight_names=code.weights, layers=code.layers)
+    card = msgspec.structs.replace(
+        card, config_part=code.part, config_changes=changes, weight_names=code.weights, layers=code.layers
+    )
+    if code.has_adapters and adapter is not None:
+        card = _with_adapter(card, config, adapter)
     return _with_eos(card, transformer, code, settings)
+
+
+def whole_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the values of its part, and those that this part may lack, for code that has such a part."""
+    code = _find(_model_class(config, "AutoModel"), config)
+    if code is None or not code.part:
+        return config
+    part = config.get(code.part)
+    return {**code.values, **(part if isinstance(part, dict) else {}), **config}
 
 
 def _auto_class(card: ModelCard) -> str:
@@ -128,7 +151,7 @@ def _local(reference: Any) -> str:
 
 
 def _find(reference: str, config: dict[str, Any]) -> _Code | None:
-    model_type = str(config["model_type"])
+    model_type = str(config.get("model_type"))
     return next(
         (
             code
@@ -148,7 +171,8 @@ def _config_changes(model_id: str, reference: str, code: _Code, config: dict[str
             reason = f"config.json sets {key} to {config[key]!r}; of {reference} only {value!r} is computed"
             raise refuse(model_id, reason)
     changes: dict[str, Any] = {"model_type": code.served_as_type} if code.served_as_type else {}
-    changes |= {key: value for key, value in code.values.items() if key not in config}
+    own: Any = (config.get(code.part) or {}) if code.part else config
+    changes |= {key: value for key, value in code.values.items() if key not in own}
     changes |= {name: config[key] for key, name in code.names.items() if config.get(key) is not None}
     if code.rope:
         changes |= _rope_changes(model_id, code.rope, {**config, **changes})
@@ -202,6 +226,17 @@ def _with_eos(card: ModelCard, transformer: Checkpoint, code: _Code, settings: d
     if token is None:
         raise refuse(card.id, "its code puts an eos_token behind every text, and tokenizer_config.json names none")
     return msgspec.structs.replace(card, last_token=token)
+
+
+def _with_adapter(card: ModelCard, config: dict[str, Any], adapter: str) -> ModelCard:
+    """Return the card with an adapter of the checkpoint's own, and with the prompt of the same name."""
+    names, rank, alpha = config.get("lora_adaptations"), config.get("lora_rank"), config.get("lora_alpha")
+    if not isinstance(names, list) or adapter not in names:
+        raise refuse(card.id, f"its section sets adapter to {adapter!r}; it has {names}")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise refuse(card.id, f"config.json has lora_rank {rank!r} and lora_alpha {alpha!r}")
+    prompt = card.prompts.get(adapter, card.default_prompt)
+    return msgspec.structs.replace(card, merged_adapter=(names.index(adapter), alpha / rank), default_prompt=prompt)
 
 
 def _unknown(model_id: str, reference: str, file: str, effect: str) -> Exception:

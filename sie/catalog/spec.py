@@ -91,6 +91,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an encoder with unknown code is served by transformers' own class."""
     reranker: Reranker | None = None
     pooling: Pooling | None = None
+    adapter: str | None = None
     task: ClassifierTask | None = None
     dimensions: bool | tuple[int, ...] | None = None
     accept_token_ids: bool = False

@@ -15,6 +15,7 @@ import msgspec
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.image_rule import read_image_rule
 from sie.catalog.modules import Module
+from sie.catalog.open_clip import read_open_clip
 from sie.values.card import ImageRule, ModelCard, TextPadding
 
 
@@ -56,7 +57,7 @@ def read_towers(checkpoint: Checkpoint, transformer: Checkpoint, modules: list[M
     config = transformer.read_object("config.json")
     family = _FAMILIES.get(str(config.get("model_type")))
     if family is None:
-        return None
+        return read_open_clip(checkpoint) if modules is None else None
     architecture = str((config.get("architectures") or [family.architecture])[0])
     if architecture != family.architecture:
         raise refuse(checkpoint.id, f"{architecture} is not a model of texts and images")

@@ -179,7 +179,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     weight_names: tuple[tuple[str, ...], ...] = ()
     """Rules that rename weights, in order: a pattern and its replacement. A weight that matches a rule with several
     replacements is split into as many equal parts, by rows. One that matches a rule without a replacement is left out."""
-    layers: Literal["", "alibi", "experts"] = ""
+    merged_adapter: tuple[int, float] | None = None
+    """Number and scale of the adapter among its weights that is added to the others at load; None adds none."""
+    layers: Literal["", "alibi", "experts", "latent"] = ""
     """Layers that differ from those of the library's class; see `sie.workers.loading.variants`."""
     inputs: tuple[str, ...] = ("text",)
     outputs: tuple[str, ...] = ("dense",)
@@ -202,6 +204,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Whether texts lose surrounding white space before they are tokenised."""
     drop_punctuation: bool = False
     """Whether texts lose ASCII punctuation, and runs of white space become one space."""
+    splits_underscores: bool = False
+    """Whether an underscore is a space, before punctuation is dropped."""
     padding: TextPadding | None = None
     """Padding of every text; None means no padding."""
     prompts: dict[str, str] = {}
@@ -230,6 +234,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Input and output tensors; None for a model that is not a tensor model."""
     generate: GenerateRule | None = None
     """Generation rule; None for a model that does not generate text."""
+    skips_prompt: bool = False
+    """Whether the pooling leaves out the tokens of the prompt before a text."""
     missing_outputs: dict[str, str] = {}
     """Known outputs of the model that this checkpoint cannot give, with the reason."""
     profiles: dict[str, dict[str, Any]] = {}

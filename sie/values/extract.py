@@ -221,14 +221,14 @@ class ZeroShot(msgspec.Struct, frozen=True, kw_only=True, tag="zero_shot"):
 
 
 class Gliner(msgspec.Struct, frozen=True, kw_only=True, tag="gliner"):
-    """Entities for labels in plain words, and relations between them, found by the `gliner` library.
+    """Entities for labels in plain words, and relations between them, found by the library `gliner` or `gliner2`.
 
-    A work item is a window of a text: at most the words and tokens that the model reads at once.
+    A work item is a window of a text: at most the words and tokens that the model reads at once. GLiNER2 also scores
+    groups of labels, for each window.
     """
 
     reads: ClassVar[ReadsForm] = "text"
     gives: ClassVar[GivesForm] = "extract"
-    needs_labels: ClassVar[bool] = True
 
     max_words: int
     """Most words of a window; its tokens, labels included, are at most the card's max_sequence_length."""
@@ -236,14 +236,24 @@ class Gliner(msgspec.Struct, frozen=True, kw_only=True, tag="gliner"):
     """Whether it also finds relations."""
     reads_labels_apart: bool = False
     """Whether a separate encoder reads the labels, so that they take no room in the window."""
+    library: Literal["gliner", "gliner2"] = "gliner"
+
+    @property
+    def needs_labels(self) -> bool:
+        """Whether labels are required; GLiNER2 also accepts relations or groups of labels alone."""
+        return self.library == "gliner"
 
     @property
     def options(self) -> frozenset[str]:
         """The options it serves; relation options only if it finds relations."""
-        return _GLINER_OPTIONS | _RELATION_OPTIONS if self.relations else _GLINER_OPTIONS
+        own = _GLINER_OPTIONS if self.library == "gliner" else _GLINER2_OPTIONS
+        return own | _RELATION_OPTIONS if self.relations else own
 
 
 _GLINER_OPTIONS = frozenset({"threshold", "flat_ner", "multi_label", "merge_adjacent_entities", "overflow_policy"})
+_GLINER2_OPTIONS = frozenset(
+    {"threshold", "merge_adjacent_entities", "label_groups", "classification_type", "overflow_policy"}
+)
 _RELATION_OPTIONS = frozenset({"relation_labels", "relation_threshold"})
 
 

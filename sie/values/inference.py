@@ -49,6 +49,8 @@ class EncodeRequest(msgspec.Struct, kw_only=True):
     """Token cost of its images, set after decoding."""
     cuts: dict[int, int] = {}
     """Maps the number of each item that was cut to the most tokens that the model reads; set by tokenising."""
+    prompt_tokens: int = 0
+    """Tokens of the prompt before each text, if the model skips them; set by tokenising."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,6 +57,8 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     """Id of the adapter for all items; empty for the model without an adapter."""
     is_raw: bool = False
     """Whether scores of pairs are wanted without the model's activation."""
+    skipped_tokens: int = 0
+    """First tokens of each text that the pooling leaves out, for a card that skips prompts."""
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):

@@ -234,11 +234,13 @@ def _load_library_model(
 ) -> Runner:
     with stall_notices.importing():
         light_imports.prepare()
-        from sie.workers.loading.libraries import load_gliclass, load_gliner  # imports torch
+        from sie.workers.loading.libraries import load_gliclass, load_gliner, load_gliner2  # imports torch
 
     dtype = settings.models.dtype
     if isinstance(card.extract, Gliclass):
         return load_gliclass(card, launch.device, dtype, progress)
+    if isinstance(card.extract, Gliner) and card.extract.library == "gliner2":
+        return load_gliner2(card, launch.device, progress, settings.limits)
     return load_gliner(card, launch.device, dtype, progress, settings.limits)
 
 

@@ -87,6 +87,11 @@ class Want(Protocol):
         """The length to which a query is padded, or None for the card's own."""
         ...
 
+    @property
+    def skipped_tokens(self) -> int:
+        """First tokens of the text that the pooling leaves out."""
+        ...
+
 
 class Comparison:
     """A query that documents are compared with, over as many steps as needed; one for each request."""
@@ -107,6 +112,7 @@ class Side(NamedTuple):
 
     comparison: Comparison
     is_query: bool
+    skipped_tokens: int = 0
 
     @property
     def output_types(self) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ OF_EXTRAS = {
     "nats": "cluster",
     "opentelemetry": "otel",
     "gliclass": "gliclass",
+    "gliner2": "gliner2",
     "anyio": "mcp",
     "httpx2": "mcp",
     "mcp": "mcp",

@@ -65,6 +65,13 @@ def apply_prompt(
     return [prompt + text for text in texts] if prompt else list(texts)
 
 
+def prompt_of(card: ModelCard, options: dict[str, Any], instruction: str | None, is_query: bool) -> str:
+    """Return what `apply_prompt` puts before each text. Raises BadRequest as it does."""
+    one, other = apply_prompt(card, ["a", "b"], options, instruction, is_query)
+    places = (place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    return one[: next(places, len(one))]
+
+
 def apply_pair_prompt(
     card: ModelCard, query: str, documents: Sequence[str], options: dict[str, Any], instruction: str | None
 ) -> tuple[str, Sequence[str], str | None]:

@@ -131,6 +131,14 @@ class Tokenizer:
         """The most characters that may be read of one text."""
         return self._document.max_chars
 
+    def count_prompt(self, prompt: str, is_query: bool) -> int:
+        """Return how many first tokens of a text with this prompt are the prompt's, special ones included.
+
+        A special token at the end does not count. Source: sentence_transformers 6.2, `_get_prompt_length`.
+        """
+        ids, empty = (self.encode_texts([text], is_query)[0] for text in (prompt, ""))
+        return (len(ids) - bool(len(empty) and ids[-1] == empty[-1])) if prompt and len(ids) else 0
+
     def encode_texts(
         self, texts: Sequence[str], is_query: bool = False, max_tokens: int | None = None, cuts: Cuts | None = None
     ) -> tuple[Int32Array, Int32Array]:
@@ -301,6 +309,8 @@ class Tokenizer:
 
         Source of drop_punctuation: transformers 5.23 models/siglip/tokenization_siglip.py (canonicalize_text).
         """
+        if self.card.splits_underscores:
+            text = text.replace("_", " ")
         if self.card.drop_punctuation:
             text = _SPACES.sub(" ", text.translate(_NO_PUNCTUATION))
         text = text.strip() if self.card.strip else text

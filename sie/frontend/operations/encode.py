@@ -22,7 +22,7 @@ from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.inputs.mixed import mix_items
 from sie.frontend.inputs.pair_cuts import Cuts
 from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion, token_limit
-from sie.frontend.inputs.prompts import apply_prompt, check_prompted, count_prompted
+from sie.frontend.inputs.prompts import apply_prompt, check_prompted, count_prompted, prompt_of
 from sie.frontend.inputs.stub_texts import encode_stub_text, encode_stub_texts
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer
 from sie.frontend.models.adapter_lookup import requested_adapter
@@ -70,6 +70,7 @@ class Encoder:
         else:
             arrays = await self._prepare_mixed(entry, request, request.images, deadline_ns)
         check_cuts(entry.card, request.options.get("overflow_policy"), request.cuts)
+        header = _with_prompt(header, request)
         num_tokens = int(arrays[0][1][-1])
         took_ns = time.monotonic_ns() - began_ns
         if request.images is None:
@@ -82,13 +83,15 @@ class Encoder:
             return None
         began_ns = time.monotonic_ns()
         texts = request.texts
-        if texts is not None and len(texts) == 1 and not request.options and not request.instruction:
+        is_plain = not request.options and not request.instruction and not entry.card.skips_prompt
+        if texts is not None and len(texts) == 1 and is_plain:
             return self._try_start_text(entry, request, texts, deadline_ns, began_ns)
         header = self._header(entry, request)
         arrays = self._try_prepare(entry, request)
         if arrays is None:
             return None
         check_cuts(entry.card, request.options.get("overflow_policy"), request.cuts)
+        header = _with_prompt(header, request)
         num_tokens = int(arrays[0][1][-1])
         took_ns = time.monotonic_ns() - began_ns
         return Started(self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns)
@@ -173,6 +176,11 @@ class Encoder:
         return arrays
 
 
+def _with_prompt(header: WorkHeader, request: EncodeRequest) -> WorkHeader:
+    tokens = request.prompt_tokens
+    return msgspec.structs.replace(header, skipped_tokens=tokens) if tokens else header
+
+
 def check_encode(card: ModelCard, request: EncodeRequest, limits: Limits) -> None:
     """Raise BadRequest for a resolved request that is too large with its prompts, or whose reply would be."""
     output_types, output_dtype = request.output_types or _DENSE_ONLY, request.output_dtype or "float32"
@@ -218,4 +226,7 @@ def _prepare(entry: ModelEntry, request: EncodeRequest, tokenizer: Tokenizer | N
         text, text_offsets, cu_seqlens = encode_stub_texts(entry.card, texts, max_tokens, cuts)
         return [("cu_seqlens", cu_seqlens), ("text", text), ("text_offsets", text_offsets)]
     token_ids, cu_seqlens = tokenizer.encode_texts(texts, is_query, max_tokens, cuts)
+    if entry.card.skips_prompt:
+        prompt = prompt_of(entry.card, request.options, request.instruction, is_query)
+        request.prompt_tokens = tokenizer.count_prompt(prompt, is_query)
     return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]

@@ -1,4 +1,4 @@
-"""Loads models of the optional libraries `gliner` and `gliclass`, which users install themselves.
+"""Loads models of the optional libraries `gliner`, `gliner2` and `gliclass`, which users install themselves.
 
 The error for a missing library names the command that installs it. Everything is read from the model's directory: the
 encoder's configuration from the library's own, the tokenizers from their files. It never looks on a hub and runs no
@@ -8,6 +8,7 @@ code of a checkpoint. Runs in a thread beside the step loop.
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +20,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from sie.catalog.architecture import plain_config
 from sie.catalog.files import refuse
-from sie.catalog.gli import GLINER_CONFIG, LABELS_TOKENIZER
+from sie.catalog.gli import GLINER2_ENCODER, GLINER_CONFIG, LABELS_TOKENIZER
 from sie.config.limits import Limits
 from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
@@ -33,12 +34,14 @@ from sie.values.extract import ExtractTask, Gliclass, Gliner
 from sie.workers.device.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.runners.gliclass import GliclassRunner
 from sie.workers.runners.gliner import GlinerRunner
+from sie.workers.runners.gliner2 import Gliner2Runner
 from sie.workers.stall_notices import reading
 
 _log = get_logger(__name__)
 _INSTALL = {
     # gliner declares an older transformers than the version here. It runs with this one, but pip would refuse the pair.
     "gliner": "pip install --no-deps gliner",
+    "gliner2": "pip install gliner2",
     "gliclass": "pip install gliclass",
 }
 _ENCODERS = ("encoder_config", "labels_encoder_config")
@@ -76,6 +79,34 @@ def load_gliner(
         return True
 
     return _try_formats(card, build, probe, dtype, on_progress)
+
+
+def load_gliner2(card: ModelCard, device_name: str, on_progress: Progress, limits: Limits) -> Gliner2Runner:
+    """Return a GLiNER2 model that is ready for its first step. Arguments and errors as in `load_gliner`."""
+    rule = card.extract
+    assert isinstance(rule, Gliner)
+    device = resolve_device(device_name)
+    library = _import(card, "gliner2")
+    logging.getLogger("gliner2").setLevel(logging.ERROR)  # its warnings quote words of texts
+    on_progress(0.1, "reading weights")
+    with _faults(card), reading(str(Path(card.directory, "tokenizer.json"))):
+        encoder = AutoConfig.for_model(**_settings(card, GLINER2_ENCODER))
+        model = library.AutoExtractor.from_config(
+            library.ExtractorConfig.from_dict(_settings(card, "config.json")),
+            encoder_config=encoder,
+            tokenizer=importlib.import_module("gliner2.models.base").load_extractor_tokenizer(card.directory),
+        )
+        _read_weights(card, model, importlib.import_module("gliner2.models.loading").reconcile_encoder_embeddings)
+    model.eval().requires_grad_(requires_grad=False)
+
+    def build(chosen: torch.dtype) -> Gliner2Runner:
+        return Gliner2Runner(card, model.to(device, chosen), limits)
+
+    def probe(runner: Gliner2Runner) -> bool:
+        runner.run_extract([np.frombuffer(b"a b", np.uint8)], [ExtractTask(labels=("a",), threshold=0.5)])
+        return True
+
+    return _try_formats(card, build, probe, torch.float32, on_progress)
 
 
 def load_gliclass(
@@ -182,9 +213,14 @@ def _settings(card: ModelCard, name: str) -> dict[str, Any]:
     return settings
 
 
-def _read_weights(card: ModelCard, model: torch.nn.Module) -> None:
-    """Load a module's weights from safetensors. Raises ModelLoadFailed if some are missing."""
+def _read_weights(card: ModelCard, model: torch.nn.Module, prepare: Callable[..., None] | None = None) -> None:
+    """Load a module's weights from safetensors. Raises ModelLoadFailed if some are missing.
+
+    prepare: makes the model and the weights fit each other first.
+    """
     weights = load_file(Path(card.directory, "model.safetensors"))
+    if prepare is not None:
+        prepare(model, weights)
     own = model.state_dict()
     shared: dict[int, list[str]] = {}
     for name, weight in own.items():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Final
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -13,34 +15,58 @@ from sie.catalog.files import open_checkpoint, refuse
 from sie.catalog.weights import weight_files
 from sie.values.card import ModelCard
 
+_ORIGINAL: Final = ".original"
+"""The end of a weight's name that has adapters beside it, as torch's parametrizations write it."""
+
 
 def read_renamed_weights(card: ModelCard) -> dict[str, Tensor]:
     """Return all weights of a card's directory, by the names that its `weight_names` make of theirs.
 
+    `NAME[0]` is the first row of a weight, `NAME|0` and `NAME|1` are joined to one. A number becomes a row of one.
+
     Raises ModelLoadFailed if a weight cannot be split evenly, or two have one name.
     """
     rules = [(re.compile(pattern), replacements) for pattern, *replacements in card.weight_names]
-    renamed: dict[str, Tensor] = {}
+    adapter = card.merged_adapter
+    renamed: dict[str, dict[int, Tensor]] = {}
     for path in weight_files(open_checkpoint(card.id, card.directory)):
-        for name, names, weight in _read(path, rules):
+        for name, names, weight in _read(path, rules, adapter):
             if len(names) > 1 and weight.shape[0] % len(names):
                 raise refuse(
                     card.id, f"its weight {name!r} of shape {tuple(weight.shape)} has not {len(names)} equal parts"
                 )
             parts = weight.chunk(len(names)) if len(names) > 1 else [weight]
             for new, part in zip(names, parts, strict=True):
-                if new in renamed:
+                whole, _, place = new.partition("|")
+                own = part[0] if whole.endswith("[0]") else part
+                places = renamed.setdefault(whole.removesuffix("[0]"), {})
+                if int(place or 0) in places:
                     raise refuse(card.id, f"two of its weights would be {new!r}, one of them {name!r}")
-                renamed[new] = part
-    return renamed
+                places[int(place or 0)] = own if own.ndim else own[None]
+    return {name: _joined(parts) for name, parts in renamed.items()}
 
 
-def _read(path: Path, rules: Sequence[tuple[re.Pattern[str], list[str]]]) -> Iterator[tuple[str, list[str], Tensor]]:
+def _joined(parts: dict[int, Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 and 0 in parts else torch.cat([parts[place] for place in sorted(parts)])
+
+
+def _read(
+    path: Path, rules: Sequence[tuple[re.Pattern[str], list[str]]], adapter: tuple[int, float] | None
+) -> Iterator[tuple[str, list[str], Tensor]]:
     """Yield each weight that is not left out, with its name and its new names."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 -- not a mapping
             if names := _rename(name, rules):
-                yield name, names, file.get_tensor(name)
+                weight: Tensor = file.get_tensor(name)
+                is_merged = adapter is not None and name.endswith(_ORIGINAL)
+                yield name, names, _merged(file, name, weight, *adapter) if is_merged else weight  # type: ignore[misc]  # not None
+
+
+def _merged(file: Any, name: str, weight: Tensor, number: int, scale: float) -> Tensor:
+    """Return a weight with the update of one of its adapters, in float32; a table's is A B, a layer's B A."""
+    down, up = (file.get_tensor(f"{name.removesuffix(_ORIGINAL)}.0.lora_{part}")[number].float() for part in "AB")
+    update = down @ up if "embeddings" in name else up @ down
+    return weight.float() + scale * update.view_as(weight)
 
 
 def _rename(name: str, rules: Sequence[tuple[re.Pattern[str], list[str]]]) -> list[str]:

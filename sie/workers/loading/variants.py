@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.models.gte.modeling_gte import GteLayer, GteModel
 from transformers.models.jina_embeddings_v3.modeling_jina_embeddings_v3 import JinaEmbeddingsV3Model
+from transformers.models.mistral.modeling_mistral import MistralModel
 
 from sie.workers.packed.alibi import attend_by_distance
 
@@ -129,9 +130,72 @@ class _Experts(nn.Module):
         return (out + self.experts.bias).view_as(hidden)  # type: ignore[operator]  # a parameter
 
 
+class LatentModel(MistralModel):
+    """A Mistral whose hidden states then attend, each by itself, over learned vectors: NV-Embed.
+
+    Source: NV-Embed, arXiv 2405.17428, section 3.1; the defaults are those of its configuration_nvembed.py.
+    """
+
+    def __init__(self, config: Any) -> None:
+        config.sliding_window = None  # its code builds one mask for all layers, over the whole text
+        super().__init__(config)
+        given = getattr(config, "latent_attention_config", {})
+        own = {"num_latents_value": 512, "num_cross_heads": 8, "cross_dim_head": 4096, **given}
+        self.latent = _OverLatents(config.hidden_size, **{key: own[key] for key in _LATENT_KEYS})
+
+    def forward(self, *args: Any, **arguments: Any) -> Any:
+        out = super().forward(*args, **arguments)
+        out.last_hidden_state = self.latent(out.last_hidden_state)
+        return out
+
+
+_LATENT_KEYS: Final = ("num_latents_value", "num_cross_heads", "cross_dim_head")
+
+
+class _OverLatents(nn.Module):
+    """Attention over learned vectors, and a gated layer, each with a norm before it and a sum behind it.
+
+    Its name must not contain "Attention": transformers would take this module for one with attention of its own.
+    """
+
+    def __init__(self, width: int, num_latents_value: int, num_cross_heads: int, cross_dim_head: int) -> None:
+        super().__init__()
+        inner = num_cross_heads * cross_dim_head
+        attention, gated = nn.Module(), nn.Module()
+        attention.norm, attention.norm_context, gated.norm = (nn.LayerNorm(width) for _ in range(3))
+        attention.fn = nn.ModuleDict(
+            {
+                "to_q": nn.Linear(width, inner, bias=False),
+                "to_kv": nn.Linear(width, 2 * inner, bias=False),
+                "to_out": nn.Linear(inner, width, bias=False),
+            }
+        )
+        gated.fn = nn.ModuleDict(
+            {"net": nn.Sequential(nn.Linear(width, 8 * width), nn.Identity(), nn.Linear(4 * width, width))}
+        )
+        self.cross_attend_blocks = nn.ModuleList([attention, gated])
+        self.latents = nn.Parameter(torch.zeros(num_latents_value, width))
+        self._num_heads = num_cross_heads
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        attention, gated = (cast("Any", block) for block in self.cross_attend_blocks)
+        query = attention.fn["to_q"](attention.norm(hidden))
+        key, value = attention.fn["to_kv"](attention.norm_context(self.latents)).chunk(2, -1)
+        query, key, value = (
+            rows.unflatten(-1, (self._num_heads, -1)).transpose(-3, -2) for rows in (query, key, value)
+        )
+        found = scaled_dot_product_attention(
+            query, key.expand(*query.shape[:-2], -1, -1), value.expand(*query.shape[:-2], -1, -1)
+        )
+        hidden = hidden + attention.fn["to_out"](found.transpose(-3, -2).flatten(-2))
+        first, _, second = gated.fn["net"]
+        values, gates = first(gated.norm(hidden)).chunk(2, -1)
+        return hidden + second(values * gelu(gates))
+
+
 def _norm(config: Any) -> nn.LayerNorm:
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
-VARIANTS: Final[dict[str, type[Any]]] = {"alibi": AlibiModel, "experts": ExpertsModel}
+VARIANTS: Final[dict[str, type[Any]]] = {"alibi": AlibiModel, "experts": ExpertsModel, "latent": LatentModel}
 """The model classes by `ModelCard.layers`."""

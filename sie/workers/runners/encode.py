@@ -159,12 +159,16 @@ class EncodeRunner:
 
     def run(self, step: RowStep) -> StepOutputs:
         """Return the dense rows of a step; see `RowRunner`."""
-        return StepOutputs(self.run_tokens(step.inputs, step.loras))
+        skips = [want.skipped_tokens for want in step.wants] if self.card.skips_prompt else ()
+        return StepOutputs(self.run_tokens(step.inputs, step.loras, skips))
 
-    def run_tokens(self, token_ids: Sequence[NDArray[np.int32]], loras: Sequence[str] = ()) -> NDArray[np.float32]:
+    def run_tokens(
+        self, token_ids: Sequence[NDArray[np.int32]], loras: Sequence[str] = (), skips: Sequence[int] = ()
+    ) -> NDArray[np.float32]:
         """Return (n, d) float32 rows, owned by the caller, before the checkpoint's last normalisation.
 
-        loras is empty if no item has an adapter. Otherwise it has one name for each item, empty for no adapter.
+        loras is empty if no item has an adapter. Otherwise it has one name for each item, empty for no adapter. skips
+        is empty if the pooling reads all tokens. Otherwise it has the number of first tokens that it leaves out.
 
         Each item is (t_i,). An item without tokens (an empty text without special tokens) gives a row of zeros, as in
         sentence-transformers. Raises BadRequest for an id outside the vocabulary, and InputTooLong for a sequence with
@@ -172,30 +176,51 @@ class EncodeRunner:
         """
         lengths = [len(ids) for ids in token_ids]
         if not all(lengths) or not lengths:
-            return self._run_some(token_ids, [row for row, length in enumerate(lengths) if length], loras)
+            return self._run_some(token_ids, [row for row, length in enumerate(lengths) if length], loras, skips)
         batch = pack_sequences(token_ids)
         self._backbone.check(self.card.id, batch)
         with torch.inference_mode(), self._backbone.lora_rows.step(loras, batch):
-            return dense_rows(self._head, self._backbone.run(batch, self.execution), batch)
+            return dense_rows(self._head, self._backbone.run(batch, self.execution), batch, skips)
 
     def _run_some(
-        self, token_ids: Sequence[NDArray[np.int32]], filled: list[int], loras: Sequence[str]
+        self, token_ids: Sequence[NDArray[np.int32]], filled: list[int], loras: Sequence[str], skips: Sequence[int]
     ) -> NDArray[np.float32]:
         rows = np.zeros((len(token_ids), self.card.dims["dense"]), dtype=np.float32)
         if filled:
-            rows[filled] = self.run_tokens(
-                [token_ids[row] for row in filled], [loras[row] for row in filled] if loras else ()
-            )
+            own_loras = [loras[row] for row in filled] if loras else ()
+            own_skips = [skips[row] for row in filled] if skips else ()
+            rows[filled] = self.run_tokens([token_ids[row] for row in filled], own_loras, own_skips)
         return rows
 
 
-def dense_rows(head: Head, hidden: Tensor, batch: PackedBatch) -> NDArray[np.float32]:
-    """Return the head's (n, d) float32 rows of a packed step's hidden states (t, d), in the order of its items."""
-    cu_seqlens = move(torch.from_numpy(batch.cu_seqlens), hidden.device)
+def dense_rows(head: Head, hidden: Tensor, batch: PackedBatch, skips: Sequence[int] = ()) -> NDArray[np.float32]:
+    """Return the head's (n, d) float32 rows of a packed step's hidden states (t, d), in the order of its items.
+
+    skips as in `EncodeRunner.run_tokens`.
+    """
+    bounds = batch.cu_seqlens
+    if any(skips):
+        hidden, bounds = _without_prompts(hidden, batch, skips)
+    cu_seqlens = move(torch.from_numpy(bounds), hidden.device)
     rows = read(head(hidden, cu_seqlens)).numpy()
     answer = np.empty_like(rows)
     answer[batch.order] = rows
     return answer
+
+
+def _without_prompts(hidden: Tensor, batch: PackedBatch, skips: Sequence[int]) -> tuple[Tensor, NDArray[np.int32]]:
+    """Return the hidden states of the tokens after the skipped ones, and their cu_seqlens.
+
+    A text of skipped tokens alone gets one row of zeros, whose pooling is that of sentence-transformers.
+    """
+    lengths = np.diff(batch.cu_seqlens)
+    wanted = np.asarray(skips, np.int64)[batch.order]
+    first = np.clip(wanted, 0, lengths - 1)
+    kept = np.arange(lengths.sum()) >= np.repeat(batch.cu_seqlens[:-1] + first, lengths)
+    bounds = np.concatenate(([0], (lengths - first).cumsum())).astype(np.int32)
+    own = hidden[move(torch.from_numpy(kept.nonzero()[0]), hidden.device)]
+    own[move(torch.from_numpy(bounds[1:][wanted >= lengths].astype(np.int64) - 1), hidden.device)] = 0
+    return own, bounds
 
 
 def lora_adapters(backbone: Backbone, execution: Execution) -> LoraAdapters:

@@ -25,7 +25,7 @@ from sie.workers.runners.encode import weight_bytes
 _DEFAULT_THRESHOLD = 0.5
 _LEAST_ADJACENCY_THRESHOLD = 0.5
 """A low threshold for entities must not make nearly every two entities a pair."""
-_MAX_BATCH_WORDS = 8192
+MAX_BATCH_WORDS = 8192
 """Most words of a batch, including padding: the spans of all words are in memory at once."""
 
 Words = list[tuple[str, int, int]]
@@ -44,7 +44,7 @@ class GlinerRunner:
         self._relations = card.extract.relations
         self._model = model
         # Padding would give a window the rotary factors of a longer one.
-        self._max_batch_words = _MAX_BATCH_WORDS if find_rotations(model) is None else 0
+        self._max_batch_words = MAX_BATCH_WORDS if find_rotations(model) is None else 0
         self._collator = model.create_collator()
         self._split = model.data_processor.words_splitter
         self._finds_ends = model.config.span_mode == "token_level"
@@ -71,7 +71,7 @@ class GlinerRunner:
                 groups.setdefault(task, []).append(item)
         for task, members in groups.items():
             members.sort(key=lambda item: len(words[item]))
-            for batch in _batches(members, [len(words[item]) for item in members], self._max_batch_words):
+            for batch in split_batches(members, [len(words[item]) for item in members], self._max_batch_words):
                 answers = self._run([words[item] for item in batch], task)
                 for item, (spans, relations) in zip(batch, answers, strict=True):
                     found[item] = _extraction(texts[item], words[item], spans, relations)
@@ -127,7 +127,7 @@ def _choose_best(spans: list[Any], flat_ner: bool = True, multi_label: bool = Fa
     return sorted((best_first[place] for place in kept), key=lambda span: span.start)
 
 
-def _batches(members: list[int], lengths: list[int], max_words: int) -> Iterator[list[int]]:
+def split_batches(members: list[int], lengths: list[int], max_words: int) -> Iterator[list[int]]:
     """Yield the members, sorted by length, in batches of at most max_words with padding, or of one member."""
     start = 0
     for place, length in enumerate(lengths):

@@ -224,7 +224,6 @@ def test_whole_set_of_shards_is_taken(write_files: Any) -> None:
         ({"modules.json": _modules()}, "exactly one Pooling"),
         ({"modules.json": _modules("Pooling", style="my_module.{}")}, "code of its own"),
         ({"modules.json": _modules("Pooling", "LSTM"), "1_Pooling/config.json": {}}, "LSTM"),
-        ({"modules.json": _modules("Pooling"), "1_Pooling/config.json": {"include_prompt": False}}, "include_prompt"),
         ({"modules.json": _modules("Pooling"), "1_Pooling/config.json": {"embedding_dimension": 8}}, "expects 8"),
         ({"modules.json": _modules("Pooling"), "1_Pooling/config.json": {"pooling_mode": "median"}}, "median"),
     ],

@@ -111,6 +111,41 @@ def test_gliclass_card_says_what_a_sequence_holds(read: Any) -> None:
     assert (card.extract.max_labels, card.max_sequence_length) == (7, 1024)
 
 
+GLINER2 = {"config.json": {"model_type": "extractor"}, "encoder_config/config.json": BERT}
+
+
+@pytest.mark.parametrize(
+    ("config", "relations"),
+    [
+        ({}, True),
+        ({"architecture": "boundary"}, False),
+        ({"architecture": "boundary", "config_version": 3}, True),
+        ({"architecture": " Boundary", "config_version": 3, "boundary_head": {"enable_relations": False}}, False),
+        ({"architecture": "boundary", "config_version": "x", "boundary_head": 7, "max_len": -1}, False),
+    ],
+)
+def test_gliner2_card_says_whether_it_finds_relations(read: Any, config: dict[str, Any], relations: bool) -> None:
+    card = read({**GLINER2, "config.json": {"model_type": "extractor", **config}, "tokenizer_config.json": UNLIMITED})
+    assert card.extract == Gliner(max_words=384, relations=relations, library="gliner2")
+    assert card.max_sequence_length == 510
+    assert "label_groups" in card.extract.options
+    assert ("relation_labels" in card.extract.options) == relations
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"encoder_config/config.json": None}, "no encoder_config/config.json"),
+        ({"encoder_config/config.json": {**BERT, "auto_map": {"AutoModel": "a.B"}}}, "code of its own"),
+        ({"tokenizer_config.json": {"auto_map": {}}}, "code of its own"),
+        ({"tokenizer.json": None}, "no tokenizer.json"),
+        ({"model.safetensors": None, "pytorch_model.bin": b""}, "pytorch_model.bin"),
+    ],
+)
+def test_gliner2_that_cannot_be_served_is_refused(read: Any, files: dict[str, Any], reason: str) -> None:
+    assert reason in refusal(read, {**GLINER2, **files})
+
+
 @pytest.mark.parametrize("architecture", ["bi-encoder", "bi-encoder-fused", "encoder-decoder", "decoder-kv"])
 def test_gliclass_of_another_architecture_is_refused(read: Any, architecture: str) -> None:
     assert architecture in refusal(read, {"config.json": {**GLICLASS, "architecture_type": architecture}})
@@ -120,7 +155,7 @@ def test_gliclass_of_another_architecture_is_refused(read: Any, architecture: st
     ("files", "family"),
     [
         ({"glirel_config.json": {}, "config.json": BERT}, "GLiREL"),
-        ({"config.json": {"model_type": "extractor"}}, "GLiNER2"),
+        ({"config.json": {"model_type": "GLiREL"}}, "GLiREL"),
         ({"gliformer_config.json": {}}, "GLiFormer"),
     ],
 )

@@ -134,10 +134,12 @@ def test_code_that_this_model_does_not_use_does_not_matter(read: Any) -> None:
     assert read({**BERT, "auto_map": {"AutoModelForCausalLM": "a.B"}}).kind == "encoder"
 
 
-def test_a_mean_without_the_instruction_is_refused(read: Any) -> None:
+def test_a_mean_without_the_instruction_skips_the_prompt(read: Any) -> None:
     config = {**QWEN, "model_type": "mistral", "auto_map": {"AutoModel": "modeling_gritlm7b.MistralModel"}}
-    with pytest.raises(ModelLoadFailed, match="without the tokens of the instruction"):
+    with pytest.raises(ModelLoadFailed, match="mean without the prompt, and its modules do not"):
         read(config, POOLED)
+    means = {**POOLED, "1_Pooling/config.json": {"pooling_mode": "mean", "include_prompt": False}}
+    assert read(config, means).skips_prompt
 
 
 def test_a_generator_stays_as_it_is(read: Any) -> None:

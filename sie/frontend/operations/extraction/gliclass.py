@@ -34,12 +34,9 @@ _EVEN: Final = 0.5
 
 def check_task(rule: Gliclass, task: ExtractTask) -> None:
     """Raise BadRequest for an invalid classification type, group or example, and for a marker in a text."""
-    if task.classification_type not in (None, *_TYPES):
-        raise BadRequest(f"Invalid classification_type {task.classification_type!r}. Valid: {list(_TYPES)}")
     if task.label_groups and task.labels:
         raise BadRequest("Send 'labels' or 'label_groups', not both")
-    for group in task.label_groups:
-        _check_group(group, is_single=task.classification_type != "multi-label")
+    check_groups(task)
     groups = _groups_of(task)
     for group in groups:
         if rule.max_labels is not None and len(group.labels) > rule.max_labels:
@@ -49,6 +46,14 @@ def check_task(rule: Gliclass, task: ExtractTask) -> None:
     fixed += [task.instruction or "", *(example.text for example in task.examples)]
     if any(marker in text for text in fixed for marker in _MARKERS):
         raise BadRequest(f"Labels, instruction and examples must not hold any of {', '.join(_MARKERS)}")
+
+
+def check_groups(task: ExtractTask) -> None:
+    """Raise BadRequest for an invalid classification type or group."""
+    if task.classification_type not in (None, *_TYPES):
+        raise BadRequest(f"Invalid classification_type {task.classification_type!r}. Valid: {list(_TYPES)}")
+    for group in task.label_groups:
+        _check_group(group, is_single=task.classification_type != "multi-label")
 
 
 def _groups_of(task: ExtractTask) -> tuple[LabelGroup, ...]:
@@ -182,17 +187,27 @@ class LabelReading:
 
     def _read_text(self, pieces: Sequence[NDArray[Any]]) -> Extraction:
         is_single = self._task.classification_type != "multi-label"
-        threshold = self._task.threshold or 0.0
-        classifications: list[Classification] = []
-        answers: dict[str, Any] = {}
-        for group, piece in zip(self._groups, pieces, strict=True):
-            scores = dict(zip(group.labels, _scores_of(group, piece, is_single=is_single), strict=True))
-            names = _example_names(group).items()
-            classifications += [Classification(name, scores[label]) for name, label in names]
-            if group.name:
-                answers[group.name] = _choice(scores) if is_single else _selection(scores, threshold or _EVEN)
-        kept = [one for one in classifications if one.score >= threshold]
-        return Extraction(classifications=sorted(kept, key=lambda one: -one.score), data=answers)
+        scores = [
+            _scores_of(group, piece, is_single=is_single) for group, piece in zip(self._groups, pieces, strict=True)
+        ]
+        return answer_groups(self._task, self._groups, scores)
+
+
+def answer_groups(
+    task: ExtractTask, groups: Sequence[LabelGroup], scores_by_group: Sequence[Sequence[float]]
+) -> Extraction:
+    """Return a text's answer from the scores of each group's labels: sorted classes, and `data` for named groups."""
+    is_single, threshold = task.classification_type != "multi-label", task.threshold or 0.0
+    classifications: list[Classification] = []
+    answers: dict[str, Any] = {}
+    for group, own in zip(groups, scores_by_group, strict=True):
+        scores = dict(zip(group.labels, own, strict=True))
+        names = _example_names(group).items()
+        classifications += [Classification(name, scores[label]) for name, label in names]
+        if group.name:
+            answers[group.name] = _choice(scores) if is_single else _selection(scores, threshold or _EVEN)
+    kept = [one for one in classifications if one.score >= threshold]
+    return Extraction(classifications=sorted(kept, key=lambda one: -one.score), data=answers)
 
 
 def _scores_of(group: LabelGroup, piece: NDArray[Any], *, is_single: bool) -> list[float]:

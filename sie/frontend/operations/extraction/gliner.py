@@ -16,6 +16,7 @@ from sie.frontend.inputs.pair_cuts import Cuts
 from sie.frontend.inputs.pairs import Arrays
 from sie.frontend.inputs.text_windows import Window, merge_adjacent, merge_windows, plan_windows, split_words
 from sie.frontend.inputs.tokenize import Tokenizer, bounds_of, too_long, unicode_error
+from sie.frontend.operations.extraction import gliner2
 from sie.frontend.operations.extraction.whole_texts import read_whole
 from sie.values.errors import BadRequest, InputTooLong
 from sie.values.extract import Extraction, ExtractTask, Gliner, Relation
@@ -42,13 +43,17 @@ def check_task(rule: Gliner, task: ExtractTask) -> None:
             raise BadRequest(f"A label must not be blank - at {where}")
         if any(marker in label for marker in _MARKERS):
             raise BadRequest(f"A label must not hold any of {', '.join(_MARKERS)} - at {where}")
-    if rule.relations and task.threshold is not None and task.threshold < _LEAST_RELEX_THRESHOLD:
+    if rule.library == "gliner2":
+        gliner2.check_task(task)
+    elif rule.relations and task.threshold is not None and task.threshold < _LEAST_RELEX_THRESHOLD:
         raise BadRequest(f"A model that finds relations needs a threshold of at least {_LEAST_RELEX_THRESHOLD}")
 
 
 def _labels_of(task: ExtractTask) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every label, relation labels included."""
-    for path, labels in (("labels", task.labels), ("options.relation_labels", task.relation_labels)):
+    paths = [("labels", task.labels), ("options.relation_labels", task.relation_labels)]
+    paths += [(f"options.label_groups[{group.name!r}]", (group.name, *group.labels)) for group in task.label_groups]
+    for path, labels in paths:
         for index, label in enumerate(labels):
             yield f"`$.params.{path}[{index}]`", label
 
@@ -91,34 +96,43 @@ class WindowReading:
         return [self._join(plan.windows, [next(answers) for _ in plan.windows]) for plan in self._plans]
 
     def _join(self, windows: list[Window], found: list[Extraction]) -> Extraction:
-        task = self._task
-        entities = merge_windows(
-            windows,
-            [extraction.entities for extraction in found],
-            flat=task.flat_ner is not False,
-            multi_label=bool(task.multi_label),
-        )
+        task, groups = self._task, Extraction()
+        if self._rule.library == "gliner2":
+            entities, groups = gliner2.join_entities(windows, found), gliner2.join_groups(task, found)
+        else:
+            entities = merge_windows(
+                windows,
+                [extraction.entities for extraction in found],
+                flat=task.flat_ner is not False,
+                multi_label=bool(task.multi_label),
+            )
         if task.merge_adjacent_entities:
             entities = merge_adjacent(entities)
         relations = [relation for extraction in found for relation in extraction.relations]
         if len(windows) > 1:  # neighbours overlap, so both may find the same relation
             relations = _best(relations)
         relations.sort(key=lambda one: (-one.score, one.relation, one.head, one.tail))
-        return Extraction(entities, relations)
+        return Extraction(entities, relations, groups.classifications, data=groups.data)
 
     def _check_labels(self) -> None:
         limits = self._limits
-        if len(self._task.labels) + len(self._task.relation_labels) > limits.max_labels:
-            raise BadRequest(f"'labels' and 'relation_labels' together must be at most {limits.max_labels}")
-        for where, label in _labels_of(self._task):
+        labels = list(_labels_of(self._task))
+        if len(labels) > limits.max_labels:
+            raise BadRequest(
+                f"'labels', 'relation_labels' and 'label_groups' together must be at most {limits.max_labels}"
+            )
+        for where, label in labels:
             if len(label) > limits.max_label_chars:
                 raise BadRequest(f"A label may have at most {limits.max_label_chars} characters - at {where}")
 
     def _count_prompt(self) -> int:
         """Return the number of tokens of the labels, each with its marker, and of the one or two marks after them."""
         task = self._task
-        labels = [*dict.fromkeys(task.labels), *dict.fromkeys(task.relation_labels)]
-        num_tokens = sum(len(ids) + 1 for ids in self._tokenizer.encode_plain(labels)) + 1 + self._rule.relations
+        if self._rule.library == "gliner2":
+            num_tokens = sum(map(len, self._tokenizer.encode_plain(gliner2.prompt_words(task))))
+        else:
+            labels = [*dict.fromkeys(task.labels), *dict.fromkeys(task.relation_labels)]
+            num_tokens = sum(len(ids) + 1 for ids in self._tokenizer.encode_plain(labels)) + 1 + self._rule.relations
         limit = self._limits.max_prompt_tokens
         if num_tokens > limit:
             raise BadRequest(f"The labels take {num_tokens} tokens, over max_prompt_tokens ({limit})")
@@ -190,6 +204,8 @@ class WindowReading:
     def _count_words(self, text: str, words: Sequence[tuple[int, int]]) -> list[int]:
         """Return how many tokens each word has on its own, tokenised as the library does it."""
         pieces = [text[start:end] for start, end in words]
+        if self._rule.library == "gliner2":  # which reads texts in lower case
+            pieces = [piece.lower() for piece in pieces]
         # A batch of one, because `encode` would block the event loop.
         (encoding,) = self._tokenizer.backend.encode_batch([pieces], is_pretokenized=True, add_special_tokens=False)
         numbers = np.array([number for number in encoding.word_ids if number is not None], np.intp)

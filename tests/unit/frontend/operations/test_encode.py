@@ -264,3 +264,38 @@ async def test_what_prompts_make_of_the_texts_is_bounded_as_a_body_is(rig: Rig) 
     assert "max_body_bytes (2048)" in await encoding.refusal(request("x", "y", "z", instruction="i" * 1000))
     templated = {"doc_template": "{instruction}{instruction}{text}", "default_instruction": "d"}
     assert "max_body_bytes (2048)" in await encoding.refusal(request("x", instruction="i" * 1100, options=templated))
+
+
+@pytest.mark.parametrize(
+    ("details", "tokens", "skips"),
+    [
+        ({"options": {"doc_template": "p p p {text} behind"}}, 3, True),
+        ({"options": {"query_template": "{instruction} {text}", "is_query": True}, "instruction": "p p"}, 2, True),
+        ({"instruction": "p"}, 1, True),
+        ({"options": {"doc_template": "p {text} p {text}"}}, 1, True),
+        ({"options": {"doc_template": "p p"}}, 2, True),  # a template without a place for the text
+        ({}, 2, True),
+        ({"options": {"doc_template": "{text}"}}, 0, True),
+        ({"instruction": "p"}, 0, False),
+    ],
+)
+def test_tokens_of_a_prompt_are_skipped_by_a_model_that_wants_it(
+    tmp_path: Path, details: dict[str, Any], tokens: int, skips: bool
+) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "p": 1}, unk_token="a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    card = ModelCard(
+        id="m", kind="encoder", dims={"dense": 4}, tokenizer_file=str(tmp_path / "tokenizer.json"), skips_prompt=skips,
+        prompts={"document": "p p "},
+    )  # fmt: skip
+    desk = Desk()
+
+    async def encode() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            encoder = Encoder(desk, ModelTable(pool, lambda _model: None), Limits(), pool, ImageReader(Limits(), 1))
+            for _ in range(2):  # on a thread, which reads the tokenizer, and at once
+                await encoder.start(entry_of(card), EncodeRequest(model="m", texts=["a a"], **details), 1 << 62)
+
+    asyncio.run(encode())
+    assert desk.header.skipped_tokens == tokens

@@ -25,7 +25,7 @@ from sie.frontend.operations.extraction.gliclass import LabelReading
 from sie.frontend.operations.extraction.gliner import WindowReading
 from sie.values.errors import BadRequest, InputTooLong, ModelLoadFailed
 from sie.values.extract import Extraction, ExtractTask, LabelGroup, LabelledExample
-from sie.workers.loading.libraries import load_gliclass, load_gliner
+from sie.workers.loading.libraries import load_gliclass, load_gliner, load_gliner2
 from tests.gli_models import GLINER_VARIANTS, WORDS, change_json, save_gliclass, save_gliner
 
 TOLERANCE = 1e-5
@@ -47,12 +47,14 @@ class Served:
         self.card = read_card(ModelSpec(id="test/model"), str(directory))
         self.limits = limits or Limits(max_relation_candidates=4096)
         self.tokenizer = Tokenizer.load(self.card)
-        self.is_gliner = self.card.architecture == "GLiNER"
-        self.runner: Any = (
-            load_gliner(self.card, "cpu", dtype, _no_progress, self.limits)
-            if self.is_gliner
-            else load_gliclass(self.card, "cpu", dtype, _no_progress)
-        )
+        self.is_gliner = self.card.architecture in ("GLiNER", "GLiNER2")
+        self.runner: Any
+        if self.card.architecture == "GLiNER2":
+            self.runner = load_gliner2(self.card, "cpu", _no_progress, self.limits)
+        elif self.is_gliner:
+            self.runner = load_gliner(self.card, "cpu", dtype, _no_progress, self.limits)
+        else:
+            self.runner = load_gliclass(self.card, "cpu", dtype, _no_progress)
 
     def reading(self, task: ExtractTask) -> Any:
         rule: Any = self.card.extract
