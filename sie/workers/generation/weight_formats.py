@@ -21,6 +21,11 @@ class Format(NamedTuple):
     dtype: torch.dtype
     bits: Bits | None
 
+    @property
+    def read_dtype(self) -> torch.dtype:
+        """The format in which weights are read: float32 where they are rounded afterwards."""
+        return torch.float32 if self.bits in (8, 4) else self.dtype
+
 
 def choose_format(setting: WeightsSetting, dtype_setting: DtypeSetting, device: torch.device) -> Format:
     """Return the format that `weights` and `dtype` ask for.
@@ -38,7 +43,7 @@ def choose_format(setting: WeightsSetting, dtype_setting: DtypeSetting, device: 
 
 
 def join_and_pack(model: Any, form: Format) -> None:
-    """Join and pack the linear layers of a float32 model on the CPU, in place; other parameters stay float32."""
-    share_inputs(model, torch.arange(1, 5)[None] % model.get_input_embeddings().weight.shape[0])
+    """Join the linear layers of a model, and pack them on a CPU, in place; other parameters keep their format."""
+    share_inputs(model, torch.arange(1, 5, device=model.device)[None] % model.get_input_embeddings().weight.shape[0])
     if form.bits is not None:
         pack_linears(model, form.bits, form.dtype, model.get_output_embeddings())

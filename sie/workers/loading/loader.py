@@ -45,6 +45,7 @@ from sie.workers.generation.one_row import choose_products
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.weight_formats import choose_format, join_and_pack
+from sie.workers.loading.direct_weights import direct_weights, is_kept
 from sie.workers.loading.renamed_weights import read_renamed_weights
 from sie.workers.prepared import session
 from sie.workers.prepared.placing import place_weights
@@ -72,6 +73,7 @@ from sie.workers.stall_notices import read_tokenizer
 Progress = Callable[[float, str], None]
 """Takes the fraction done, 0 to 1, and the current activity."""
 ChooseClass = Callable[[str, PretrainedConfig], type[Any]]
+_CPU: Final = torch.device("cpu")
 _BUILD_ERRORS: Final = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
@@ -98,7 +100,7 @@ def load_encoder(
         if card.sparse is not None and card.sparse.kind == "splade":
             model, language_head = take_head(card.id, _read_model(card, masked_lm_class))
         else:
-            model = _read_model(card, text_encoder_class, unused="pooler.")
+            model = _read_model(card, text_encoder_class, unused="pooler.", dtype=form.read_dtype, device=device)
         heads = _build_heads(card, language_head, device)
     if language_head is not None:
         _convert(language_head.model, form.dtype, device)
@@ -150,7 +152,8 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        model = _read_model(card, classifier_class if rule.true_token_id is None else causal_class)
+        choose_class = classifier_class if rule.true_token_id is None else causal_class
+        model = _read_model(card, choose_class, dtype=form.read_dtype, device=device)
     activation = build_activation(card.id, rule.activation)
     _convert_encoder(card.id, model, form, device, on_progress)
     scorer = ScoreModel(model, device, rule)
@@ -169,7 +172,7 @@ def load_dual_encoder(
     dtype_name = str(dtype).removeprefix("torch.")
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        model = _read_model(card, dual_encoder_class)
+        model = _read_model(card, dual_encoder_class, dtype=dtype, device=device)
     on_progress(0.6, f"converting weights to {dtype_name} on {device}")
     _convert(model, dtype, device)
     on_progress(0.8, "comparing packed with single sequences")
@@ -187,7 +190,8 @@ def load_extractor(
     is_tokens = isinstance(card.extract, TokenClassification)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        model = _read_model(card, token_classifier_class if is_tokens else any_classifier_class)
+        choose_class = token_classifier_class if is_tokens else any_classifier_class
+        model = _read_model(card, choose_class, dtype=form.read_dtype, device=device)
     _convert_encoder(card.id, model, form, device, on_progress)
     if is_tokens:
         tokens = TokenModel(model, device)
@@ -253,7 +257,8 @@ def load_generator(
     assert card.generate is not None
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        model = _read_gguf(card) if card.generate.gguf_file else _read_model(card, causal_class)
+        is_gguf = bool(card.generate.gguf_file)
+        model = _read_gguf(card) if is_gguf else _read_model(card, causal_class, dtype=form.read_dtype, device=device)
     on_progress(0.6, f"converting weights to {form.name} on {device}")
     join_and_pack(model, form)
     _convert(model, form.dtype, device)
@@ -285,12 +290,17 @@ def _storage_faults(card: ModelCard) -> Iterator[None]:
         raise refuse(card.id, f"its safetensors file is damaged: {error}", "STORAGE") from error
 
 
-def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None = None) -> PreTrainedModel:
-    """Build the transformer on the CPU in float32.
+def _read_model(
+    card: ModelCard,
+    choose_class: ChooseClass,
+    unused: str | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = _CPU,
+) -> PreTrainedModel:
+    """Build the transformer on a device, with its weights in dtype; a skeleton has none, and is in float32.
 
-    choose_class picks the auto class for a configuration. from_pretrained sets torch's default dtype to the requested
-    one for the whole process. With any dtype other than float32, a step that runs meanwhile would compute in the wrong
-    format.
+    choose_class picks the auto class for a configuration.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -300,23 +310,24 @@ def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None =
     if session.is_skeleton():
         return _build_skeleton(card, config, auto)
     try:
-        if card.weight_names:
-            model, report = _build_renamed(card, config, auto)
-        else:
-            model, report = auto.from_pretrained(
-                card.directory,
-                config=config,
-                dtype=torch.float32,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-            )
+        with direct_weights(dtype, device):
+            if card.weight_names:
+                model, report = _build_renamed(card, config, auto)
+            else:
+                model, report = auto.from_pretrained(
+                    card.directory,
+                    config=config,
+                    dtype=torch.float32,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
     except _BUILD_ERRORS as error:
         if is_out_of_memory(error):
             raise
         raise build_refusal(card.id, config, error) from error
     _check_complete(card, report, unused)
-    return model.eval().requires_grad_(False)
+    return torch.nn.Module.to(model.eval().requires_grad_(False), device)  # its buffers
 
 
 def _build_renamed(card: ModelCard, config: PretrainedConfig, auto: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -401,12 +412,9 @@ def _convert(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -
     Its buffers keep their format (rotary frequencies lose too much in 16 bits). So do the weights that the architecture
     itself keeps in float32.
     """
-    kept = set(model._keep_in_fp32_modules_strict or ())
-    if dtype == torch.float16:
-        kept |= set(model._keep_in_fp32_modules or ())
 
     def convert(name: str, weight: Tensor) -> Tensor:
-        return weight if kept.intersection(name.split(".")) else weight.to(device, dtype)
+        return weight if is_kept(model, name, dtype) else weight.to(device, dtype)
 
     place_weights(model, convert)
     model.config.dtype = dtype

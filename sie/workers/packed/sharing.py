@@ -19,8 +19,8 @@ from sie.workers.prepared import session
 from sie.workers.prepared.session import MissingWeightsError
 
 _log = get_logger(__name__)
-_MAX_DIFFERENCE = 1e-4
-"""Of the results, relative to the largest: sums of other lengths round differently."""
+_MAX_DIFFERENCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.1}
+"""Of the results, relative to the largest: products of another width may round differently."""
 
 
 class SharedLinear(nn.Module):
@@ -99,7 +99,7 @@ def common_layer(parts: Sequence[Any]) -> nn.Module | None:
 
 
 def share_inputs(model: Any, sample: Tensor) -> int:
-    """Join a float32 model's layers in place; return how many were joined. sample is token ids (1, t).
+    """Join a model's layers in place; return how many were joined. sample is token ids (1, t).
 
     If the joined model fails or its results differ, all original layers are restored. Raises what the model raises
     before that.
@@ -122,7 +122,7 @@ def share_inputs(model: Any, sample: Tensor) -> int:
             _join(parent, names)
         try:
             found = _run(model, sample)
-            is_same = float((found - expected).abs().max()) <= _MAX_DIFFERENCE * float(expected.abs().max())
+            is_same = _is_same(found, expected)
         except Exception as error:  # an unknown architecture may raise anything; it runs with its original layers
             _log.info("linear layers are not joined: %s: %s", type(error).__name__, error)
             is_same = False
@@ -131,6 +131,10 @@ def share_inputs(model: Any, sample: Tensor) -> int:
             setattr(parent, name, layer)
     session.remember("shared_inputs", named if is_same else [])
     return len(originals) if is_same else 0
+
+
+def _is_same(found: Tensor, expected: Tensor) -> bool:
+    return float((found - expected).abs().max()) <= _MAX_DIFFERENCE[expected.dtype] * float(expected.abs().max())
 
 
 def _run(model: Any, sample: Tensor) -> Tensor:
