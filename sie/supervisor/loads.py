@@ -150,6 +150,8 @@ class Loads:
                 continue
             if record.is_stale:  # its files have changed since it was loaded
                 self._renew(record)
+            elif record.slots is not None and child.slot not in record.slots:
+                continue
             elif record.error is None or now_s >= record.retry_at_s:
                 # A load before that would fail again, and perhaps kill the worker.
                 self._send_load(record, record.card, [child])
@@ -364,7 +366,8 @@ class Loads:
         if plan.refusal:
             self._refuse(record, failed(record.spec, plan.refusal, "PLACEMENT"))
         elif not plan.must_wait:
-            self._send_load(record, record.card, self._children.workers)
+            record.slots = plan.slots
+            self._send_load(record, record.card, [self._children.workers[slot] for slot in plan.slots])
         for model in plan.victims:
             self._evict(model, definitions.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory")
 

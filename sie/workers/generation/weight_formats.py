@@ -6,6 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from sie.catalog.files import refuse
+from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.workers.device.device import DtypeSetting, choose_dtype
 from sie.workers.generation.packed_weights import Bits, pack_linears
@@ -40,6 +42,18 @@ def choose_format(setting: WeightsSetting, dtype_setting: DtypeSetting, device: 
         return Format(setting, dtype, 8 if setting == "int8" else 4)
     is_packed = device.type == "cpu" and dtype == torch.bfloat16
     return Format(str(dtype).removeprefix("torch."), dtype, 16 if is_packed else None)
+
+
+def unpacked(card: ModelCard, form: Format) -> Format:
+    """Return the format for a member of a group, whose layers torch computes.
+
+    Raises ModelLoadFailed for weights that are quantised, by the setting or in their file.
+    """
+    if form.bits in (8, 4):
+        raise refuse(card.id, f"tensor_parallel: weights: {form.name} is not divided; use bfloat16 or float32")
+    if card.generate is not None and card.generate.gguf_file:
+        raise refuse(card.id, "tensor_parallel: a GGUF file is not divided; use a checkpoint in safetensors")
+    return form._replace(bits=None)
 
 
 def join_and_pack(model: Any, form: Format) -> None:

@@ -14,31 +14,40 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel, core_model_loading
 from transformers.core_model_loading import WeightConverter
+
+from sie.workers.sharded.shards import Shards
 
 _SEQUENTIAL: Final = "HF_DEACTIVATE_ASYNC_LOAD"
 """transformers' switch, read at each load: materialise a weight when it is placed, and not on threads that run ahead."""
 
 
 @contextmanager
-def direct_weights(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+def direct_weights(dtype: torch.dtype, device: torch.device, shards: Shards | None = None) -> Iterator[None]:
     """Give the models that transformers reads within the block their weights in this format, on this device.
 
     Weights that the architecture keeps in float32 stay so. Buffers that no file has are computed in float32 on the CPU.
     Beside the placed weights, memory holds at most four of the checkpoint's tensors at a time, or the parts of one
-    weight that is made of several. For one load at a time.
+    weight that is made of several. With shards, the models get one member's parts only. For one load at a time.
     """
     read = PreTrainedModel._load_pretrained_model
 
     def read_directly(model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any) -> Any:
         _set_format(model, dtype)
+        if shards is not None:
+            shards.shrink(model)
+        place = device if shards is None else torch.device("cpu")  # a device may have no room for whole weights
         direct = dataclasses.replace(
-            load_config, dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), device_map={"": device}
+            load_config, dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), device_map={"": place}
         )
         # Threads that run ahead would hold all experts of all layers twice: as they were read, and joined.
         is_joined = any(isinstance(entry, WeightConverter) for entry in load_config.weight_mapping or ())
-        with _sequential() if is_joined else nullcontext():
+        with (
+            _sequential() if is_joined or shards is not None else nullcontext(),
+            nullcontext() if shards is None else _taking_parts(shards, device),
+        ):
             return read(model, state_dict, files, direct, *rest)
 
     PreTrainedModel._load_pretrained_model = staticmethod(read_directly)
@@ -59,6 +68,21 @@ def _sequential() -> Iterator[None]:
             del os.environ[_SEQUENTIAL]
         else:
             os.environ[_SEQUENTIAL] = before
+
+
+@contextmanager
+def _taking_parts(shards: Shards, device: torch.device) -> Iterator[None]:
+    """Place a member's part of each weight, cut from the whole one on the CPU."""
+    place: Any = core_model_loading.set_param_for_module
+
+    def place_part(model: Any, name: str, weight: Tensor, *rest: Any) -> None:
+        place(model, name, shards.part(name, weight).to(device), *rest)
+
+    core_model_loading.set_param_for_module = place_part
+    try:
+        yield
+    finally:
+        core_model_loading.set_param_for_module = place
 
 
 def is_kept(model: Any, name: str, dtype: torch.dtype) -> bool:

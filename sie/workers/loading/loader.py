@@ -44,7 +44,7 @@ from sie.workers.generation.norms import compile_norms
 from sie.workers.generation.one_row import choose_products
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
-from sie.workers.generation.weight_formats import choose_format, join_and_pack
+from sie.workers.generation.weight_formats import choose_format, join_and_pack, unpacked
 from sie.workers.loading.direct_weights import direct_weights, is_kept
 from sie.workers.loading.renamed_weights import read_renamed_weights
 from sie.workers.prepared import session
@@ -68,6 +68,8 @@ from sie.workers.runners.score import ScoreModel, ScoreRunner
 from sie.workers.runners.splade import LanguageHead, LexicalHead, SparseHead, SpladeHead, StaticTable, take_head
 from sie.workers.runners.static_vectors import StaticRunner
 from sie.workers.runners.tokens import QueryExpansion, TokenHead
+from sie.workers.sharded.group import Group
+from sie.workers.sharded.shards import Shards
 from sie.workers.stall_notices import read_tokenizer
 
 Progress = Callable[[float, str], None]
@@ -245,20 +247,27 @@ def load_generator(
     on_progress: Progress,
     *,
     pressure_pct: float = 100.0,
+    group: Group | None = None,
 ) -> TextGenerator:
     """Return a model that generates text, ready for its first step. Arguments and errors as in `load_encoder`.
 
-    Its keys and values leave a GPU's memory below pressure_pct.
+    Its keys and values leave a GPU's memory below pressure_pct. With a group, this process is one of its members, has a
+    part of the weights, and loads in step with the others.
 
     Raises ModelLoadFailed that names the model if its layers cannot keep their keys and values in blocks.
     """
     device = resolve_device(device_name)
     form = choose_format(settings.weights, dtype_setting, device)
     assert card.generate is not None
+    shards = None if group is None else Shards(card.id, group)
+    if shards is not None:
+        form = unpacked(card, form)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        is_gguf = bool(card.generate.gguf_file)
-        model = _read_gguf(card) if is_gguf else _read_model(card, causal_class, dtype=form.read_dtype, device=device)
+        if card.generate.gguf_file:
+            model = _read_gguf(card)
+        else:
+            model = _read_model(card, causal_class, dtype=form.read_dtype, device=device, shards=shards)
     on_progress(0.6, f"converting weights to {form.name} on {device}")
     join_and_pack(model, form)
     _convert(model, form.dtype, device)
@@ -268,7 +277,7 @@ def load_generator(
         fuse_layers(model)
         choose_products(model)
     on_progress(0.8, "comparing paged with whole sequences")
-    runner = make_pageable(card, model, device, settings, form.name, pressure_pct=pressure_pct)
+    runner = make_pageable(card, model, device, settings, form.name, pressure_pct=pressure_pct, group=group)
     if session.is_skeleton():  # a restarted worker should serve at once
         runner.start_grammars()
     elif not session.is_trial():
@@ -297,8 +306,11 @@ def _read_model(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device = _CPU,
+    shards: Shards | None = None,
 ) -> PreTrainedModel:
-    """Build the transformer on a device, with its weights in dtype; a skeleton has none, and is in float32.
+    """Build the transformer on a device, with its weights in dtype, or one member's shards of them.
+
+    A skeleton has no weights, and is in float32.
 
     choose_class picks the auto class for a configuration.
     """
@@ -310,7 +322,7 @@ def _read_model(
     if session.is_skeleton():
         return _build_skeleton(card, config, auto)
     try:
-        with direct_weights(dtype, device):
+        with direct_weights(dtype, device, shards):
             if card.weight_names:
                 model, report = _build_renamed(card, config, auto)
             else:
@@ -327,6 +339,8 @@ def _read_model(
             raise
         raise build_refusal(card.id, config, error) from error
     _check_complete(card, report, unused)
+    if shards is not None:
+        shards.install(model)
     return torch.nn.Module.to(model.eval().requires_grad_(False), device)  # its buffers
 
 
