@@ -32,7 +32,8 @@ def direct_weights(dtype: torch.dtype, device: torch.device, shards: Shards | No
     Beside the placed weights, memory holds at most four of the checkpoint's tensors at a time, or the parts of one
     weight that is made of several. With shards, the models get one member's parts only. For one load at a time.
     """
-    read = PreTrainedModel._load_pretrained_model
+    base: Any = PreTrainedModel
+    read = base._load_pretrained_model
 
     def read_directly(model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any) -> Any:
         _set_format(model, dtype)
@@ -50,11 +51,11 @@ def direct_weights(dtype: torch.dtype, device: torch.device, shards: Shards | No
         ):
             return read(model, state_dict, files, direct, *rest)
 
-    PreTrainedModel._load_pretrained_model = staticmethod(read_directly)
+    base._load_pretrained_model = staticmethod(read_directly)
     try:
         yield
     finally:
-        PreTrainedModel._load_pretrained_model = staticmethod(read)
+        base._load_pretrained_model = staticmethod(read)
 
 
 @contextmanager

@@ -341,7 +341,8 @@ def _read_model(
     _check_complete(card, report, unused)
     if shards is not None:
         shards.install(model)
-    return torch.nn.Module.to(model.eval().requires_grad_(False), device)  # its buffers
+    torch.nn.Module.to(model, device)  # its buffers
+    return model.eval().requires_grad_(False)
 
 
 def _build_renamed(card: ModelCard, config: PretrainedConfig, auto: Any) -> tuple[PreTrainedModel, dict[str, Any]]:

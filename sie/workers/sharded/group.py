@@ -10,8 +10,11 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-from torch import Tensor, distributed
+import torch.distributed
+from torch import Tensor
 
+_distributed: Any = torch.distributed
+"""Untyped: process groups have no public constructors."""
 _LOOPBACK: Final = {"NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -26,7 +29,7 @@ class Group:
         self.rank = rank
         self.size = size
         self._device = device
-        store = distributed.FileStore(f"/proc/self/fd/{store_fd}", size)
+        store = _distributed.FileStore(f"/proc/self/fd/{store_fd}", size)
         self._group: Any = _connect(store, rank, size, device, timedelta(seconds=timeout_s))
         self.add(torch.zeros(1, device=device))
 
@@ -50,8 +53,11 @@ class Group:
 def _connect(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
     if device.type == "cuda":
         os.environ.update({name: os.environ.get(name, value) for name, value in _LOOPBACK.items()})
-        return distributed.ProcessGroupNCCL(store, rank, size, timeout)
-    options = distributed.ProcessGroupGloo._Options()
-    options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        kind: Any = _distributed.ProcessGroupNCCL
+        options = kind.Options()
+    else:
+        kind = _distributed.ProcessGroupGloo
+        options = kind._Options()
+        options._devices = [kind.create_device(hostname="127.0.0.1")]
     options._timeout = timeout
-    return distributed.ProcessGroupGloo(store, rank, size, options)
+    return kind(store, rank, size, options)

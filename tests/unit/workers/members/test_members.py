@@ -112,7 +112,7 @@ def test_scores_of_given_tokens_and_vectors_are_the_same(pair: tuple[Any, Any]) 
 
 def test_a_step_is_told_without_its_draws() -> None:
     slot = Slot(np.arange(4, dtype=np.int32), 7, [1, 2], (_GREEDY,) * 3, rotary_length=9)
-    (told,) = Step.of([slot], [(np.int64(1), np.int64(2))]).slots()
+    (told,) = Step.of([slot], [(1, 2)]).slots()
     assert (told.token_ids.tolist(), told.start, told.blocks, len(told.draws)) == ([0, 1, 2, 3], 7, [1, 2], 1)
     assert told.rotary_length == 9
     assert len(encode(Step.of([slot], []))) < 100
