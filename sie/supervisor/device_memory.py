@@ -53,15 +53,27 @@ class DeviceMemories:
         else:
             self._memory.pop(self._devices[slot], None)
 
-    def plan_load(self, record: Record, records: Collection[Record]) -> LoadPlan:
-        """Decide which workers load a model, and whether they can do so now."""
+    def has_place_without(self, record: Record, away: Collection[int]) -> bool:
+        """Return whether a model may load on workers without those in the slots `away`."""
+        return record.card is not None and bool(self._slots_without(record, away))
+
+    def _slots_without(self, record: Record, away: Collection[int]) -> list[int]:
+        size = 1 if record.card is None else record.card.tensor_parallel
+        slots = leading_slots(self._devices, size, record.spec.devices)
+        return [slot for slot in slots if slot not in away]
+
+    def plan_load(self, record: Record, records: Collection[Record], away: Collection[int] = ()) -> LoadPlan:
+        """Decide which workers load a model, and whether they can do so now.
+
+        away: the slots whose devices are set aside, which get it only if no other may.
+        """
         assert record.card is not None
         others = [other for other in records if other is not record]
         spec, size = record.spec, record.card.tensor_parallel
-        slots = leading_slots(self._devices, size, spec.devices)
+        slots = self._slots_without(record, ())
         if refusal := _why_nowhere(self._devices, size, spec, slots):
             return LoadPlan(refusal=refusal)
-        places = [self._place(record, slot, others) for slot in slots]
+        places = [self._place(record, slot, others) for slot in self._slots_without(record, away) or slots]
         if "cpu" in self._devices:  # workers share this memory, so it holds all copies or none
             return self._plan_on_cpu(record, choose_places(places, spec.replicas, is_strict=True), others)
         chosen = choose_places(places, spec.replicas, is_strict=bool(spec.devices) and not spec.replicas)
