@@ -30,6 +30,10 @@ def complete_card(card: ModelCard, spec: ModelSpec) -> ModelCard:
         card = msgspec.structs.replace(card, encoder_weights=weights)
     elif spec.encoder_weights is not None:
         raise refuse(card.id, f"encoder_weights is for encoders of texts and classifiers, not for a {card.kind}")
+    if card.generate is not None and card.stub is None:
+        card = msgspec.structs.replace(card, tensor_parallel=spec.tensor_parallel or spec.default_tensor_parallel)
+    elif spec.tensor_parallel is not None:
+        raise refuse(card.id, f"tensor_parallel is for models that generate text, not for a {card.kind}")
     if spec.reranker is not None and (card.score is None or card.score.template is None):
         raise refuse(card.id, f"its section describes a reranker, but its files are those of a {card.kind}")
     if spec.pooling is not None and (not card.pipeline or card.pipeline[0].config["modes"] != [spec.pooling]):

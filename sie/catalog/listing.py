@@ -84,11 +84,11 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
             raise SettingsError(
                 f"pinned_model (from {loaded.sources['pinned_model']}): {name!r} is not one of the served models"
             )
-    weights = models.encoder_weights
-    return {
-        model_id: (msgspec.structs.replace(spec, default_encoder_weights=weights), start)
-        for model_id, (spec, start) in specs.items()
+    defaults = {
+        "default_encoder_weights": models.encoder_weights,
+        "default_tensor_parallel": loaded.settings.generation.tensor_parallel,
     }
+    return {model_id: (msgspec.structs.replace(spec, **defaults), start) for model_id, (spec, start) in specs.items()}
 
 
 def _add_from_file(loaded: Loaded, specs: dict[str, tuple[ModelSpec, Start]]) -> None:
@@ -109,6 +109,9 @@ def _add_from_file(loaded: Loaded, specs: dict[str, tuple[ModelSpec, Start]]) ->
             spec,
             max_sequence_length=model.max_sequence_length,
             encoder_weights=model.encoder_weights,
+            tensor_parallel=model.tensor_parallel,
+            devices=model.devices,
+            replicas=model.replicas,
             ignore_remote_code=model.ignore_remote_code,
             reranker=model.reranker,
             pooling=model.pooling,

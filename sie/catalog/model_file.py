@@ -19,9 +19,12 @@ import msgspec
 from sie.catalog.profiles import Profile, Profiles, flatten, known_profiles
 from sie.catalog.rerankers import Reranker, check_reranker, fill_in_like
 from sie.catalog.spec import check_model_id, check_revision
+from sie.config.generation_settings import MAX_TENSOR_PARALLEL
 from sie.config.sources import did_you_mean, read_toml
 from sie.values.card import ClassifierTask, EncoderWeights, Pooling
 from sie.values.errors import BadRequest
+
+_DEVICE = r"^(cpu|cuda):[0-9]{1,3}\Z"
 
 
 class FileModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +39,12 @@ class FileModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Can only lower the checkpoint's own limit."""
     encoder_weights: EncoderWeights | None = None
     """None means the setting of this name."""
+    tensor_parallel: Annotated[int, msgspec.Meta(ge=1, le=MAX_TENSOR_PARALLEL)] | None = None
+    """None means the setting of this name."""
+    devices: tuple[Annotated[str, msgspec.Meta(pattern=_DEVICE)], ...] = ()
+    """The devices that load it, as `cuda:1` or, for the workers of a CPU, `cpu:1`; empty: any."""
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    """The number of devices, or groups of them, that load it; 0: all that have room for it."""
     ignore_remote_code: bool = False
     """Whether an encoder with its own code (`auto_map`) is served by transformers' own class, as if it had no code."""
     reranker: Reranker | None = None

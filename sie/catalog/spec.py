@@ -87,6 +87,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     encoder_weights: EncoderWeights | None = None
     default_encoder_weights: EncoderWeights = "auto"
     """The setting's value, for every encoder without its own."""
+    tensor_parallel: int | None = None
+    default_tensor_parallel: int = 1
+    """The setting's value, for every generating model without its own."""
+    devices: tuple[str, ...] = ()
+    """The devices that load it, as `cuda:1` or, for a CPU's workers, `cpu:1`; empty: any."""
+    replicas: int = 0
+    """The number of devices, or groups of them, that load it; 0: all that have room for it."""
     ignore_remote_code: bool = False
     """Whether an encoder with unknown code is served by transformers' own class."""
     reranker: Reranker | None = None

@@ -26,7 +26,7 @@ _COMMON: Final = frozenset(
     (
         "host", "port", "grpc_port", "frontends", "log_format", "log_level", "api_keys", "tls_cert", "tls_key", "uds",
         "model", "lazy_model", "catalog", "default_model", "model_repository", "dtype", "encoder_weights", "convert", "cache_dir",
-        "lora", "idle_unload_s", "devices", "max_queued_tokens", "request_timeout_s", "weights", "kv_cache_share",
+        "lora", "idle_unload_s", "devices", "max_queued_tokens", "request_timeout_s", "weights", "tensor_parallel", "kv_cache_share",
         "max_context_tokens",
     )
 )  # fmt: skip

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from sie.config.limits import MIB
 
+MAX_TENSOR_PARALLEL: Final = 16
 GPU_PREFILL_TOKENS: Final = 4096
 """`max_prefill_tokens` on a GPU."""
 
@@ -20,6 +21,15 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["auto", "float32", "bfloat16", "int8", "int4"],
         Meta(description="Format of a generating model's weights; auto uses the format of `dtype`."),
     ] = "auto"
+    tensor_parallel: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MAX_TENSOR_PARALLEL,
+            description="Number of devices that each hold a part of a generating model and run its steps together; a section "
+            "of `catalog` sets it for one model (docs/generation.md).",
+        ),
+    ] = 1
     kv_cache_bytes: Annotated[
         int,
         Meta(

@@ -28,6 +28,13 @@ class LentCore(msgspec.Struct, frozen=True, array_like=True):
     index: int
 
 
+class Neighbour(msgspec.Struct, frozen=True, array_like=True):
+    """The device and the cores of a worker, which a member of another worker's group uses, too."""
+
+    device: str
+    cores: tuple[int, ...] = ()
+
+
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The launch record on a child's command line, as JSON: where to connect, and its own identity."""
 
@@ -52,6 +59,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     cores: tuple[int, ...] = ()
     lent_cores: tuple[LentCore, ...] = ()
     """For a worker: the cores of others that its steps may use while these wait for work, the best first."""
+    neighbours: tuple[Neighbour, ...] = ()
+    """For a worker: the workers after it, whose devices the groups that it leads use."""
     streams_together: int = 0
     """For a frontend: how many of its streams of a model go to one worker before another gets one; 0 spreads them."""
     max_step_tokens: int = 0

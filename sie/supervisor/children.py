@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from sie.config.generation_settings import MAX_TENSOR_PARALLEL
 from sie.config.settings import Settings
 from sie.ipc import channel as control
 from sie.ipc import messages
@@ -252,6 +253,7 @@ class Children:
             device=child.place.device,
             cores=child.place.cores,
             lent_cores=self._lent_cores.get(child.slot, ()) if child.role == "worker" else (),
+            neighbours=self._neighbours(child) if child.role == "worker" else (),
             streams_together=self._streams_together if child.role == "frontend" else 0,
             max_step_tokens=child.max_step_tokens,
             without_graphs=child.without_graphs,
@@ -276,6 +278,11 @@ class Children:
             self._plan_restart(child, was_ready=False, was_killed=False)
             return
         self._loop.add_reader(child.pidfd, self._on_death, child)
+
+    def _neighbours(self, worker: Child) -> tuple[messages.Neighbour, ...]:
+        """Return the workers whose devices a worker's groups may use, as many as `tensor_parallel` allows."""
+        after = self.workers[worker.slot + 1 : worker.slot + MAX_TENSOR_PARALLEL]
+        return tuple(messages.Neighbour(one.place.device, one.place.cores) for one in after)
 
     def _num_threads(self, child: Child) -> int:
         if child.role != "worker":

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from sie.catalog.spec import ModelSpec
 from sie.config.generation_settings import Generation
 from sie.config.sections import Models
 from sie.supervisor.evictions import (
@@ -22,11 +23,13 @@ from sie.supervisor.evictions import (
     plan_evictions,
 )
 from sie.supervisor.model_registry import Record
+from sie.supervisor.placement import Place, choose_places, leading_slots, names_of
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision on a load: now, later (after evictions or other loads), or never."""
+    """The decision on a load: now, later (after evictions or other loads), or never. slots are the workers that load it."""
 
+    slots: tuple[int, ...] = ()
     victims: tuple[str, ...] = ()
     must_wait: bool = False
     refusal: str = ""
@@ -50,26 +53,91 @@ class DeviceMemories:
         else:
             self._memory.pop(self._devices[slot], None)
 
-    def plan_load(self, record: Record, records: Collection[Record]) -> LoadPlan:
-        """Decide whether a model fits onto every device that does not have it yet."""
+    def has_place_without(self, record: Record, away: Collection[int]) -> bool:
+        """Return whether a model may load on workers without those in the slots `away`."""
+        return record.card is not None and bool(self._slots_without(record, away))
+
+    def _slots_without(self, record: Record, away: Collection[int]) -> list[int]:
+        size = 1 if record.card is None else record.card.tensor_parallel
+        slots = leading_slots(self._devices, size, record.spec.devices)
+        return [slot for slot in slots if slot not in away]
+
+    def plan_load(self, record: Record, records: Collection[Record], away: Collection[int] = ()) -> LoadPlan:
+        """Decide which workers load a model, and whether they can do so now.
+
+        away: the slots whose devices are set aside, which get it only if no other may.
+        """
         assert record.card is not None
         others = [other for other in records if other is not record]
+        spec, size = record.spec, record.card.tensor_parallel
+        slots = self._slots_without(record, ())
+        if refusal := _why_nowhere(self._devices, size, spec, slots):
+            return LoadPlan(refusal=refusal)
+        places = [self._place(record, slot, others) for slot in self._slots_without(record, away) or slots]
+        if "cpu" in self._devices:  # workers share this memory, so it holds all copies or none
+            return self._plan_on_cpu(record, choose_places(places, spec.replicas, is_strict=True), others)
+        chosen = choose_places(places, spec.replicas, is_strict=bool(spec.devices) and not spec.replicas)
+        if not chosen:
+            least = min(places, key=lambda place: place.short_bytes or 1 << 62)
+            device = self._devices[least.slot]
+            return LoadPlan(refusal=_refusal(device, self._needed(record, device), least.short_bytes))
+        return LoadPlan(
+            slots=tuple(place.slot for place in chosen),
+            victims=tuple(dict.fromkeys(model for place in chosen for model in place.victims)),
+            must_wait=any(place.must_wait or place.victims for place in chosen),
+        )
+
+    def _plan_on_cpu(self, record: Record, chosen: list[Place], others: list[Record]) -> LoadPlan:
+        slots = tuple(place.slot for place in chosen)
+        missing = sum(not place.is_there for place in chosen) * (record.card.tensor_parallel if record.card else 1)
+        needed = self._needed(record, "cpu") * missing
+        if not needed or not self._is_limited("cpu"):
+            return LoadPlan(slots=slots)
+        if self._is_settling("cpu", others):
+            return LoadPlan(slots=slots, must_wait=True)
+        victims, short = plan_evictions(self._policy, self._memory.get("cpu"), self._tenants("cpu", others), needed)
+        if short:
+            return LoadPlan(refusal=_refusal("cpu", needed, short))
+        return LoadPlan(slots=slots, victims=tuple(victims), must_wait=bool(victims))
+
+    def _place(self, record: Record, slot: int, others: list[Record]) -> Place:
+        """Return what a load would need on a worker's device, and on those of its neighbours in a group."""
+        assert record.card is not None
+        members = self._devices[slot : slot + record.card.tensor_parallel]
+        is_there = record.place(slot).is_there
+        used = max(sum(self._bytes_on(device, other) for other in others) for device in members)
+        place = Place(slot=slot, is_there=is_there, used_bytes=used)
+        if is_there or members[0] == "cpu":
+            return place
         victims: list[str] = []
-        must_wait = False
-        for device in sorted(set(self._devices)):
-            num_missing = sum(not record.place(slot).is_there for slot in self._slots(device))
-            needed = needed_bytes(record.card, device, self._dtype, self._generation) * num_missing
-            if not needed or (device not in self._memory and not self._policy.max_model_bytes):
+        short, must_wait = 0, False
+        for device in members:
+            needed = self._needed(record, device)
+            if not needed or not self._is_limited(device):
                 continue
             if self._is_settling(device, others):
                 must_wait = True
                 continue
             tenants = self._tenants(device, others)
-            chosen, short = plan_evictions(self._policy, self._memory.get(device), tenants, needed)
-            if short:
-                return LoadPlan(refusal=_refusal(device, needed, short))
-            victims += [model for model in chosen if model not in victims]
-        return LoadPlan(victims=tuple(victims), must_wait=must_wait or bool(victims))
+            own, missing = plan_evictions(self._policy, self._memory.get(device), tenants, needed)
+            victims += own
+            short = max(short, missing)
+        return msgspec.structs.replace(place, victims=tuple(victims), short_bytes=short, must_wait=must_wait)
+
+    def _needed(self, record: Record, device: str) -> int:
+        assert record.card is not None
+        return needed_bytes(record.card, device, self._dtype, self._generation)
+
+    def _is_limited(self, device: str) -> bool:
+        """Return whether anything is known that limits a device's models."""
+        return device in self._memory or bool(self._policy.max_model_bytes)
+
+    def _bytes_on(self, device: str, record: Record) -> int:
+        """Return an estimate of a model's memory on a device, for all workers there that have it or will have it."""
+        slots = self._slots(device)
+        leaders = [slot for slot, place in record.places.items() if place.is_there]
+        count = sum(record.covers(leader, slot) for leader in leaders for slot in slots)
+        return count * self._needed(record, device) if count else 0
 
     def pressure_victim(self, slot: int, records: Collection[Record]) -> str | None:
         """Return the model to unload because a worker's device is over its limit, or None.
@@ -94,12 +162,19 @@ class DeviceMemories:
 
     def _is_settling(self, device: str, records: Collection[Record]) -> bool:
         slots = self._slots(device)
-        return any(record.is_moving(slot) for record in records for slot in slots)
+        return any(
+            record.is_moving(leader) and any(record.covers(leader, slot) for slot in slots)
+            for record in records
+            for leader in record.places
+        )
 
     def _tenants(self, device: str, records: Collection[Record]) -> list[Tenant]:
         tenants: list[Tenant] = []
         for record in records:
-            reports = [record.reports[slot] for slot in self._slots(device) if slot in record.reports]
+            slots = self._slots(device)
+            reports = [
+                report for leader, report in record.reports.items() for slot in slots if record.covers(leader, slot)
+            ]
             loaded = [report.memory_bytes for report in reports if not (device != "cpu" and report.device == "cpu")]
             if loaded:
                 tenants.append(
@@ -111,6 +186,19 @@ class DeviceMemories:
                     )
                 )
         return tenants
+
+
+def _why_nowhere(devices: list[str], size: int, spec: ModelSpec, slots: list[int]) -> str:
+    """Return why no worker may load a model, or an empty text."""
+    names = names_of(devices)
+    unknown = [name for name in spec.devices if name not in names]
+    if unknown:
+        return f"devices: this server has no {unknown[0]}, only {', '.join(names)}"
+    if not slots:
+        return f"tensor_parallel is {size}, but there are not {size} workers one after another in {', '.join(names)}"
+    if len(slots) < spec.replicas:
+        return f"replicas is {spec.replicas}, but only {len(slots)} places may load it"
+    return ""
 
 
 def _refusal(device: str, needed: int, short: int) -> str:

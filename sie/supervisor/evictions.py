@@ -40,7 +40,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def needed_bytes(card: ModelCard, device: str, dtype: str, generation: Generation) -> int:
-    """Return the peak memory of loading a model on one worker; 0 if the card does not say.
+    """Return the peak memory of loading a model on one worker, or on one member of its group; 0 if unknown.
 
     On a CPU, weights are built in float32 before their conversion. On a GPU they arrive converted, and `auto` is
     bfloat16. There a generating model also needs keys and values: those of `kv_cache_bytes`, or else of one sequence. A
@@ -51,7 +51,7 @@ def needed_bytes(card: ModelCard, device: str, dtype: str, generation: Generatio
     if card.tensor is not None:
         return 4 * card.num_weights  # the bytes of its file, in any format
     weights = card.num_weights * (4 if device == "cpu" or dtype == "float32" else 2)
-    return weights + (0 if device == "cpu" else _cache_bytes(card, generation))
+    return (weights + (0 if device == "cpu" else _cache_bytes(card, generation))) // card.tensor_parallel
 
 
 def _cache_bytes(card: ModelCard, generation: Generation) -> int:
@@ -60,7 +60,7 @@ def _cache_bytes(card: ModelCard, generation: Generation) -> int:
     if rule is None:
         return 0
     context = min(rule.context_length, generation.max_context_tokens or rule.context_length, _LEAST_CONTEXT_TOKENS)
-    return generation.kv_cache_bytes or rule.kv_token_bytes * context
+    return generation.kv_cache_bytes * card.tensor_parallel or rule.kv_token_bytes * context
 
 
 def is_under_pressure(policy: Policy, memory: Memory | None) -> bool:

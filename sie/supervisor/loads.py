@@ -150,6 +150,8 @@ class Loads:
                 continue
             if record.is_stale:  # its files have changed since it was loaded
                 self._renew(record)
+            elif record.slots is not None and child.slot not in record.slots:
+                continue
             elif record.error is None or now_s >= record.retry_at_s:
                 # A load before that would fail again, and perhaps kill the worker.
                 self._send_load(record, record.card, [child])
@@ -288,6 +290,7 @@ class Loads:
             self._load(record)
             self.broadcast()
         self._reload_due()
+        self._move_stranded()
         self._end_overdue(now_s)
         for record in self._registry.idle(self._idle_s, now_s) if self._idle_s > 0 else []:
             self._evict(record.spec.id, definitions.IDLE_EVICTIONS, f"it was not used for {self._idle_s:g} s")
@@ -296,6 +299,18 @@ class Loads:
         for record in self._registry.due_reloads():
             self._load(record)
             self.broadcast()
+
+    def _away(self) -> set[int]:
+        """Return the slots of the workers that will not be there for a while."""
+        return {worker.slot for worker in self._children.workers if worker.state in ("lost", "gone")}
+
+    def _move_stranded(self) -> None:
+        """Load the models elsewhere whose devices are all set aside, if they may be elsewhere."""
+        away = self._away()
+        for record in self._registry.records.values() if away else ():
+            is_stranded = record.wanted and record.slots and away.issuperset(record.slots)
+            if is_stranded and self._device_memories.has_place_without(record, away):
+                self._load(record)
 
     def _end_overdue(self, now_s: float) -> None:
         self._staged_reloads.end_overdue(self._timeout_s, now_s)
@@ -359,12 +374,13 @@ class Loads:
             record.preparing = True
             self._spawn(self._prepare(record))
             return
-        plan = self._device_memories.plan_load(record, self._registry.records.values())
+        plan = self._device_memories.plan_load(record, self._registry.records.values(), self._away())
         record.apply(Event.SHORT if plan.must_wait else Event.FITS)
         if plan.refusal:
             self._refuse(record, failed(record.spec, plan.refusal, "PLACEMENT"))
         elif not plan.must_wait:
-            self._send_load(record, record.card, self._children.workers)
+            record.slots = plan.slots
+            self._send_load(record, record.card, [self._children.workers[slot] for slot in plan.slots])
         for model in plan.victims:
             self._evict(model, definitions.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory")
 

@@ -46,6 +46,8 @@ class Record(msgspec.Struct):
     may_fail: bool = False
     is_excused: bool = False
     stage: LifeStage = LifeStage.IDLE
+    slots: tuple[int, ...] | None = None
+    """The workers that were chosen to load it, once they are."""
     places: dict[int, Place] = {}
     reports: dict[int, ModelReport] = {}
     is_stale: bool = False
@@ -79,6 +81,10 @@ class Record(msgspec.Struct):
     def place(self, slot: int) -> Place:
         """Return the state on one worker."""
         return self.places.get(slot, Place.ABSENT)
+
+    def covers(self, leader: int, slot: int) -> bool:
+        """Return whether a worker's device holds a part of it, if another worker, or the same, leads its group."""
+        return leader <= slot < leader + (1 if self.card is None else self.card.tensor_parallel)
 
     def is_moving(self, slot: int) -> bool:
         """Return whether a worker is loading or unloading it."""

@@ -67,7 +67,7 @@ def _new_spec(config: ModelConfig, settings: Settings) -> ModelSpec:
     return ModelSpec(
         id=config.sie_id, directory=directory, revision=config.hf_revision,
         max_sequence_length=config.max_sequence_length, default_encoder_weights=settings.models.encoder_weights,
-        profiles=config_profiles(config),
+        default_tensor_parallel=settings.generation.tensor_parallel, profiles=config_profiles(config),
     )  # fmt: skip
 
 

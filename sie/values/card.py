@@ -192,6 +192,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Number of weights in the checkpoint's safetensors; for a tensor model a fourth of its bytes; 0 if unknown."""
     encoder_weights: EncoderWeights = "auto"
     """The requested format; a load fails if the format is not available."""
+    tensor_parallel: int = 1
+    """Number of devices that each hold a part of a generating model and run its steps together."""
     tokenizer_file: str = ""
     """Absolute path of the `tokenizer.json` to use; empty when the worker reads text."""
     first_token: str = ""

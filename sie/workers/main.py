@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,7 +28,7 @@ from sie.shm.pages import CounterPage
 from sie.values.card import ModelCard
 from sie.values.extract import Detection, Gliclass, Gliner
 from sie.workers import stall_notices
-from sie.workers.device.faults import EXIT_STATUS, WORN_STATUS, DeviceLostError, WornError, set_device
+from sie.workers.device.faults import EXIT_STATUS, WORN_STATUS, DeviceLostError, GroupLostError, WornError, set_device
 from sie.workers.device.memory import measure
 from sie.workers.loading import light_imports
 from sie.workers.loading.hosting import Host
@@ -37,8 +38,14 @@ from sie.workers.scheduling.ceilings import ceiling_after_kill
 from sie.workers.scheduling.waiting import Budget
 from sie.workers.telemetry import GpuTelemetry, WorkerMetrics, gpu_identity
 
+if TYPE_CHECKING:
+    from sie.workers.generation.runner import TextGenerator
+    from sie.workers.sharded.group import Group
+
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S = 10.0
+_VERDICT_S = 2.0
+"""Time for the thread that watches followers to end this process as one of them has ended, if that was the cause."""
 _RUN_PART = 0.7
 """Part of watchdog_s after which a model's run is ended; looked at eight times in that time."""
 _CPU_STEP_TOKENS = 1024
@@ -91,6 +98,10 @@ def main() -> int:
     channel.send(Ready())
     try:
         loop.run()
+    except GroupLostError as error:
+        _log.critical("a step of a group of processes failed: %s", error)
+        time.sleep(_VERDICT_S)
+        os._exit(1)
     except DeviceLostError as error:
         _log.critical("the device is lost to this process: %s", error)
         os._exit(EXIT_STATUS)  # libraries that clean up at exit would call the device and may hang
@@ -178,12 +189,21 @@ def _builder(
             Capturer.forbidden = "a capture failed in an earlier process of this worker"
         models = settings.models
 
+        def generate(group: Group | None = None) -> TextGenerator:
+            return load_generator(
+                card, launch.device, models.dtype, settings.generation, progress,
+                pressure_pct=models.memory_pressure_pct, group=group,
+            )  # fmt: skip
+
+        if card.tensor_parallel > 1:
+            from sie.workers.members.leader import load_divided
+
+            return load_divided(card, launch, settings, generate)
+
         def load() -> Runner:
             device, dtype = launch.device, models.dtype
             if card.kind == "generator":
-                return load_generator(
-                    card, device, dtype, settings.generation, progress, pressure_pct=models.memory_pressure_pct
-                )
+                return generate()
             if card.kind == "dual-encoder":
                 return load_dual_encoder(card, device, dtype, progress)
             if isinstance(card.extract, Detection):

@@ -25,6 +25,10 @@ class DeviceLostError(Exception):
     """The device can compute nothing more in this process."""
 
 
+class GroupLostError(DeviceLostError):
+    """A step of a group of processes failed in this one, which the others cannot know."""
+
+
 class WornError(Exception):
     """The worker is idle, and a new process would serve better (`sie.workers.device.memory.is_worn`)."""
 

@@ -29,6 +29,7 @@ from sie.native.linear import (
     run_linear,
     scratch_bytes,
 )
+from sie.workers.packed.sharing import SharedLinear
 from sie.workers.prepared import session
 
 Bits = Literal[16, 8, 4]
@@ -200,7 +201,10 @@ def pack_linears(model: nn.Module, bits: Bits, dtype: torch.dtype, head: nn.Modu
     """
     compiled = can_multiply(is_bf16=dtype == torch.bfloat16)
     nbytes = 0
-    for parent in list(model.modules()):
+    # Without the layers themselves, whose weights should go as soon as they are packed.
+    for parent in [module for module in model.modules() if any(module.children())]:
+        if isinstance(parent, SharedLinear):
+            parent.join()
         for name, child in list(parent.named_children()):
             weight = _weight_of(child)
             if weight is None:

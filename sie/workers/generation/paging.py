@@ -34,6 +34,7 @@ from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.varlen import why_gathered
 from sie.workers.model_api import Draw, Slot
 from sie.workers.prepared import session
+from sie.workers.sharded.group import Group
 
 _KNOWN_LAYERS = ("full_attention", "sliding_attention", "attention")
 _MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
@@ -54,10 +55,11 @@ def make_pageable(
     weights: str,
     *,
     pressure_pct: float = 100.0,
+    group: Group | None = None,
 ) -> TextGenerator:
     """Return the runner of a model that is on its device; weights names the weight format.
 
-    Its blocks leave the device below pressure_pct. Raises ModelLoadFailed for a model that cannot run on paged keys and
+    With a group, all members have as many blocks as the one with the least room for them. Its blocks leave the device below pressure_pct. Raises ModelLoadFailed for a model that cannot run on paged keys and
     values, DeviceLostError if the device is lost.
     """
     block_tokens = settings.kv_block_tokens
@@ -81,10 +83,16 @@ def make_pageable(
 
     token_bytes = sum(form.token_bytes for form in forms)
     num_blocks = count_blocks(card, token_bytes, device, settings, pressure_pct=pressure_pct, run_step=run_step)
+    if group is not None:
+        num_blocks = group.least(num_blocks)
     runner = make_runner(num_blocks)
     if expected is not None:
         _choose_reading(runner, sequence, expected)
         session.remember("is_pageable", True)
+    if group is not None:
+        if device.type != "cpu":
+            note("no_graphs", "tensor_parallel: steps that exchange tensors are not captured")
+        return runner
     runner.decoder = choose_decoder(runner, runner.cache, recorder.rules)
     if expected is not None and runner.capture_decoding(settings.max_sequences, blocks_of_a_choice(card, settings)):
         _check_graphs(runner, sequence, expected)

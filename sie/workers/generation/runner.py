@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.workers.device.device import move
+from sie.workers.device.faults import GroupLostError, raise_if_lost
 from sie.workers.generation.compiled_decoder import CompiledDecoder
 from sie.workers.generation.embedding import Embedder
 from sie.workers.generation.gathered import GatheredStep
@@ -31,6 +32,18 @@ from sie.workers.generation.step_layout import StepLayout, lay_out
 from sie.workers.generation.varlen import MixedStep, can_attend
 from sie.workers.model_api import Chosen, Draw, Matcher, RowStep, Slot, StepOutputs
 from sie.workers.packed.rotation import Lengths, find_rotations
+
+
+class Followers(Protocol):
+    """The other members of a group, which run each step, too. Both methods raise OSError if one has gone."""
+
+    def step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> None:
+        """Pass on a step of generated text."""
+        ...
+
+    def embed(self, texts: Sequence[NDArray[np.int32]]) -> None:
+        """Pass on a step of vectors."""
+        ...
 
 
 class TextGenerator:
@@ -63,6 +76,8 @@ class TextGenerator:
             cache.device, cache.dtype, {width for form in cache.layers for width in form.widths}
         )
         """Whether a GPU's kernels read the blocks in place; if not, the blocks are gathered."""
+        self.followers: Followers | None = None
+        """The other members of the group that this runner leads."""
         self._embedder = Embedder(card, model, cache, self._rotations) if "dense" in card.outputs else None
 
     def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> list[tuple[Chosen, ...]]:
@@ -113,6 +128,14 @@ class TextGenerator:
 
     def _run(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> Answers:
         self._prepare(slots, copies)
+        followers = self.followers
+        if followers is None:
+            return self._run_here(slots)
+        with _together():
+            followers.step(slots, copies)
+            return self._run_here(slots)
+
+    def _run_here(self, slots: Sequence[Slot]) -> Answers:
         if self.decoder is not None:
             return Answers(self.decoder.run(slots))
         captured = None if self._graphs is None else self._graphs.run(slots)
@@ -141,7 +164,11 @@ class TextGenerator:
         self._take_device()
         for ids in token_ids:
             self._check(ids)
-        return self._embedder.run(token_ids)
+        if self.followers is None:
+            return self._embedder.run(token_ids)
+        with _together():
+            self.followers.embed(token_ids)
+            return self._embedder.run(token_ids)
 
     def least_length(self, length: int) -> int:
         """Return the least length that has the same rotary factors as a sequence of this length (`GenerateRunner`)."""
@@ -220,6 +247,16 @@ class TextGenerator:
         with nullcontext() if rotations is None or lengths is None else rotations.row(lengths):
             logits = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **rows).logits[0]
         return logits if self._takes_rows or kept is None else logits[kept]
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Raise GroupLostError if a step fails that other members run, too: they may wait for this one for ever."""
+    try:
+        yield
+    except Exception as error:
+        raise_if_lost(error)
+        raise GroupLostError(f"{type(error).__name__}: {error}") from error
 
 
 def _restart_length(model: Any) -> int:

@@ -6,6 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from sie.catalog.files import refuse
+from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.workers.device.device import DtypeSetting, choose_dtype
 from sie.workers.generation.packed_weights import Bits, pack_linears
@@ -20,6 +22,11 @@ class Format(NamedTuple):
     name: str
     dtype: torch.dtype
     bits: Bits | None
+
+    @property
+    def read_dtype(self) -> torch.dtype:
+        """The format in which weights are read: float32 where they are rounded afterwards."""
+        return torch.float32 if self.bits in (8, 4) else self.dtype
 
 
 def choose_format(setting: WeightsSetting, dtype_setting: DtypeSetting, device: torch.device) -> Format:
@@ -37,8 +44,21 @@ def choose_format(setting: WeightsSetting, dtype_setting: DtypeSetting, device: 
     return Format(str(dtype).removeprefix("torch."), dtype, 16 if is_packed else None)
 
 
+def unpacked(card: ModelCard, form: Format) -> Format:
+    """Return the format for a member of a group, whose layers torch computes.
+
+    Raises ModelLoadFailed for weights that are quantised, by the setting or in their file.
+    """
+    if form.bits in (8, 4):
+        raise refuse(card.id, f"tensor_parallel: weights: {form.name} is not divided; use bfloat16 or float32")
+    if card.generate is not None and card.generate.gguf_file:
+        raise refuse(card.id, "tensor_parallel: a GGUF file is not divided; use a checkpoint in safetensors")
+    return form._replace(bits=None)
+
+
 def join_and_pack(model: Any, form: Format) -> None:
-    """Join and pack the linear layers of a float32 model on the CPU, in place; other parameters stay float32."""
-    share_inputs(model, torch.arange(1, 5)[None] % model.get_input_embeddings().weight.shape[0])
+    """Join the linear layers of a model, and pack them on a CPU, in place; other parameters keep their format."""
+    sample = torch.arange(1, 5, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+    share_inputs(model, sample, joins=form.bits is None)
     if form.bits is not None:
         pack_linears(model, form.bits, form.dtype, model.get_output_embeddings())

@@ -44,7 +44,8 @@ from sie.workers.generation.norms import compile_norms
 from sie.workers.generation.one_row import choose_products
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
-from sie.workers.generation.weight_formats import choose_format, join_and_pack
+from sie.workers.generation.weight_formats import choose_format, join_and_pack, unpacked
+from sie.workers.loading.direct_weights import direct_weights, is_kept
 from sie.workers.loading.renamed_weights import read_renamed_weights
 from sie.workers.prepared import session
 from sie.workers.prepared.placing import place_weights
@@ -67,11 +68,14 @@ from sie.workers.runners.score import ScoreModel, ScoreRunner
 from sie.workers.runners.splade import LanguageHead, LexicalHead, SparseHead, SpladeHead, StaticTable, take_head
 from sie.workers.runners.static_vectors import StaticRunner
 from sie.workers.runners.tokens import QueryExpansion, TokenHead
+from sie.workers.sharded.group import Group
+from sie.workers.sharded.shards import Shards
 from sie.workers.stall_notices import read_tokenizer
 
 Progress = Callable[[float, str], None]
 """Takes the fraction done, 0 to 1, and the current activity."""
 ChooseClass = Callable[[str, PretrainedConfig], type[Any]]
+_CPU: Final = torch.device("cpu")
 _BUILD_ERRORS: Final = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
@@ -98,7 +102,7 @@ def load_encoder(
         if card.sparse is not None and card.sparse.kind == "splade":
             model, language_head = take_head(card.id, _read_model(card, masked_lm_class))
         else:
-            model = _read_model(card, text_encoder_class, unused="pooler.")
+            model = _read_model(card, text_encoder_class, unused="pooler.", dtype=form.read_dtype, device=device)
         heads = _build_heads(card, language_head, device)
     if language_head is not None:
         _convert(language_head.model, form.dtype, device)
@@ -150,7 +154,8 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        model = _read_model(card, classifier_class if rule.true_token_id is None else causal_class)
+        choose_class = classifier_class if rule.true_token_id is None else causal_class
+        model = _read_model(card, choose_class, dtype=form.read_dtype, device=device)
     activation = build_activation(card.id, rule.activation)
     _convert_encoder(card.id, model, form, device, on_progress)
     scorer = ScoreModel(model, device, rule)
@@ -169,7 +174,7 @@ def load_dual_encoder(
     dtype_name = str(dtype).removeprefix("torch.")
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        model = _read_model(card, dual_encoder_class)
+        model = _read_model(card, dual_encoder_class, dtype=dtype, device=device)
     on_progress(0.6, f"converting weights to {dtype_name} on {device}")
     _convert(model, dtype, device)
     on_progress(0.8, "comparing packed with single sequences")
@@ -187,7 +192,8 @@ def load_extractor(
     is_tokens = isinstance(card.extract, TokenClassification)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        model = _read_model(card, token_classifier_class if is_tokens else any_classifier_class)
+        choose_class = token_classifier_class if is_tokens else any_classifier_class
+        model = _read_model(card, choose_class, dtype=form.read_dtype, device=device)
     _convert_encoder(card.id, model, form, device, on_progress)
     if is_tokens:
         tokens = TokenModel(model, device)
@@ -241,19 +247,27 @@ def load_generator(
     on_progress: Progress,
     *,
     pressure_pct: float = 100.0,
+    group: Group | None = None,
 ) -> TextGenerator:
     """Return a model that generates text, ready for its first step. Arguments and errors as in `load_encoder`.
 
-    Its keys and values leave a GPU's memory below pressure_pct.
+    Its keys and values leave a GPU's memory below pressure_pct. With a group, this process is one of its members, has a
+    part of the weights, and loads in step with the others.
 
     Raises ModelLoadFailed that names the model if its layers cannot keep their keys and values in blocks.
     """
     device = resolve_device(device_name)
     form = choose_format(settings.weights, dtype_setting, device)
     assert card.generate is not None
+    shards = None if group is None else Shards(card.id, group)
+    if shards is not None:
+        form = unpacked(card, form)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        model = _read_gguf(card) if card.generate.gguf_file else _read_model(card, causal_class)
+        if card.generate.gguf_file:
+            model = _read_gguf(card)
+        else:
+            model = _read_model(card, causal_class, dtype=form.read_dtype, device=device, shards=shards)
     on_progress(0.6, f"converting weights to {form.name} on {device}")
     join_and_pack(model, form)
     _convert(model, form.dtype, device)
@@ -263,7 +277,7 @@ def load_generator(
         fuse_layers(model)
         choose_products(model)
     on_progress(0.8, "comparing paged with whole sequences")
-    runner = make_pageable(card, model, device, settings, form.name, pressure_pct=pressure_pct)
+    runner = make_pageable(card, model, device, settings, form.name, pressure_pct=pressure_pct, group=group)
     if session.is_skeleton():  # a restarted worker should serve at once
         runner.start_grammars()
     elif not session.is_trial():
@@ -285,12 +299,20 @@ def _storage_faults(card: ModelCard) -> Iterator[None]:
         raise refuse(card.id, f"its safetensors file is damaged: {error}", "STORAGE") from error
 
 
-def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None = None) -> PreTrainedModel:
-    """Build the transformer on the CPU in float32.
+def _read_model(
+    card: ModelCard,
+    choose_class: ChooseClass,
+    unused: str | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = _CPU,
+    shards: Shards | None = None,
+) -> PreTrainedModel:
+    """Build the transformer on a device, with its weights in dtype, or one member's shards of them.
 
-    choose_class picks the auto class for a configuration. from_pretrained sets torch's default dtype to the requested
-    one for the whole process. With any dtype other than float32, a step that runs meanwhile would compute in the wrong
-    format.
+    A skeleton has no weights, and is in float32.
+
+    choose_class picks the auto class for a configuration.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -300,22 +322,26 @@ def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None =
     if session.is_skeleton():
         return _build_skeleton(card, config, auto)
     try:
-        if card.weight_names:
-            model, report = _build_renamed(card, config, auto)
-        else:
-            model, report = auto.from_pretrained(
-                card.directory,
-                config=config,
-                dtype=torch.float32,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-            )
+        with direct_weights(dtype, device, shards):
+            if card.weight_names:
+                model, report = _build_renamed(card, config, auto)
+            else:
+                model, report = auto.from_pretrained(
+                    card.directory,
+                    config=config,
+                    dtype=torch.float32,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
     except _BUILD_ERRORS as error:
         if is_out_of_memory(error):
             raise
         raise build_refusal(card.id, config, error) from error
     _check_complete(card, report, unused)
+    if shards is not None:
+        shards.install(model)
+    torch.nn.Module.to(model, device)  # its buffers
     return model.eval().requires_grad_(False)
 
 
@@ -401,12 +427,9 @@ def _convert(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -
     Its buffers keep their format (rotary frequencies lose too much in 16 bits). So do the weights that the architecture
     itself keeps in float32.
     """
-    kept = set(model._keep_in_fp32_modules_strict or ())
-    if dtype == torch.float16:
-        kept |= set(model._keep_in_fp32_modules or ())
 
     def convert(name: str, weight: Tensor) -> Tensor:
-        return weight if kept.intersection(name.split(".")) else weight.to(device, dtype)
+        return weight if is_kept(model, name, dtype) else weight.to(device, dtype)
 
     place_weights(model, convert)
     model.config.dtype = dtype

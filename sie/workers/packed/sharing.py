@@ -20,28 +20,36 @@ from sie.workers.prepared.session import MissingWeightsError
 
 _log = get_logger(__name__)
 _MAX_DIFFERENCE = 1e-4
-"""Of the results, relative to the largest: sums of other lengths round differently."""
+"""Of the results, relative to the largest."""
 
 
 class SharedLinear(nn.Module):
     """Several layers in one, with concatenated outputs. It caches the outputs until each layer has read its own."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        """Take layers with the same input; their weights become views of the common weight."""
+        """Take layers with the same input, which compute the outputs one by one until `join`."""
         super().__init__()
+        self.layer: nn.Module = _OneByOne(layers)
+        # Input, outputs, and layers still to read. In a list, since setting a module's attribute takes microseconds.
+        self._last: list[Any] = [None, None, 0]
+        self._num_layers = len(layers)
+
+    def join(self) -> None:
+        """Compute all outputs with one product. The layers' weights become views of the common weight."""
+        if not isinstance(self.layer, _OneByOne):
+            return
+        layers = self.layer.layers
         weights = torch.cat([layer.weight.data for layer in layers])
         has_bias = layers[0].bias is not None
-        self.layer: nn.Module = nn.Linear(weights.shape[1], weights.shape[0], bias=has_bias, device="meta")
-        self.layer.weight = nn.Parameter(weights, requires_grad=False)
+        joined = nn.Linear(weights.shape[1], weights.shape[0], bias=has_bias, device="meta")
+        joined.weight = nn.Parameter(weights, requires_grad=False)
         if has_bias:
-            self.layer.bias = nn.Parameter(torch.cat([layer.bias.data for layer in layers]), requires_grad=False)
+            joined.bias = nn.Parameter(torch.cat([layer.bias.data for layer in layers]), requires_grad=False)
         first = 0
         for layer in layers:
             layer.weight.data = weights[first : first + layer.out_features]
             first += layer.out_features
-        # Input, outputs, and layers still to read. In a list, since setting a module's attribute takes microseconds.
-        self._last: list[Any] = [None, None, 0]
-        self._num_layers = len(layers)
+        self.layer = joined
 
     def forward(self, states: Tensor) -> Tensor:
         """Return all outputs; compute them once for each tensor, compared by identity."""
@@ -55,6 +63,18 @@ class SharedLinear(nn.Module):
         return output
 
     __call__ = forward  # no hooks, which take longer than some layers
+
+
+class _OneByOne(nn.Module):
+    """Layers that compute their outputs one by one, as the joined layer will at once."""
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        super().__init__()
+        self.layers = layers
+        self.in_features, self.out_features = layers[0].in_features, sum(layer.out_features for layer in layers)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return torch.cat([layer(states) for layer in self.layers], -1)
 
 
 class Share(nn.Module):
@@ -98,16 +118,28 @@ def common_layer(parts: Sequence[Any]) -> nn.Module | None:
     return shared.layer if is_whole and is_one else None
 
 
-def share_inputs(model: Any, sample: Tensor) -> int:
-    """Join a float32 model's layers in place; return how many were joined. sample is token ids (1, t).
+def share_inputs(model: Any, sample: Tensor, *, joins: bool = True) -> int:
+    """Join a model's layers in place; return how many were joined. sample is token ids (1, t).
+
+    Without joins the caller calls `SharedLinear.join`: one at a time, joined weights that are packed afterwards need
+    little memory.
 
     If the joined model fails or its results differ, all original layers are restored. Raises what the model raises
     before that.
     """
+    count = _share(model, sample)
+    if joins:
+        for module in model.modules():
+            if isinstance(module, SharedLinear):
+                module.join()
+    return count
+
+
+def _share(model: Any, sample: Tensor) -> int:
     known = session.recall("shared_inputs")
     if known is not None:
         for parent, names in known:
-            _join(model.get_submodule(parent), names)
+            _replace(model.get_submodule(parent), names)
         return sum(len(names) for _, names in known)
     if session.is_skeleton():  # no forward pass shows what it computes
         raise MissingWeightsError("shared inputs are not in the file")
@@ -119,7 +151,7 @@ def share_inputs(model: Any, sample: Tensor) -> int:
         named = [(names_of[parent], names) for parent, names in groups]
         originals = [(parent, name, getattr(parent, name)) for parent, names in groups for name in names]
         for parent, names in groups:
-            _join(parent, names)
+            _replace(parent, names)
         try:
             found = _run(model, sample)
             is_same = float((found - expected).abs().max()) <= _MAX_DIFFERENCE * float(expected.abs().max())
@@ -173,7 +205,7 @@ def _groups(model: nn.Module, calls: list[tuple[nn.Linear, Tensor]]) -> list[tup
     return [(parents[key], names) for key, names in by_input.items() if len(names) > 1]
 
 
-def _join(parent: nn.Module, names: list[str]) -> None:
+def _replace(parent: nn.Module, names: list[str]) -> None:
     layers = [getattr(parent, name) for name in names]
     shared = SharedLinear(layers)
     first = 0

@@ -29,6 +29,11 @@ class EncoderFormat(NamedTuple):
     dtype: torch.dtype
     is_int8: bool
 
+    @property
+    def read_dtype(self) -> torch.dtype:
+        """The format in which weights are read: float32 where they are rounded afterwards."""
+        return torch.float32 if self.is_int8 else self.dtype
+
 
 def choose_encoder_format(weights: EncoderWeights, dtype_setting: DtypeSetting, device: torch.device) -> EncoderFormat:
     """Return the format that `encoder_weights` and `dtype` ask for.
@@ -63,14 +68,14 @@ def round_encoder(model_id: str, model: PreTrainedModel, form: EncoderFormat) ->
 
 
 def join_layers(model_id: str, model: PreTrainedModel) -> int:
-    """Join the linear layers of a float32 encoder on the CPU that read the same input; return how many were joined.
+    """Join the linear layers of an encoder that read the same input; return how many were joined.
 
     A GPU then launches one product for queries, keys and values. A model that does not run on a few tokens stays as it
     is.
     """
     table: Any = model.get_input_embeddings()
     try:
-        return share_inputs(model, torch.arange(1, 5)[None] % table.num_embeddings)
+        return share_inputs(model, torch.arange(1, 5, device=model.device)[None] % table.num_embeddings)
     except Exception as error:  # an unknown architecture may raise anything; the probe runs it in its own way
         _log.info("%s: linear layers are not joined: %s: %s", model_id, type(error).__name__, error)
         return 0

@@ -609,3 +609,34 @@ async def test_worker_that_was_killed_over_a_load_does_not_begin_it_again_at_onc
     office.loads.greet(office.children.workers[1])
     assert sent(office) == []
     assert view(office, "p") == "loaded", "the other worker serves it"
+
+
+@in_office()
+async def test_a_model_goes_to_the_workers_of_its_section_and_to_no_other(office: Office) -> None:
+    office.registry.add(ModelSpec(id="n", devices=("cpu:1",)), False, card("n"))
+    office.loads.want("n")
+    loads = [name for name, message in office.children.take() if isinstance(message, messages.Load)]
+    assert loads == ["worker-1"]
+    for slot in range(2):  # both restart
+        office.loads.forget_worker(slot, blame=False)
+        office.loads.greet(office.children.workers[slot])
+    greeted = [
+        (name, message.card.id) for name, message in office.children.take() if isinstance(message, messages.Load)
+    ]
+    assert ("worker-1", "n") in greeted
+    assert ("worker-0", "n") not in greeted
+
+
+@in_office()
+async def test_a_model_leaves_a_worker_that_is_set_aside(office: Office) -> None:
+    office.registry.add(ModelSpec(id="one", replicas=1), False, card("one"))
+    office.registry.add(ModelSpec(id="named", devices=("cpu:0",)), False, card("named"))
+    for model in ("one", "named"):
+        office.loads.want(model)
+    office.children.take()
+    office.loads.forget_worker(0, blame=False, is_lost=True)
+    office.children.workers[0].state = "lost"
+    for _ in range(2):
+        office.loads.tick(0.0)
+    loads = [(name, message.card.id) for name, message in office.children.take() if isinstance(message, messages.Load)]
+    assert loads == [("worker-1", "one")]

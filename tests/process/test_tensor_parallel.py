@@ -1,0 +1,84 @@
+"""A model in two processes answers as in one; the death of either restarts both, and its requests are answered."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tests.generation_models import VOCABULARY, Stream, load, save, step
+from tests.process.harness import DEVICE, Server, eventually, start_server
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="it needs two devices, which two CPU workers are")
+_PROMPT = [5, 9, 44, 17]
+_NUM_TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = save(tmp_path_factory.mktemp("llama"), "llama")
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    catalog = tmp_path_factory.mktemp("catalog") / "models.toml"
+    catalog.write_text(f'[models.m]\ndirectory = "{directory}"\npreload = true\ntensor_parallel = 2\n')
+    flags = ("--catalog", str(catalog), "--devices", "cpu:2", "--frontends", "1", "--dtype", "float32")
+    with start_server(*flags, "--kv-cache-bytes", str(1 << 20)) as running:
+        yield running
+
+
+def _followers(server: Server) -> list[int]:
+    found: list[int] = []
+    for worker in server.pids("worker"):
+        found += [child.pid for child in psutil.Process(worker).children() if "follower" in " ".join(child.cmdline())]
+    return found
+
+
+def _ask(server: Server, answers: list[Any]) -> None:
+    body = {"model": "m", "prompt": _PROMPT, "max_tokens": _NUM_TOKENS, "temperature": 0}
+    answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json())
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path) -> list[int]:
+    """What one process answers."""
+    stream, runner = Stream(_PROMPT, range(30)), load(directory)
+    while len(stream.answer) < _NUM_TOKENS and 2 not in stream.answer:
+        step(runner, [stream])
+    assert len(stream.answer) > 100
+    return stream.answer
+
+
+def _tokens(answer: Any) -> list[int]:
+    return [int(word.removeprefix("w")) for word in answer["choices"][0]["text"].split()]
+
+
+@pytest.mark.parametrize("victim", ["follower", "leader"])
+def test_a_request_survives_the_death_of_each_member(victim: str, server: Server, expected: list[int]) -> None:
+    (follower,) = eventually(lambda: _followers(server), "a follower")
+    leader = psutil.Process(follower).ppid()
+    answers: list[Any] = []
+    thread = threading.Thread(target=_ask, args=(server, answers))
+    thread.start()
+    before = psutil.Process(follower).cpu_times().user
+    eventually(lambda: psutil.Process(follower).cpu_times().user > before, "a step")
+    assert not answers
+    os.kill(follower if victim == "follower" else leader, signal.SIGKILL)
+    eventually(lambda: not psutil.pid_exists(follower) and not psutil.pid_exists(leader), "the end of both")
+    thread.join(60)
+    assert _tokens(answers[0]) == expected
+    eventually(lambda: _followers(server) not in ([], [follower]), "another follower")
