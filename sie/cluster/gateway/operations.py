@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from sie.cluster.gateway.in_flight import InFlight, RemotePending, RemoteReply
-from sie.cluster.gateway.placement import Placement
+from sie.cluster.gateway.placement import Placement, current_caller
 from sie.cluster.payloads import ItemOperation, Result
 from sie.cluster.reply_forms import TIMES, Arrays, join_replies, read_arrays
 from sie.cluster.request_forms import encode_items, extract_items, score_item
@@ -88,8 +88,9 @@ class RemoteOperation:
 
         lane, placement = self._choose_lane(entry.card.id)
         return self._in_flight.submit(
-            lane, operation, entry.card.id, bodies, deadline_ns=deadline_ns, join=join, placement=placement
-        )
+            lane, operation, entry.card.id, bodies, deadline_ns=deadline_ns, join=join, placement=placement,
+            caller=current_caller(),
+        )  # fmt: skip
 
 
 class RemoteEncoder(RemoteOperation):

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from sie.catalog.profiles import model_of
 from sie.cluster.gateway.directory import Directory, Host, choose_lane, matches
+from sie.cluster.gateway.fair_queue import EVERYBODY, Caller
 from sie.cluster.subjects import DEFAULT_POOL, Lane
 from sie.values.errors import SieError, Unavailable
 
@@ -36,6 +37,12 @@ Resolve = Callable[[Placement], Placement]
 
 
 _placement: ContextVar[Placement | None] = ContextVar("placement", default=None)
+_caller: ContextVar[Caller] = ContextVar("caller", default=EVERYBODY)
+
+
+def current_caller() -> Caller:
+    """Return the API key of the running task's request."""
+    return _caller.get()
 
 
 def read_placement(headers: Any, own_pool: str) -> Placement:
@@ -65,10 +72,11 @@ class Places:
         self.demand: Counter[str] = Counter()
         """Requests that found no host, by machine profile, since the start."""
 
-    def enter(self, headers: Any) -> None:
-        """Read the placement of a request for its task. Raises Unavailable PROVISIONING if no host is there for it."""
+    def enter(self, headers: Any, caller: Caller) -> None:
+        """Read the placement of a request for its task, and keep its API key. Raises Unavailable PROVISIONING if no host is there for it."""
         placement = self._resolve(read_placement(headers, self._own_pool))
         _placement.set(placement)
+        _caller.set(caller)
         if not any(matches(host.lane, *placement) for host in self._known()):
             raise self._provisioning(placement)
 
