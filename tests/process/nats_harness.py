@@ -40,9 +40,10 @@ class Nats:
         return f"nats://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        store = () if "-c" in self._flags else ("-js", "-sd", self._directory)  # a file of settings has its own
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [NATS_SERVER, "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", self._directory, *self._flags],
+                [NATS_SERVER, "-a", "127.0.0.1", "-p", str(self.port), *store, *self._flags],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0,
             )  # fmt: skip
         eventually(self._answers, f"NATS answers: {self.log.read_text()}")

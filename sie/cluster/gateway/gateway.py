@@ -319,7 +319,8 @@ class Gateway:
             _log.warning("a heartbeat for another host is refused: %s", message.subject)
             return
         now_s = time.monotonic()
-        if self._directory.hear(beat, now_s) and beat.host not in self._asking:
+        has_news = self._directory.hear(beat, now_s) and not beat.is_draining  # one that is not ready does not answer
+        if has_news and beat.host not in self._asking:
             self._asking.add(beat.host)
             self._spawn(self._ask_cards(beat.pool, beat.host))
         if beat.pool not in self._joined:
