@@ -18,6 +18,7 @@ from sie.cluster.subjects import DEFAULT_POOL, Lane
 from sie.values.errors import SieError, Unavailable
 
 _MAX_CHARS: Final = 200
+_KNOWN_S: Final = 0.05
 _PROVISIONING_S: Final = 5
 _LOADING_S: Final = 1
 
@@ -69,6 +70,8 @@ class Places:
         self._directory = directory
         self._own_pool = own_pool
         self._by_lane = by_lane
+        self._lanes: dict[tuple[str, Placement], dict[Lane, list[Host]]] = {}
+        self._lanes_until_s = 0.0
         self.demand: Counter[str] = Counter()
         """Requests that found no host, by machine profile, since the start."""
 
@@ -111,9 +114,22 @@ class Places:
 
     def find_lane(self, model: str, placement: Placement) -> Lane | None:
         """Return the lane that serves a model for a placement, or None."""
-        lanes = self._directory.lanes(model_of(model), time.monotonic())
-        lanes = {lane: hosts for lane, hosts in lanes.items() if matches(lane, *placement)}
+        lanes = self._lanes_of(model, placement)
         return choose_lane(lanes, self._by_lane) if lanes else None
+
+    def _lanes_of(self, model: str, placement: Placement) -> dict[Lane, list[Host]]:
+        """Return the lanes that serve a model for a placement. They are looked up again after a moment, not for each request."""
+        now_s = time.monotonic()
+        if now_s >= self._lanes_until_s:
+            self._lanes.clear()
+            self._lanes_until_s = now_s + _KNOWN_S
+        found = self._lanes.get((model, placement))
+        if found is None:
+            lanes = self._directory.lanes(model_of(model), now_s)
+            found = {lane: hosts for lane, hosts in lanes.items() if matches(lane, *placement)}
+            if found:  # what is not served yet may be at once
+                self._lanes[model, placement] = found
+        return found
 
     def hosts(self, model: str) -> list[Host]:
         """Return the live hosts that serve a model for the running task's request. Raises SieErrors."""
