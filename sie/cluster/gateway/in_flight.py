@@ -45,6 +45,7 @@ _MOST_BYTES: Final = 32_768
 _LEAST_S: Final = 1.0
 _LONGEST_S: Final = 1.0
 """What hosts can do is known after the first of these; more than the second between two answers is an outage."""
+_CALM_S: Final = 5.0
 _WAIT_SHARE: Final = 0.5
 """A request is refused if it would wait for more of its time than this: its answer must come in the rest."""
 
@@ -210,6 +211,8 @@ class InFlight:
         self._pending: dict[RemotePending, None] = {}  # in the order in which they came
         self._places: defaultdict[tuple[Lane, str], Place] = defaultdict(Place)
         self._by_caller: Counter[Caller] = Counter()
+        self._calm_s = 0.0
+        """The time from which answers show what hosts can do, and not what NATS could do while it was in trouble."""
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self.by_lane: Counter[Lane] = Counter()
@@ -323,7 +326,7 @@ class InFlight:
 
     def _pump(self, lane: Lane, model: str) -> None:
         place = self._places[lane, model]
-        place.look(is_open=self._connection.is_connected)
+        place.look(is_open=self._connection.is_connected and time.monotonic() >= self._calm_s)
         if not self._connection.is_connected:
             return  # `publish_again` follows
         room = self._window(lane, model) - place.num_published if len(place.queue) else 0
@@ -333,7 +336,7 @@ class InFlight:
             place.num_published += 1
             self._spawn(self._publish(item))
         place.weight = max(place.weight, place.queue.weight())
-        place.look(is_open=True)
+        place.look(is_open=time.monotonic() >= self._calm_s)
 
     def _leave(self, item: Item) -> None:
         """Take an item out of its place, wherever it is there."""
@@ -362,6 +365,7 @@ class InFlight:
                 await self._publish_once(item)
                 return
             except Unavailable:
+                self._calm_s = time.monotonic() + _CALM_S
                 if not self._connection.is_connected:
                     return  # `publish_again` follows
                 await asyncio.sleep(_RETRY_S)
@@ -392,6 +396,7 @@ class InFlight:
 
     async def publish_again(self) -> None:
         """Publish every published item again, since a reconnect may have lost it or its result; then what has room."""
+        self._calm_s = time.monotonic() + _CALM_S
         items = [item for item in self._items.values() if item.is_published]
         for start in range(0, len(items), _MAX_AT_ONCE):
             batch = items[start : start + _MAX_AT_ONCE]
