@@ -25,12 +25,12 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def running_server(*args: str, timeout_s: float = 180.0) -> Iterator[Server]:
-    """Run `sie serve` with args on a free port until the end of the block.
+def running_server(*args: str, timeout_s: float = 180.0, command: str = "serve") -> Iterator[Server]:
+    """Run `sie serve`, or another command, with args on a free port until the end of the block.
 
     Raises RuntimeError with its output when it ends, or is not ready in time.
     """
-    program = Program([sys.executable, "-m", "sie", "serve", "--port", "0", *args], cwd=str(ROOT))
+    program = Program([sys.executable, "-m", "sie", command, "--port", "0", *args], cwd=str(ROOT))
     try:
         yield Server(program, parse_target(_await_ready(program, timeout_s)))
     finally:

@@ -12,6 +12,7 @@ import json
 import ssl
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Final
 
 import nats
@@ -45,7 +46,10 @@ _RECONNECT_S: Final = 0.1
 _PING_S: Final = 1.0
 _MAX_PINGS: Final = 2
 """A server that answers no ping for this many intervals is lost: a partition sends no other sign."""
-_API_S: Final = 5.0
+_API_S: Final = 2.0
+"""What is asked while NATS elects a leader is not answered, and must be asked again."""
+_CLOSE_S: Final = 5.0
+_FETCH_S: Final = 10.0
 _PAYLOAD_AGE_S: Final = 600.0
 _STREAM_AGE_S: Final = 3600.0
 _DEAD_AGE_S: Final = 86_400.0
@@ -63,6 +67,12 @@ OnMessage = Callable[[Msg], Awaitable[None]]
 
 class WrongRevisionError(Exception):
     """A key was changed by somebody else since it was read."""
+
+
+def _is_seed(path: str) -> bool:
+    """Return whether a file of credentials has an nkey's seed alone. Raises OSError."""
+    with Path(path).open("rb") as file:
+        return file.read(2).startswith(b"SU")
 
 
 class Connection:
@@ -91,7 +101,8 @@ class Connection:
         if self._settings.nats_tls_ca:
             options["tls"] = ssl.create_default_context(cafile=self._settings.nats_tls_ca)
         if self._settings.nats_credentials:
-            options["user_credentials"] = self._settings.nats_credentials
+            path = self._settings.nats_credentials
+            options["nkeys_seed" if _is_seed(path) else "user_credentials"] = path
         await self._nc.connect(
             servers=[url.strip() for url in self._settings.nats.split(",")],
             name=self._name,
@@ -111,7 +122,7 @@ class Connection:
     async def close(self) -> None:
         """Send what is buffered, and close."""
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._nc.drain(), _API_S)
+            await asyncio.wait_for(self._nc.drain(), _CLOSE_S)
 
     async def _on_reconnected(self) -> None:
         _log.info("connected to NATS again")
@@ -227,6 +238,10 @@ class Connection:
         await self.measure_clock(pool)
 
     async def _make_stream(self, config: api.StreamConfig) -> None:
+        """Make sure of a stream. Whoever may not make it uses one that others have made."""
+        with contextlib.suppress(nats.js.errors.NotFoundError):
+            await self._js.stream_info(config.name or "")
+            return
         try:
             await self._js.add_stream(config)
         except nats.js.errors.BadRequestError as error:
@@ -310,7 +325,7 @@ class Connection:
     async def fetch(self, pool: str, name: str) -> bytes:
         """Return a large payload. Raises Unavailable if it is not there."""
         try:
-            async with asyncio.timeout(_API_S * 2):
+            async with asyncio.timeout(_FETCH_S):
                 store = await self._js.object_store(payload_bucket(pool))
                 return (await store.get(name)).data or b""
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:

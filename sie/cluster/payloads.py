@@ -117,7 +117,8 @@ class Beat(msgspec.Struct, array_like=True, frozen=True):
     queued_tokens and tokens_per_s are the engine's; memory in bytes, 0 unknown. num_running are the items that came over
     NATS and are not answered; num_texts the answers that are being generated. lease is the leased pool that the host
     works for (`sie.cluster.pools`), or empty. config_hash is that of the shared configuration it runs
-    (`sie.cluster.configs`), except for the models that are refused, each with its reason.
+    (`sie.cluster.configs`), except for the models that are refused, each with its reason. credit is the number of items
+    that it would have at a time now: those that run, and those it has room for.
     """
 
     version: int
@@ -143,6 +144,7 @@ class Beat(msgspec.Struct, array_like=True, frozen=True):
     lease: str = ""
     config_hash: str = ""
     refused: dict[str, str] = {}
+    credit: int = 256
 
 
 class Cards(msgspec.Struct, array_like=True, frozen=True):
@@ -155,10 +157,14 @@ class Cards(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GatewayBeat(msgspec.Struct, array_like=True, frozen=True):
-    """A gateway's heartbeat. A host ends the generation of a gateway that no longer beats."""
+    """A gateway's heartbeat. A host ends the generation of a gateway that no longer beats.
+
+    backlog has, by subject of work, the weights of the API keys whose items wait in this gateway, at most in a second.
+    """
 
     version: int
     gateway: str
+    backlog: dict[str, int] = {}
 
 
 class TextWork(msgspec.Struct, array_like=True, frozen=True):

@@ -48,6 +48,13 @@ def join_replies(replies: Sequence[Arrays], times: Sequence[int]) -> memoryview:
     return pack_arrays(joined)
 
 
+def with_times(reply: bytes | memoryview, times: Sequence[int]) -> memoryview:
+    """Return a copy of a reply with other times, (start, inference, after)."""
+    copy = bytearray(reply)
+    read_arrays(memoryview(copy))[TIMES][:] = times
+    return memoryview(copy).toreadonly()
+
+
 def _join_rows(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     first = parts[0]
     if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in parts):

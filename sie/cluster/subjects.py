@@ -5,7 +5,8 @@
     sie.v1.POOL.dead.PROFILE.BUNDLE.MODEL   items that are not tried again, in the stream SIE_DEAD_POOL
     sie.v1.POOL.host.HOST.beat|cards|load|text|count|cancel
     sie.v1.POOL.wake                        a gateway asks all hosts for a heartbeat now
-    sie.v1.gateway.GATEWAY.beat|result|taken|text
+    sie.v1.gateway.GATEWAY.beat
+    sie.v1.gateway.GATEWAY.POOL.result|taken|text   answers of a pool's hosts
 
     $KV.SIE_STATE_v1.KEY                    documents that all share, in the stream KV_SIE_STATE_v1
 
@@ -128,6 +129,16 @@ def wake_pattern() -> str:
     return f"{_ROOT}.wake"
 
 
-def gateway_subject(gateway: str, kind: str) -> str:
-    """Return a subject of one gateway; gateway `*` is any."""
-    return f"{_ROOT}.gateway.{gateway}.{kind}"
+def gateway_beat(gateway: str) -> str:
+    """Return the subject of a gateway's heartbeats; gateway `*` is any."""
+    return f"{_ROOT}.gateway.{gateway}.beat"
+
+
+def answer_subject(gateway: str, pool: str, kind: str) -> str:
+    """Return the subject on which the hosts of a pool answer a gateway; pool `*` is any."""
+    return f"{_ROOT}.gateway.{gateway}.{pool if pool == '*' else token(pool)}.{kind}"
+
+
+def is_answer_of(subject: str, pool: str) -> bool:
+    """Whether a message came on a subject that only the hosts of a pool may publish to."""
+    return subject.split(".")[-2] == token(pool)

@@ -35,9 +35,10 @@ def keys() -> None:
     help="Most tokens of requests and answers in a minute.",
 )
 @click.option("--max-concurrent", type=click.IntRange(1, 1_000_000), help="Most requests at the same time.")
+@click.option("--weight", type=click.IntRange(1, 1000), default=1, help="Share beside other keys in a full cluster.")
 def new(  # noqa: PLR0917  # click passes them by name
     name: str, scopes: tuple[Scope, ...], path: str | None, requests_per_minute: int | None, tokens_per_minute: int | None,
-    max_concurrent: int | None,
+    max_concurrent: int | None, weight: int,
 ) -> None:  # fmt: skip
     """Make a key called NAME and print it once, on standard output.
 
@@ -56,6 +57,7 @@ def new(  # noqa: PLR0917  # click passes them by name
     key = ApiKey(
         name=name, digest=digest_of(text), scopes=tuple(dict.fromkeys(scopes)),
         requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute, max_concurrent=max_concurrent,
+        weight=weight,
     )  # fmt: skip
     if path is None:
         click.echo(render_entry(key), err=True)

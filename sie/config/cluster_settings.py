@@ -24,7 +24,10 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, Meta(description="PEM file of the authority of NATS's certificate; then TLS is used.")
     ] = ""
     nats_credentials: Annotated[
-        str, Meta(description="File of NATS credentials (JWT and nkey seed); needs `pip install nkeys`.")
+        str,
+        Meta(
+            description="File of NATS credentials: a JWT and an nkey seed, or the seed alone; needs `pip install nkeys`."
+        ),
     ] = ""
     nats_inbox_prefix: Annotated[
         str, Meta(pattern=r"^[A-Za-z0-9_.\-]+\Z", description="Prefix of the subjects on which NATS answers requests.")

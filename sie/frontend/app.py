@@ -162,7 +162,10 @@ class App:
         if exchange.holder is None:  # the fast path has admitted some requests already
             # The rows of one path may need different scopes: to list pools is not to create one.
             row = TABLE.find(route.template, method) or route if route is not None else None
-            access.admit(exchange, row.need if row is not None else "any")
+            need = row.need if row is not None else "any"
+            if self._process.remote is not None:
+                await self._process.remote.lease(access.identify(exchange.headers, need))
+            access.admit(exchange, need)
         try:
             await self._dispatch(exchange)
         finally:

@@ -14,6 +14,7 @@ from sie.frontend.operations.interface import EncodeOperation, ExtractOperation,
 from sie.values.errors import SieError
 
 if TYPE_CHECKING:
+    from sie.frontend.access.key_use import KeyHolder
     from sie.frontend.http.exchange import Exchange
 
 
@@ -133,6 +134,10 @@ class Remote(Protocol):
 
     async def run(self) -> None:
         """Keep the connection to the hosts for as long as the process runs. Sets its models."""
+        ...
+
+    async def lease(self, holder: KeyHolder | None) -> None:
+        """Lease what the next request of an API key needs of its limits, which all gateways share."""
         ...
 
     async def wait_settled(self) -> None:

@@ -32,6 +32,7 @@ Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 RequestsPerMinute = Annotated[int, Meta(ge=1, le=100_000_000)]
 TokensPerMinute = Annotated[int, Meta(ge=1, le=10_000_000_000)]
 MaxConcurrent = Annotated[int, Meta(ge=1, le=1_000_000)]
+Weight = Annotated[int, Meta(ge=1, le=1_000)]
 
 
 class KeyFileError(Exception):
@@ -39,7 +40,10 @@ class KeyFileError(Exception):
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
-    """One key as a server knows it: digest is the SHA-256 of its text. None means no limit."""
+    """One key as a server knows it: digest is the SHA-256 of its text. None means no limit.
+
+    weight is its share of a cluster's hosts beside other keys while their work waits in gateways.
+    """
 
     name: str
     digest: bytes
@@ -47,6 +51,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_concurrent: int | None = None
+    weight: int = 1
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,6 +61,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     requests_per_minute: RequestsPerMinute | None = None
     tokens_per_minute: TokensPerMinute | None = None
     max_concurrent: MaxConcurrent | None = None
+    weight: Weight = 1
 
 
 class _Tables(msgspec.Struct, forbid_unknown_fields=True):
@@ -110,6 +116,7 @@ def parse_keys(text: str, where: str) -> tuple[ApiKey, ...]:
             requests_per_minute=entry.requests_per_minute,
             tokens_per_minute=entry.tokens_per_minute,
             max_concurrent=entry.max_concurrent,
+            weight=entry.weight,
         )
         for entry in entries
     )
@@ -121,6 +128,7 @@ def render_entry(key: ApiKey) -> str:
     lines = ["[[key]]", f'name = "{key.name}"', f'hash = "sha256:{key.digest.hex()}"', f"scopes = [{scopes}]"]
     limits = {name: getattr(key, name) for name in ("requests_per_minute", "tokens_per_minute", "max_concurrent")}
     lines += [f"{name} = {value}" for name, value in limits.items() if value is not None]
+    lines += [f"weight = {key.weight}"] if key.weight != 1 else []
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""C1 to C5: what dies between a gateway and its hosts costs no answer: a host, a gateway, NATS, a link, the room."""
+"""C1 to C6: what dies between a gateway and its hosts costs no answer: a host, a gateway, NATS, a link, the room."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from tests.chaos.cluster import kill
 from tests.chaos.history import History, Load, open_loop
 from tests.chaos.ledger import SEED, Row, pick
 from tests.process.harness import Server, eventually
-from tests.process.nats_harness import Nats, start_gateway, start_host, start_link, start_nats, wait_for_hosts
+from tests.process.nats_harness import (
+    Nats,
+    start_gateway,
+    start_host,
+    start_link,
+    start_nats,
+    start_nats_cluster,
+    wait_for_hosts,
+)
 from tests.process.wire import encode, get
 
 STUB = ("--model", "stub/a=stub:dense=16,latency_ms=5", "--test")
@@ -142,11 +150,31 @@ def test_c4_a_partition_of_a_host_costs_no_answer(row: Row, bed: Bed):
     rounds.judge(row)
 
 
+@pytest.mark.row("C6", "the NATS server that leads the work stream of three is killed, and comes back")
+@pytest.mark.timeout(3600)
+def test_c6_a_killed_leader_of_nats_costs_no_answer(row: Row):
+    rounds = Rounds()
+    replicas = ("--stream-replicas", "3")
+    with (
+        start_nats_cluster() as cluster,
+        start_host(cluster.url, *STUB, *replicas, is_stopped=True),
+        start_gateway(cluster.url, *replicas, is_stopped=True) as front,
+    ):
+        eventually(lambda: encode(front.port, "stub/a", ["first"]).status == 200, "three servers have made the streams")
+        for _ in range(ROUNDS):
+            leader = cluster.nodes[cluster.leader("SIE_WORK_default")]
+            with rounds.load(front):
+                leader.kill()
+                eventually(lambda: encode(front.port, "stub/a", ["after"]).status == 200, "answers again")
+            leader.start()
+    rounds.judge(row)
+
+
 @pytest.mark.row("C5", "the stream is full: requests over its limit are refused with a time to come back")
 @pytest.mark.timeout(600)
 def test_c5_a_full_stream_refuses_and_recovers(row: Row):
     slow = ("--model", "stub/a=stub:dense=16,latency_ms=100", "--max-step-items", "2")
-    limits = ("--stream-max-messages", "20", "--max-pulled", "4")
+    limits = ("--stream-max-messages", "20")
     with (
         start_nats() as own,
         start_host(own.url, *slow, *limits, is_stopped=True),

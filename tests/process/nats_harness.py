@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import select
 import socket
@@ -12,6 +13,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import nats
+import nats.errors
+import nats.js.errors
 
 from tests.process.harness import WAIT_S, Server, eventually, free_port, start_server
 from tests.process.wire import get
@@ -35,9 +40,10 @@ class Nats:
         return f"nats://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        store = () if "-c" in self._flags else ("-js", "-sd", self._directory)  # a file of settings has its own
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [NATS_SERVER, "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", self._directory, *self._flags],
+                [NATS_SERVER, "-a", "127.0.0.1", "-p", str(self.port), *store, *self._flags],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0,
             )  # fmt: skip
         eventually(self._answers, f"NATS answers: {self.log.read_text()}")
@@ -65,6 +71,62 @@ def start_nats(*flags: str) -> Iterator[Nats]:
             yield nats
         finally:
             nats.kill()
+
+
+class NatsCluster:
+    """Three NATS servers that keep each stream on all of them."""
+
+    def __init__(self, directory: str) -> None:
+        routes = [free_port() for _ in range(3)]
+        others = ",".join(f"nats://127.0.0.1:{port}" for port in routes)
+        self.nodes: dict[str, Nats] = {}
+        for number, port in enumerate(routes):
+            name = f"n{number}"
+            folder = Path(directory, name)
+            folder.mkdir()
+            self.nodes[name] = Nats(
+                str(folder), "-n", name, "--cluster_name", "sie", "--cluster", f"nats://127.0.0.1:{port}", "--routes", others
+            )  # fmt: skip
+
+    @property
+    def url(self) -> str:
+        return ",".join(node.url for node in self.nodes.values())
+
+    def leader(self, stream: str) -> str:
+        """Return the name of the server that leads a stream, once all servers have the whole of it."""
+        found: list[str] = []
+
+        def is_whole() -> bool:
+            found[:] = [asyncio.run(self._ask_leader(stream))]
+            return bool(found[0])
+
+        eventually(is_whole, f"all servers have {stream}")
+        return found[0]
+
+    async def _ask_leader(self, stream: str) -> str:
+        try:
+            async with asyncio.timeout(2.0):
+                async with await nats.connect(self.url.split(","), allow_reconnect=False) as connection:
+                    state = (await connection.jetstream(timeout=1.0).stream_info(stream)).cluster
+        except (nats.errors.Error, nats.js.errors.Error, TimeoutError, OSError):
+            return ""
+        replicas = (state.replicas or []) if state is not None else []
+        is_whole = len(replicas) == len(self.nodes) - 1 and all(replica.current for replica in replicas)
+        return (state.leader or "") if state is not None and is_whole else ""
+
+
+@contextlib.contextmanager
+def start_nats_cluster() -> Iterator[NatsCluster]:
+    """Yield three NATS servers that have elected a leader."""
+    with tempfile.TemporaryDirectory(prefix="sie-nats-") as directory:
+        cluster = NatsCluster(directory)
+        try:
+            for node in cluster.nodes.values():
+                node.start()
+            yield cluster
+        finally:
+            for node in cluster.nodes.values():
+                node.kill()
 
 
 class Link:

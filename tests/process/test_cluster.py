@@ -16,10 +16,12 @@ from sie_sdk.client.errors import ProvisioningError, RequestError
 from websockets.sync.client import connect as connect_websocket
 
 from tests.conftest import MINILM
+from tests.process.browser import find_browser, open_page
 from tests.process.harness import EX_CONFIG, Server, eventually, run_to_end
 from tests.process.nats_harness import Nats, start_gateway, start_host, start_nats, wait_for_hosts
 from tests.process.wire import Response, connect, encode, get, post_json, raw_request, samples, send_raw, to_array
 
+BROWSER = find_browser()
 LIMITS = ("--max-body-bytes", "8388608", "--max-item-text-bytes", "8388608", "--max-items", "64")
 MODELS = (
     "--model", "stub/a=stub:dense=16,sparse=64,multivector=8,score", "--model", "text=stub:generate,max_tokens=4096",
@@ -413,6 +415,17 @@ def test_names_of_models_are_resolved(gateway: Server):
     assert listed["stub/a"]["bundles"] == ["small"]
     exported = get(gateway.port, "/v1/configs/export").json()
     assert exported["epoch"] == get(gateway.port, "/v1/configs/epoch").json()["epoch"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+def test_the_page_of_a_gateway_shows_its_hosts(gateway: Server):
+    assert BROWSER is not None
+    with open_page(BROWSER, gateway.url) as page:
+        page.wait("document.querySelectorAll('#hosts tr').length === 1", "the host")
+        shown = page.run("document.querySelector('#hosts tr').innerText")
+        assert all(part in shown for part in ("ready", "l4", "bundle\u00a0small")), shown
+        assert page.run("document.getElementById('workers').hidden && !document.getElementById('cluster').hidden")
+        page.wait("document.getElementById('host-count').textContent.startsWith('1\u00a0host')", "the count")
 
 
 def test_a_server_on_its_own_has_no_pools(host: Server):

@@ -19,11 +19,14 @@ from sie.cluster.connection import Connection
 from sie.cluster.gateway.cluster_status import cluster_status
 from sie.cluster.gateway.config_service import ConfigService
 from sie.cluster.gateway.directory import Directory, Host
+from sie.cluster.gateway.fair_queue import Caller
 from sie.cluster.gateway.gateway_metrics import GatewayMetrics
 from sie.cluster.gateway.in_flight import InFlight, RemotePending
+from sie.cluster.gateway.key_leases import KeyLeases
 from sie.cluster.gateway.operations import RemoteEncoder, RemoteExtractor, RemoteScorer
 from sie.cluster.gateway.placement import Placement, Places
 from sie.cluster.gateway.pool_service import RELEASE_S, PoolService
+from sie.cluster.gateway.windows import Windows
 from sie.cluster.payloads import (
     VERSION,
     Cards,
@@ -32,11 +35,12 @@ from sie.cluster.payloads import (
     cards_decoder,
     decode,
     encode,
+    gateway_beat_decoder,
     result_decoder,
     taken_decoder,
     text_frame_decoder,
 )
-from sie.cluster.subjects import Lane, any_host, gateway_subject, host_subject, wake_pattern
+from sie.cluster.subjects import Lane, answer_subject, any_host, gateway_beat, host_subject, wake_pattern
 from sie.frontend.engine.interface import Pending
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.routing import Route
@@ -89,9 +93,10 @@ class Gateway:
         self._provided = {name.lower() for name in settings.cluster.provided_profiles}
         self._directory.profiles |= self._provided
         self._metrics = GatewayMetrics(process.pages[0], self._directory.profiles, process.models)
+        self._windows = Windows(self._directory, self.name)
         self._in_flight = InFlight(
-            self._connection, self.name, gateway_subject(self.name, "result"), settings.cluster.max_in_flight,
-            self._metrics,
+            self._connection, self.name, settings.cluster.max_in_flight,
+            self._metrics, window=self._windows.limit,
         )  # fmt: skip
         self.pools = PoolService(
             self._connection, self._directory, settings.cluster, lambda model: process.models.find(model) is not None,
@@ -101,8 +106,11 @@ class Gateway:
         self.places = Places(self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve)
         parts = self._in_flight, self.places.choose, settings.limits
         self.encoder, self.scorer, self.extractor = RemoteEncoder(*parts), RemoteScorer(*parts), RemoteExtractor(*parts)
+        self._leases = KeyLeases(self._connection, self.name)
+        self.lease = self._leases.lease
         self._texts: TextClient | None = None
         self._asking: set[str] = set()
+        self._joined: set[str] = set()
         self._silent: set[str] = set()
         self._hears_from_s = time.monotonic()
         self._settled = asyncio.Event()
@@ -120,7 +128,7 @@ class Gateway:
 
         process = self._process
         return TextClient(
-            self._connection, self.name, gateway_subject(self.name, "text"), self.places.hosts,
+            self._connection, self.name, self.places.hosts,
             settings=process.settings.generation, meter=process.generation_metrics,
         )  # fmt: skip
 
@@ -153,9 +161,12 @@ class Gateway:
             raise SieError(text, code="NOT_SERVED_BY_GATEWAY", http_status=501)
 
     def check_placement(self, exchange: Exchange) -> None:
-        """Read the pool and machine profile that a request wants. Raises Unavailable PROVISIONING without a host."""
+        """Read the pool and machine profile that a request wants. Raises Unavailable PROVISIONING without a host, and Overloaded."""
         if self._settled.is_set():  # `check_open` refuses before that
-            self.places.enter(exchange.headers)
+            key = exchange.holder.key if exchange.holder is not None else None
+            caller = Caller(key.name, key.weight) if key is not None else Caller()
+            self.places.enter(exchange.headers, caller)
+            self._in_flight.check_room(caller)
 
     def abandon(self, pending: Pending, error: SieError) -> None:
         """End a client's wait with an error."""
@@ -184,9 +195,10 @@ class Gateway:
         await connection.open()
         for subject, take in (
             (any_host("beat"), self._on_beat),
-            (gateway_subject(self.name, "result"), self._on_result),
-            (gateway_subject(self.name, "taken"), self._on_taken),
-            (gateway_subject(self.name, "text"), self._on_text),
+            (answer_subject(self.name, "*", "result"), self._on_result),
+            (answer_subject(self.name, "*", "taken"), self._on_taken),
+            (answer_subject(self.name, "*", "text"), self._on_text),
+            (gateway_beat("*"), self._on_gateway_beat),
         ):
             await connection.subscribe(subject, take)
         await self._join_own_pool()
@@ -200,8 +212,10 @@ class Gateway:
             now_s = time.monotonic()
             if connection.is_connected and now_s - beat_s >= _BEAT_S:
                 beat_s = now_s
-                beat = encode(GatewayBeat(VERSION, self.name))
-                self._spawn(connection.publish(gateway_subject(self.name, "beat"), beat))
+                self._windows.own = self._in_flight.take_backlog()
+                beat = encode(GatewayBeat(VERSION, self.name, self._windows.own))
+                self._spawn(connection.publish(gateway_beat(self.name), beat))
+                self._spawn(self._leases.tick())
                 if now_s >= self._hears_from_s:
                     self._spawn(self.pools.reconcile(forgets=now_s >= self._hears_from_s + RELEASE_S))
             if connection.is_connected and now_s - clock_s >= _CLOCK_S:
@@ -241,6 +255,8 @@ class Gateway:
             self._silent = silent
             self._directory.forget_old(now_s)
             self._rescue(now_s)
+        self._windows.renew(now_s)
+        self._in_flight.pump()
         self._update_models(now_s)
 
     def _rescue(self, now_s: float) -> None:
@@ -303,10 +319,22 @@ class Gateway:
             _log.warning("a heartbeat for another host is refused: %s", message.subject)
             return
         now_s = time.monotonic()
-        if self._directory.hear(beat, now_s) and beat.host not in self._asking:
+        has_news = self._directory.hear(beat, now_s) and not beat.is_draining  # one that is not ready does not answer
+        if has_news and beat.host not in self._asking:
             self._asking.add(beat.host)
             self._spawn(self._ask_cards(beat.pool, beat.host))
+        if beat.pool not in self._joined:
+            self._joined.add(beat.pool)
+            self._spawn(self._join(beat.pool))
         self._update_models(now_s)
+
+    async def _join(self, pool: str) -> None:
+        """Make the streams of a pool: its hosts may not."""
+        try:
+            await self._connection.join_pool(pool)
+        except SieError:
+            self._joined.discard(pool)  # again at the next heartbeat
+            raise
 
     async def _ask_cards(self, pool: str, host: str) -> None:
         try:
@@ -324,15 +352,21 @@ class Gateway:
         self._directory.learn(host, cards)
         self._update_models(time.monotonic())
 
+    async def _on_gateway_beat(self, message: Msg) -> None:
+        try:
+            self._windows.hear(decode(message.data, gateway_beat_decoder), time.monotonic())
+        except ProtocolError as error:
+            _log.warning("a heartbeat of a gateway is refused: %s", error)
+
     async def _on_result(self, message: Msg) -> None:
         try:
-            await self._in_flight.on_result(decode(message.data, result_decoder))
+            await self._in_flight.on_result(decode(message.data, result_decoder), message.subject)
         except ProtocolError as error:
             _log.error("a result is refused: %s", error)
 
     async def _on_taken(self, message: Msg) -> None:
         try:
-            self._in_flight.on_taken(decode(message.data, taken_decoder))
+            self._in_flight.on_taken(decode(message.data, taken_decoder), message.subject)
         except ProtocolError as error:
             _log.error("a notice is refused: %s", error)
 
@@ -343,7 +377,7 @@ class Gateway:
             _log.error("a part of an answer is refused: %s", error)
             return
         if self._texts is not None:
-            self._texts.on_frame(frame)
+            self._texts.on_frame(frame, message.subject)
 
     # --- metrics --------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,15 @@
 
 The first result of an item counts; later ones, of copies and of redelivered items, are dropped. A request is answered
 when all its items are, or with the error of its first item that failed, as a host itself would answer.
+
+NATS gets about as many items as the hosts have room for; the others wait here, where API keys take turns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +18,10 @@ from typing import Final, Protocol
 
 from sie.cluster.connection import INLINE_BYTES, Connection
 from sie.cluster.gateway.answer_rate import AnswerRate, retry_after_s
+from sie.cluster.gateway.fair_queue import EVERYBODY, Caller, FairQueue
 from sie.cluster.gateway.placement import Placement
 from sie.cluster.payloads import VERSION, DeadLetter, ItemOperation, Result, Taken, Work, encode
-from sie.cluster.subjects import Lane, dead_subject, work_subject
+from sie.cluster.subjects import Lane, answer_subject, dead_subject, is_answer_of, work_subject
 from sie.runtime.logs import get_logger
 from sie.values.errors import (
     BadRequest,
@@ -35,6 +39,15 @@ _log = get_logger(__name__)
 _MAX_LOSSES: Final = 3
 _RETRY_S: Final = 0.5
 _MAX_AT_ONCE: Final = 256
+_ITEM_BYTES: Final = 256
+_MOST_BYTES: Final = 32_768
+"""An item's cost in its key's turns is its size in bytes; the cost of an image does not grow with its file."""
+_LEAST_S: Final = 1.0
+_LONGEST_S: Final = 1.0
+"""What hosts can do is known after the first of these; more than the second between two answers is an outage."""
+_CALM_S: Final = 5.0
+_WAIT_SHARE: Final = 0.5
+"""A request is refused if it would wait for more of its time than this: its answer must come in the rest."""
 
 
 class RemoteReply:
@@ -59,8 +72,9 @@ Join = Callable[[Sequence[Result], int], RemoteReply]
 class RemotePending:
     """One request whose items are on their way; the gateway's `Pending`."""
 
-    def __init__(self, items: list[Item], deadline_ns: int, join: Join) -> None:
+    def __init__(self, items: list[Item], deadline_ns: int, join: Join, caller: Caller) -> None:
         self.items = items
+        self.caller = caller
         self.results: list[Result | None] = [None] * len(items)
         self.submitted_ns = time.monotonic_ns()
         self.deadline_ns = deadline_ns
@@ -97,6 +111,7 @@ class Item:
 
     __slots__ = (
         "index",
+        "is_published",
         "lane",
         "lost_with",
         "num_published",
@@ -114,6 +129,8 @@ class Item:
         self.placement = placement or Placement(lane.pool, "", lane.lease)
         """Where its client wants it to run."""
         self.index = index
+        self.is_published = False
+        """Whether it has left the gateway's backlog."""
         self.pending: RemotePending
         self.num_published = 0
         self.sequence = 0
@@ -121,6 +138,42 @@ class Item:
         self.taken_by = ""
         self.lost_with: set[str] = set()
         """Hosts that fell silent while they ran it."""
+
+
+class Place:
+    """The items of one lane and model: those that wait here, and the number of those that were published."""
+
+    def __init__(self) -> None:
+        self.queue: FairQueue[Item] = FairQueue()
+        self.num_published = 0
+        self.weight = 0
+        """The most weight of waiting keys since gateways were told of it."""
+        self._busy_s = 0.0
+        self._since_s: float | None = None
+        self.capacity = AnswerRate(lambda: self._busy_s)
+        """The answers a second while items wait here, which then is what the hosts can do."""
+
+    def look(self, *, is_open: bool) -> None:
+        """Note whether items wait for the hosts; is_open: not for NATS."""
+        if not (is_open and len(self.queue)):
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s = time.monotonic()
+
+    def answered(self) -> None:
+        """Count an answer. A long silence before it was an outage, and says nothing about what hosts can do."""
+        if self._since_s is not None:
+            now_s = time.monotonic()
+            if now_s - self._since_s <= _LONGEST_S:
+                self._busy_s += now_s - self._since_s
+                self.capacity.count()
+            self._since_s = now_s
+
+    def wait_s(self, caller: Caller) -> float:
+        """Return how long a new item of a key will wait for its turn; 0 if that is not known."""
+        if self._since_s is None or self._busy_s < _LEAST_S:
+            return 0.0
+        return self.queue.num_before(caller) / self.capacity.per_s()
 
 
 class FlightMetrics(Protocol):
@@ -145,15 +198,21 @@ class InFlight:
     """The unanswered work items of one gateway process."""
 
     def __init__(
-        self, connection: Connection, gateway: str, reply_to: str, max_items: int, metrics: FlightMetrics | None = None
-    ) -> None:
+        self, connection: Connection, gateway: str, max_items: int, metrics: FlightMetrics | None = None,
+        *, window: Callable[[Lane, str], int] = lambda _lane, _model: _MAX_AT_ONCE,
+    ) -> None:  # fmt: skip
+        """Window returns how many unanswered items of a lane and model this gateway may have published."""
         self._metrics = metrics
+        self._window = window
         self._connection = connection
         self._gateway = gateway
-        self._reply_to = reply_to
         self._max_items = max_items
         self._items: dict[str, Item] = {}
-        self._pending: set[RemotePending] = set()
+        self._pending: dict[RemotePending, None] = {}  # in the order in which they came
+        self._places: defaultdict[tuple[Lane, str], Place] = defaultdict(Place)
+        self._by_caller: Counter[Caller] = Counter()
+        self._calm_s = 0.0
+        """The time from which answers show what hosts can do, and not what NATS could do while it was in trouble."""
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self.by_lane: Counter[Lane] = Counter()
@@ -171,11 +230,40 @@ class InFlight:
         """Items that are not answered."""
         return len(self._items)
 
-    def check_room(self, num_items: int = 1) -> None:
-        """Raise Overloaded if so many items more would be over `max_in_flight`."""
-        if self._items and len(self._items) + num_items > self._max_items:
+    def check_room(self, caller: Caller = EVERYBODY, num_items: int = 1) -> None:
+        """Raise Overloaded if so many items more would be over `max_in_flight`, unless another key holds more of it."""
+        if self._is_full(num_items) and self._heaviest(caller, num_items) is None:
             text = f"The gateway holds max_in_flight ({self._max_items}) work items"
-            raise Overloaded(text, retry_after_s=self._retry_after_s(len(self._items), self._rates.values()))
+            raise self._overloaded(text)
+
+    def _is_full(self, num_items: int) -> bool:
+        return bool(self._items) and len(self._items) + num_items > self._max_items
+
+    def _overloaded(self, text: str) -> Overloaded:
+        return Overloaded(text, retry_after_s=self._retry_after_s(len(self._items), self._rates.values()))
+
+    def _heaviest(self, caller: Caller, num_items: int) -> Caller | None:
+        """Return the key that holds the most for its weight, if that is more than another would with its new items."""
+        heaviest = max(self._by_caller, key=lambda known: self._by_caller[known] / known.weight)
+        own = (self._by_caller[caller] + num_items) / caller.weight
+        return heaviest if self._by_caller[heaviest] / heaviest.weight > own else None
+
+    def _make_room(self, caller: Caller, num_items: int) -> None:
+        """Refuse the newest requests of the keys that hold more than their share. Raises Overloaded."""
+        while self._is_full(num_items):
+            self.check_room(caller, num_items)
+            heaviest = self._heaviest(caller, num_items)
+            last = next(pending for pending in reversed(self._pending) if pending.caller == heaviest)
+            text = f"The gateway holds max_in_flight ({self._max_items}) work items, most of them of this key"
+            self.abandon(last, self._overloaded(text))
+            self._forget(last)
+
+    def _check_wait(self, place: Place, caller: Caller, deadline_ns: int) -> None:
+        """Refuse a request that would wait for too much of its time. Raises Overloaded."""
+        wait_s = place.wait_s(caller)
+        if wait_s and wait_s > (deadline_ns - time.monotonic_ns()) / 1e9 * _WAIT_SHARE:
+            text = f"This request would wait for {wait_s:.1f} s before its turn, too long for its deadline"
+            raise Overloaded(text, retry_after_s=retry_after_s(math.ceil(wait_s), 1.0))
 
     def _retry_after_s(self, num_waiting: int, rates: Iterable[AnswerRate]) -> int:
         return retry_after_s(num_waiting, sum(rate.per_s() for rate in rates))
@@ -190,28 +278,74 @@ class InFlight:
 
     def submit(
         self, lane: Lane, operation: ItemOperation, model: str, bodies: Sequence[bytes], *, deadline_ns: int,
-        join: Join, placement: Placement | None = None,
+        join: Join, placement: Placement | None = None, caller: Caller = EVERYBODY,
     ) -> RemotePending:  # fmt: skip
-        """Publish the items of a request; deadline_ns is local. Raises Overloaded."""
-        self.check_room(len(bodies))
+        """Publish the items of a request when it is their turn; deadline_ns is local. Raises Overloaded."""
+        self._check_wait(self._places[lane, model], caller, deadline_ns)
+        self._make_room(caller, len(bodies))
         if self._metrics is not None:
             self._metrics.record_items(lane, model, len(bodies))
-        number = next(self._numbers)
+        number, reply_to = next(self._numbers), answer_subject(self._gateway, lane.pool, "result")
         deadline = self._connection.clock.to_server(deadline_ns)
         items: list[Item] = []
         for index, body in enumerate(bodies):
             name = f"{self._gateway}-{number}-{index}"
-            work = Work(VERSION, name, self._reply_to, deadline, operation, model, memoryview(body))
+            work = Work(VERSION, name, reply_to, deadline, operation, model, memoryview(body))
             items.append(Item(work, lane, placement, index))
-        pending = RemotePending(items, deadline_ns, join)
-        self._pending.add(pending)
+        pending = RemotePending(items, deadline_ns, join, caller)
+        self._pending[pending] = None
         pending.future.add_done_callback(lambda _: self._forget(pending))
         for item in items:
             item.pending = pending
             self._items[item.work.id] = item
             self.by_lane[lane] += 1
-            self._spawn(self._publish(item))
+            self._by_caller[caller] += 1
+            self._wait(item)
+        self._pump(lane, model)
         return pending
+
+    # --- the backlog ----------------------------------------------------------------------------------------------
+
+    def take_backlog(self) -> dict[str, int]:
+        """Return, by subject of work, the most weight of keys whose items have waited here at a time since the last call."""
+        found = {work_subject(*where): place.weight for where, place in self._places.items() if place.weight}
+        for place in self._places.values():
+            place.weight = place.queue.weight()
+        return found
+
+    def pump(self) -> None:
+        """Publish what has room now, and forget places without work."""
+        for (lane, model), place in list(self._places.items()):
+            self._pump(lane, model)
+            if not self.by_lane[lane] and not len(place.queue) and not place.num_published:
+                del self._places[lane, model]
+
+    def _wait(self, item: Item) -> None:
+        place = self._places[item.lane, item.work.model]
+        place.queue.add(item.pending.caller, item, min(_ITEM_BYTES + len(item.work.body), _MOST_BYTES))
+
+    def _pump(self, lane: Lane, model: str) -> None:
+        place = self._places[lane, model]
+        place.look(is_open=self._connection.is_connected and time.monotonic() >= self._calm_s)
+        if not self._connection.is_connected:
+            return  # `publish_again` follows
+        room = self._window(lane, model) - place.num_published if len(place.queue) else 0
+        for _ in range(min(room, len(place.queue))):
+            item = place.queue.pop()
+            item.is_published = True
+            place.num_published += 1
+            self._spawn(self._publish(item))
+        place.weight = max(place.weight, place.queue.weight())
+        place.look(is_open=time.monotonic() >= self._calm_s)
+
+    def _leave(self, item: Item) -> None:
+        """Take an item out of its place, wherever it is there."""
+        place = self._places[item.lane, item.work.model]
+        if item.is_published:
+            item.is_published = False
+            place.num_published -= 1
+        else:
+            place.queue.discard(item.pending.caller, item)
 
     def _spawn(self, work: object) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
@@ -221,12 +355,17 @@ class InFlight:
     # --- publishing -----------------------------------------------------------------------------------------------
 
     async def _publish(self, item: Item) -> None:
-        """Publish an item, and try again while NATS cannot take it. A full stream or store ends its request."""
+        """Publish an item, and try again while NATS cannot take it. A full stream or store ends its request.
+
+        The tries are one message for NATS, which may have stored it and lost only its confirmation.
+        """
+        item.num_published += 1
         while item.work.id in self._items:
             try:
                 await self._publish_once(item)
                 return
             except Unavailable:
+                self._calm_s = time.monotonic() + _CALM_S
                 if not self._connection.is_connected:
                     return  # `publish_again` follows
                 await asyncio.sleep(_RETRY_S)
@@ -247,7 +386,6 @@ class InFlight:
             work = Work(
                 VERSION, work.id, work.reply_to, work.deadline_ns, work.operation, work.model, stored=item.stored
             )
-        item.num_published += 1
         message_id = f"{work.id}.{item.num_published}"
         began_s = time.monotonic()
         item.sequence = await self._connection.enqueue(
@@ -257,13 +395,15 @@ class InFlight:
             self._metrics.record_published(work.operation, time.monotonic() - began_s)
 
     async def publish_again(self) -> None:
-        """Publish every unanswered item again: a reconnect may have lost the item, or its result."""
-        items = list(self._items.values())
+        """Publish every published item again, since a reconnect may have lost it or its result; then what has room."""
+        self._calm_s = time.monotonic() + _CALM_S
+        items = [item for item in self._items.values() if item.is_published]
         for start in range(0, len(items), _MAX_AT_ONCE):
             batch = items[start : start + _MAX_AT_ONCE]
             for item in batch:
                 item.stored = ""  # a restarted server may have lost the payload, too
             await asyncio.gather(*map(self._publish, batch))
+        self.pump()
 
     def waiting(self) -> dict[tuple[Lane, str, Placement], list[Item]]:
         """Return the unanswered items by lane, model and wanted placement."""
@@ -276,19 +416,24 @@ class InFlight:
         """Publish items in another lane, because theirs has no host left."""
         for item in items:
             self.by_lane[item.lane] -= 1
+            self._leave(item)
             if item.sequence:
                 self._spawn(self._connection.remove(item.lane.pool, item.sequence))
-            item.lane, item.stored = lane, ""
+            item.lane, item.stored, item.sequence = lane, "", 0
             self.by_lane[lane] += 1
-            self._spawn(self._publish(item))
+            self._wait(item)
+        self.pump()
 
     # --- results --------------------------------------------------------------------------------------------------
 
-    async def on_result(self, result: Result) -> None:
-        """Take in a result; of several for one item the first counts."""
+    async def on_result(self, result: Result, subject: str) -> None:
+        """Take in a result; of several for one item the first counts. subject is the one that it came on."""
         item = self._items.get(result.id)
         if item is None:
             self.num_duplicates += 1
+            return
+        if not is_answer_of(subject, item.lane.pool):
+            _log.warning("a result from another pool is refused: %s", subject)
             return
         if result.stored:
             self._spawn(self._fetch(item, result))
@@ -309,8 +454,11 @@ class InFlight:
         ))  # fmt: skip
 
     def _answer(self, item: Item, result: Result) -> None:
+        place = self._places[item.lane, item.work.model]
+        place.answered()
         if self._drop(item) is None:
             return
+        self._pump(item.lane, item.work.model)
         self._rates[item.lane.pool].count()
         pending = item.pending
         if not pending.take(item.index, result) or pending.future.done():
@@ -333,15 +481,19 @@ class InFlight:
         known = self._items.pop(item.work.id, None)
         if known is not None:
             self.by_lane[item.lane] -= 1
+            self._leave(item)
+            self._by_caller[item.pending.caller] -= 1
+            if not self._by_caller[item.pending.caller]:
+                del self._by_caller[item.pending.caller]
             if item.stored:
                 self._spawn(self._connection.forget(item.lane.pool, item.stored))
         return known
 
-    def on_taken(self, taken: Taken) -> None:
+    def on_taken(self, taken: Taken, subject: str) -> None:
         """Note which host runs items."""
         for name in taken.ids:
             item = self._items.get(name)
-            if item is not None:
+            if item is not None and is_answer_of(subject, item.lane.pool):
                 item.taken_by = taken.host
                 item.lost_with.discard(taken.host)
 
@@ -354,10 +506,12 @@ class InFlight:
             pending.future.exception()  # a caller may have gone; asyncio would report it as never retrieved
 
     def _forget(self, pending: RemotePending) -> None:
-        self._pending.discard(pending)
+        self._pending.pop(pending, None)
         for item in pending.items:
             if self._drop(item) is not None and item.sequence and not item.taken_by and self._connection.is_connected:
                 self._spawn(self._connection.remove(item.lane.pool, item.sequence))
+        for lane in {item.lane for item in pending.items}:
+            self._pump(lane, pending.items[0].work.model)
 
     def expire(self, now_ns: int) -> None:
         """End the requests whose deadline has passed."""

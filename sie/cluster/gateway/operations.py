@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from sie.cluster.gateway.in_flight import InFlight, RemotePending, RemoteReply
-from sie.cluster.gateway.placement import Placement
+from sie.cluster.gateway.placement import Placement, current_caller
 from sie.cluster.payloads import ItemOperation, Result
-from sie.cluster.reply_forms import TIMES, Arrays, join_replies, read_arrays
+from sie.cluster.reply_forms import TIMES, Arrays, join_replies, read_arrays, with_times
 from sie.cluster.request_forms import encode_items, extract_items, score_item
 from sie.cluster.subjects import Lane
 from sie.config.limits import Limits
@@ -88,8 +88,9 @@ class RemoteOperation:
 
         lane, placement = self._choose_lane(entry.card.id)
         return self._in_flight.submit(
-            lane, operation, entry.card.id, bodies, deadline_ns=deadline_ns, join=join, placement=placement
-        )
+            lane, operation, entry.card.id, bodies, deadline_ns=deadline_ns, join=join, placement=placement,
+            caller=current_caller(),
+        )  # fmt: skip
 
 
 class RemoteEncoder(RemoteOperation):
@@ -133,13 +134,14 @@ def join_results(results: Sequence[Result], submitted_ns: int) -> RemoteReply:
     inference_ns, after_ns = (max(_time(reply, place) for reply in replies) for place in (1, 2))
     spent_ns = inference_ns + after_ns + max(result.tokenization_ns for result in results)
     started_ns = submitted_ns + max(0, time.monotonic_ns() - submitted_ns - spent_ns)
-    view = join_replies(replies, (started_ns, inference_ns, after_ns))
+    times = started_ns, inference_ns, after_ns
+    view = with_times(results[0].reply, times) if len(results) == 1 else join_replies(replies, times)
     return RemoteReply(view, sum(result.num_tokens for result in results), submitted_ns)
 
 
 def _time(reply: Arrays, place: int) -> int:
     times = reply.get(TIMES)
-    if times is None or times.shape != (3,):
+    if times is None or times.shape != (3,) or times.dtype.str != "<i8":
         raise ProtocolError("a reply without times")
     return int(times[place])
 

@@ -13,10 +13,12 @@ from typing import Any, Final, NamedTuple
 
 from sie.catalog.profiles import model_of
 from sie.cluster.gateway.directory import Directory, Host, choose_lane, matches
+from sie.cluster.gateway.fair_queue import EVERYBODY, Caller
 from sie.cluster.subjects import DEFAULT_POOL, Lane
 from sie.values.errors import SieError, Unavailable
 
 _MAX_CHARS: Final = 200
+_KNOWN_S: Final = 0.05
 _PROVISIONING_S: Final = 5
 _LOADING_S: Final = 1
 
@@ -36,6 +38,12 @@ Resolve = Callable[[Placement], Placement]
 
 
 _placement: ContextVar[Placement | None] = ContextVar("placement", default=None)
+_caller: ContextVar[Caller] = ContextVar("caller", default=EVERYBODY)
+
+
+def current_caller() -> Caller:
+    """Return the API key of the running task's request."""
+    return _caller.get()
 
 
 def read_placement(headers: Any, own_pool: str) -> Placement:
@@ -62,11 +70,17 @@ class Places:
         self._directory = directory
         self._own_pool = own_pool
         self._by_lane = by_lane
+        self._lanes: dict[tuple[str, Placement], dict[Lane, list[Host]]] = {}
+        self._lanes_until_s = 0.0
 
-    def enter(self, headers: Any) -> None:
-        """Read the placement of a request for its task. Raises Unavailable PROVISIONING if no host is there for it."""
+    def enter(self, headers: Any, caller: Caller) -> None:
+        """Read the placement of a request for its task, and keep its API key.
+
+        Raises Unavailable PROVISIONING if no host is there for it.
+        """
         placement = self._resolve(read_placement(headers, self._own_pool))
         _placement.set(placement)
+        _caller.set(caller)
         if not any(matches(host.lane, *placement) for host in self._known()):
             raise _provisioning(placement)
 
@@ -93,9 +107,22 @@ class Places:
 
     def find_lane(self, model: str, placement: Placement) -> Lane | None:
         """Return the lane that serves a model for a placement, or None."""
-        lanes = self._directory.lanes(model_of(model), time.monotonic())
-        lanes = {lane: hosts for lane, hosts in lanes.items() if matches(lane, *placement)}
+        lanes = self._lanes_of(model, placement)
         return choose_lane(lanes, self._by_lane) if lanes else None
+
+    def _lanes_of(self, model: str, placement: Placement) -> dict[Lane, list[Host]]:
+        """Return the lanes that serve a model for a placement. They are looked up again after a moment, not for each request."""
+        now_s = time.monotonic()
+        if now_s >= self._lanes_until_s:
+            self._lanes.clear()
+            self._lanes_until_s = now_s + _KNOWN_S
+        found = self._lanes.get((model, placement))
+        if found is None:
+            lanes = self._directory.lanes(model_of(model), now_s)
+            found = {lane: hosts for lane, hosts in lanes.items() if matches(lane, *placement)}
+            if found:  # what is not served yet may be at once
+                self._lanes[model, placement] = found
+        return found
 
     def hosts(self, model: str) -> list[Host]:
         """Return the live hosts that serve a model for the running task's request. Raises SieErrors."""

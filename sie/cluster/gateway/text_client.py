@@ -28,7 +28,7 @@ from sie.cluster.payloads import (
     decode,
     encode,
 )
-from sie.cluster.subjects import Lane, host_subject
+from sie.cluster.subjects import Lane, answer_subject, host_subject, is_answer_of
 from sie.cluster.text_events import decode_events
 from sie.config.generation_settings import Generation
 from sie.frontend.generation.generation_run import TokenMeter, add_event
@@ -277,12 +277,16 @@ class TextClient:
     """Starts generated answers on hosts, and follows them."""
 
     def __init__(
-        self, connection: Connection, gateway: str, reply_to: str, choose_hosts: ChooseHosts, *, settings: Generation,
+        self,
+        connection: Connection,
+        gateway: str,
+        choose_hosts: ChooseHosts,
+        *,
+        settings: Generation,
         meter: TokenMeter,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._connection = connection
         self._gateway = gateway
-        self._reply_to = reply_to
         self._choose_hosts = choose_hosts
         self._settings = settings
         self.meter = meter
@@ -309,8 +313,8 @@ class TextClient:
         check_request(request, self._settings)
         host = self._choose(entry.card.id, request, set())
         work = TextWork(
-            VERSION, f"{self._gateway}-t{next(self._numbers)}", self._gateway, self._reply_to,
-            self._connection.clock.to_server(deadline_ns), entry.card.id, request, salt, echoes,
+            VERSION, f"{self._gateway}-t{next(self._numbers)}", self._gateway,
+            answer_subject(self._gateway, host.beat.pool, "text"), self._connection.clock.to_server(deadline_ns), entry.card.id, request, salt, echoes,
         )  # fmt: skip
         packed = encode(work)
         run = RemoteRun(self, work, deadline_ns, host)
@@ -380,10 +384,10 @@ class TextClient:
 
     # --- frames and ends ------------------------------------------------------------------------------------------
 
-    def on_frame(self, frame: TextFrame) -> None:
+    def on_frame(self, frame: TextFrame, subject: str) -> None:
         """Take in a frame of an answer."""
         run = self._runs.get(frame.id)
-        if run is not None:
+        if run is not None and is_answer_of(subject, run.pool):
             run.feed(frame, time.monotonic_ns(), self._idle_ns)
 
     def cancel(self, run: RemoteRun) -> None:

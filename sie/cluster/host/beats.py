@@ -33,7 +33,9 @@ class Beats:
         self._known: dict[str, ModelEntry] | None = None
         self._cards = Cards(VERSION, "")
 
-    async def send(self, *, is_draining: bool, num_running: int, num_texts: int, items_per_s: float) -> None:
+    async def send(
+        self, *, is_draining: bool, num_running: int, num_texts: int, items_per_s: float, credit: int
+    ) -> None:
         """Publish one heartbeat."""
         process, lane = self._process, self.lane
         models = process.models
@@ -47,7 +49,7 @@ class Beats:
             num_workers=len(workers), num_gpus=sum(worker.device.startswith("cuda") for worker in workers),
             gpu=lane.profile, memory_used_bytes=sum(entry.memory_bytes for entry in models.hosted_entries),
             items_per_s=items_per_s, lease=lane.lease,
-            config_hash=self.configs.hash, refused=self.configs.refused,
+            config_hash=self.configs.hash, refused=self.configs.refused, credit=credit,
         )  # fmt: skip
         await self._connection.publish(host_subject(lane.pool, self._host, "beat"), encode(beat))
 

@@ -23,8 +23,9 @@ _log = get_logger(__name__)
 ACK_WAIT_S: Final = 2.5
 """An item is delivered again if its host says nothing for this long; a live host says so each second."""
 _IDLE_S: Final = 600.0
-_EXPIRES_S: Final = 20.0
-_MARGIN_S: Final = 2.0
+_EXPIRES_S: Final = 4.0
+"""A consumer's new leader has lost the open requests, without a sign to a host that is connected elsewhere: ask again."""
+_MARGIN_S: Final = 1.0
 _MAX_ACK_PENDING: Final = 65_536
 _PENDING: Final = "Nats-Pending-Messages"
 

@@ -10,6 +10,8 @@ from typing import Final
 
 _SMOOTHING: Final = 0.1
 _STEPS_AHEAD: Final = 2
+_FIRST_ITEMS: Final = 8
+"""Items for each worker until one was answered: before that nobody knows what they cost."""
 
 
 class Credit:
@@ -18,6 +20,7 @@ class Credit:
     def __init__(self, max_items: int) -> None:
         self._max_items = max_items
         self._tokens_per_item = 1.0
+        self._num_measured = 0
         self.num_running = 0
         """Items that were taken and are not answered."""
 
@@ -29,7 +32,9 @@ class Credit:
         """Count an item that is answered; num_tokens is its cost, 0 if it never ran."""
         self.num_running -= 1
         if num_tokens:
-            self._tokens_per_item += (num_tokens - self._tokens_per_item) * _SMOOTHING
+            self._num_measured += 1
+            share = max(_SMOOTHING, 1 / self._num_measured)
+            self._tokens_per_item += (num_tokens - self._tokens_per_item) * share
 
     def room(self, queued_tokens: int, max_step_tokens: int, num_workers: int) -> int:
         """Return how many items to take beside those that run, at most.
@@ -38,6 +43,8 @@ class Credit:
         """
         left_tokens = _STEPS_AHEAD * max_step_tokens * num_workers - queued_tokens
         by_tokens = int(left_tokens / self._tokens_per_item)
+        if not self._num_measured:
+            by_tokens = min(by_tokens, _FIRST_ITEMS * num_workers - self.num_running)
         if num_workers and not self.num_running and left_tokens > 0:
             by_tokens = max(1, by_tokens)
         return max(0, min(by_tokens, self._max_items - self.num_running))

@@ -29,7 +29,7 @@ from sie.cluster.host.work_pull import WorkPull
 from sie.cluster.pools import Pools
 from sie.cluster.pools import decoder as pools_decoder
 from sie.cluster.shared_document import SharedDocument
-from sie.cluster.subjects import gateway_subject, host_subject, lane_of, wake_pattern
+from sie.cluster.subjects import gateway_beat, host_subject, lane_of, wake_pattern
 from sie.frontend.process import FrontendProcess, connect
 from sie.ipc.messages import Launch, TakeConfigs, TookConfigs
 from sie.runtime import child_setup
@@ -57,6 +57,7 @@ class Puller:
         self._work = WorkPull(process, self._connection, lane, self.host, self._metrics)
         self._texts = TextRuns(process, self._connection)
         self._beats = Beats(process, self._connection, lane, self.host)
+        self._has_joined = False
         self._beat_now = asyncio.Event()
         self._pools = SharedDocument(self._connection, "pools", pools_decoder, Pools(), lambda _: None)
         self._configs = SharedDocument(self._connection, "configs", configs_decoder, Configs(), self._on_configs)
@@ -107,13 +108,15 @@ class Puller:
                 break
             except SieError as error:
                 _log.warning("%s", error.message)
+                await self._beat()  # a gateway that hears of the pool makes its streams
                 await asyncio.sleep(1.0)
+        self._has_joined = True
         for kind, take in (
             ("text", self._texts.on_text), ("cancel", self._texts.on_cancel), ("count", self._texts.on_count),
             ("cards", self._on_cards), ("load", self._on_load),
         ):  # fmt: skip
             await connection.subscribe(host_subject(pool, self.host, kind), take)
-        await connection.subscribe(gateway_subject("*", "beat"), self._texts.on_gateway_beat)
+        await connection.subscribe(gateway_beat("*"), self._texts.on_gateway_beat)
         await connection.subscribe(wake_pattern(), self._on_wake)
         _log.info("takes work of pool %s, machine profile %s, bundle %s as host %s", *self._lane[:3], self.host)
 
@@ -180,11 +183,11 @@ class Puller:
     async def _beat(self) -> None:
         if not self._connection.is_connected:
             return
-        is_draining = self._process.is_draining or self._work.is_stopping
+        is_draining = self._process.is_draining or self._work.is_stopping or not self._has_joined
         try:
             await self._beats.send(
                 is_draining=is_draining, num_running=self._work.num_running, num_texts=self._texts.num_running,
-                items_per_s=self._work.items_per_s,
+                items_per_s=self._work.items_per_s, credit=self._work.credit,
             )  # fmt: skip
         except SieError as error:
             _log.debug("no heartbeat: %s", error.message)

@@ -86,6 +86,11 @@ class WorkPull:
         """Items that were taken and are not answered."""
         return len(self._running)
 
+    @property
+    def credit(self) -> int:
+        """Items that this host would have at a time now: those that run, and those it has room for."""
+        return len(self._running) + self._room()
+
     async def move(self, lane: Lane) -> None:
         """Take the work of another lane from now on. What was taken is answered as before."""
         consumers, self._consumers = self._consumers, {}

@@ -130,7 +130,7 @@ class Access:
 
     def _check_limits(self, holder: KeyHolder) -> None:
         now_ns, key = self._now_ns(), holder.key
-        if key.max_concurrent is not None and self._count_running(holder, now_ns) >= key.max_concurrent:
+        if holder.max_running is not None and self._count_running(holder, now_ns) >= holder.max_running:
             text = f"API key '{key.name}' has as many requests running as its max_concurrent ({key.max_concurrent})"
             raise self._refused("concurrency", RateLimited(text, retry_after_s=1))
         if holder.token_bucket is not None and not holder.has_tokens(now_ns):
@@ -142,7 +142,7 @@ class Access:
 
     def _count_running(self, holder: KeyHolder, now_ns: int) -> int:
         num_running = holder.count_running(now_ns)
-        if holder.key.max_concurrent is None or num_running < holder.key.max_concurrent:
+        if holder.max_running is None or num_running < holder.max_running:
             return num_running
         self._settle(holder)
         return holder.count_running(now_ns)

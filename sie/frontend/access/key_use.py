@@ -19,17 +19,34 @@ _EAGER_NS: Final = 5_000_000_000
 _RESCAN_NS: Final = 500_000_000
 
 
+class Lease:
+    """What a key may use in this process until ends_ns, where all gateways of a cluster share its limits."""
+
+    __slots__ = ("ends_ns", "max_running", "num_requests", "num_tokens")
+
+    def __init__(self) -> None:
+        self.ends_ns = 0
+        self.num_requests = 0
+        """Requests of its rate that are left."""
+        self.max_running = 0
+        """Requests that it may have under way."""
+        self.num_tokens = 0
+        """Tokens that were spent and that the others do not know of."""
+
+
 class KeyHolder:
     """One key in force, as one frontend process sees it."""
 
     __slots__ = ("_admitted", "_num_elsewhere", "_page", "_requests", "_running", "_running_gauge", "_spent",
-                 "_spent_elsewhere", "_tokens", "bucket", "is_limited", "key", "num_running", "token_bucket")  # fmt: skip
+                 "_spent_elsewhere", "_tokens", "bucket", "is_limited", "key", "lease", "num_running", "token_bucket")  # fmt: skip
 
     def __init__(self, key: ApiKey, pages: Sequence[CounterPage], now_ns: int) -> None:
         """Start to count the use of a key. pages are the counter pages of all processes, our own first."""
         self.key = key
         self.num_running = 0
         self.is_limited = False
+        self.lease: Lease | None = None
+        """On a gateway its share of the limits; else the frontends share them over their pages."""
         self.bucket: TokenBucket | None = None
         """The rate of requests, if it is limited."""
         self.token_bucket: TokenBucket | None = None
@@ -76,13 +93,27 @@ class KeyHolder:
         if self._running_gauge is not None:
             self._running_gauge.set(self.num_running)
 
+    @property
+    def max_running(self) -> int | None:
+        """The most requests that `count_running` may reach; None for no limit."""
+        limit = self.key.max_concurrent
+        return limit if self.lease is None or limit is None else min(limit, self.lease.max_running)
+
     def count_running(self, now_ns: int) -> int:
-        """Return the number of this key's requests under way in all frontends."""
+        """Return the number of this key's requests under way in all frontends; with a lease, in this one."""
+        if self.lease is not None:
+            return self.num_running
         return self.num_running + int(self._running.total(now_ns))
 
     def try_take(self, now_ns: int) -> bool:
         """Take one request from the key's rate, or return False if the rate is used up."""
         assert self.bucket is not None
+        if self.lease is not None:
+            if not self.lease.num_requests:
+                return False
+            self.lease.num_requests -= 1
+            self.bucket.spend(1, now_ns)
+            return True
         num_elsewhere = self._admitted.total(now_ns)
         if num_elsewhere > self._num_elsewhere:
             self.bucket.charge(int(num_elsewhere - self._num_elsewhere), now_ns)
@@ -92,6 +123,8 @@ class KeyHolder:
     def has_tokens(self, now_ns: int) -> bool:
         """Tell whether the key's rate of tokens allows another request, whose own tokens are not known yet."""
         assert self.token_bucket is not None
+        if self.lease is not None:
+            return self.token_bucket.has_any(now_ns)
         elsewhere = self._spent.total(now_ns)
         if elsewhere > self._spent_elsewhere:
             self.token_bucket.spend(int(elsewhere - self._spent_elsewhere), now_ns)
@@ -103,6 +136,8 @@ class KeyHolder:
         if self._tokens is None:
             self._tokens = self._counter(KEY_TOKENS)
         self._tokens.add(num_tokens)
+        if self.lease is not None:
+            self.lease.num_tokens += num_tokens
         if self.token_bucket is not None:
             self.token_bucket.spend(num_tokens, now_ns)
 

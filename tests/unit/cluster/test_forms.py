@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie.cluster.payloads import VERSION, Result, Work, decode, encode, work_decoder
-from sie.cluster.reply_forms import join_replies, pack_arrays, read_arrays
+from sie.cluster.reply_forms import join_replies, pack_arrays, read_arrays, with_times
 from sie.cluster.request_forms import encode_items, read_item
 from sie.cluster.subjects import Lane, consumer_name, lane_of, token, work_subject
 from sie.values.errors import ProtocolError
@@ -30,6 +30,7 @@ def test_joined_replies_are_the_reply_of_the_whole_request(rows: list[list[int]]
 
     joined = join_replies([read_arrays(reply([row])) for row in rows], (1, 2, 3))
     assert joined == reply(rows)
+    assert with_times(reply(rows[:1]), (4, 5, 6)) == join_replies([read_arrays(reply(rows[:1]))], (4, 5, 6))
 
 
 def test_replies_that_do_not_fit_together_are_refused():

@@ -39,6 +39,8 @@ class Store:
 
     async def write_key(self, _key: str, data: bytes, revision: int) -> int:
         await asyncio.sleep(0)
+        if self.is_away:
+            raise Unavailable("no NATS")
         if revision != self.revision:
             raise WrongRevisionError
         self.data, self.revision = data, revision + 1

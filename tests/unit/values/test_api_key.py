@@ -41,7 +41,7 @@ def test_entry_is_read_as_it_was_written():
     text = make_key()
     key = ApiKey(
         name="ingest", digest=digest_of(text), scopes=("infer", "admin"), requests_per_minute=60,
-        tokens_per_minute=5000, max_concurrent=2,
+        tokens_per_minute=5000, max_concurrent=2, weight=3,
     )  # fmt: skip
     assert parse_keys(render_entry(key), "f") == (key,)
     assert text not in render_entry(key)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sie.cluster.gateway.directory import FORGET_S, STALE_S, Directory, choose_lane
+from sie.cluster.gateway.fair_queue import Caller
 from sie.cluster.gateway.placement import Placement, Places, read_placement
 from sie.cluster.gateway.text_client import choose_host, prefix_of
 from sie.cluster.payloads import VERSION, Beat, Cards, ModelBeat
@@ -83,7 +84,7 @@ def test_where_the_last_host_leaves_a_client_is_told_to_wait_and_not_that_the_mo
     directory = Directory()
     hear(directory, beat("h1", {"m": SERVED}, is_draining=True), now_s=time.monotonic())
     with pytest.raises(Unavailable) as refused:
-        Places(directory, "p", Counter()).enter({})
+        Places(directory, "p", Counter()).enter({}, Caller())
     assert (refused.value.code, refused.value.retry_after_s) == ("PROVISIONING", 5)
 
 

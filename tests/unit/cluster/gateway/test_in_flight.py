@@ -10,28 +10,34 @@ from typing import Any
 import pytest
 
 from sie.cluster.connection import INLINE_BYTES
+from sie.cluster.gateway.fair_queue import Caller
 from sie.cluster.gateway.in_flight import InFlight, RemotePending, RemoteReply
 from sie.cluster.gateway.placement import Placement
 from sie.cluster.payloads import VERSION, Result, Taken, Work, decode, work_decoder
-from sie.cluster.subjects import Lane, dead_subject, work_subject
-from sie.values.errors import BadRequest, DeadlineExceeded, Overloaded, PoisonInput, SieError, to_wire
+from sie.cluster.subjects import Lane, answer_subject, dead_subject, work_subject
+from sie.values.errors import BadRequest, DeadlineExceeded, Overloaded, PoisonInput, SieError, Unavailable, to_wire
 from tests.unit.cluster.fakes import FakeConnection
 
 LANE, OTHER = Lane("p", "l4", "b"), Lane("p", "a100", "b")
+ANSWER = answer_subject("gw", LANE.pool, "result")
 FAR_NS = 60_000_000_000
+NOBODY, MANY, FEW = Caller(), Caller("many"), Caller("few")
 
 
 class Desk:
     """An `InFlight` on a fake connection."""
 
-    def __init__(self, max_items: int = 100) -> None:
+    def __init__(self, max_items: int = 100, window: int = 256) -> None:
         self.connection = FakeConnection()
-        self.items = InFlight(self.connection, "gw", "sie.v1.gateway.gw.result", max_items)  # type: ignore[arg-type]
+        self.window = window
+        self.items = InFlight(
+            self.connection, "gw", max_items, window=lambda *_: self.window  # type: ignore[arg-type]
+        )  # fmt: skip
         self.joined: list[Sequence[Result]] = []
 
-    def submit(self, *bodies: bytes, left_ns: int = FAR_NS) -> RemotePending:
+    def submit(self, *bodies: bytes, left_ns: int = FAR_NS, caller: Caller = NOBODY) -> RemotePending:
         deadline_ns = time.monotonic_ns() + left_ns
-        return self.items.submit(LANE, "encode", "m", bodies, deadline_ns=deadline_ns, join=self.join)
+        return self.items.submit(LANE, "encode", "m", bodies, deadline_ns=deadline_ns, join=self.join, caller=caller)
 
     def join(self, results: Sequence[Result], submitted_ns: int) -> RemoteReply:
         self.joined.append(results)
@@ -42,7 +48,7 @@ class Desk:
 
     async def answer(self, number: int, item: int, text: bytes = b"x", error: SieError | None = None) -> None:
         wire = to_wire(error) if error is not None else None
-        await self.items.on_result(Result(VERSION, f"gw-{number}-{item}", "h", wire, memoryview(text)))
+        await self.items.on_result(Result(VERSION, f"gw-{number}-{item}", "h", wire, memoryview(text)), ANSWER)
 
 
 def run(test: Callable[[Desk], Coroutine[Any, Any, None]]) -> None:
@@ -137,6 +143,7 @@ def test_a_request_while_nats_is_away_is_published_when_it_is_back():
         assert not pending.future.done()
         desk.connection.is_connected = True
         await desk.items.publish_again()
+        await turns()
         assert len(desk.connection.stream) == 1
 
     run(test)
@@ -161,12 +168,12 @@ def test_a_result_by_reference_that_is_gone_is_asked_for_again():
     async def test(desk: Desk) -> None:
         pending = desk.submit(b"a")
         await turns()
-        await desk.items.on_result(Result(VERSION, "gw-1-0", "h", stored="gone"))
+        await desk.items.on_result(Result(VERSION, "gw-1-0", "h", stored="gone"), ANSWER)
         await turns()
         assert not pending.future.done()
         assert len(desk.connection.stream) == 2
         desk.connection.objects["there"] = b"whole"
-        await desk.items.on_result(Result(VERSION, "gw-1-0", "h", stored="there"))
+        await desk.items.on_result(Result(VERSION, "gw-1-0", "h", stored="there"), ANSWER)
         assert bytes((await pending.reply()).view) == b"whole"
         assert not desk.connection.objects
 
@@ -198,7 +205,7 @@ def test_what_a_client_no_longer_waits_for_leaves_the_stream_unless_a_host_runs_
     async def test(desk: Desk) -> None:
         pending = desk.submit(b"a", b"b")
         await turns()
-        desk.items.on_taken(Taken(VERSION, "h", ["gw-1-0"]))
+        desk.items.on_taken(Taken(VERSION, "h", ["gw-1-0"]), ANSWER)
         desk.items.abandon(pending, DeadlineExceeded("over"))
         await turns()
         assert [bytes(work.body) for work in desk.stored()] == [b"a"]
@@ -212,7 +219,7 @@ def test_an_item_that_three_hosts_died_with_is_refused_and_kept_as_a_dead_letter
         await turns()
         for host in ("h1", "h2", "h3"):
             assert not pending.future.done()
-            desk.items.on_taken(Taken(VERSION, host, ["gw-1-0"]))
+            desk.items.on_taken(Taken(VERSION, host, ["gw-1-0"]), ANSWER)
             desk.items.on_silent({host})
             desk.items.on_silent({host})  # it stays silent: that is one loss
             await turns()
@@ -229,7 +236,7 @@ def test_a_host_that_was_only_unreachable_convicts_nobody():
         pending = desk.submit(b"a")
         await turns()
         for host in ("h1", "h2", "h3", "h4"):
-            desk.items.on_taken(Taken(VERSION, host, ["gw-1-0"]))
+            desk.items.on_taken(Taken(VERSION, host, ["gw-1-0"]), ANSWER)
             desk.items.on_silent({host})
             desk.items.on_returned(host)
         await turns()
@@ -268,5 +275,149 @@ def test_a_refused_client_is_told_to_come_back_when_what_waits_will_be_answered(
         told = await refused()  # 4 answers in the first second, and 37 items wait
         assert told is not None
         assert 7 <= told <= 10
+
+    run(test)
+
+
+def test_what_is_over_the_window_waits_here_and_leaves_by_turns_of_keys():
+    async def test(_: Desk) -> None:
+        desk = Desk(window=2)
+        desk.submit(*[b"m"] * 6, caller=MANY)
+        desk.submit(b"f", b"f", caller=FEW)
+        await turns()
+        assert len(desk.connection.stream) == 2
+        for request, item in ((1, 0), (1, 1), (2, 0), (1, 2)):
+            await desk.answer(request, item)
+            await turns()
+        assert b"".join(bytes(work.body) for work in desk.stored()) == b"mmfmfm"
+        told = [desk.items.take_backlog() for _ in range(2)]
+        assert told == [{work_subject(LANE, "m"): 2}, {work_subject(LANE, "m"): 1}], "the most since it was told"
+        desk.window = 10
+        desk.items.pump()
+        await turns()
+        assert len(desk.connection.stream) == 8
+
+    run(test)
+
+
+def test_waiting_items_are_published_once_after_a_reconnect_move_with_their_lane_and_end_with_their_request():
+    async def test(_: Desk) -> None:
+        desk = Desk(window=1)
+        pending = desk.submit(b"a", b"b", b"c")
+        await turns()
+        await desk.items.publish_again()
+        assert [bytes(work.body) for work in desk.stored()] == [b"a", b"a"]
+        desk.items.move([pending.items[1]], OTHER)
+        await turns()
+        assert [bytes(work.body) for work in desk.stored()] == [b"a", b"a", b"b"]
+        desk.items.abandon(pending, DeadlineExceeded("over"))
+        await turns()
+        assert (desk.items.num_items, desk.items.num_pending) == (0, 0)
+        desk.submit(b"d")
+        await turns()
+        assert [bytes(work.body) for work in desk.stored()][-1] == b"d", "the window is free again"
+
+    run(test)
+
+
+def test_a_full_gateway_refuses_the_newest_of_the_key_that_holds_most_and_never_more_than_needed():
+    async def test(_: Desk) -> None:
+        desk = Desk(max_items=4, window=1)
+        flood = [desk.submit(b"m", caller=MANY) for _ in range(4)]
+        with pytest.raises(Overloaded, match="max_in_flight"):
+            desk.submit(b"m", caller=MANY)
+        few = desk.submit(b"f", caller=FEW)
+        assert [pending.future.done() for pending in flood] == [False, False, False, True]
+        with pytest.raises(Overloaded) as caught:
+            await flood[-1].reply()
+        assert caught.value.retry_after_s
+        desk.submit(b"f", caller=FEW)
+        with pytest.raises(Overloaded):
+            desk.submit(b"f", caller=FEW)
+        assert (desk.items.num_items, few.future.done()) == (4, False)
+
+    run(test)
+
+
+def test_a_request_that_would_wait_for_most_of_its_time_is_refused_with_the_time_until_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+
+    async def test() -> None:
+        nonlocal now_s
+        desk = Desk(window=2)
+        desk.submit(*[b"m"] * 60, caller=MANY)
+        for item in range(20):  # ten a second
+            now_s += 0.1
+            await desk.answer(1, item)
+        with pytest.raises(Overloaded) as caught:
+            desk.submit(b"m", left_ns=6_000_000_000, caller=MANY)
+        assert caught.value.retry_after_s in (4, 5)
+        desk.submit(b"m", left_ns=20_000_000_000, caller=MANY)
+        desk.submit(b"f", left_ns=6_000_000_000, caller=FEW)
+
+    asyncio.run(test())
+
+
+def test_an_outage_says_nothing_about_what_hosts_can_do(monkeypatch: pytest.MonkeyPatch):
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+
+    async def test() -> None:
+        nonlocal now_s
+        desk = Desk(max_items=1000, window=2)
+        desk.submit(*[b"m"] * 200)
+        for item in range(30):  # ten a second
+            now_s += 0.1
+            await desk.answer(1, item)
+        desk.connection.is_connected = False
+        desk.items.pump()
+        now_s += 60.0
+        desk.connection.is_connected = True
+        desk.items.pump()
+        now_s += 0.1
+        await desk.answer(1, 30)
+        desk.submit(b"m", left_ns=45_000_000_000)
+        await desk.items.publish_again()
+        for item in range(31, 34):  # what comes while NATS recovers comes slowly
+            now_s += 0.9
+            await desk.answer(1, item)
+        desk.submit(b"m", left_ns=1_000_000_000)
+        now_s += 5.0
+        desk.items.pump()
+        desk.submit(b"m", left_ns=45_000_000_000)
+        with pytest.raises(Overloaded):
+            desk.submit(b"m", left_ns=25_000_000_000)
+
+    asyncio.run(test())
+
+
+def test_hosts_of_another_pool_cannot_answer():
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a")
+        await turns()
+        foreign = answer_subject("gw", "other", "result")
+        desk.items.on_taken(Taken(VERSION, "bad", ["gw-1-0"]), foreign)
+        await desk.items.on_result(Result(VERSION, "gw-1-0", "bad", reply=memoryview(b"forged")), foreign)
+        assert (pending.future.done(), pending.items[0].taken_by) == (False, "")
+        await desk.answer(1, 0, b"true")
+        assert bytes((await pending.reply()).view) == b"true"
+
+    run(test)
+
+
+def test_a_message_whose_confirmation_was_lost_is_stored_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sie.cluster.gateway.in_flight._RETRY_S", 0)
+
+    async def test(desk: Desk) -> None:
+        desk.connection.refuses = Unavailable("no confirmation")
+        desk.submit(b"a")
+        await turns()
+        desk.connection.refuses = None
+        await turns()
+        await desk.items.publish_again()
+        assert [message_id for _, _, message_id in desk.connection.stream.values()] == ["gw-1-0.1", "gw-1-0.2"]
 
     run(test)

@@ -13,6 +13,7 @@ import pytest
 from sie.cluster.gateway.directory import Host
 from sie.cluster.gateway.text_client import RemoteRun, TextClient
 from sie.cluster.payloads import VERSION, Beat, ModelBeat, TextFrame, TextWork, decode, text_work_decoder
+from sie.cluster.subjects import answer_subject
 from sie.cluster.text_events import encode_events
 from sie.config.generation_settings import Generation
 from sie.ipc.messages import ModelEntry
@@ -34,6 +35,9 @@ ENTRY = ModelEntry(card=ModelCard(id="m", kind="generator", generate=GenerateRul
 END = (Finished(0, "stop"), Ended(GenerateUsage(prompt_tokens=1, completion_tokens=2)))
 
 
+ANSWER = answer_subject("gw", "p", "text")
+
+
 class Bench:
     """A client before two hosts that a test plays."""
 
@@ -43,7 +47,7 @@ class Bench:
         self.hosts = [Host(Beat(VERSION, f"h{n}", "", "p", "", "", "", served), 0.0) for n in range(2)]
         meter = SimpleNamespace(record_first_token=lambda *_: None, record_next_token=lambda *_: None)
         self.client = TextClient(
-            self.connection, "gw", "to", lambda _model: self.hosts, settings=Generation(), meter=meter,  # type: ignore[arg-type]
+            self.connection, "gw", lambda _model: self.hosts, settings=Generation(), meter=meter,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def sent(self) -> list[tuple[str, TextWork]]:
@@ -70,7 +74,8 @@ class Bench:
         wire = to_wire(error) if error is not None else None
         work_id = self.sent()[-1][1].id
         self.client.on_frame(
-            TextFrame(VERSION, work_id, sequence, encode_events(events), is_over, wire, num_prompts=int(not sequence))
+            TextFrame(VERSION, work_id, sequence, encode_events(events), is_over, wire, num_prompts=int(not sequence)),
+            ANSWER,
         )
 
 
@@ -166,7 +171,7 @@ def test_frames_of_a_host_that_was_given_up_are_ignored():
         old = bench.sent()[0][1].id
         bench.client.on_silent({answer.host})
         await turns()
-        bench.client.on_frame(TextFrame(VERSION, old, 1, encode_events([TextDelta(0, "late")])))
+        bench.client.on_frame(TextFrame(VERSION, old, 1, encode_events([TextDelta(0, "late")])), ANSWER)
         bench.frame(0)
         bench.frame(1, TextDelta(0, "new"), *END, is_over=True)
         assert (await answer.whole()).choices[0].text == "new"
@@ -204,5 +209,16 @@ def test_an_answer_without_a_token_ends_at_its_deadline():
         bench.client.expire(answer.deadline_ns)
         with pytest.raises(DeadlineExceeded):
             await answer.whole()
+
+    run(test)
+
+
+def test_a_host_of_another_pool_cannot_add_to_an_answer():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        forged = TextFrame(VERSION, bench.sent()[0][1].id, 1, encode_events([TextDelta(0, "forged")]))
+        bench.client.on_frame(forged, answer_subject("gw", "other", "text"))
+        bench.frame(1, TextDelta(0, "true"), *END, is_over=True)
+        assert (await answer.whole()).choices[0].text == "true"
 
     run(test)
