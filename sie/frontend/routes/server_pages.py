@@ -1,4 +1,4 @@
-"""Handles health checks, metrics, the documentation and the dashboard. Runs no model."""
+"""Handles health checks, metrics, the documentation and the pages for browsers. Runs no model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from sie.frontend import dashboard, openapi
+from sie.frontend import browser, openapi
 from sie.frontend.dialects.native import negotiate
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.html import page_headers
@@ -72,10 +72,14 @@ class Pages:
         page = docs_page.page(self._table, self._process.settings.limits)
         return _answer(exchange, page_headers(page), page)
 
+    async def chat(self, exchange: Exchange) -> Response:
+        """Answer `GET /chat`: a page to talk to a model. It holds nothing, and its requests need a key like any others."""
+        return _answer(exchange, browser.headers("chat"), browser.page("chat"))
+
     async def home(self, exchange: Exchange) -> Response:
         """Answer `GET /`: the dashboard for a browser, and `OK` for other clients."""
         if "text/html" in (exchange.headers.get("accept") or ""):
-            return _answer(exchange, dashboard.headers(), dashboard.page())
+            return _answer(exchange, browser.headers("dashboard"), browser.page("dashboard"))
         return _answer(exchange, [_TEXT], b"OK")
 
 
