@@ -12,7 +12,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.process.browser import find_browser
-from tests.process.harness import start_server
+from tests.process.harness import eventually, start_server
 from tests.process.keys import entry, write_keys
 
 BINARY = find_browser()
@@ -219,3 +219,24 @@ def test_chat_is_refused_for_keys_without_the_scope(tmp_path, browser):
         assert page.evaluate("JSON.stringify(localStorage)") == json.dumps({})
         page.reload()
         ask(page, "[[still in]]")
+
+
+FIRST_FRAME = """new Promise((resolve) => {
+    const socket = new WebSocket(location.origin.replace("http", "ws") + "/ws/status");
+    socket.onmessage = (event) => { socket.close(); resolve(JSON.parse(event.data).history); };
+})"""
+
+
+def test_dashboard_shows_what_was_before_it_was_opened(server, browser):
+    with opened(browser, server.url) as page:
+        points = eventually(lambda: page.evaluate(FIRST_FRAME), "a point of the history", 45.0)
+        assert set(points[0]) == {"requests_per_s", "generated_per_s", "queued", "p50_s", "p95_s"}
+        page.reload()
+        expect(page.locator("#link")).to_have_text("live")
+        lengths = "charts.map((chart) => chart.ranges.hour[0].length)"
+        assert page.evaluate(lengths)[0] >= len(points)
+        expect(page.locator(".tile path[d^=M]")).not_to_have_count(0)
+        page.get_by_role("button", name="2 minutes").click()
+        expect(page.get_by_role("button", name="2 minutes")).to_have_attribute("aria-pressed", "true")
+        hidden = "[...document.querySelectorAll('.tile')].map((tile) => tile.querySelector('h2').firstChild.data + tile.hidden)"
+        assert page.evaluate(hidden) == ["Requestsfalse", "Encodingfalse", "Generationfalse", "Queuefalse"]
