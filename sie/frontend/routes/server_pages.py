@@ -15,7 +15,7 @@ from sie.frontend.http.routing import RouteTable
 from sie.frontend.openapi import docs_page
 from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.access_log import id_headers
-from sie.frontend.telemetry.metrics import CONTENT_TYPE, render
+from sie.frontend.telemetry.metrics import CONTENT_TYPE, OPENMETRICS_TYPE, render
 
 _to_json: Final = msgspec.json.Encoder().encode
 _TEXT: Final = ("content-type", "text/plain; charset=utf-8")
@@ -60,7 +60,12 @@ class Pages:
         return _answer(exchange, [_TEXT], b"OK")
 
     async def metrics(self, exchange: Exchange) -> Response:
-        """Answer `GET /metrics` with the metrics of all processes."""
+        """Answer `GET /metrics` with the metrics of all processes, and with exemplars if there are traces and the client can."""
+        tracing = self._process.tracing
+        if tracing is not None and "application/openmetrics-text" in (exchange.headers.get("accept") or ""):
+            return _answer(
+                exchange, [("content-type", OPENMETRICS_TYPE)], render(self._process.pages, tracing.exemplars)
+            )
         return _answer(exchange, [("content-type", CONTENT_TYPE)], render(self._process.pages))
 
     async def openapi(self, exchange: Exchange) -> Response:
