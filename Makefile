@@ -211,7 +211,7 @@ build/integrations/.installed: Makefile
 	@build/integrations/env/bin/python -m pip --disable-pip-version-check install --quiet "anthropic==2.*" "haystack-ai==3.*" \
 		langchain-anthropic langchain-openai "openai==3.*" "openai-agents==0.24.*" "pydantic-ai-slim[openai]==2.*"
 	@build/integrations/openai2/bin/python -m pip --disable-pip-version-check install --quiet "dspy==3.4.*" "instructor==1.17.*" \
-		"jiter==0.14.*" "litellm==1.106.*" "llama-index-core==0.14.*" "llama-index-embeddings-openai-like==0.4.*" \
+		"jiter==0.14.*" "litellm==1.106.*" mcp "llama-index-core==0.14.*" "llama-index-embeddings-openai-like==0.4.*" \
 		"llama-index-llms-openai-like==0.8.*" "openai==2.54.*"
 	@npm install --prefix build/integrations --no-audit --no-fund --silent ai @ai-sdk/openai @ai-sdk/openai-compatible \
 		@anthropic-ai/claude-code @openai/codex

@@ -81,7 +81,9 @@ def stop(*, model: str | None, url: str, port: int | None, config_file: str | No
     if model is not None:
         return _unload(model, url, access)
     if click.get_current_context().get_parameter_source("url") is ParameterSource.COMMANDLINE:
-        return fail("--url needs a MODEL to unload there; without one, this host's server is stopped: name it with --port")
+        return fail(
+            "--url needs a MODEL to unload there; without one, this host's server is stopped: name it with --port"
+        )
     return _stop_server(port, config_file)
 
 

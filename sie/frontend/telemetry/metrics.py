@@ -10,6 +10,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Sequence
+from typing import cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -292,7 +293,9 @@ def render(pages: Iterable[CounterPage], exemplars: Exemplars | None = None) -> 
     merged = merge(pages)
     registry = CollectorRegistry()
     registry.register(_Collected([_to_prometheus(family, merged[family.name], exemplars) for family in FAMILIES]))
-    return generate_latest(registry) if exemplars is None else openmetrics.generate_latest(registry)
+    if exemplars is None:
+        return generate_latest(registry)
+    return cast("bytes", openmetrics.generate_latest(registry))  # pyright: ignore[reportUnknownMemberType]  # it is untyped
 
 
 class _Collected(Collector):
@@ -310,10 +313,8 @@ def _to_prometheus(family: Family, samples: dict[Labels, list[float]], exemplars
         histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
         for labels, values in samples.items():
             known = exemplars.of(family, labels) if exemplars is not None else {}
-            buckets = [
-                (le, count, known.get(bucket))
-                for bucket, (le, count) in enumerate(zip(_le_texts(family), cumulative(values), strict=True))
-            ]
+            counts = enumerate(zip(_le_texts(family), cumulative(values), strict=True))
+            buckets = [(*pair, known[bucket]) if bucket in known else pair for bucket, pair in counts]
             histogram.add_metric(_label_values(labels), buckets, sum_value=values[0])
         return histogram
     factory = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily

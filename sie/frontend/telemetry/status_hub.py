@@ -59,7 +59,7 @@ class StatusHub:
         send_timeout_s: float = 5.0,
     ) -> None:
         self._build = frame
-        self._first = first or (lambda frame: frame)
+        self._first: Callable[[str], str] = first or str
         self._interval_s = interval_s
         self._max_watchers = max_watchers
         self._watchers_on_host = watchers_on_host
