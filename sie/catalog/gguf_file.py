@@ -37,7 +37,7 @@ def find_gguf(model_id: str, directory: str) -> str:
     path = Path(directory).absolute()
     if path.suffix == SUFFIX:
         if not path.is_file():
-            raise refuse(model_id, f"there is no file {path.name}", "STORAGE")
+            raise refuse(model_id, f"there is no file {path}", "STORAGE")
         return str(path)
     if not path.is_dir() or (path / "config.json").exists():
         return ""

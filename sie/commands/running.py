@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from sie.commands.target_options import named_target, target_options, url_option
 from sie.commands.terminal import HARMLESS, fail
@@ -77,7 +78,13 @@ def stop(*, model: str | None, url: str, port: int | None, config_file: str | No
       sie stop --port 9000
       sie stop mine
     """
-    return _stop_server(port, config_file) if model is None else _unload(model, url, access)
+    if model is not None:
+        return _unload(model, url, access)
+    if click.get_current_context().get_parameter_source("url") is ParameterSource.COMMANDLINE:
+        return fail(
+            "--url needs a MODEL to unload there; without one, this host's server is stopped: name it with --port"
+        )
+    return _stop_server(port, config_file)
 
 
 def _unload(model: str, url: str, access: dict[str, str]) -> int:

@@ -11,6 +11,7 @@ import functools
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,7 +42,7 @@ from sie.frontend.retirement import Leaving
 from sie.frontend.telemetry.access_log import AccessLog
 from sie.frontend.telemetry.generation_metrics import GenerationMetrics
 from sie.frontend.telemetry.metrics import FrontendMetrics, merge
-from sie.frontend.telemetry.status_frame import StatusInputs, build_status, encode_frame, server_facts
+from sie.frontend.telemetry.status_frame import StatusInputs, add_history, build_status, encode_frame, server_facts
 from sie.frontend.telemetry.status_hub import StatusHub
 from sie.frontend.tensors.encoded_images import TensorImages
 from sie.frontend.tensors.infer import Tensors
@@ -141,7 +142,8 @@ class FrontendProcess:
         self.access = open_access(settings.access, pages, self.metrics.record_auth_failure, self.unread.settle)
         self.host_check = open_host_check(settings, launch)
         self.cors = Cors(settings.access.cors_origins) if settings.access.cors_origins else None
-        self.status = self._make_status_hub(self._frame, self.settings.status.interval_ms / 1e3)
+        self._history: deque[messages.LoadPoint] = deque(maxlen=messages.HISTORY_POINTS)
+        self.status = self._make_status_hub(self._frame, self.settings.status.interval_ms / 1e3, self._with_history)
         self.cluster_status = (
             self._make_status_hub(self.remote.status_frame, _CLUSTER_FRAME_S) if self.remote is not None else None
         )
@@ -188,10 +190,13 @@ class FrontendProcess:
             regions=Regions(Path(self._launch.control_path).parent / "regions", lambda: self.settings.limits),
         )  # fmt: skip
 
-    def _make_status_hub(self, frame: Callable[[], str], interval_s: float) -> StatusHub:
+    def _make_status_hub(
+        self, frame: Callable[[], str], interval_s: float, first: Callable[[str], str] | None = None
+    ) -> StatusHub:
         """Return a sender of this process's status frames."""
         return StatusHub(
             frame,
+            first=first,
             interval_s=interval_s,
             max_watchers=self.settings.status.max_watchers,
             watchers_on_host=self._count_watchers,
@@ -387,6 +392,8 @@ class FrontendProcess:
                 self.admin.on_begun(message)
             case messages.Keys() if self.access is not None:
                 self.access.replace(message)
+            case messages.History(points):
+                self._history.extend(points)
             case messages.Ping(number):
                 self._send(messages.Pong(number))
             case messages.Certificates():
@@ -474,6 +481,9 @@ class FrontendProcess:
             tls_error=self.models.tls_error,
         )
         return encode_frame(build_status(inputs, time.time()))
+
+    def _with_history(self, frame: str) -> str:
+        return add_history(frame, self._history)
 
     def _is_saturated(self) -> bool:
         try:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -329,6 +329,28 @@ class Models(msgspec.Struct, tag=True, frozen=True):
     """The reason why the latest version of the TLS files was refused."""
 
 
+HISTORY_POINTS: Final = 240
+"""Points of an hour, the most that anybody keeps."""
+
+
+class LoadPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of the server over a few seconds: rates, sequences that wait, and the latency of all but generated text."""
+
+    requests_per_s: float
+    generated_per_s: float
+    """Tokens of generated text."""
+    queued: float
+    p50_s: float | None
+    """None without requests."""
+    p95_s: float | None
+
+
+class History(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend: the load of the last hour when it joins, then each new point, oldest first."""
+
+    points: tuple[LoadPoint, ...]
+
+
 class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One worker slot for the status page."""
 
@@ -422,5 +444,5 @@ Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
     | PeerFault | Spilled | Touch | Ping | Pong | Silence | Retire | Drain | Finish | Manage | Managed | MemoryReport | MemoryShort
     | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys | Certificates
-    | Stage | Unstage | Staged | WorkerLate | TakeConfigs | TookConfigs
+    | Stage | Unstage | Staged | WorkerLate | TakeConfigs | TookConfigs | History
 )  # fmt: skip

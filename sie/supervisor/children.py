@@ -239,6 +239,11 @@ class Children:
         """Increment a counter of the server itself, not of a child."""
         self._page.counter(family.name, family.label_pairs(*labels)).add(1)
 
+    @property
+    def pages(self) -> list[CounterPage]:
+        """The counter pages of all processes, our own first."""
+        return [self._page, *self._pages.values()]
+
     # --- start ----------------------------------------------------------------------------------------------------
 
     def _start(self, child: Child) -> None:

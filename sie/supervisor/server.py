@@ -28,6 +28,7 @@ from sie.supervisor.certificates import CertificateFiles
 from sie.supervisor.child import Child
 from sie.supervisor.children import Children
 from sie.supervisor.devices import WorkerSlot
+from sie.supervisor.history import LoadHistory
 from sie.supervisor.key_file import POLL_S, KeyFileWatch
 from sie.supervisor.listen import Listener
 from sie.supervisor.loads import Loads, Models
@@ -95,6 +96,7 @@ class Supervisor:
         self._loads.bind(self._children, self._not_ready_reason, self._announce)
         self._loads.bind_adapters(self._adapters.entries)
         self._adapters.bind(self._children, self._loads.broadcast)
+        self._history = LoadHistory()
         self._watch = Watch(settings.supervisor.watchdog_s)
         self._systemd = SystemdReporter(
             Notifier(os.environ.get("NOTIFY_SOCKET", "")), watchdog_interval_s(dict(os.environ))
@@ -177,6 +179,8 @@ class Supervisor:
     def on_joined(self, child: Child) -> None:
         """Send a new child the current state."""
         self._loads.greet(child)
+        if child.role == "frontend":
+            self._children.send(child, messages.History(self._history.points))
 
     def on_message(self, child: Child, message: Message) -> None:
         """Handle a child's message."""
@@ -345,6 +349,8 @@ class Supervisor:
             self._watch_frontends(now_s, late_s)
             self._loads.tick(now_s)
             self._adapters.tick(now_s)
+            if (point := self._history.tick(now_s, self._children.pages)) is not None:
+                self._children.send_all(self._children.frontends, messages.History((point,)))
             if now_s - pinged_s >= min(_MAX_PING_S, self._settings.supervisor.tick_timeout_s / 4):
                 pinged = [*self._children.frontends, *self._children.agents]
                 self._children.send_all(pinged, messages.Ping(int(now_s * 1e3)))

@@ -5,6 +5,7 @@ A comment `<!-- test {...} -->` above a block of code says how it is tested:
     ci       whether the clients that the tests install are enough
     ask      the question in the snippet, to which `answers` are added: a scripted stub gives them in this order
     prints   what the snippet must print
+    env      the folder of the environment that `make integrations` made for it, if not `env`
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Snippet(NamedTuple):
     ask: str
     answers: tuple[str, ...]
     prints: str
+    environment: str
 
     def fitted(self, http_port: int, grpc_port: int) -> str:
         """Return its code for a server of stubs at these ports."""
@@ -56,7 +58,7 @@ def read_snippets() -> list[Snippet]:
         snippets.append(
             Snippet(
                 f"{heading} {number}", found[2], found[3], rule.pop("ci", False), rule.pop("ask", ""),
-                tuple(rule.pop("answers", ())), rule.pop("prints"),
+                tuple(rule.pop("answers", ())), rule.pop("prints"), rule.pop("env", "env"),
             )
         )  # fmt: skip
         assert not rule, f"{heading} {number} has an unknown rule: {rule}"

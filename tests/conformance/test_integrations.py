@@ -57,7 +57,7 @@ def test_snippet_works_in_an_environment_of_its_own(
     server, grpc_port = ports
     environment = Path(ENVIRONMENT).resolve()
     name, *command = {
-        "python": ("snippet.py", str(environment / "env/bin/python"), "snippet.py"),
+        "python": ("snippet.py", str(environment / snippet.environment / "bin/python"), "snippet.py"),
         "js": ("snippet.mjs", "node", "snippet.mjs"),
         "sh": ("snippet.sh", "bash", "-e", "snippet.sh"),
     }[snippet.language]

@@ -10,6 +10,7 @@ import socket
 import time
 
 import grpc
+import httpx
 import pytest
 
 from sie.proto import message_class
@@ -192,6 +193,16 @@ def test_tensors_over_http_are_traced_in_all_their_phases(server, collector):
     response = post_json(server.port, "/v2/models/id/infer", body)
     _, phases = collector.wait_trace(response.headers["x-trace-id"])
     assert names_of(phases) == PHASES
+
+
+def test_bucket_of_the_latency_names_a_trace_in_openmetrics_only(server):
+    trace = encode(server.port, "stub/a", ["x"]).headers["x-trace-id"]
+    accepted = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
+    reply = httpx.get(f"{server.url}/metrics", headers=accepted)
+    assert reply.headers["content-type"].startswith("application/openmetrics-text")
+    assert f'# {{trace_id="{trace}"}}' in reply.text
+    assert reply.text.endswith("# EOF\n")
+    assert "trace_id" not in httpx.get(f"{server.url}/metrics").text
 
 
 def test_what_is_not_inference_is_not_traced(server):

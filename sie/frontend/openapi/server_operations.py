@@ -267,6 +267,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     ),
     _text("/metrics", "Counters for Prometheus", Answer(200, "Its text format, version 0.0.4.", (TEXT,))),
     _text("/", "A dashboard for browsers", Answer(200, "The page if `Accept` has HTML, else `OK`.", (_HTML, TEXT))),
+    _text("/chat", "A page to talk to a model", Answer(200, "A page that loads nothing from other servers.", (_HTML,))),
     _text("/docs", "This document as a page", Answer(200, "A page that loads nothing from other servers.", (_HTML,))),
     _text("/openapi.json", "This document", _DOCUMENT),
     _text("/api-doc/openapi.json", "This document, at the path of other servers", _DOCUMENT),

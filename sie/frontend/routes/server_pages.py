@@ -1,4 +1,4 @@
-"""Handles health checks, metrics, the documentation and the dashboard. Runs no model."""
+"""Handles health checks, metrics, the documentation and the pages for browsers. Runs no model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from sie.frontend import dashboard, openapi
+from sie.frontend import browser, openapi
 from sie.frontend.dialects.native import negotiate
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.html import page_headers
@@ -15,7 +15,7 @@ from sie.frontend.http.routing import RouteTable
 from sie.frontend.openapi import docs_page
 from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.access_log import id_headers
-from sie.frontend.telemetry.metrics import CONTENT_TYPE, render
+from sie.frontend.telemetry.metrics import CONTENT_TYPE, OPENMETRICS_TYPE, render
 
 _to_json: Final = msgspec.json.Encoder().encode
 _TEXT: Final = ("content-type", "text/plain; charset=utf-8")
@@ -60,7 +60,12 @@ class Pages:
         return _answer(exchange, [_TEXT], b"OK")
 
     async def metrics(self, exchange: Exchange) -> Response:
-        """Answer `GET /metrics` with the metrics of all processes."""
+        """Answer `GET /metrics` with the metrics of all processes, and with exemplars if there are traces and the client can."""
+        tracing = self._process.tracing
+        if tracing is not None and "application/openmetrics-text" in (exchange.headers.get("accept") or ""):
+            return _answer(
+                exchange, [("content-type", OPENMETRICS_TYPE)], render(self._process.pages, tracing.exemplars)
+            )
         return _answer(exchange, [("content-type", CONTENT_TYPE)], render(self._process.pages))
 
     async def openapi(self, exchange: Exchange) -> Response:
@@ -72,10 +77,14 @@ class Pages:
         page = docs_page.page(self._table, self._process.settings.limits)
         return _answer(exchange, page_headers(page), page)
 
+    async def chat(self, exchange: Exchange) -> Response:
+        """Answer `GET /chat`: a page to talk to a model. It holds nothing, and its requests need a key like any others."""
+        return _answer(exchange, browser.headers("chat"), browser.page("chat"))
+
     async def home(self, exchange: Exchange) -> Response:
         """Answer `GET /`: the dashboard for a browser, and `OK` for other clients."""
         if "text/html" in (exchange.headers.get("accept") or ""):
-            return _answer(exchange, dashboard.headers(), dashboard.page())
+            return _answer(exchange, browser.headers("dashboard"), browser.page("dashboard"))
         return _answer(exchange, [_TEXT], b"OK")
 
 

@@ -105,6 +105,7 @@ TABLE: Final = RouteTable((
     _sie("/metrics", "GET", lambda s: s.pages.metrics, need="metrics"),
     _sie("/", "GET", lambda s: s.pages.home, need="open"),
     _sie("/docs", "GET", lambda s: s.pages.docs, need="open"),
+    _sie("/chat", "GET", lambda s: s.pages.chat, need="open"),
     _sie("/openapi.json", "GET", lambda s: s.pages.openapi, need="open"),
     _sie("/api-doc/openapi.json", "GET", lambda s: s.pages.openapi, need="open"),
     *rows_of(TextCodec),

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Sequence
+from typing import cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from sie.metrics import definitions
 from sie.metrics.definitions import FAMILIES, Family
@@ -21,6 +25,10 @@ from sie.values.inference import Timing
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The content type of `render`. Every scraper reads version 0.0.4, and our names need no newer one."""
+
+OPENMETRICS_TYPE = openmetrics.CONTENT_TYPE_LATEST
+"""The content type of `render` with exemplars, which the older format does not have."""
+_MAX_EXEMPLAR_LABELS = 1000
 
 UNKNOWN_MODEL = "unknown"
 """The model label of requests for unknown models, so that labels stay bounded."""
@@ -258,12 +266,36 @@ def _merge_record(samples: dict[Labels, list[float]], family: Family, record: Re
             known[position] += count
 
 
-def render(pages: Iterable[CounterPage]) -> bytes:
-    """Return the Prometheus text page over all processes. Each family has TYPE and HELP before its first sample."""
+class Exemplars:
+    """The latest traced request of each bucket of `sie_request_duration_seconds`, of this process. Its size is bounded."""
+
+    def __init__(self) -> None:
+        self._latest: dict[Labels, dict[int, Exemplar]] = {}
+
+    def add(self, model: str, endpoint: str, total_s: float, trace_id: str) -> None:
+        """Remember a request that was served and traced."""
+        family = definitions.REQUEST_DURATION
+        labels = family.label_pairs(model, endpoint, _PHASES[0])
+        if labels in self._latest or len(self._latest) < _MAX_EXEMPLAR_LABELS:
+            bucket = bisect_left(family.bounds, total_s)
+            self._latest.setdefault(labels, {})[bucket] = Exemplar({"trace_id": trace_id}, total_s, time.time())
+
+    def of(self, family: Family, labels: Labels) -> dict[int, Exemplar]:
+        """Return the exemplars of a histogram by the number of their bucket."""
+        return self._latest.get(labels, {}) if family is definitions.REQUEST_DURATION else {}
+
+
+def render(pages: Iterable[CounterPage], exemplars: Exemplars | None = None) -> bytes:
+    """Return the Prometheus text page over all processes, with exemplars in the form of OpenMetrics.
+
+    Each family has TYPE and HELP before its first sample.
+    """
     merged = merge(pages)
     registry = CollectorRegistry()
-    registry.register(_Collected([_to_prometheus(family, merged[family.name]) for family in FAMILIES]))
-    return generate_latest(registry)
+    registry.register(_Collected([_to_prometheus(family, merged[family.name], exemplars) for family in FAMILIES]))
+    if exemplars is None:
+        return generate_latest(registry)
+    return cast("bytes", openmetrics.generate_latest(registry))  # pyright: ignore[reportUnknownMemberType]  # it is untyped
 
 
 class _Collected(Collector):
@@ -276,11 +308,13 @@ class _Collected(Collector):
         return self._metrics
 
 
-def _to_prometheus(family: Family, samples: dict[Labels, list[float]]) -> Metric:
+def _to_prometheus(family: Family, samples: dict[Labels, list[float]], exemplars: Exemplars | None) -> Metric:
     if family.kind == "histogram":
         histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
         for labels, values in samples.items():
-            buckets = list(zip(_le_texts(family), cumulative(values), strict=True))
+            known = exemplars.of(family, labels) if exemplars is not None else {}
+            counts = enumerate(zip(_le_texts(family), cumulative(values), strict=True))
+            buckets = [(*pair, known[bucket]) if bucket in known else pair for bucket, pair in counts]
             histogram.add_metric(_label_values(labels), buckets, sum_value=values[0])
         return histogram
     factory = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily

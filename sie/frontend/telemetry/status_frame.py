@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pwd
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from sie import __version__
 from sie.catalog.profiles import model_of
 from sie.config.settings import Settings
 from sie.frontend.telemetry.metrics import Merged, cumulative
-from sie.ipc.messages import Launch, ModelEntry, WorkerEntry
+from sie.ipc.messages import Launch, LoadPoint, ModelEntry, WorkerEntry
 from sie.metrics import definitions
 from sie.shm.pages import Labels
 
@@ -286,3 +287,8 @@ def _histograms(metrics: Merged, family: definitions.Family) -> dict[str, dict[s
 def encode_frame(frame: dict[str, Any]) -> str:
     """Return the frame as the JSON text for all watchers."""
     return msgspec.json.encode(frame).decode()
+
+
+def add_history(frame: str, points: Iterable[LoadPoint]) -> str:
+    """Return the text of a frame with the field `history`, the load of the last hour, oldest first."""
+    return f'{frame[:-1]},"history":{msgspec.json.encode(list(points)).decode()}}}'

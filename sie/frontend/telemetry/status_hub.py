@@ -44,7 +44,7 @@ class StatusHub:
 
     frame builds one encoded frame. It is called once for each tick, and never while nobody watches. watchers_on_host
     counts the connections of all frontends, because the limit applies to the host; publish_watchers publishes our count.
-    A watcher that does not take a frame within send_timeout_s is dropped. A slow watcher skips frames.
+    first returns what a watcher gets instead of its first frame. A watcher that does not take a frame within send_timeout_s is dropped. A slow watcher skips frames.
     """
 
     def __init__(
@@ -55,9 +55,11 @@ class StatusHub:
         max_watchers: int,
         watchers_on_host: Callable[[], int],
         publish_watchers: Callable[[int], None],
+        first: Callable[[str], str] | None = None,
         send_timeout_s: float = 5.0,
     ) -> None:
         self._build = frame
+        self._first: Callable[[str], str] = first or str
         self._interval_s = interval_s
         self._max_watchers = max_watchers
         self._watchers_on_host = watchers_on_host
@@ -108,12 +110,14 @@ class StatusHub:
             reader.cancel()
 
     async def _send_frames(self, transport: Transport, may_go_on: Callable[[], bool] | None) -> None:
+        make = self._first
         while not self._closing and (may_go_on is None or may_go_on()):
             ticked = self._ticked
             if self._frame is not None:
+                text, make = make(self._frame), str
                 try:
                     async with asyncio.timeout(self._send_timeout_s):
-                        await transport.send_str(self._frame)
+                        await transport.send_str(text)
                 except TimeoutError:
                     log.info("dropped a status watcher that read nothing for %.0f s", self._send_timeout_s)
                     return

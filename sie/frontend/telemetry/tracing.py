@@ -24,6 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from sie import __version__
 from sie.config.sections import Tracing
 from sie.frontend.http.routing import Route
+from sie.frontend.telemetry.metrics import Exemplars
 from sie.ipc.messages import Launch
 from sie.values.errors import SieError
 from sie.values.inference import Timing
@@ -120,6 +121,7 @@ class RequestTracing:
         )
         self._tracer = self._provider.get_tracer("sie", __version__)
         self._propagator = TraceContextTextMapPropagator()
+        self.exemplars = Exemplars()
 
     def record(self, exchange: Exchange, status: int, headers: Headers, error: SieError | None) -> Headers:
         """Write the trace of a finished inference request. Return its headers, with the trace id if it is recorded.
@@ -151,6 +153,8 @@ class RequestTracing:
         span.end(now_ns + to_unix_ns)
         own = span.get_span_context()
         trace_id = f"{own.trace_id:032x}"
+        if error is None and exchange.timing is not None and exchange.known_model:
+            self.exemplars.add(exchange.known_model, route.label, (now_ns - exchange.began_ns) / 1e9, trace_id)
         return [*headers, ("x-trace-id", trace_id), ("traceparent", f"00-{trace_id}-{own.span_id:016x}-01")]
 
     def close(self) -> None:

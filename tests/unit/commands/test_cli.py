@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 import sie
-from sie.commands import cli
+from sie.commands import cli, running
 from sie.config import bundled
 from sie.config.settings import Loaded, all_keys
 from sie.supervisor import card_helper
@@ -405,6 +405,16 @@ def test_config_tells_values_and_sources(capsys, monkeypatch):
     assert server["port"] == {"value": 9, "source": "flag --port"}
     assert server["backlog"] == {"value": 200, "source": "environment SIE_BACKLOG"}
     assert server["host"]["source"] == "default"
+
+
+def test_stop_without_a_model_refuses_the_address_of_another_server(capsys, monkeypatch):
+    ended: list[int] = []
+    monkeypatch.setattr(running, "_stop_server", lambda *_: ended.append(1) or 0)
+    assert cli.main(["stop", "--url", "http://other:9000"]) == 1
+    assert "--url needs a MODEL" in capsys.readouterr().err
+    assert not ended, "it would have been this host's server"
+    monkeypatch.setenv("SIE_URL", "http://other:9000")  # for the other commands
+    assert cli.main(["stop"]) == 0
 
 
 def test_version_is_the_package_version(capsys):

@@ -6,9 +6,10 @@ import math
 import os
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from sie.frontend.telemetry.metrics import CONTENT_TYPE, FrontendMetrics, render
+from sie.frontend.telemetry.metrics import CONTENT_TYPE, Exemplars, FrontendMetrics, render
 from sie.metrics import definitions
 from sie.metrics.definitions import FAMILIES
 from sie.shm.pages import CounterPage
@@ -196,3 +197,26 @@ def test_a_full_page_says_how_much_it_does_not_count(new_page):
     for model in sorted(models):
         metrics.record_request(model, "encode", "success", 0.001)
     assert scrape(page)[key("sie_metrics_dropped_total")] > 0
+
+
+def test_exemplar_is_at_the_bucket_of_its_request_in_openmetrics_only(new_page):
+    page, exemplars = new_page(1 << 20), Exemplars()
+    write_one_sample_of_each(page)
+    exemplars.add("model", "endpoint", 0.02, "older")
+    exemplars.add("model", "endpoint", 0.02, "a" * 32)
+    exemplars.add("model", "endpoint", 99.0, "b" * 32)
+    for number in range(5000):  # as many models as may come and go
+        exemplars.add(f"m{number}", "endpoint", 0.1, "c" * 32)
+    family = definitions.REQUEST_DURATION
+    page.histogram(family.name, family.label_pairs("model", "endpoint", "total"), family.bounds).observe(0.02)
+    families = list(read_openmetrics(render([page], exemplars).decode()))
+    assert {each.name for each in families} == {
+        each.name for each in text_string_to_metric_families(render([page]).decode())
+    }
+    found = {
+        sample.labels["le"]: (sample.exemplar.labels["trace_id"], sample.exemplar.value)
+        for each in families for sample in each.samples if sample.exemplar
+    }  # fmt: skip
+    assert found == {"0.025": ("a" * 32, 0.02), "+Inf": ("b" * 32, 99.0)}
+    assert len(exemplars._latest) == 1000
+    assert b"aaaa" not in render([page])

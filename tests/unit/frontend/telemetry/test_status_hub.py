@@ -63,7 +63,9 @@ class Frames:
         return f"frame {self.num_built}"
 
 
-def make_hub(frames, *, interval_s=0.01, max_watchers=4, on_host=lambda: 0, published=None, send_timeout_s=DEADLINE_S):
+def make_hub(
+    frames, *, interval_s=0.01, max_watchers=4, on_host=lambda: 0, published=None, send_timeout_s=DEADLINE_S, first=None
+):
     return StatusHub(
         frames,
         interval_s=interval_s,
@@ -71,6 +73,7 @@ def make_hub(frames, *, interval_s=0.01, max_watchers=4, on_host=lambda: 0, publ
         watchers_on_host=on_host,
         publish_watchers=(published if published is not None else []).append,
         send_timeout_s=send_timeout_s,
+        first=first,
     )
 
 
@@ -91,6 +94,19 @@ async def eventually(condition):
 async def end(task, socket):
     socket.incoming.put_nowait(CLOSE)
     await task
+
+
+def test_each_watcher_s_first_frame_has_what_was_before():
+    async def scenario():
+        hub = make_hub(Frames(), first=lambda frame: frame + " and history")
+        for _ in range(2):
+            socket = FakeSocket()
+            task = asyncio.create_task(hub.serve(socket))
+            assert (await socket.sent.get()).endswith("and history")
+            assert not (await socket.sent.get()).endswith("and history")
+            await end(task, socket)
+
+    run(scenario)
 
 
 def test_first_frame_comes_at_once_and_the_next_with_the_tick():

@@ -1,0 +1,242 @@
+"""The dashboard, `/chat` and `/docs` in Chromium, driven by Playwright: both schemes, wide and narrow, keyboard, axe."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.process.browser import find_browser
+from tests.process.harness import eventually, start_server
+from tests.process.keys import entry, write_keys
+
+BINARY = find_browser()
+pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium on this machine")
+INFER, METRICS = "sie_test-chat-0123456789abcdef", "sie_test-figures-0123456789abcdef"
+ANSWER = """# Title
+**bold** *em* `a*b` ~~gone~~ 2*3*4 snake_case_name [there](https://example.com/a) https://example.com/b.
+
+- one
+- two
+  - deeper
+3. third
+
+> quoted
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+```python
+x = "<b>" * 2
+```
+<img src=x onerror=alert(1)> ![pixel](https://example.com/p.png) [bad](javascript:alert(1)) \\*plain\\*"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with start_server("--model", "g=stub:generate,scripted,max_tokens=65536,blocks=8192", "--model", "e=stub:dense=16",
+                      "--max-context-tokens", "65536", "--lazy-model", "lazy=stub:generate,load_ms=300",
+                      "--devices", "cpu:1", "--frontends", "1") as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=BINARY, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@contextlib.contextmanager
+def opened(browser: Browser, url: str, scheme: str = "light", width: int = 1400) -> Iterator[Page]:
+    """Yield a page that may write no error to its console."""
+    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})  # pyright: ignore[reportArgumentType]
+    page, errors = context.new_page(), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto(url)
+    yield page
+    errors = [text for text in errors if not re.search("status of 40|REFUSED", text)]  # of requests, which are tested
+    context.close()
+    assert not errors
+
+
+def ask(page: Page, question: str) -> None:
+    """Ask with the keyboard, and wait for the end of the answer."""
+    expect(page.locator("#send")).to_be_enabled()
+    page.locator("#question").fill(question)
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_have_text("The answer is complete.", timeout=20_000)
+
+
+def check_look(page: Page, width: int) -> None:
+    """The page fits its window, and axe finds nothing."""
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 380)])
+def test_pages_fit_and_axe_finds_nothing(server, browser, scheme, width):
+    with opened(browser, f"{server.url}/chat", scheme, width) as page:
+        ask(page, f"[[{ANSWER}]]")
+        check_look(page, width)
+        page.get_by_role("link", name="Dashboard").click()
+        expect(page.locator("#link")).to_have_text("live")
+        expect(page.locator("#models tr")).to_have_count(3)
+        check_look(page, width)
+        page.get_by_role("link", name="API").click()
+        page.locator("#search").fill("embeddings base64")
+        expect(page.locator("#post_v1_embeddings summary").first).to_be_visible()
+        page.locator("#post_v1_embeddings summary").first.click()
+        check_look(page, width)
+        page.get_by_role("link", name="Chat").click()
+        expect(page.locator("#question")).to_be_focused()
+
+
+def test_markdown_becomes_nodes_and_nothing_else(server, browser):
+    with opened(browser, f"{server.url}/chat") as page:
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        ask(page, f"[[{ANSWER}]]")
+        reply = page.locator("article").last
+        for tag, texts in {"h3": ["Title"], "strong": ["bold"], "em": ["em"], "s": ["gone"], "th": ["a", "b"],
+                           "td": ["1", "2"], "blockquote": ["quoted"], "pre": ['x = "<b>" * 2'], "ul ul": ["deeper"]}.items():  # fmt: skip
+            assert reply.locator(tag).all_inner_texts() == texts
+        assert reply.locator("ol").get_attribute("start") == "3"
+        links = [link.get_attribute("href") for link in reply.locator("a").all()]
+        assert links == ["https://example.com/a", "https://example.com/b", "https://example.com/p.png"]
+        text = reply.inner_text()
+        for plain in ("2*3*4 snake_case_name", "<img src=x onerror=alert(1)>", "[bad](javascript:alert(1))", "*plain*"):
+            assert plain in text
+        assert reply.locator("img, script, [onerror]").count() == 0
+        assert all(url.startswith(server.url) for url in asked)
+
+
+def test_no_text_of_a_model_stalls_the_page(server, browser):
+    texts = [
+        "> " * 8000, "**a " * 5000, "[" * 15000, "`a``" * 4000, "- " * 8000, "|" * 10000 + "\n" + "-|" * 5000,
+        "*_" * 8000, "#" * 15000, "1. a\n" * 3000, "\\" * 15000, " " * 15000 + "x", "_a" * 9000, "~~" * 9000, "```" * 5000,
+        "a|b\n" * 4000, "[a](http://" * 1800, "http://" + "." * 15000, "-\n" * 8000, "\n" * 15000, "> - " * 4000,
+    ]  # fmt: skip
+    with opened(browser, f"{server.url}/chat") as page:
+        for text in texts:
+            took_ms = page.evaluate(
+                "(text) => { const began = performance.now(), show = growing(document.createElement('div'));"
+                "show(text, false); show(text, true); return performance.now() - began; }", text)  # fmt: skip
+            assert took_ms < 2000, text[:20]
+
+
+def test_an_answer_drawn_in_pieces_is_that_drawn_at_once(server, browser):
+    with opened(browser, f"{server.url}/chat") as page:
+        same = page.evaluate(
+            "(text) => { const grown = document.createElement('div'), whole = document.createElement('div'), show = growing(grown);"
+            "for (let i = 1; i <= text.length; i++) show(text.slice(0, i), false);"
+            "growing(whole)(text, true); return grown.outerHTML === whole.outerHTML && whole.children.length; }", ANSWER)  # fmt: skip
+        assert same == 8
+
+
+def test_chat_with_the_keyboard_alone(server, browser):
+    with opened(browser, f"{server.url}/chat") as page:
+        sent: list[dict] = []
+        page.on("request", lambda request: sent.append(request.post_data_json) if request.post_data else None)
+        expect(page.locator("#question")).to_be_focused()
+        page.keyboard.press("Shift+Tab")
+        expect(page.locator("summary", has_text="System prompt")).to_be_focused()
+        page.keyboard.press("Enter")
+        page.keyboard.press("Tab")
+        page.keyboard.type("Be short.")
+        page.keyboard.press("Tab")
+        page.keyboard.type("[[one]]")
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.type("line")
+        page.keyboard.press("Enter")
+        expect(page.locator("#status")).to_have_text("The answer is complete.")
+        expect(page.locator("#question")).to_be_focused()
+        page.keyboard.type("[[two]]")
+        page.keyboard.press("Enter")
+        expect(page.locator("article .after").last).to_have_text(re.compile("tokens"))
+        assert [message["role"] for message in sent[1]["messages"]] == ["system", "user", "assistant", "user"]
+        assert sent[0]["messages"] == [
+            {"role": "system", "content": "Be short."}, {"role": "user", "content": "[[one]]\nline"}]  # fmt: skip
+        assert sent[1]["messages"][2]["content"] == "one"
+
+
+def test_an_answer_is_stopped_and_what_came_is_kept(browser):
+    with (
+        start_server("--model", "g=stub:generate,latency_ms=30", "--devices", "cpu:1", "--frontends", "1") as slow,
+        opened(browser, f"{slow.url}/chat") as page,
+    ):
+        expect(page.locator("#send")).to_be_enabled()
+        page.locator("#question").fill("hello")
+        page.keyboard.press("Enter")
+        expect(page.locator("#send")).to_have_text("Stop")
+        expect(page.locator("#status")).to_have_text("Answering. Escape stops.")
+        page.keyboard.press("Escape")
+        expect(page.locator("#status")).to_have_text("Stopped.")
+        expect(page.locator("#send")).to_have_text("Send")
+        expect(page.locator("article .after").last).to_contain_text("stopped")
+        page.get_by_role("button", name="New chat").click()
+        expect(page.locator("article")).to_have_count(0)
+        slow.stop()
+        page.locator("#question").fill("again")
+        page.keyboard.press("Enter")
+        expect(page.locator("#status")).to_have_class("bad")
+        expect(page.locator("#question")).to_have_value("again")
+
+
+def test_a_model_that_is_not_loaded_is_waited_for(server, browser):
+    with opened(browser, f"{server.url}/chat") as page:
+        expect(page.locator("#model option")).to_have_count(2)
+        page.locator("#model").select_option("lazy")
+        ask(page, "hi")
+        expect(page.locator("article h2").last).to_have_text("lazy")
+
+
+def test_chat_is_refused_for_keys_without_the_scope(tmp_path, browser):
+    keys = write_keys(tmp_path / "keys.toml", entry("chat", INFER, ["infer"]), entry("figures", METRICS, ["metrics"]))
+    with (
+        start_server("--model", "g=stub:generate,scripted", "--api-keys", str(keys), "--devices", "cpu:1",
+                     "--frontends", "1") as closed,
+        opened(browser, f"{closed.url}/chat") as page,
+    ):  # fmt: skip
+        why = page.locator("#ask-key-why")
+        expect(why).to_have_text("This server asks for a key with the scope infer.")
+        page.keyboard.type(METRICS)
+        page.keyboard.press("Enter")
+        expect(why).to_contain_text("lacks the scope 'infer'")
+        expect(page.locator("#send")).to_be_disabled()
+        page.locator("#key").fill(INFER)
+        page.keyboard.press("Enter")
+        ask(page, "[[in]]")
+        assert page.evaluate("JSON.stringify(localStorage)") == json.dumps({})
+        page.reload()
+        ask(page, "[[still in]]")
+
+
+FIRST_FRAME = """new Promise((resolve) => {
+    const socket = new WebSocket(location.origin.replace("http", "ws") + "/ws/status");
+    socket.onmessage = (event) => { socket.close(); resolve(JSON.parse(event.data).history); };
+})"""
+
+
+def test_dashboard_shows_what_was_before_it_was_opened(server, browser):
+    with opened(browser, server.url) as page:
+        points = eventually(lambda: page.evaluate(FIRST_FRAME), "a point of the history", 45.0)
+        assert set(points[0]) == {"requests_per_s", "generated_per_s", "queued", "p50_s", "p95_s"}
+        page.reload()
+        expect(page.locator("#link")).to_have_text("live")
+        lengths = "charts.map((chart) => chart.ranges.hour[0].length)"
+        assert page.evaluate(lengths)[0] >= len(points)
+        expect(page.locator(".tile path[d^=M]")).not_to_have_count(0)
+        page.get_by_role("button", name="2 minutes").click()
+        expect(page.get_by_role("button", name="2 minutes")).to_have_attribute("aria-pressed", "true")
+        hidden = "[...document.querySelectorAll('.tile')].map((tile) => tile.querySelector('h2').firstChild.data + tile.hidden)"
+        assert page.evaluate(hidden) == ["Requestsfalse", "Encodingfalse", "Generationfalse", "Queuefalse"]
