@@ -64,6 +64,7 @@ _SPECIAL: Final[dict[str, tuple[int | None, int | None]]] = {
 """System calls that no ordinary program needs: their numbers on x86_64 and aarch64."""
 _CLONE: Final = {"x86_64": 56, "aarch64": 220}
 _CLONE3: Final = 435
+_SETSID: Final = {"x86_64": 112, "aarch64": 157}
 _SOCKET: Final = {"x86_64": 41, "aarch64": 198}
 _NEW_NAMESPACES: Final = 0x7E020000
 """Every CLONE_NEW* flag that clone(2) takes."""
@@ -88,7 +89,8 @@ def ordinary_program() -> bool:
     """Refuse the calls that no ordinary program needs. Return False if the kernel cannot filter system calls.
 
     Also refused: clone with a new namespace, and sockets other than Unix, IPv4 and IPv6. clone3, whose flags a filter
-    cannot read, seems not to exist, so that C libraries use clone.
+    cannot read, seems not to exist, so that C libraries use clone. setsid does nothing: the kernel gives each session a
+    share of the processor, so that a program could take as many shares as it makes sessions.
     """
     machine = os.uname().machine
     return machine in _MACHINES and _install(machine, _refusing(machine))
@@ -112,6 +114,7 @@ def _refusing(machine: str) -> list[_Row]:
         if (number := numbers[place]) is not None:
             rows += [_Row(_JUMP_IF_EQUAL, 0, 1, number), _refuse(_EPERM)]
     rows += [_Row(_JUMP_IF_EQUAL, 0, 1, _CLONE3), _refuse(_ENOSYS)]
+    rows += [_Row(_JUMP_IF_EQUAL, 0, 1, _SETSID[machine]), _refuse(0)]
     rows += _when(_CLONE[machine], [_Row(_JUMP_IF_ANY_BIT, 0, 1, _NEW_NAMESPACES), _refuse(_EPERM)])
     known = [_Row(_JUMP_IF_EQUAL, len(_FAMILIES) - index, 0, one) for index, one in enumerate(_FAMILIES)]
     rows += _when(_SOCKET[machine], [*known, _refuse(_EAFNOSUPPORT)])

@@ -35,7 +35,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
         with open_directory() as directory:
             (directory / "keys.toml").write_text(CANARY)
             with start_host(
-                request.param, directory, code_timeout_s=5, shell_timeout_s=20, sandbox_memory_bytes=256 * MIB,
+                request.param, directory, code_timeout_s=20, shell_timeout_s=20, sandbox_memory_bytes=256 * MIB,
                 sandbox_processes=32, sandbox_file_bytes=4 * MIB, sandbox_disk_bytes=8 * MIB, sandbox_files=200,
                 sandbox_output_bytes=2 * MIB,
             ) as host:  # fmt: skip
@@ -119,6 +119,11 @@ ATTEMPTS = {
     # limits and priority
     "more processor time": ("attempt(lambda: os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0)))",
                             {"PermissionError"}),
+    "a greater share of the processor": ("attempt(lambda: open('/proc/self/autogroup', 'w').write('0'))",
+                                         {"PermissionError", "FileNotFoundError"}),
+    "a share for each session": (
+        "attempt(lambda: [os.setsid(), open('/proc/self/autogroup').read().split()[-1]][1])", {"10", "FileNotFoundError"}
+    ),
     "more processes": ("attempt(lambda: __import__('resource').setrlimit(6, (1000, 1000)))",
                        {"PermissionError", "ValueError"}),
     # network
