@@ -54,10 +54,10 @@ def main(sessions: int, chats: int, seconds: float, turns: int, serve: tuple[str
         gaps: dict[str, list[float]] = {"alone": [], "beside agents": []}
         spent: dict[str, Counter[str]] = {name: Counter() for name in gaps}
         for _ in range(turns):
-            for name, values in gaps.items():
+            for name in gaps:
                 with _agents(url, sessions if name != "alone" else 0):
                     began = server.program.cpu_s()
-                    values += _stream_all(url, chats, seconds)
+                    gaps[name] += _stream_all(url, chats, seconds)
                     spent[name].update(server.program.cpu_s())
                     spent[name].subtract(began)
     print_table(_COLUMNS, [_row(name, values) for name, values in gaps.items()])
