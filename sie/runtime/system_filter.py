@@ -58,6 +58,8 @@ _SPECIAL: Final[dict[str, tuple[int | None, int | None]]] = {
     # memory that belongs to no process, which a watchdog of processes cannot see
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180),
+    # leaving the idle class of the disk, and rules that the kernel keeps for a process without a bound
+    "ioprio_set": (251, 30), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
     # placement of other processes' memory
     "move_pages": (279, 239), "migrate_pages": (256, 238), "mbind": (237, 235), "set_mempolicy": (238, 237),
 }  # fmt: skip

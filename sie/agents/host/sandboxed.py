@@ -177,6 +177,7 @@ class Sandboxed:
         if len(pids) > bounds.processes + _OWN_PROCESSES:  # the kernel's own limit does not hold for root
             return f"it started more processes than sandbox_processes ({bounds.processes})"
         memory = process_tree.memory_bytes(pids, bounds.memory_bytes)
+        memory += process_tree.socket_bytes(pids) if measures else 0
         if memory > bounds.memory_bytes:
             return _TOO_MUCH_MEMORY.format(bounds.memory_bytes)
         if not measures:
