@@ -16,7 +16,7 @@ GPU_PYTHON ?= $(if $(wildcard $(VENV)/.test),$(BIN)/python,python3)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(abspath $(VENV))/lib || true # pip itself would compile on one core alone
-UNITS := sie.service sie.service.d/gpu.conf sie.service.d/gateway.conf sie.sysusers.conf sie.tmpfiles.conf sie.sysctl.conf
+UNITS := sie.service sie-agents.service sie-agents.socket sie.service.d/agents.conf sie-agents.sysusers.conf sie-agents.tmpfiles.conf sie.service.d/gpu.conf sie.service.d/gateway.conf sie.sysusers.conf sie.tmpfiles.conf sie.sysctl.conf
 PACKAGED := pyproject.toml constraints.txt
 # Whole files go to a process each, so that a file's server starts once; more processes than cores, as many tests wait.
 # The second part is never more than two processes, whatever ARGS says: its tests wait more than they compute. Those with

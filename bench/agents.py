@@ -10,6 +10,7 @@ import json
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -47,15 +48,21 @@ def main(sessions: int, chats: int, seconds: float, turns: int, serve: tuple[str
     with running_server(*models, *limits, *serve) as server:
         url, pid = server.target.url, server.program.process.pid
         before = _memory_of_sandboxes(pid)[0]
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda number: _act(url, f"rest-{number}", "x = 1"), range(sessions)))
+        with httpx.Client(timeout=_TIMEOUT_S) as client, ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda number: _act(client, url, f"rest-{number}", "x = 1"), range(sessions)))
         resting, count = _memory_of_sandboxes(pid)
         gaps: dict[str, list[float]] = {"alone": [], "beside agents": []}
+        spent: dict[str, Counter[str]] = {name: Counter() for name in gaps}
         for _ in range(turns):
-            gaps["alone"] += _stream_all(url, chats, seconds)
-            with _agents(url, sessions):
-                gaps["beside agents"] += _stream_all(url, chats, seconds)
+            for name in gaps:
+                with _agents(url, sessions if name != "alone" else 0):
+                    began = server.program.cpu_s()
+                    gaps[name] += _stream_all(url, chats, seconds)
+                    spent[name].update(server.program.cpu_s())
+                    spent[name].subtract(began)
     print_table(_COLUMNS, [_row(name, values) for name, values in gaps.items()])
+    for name, by_role in spent.items():
+        print(f"{name}, processor time in %:", {role: round(s / seconds / turns * 100) for role, s in by_role.items()})
     worse = _percentile(gaps["beside agents"], 99) / _percentile(gaps["alone"], 99) - 1
     print(f"p99 beside agents: {worse:+.0%}")
     print(
@@ -72,14 +79,14 @@ def _percentile(values: list[float], percent: int) -> float:
     return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
 
 
-def _act(url: str, session: str, code: str) -> None:
+def _act(client: httpx.Client, url: str, session: str, code: str) -> None:
     """Have an agent run code in a session."""
     call = {"name": "mistralrs_execute_python", "arguments": {"code": code}}
     body = {
         "model": "agent", "messages": f"[[<tool_call>{json.dumps(call)}</tool_call>]][[done]]", "enable_code_execution": True,
         "session_id": session,
     }  # fmt: skip
-    httpx.post(url + _CHAT, json=body, timeout=_TIMEOUT_S).raise_for_status()
+    client.post(url + _CHAT, json=body).raise_for_status()
 
 
 @contextmanager
@@ -89,9 +96,10 @@ def _agents(url: str, num_agents: int) -> Iterator[None]:
 
     def drive(number: int) -> None:
         while not stopped.is_set():
-            _act(url, f"rest-{number}", _BUSY)
+            _act(client, url, f"rest-{number}", _BUSY)
 
-    with ThreadPoolExecutor(num_agents) as pool:
+    limits = httpx.Limits(max_connections=max(1, num_agents))
+    with httpx.Client(timeout=_TIMEOUT_S, limits=limits) as client, ThreadPoolExecutor(max(1, num_agents)) as pool:
         running = [pool.submit(drive, number) for number in range(num_agents)]
         time.sleep(1.0)  # all of them wait for their turn by then
         try:

@@ -14,7 +14,10 @@ from typing import IO
 import psutil
 
 _STOP_TIMEOUT_S = 40.0
-_ROLES = {"sie.workers.main": "worker", "sie.frontend.main": "frontend", "sie.frontend.grpc.main": "grpc"}
+_ROLES = {
+    "sie.workers.main": "worker", "sie.frontend.main": "frontend", "sie.frontend.grpc.main": "grpc",
+    "sie.agents.host.main": "agent",
+}  # fmt: skip
 
 
 class Program:

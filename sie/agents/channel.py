@@ -119,11 +119,17 @@ class AgentServer:
     def __init__(self, path: str, handle: Handler) -> None:
         self._path = path
         self._handle = handle
+        self._allowed_uid = os.getuid()
         self._server: asyncio.Server | None = None
 
-    async def open(self) -> None:
-        """Listen on a socket that only this user may open."""
-        await asyncio.to_thread(Path(self._path).unlink, missing_ok=True)
+    async def open(self, given: socket.socket | None = None) -> None:
+        """Listen on a socket that only this user may open, or on a given one, which the owner of its path may open."""
+        if given is not None:
+            self._allowed_uid = os.stat(self._path).st_uid  # noqa: PTH116  # once, at the start
+            self._server = await asyncio.start_unix_server(self._serve, sock=given)
+            return
+        if await asyncio.to_thread(Path(self._path).is_socket):  # of a process that has ended
+            await asyncio.to_thread(Path(self._path).unlink)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         before = os.umask(0o177)
         try:
@@ -136,7 +142,7 @@ class AgentServer:
         running: dict[int, asyncio.Task[None]] = {}
         _pid, uid = peer_credentials(writer.get_extra_info("socket"))
         try:
-            while uid == os.getuid() and (body := await _receive(reader)) is not None:
+            while uid == self._allowed_uid and (body := await _receive(reader)) is not None:
                 message = _asked.decode(body)
                 if isinstance(message.question, Cancel):
                     if (task := running.get(message.question.number)) is not None:

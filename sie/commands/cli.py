@@ -52,7 +52,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 _GROUPS: Final = {
-    "Serve": ("serve", "gateway", "run", "pull", "convert", "list", "doctor", "config", "keys", "service"),
+    "Serve": ("serve", "gateway", "agents", "run", "pull", "convert", "list", "doctor", "config", "keys", "service"),
     "Use a server": ("chat", "ps", "top", "stop", "bench"),
     "This command": ("completion", "version"),
 }
@@ -137,6 +137,23 @@ def gateway(config_file: str | None, **flags: Any) -> int:
         return supervisor.main(loaded, load, is_gateway=True)
     except StartError as error:
         raise SettingsError(str(error)) from error
+
+
+@cli.command(cls=ConfiguredCommand)
+def agents(config_file: str | None, **flags: Any) -> int:
+    """Run the agent process as a service of its own until SIGTERM.
+
+    Servers of this host with the same --agent-socket use it. `sie service install --agents` writes its units.
+    """
+    loaded = _warned(_load(config_file, flags))
+    if not loaded.settings.agents.agent_socket:
+        raise SettingsError("agent_socket: `sie agents` needs the path of its socket")
+    from sie.agents.host.main import serve_service
+
+    try:
+        return serve_service(loaded.settings)
+    except OSError as error:
+        raise SettingsError(f"agent_socket: {error}") from error
 
 
 @cli.command(

@@ -11,13 +11,13 @@ from typing import Any
 
 import click
 
-from sie.units import DEFAULT_CONFIG, GATEWAY_DROP_IN, GPU_DROP_IN, MARKER, PLACES, Host, render
+from sie.units import AGENTS, DEFAULT_CONFIG, GATEWAY_DROP_IN, GPU_DROP_IN, MARKER, PLACES, Host, render
 
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9._+/-]+")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,30}")
 _HIDDEN = tuple(f"/{name}/" for name in ("home", "root", "run/user", "tmp", "var/tmp"))
 """Directories of this host that the unit cannot see: ProtectHome and PrivateTmp replace them."""
-_LEFT = ("/etc/sie", "/var/cache/sie", "/var/lib/sie")
+_LEFT = ("/etc/sie", "/var/cache/sie", "/var/lib/sie", "/var/lib/sie-agents")
 
 
 def _check_path(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -74,6 +74,7 @@ def print_unit(name: str, executable: str | None, config: str, user: str) -> Non
 @_host_options
 @click.option("--gpu/--no-gpu", default=None, help="Give the service the GPUs [if this host has NVIDIA's driver].")
 @click.option("--gateway", is_flag=True, help="Run a gateway of a cluster, `sie gateway`, instead of a server.")
+@click.option("--agents", is_flag=True, help="Run the agent process as a service of its own, with sandboxes.")
 @click.option(
     "--root",
     type=click.Path(path_type=Path),
@@ -82,7 +83,15 @@ def print_unit(name: str, executable: str | None, config: str, user: str) -> Non
 )
 @click.option("--force", is_flag=True, help="Overwrite files that `sie service` did not write.")
 def install(  # one for each flag
-    *, executable: str | None, config: str, user: str, gpu: bool | None, gateway: bool, root: Path, force: bool
+    *,
+    executable: str | None,
+    config: str,
+    user: str,
+    gpu: bool | None,
+    gateway: bool,
+    agents: bool,
+    root: Path,
+    force: bool,
 ) -> None:
     """Write the unit, its user, its directories and helpful kernel settings.
 
@@ -90,25 +99,26 @@ def install(  # one for each flag
     """
     is_live = root.resolve() == Path("/")
     has_gpu = gpu if gpu is not None else is_live and not gateway and Path("/dev/nvidiactl").exists()
-    drop_ins = {GPU_DROP_IN: has_gpu, GATEWAY_DROP_IN: gateway}
+    chosen = {GPU_DROP_IN: has_gpu, GATEWAY_DROP_IN: gateway, **dict.fromkeys(AGENTS, agents)}
     host = _host(executable, config, user, root)
-    texts = {root / PLACES[name]: render(name, host) for name in PLACES if drop_ins.get(name, True)}
+    texts = {root / PLACES[name]: render(name, host) for name in PLACES if chosen.get(name, True)}
     foreign = [path for path in texts if path.exists() and not _is_ours(path)]
     if foreign and not force:
         listed = ", ".join(map(str, foreign))
         raise click.ClickException(f"not written by `sie service`: {listed}; --force overwrites it")
     for path, text in texts.items():
         _write(path, text)
-    for name, is_wanted in drop_ins.items():
+    for name, is_wanted in chosen.items():
         if not is_wanted:
             _remove(root / PLACES[name])
     _write_first_settings(root / config.lstrip("/"))
     if is_live and _systemd_runs():
-        _call("systemd-sysusers", "/" + PLACES["sie.sysusers.conf"])
-        _call("systemd-tmpfiles", "--create", "/" + PLACES["sie.tmpfiles.conf"])
+        for program, kind in ((("systemd-sysusers",), "sysusers"), (("systemd-tmpfiles", "--create"), "tmpfiles")):
+            for name in ("sie", "sie-agents")[: 1 + agents]:
+                _call(*program, "/" + PLACES[f"{name}.{kind}.conf"])
         _call("systemctl", "daemon-reload")
     _warn_of_hidden(host.executable)
-    _say_next(host)
+    _say_next(host, agents=agents)
 
 
 def _warn_of_hidden(executable: str) -> None:
@@ -133,6 +143,8 @@ def uninstall(root: Path) -> None:
     is_live = root.resolve() == Path("/") and _systemd_runs()
     if is_live and _is_ours(root / PLACES["sie.service"]):
         _call("systemctl", "disable", "--now", "sie.service")
+        if _is_ours(root / PLACES["sie-agents.service"]):
+            _call("systemctl", "disable", "--now", "sie-agents.service", "sie-agents.socket")
     for place in PLACES.values():
         _remove(root / place)
     if is_live:
@@ -257,11 +269,13 @@ def _call(*command: str) -> None:
         raise click.ClickException(f"`{' '.join(command)}` failed with status {done.returncode}")
 
 
-def _say_next(host: Host) -> None:
+def _say_next(host: Host, *, agents: bool) -> None:
     click.echo(
         f"\nNext:\n"
         f"  name the models in {host.config}\n"
         f"  {host.executable} doctor --config {host.config}\n"
-        f"  systemctl enable --now sie        # if it already runs: systemctl restart sie\n"
+        + "  systemctl enable --now sie-agents.socket\n"
+        * agents
+        + f"  systemctl enable --now sie        # if it already runs: systemctl restart sie\n"
         f"  sysctl --load=/{PLACES['sie.sysctl.conf']}        # or reboot"
     )

@@ -75,6 +75,12 @@ class Agents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Meta(description="Directory of the working directories, on a local disk; empty uses `agents` in `state_dir`."),
     ] = ""
+    agent_socket: Annotated[
+        str,
+        Meta(
+            description="Unix socket of an agent process of another service, `sie agents`; empty starts one with the server."
+        ),
+    ] = ""
     agent_python: Annotated[
         str, Meta(description="Interpreter for Python code, with its packages; empty uses the server's own.")
     ] = ""

@@ -71,6 +71,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: Cluster = Cluster()
     testing: Testing = Testing()
 
+    @property
+    def store_dir(self) -> str:
+        """The directory of the files, skills and sessions of clients."""
+        return self.store.store_dir or self.server.state_dir
+
 
 class Loaded(msgspec.Struct, frozen=True):
     """The settings, and the source of each by key name."""

@@ -13,6 +13,13 @@ from sie.config.limits import MIB
 class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Files, skills and sessions of clients (docs/files.md)."""
 
+    store_dir: Annotated[
+        str,
+        Meta(
+            description="Directory of files, skills and sessions, on a local disk; empty uses `state_dir`. In a setgid directory "
+            "they also belong to its group, for an agent process of another user."
+        ),
+    ] = ""
     max_files: Annotated[int, Meta(ge=1, le=1 << 20, description="Files kept; the oldest go first.")] = 4096
     max_files_bytes: Annotated[
         int, Meta(ge=MIB, le=1 << 44, description="Disk space of all kept files together; the oldest go first.")

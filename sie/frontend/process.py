@@ -217,14 +217,14 @@ class FrontendProcess:
         """The connection to the agent process."""
         from sie.agents.channel import AgentClient
 
-        return AgentClient(socket_path(self._launch.control_path))
+        return AgentClient(self.settings.agents.agent_socket or socket_path(self._launch.control_path))
 
     @functools.cached_property
     def store(self) -> Store:
         """The files, skills and sessions of clients. It is imported with the first request that needs it."""
         from sie.agents.store.store import Store
 
-        store = Store(self.settings.server.state_dir, self.settings.store)
+        store = Store(self.settings.store_dir, self.settings.store)
         self._spawn(store.run_reaper())
         return store
 
@@ -305,7 +305,7 @@ class FrontendProcess:
         self._loop.add_reader(self._channel.fileno(), self._on_control)
         self._loop.call_soon(lambda: self._spawn(self._run_clock()))
         self._loop.call_soon(lambda: self._spawn(self._report_ready()))
-        if self._launch.protocol == "http" and has_store(self.settings.server.state_dir):
+        if self._launch.protocol == "http" and has_store(self.settings.store_dir):
             self._loop.call_soon(lambda: self.store)  # else what expired would stay until a client asks for something
         if self.remote is not None:
             remote = self.remote

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from sie.runtime.logs import get_logger
+from sie.runtime.shared_files import share
 from sie.values.errors import Unavailable
 
 _log = get_logger(__name__)
@@ -48,7 +49,7 @@ class DatabaseFile:
     """One open database. Every method blocks; a cursor of `db` commits each statement by itself."""
 
     def __init__(self, path: Path, schema: Schema) -> None:
-        """Open or create the file, readable by this user only. Raises OSError and sqlite3.Error."""
+        """Open or create the file, readable by this user only unless its folder is shared. Raises OSError and sqlite3.Error."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path, self._schema = path, schema
         with _locked(path):
@@ -137,6 +138,7 @@ class DatabaseThread(Generic[_OnFileT]):
 def _locked(path: Path) -> Generator[None]:
     """Lock out other processes while the database is opened: only one may create it or set it aside."""
     with path.with_suffix(".lock").open("a") as lock:
+        share(Path(lock.name))
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -181,6 +183,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _connect(path: Path, schema: Schema) -> sqlite3.Connection:
     """Open the database, with our schema. Raises sqlite3.DatabaseError if the file is not such a database."""
     path.touch(mode=0o600)
+    share(path)  # SQLite gives its log the same mode
     db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
         (version,) = db.execute("PRAGMA user_version").fetchone()

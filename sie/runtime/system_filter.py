@@ -58,12 +58,15 @@ _SPECIAL: Final[dict[str, tuple[int | None, int | None]]] = {
     # memory that belongs to no process, which a watchdog of processes cannot see
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180),
+    # leaving the idle class of the disk, and rules that the kernel keeps for a process without a bound
+    "ioprio_set": (251, 30), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
     # placement of other processes' memory
     "move_pages": (279, 239), "migrate_pages": (256, 238), "mbind": (237, 235), "set_mempolicy": (238, 237),
 }  # fmt: skip
 """System calls that no ordinary program needs: their numbers on x86_64 and aarch64."""
 _CLONE: Final = {"x86_64": 56, "aarch64": 220}
 _CLONE3: Final = 435
+_SETSID: Final = {"x86_64": 112, "aarch64": 157}
 _SOCKET: Final = {"x86_64": 41, "aarch64": 198}
 _NEW_NAMESPACES: Final = 0x7E020000
 """Every CLONE_NEW* flag that clone(2) takes."""
@@ -88,7 +91,8 @@ def ordinary_program() -> bool:
     """Refuse the calls that no ordinary program needs. Return False if the kernel cannot filter system calls.
 
     Also refused: clone with a new namespace, and sockets other than Unix, IPv4 and IPv6. clone3, whose flags a filter
-    cannot read, seems not to exist, so that C libraries use clone.
+    cannot read, seems not to exist, so that C libraries use clone. setsid does nothing: the kernel gives each session a
+    share of the processor, so that a program could take as many shares as it makes sessions.
     """
     machine = os.uname().machine
     return machine in _MACHINES and _install(machine, _refusing(machine))
@@ -112,6 +116,7 @@ def _refusing(machine: str) -> list[_Row]:
         if (number := numbers[place]) is not None:
             rows += [_Row(_JUMP_IF_EQUAL, 0, 1, number), _refuse(_EPERM)]
     rows += [_Row(_JUMP_IF_EQUAL, 0, 1, _CLONE3), _refuse(_ENOSYS)]
+    rows += [_Row(_JUMP_IF_EQUAL, 0, 1, _SETSID[machine]), _refuse(0)]
     rows += _when(_CLONE[machine], [_Row(_JUMP_IF_ANY_BIT, 0, 1, _NEW_NAMESPACES), _refuse(_EPERM)])
     known = [_Row(_JUMP_IF_EQUAL, len(_FAMILIES) - index, 0, one) for index, one in enumerate(_FAMILIES)]
     rows += _when(_SOCKET[machine], [*known, _refuse(_EAFNOSUPPORT)])

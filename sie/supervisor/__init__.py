@@ -53,7 +53,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded], *, is_gateway: bool = Fal
     _check_failpoints(loaded)
     _check_tracing(settings)
     _check_cluster(settings, is_gateway=is_gateway)
-    _check_mcp(settings.agents.mcp_config)
+    _check_mcp("" if settings.agents.agent_socket else settings.agents.mcp_config)
     models = _read_models(loaded)
     adapters = _read_adapters(loaded, models)
     key_file = _open_key_file(settings.access.api_keys)

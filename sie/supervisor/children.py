@@ -101,8 +101,9 @@ class Children:
             self.frontends.append(Child("frontend", num_frontends, WorkerSlot(""), "grpc"))
         if settings.cluster.nats and not is_gateway:
             self.frontends.append(Child("frontend", len(self.frontends), WorkerSlot(""), "nats"))
-        self.agents = [Child("agent", 0, WorkerSlot(""))] if settings.agents.is_on and not is_gateway else []
-        """The agent process, if tools may run."""
+        has_agent = settings.agents.is_on and not settings.agents.agent_socket and not is_gateway
+        self.agents = [Child("agent", 0, WorkerSlot(""))] if has_agent else []
+        """The agent process, if tools may run and no other service runs it."""
         self.stand_in: Child | None = None
         """The last frontend. It runs only while the others are replaced, and exists only with certificates."""
         if certificates is not None:

@@ -1,4 +1,4 @@
-"""Renders the files with which a host runs the server: unit, drop-in for GPUs, user, directories, kernel settings.
+"""Renders the files with which a host runs the server: units, drop-ins, user, directories, kernel settings.
 
 The templates are beside this file; `systemd/` in the repository has their texts for the default paths. Pure: takes a
 template and a host's facts, and returns a text. `sie.commands.service` writes the files.
@@ -18,6 +18,15 @@ MARKER: Final = "# Written by `sie service`"
 DEFAULT_CONFIG: Final = "/etc/sie/sie.toml"
 GPU_DROP_IN: Final = "sie.service.d/gpu.conf"
 GATEWAY_DROP_IN: Final = "sie.service.d/gateway.conf"
+AGENTS_DROP_IN: Final = "sie.service.d/agents.conf"
+AGENTS: Final = (
+    "sie-agents.service",
+    "sie-agents.socket",
+    AGENTS_DROP_IN,
+    "sie-agents.sysusers.conf",
+    "sie-agents.tmpfiles.conf",
+)
+"""The files of an agent process with a user of its own."""
 PLACES: Final = {
     "sie.service": "etc/systemd/system/sie.service",
     GPU_DROP_IN: "etc/systemd/system/sie.service.d/gpu.conf",
@@ -25,6 +34,11 @@ PLACES: Final = {
     "sie.sysusers.conf": "etc/sysusers.d/sie.conf",
     "sie.tmpfiles.conf": "etc/tmpfiles.d/sie.conf",
     "sie.sysctl.conf": "etc/sysctl.d/60-sie.conf",
+    "sie-agents.service": "etc/systemd/system/sie-agents.service",
+    "sie-agents.socket": "etc/systemd/system/sie-agents.socket",
+    AGENTS_DROP_IN: "etc/systemd/system/sie.service.d/agents.conf",
+    "sie-agents.sysusers.conf": "etc/sysusers.d/sie-agents.conf",
+    "sie-agents.tmpfiles.conf": "etc/tmpfiles.d/sie-agents.conf",
 }
 """Each file's name, and its place beneath the root directory."""
 _STOP_MARGIN_S: Final = 15

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import http.server
 import json
-import os
-import signal
 import socket
 import threading
 import uuid
@@ -517,89 +514,6 @@ def test_a_client_that_leaves_ends_its_command(client: Client) -> None:
             sock.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             eventually(is_running, "the command")
         eventually(lambda: not is_running(), "its end")
-
-
-# --- deaths ---------------------------------------------------------------------------------------------------------
-
-
-def running_with(part: str, parent: int) -> list[psutil.Process]:
-    """Return the processes below this one that have a part in their command line."""
-    found: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for one in psutil.Process(parent).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                found += [one] if any(part in word for word in one.cmdline()) else []
-    return found
-
-
-def sandboxed(server: Server) -> list[psutil.Process]:
-    """Return the processes of the interpreters of a server, bubblewrap's own included."""
-    return running_with("guest/interpreter", server.process.pid)
-
-
-def agents_of(server: Server) -> list[int]:
-    return [one.pid for one in running_with("sie.agents.host.main", server.process.pid)]
-
-
-def test_any_process_may_die_and_the_answer_is_whole_or_honest() -> None:
-    with start_server("--model", "s=stub:generate,scripted", "--agent", "--frontends", "1", is_stopped=True) as server:
-        client = Client(server, "")
-        go = 'import os, time\nwhile not os.path.exists("go"): time.sleep(0.01)'
-        answers: list[Any] = []
-
-        def ask() -> None:
-            answers.append(client.chat(call(PYTHON, code=go), "{result}", enable_code_execution=True, session_id="s"))
-
-        def while_it_runs(harm: Any) -> Any:
-            thread = threading.Thread(target=ask)
-            thread.start()
-            eventually(lambda: sandboxed(server), "a sandbox")
-            harm()
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
-            return answers.pop()["choices"][0]["message"]["content"]
-
-        (before,) = agents_of(server)
-        said = while_it_runs(lambda: os.kill(before, signal.SIGKILL))
-        assert "agent process is not running" in said
-        eventually(lambda: agents_of(server) not in ([], [before]), "a successor")
-        said = while_it_runs(lambda: [_kill(one) for one in sandboxed(server)])
-        assert "variables are lost" in said
-
-        thread = threading.Thread(target=lambda: answers.append(_try(ask)))
-        thread.start()
-        inside = eventually(lambda: sandboxed(server), "a sandbox")
-        server.process.kill()
-        thread.join(WAIT_S)
-        psutil.wait_procs(inside, WAIT_S)
-        server.wait_gone(WAIT_S)
-        assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in inside)
-
-
-def _kill(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):  # one of them takes the others with it
-        process.kill()
-
-
-def _try(work: Any) -> Any:
-    try:
-        return work()
-    except httpx.HTTPError as error:
-        return error
-
-
-def test_a_worker_that_dies_between_rounds_costs_nothing() -> None:
-    with start_server("--model", "s=stub:generate,scripted", "--agent", "--frontends", "1") as server:
-        client = Client(server, "")
-        question = [{"role": "user", "content": script(call(PYTHON, code="6 * 7"), "It is {result}")}]
-        events = client.events(messages=question, enable_code_execution=True)
-        said = ""
-        for name, data in events:
-            if name and data["phase"] == "calling":
-                server.kill_worker()
-            if not name and data != "[DONE]":
-                said += data["choices"][0]["delta"].get("content", "")
-        assert '"result":"42"' in said
 
 
 def test_without_a_sandbox_nothing_runs(tmp_path: Path) -> None:

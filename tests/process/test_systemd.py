@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from sie.runtime import landlock
 from tests.process.harness import eventually
 from tests.process.systemd_host import COMMAND, CannotBootError, SystemdHost
 
@@ -117,6 +120,42 @@ def test_the_service_has_no_rights_and_serves_all_the_same(host: SystemdHost):
     assert (fields["NoNewPrivs"].strip(), fields["Seccomp"].strip()) == ("1", "2")
     assert host.run("stat", "-c", "%a %U:%G", SETTINGS, "/etc/sie").split("\n")[:2] == ["640 root:sie", "750 root:sie"]
     assert ask(host) == 200
+
+
+def test_agents_have_a_user_and_a_unit_of_their_own(host: SystemdHost):
+    """A sandbox of sie-agents.service runs code, and what it makes is kept where the server finds it."""
+    host.run("umount", "--lazy", "/proc/sys")  # the harness covers it, and then no sandbox may mount a /proc of its own
+    host.run(COMMAND, "service", "install", "--executable", COMMAND, "--agents")
+    write(host, SETTINGS, '[models]\nmodel = ["s=stub:generate,scripted"]\n[agents]\nagent = true\n')
+    host.run("systemctl", "start", "sie-agents.socket", "sie")
+    code = (
+        "import os\ntry:\n    print(open('/proc/self/autogroup', 'w'))\nexcept OSError as error:\n    print(type(error).__name__)\n"
+        "open('made', 'w').write('x' * 9); [os.getuid(), os.path.exists('/etc/sie')]"
+    )
+    call = {"name": "mistralrs_execute_python", "arguments": {"code": code}}
+    body = {"model": "s", "messages": f"[[<tool_call>{json.dumps(call)}</tool_call>]][[{{result}}]]",
+            "enable_code_execution": True}  # fmt: skip
+    said = json.loads(host.run("curl", "-s", "--json", json.dumps(body), f"{URL}/v1/chat/completions"))
+    host.run("journalctl", "--sync", status=None)
+    log = host.run("journalctl", "--no-pager", "-o", "cat", "-u", "sie-agents", status=None)
+    assert "[65534, False]" in str(said), (said, log)
+    if landlock.version() and Path("/proc/self/autogroup").exists():
+        assert "PermissionError" in str(said), "the unit lets sandboxes use Landlock"
+    (made,) = said["files"]
+    assert host.run("curl", "-s", f"{URL}/v1/files/{made['id']}/content") == "x" * 9
+    pid, uid = host.show("MainPID", "sie-agents"), host.run("id", "-u", "sie-agents").strip()
+    status = dict(line.split(":", 1) for line in host.run("cat", f"/proc/{pid}/status").splitlines())
+    assert set(status["Uid"].split()) == {uid}
+    assert {int(status[name], 16) for name in ("CapEff", "CapPrm", "CapBnd", "CapAmb")} == {0}
+    assert "limited by" in log
+    for path in (SETTINGS, "/var/lib/sie/x"):
+        assert "ermission denied" in host.run(
+            "setpriv", "--reuid", uid, "--regid", uid, "--clear-groups", "cat", path, status=1
+        )
+    host.run("systemctl", "kill", "--signal=KILL", "--kill-whom=main", "sie-agents")
+    said = json.loads(host.run("curl", "-s", "--json", json.dumps(body), f"{URL}/v1/chat/completions"))
+    assert "[65534, False]" in str(said), said
+    host.run("systemctl", "stop", "sie-agents.socket", "sie-agents")
 
 
 def log(host: SystemdHost, *options: str) -> str:

@@ -35,7 +35,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
         with open_directory() as directory:
             (directory / "keys.toml").write_text(CANARY)
             with start_host(
-                request.param, directory, code_timeout_s=5, shell_timeout_s=20, sandbox_memory_bytes=256 * MIB,
+                request.param, directory, code_timeout_s=20, shell_timeout_s=20, sandbox_memory_bytes=256 * MIB,
                 sandbox_processes=32, sandbox_file_bytes=4 * MIB, sandbox_disk_bytes=8 * MIB, sandbox_files=200,
                 sandbox_output_bytes=2 * MIB,
             ) as host:  # fmt: skip
@@ -99,6 +99,17 @@ ATTEMPTS = {
                                {"PermissionError", "OSError"}),
     "sysfs": ("str(os.path.exists('/sys'))", {"False"}),
     "a device": ("attempt(lambda: os.mknod('/workspace/disk', 0o60666, os.makedev(8, 0)))", {"PermissionError"}),
+    "rules of Landlock": ("call(444, 444, 0, 0, 1)", {NOT_PERMITTED}),
+    "handles of files": ("call(303, 264, -100, b'/', 0, 0, 0)", {NOT_PERMITTED}),
+    "watch every file": ("call(300, 262, 0, 0)", {NOT_PERMITTED}),
+    "the kernel's memory": ("attempt(lambda: open('/proc/kcore', 'rb').read(1))", {"FileNotFoundError", "PermissionError"}),
+    "the kernel's messages": ("attempt(lambda: open('/dev/kmsg').read(1))", {"FileNotFoundError"}),
+    "the kernel's keys": ("attempt(lambda: open('/proc/sysrq-trigger', 'w'))", {"FileNotFoundError", "PermissionError"}),
+    "alarms of the kernel": ("attempt(lambda: open('/proc/pressure/cpu', 'w'))", {"PermissionError", "FileNotFoundError"}),
+    "its own memory by a file": ("attempt(lambda: open('/proc/self/mem', 'r+b'))", {"PermissionError"}),
+    "another map of users": ("attempt(lambda: open('/proc/self/uid_map', 'w').write('0 0 1'))", {"PermissionError"}),
+    "the namespaces of init": ("attempt(lambda: os.listdir('/proc/1/root'))", {"PermissionError"}),
+    "type into a terminal": ("attempt(lambda: open('/dev/tty'))", {"OSError"}),
     # memory that no process shows
     "memfd": ("attempt(lambda: os.memfd_create('x'))", {"PermissionError"}),
     "shared memory of System V": ("call(29, 194, 0, 1 << 20, 0o1600)", {NOT_PERMITTED}),
@@ -119,6 +130,14 @@ ATTEMPTS = {
     # limits and priority
     "more processor time": ("attempt(lambda: os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0)))",
                             {"PermissionError"}),
+    "a greater share of the processor": ("attempt(lambda: open('/proc/self/autogroup', 'w').write('0'))",
+                                         {"PermissionError", "FileNotFoundError"}),
+    "a class of real time": ("attempt(lambda: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(5)))",
+                             {"PermissionError"}),
+    "more of the disk": ("call(251, 30, 1, 0, 2 << 13)", {NOT_PERMITTED}),
+    "a share for each session": (
+        "attempt(lambda: [os.setsid(), open('/proc/self/autogroup').read().split()[-1]][1])", {"10", "FileNotFoundError"}
+    ),
     "more processes": ("attempt(lambda: __import__('resource').setrlimit(6, (1000, 1000)))",
                        {"PermissionError", "ValueError"}),
     # network
@@ -130,6 +149,7 @@ ATTEMPTS = {
     "names": ("attempt(lambda: socket.getaddrinfo('example.com', 80))", {"gaierror"}),
     "netlink": ("attempt(lambda: socket.socket(16, socket.SOCK_RAW, 0))", {"OSError"}),
     "sockets of virtual machines": ("attempt(lambda: socket.socket(40, socket.SOCK_STREAM))", {"OSError"}),
+    "the kernel's ciphers": ("attempt(lambda: socket.socket(38, socket.SOCK_SEQPACKET))", {"OSError"}),
     "raw packets": ("attempt(lambda: socket.socket(17, socket.SOCK_RAW, 0))", {"OSError", "PermissionError"}),
     "an environment": ("str('SIE_CANARY' in os.environ)", {"False"}),
 }  # fmt: skip
@@ -188,15 +208,35 @@ def test_a_fork_bomb_stays_in_its_sandbox(host: Host) -> None:
 
 
 def test_memory_of_all_processes_together_is_bounded(host: Host) -> None:
-    code = "import os, time\nfor _ in range(4):\n    if not os.fork():\n        b = bytearray(100 << 20)\n        time.sleep(9)\ntime.sleep(9)"
+    code = "import os, time\nfor _ in range(4):\n    if not os.fork():\n        b = bytearray(100 << 20)\n        time.sleep(30)\ntime.sleep(30)"
     ran = host.python(code, "memory")
     assert "sandbox_memory_bytes" in ran["exception"], ran
     assert "MemoryError" in host.python("bytearray(300 << 20)", "memory")["exception"]
 
 
 def test_shared_memory_counts(host: Host) -> None:
-    code = "import mmap, time\nm = mmap.mmap(-1, 400 << 20)\nfor i in range(0, len(m), 4096): m[i] = 1\ntime.sleep(9)"
+    code = "import mmap, time\nm = mmap.mmap(-1, 400 << 20)\nfor i in range(0, len(m), 4096): m[i] = 1\ntime.sleep(30)"
     assert "sandbox_memory_bytes" in host.python(code, "shared")["exception"]
+
+
+def test_memory_of_sockets_counts(host: Host) -> None:
+    """The kernel holds what waits in a socket, and no process shows it: 256 MiB were 3 GiB."""
+    code = (
+        "import os, socket, time\nfor _ in range(8):\n    if not os.fork():\n        kept = []\n        try:\n"
+        "            while True: kept.append(socket.socketpair())\n        except OSError: time.sleep(30)\ntime.sleep(30)"
+    )
+    assert "sandbox_memory_bytes" in host.python(code, "sockets")["exception"]
+
+
+def test_memory_of_connections_counts(host: Host) -> None:
+    """Buffers of TCP grow beyond those of other sockets."""
+    code = (
+        "import os, socket, time\nserver = socket.create_server(('127.0.0.1', 0))\nkept = []\nfor _ in range(100):\n"
+        "    one = socket.create_connection(server.getsockname()); kept += [one, server.accept()[0]]\n"
+        "    one.setblocking(False)\n    try:\n        while True: one.send(bytes(1 << 20))\n    except BlockingIOError: pass\n"
+        "time.sleep(30)"
+    )
+    assert "sandbox_memory_bytes" in host.python(code, "tcp")["exception"]
 
 
 def test_a_large_file_ends_at_its_limit(host: Host) -> None:
@@ -271,7 +311,7 @@ def test_code_stands_still_between_calls(host: Host) -> None:
 
 
 def test_code_that_ignores_its_interrupt_is_ended() -> None:
-    code = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: time.sleep(9)"
+    code = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: time.sleep(30)"
     with open_directory() as directory, start_host(modes()[0], directory, code_timeout_s=0.3) as host:
         ran = host.python(code)
         assert "did not stop after its time" in ran["exception"], ran

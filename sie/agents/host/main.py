@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Final
@@ -39,6 +40,7 @@ from sie.ipc import channel as control
 from sie.ipc import messages
 from sie.ipc.channel import Channel, ChannelClosedError
 from sie.runtime import child_setup
+from sie.runtime.control_groups import DelegatedGroup, find_delegated, take_delegated
 from sie.runtime.logs import configure, get_logger
 from sie.runtime.sandbox import Limits, Sandbox, find_sandbox
 from sie.values.errors import Internal
@@ -46,6 +48,7 @@ from sie.values.errors import Internal
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
 _MAX_INLINE_BYTES: Final = 1 << 28
+_FIRST_GIVEN_FD: Final = 3
 _ADDRESS_SHARE: Final = 4
 """Address space for each byte of memory: programs reserve more than they use."""
 
@@ -63,23 +66,23 @@ class AgentProcess:
         )  # fmt: skip
         bounds = Bounds(
             memory_bytes=agents.sandbox_memory_bytes, processes=agents.sandbox_processes, disk_bytes=agents.sandbox_disk_bytes, files=agents.sandbox_files,
-            output_bytes=agents.sandbox_output_bytes, shown_chars=agents.max_result_chars,
+            output_bytes=agents.sandbox_output_bytes, shown_chars=agents.max_result_chars, groups=_groups(),
         )  # fmt: skip
         python = agents.agent_python or sys.executable
         self._outside = OutsideTools(agents)
         self._mcp = _mcp_of(agents)
         self._tools = Tools(
-            agents, self._sandbox, self._sessions, bounds, Store(settings.server.state_dir, settings.store), python=python,
+            agents, self._sandbox, self._sessions, bounds, Store(settings.store_dir, settings.store), python=python,
             others=self._run_outside,
             max_inline_bytes=min(settings.store.max_inline_file_bytes, _MAX_INLINE_BYTES),
         )  # fmt: skip
 
-    async def open(self, path: str) -> None:
-        """Begin to answer frontends on this socket."""
+    async def open(self, path: str, given: socket.socket | None = None) -> None:
+        """Begin to answer frontends on this path. given: the socket that the service manager opened there."""
         await self._sessions.clear_directory()
         if self._mcp is not None:
             self._mcp.open()
-        await AgentServer(path, self.answer).open()
+        await AgentServer(path, self.answer).open(given)
 
     async def answer(self, question: Question) -> Answer:
         """Answer one question of a frontend. Raises SieError."""
@@ -115,6 +118,13 @@ class AgentProcess:
             await self._mcp.close()
 
 
+def _groups() -> DelegatedGroup | None:
+    """Return the control groups of sandboxes, and log which limits hold."""
+    groups = take_delegated(find_delegated())
+    _log.info("sandboxes are limited by %s", "control groups and a watchdog" if groups else "rlimits and a watchdog")
+    return groups
+
+
 def _mcp_of(agents: Agents) -> McpServers | None:
     """Return the MCP servers of the operator. A file that cannot be read was refused at the start, and changed since."""
     if not agents.mcp_config:
@@ -148,7 +158,7 @@ def _sandbox_of(settings: Settings) -> Sandbox:
 def hidden_paths(settings: Settings) -> list[str]:
     """Return the paths of the server's own that no sandbox may show, wherever they are."""
     server, access, models = settings.server, settings.access, settings.models
-    found = [server.runtime_dir, server.state_dir, models.cache_dir, models.weights_dir, models.catalog, *models.repositories,
+    found = [server.runtime_dir, server.state_dir, settings.store.store_dir, models.cache_dir, models.weights_dir, models.catalog, *models.repositories,
              access.api_keys, access.tls_cert, access.tls_key, access.tls_client_ca, settings.agents.agent_dir,
              settings.agents.search_key_file, settings.agents.mcp_config, access.uds]  # fmt: skip
     directories = [spec.partition("=")[2].partition("@")[0] for spec in (*models.preload, *models.lazy)]
@@ -172,20 +182,40 @@ def main() -> int:
     for fd in fds:
         os.close(fd)
     assert isinstance(message, messages.Configure)
-    asyncio.run(_serve(message.settings, channel, socket_path(launch.control_path)))
+    asyncio.run(_serve(message.settings, socket_path(launch.control_path), channel))
     return 0
 
 
-async def _serve(settings: Settings, channel: Channel, path: str) -> None:
+def serve_service(settings: Settings) -> int:
+    """Run the agent process as a service of its own, until SIGTERM. Raises OSError if it cannot listen.
+
+    The socket is the one that systemd opened, or is made at `agent_socket`. Source: sd_listen_fds(3).
+    """
+    configure(settings.server.log_format, settings.server.log_level, "agent")
+    child_setup.dump_stacks_on_abort()
+    given = None
+    if os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1":
+        given = socket.socket(fileno=_FIRST_GIVEN_FD)
+        os.set_inheritable(_FIRST_GIVEN_FD, False)  # its own name for it
+    path = str(given.getsockname()) if given is not None else settings.agents.agent_socket
+    asyncio.run(_serve(settings, path, given=given))
+    return 0
+
+
+async def _serve(
+    settings: Settings, path: str, channel: Channel | None = None, given: socket.socket | None = None
+) -> None:
     """Serve until SIGTERM, or until the supervisor is gone."""
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
-    loop.add_reader(channel.fileno(), _on_control, channel, stopped)
+    if channel is not None:
+        loop.add_reader(channel.fileno(), _on_control, channel, stopped)
     process = AgentProcess(settings)
-    await process.open(path)
+    await process.open(path, given)
     child_setup.calm_collector()
-    channel.send(messages.Ready())
+    if channel is not None:
+        channel.send(messages.Ready())
     expiry = asyncio.create_task(process.expire_forever())
     await stopped.wait()
     expiry.cancel()

@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 _FREEZE_ATTEMPTS: Final = 50
 _BLOCK: Final = 512
+_SOCKET_BYTES: Final = 1 << 19
+"""What a socket holds at most as the kernel is set up, with what its packets take beside their data."""
 _DELETED: Final = " (deleted)"
 
 
@@ -41,7 +44,7 @@ def _children(pid: int) -> list[int]:
 
 def memory_bytes(pids: list[int], limit: int) -> int:
     """Return the memory of processes. Shared pages count once where that matters, which is over the limit."""
-    counted = sum(_fields(f"/proc/{pid}/status", ("RssAnon", "RssShmem")) for pid in pids)
+    counted = sum(_fields(f"/proc/{pid}/status", ("RssAnon", "RssShmem", "VmPTE")) for pid in pids)
     if counted <= limit:
         return counted
     shares = [_fields(f"/proc/{pid}/smaps_rollup", ("Pss",)) for pid in pids]
@@ -58,16 +61,43 @@ def _fields(path: str, names: tuple[str, ...]) -> int:
     return sum(int(words[1]) for words in wanted) * 1024
 
 
+def socket_bytes(pids: list[int]) -> int:
+    """Return the memory that the sockets of one sandbox may hold in the kernel, where no process shows it.
+
+    What waits in a connection is read for TCP, whose buffers grow; others are counted as full.
+    """
+    found = {link for pid in pids for link, _ in _links(pid) if link.startswith("socket:")}
+    if not found:
+        return 0
+    return len(found) * _SOCKET_BYTES + sum(_queued(f"/proc/{pids[-1]}/net/{name}") for name in ("tcp", "tcp6"))
+
+
+def _queued(path: str) -> int:
+    """Return the bytes in the queues of a network namespace's connections. Source: proc_net_tcp.rst."""
+    try:
+        rows = [line.split() for line in Path(path).read_text().splitlines()[1:]]
+    except OSError:
+        return 0
+    return sum(int(queue, 16) for row in rows for queue in row[4].split(":"))
+
+
+def _links(pid: int) -> Iterator[tuple[str, Path]]:
+    """Yield what each descriptor of a process is, and its path in /proc."""
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                yield str(entry.readlink()), entry
+
+
 def deleted_bytes(pids: list[int]) -> int:
     """Return the disk space of files that processes hold open and that no directory names any more."""
     sizes: dict[tuple[int, int], int] = {}
     for pid in pids:
-        with contextlib.suppress(OSError):
-            for entry in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    if str(entry.readlink()).endswith(_DELETED):
-                        about = entry.stat()
-                        sizes[about.st_dev, about.st_ino] = about.st_blocks * _BLOCK
+        for link, entry in _links(pid):
+            with contextlib.suppress(OSError):
+                if link.endswith(_DELETED):
+                    about = entry.stat()
+                    sizes[about.st_dev, about.st_ino] = about.st_blocks * _BLOCK
     return sum(sizes.values())
 
 

@@ -20,6 +20,7 @@ import msgspec
 
 from sie.agents.host import process_tree
 from sie.agents.host.workdir import measure
+from sie.runtime.control_groups import DelegatedGroup, Group, GroupLimits
 from sie.runtime.sandbox import Program, Sandbox
 
 _LOOK_S: Final = 0.1
@@ -28,6 +29,7 @@ _LOOKS_A_MEASURE: Final = 3
 _CHUNK: Final = 1 << 16
 _OWN_PROCESSES: Final = 2
 """Bubblewrap's own, and the init of the sandbox."""
+_TOO_MUCH_MEMORY: Final = "it used more memory than sandbox_memory_bytes ({})"
 LEAST_FREE_BYTES: Final = 256 << 20
 """A sandbox whose disk has less room than this is ended, whoever uses the room."""
 
@@ -41,6 +43,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     files: int
     output_bytes: int
     shown_chars: int
+    groups: DelegatedGroup | None = None
+    """Where the kernel itself limits memory and processes, if a group was delegated."""
 
 
 class Captured:
@@ -79,6 +83,7 @@ class Sandboxed:
         self._sandbox = sandbox
         self._bounds = bounds
         self._process: subprocess.Popen[bytes] | None = None
+        self._group: Group | None = None
         self._pipes: dict[int, Captured] = {}
         self._loop = asyncio.get_running_loop()
 
@@ -87,12 +92,13 @@ class Sandboxed:
         pipes = [os.pipe(), os.pipe()]
         try:
             self._process = subprocess.Popen(  # noqa: S603  # bubblewrap and our own entry
-                self._sandbox.command(self.home, program), stdin=subprocess.DEVNULL, stdout=pipes[0][1], stderr=pipes[1][1],
+                self._grouped(self._sandbox.command(self.home, program)), stdin=subprocess.DEVNULL, stdout=pipes[0][1], stderr=pipes[1][1],
                 pass_fds=pass_fds, env=self._sandbox.environment(self.home), start_new_session=True,
             )  # fmt: skip
         except BaseException:
             for ours, _ in pipes:
                 os.close(ours)
+            self._leave_group()
             raise
         finally:
             for _, theirs in pipes:
@@ -103,6 +109,24 @@ class Sandboxed:
             self._loop.add_reader(ours, self._on_output, ours)
         pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(pidfd, self._on_end, pidfd)
+
+    def _grouped(self, command: list[str]) -> list[str]:
+        """Return the command line in a group of its own, if there are groups. Raises OSError."""
+        bounds = self._bounds
+        if bounds.groups is None:
+            return command
+        limits = GroupLimits(memory_bytes=bounds.memory_bytes, processes=bounds.processes + _OWN_PROCESSES)
+        self._group = bounds.groups.make(limits)
+        return self._group.wrap(command)
+
+    def _leave_group(self) -> None:
+        if self._group is None:
+            return
+        assert self._bounds.groups is not None
+        if self._group.has_run_out_of_memory():
+            self.reason = self.reason or _TOO_MUCH_MEMORY.format(self._bounds.memory_bytes)
+        self._bounds.groups.give_up(self._group)
+        self._group = None
 
     @property
     def pid(self) -> int:
@@ -129,6 +153,8 @@ class Sandboxed:
             return
         self.reason = self.reason or reason
         assert self._process is not None
+        if self._group is not None:
+            self._group.end()
         # The sandbox's init dies with bubblewrap, and everything in the sandbox with its init.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -151,8 +177,9 @@ class Sandboxed:
         if len(pids) > bounds.processes + _OWN_PROCESSES:  # the kernel's own limit does not hold for root
             return f"it started more processes than sandbox_processes ({bounds.processes})"
         memory = process_tree.memory_bytes(pids, bounds.memory_bytes)
+        memory += process_tree.socket_bytes(pids) if measures else 0
         if memory > bounds.memory_bytes:
-            return f"it used more memory than sandbox_memory_bytes ({bounds.memory_bytes})"
+            return _TOO_MUCH_MEMORY.format(bounds.memory_bytes)
         if not measures:
             return ""
         usage = measure(self.home, bounds.files)
@@ -195,6 +222,7 @@ class Sandboxed:
         os.close(pidfd)
         assert self._process is not None
         status = self._process.wait()
+        self._leave_group()
         deadline_s = time.monotonic() + _LOOK_S
         while self._pipes and time.monotonic() < deadline_s and self._has_news():
             self.drain()

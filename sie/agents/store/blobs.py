@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
+from sie.runtime.shared_files import share
+
 _PART: Final = ".part"
 _FLAGS: Final = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 _BUFFER_BYTES: Final = 1 << 18
@@ -30,6 +32,7 @@ class BlobWriter:
         self._path = folder / secrets.token_hex(16)
         self._part = self._path.with_suffix(_PART)
         self._file = os.fdopen(os.open(self._part, _FLAGS, 0o600), "wb", buffering=0)
+        share(self._part)
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
         self.num_bytes = 0
         self.is_utf8 = True

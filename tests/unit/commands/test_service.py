@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sie.commands import cli, service
-from sie.units import GATEWAY_DROP_IN, GPU_DROP_IN, MARKER, PLACES, Host, render
+from sie.units import AGENTS, AGENTS_DROP_IN, GATEWAY_DROP_IN, GPU_DROP_IN, MARKER, PLACES, Host, render
 
 ROOT = Path(__file__).parents[3]
 DEFAULT = Host(executable="/opt/sie/bin/sie")
@@ -38,12 +38,16 @@ def test_the_repository_holds_what_the_default_paths_come_to(name: str):
 @pytest.mark.parametrize("name", PLACES)
 def test_print_is_what_install_writes(name: str, capsys, tmp_path: Path):
     host = ("--config", "/etc/nowhere/sie.toml", "--user", "serving", *EXECUTABLE)
-    assert run("install", "--root", tmp_path, "--gpu", "--gateway", *host) == 0
+    assert run("install", "--root", tmp_path, "--gpu", "--gateway", "--agents", *host) == 0
     capsys.readouterr()
     assert run("print", name, *host) == 0
     printed = capsys.readouterr().out
     assert printed == (tmp_path / PLACES[name]).read_text()
-    assert "@" not in re.sub(r"@(system-service|privileged|resources)", "", printed), "a name that was not filled in"
+    assert "@" not in re.sub(
+        r"@(system-service|privileged|resources|mount|clock|cpu-emulation|debug|module|obsolete|raw-io|reboot|swap)",
+        "",
+        printed,
+    ), "a name that was not filled in"
 
 
 def test_the_unit_names_this_hosts_command_settings_and_user(capsys):
@@ -59,7 +63,9 @@ def test_install_writes_everything_once_and_uninstall_leaves_what_is_the_operato
     assert install(tmp_path) == 0
     said = capsys.readouterr().out
     first = tree(tmp_path)
-    assert set(first) == {*PLACES.values(), "etc/sie/sie.toml"} - {PLACES[GPU_DROP_IN], PLACES[GATEWAY_DROP_IN]}
+    assert set(first) == {*PLACES.values(), "etc/sie/sie.toml"} - {
+        PLACES[name] for name in (GPU_DROP_IN, GATEWAY_DROP_IN, *AGENTS)
+    }
     assert all(f"wrote      {tmp_path / name}" in said for name in first)
     assert "systemctl enable --now sie" in said
     (tmp_path / "etc/sie/sie.toml").write_text("[server]\nport = 9\n")
@@ -122,6 +128,19 @@ def test_a_gateway_is_the_same_service_with_another_command(tmp_path: Path):
     assert not (tmp_path / PLACES[GPU_DROP_IN]).exists()
     assert install(tmp_path) == 0
     assert not drop_in.parent.exists()
+
+
+def test_agents_come_with_units_and_go_without_them(tmp_path: Path):
+    assert install(tmp_path, "--agents", "--user", "serving") == 0
+    unit, drop_in = ((tmp_path / PLACES[name]).read_text() for name in ("sie-agents.service", AGENTS_DROP_IN))
+    assert "\nUser=serving-agents\n" in unit
+    assert "\nSupplementaryGroups=serving-agents\n" in drop_in
+    before = (tmp_path / PLACES["sie.service"]).read_text()
+    assert install(tmp_path, "--user", "serving") == 0
+    assert (tmp_path / PLACES["sie.service"]).read_text() == before, (
+        "the server's unit is the same with and without agents"
+    )
+    assert not any((tmp_path / PLACES[name]).exists() for name in AGENTS)
 
 
 def test_the_drop_in_for_gpus_comes_and_goes_with_them(tmp_path: Path):
@@ -207,16 +226,18 @@ needs_systemd = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=["cores", "gpu", "gateway"])
+@pytest.fixture(params=["cores", "gpu", "gateway", "agents"])
 def unit(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Return the unit, alone and with its drop-in, of a command that exists."""
     (tmp_path / "sie.service.d").mkdir()
     host = Host(executable="/bin/true")
     path = tmp_path / "sie.service"
     path.write_text(render("sie.service", host))
-    drop_in = {"gpu": GPU_DROP_IN, "gateway": GATEWAY_DROP_IN}.get(request.param)
+    drop_in = {"gpu": GPU_DROP_IN, "gateway": GATEWAY_DROP_IN, "agents": AGENTS_DROP_IN}.get(request.param)
     if drop_in is not None:
         (tmp_path / drop_in).write_text(render(drop_in, host))
+        (tmp_path / "sie-agents.socket").write_text(render("sie-agents.socket", host))
+        (tmp_path / "sie-agents.service").write_text(render("sie-agents.service", host))
     return path
 
 
@@ -248,6 +269,16 @@ def test_the_service_is_exposed_to_little(unit: Path):
     assert score is not None, done.stdout + done.stderr
     assert float(score[1]) <= MOST_EXPOSED
     assert done.returncode == 0
+
+
+@needs_systemd
+def test_the_agents_have_what_sandboxes_need_and_little_more(tmp_path: Path):
+    for name in ("sie-agents.service", "sie-agents.socket"):
+        (tmp_path / name).write_text(render(name, Host(executable="/bin/true")))
+    done = analyze("verify", "--man=no", tmp_path / "sie-agents.service", tmp_path / "sie-agents.socket")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = analyze("security", "--offline=true", "--threshold=35", tmp_path / "sie-agents.service")
+    assert done.returncode == 0, done.stdout
 
 
 @needs_systemd

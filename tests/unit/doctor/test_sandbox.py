@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
+
 import pytest
 
 from sie.config.agent_settings import Agents
@@ -32,3 +35,15 @@ def test_a_missing_sandbox_is_a_fault_only_with_agents(monkeypatch: pytest.Monke
     assert (found.level, bool(found.fix)) == ("error", True)
     assert "bubblewrap is missing" in found.message
     assert [one.level for one in findings(monkeypatch, HELD, agent=True, sandbox="off")] == ["warn"]
+
+
+def test_a_service_of_agents_is_asked_whether_it_listens(tmp_path: Path) -> None:
+    path = str(tmp_path / "agents.sock")
+    settings = Settings(agents=Agents(agent=True, agent_socket=path))
+    (finding,) = sandbox.check_sandbox(settings)
+    assert (finding.level, path in finding.message) == ("error", True)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(path)
+        sock.listen()
+        (finding,) = sandbox.check_sandbox(settings)
+    assert finding.level == "ok"
