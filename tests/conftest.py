@@ -141,3 +141,10 @@ def minilm_server(minilm_directory: Path) -> Iterator[Server]:
     flags = ("--dtype", "float32", "--threads-per-worker", "1")
     with start_server("--model", f"{MINILM}={minilm_directory}", *flags) as server:
         yield server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _light_collections() -> None:
+    """Take what is alive out of the collections of this file's tests; a server asks for a full one after each load."""
+    gc.collect()
+    gc.freeze()
