@@ -19,11 +19,14 @@ BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(abspath $(VENV))/lib || true 
 UNITS := sie.service sie-agents.service sie-agents.socket sie.service.d/agents.conf sie-agents.sysusers.conf sie-agents.tmpfiles.conf sie.service.d/gpu.conf sie.service.d/gateway.conf sie.sysusers.conf sie.tmpfiles.conf sie.sysctl.conf
 PACKAGED := pyproject.toml constraints.txt
 # Whole files go to a process each, so that a file's server starts once; more processes than cores, as many tests wait.
-# The second part is never more than two processes, whatever ARGS says: its tests wait more than they compute. Those with
-# timing(alone=True) have no other beside them.
+# Tests that measure time wait more than they compute. So those without a mark run beside them at idle priority, on cores
+# that nobody else wants, and are not felt; timing(alone=True) comes last, beside nothing.
 PYTEST := $(BIN)/python -m pytest --durations 20
-SIDE_BY_SIDE := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not timing"
-TWO_AT_A_TIME := --numprocesses $(if $(filter --pdb -n0,$(subst -n 0,-n0,$(ARGS))),0,2) --dist loadfile -m timing
+WHOLE_FILES := --dist loadfile --no-loadscope-reorder
+UNTIMED := --numprocesses $(JOBS) $(WHOLE_FILES) -m "not timing"
+TIMED := --numprocesses 2 $(WHOLE_FILES) -m "timing and not timing(alone=True)"
+ALONE := --numprocesses 0 -m "timing(alone=True)"
+IDLE := $(shell command -v chrt >/dev/null && echo chrt --idle 0)
 NATIVE := sie/native/libsie_native.so
 
 # What this server is compared with: each in an environment of its own, since they disagree about versions.
@@ -62,16 +65,18 @@ smoke: ## ask the bundled model and a GGUF model once, served from what `serve` 
 	@$(MAKE) --no-print-directory --jobs 2 VENV=$(CLEAN) $(CLEAN)/.serve build/gguf/gemma.gguf
 	@$(CLEAN)/bin/python tests/clean_install.py build/gguf/gemma.gguf
 
-# Status 5 says that a part has no such test, which is an error only where both say so. A choice of marks of its own (-m)
-# leaves no room for ours: then all run one by one.
-test: $(VENV)/.test $(NATIVE) ## run the tests side by side, then those that measure time two at a time
-ifneq ($(filter -m%,$(ARGS)),)
+# A choice of marks of its own (-m) leaves no room for ours, and a debugger wants one process: then all run one by one.
+# Status 5 says that a part has no such test, which is an error only where all say so.
+test: $(VENV)/.test $(NATIVE) ## run the tests side by side, and those that measure time undisturbed
+ifneq ($(filter -m% --pdb -n0,$(subst -n 0,-n0,$(ARGS))),)
 	$(PYTEST) $(ARGS)
 else
-	@$(PYTEST) $(SIDE_BY_SIDE) $(ARGS); first=$$?; \
-		case $$first in 0|1|5) ;; *) exit $$first ;; esac; \
-		$(PYTEST) $(ARGS) $(TWO_AT_A_TIME); second=$$?; \
-		case $$first$$second in 00|05|50) ;; 1?) exit 1 ;; *) exit $$second ;; esac
+	@mkdir -p build; $(PYTEST) $(ARGS) $(TIMED) >build/timed.log 2>&1 & timed=$$!; trap 'kill $$timed' INT TERM; \
+		$(IDLE) $(PYTEST) $(UNTIMED) $(ARGS); first=$$?; \
+		wait $$timed; second=$$?; cat build/timed.log; \
+		$(PYTEST) $(ARGS) $(ALONE); third=$$?; \
+		for each in $$first $$second $$third; do case $$each in 0) any=1 ;; 5) ;; *) exit $$each ;; esac; done; \
+		test "$$any" || exit 5
 endif
 
 integrations: $(VENV)/.test $(NATIVE) build/integrations/.installed ## run every snippet of docs/integrations.md with its client

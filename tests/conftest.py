@@ -5,7 +5,6 @@ A test that harms a server starts its own.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import importlib.util
 import os
@@ -35,12 +34,16 @@ hypothesis.settings.load_profile("beside others")
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 
 
+ALONE = "timing(alone=True)"
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the files that name no test of the only mark that is asked for: importing all of them takes longest."""
     is_named = any(".py" in argument for argument in config.args)
-    if config.option.markexpr != "timing" or is_named or not collection_path.name.startswith("test_"):
+    if not config.option.markexpr.startswith("timing") or is_named or not collection_path.name.startswith("test_"):
         return None
-    return "pytest.mark.timing" not in collection_path.read_text() or None
+    wanted = "pytest.mark.timing(alone=True)" if config.option.markexpr == ALONE else "pytest.mark.timing"
+    return wanted not in collection_path.read_text() or None
 
 
 class ByServer(LoadFileScheduling):
@@ -86,18 +89,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         places.update((path, n / len(group)) for n, path in enumerate(group))
     places.update((path, -1.0) for path in files if _shares_minilm(path))
     items.sort(key=lambda item: places[item.path])
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Let a test with the mark `timing(alone=True)` run while no other test with the mark `timing` does."""
-    mark = item.get_closest_marker("timing")
-    if mark is None or not hasattr(item.config, "workerinput"):
-        return (yield)
-    shared = item.config._tmp_path_factory.getbasetemp().parent  # of all processes of this run
-    with (shared / "timing.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if mark.kwargs.get("alone") else fcntl.LOCK_SH)
-        return (yield)
 
 
 @cache
@@ -150,3 +141,10 @@ def minilm_server(minilm_directory: Path) -> Iterator[Server]:
     flags = ("--dtype", "float32", "--threads-per-worker", "1")
     with start_server("--model", f"{MINILM}={minilm_directory}", *flags) as server:
         yield server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _light_collections() -> None:
+    """Take what is alive out of the collections of this file's tests; a server asks for a full one after each load."""
+    gc.collect()
+    gc.freeze()

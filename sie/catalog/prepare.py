@@ -60,25 +60,25 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The last line of a success."""
+    """The last line, when a model was prepared."""
 
     card: ModelCard
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
-    """The last line of a success with an adapter."""
+    """The last line, when an adapter was fetched."""
 
     directory: str
 
 
 class Found(msgspec.Struct, frozen=True, tag="found"):
-    """The last line of a success with model repositories."""
+    """The last line, when model repositories were read."""
 
     models: list[RepositoryModel]
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The last line of a failure. extras hold `error_class`."""
+    """The last line, when it failed. The extras of error hold `error_class`."""
 
     error: WireError
 

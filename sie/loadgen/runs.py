@@ -67,5 +67,5 @@ class Run:
         return self.latencies.count_within(int(within_ms * 1e6)) / self.elapsed_s
 
     def errors_text(self) -> str:
-        """Return the errors by kind, or 0."""
+        """Return how many errors of each kind there were, as text; `0` without errors."""
         return ", ".join(f"{count:,} x {kind}" for kind, count in self.errors.most_common()) or "0"

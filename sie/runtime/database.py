@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 
 class Schema(NamedTuple):
-    """The schema of a database and what it keeps."""
+    """The tables of a database, by version, and the word for their contents."""
 
     kept: str
     """The things that it keeps, in plural, for log lines."""

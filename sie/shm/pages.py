@@ -180,12 +180,12 @@ class CounterPage:
         return Counter(place.words, place.first)
 
     def gauge(self, name: str, labels: Labels = ()) -> Gauge:
-        """Return the gauge of this name and labels. Keep it, as a counter."""
+        """Return the gauge of this name and labels. Call it once and keep the gauge, as with a counter."""
         place = self._place(RecordKind.GAUGE, _Meta(name, labels, ()), 1)
         return Gauge(place.words, place.first)
 
     def histogram(self, name: str, labels: Labels, bounds: tuple[float, ...]) -> Histogram:
-        """Return the histogram of this name, labels and ascending bounds. Keep it, as a counter."""
+        """Return the histogram of this name, labels and ascending bounds. Call it once, as with a counter."""
         place = self._place(RecordKind.HISTOGRAM, _Meta(name, labels, bounds), len(bounds) + 2)
         return Histogram(place, bounds)
 

@@ -80,6 +80,7 @@ def test_files_over_the_inline_limit_have_a_preview_only(host: Host) -> None:
     assert host.call(tools.PYTHON, "files", code="1").files == ()
 
 
+@pytest.mark.timing  # others may themselves be run at idle priority
 def test_calls_take_turns_and_let_everybody_else_go_first(host: Host) -> None:
     commands = ["date +%s%N; cat /proc/self/stat; date +%s%N"]
     with concurrent.futures.ThreadPoolExecutor(3) as pool:

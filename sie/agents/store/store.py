@@ -52,7 +52,10 @@ class StoreFile:
         ))  # fmt: skip
 
     def change(self, work: Callable[[StoreFile], _T]) -> _T:
-        """Run work in a transaction, and delete the blobs that it gave up. Raises as work does, and nothing is changed."""
+        """Run work in a transaction, then delete the blobs that no row names any more.
+
+        If work raises an error, nothing is changed.
+        """
         self._db.execute("BEGIN IMMEDIATE")
         try:
             found = work(self)
@@ -96,7 +99,7 @@ class Store:
         return await self._rows.do(work)
 
     async def change(self, work: Callable[[StoreFile], _T]) -> _T:
-        """Run work on the database as one change, then delete the blobs that it gave up. Raises Unavailable."""
+        """Run work as one transaction, then delete the blobs that no row names any more. Raises Unavailable."""
         return await self._rows.do(lambda opened: opened.change(work))
 
     async def run_reaper(self) -> None:

@@ -78,7 +78,7 @@ class TextPending:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def reply(self) -> Any:
-        """Wait for the end of the answer, which has no reply of its own."""
+        """Wait until the answer has ended. Its content came as events before."""
         return await self.future
 
     def stop(self, choice: int) -> None:

@@ -40,10 +40,10 @@ class TimedSubmission(Submission, Protocol):
 
 
 class PieceReader(Protocol):
-    """Makes extractions of a worker's answer."""
+    """Turns a worker's answer into extractions."""
 
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
-        """Return one extraction for each text; pieces are the answer, one for each work item."""
+        """Return one extraction for each text. pieces is the answer: an array for each work item."""
         ...
 
 

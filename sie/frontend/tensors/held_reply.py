@@ -21,7 +21,10 @@ _MAX_CACHED_HEADER_BYTES: Final = 2048
 
 
 class HeldReply:
-    """A reply whose outputs are valid inside a `with` block. Without raw, the outputs do not use a worker's extent."""
+    """A reply whose outputs are valid inside a `with` block.
+
+    raw is the worker's reply whose extent the outputs use; None if they have memory of their own.
+    """
 
     __slots__ = ("_raw", "_reply")
 

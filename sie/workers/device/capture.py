@@ -69,7 +69,7 @@ class Capturer:
         return graph, result
 
     def _warm_up(self, run: Callable[[], object]) -> None:
-        """Run the work as it will be captured, but launch it."""
+        """Run the work on the stream of the capture without capturing: its kernels really run."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:

@@ -156,7 +156,7 @@ class Generators:
         self._update_active(engine)
 
     def collect(self) -> None:
-        """Take over the compiled grammars."""
+        """Start the sequences whose grammars have been compiled."""
         self._compiler.collect(time.monotonic_ns())
 
     def tend(self, now_ns: int) -> None:

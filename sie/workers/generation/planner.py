@@ -259,7 +259,10 @@ def share_budget(lengths: list[int], max_tokens: int, max_parts: int) -> list[in
 
 
 def _give(counts: list[int], lengths: list[int], order: Iterable[int], budget: int, max_parts: int) -> None:
-    """Share out a budget in this order."""
+    """Add to counts: give each sequence, in this order, what it still lacks of lengths, until the budget is spent.
+
+    At most max_parts sequences get any.
+    """
     num_parts = len(counts) - counts.count(0)
     for index in order:
         if not counts[index] and num_parts == max_parts:

@@ -34,7 +34,7 @@ class Tokens:
         return self._length
 
     def append(self, token_id: int) -> None:
-        """Add one id."""
+        """Append one token id."""
         if self._length == len(self._ids):
             self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
         self._ids[self._length] = token_id

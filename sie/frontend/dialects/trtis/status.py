@@ -80,7 +80,7 @@ def status_line(status: Any) -> str:
 
 
 class Described(msgspec.Struct, frozen=True):
-    """One version of a model for the status."""
+    """One version of a model, as the status describes it."""
 
     rule: TensorRule
     state: ModelState

@@ -64,7 +64,7 @@ class BoxReading:
 
     @property
     def texts(self) -> list[str]:
-        """The argument of `prepare`: a prompt for each label, or one text for all of them."""
+        """The texts that the model reads, for `prepare`: a prompt for each label, or one text for all of them."""
         labels = [label.strip().lower() for label in self._task.labels]
         if self._rule.needs_labels:
             return [_OWL_PROMPT.format(label) for label in labels]

@@ -112,10 +112,10 @@ def test_filters_keep_what_they_say_and_leave_the_rest_in_proportion(values):
 
 
 def test_a_nucleus_wider_than_the_candidates_is_sampled_whole():
-    logits = torch.zeros(5000)
-    found = many(logits, count=6000, top_p=0.9)
-    # The nucleus of equal probabilities has 4,500 of them, of which three quarters are drawn at least once.
-    assert 3000 < (found > 0).sum() <= 4501
+    logits = torch.zeros(2000)
+    found = many(logits, count=2400, top_p=0.9)
+    # The nucleus of equal probabilities has 1,800 of them, of which three quarters are drawn at least once.
+    assert 1200 < (found > 0).sum() <= 1801
 
 
 def test_penalties_count_the_history_then_bias_is_added():
