@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
@@ -21,6 +20,7 @@ from sie.commands.chat import chat_options, talk
 from sie.commands.target_options import named_target, target_options, url_option
 from sie.commands.terminal import fail
 from sie.config.flags import model_spec
+from sie.runtime.own_modules import run_module
 
 if TYPE_CHECKING:
     from sie.loadgen.target import Target
@@ -113,7 +113,7 @@ def _serving(spec: str, model_id: str, flags: Sequence[str]) -> Generator[Target
     with tempfile.TemporaryDirectory(prefix="sie-run-") as directory:
         path = Path(directory, "http")
         server = subprocess.Popen(  # noqa: S603  # our own command
-            [sys.executable, "-m", "sie", "serve", *flags, "--model", spec, "--uds", str(path), "--uds-mode", "600",
+            [*run_module("sie"), "serve", *flags, "--model", spec, "--uds", str(path), "--uds-mode", "600",
              "--state-dir", str(Path(directory, "state")), "--frontends", "1", "--grpc-port", "0", "--log-level", "warning",
              "--api-keys", "", "--tls-cert", "", "--tls-key", "", "--tls-client-ca", ""],
             env={name: value for name, value in os.environ.items() if name != "SIE_API_KEY"},  # a client's variable, unknown to a server

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 
 from sie.doctor.finding import Finding
+from sie.runtime.own_modules import run_module
 
 _TIMEOUT_S = 120.0
 """A first import of torch from a cold disk takes half a minute, and each device a few seconds."""
-_COMMAND = [sys.executable, "-m", "sie.doctor.device_trial", "cuda"]
+_COMMAND = [*run_module("sie.doctor.device_trial"), "cuda"]
 _RESTART = "restart the host"
 _REMEDIES: Final = (
     (

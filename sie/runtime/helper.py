@@ -11,11 +11,11 @@ import os
 import resource
 import socket
 import subprocess
-import sys
 import threading
 from typing import Final
 
 from sie.runtime.confined import SIZE
+from sie.runtime.own_modules import run_module
 
 _START_TIMEOUT_S: Final = 30.0
 """A start takes 0.1 s of processor time, and far longer on a host without a free core."""
@@ -104,7 +104,7 @@ class Helper:
         own, other = socket.socketpair()
         with other:
             self._process = subprocess.Popen(  # noqa: S603  # our own interpreter and modules
-                [sys.executable, "-m", "sie.runtime.confined", self._module, str(os.getpid())],
+                [*run_module("sie.runtime.confined"), self._module, str(os.getpid())],
                 stdin=other.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment(), process_group=0,
             )  # fmt: skip
         return own

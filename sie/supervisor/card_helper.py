@@ -18,6 +18,7 @@ from sie.catalog.lora import reason_of, refuse_adapter
 from sie.catalog.prepare import Failed, Fetched, Found, Message, Ready, Report, Request
 from sie.catalog.spec import ModelSpec, RepositoryModel
 from sie.config.settings import Settings
+from sie.runtime.own_modules import run_module
 from sie.runtime.progress import Progress
 from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import Internal, WireError, from_wire, to_wire
@@ -76,7 +77,7 @@ class Preparer:
     async def _run(self, request: Request) -> Ready | Fetched | Found | Failed:
         """Run one helper and return its final message."""
         helper = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "sie.catalog.prepare", msgspec.json.encode(request).decode(),
+            *run_module("sie.catalog.prepare"), msgspec.json.encode(request).decode(),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, limit=_MAX_LINE_BYTES,
             process_group=0,  # Ctrl-C at a terminal must reach only the supervisor
         )  # fmt: skip

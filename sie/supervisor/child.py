@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Final, Literal
 
@@ -14,6 +13,7 @@ import msgspec
 
 from sie.ipc.channel import Channel
 from sie.ipc.messages import Launch, Protocol, Role
+from sie.runtime.own_modules import run_module
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.losses import DeviceLosses
 from sie.supervisor.restart import StartHistory
@@ -80,7 +80,7 @@ class Child:
         self.started_s = now_s
         self.is_faulty = self.is_retired = self.is_late = False
         module = _FRONTENDS[self.protocol] if self.role == "frontend" else _MODULES[self.role]
-        command = [sys.executable, "-m", module, msgspec.json.encode(launch).decode()]
+        command = [*run_module(module), msgspec.json.encode(launch).decode()]
         is_http = self.role == "frontend" and self.protocol in ("http", "gateway")
         inherited = (launch.listen_fd,) if is_http and launch.listen_fd >= 0 else ()
         inherited += tls_fds if self.role == "frontend" else ()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from typing import Final
 
 import msgspec
 
 from sie.runtime.gpu_probe import GpuProbe
+from sie.runtime.own_modules import run_module
 from sie.shm.segment import read_memory
 from sie.supervisor.core_shares import read_places, share_cores, share_near
 from sie.supervisor.gpu_cores import find_near_cores
@@ -18,7 +18,7 @@ from sie.supervisor.host_resources import StartError, usable_cores
 _BYTES_PER_CPU_WORKER = 2 << 30
 """Memory per CPU worker. Workers may use half of the memory that is free at the start; each one holds all models."""
 
-_PROBE: Final = ("-m", "sie.runtime.gpu_probe")
+_PROBE = run_module("sie.runtime.gpu_probe")
 _TO_CPU: Final = "set devices to cpu to serve from the CPU"
 _TOO_OLD = (
     "the driver ({driver}) is too old for CUDA {torch_cuda} of torch {torch}: update the driver, or install a "
@@ -118,7 +118,7 @@ def _why_unusable(found: GpuProbe) -> str:
 def _probe_gpus(timeout_s: float) -> GpuProbe:
     try:
         done = subprocess.run(  # noqa: S603  # our own interpreter and module
-            [sys.executable, *_PROBE],
+            _PROBE,
             capture_output=True,
             timeout=timeout_s,
             check=True,

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sie.runtime.logs import get_logger
+from sie.runtime.own_modules import run_module
 
 _log = get_logger(__name__)
 _WORDS = 64
@@ -23,7 +24,7 @@ _ADDRESS_BYTES = 32
 
 def find_near_cores(indices: Sequence[int], timeout_s: float) -> list[frozenset[int]]:
     """Return the cores that the driver calls near each CUDA device; empty, with a line in the log, if it does not tell."""
-    command = [sys.executable, "-m", "sie.supervisor.gpu_cores", *map(str, indices)]
+    command = [*run_module("sie.supervisor.gpu_cores"), *map(str, indices)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=True, process_group=0)  # noqa: S603  # our own module
         near = [frozenset(cores) for cores in json.loads(done.stdout)]

@@ -16,6 +16,7 @@ from websockets.sync.client import connect as connect_websocket
 
 from sie.frontend.grpc.methods import METHODS
 from sie.frontend.routes.table import TABLE
+from tests.conftest import MINILM
 from tests.process.harness import WAIT_S, eventually, free_port, start_server
 from tests.process.keys import INFER, bearer, write_keys
 from tests.process.wire import Client, connect, encode, get, raw_request, read_response, send_raw, total
@@ -270,3 +271,13 @@ def test_s39_client_without_host_is_allowed(keyless):
     for name in ("localhost", "127.0.0.1"):
         with grpc.insecure_channel(f"{name}:{keyless.grpc_port}") as channel:
             channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=WAIT_S)
+
+
+def test_a_folder_with_our_name_in_the_working_directory_is_not_run(tmp_path):
+    """As where a service starts in a directory that others may write to."""
+    (tmp_path / "sie").mkdir()
+    (tmp_path / "sie" / "__init__.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n")
+    in_place = ("sh", "-c", 'cd "$0" && python=$1 && shift && exec "$python" -P "$@"', str(tmp_path))
+    with start_server(*STUB, "--model", MINILM, prefix=in_place) as server:
+        assert encode(server.port, "stub/a", ["a"]).status == 200
+        assert not (tmp_path / "sie" / "ran").exists()

@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from sie.config.settings import Settings
 from sie.ipc.messages import Launch, Neighbour
 from sie.runtime.logs import get_logger
+from sie.runtime.own_modules import run_module
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, SieError, from_wire
 from sie.workers.device.device import resolve_device
@@ -38,7 +38,7 @@ _log = get_logger(__name__)
 _GRACE_S: Final = 30.0
 """Time for a load to notice that a follower has died; libraries may wait for it for ever."""
 _ERROR_WAIT_S: Final = 1.0
-_MODULE: Final = ("-m", "sie.workers.members.follower")
+_MODULE: Final = "sie.workers.members.follower"
 
 Load = Callable[[Group], TextGenerator]
 
@@ -169,7 +169,7 @@ class Members:
             name=f"worker-{launch.slot}.{rank}", size=card.tensor_parallel, device=place.device, cores=place.cores,
             log_format=launch.log_format, log_level=launch.log_level,
         )  # fmt: skip
-        command = [sys.executable, *_MODULE, msgspec.json.encode(record).decode()]
+        command = [*run_module(_MODULE), msgspec.json.encode(record).decode()]
         self._processes.append(
             subprocess.Popen(  # noqa: S603  # our own interpreter and module
                 command, stdin=subprocess.DEVNULL, process_group=0, pass_fds=(theirs.fileno(), self.store_fd)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -115,7 +116,7 @@ def test_gpu_that_is_not_there_is_refused_with_the_number_there_is(machine, sett
     ],
 )
 def test_driver_that_hangs_or_fails_is_named_with_the_remedy(monkeypatch, probe, reason):
-    monkeypatch.setattr(devices, "_PROBE", ("-c", probe))
+    monkeypatch.setattr(devices, "_PROBE", [sys.executable, "-c", probe])
     timeout_s = 0.2 if "sleep" in probe else 30.0
     with pytest.raises(StartError, match=reason) as caught:
         resolve_devices("auto", timeout_s)
@@ -124,7 +125,7 @@ def test_driver_that_hangs_or_fails_is_named_with_the_remedy(monkeypatch, probe,
 
 
 def test_probe_s_last_line_counts_whatever_a_library_prints_before(monkeypatch):
-    monkeypatch.setattr(devices, "_PROBE", ("-c", "print('a banner'); print('{\"num_usable\": 3}')"))
+    monkeypatch.setattr(devices, "_PROBE", [sys.executable, "-c", "print('a banner'); print('{\"num_usable\": 3}')"])
     assert devices._probe_gpus(30.0).num_usable == 3
 
 
@@ -215,6 +216,6 @@ def test_a_driver_s_library_that_fails_is_no_reason_to_look_no_further(host, tmp
         TORCH.format(cuda="13.0", error=TOO_OLD),
     )
     (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
-    monkeypatch.setattr(devices, "_PROBE", ("-c", PROBE_WITH_PROC.format(tmp_path / "gpus")))
+    monkeypatch.setattr(devices, "_PROBE", [sys.executable, "-c", PROBE_WITH_PROC.format(tmp_path / "gpus")])
     with pytest.raises(StartError, match="this host has 1 GPUs that torch cannot use: the driver"):
         resolve_devices("auto", 30.0)
