@@ -182,6 +182,23 @@ def eight_bits(*, zeros: bool = False) -> Quantise:
     return quantise
 
 
+def mxfp4(weight: Array, random: np.random.Generator) -> Stored:
+    """Quantise weights (experts, inputs, outputs), as transformers has those of gpt-oss. Source: OCP MX 1.0."""
+    experts, inputs, outputs = weight.shape
+    known = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    numbers = random.integers(0, 16, (experts, outputs, inputs))
+    exponents = random.integers(121, 124, (experts, outputs, inputs // 32))
+    plain = np.where(numbers < 8, 1, -1) * known[numbers % 8] * np.repeat(2.0 ** (exponents - 127.0), 32, 2)
+    halves = numbers.reshape(experts, outputs, -1, 16, 2)
+    return Stored(
+        {
+            "_blocks": ("U8", (halves[..., 0] + 16 * halves[..., 1]).astype(np.uint8)),
+            "_scales": ("U8", exponents.astype(np.uint8)),
+        },
+        plain.transpose(0, 2, 1).astype(np.float32),
+    )
+
+
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True, **weights}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}  # fmt: skip
@@ -215,9 +232,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
 """The `quantization_config` of each layout, and what writes it."""
 
 
-def save_quantised(source: Path, target: Path, plain: Path, name: str, *, chosen: str = "_proj.weight") -> None:
+def save_quantised(
+    source: Path, target: Path, plain: Path, name: str, *, chosen: str | tuple[str, ...] = "_proj.weight"
+) -> None:
     """Quantise the weights of a checkpoint whose names end in chosen; write it, and what it means, to two directories."""
-    settings, quantise = FORMATS[name]
+    settings, quantise = {**FORMATS, "mxfp4": ({"quant_method": "mxfp4"}, mxfp4)}[name]
     random = np.random.default_rng(7)
     kept: dict[str, tuple[str, Array]] = {}
     meant: dict[str, tuple[str, Array]] = {}

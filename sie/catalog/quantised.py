@@ -35,12 +35,12 @@ class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
     """How the quantised weights of a checkpoint are stored.
 
     scaled: NAME in a small type, and NAME_scale_inv or NAME_scale. packed: NAME_packed, as compressed-tensors packs
-    integers. awq and gptq: the `qweight`, `qzeros` and `scales` of a layer.
+    integers. awq and gptq: the `qweight`, `qzeros` and `scales` of a layer. mxfp4: NAME_blocks and NAME_scales of experts.
     """
 
     name: str
     """The method, in prose."""
-    layout: Literal["scaled", "packed", "awq", "gptq"]
+    layout: Literal["scaled", "packed", "awq", "gptq", "mxfp4"]
     dtypes: tuple[str, ...] = ("I32",)
     """Types of the stored numbers, or of the words that they are packed in, by safetensors' names."""
     bits: int = 8
@@ -255,10 +255,16 @@ def _read_group(place: _Place, form: str) -> Quantisation:
     )  # fmt: skip
 
 
+def _read_mxfp4(place: _Place) -> Quantisation:
+    """Source: transformers 5.23 integrations/mxfp4.py, the layout of gpt-oss."""
+    return Quantisation(name=place.name, layout="mxfp4", dtypes=("U8",), bits=4)
+
+
 _READERS: Final = {
     "FP8": _read_fp8,
     "FBGEMM FP8": _read_fp8,  # which has no blocks
     "AWQ": _read_awq,
     "GPTQ": _read_gptq,
+    "MXFP4": _read_mxfp4,
     "compressed-tensors": _read_compressed,
 }

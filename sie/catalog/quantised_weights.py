@@ -14,6 +14,8 @@ from sie.values.errors import ModelLoadFailed
 _SCALES: Final = ("F16", "BF16", "F32", "F8_E8M0")
 _SCALE_ENDS: Final = ("_scale_inv", "_scale")
 _WORD_BITS: Final = 32
+_MX_BYTES: Final = 16
+"""Bytes of 32 numbers of four bits, which share a scale."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -24,11 +26,12 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class QuantisedWeight(msgspec.Struct, frozen=True, kw_only=True):
-    """A weight (outputs, inputs) whose numbers, scales and perhaps zero points are tensors of their own."""
+    """A weight whose numbers, scales and perhaps zero points are tensors of their own."""
 
     name: str
-    shape: tuple[int, int]
-    """With weight_shape among its parts, the second number is the most that it can be."""
+    shape: tuple[int, ...]
+    """(outputs, inputs), or of MXFP4 (experts, inputs, outputs). With `shape` among its parts, the second number is the
+    most that it can be."""
     block: tuple[int, int]
     """Outputs and inputs that share a scale."""
     num_groups: int
@@ -44,7 +47,9 @@ def plan_weights(model_id: str, found: Quantisation, tensors: Mapping[str, Tenso
     layout has, and if there are no quantised weights.
     """
     plan = _Plan(model_id, found, tensors)
-    read = {"scaled": plan.scaled, "packed": plan.packed, "awq": plan.awq, "gptq": plan.gptq}[found.layout]
+    read = {"scaled": plan.scaled, "packed": plan.packed, "awq": plan.awq, "gptq": plan.gptq, "mxfp4": plan.mxfp4}[
+        found.layout
+    ]
     weights = [read(name) for name in tensors if plan.is_weight(name)]
     if not weights:
         raise refuse(model_id, f"its configuration says that it is quantised with {found.name}, and no weight is")
@@ -68,7 +73,7 @@ class _Plan:
             return False
         if self._found.layout == "scaled":
             return not name.endswith(("_zero_point", *_SCALE_ENDS))
-        return name.endswith(".weight_packed" if self._found.layout == "packed" else ".qweight")
+        return name.endswith({"packed": ".weight_packed", "mxfp4": "_blocks"}.get(self._found.layout, ".qweight"))
 
     def scaled(self, name: str) -> QuantisedWeight:
         shape = self._shape(name)
@@ -122,6 +127,20 @@ class _Plan:
             return self._grouped(name, (outputs, inputs), {})
         self._check(groups, ("I32", "I64"), [(inputs,)])
         return self._grouped(name, (outputs, inputs), {"groups": groups})
+
+    def mxfp4(self, name: str) -> QuantisedWeight:
+        """The weights of all experts of a layer, 32 inputs in 16 bytes."""
+        base = name.removesuffix("_blocks")
+        shape = self._tensors[name].shape
+        if len(shape) != 4 or 0 in shape or shape[3] != _MX_BYTES:
+            raise self._wrong(name, [f"four dimensions, the last one {_MX_BYTES}"])
+        experts, outputs, count, _ = shape
+        parts = {"numbers": name, "scales": f"{base}_scales"}
+        self._check(parts["scales"], ("U8", "F8_E8M0"), [(experts, outputs, count)])
+        inputs = 2 * _MX_BYTES
+        return QuantisedWeight(
+            name=base, shape=(experts, count * inputs, outputs), block=(1, inputs), num_groups=count, parts=parts
+        )
 
     def _grouped(self, name: str, shape: tuple[int, int], parts: dict[str, str]) -> QuantisedWeight:
         """Return a weight of AWQ or GPTQ, which have the scales and zero points of an output in a column."""

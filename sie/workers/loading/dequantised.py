@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -28,6 +29,8 @@ _ROWS: Final = 8
 """Pieces begin at a multiple of this, because a word of AWQ has the numbers of eight outputs."""
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place of each of eight outputs in a word. Source: AutoAWQ's awq/utils/packing_utils.py."""
+_FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of four bits of MXFP4. Source: OCP Microscaling Formats 1.0, section 5.3.3."""
 _THREADS: Final = 4
 """Weights that transformers reads at a time."""
 _PIECE_BYTES: Final = 32 * _PIECE
@@ -62,7 +65,7 @@ def open_dequantised(card: ModelCard, dtype: torch.dtype, device: torch.device) 
         for part in weight.parts.values():
             readers.pop(part, None)  # a scale may belong to several weights
         readers[weight.name] = LazyTensor(layer.shape, partial(layer.dequantise, dtype, device))
-    sizes = sorted(layer.shape[0] * layer.shape[1] * dtype.itemsize for layer in layers)
+    sizes = sorted(prod(layer.shape) * dtype.itemsize for layer in layers)
     _log.info(
         "%s: %d weights are dequantised from %s to %s: %d MiB, and at most %d MiB more while they are read",
         card.id, len(layers), found.name, str(dtype).removeprefix("torch."), sum(sizes) >> 20,
@@ -91,13 +94,15 @@ class _Layer:
             self.shape = self._stored_shape(model_id, weight)
         if "groups" in self._parts:
             groups = self._parts["groups"][...]
-            if found.layout == "packed" and bool((groups == -1).any()):  # written where inputs are in their own order
+            is_unset = found.layout == "packed" and bool((groups == -1).any())  # by compressed-tensors
+            in_order = torch.arange(self.shape[1], dtype=groups.dtype) // self._block[1]
+            if is_unset or torch.equal(groups, in_order):
                 del self._parts["groups"]
             elif len(groups) != self.shape[1] or not bool(((groups >= 0) & (groups < weight.num_groups)).all()):
                 name, last = weight.parts["groups"], weight.num_groups - 1
                 raise refuse(model_id, f"its tensor {name!r} must have a number from 0 to {last} for each input")
 
-    def _stored_shape(self, model_id: str, weight: QuantisedWeight) -> tuple[int, int]:
+    def _stored_shape(self, model_id: str, weight: QuantisedWeight) -> tuple[int, ...]:
         rows, most = weight.shape
         given = self._parts["shape"][...].tolist()
         fits = given[0] == rows and most - 32 // self._found.bits < given[1] <= most
@@ -107,7 +112,9 @@ class _Layer:
         return rows, given[1]
 
     def dequantise(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the weight (outputs, inputs)."""
+        """Return the weight (outputs, inputs), or those of experts (experts, inputs, outputs)."""
+        if self._found.layout == "mxfp4":
+            return self._dequantise_experts(dtype, device)
         rows, columns = self.shape
         parts = {role: tensor[...].to(device) for role, tensor in self._parts.items() if role != "shape"}
         scales = self._grid(parts["scales"].float(), is_column=self._found.layout in ("awq", "gptq"))
@@ -123,6 +130,19 @@ class _Layer:
             weight[first:last] = piece.mul_(self._spread(scales, first, last, groups))
         return weight
 
+    def _dequantise_experts(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        numbers, scales = (self._parts[role][...].to(device) for role in ("numbers", "scales"))
+        values = torch.tensor(_FP4, device=device)
+        weight = torch.empty(self.shape, dtype=dtype, device=device)
+        step = max(1, _PIECE // self.shape[1])
+        for expert in range(len(weight)):
+            for first in range(0, self.shape[2], step):
+                pairs = numbers[expert, first : first + step]
+                piece = values[torch.stack((pairs & 15, pairs >> 4), -1).flatten(2).int()]
+                piece *= scales[expert, first : first + step, :, None].view(torch.float8_e8m0fnu).float()
+                weight[expert, :, first : first + step] = piece.flatten(1).T
+        return weight
+
     def _numbers(self, stored: Tensor, first: int, last: int) -> Tensor:
         """Return rows of the stored numbers (last - first, inputs) as float32."""
         found, bits = self._found, self._found.bits
@@ -131,14 +151,14 @@ class _Layer:
         if found.layout == "packed":
             return (_unpack(stored[first:last], bits)[:, : self.shape[1]] - (1 << bits - 1)).float()
         if found.layout == "gptq":
-            return _unpack(stored[:, first:last].T, bits).float()
-        return _unpack_awq(stored[:, first // _ROWS : -(-last // _ROWS)]).T.float()
+            return _unpack(stored[:, first:last].T.contiguous(), bits).float()
+        return _unpack_awq(stored[:, first // _ROWS : -(-last // _ROWS)]).float()
 
     def _zeros(self, stored: Tensor) -> Tensor:
         """Return the zero points as a grid, as `_grid` does."""
         found = self._found
         if found.layout == "awq":
-            return self._grid(_unpack_awq(stored).float(), is_column=True)
+            return _unpack_awq(stored).float()
         if found.layout == "gptq":
             return self._grid((_unpack(stored, found.bits) + found.zero_shift).float(), is_column=True)
         if found.layout == "packed" and stored.dtype == torch.int32:
@@ -172,6 +192,6 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _unpack_awq(words: Tensor) -> Tensor:
-    """Return the numbers of four bits in AWQ's words (n, m), as (n, 8 m) int32."""
+    """Return the numbers of four bits in AWQ's words (n, m), which are eight outputs each, as (8 m, n) int32."""
     shifts = 4 * torch.tensor(_AWQ_ORDER, dtype=torch.int32, device=words.device)
-    return ((words[:, :, None] >> shifts) & 15).flatten(1)
+    return ((words.T.contiguous()[:, None] >> shifts[:, None]) & 15).flatten(0, 1)

@@ -45,7 +45,7 @@ def safetensors(**tensors: tuple[str, list[int]]) -> bytes:
         ({"_load_in_4bit": True}, "bitsandbytes"),
         ({"quant_method": "torchao"}, "torchao"),
         ({"quant_method": "auto-round", "bits": 4}, "AutoRound"),
-        ({"quant_method": "mxfp4"}, "MXFP4"),
+        ({"quant_method": "mxfp8"}, "MXFP8"),
         ({"quant_method": "modelopt"}, "ModelOpt"),
         ({"quant_method": "hqq"}, "HQQ"),
         ({"quant_method": "tomorrow's"}, "tomorrow's"),
@@ -72,6 +72,8 @@ COMPRESSED = {"format": "float-quantized", "config_groups": {"g": {"weights": PE
 GPTQ = {"a.qweight": ("I32", [2, 16]), "a.qzeros": ("I32", [1, 2]), "a.scales": ("F16", [1, 16])}
 AWQ = {"a.qweight": ("I32", [16, 2]), "a.qzeros": ("I32", [2, 2]), "a.scales": ("F16", [2, 16])}
 SMALL = {"a.weight": ("F8_E4M3", [40, 30]), "a.weight_scale": ("F32", [])}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+EXPERTS = {"e.up_blocks": ("U8", [2, 8, 4, 16]), "e.up_scales": ("U8", [2, 8, 4])}
 BLOCKS = {"a.weight": ("F8_E4M3", [200, 129]), "a.weight_scale_inv": ("F32", [2, 2])}
 
 
@@ -176,6 +178,8 @@ def test_a_setting_that_is_not_served_is_refused_by_its_name(
         ({"quant_method": "gptq", "bits": 4}, GPTQ, {"a.g_idx": ("F16", [16])}, "'a.g_idx' has the shape [16], as F16"),
         ({"quant_method": "gptq", "bits": 4}, GPTQ, {"a.weight": ("F16", [16, 16])}, "it has 'a.weight' twice"),
         ({"quant_method": "gptq", "bits": 4}, GPTQ, {"b.weight_packed": ("I32", [2, 2])}, "'b.weight_packed' is quantised (I32)"),
+        (MXFP4, EXPERTS, {"e.up_scales": ("U8", [2, 8, 3])}, "'e.up_scales' has the shape [2, 8, 3], as U8"),
+        (MXFP4, EXPERTS, {"e.up_blocks": ("U8", [2, 8, 64])}, "'e.up_blocks' has the shape [2, 8, 64]"),
         ({"quant_method": "awq", "bits": 4, "group_size": 8}, AWQ, {"a.scales": ("F16", [1, 16])}, "'a.scales' has the shape [1, 16]"),
         ({"quant_method": "awq", "bits": 4, "group_size": 8}, AWQ, {"a.qzeros": ("I64", [2, 2])}, "'a.qzeros' has the shape [2, 2], as I64"),
         (groups(**INT4), {"a.weight_packed": ("I32", [4, 16]), "a.weight_scale": ("BF16", [4, 1]), "a.weight_shape": ("I64", [2])},
@@ -220,10 +224,10 @@ def test_the_transformer_in_a_folder_of_its_own_is_read(write_files: WriteFiles)
     files = {
         "config.json": None,
         "modules.json": [{"idx": 0, "name": "0", "path": "0_T", "type": "sentence_transformers.models.Transformer"}],
-        "0_T/config.json": {**CONFIG, "quantization_config": {"quant_method": "mxfp4"}},
+        "0_T/config.json": {**CONFIG, "quantization_config": {"quant_method": "hqq"}},
         "0_T/model.safetensors": b"weights",
     }
-    assert "MXFP4" in refusal(write_files(files))
+    assert "HQQ" in refusal(write_files(files))
 
 
 @pytest.mark.parametrize(
