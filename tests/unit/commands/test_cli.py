@@ -271,7 +271,7 @@ def test_models_says_what_preparing_them_refuses(
     directories = {
         "good": _checkpoint(tmp_path / "good"),
         "wordless": _checkpoint(tmp_path / "wordless", tokenizer=None),
-        "quantised": _checkpoint(tmp_path / "quantised", config={"quantization_config": {"quant_method": "awq"}}),
+        "quantised": _checkpoint(tmp_path / "quantised", config={"quantization_config": {"quant_method": "hqq"}}),
     }
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf/m.gguf").write_bytes(b"GGUF, but no more than that")
@@ -282,7 +282,7 @@ def test_models_says_what_preparing_them_refuses(
     found = {row["id"]: row for row in msgspec.json.decode(capsys.readouterr().out)}
     reasons = {
         "wordless": "neither a tokenizer.json nor a vocabulary",
-        "quantised": "quantised with AWQ",
+        "quantised": "quantised with HQQ",
         "gguf": "the GGUF file is damaged",
     }
     for name, reason in reasons.items():
