@@ -71,8 +71,8 @@ class Loads:
     def bind(self, children: Children, not_ready_reason: Callable[[], str], on_first_ready: Callable[[], None]) -> None:
         """Set the children to talk to, and the source of reasons, other than models, for not being ready."""
         self._children = children
-        devices = [worker.place.device for worker in children.workers]
-        self._device_memories = DeviceMemories(self._settings, self._generation, devices)
+        places = [worker.place for worker in children.workers]
+        self._device_memories = DeviceMemories(self._settings, self._generation, places)
         self._staged_reloads = StagedReloads(
             children, self._preparer, self._spawn, on_complete=self._reload, on_failed=self.keep
         )
@@ -308,7 +308,9 @@ class Loads:
         """Load the models elsewhere whose devices are all set aside, if they may be elsewhere."""
         away = self._away()
         for record in self._registry.records.values() if away else ():
-            is_stranded = record.wanted and record.slots and away.issuperset(record.slots)
+            is_stranded = (
+                record.wanted and record.slots and all(record.reaches(leader, away) for leader in record.slots)
+            )
             if is_stranded and self._device_memories.has_place_without(record, away):
                 self._load(record)
 

@@ -5,6 +5,7 @@ Sends nothing itself: the server sends the messages. Times are seconds on a mono
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -85,6 +86,20 @@ class Record(msgspec.Struct):
     def covers(self, leader: int, slot: int) -> bool:
         """Return whether a worker's device holds a part of it, if another worker, or the same, leads its group."""
         return leader <= slot < leader + (1 if self.card is None else self.card.tensor_parallel)
+
+    def reaches(self, leader: int, slots: Collection[int]) -> bool:
+        """Return whether the group of a worker that leads has one of these workers."""
+        return any(self.covers(leader, slot) for slot in slots)
+
+    @property
+    def is_nowhere(self) -> bool:
+        """Whether no worker has it, nor was chosen to load it, nor has failed to."""
+        return self.slots is None and self.error is None and not any(place.is_there for place in self.places.values())
+
+    def is_expected(self, slot: int) -> bool:
+        """Return whether a worker will load it as soon as it is there."""
+        is_chosen = self.wanted and self.slots is not None and slot in self.slots
+        return is_chosen and self.error is None and not self.place(slot).is_there
 
     def is_moving(self, slot: int) -> bool:
         """Return whether a worker is loading or unloading it."""

@@ -9,6 +9,7 @@ from sie.config.generation_settings import Generation
 from sie.config.sections import Models
 from sie.ipc.messages import ModelReport
 from sie.supervisor.device_memory import DeviceMemories
+from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import Memory
 from sie.supervisor.model_registry import ModelRegistry
 from sie.values.card import ModelCard
@@ -23,7 +24,7 @@ class Gpu:
 
     def __init__(self, device="cuda:0"):
         self.device = device
-        self.memories = DeviceMemories(Models(), Generation(), [device])
+        self.memories = DeviceMemories(Models(), Generation(), [WorkerSlot(device)])
         self.registry = ModelRegistry(30.0)
 
     @property
