@@ -61,9 +61,11 @@ class DeviceMemories:
         else:
             self._memory.pop(device, None)
 
-    def has_place_without(self, record: Record, away: Collection[int]) -> bool:
-        """Return whether a model may load on workers without those in the slots `away`."""
-        return record.card is not None and bool(self._slots_without(record, away))
+    def has_place_without(self, record: Record, records: Collection[Record], away: Collection[int]) -> bool:
+        """Return whether a model finds room on workers without those in the slots `away`."""
+        if record.card is None or not self._slots_without(record, away):
+            return False
+        return not self.plan_load(record, records, away).refusal
 
     def _slots_without(self, record: Record, away: Collection[int]) -> list[int]:
         size = 1 if record.card is None else record.card.tensor_parallel
@@ -128,9 +130,10 @@ class DeviceMemories:
     def _place(self, record: Record, slot: int, others: list[Record]) -> Place:
         """Return what a load would need on a worker's device, and on those of its neighbours in a group."""
         assert record.card is not None
-        members = self._devices[slot : slot + record.card.tensor_parallel]
+        slots = range(slot, slot + record.card.tensor_parallel)
+        members = [self._devices[member] for member in slots]
         is_there = record.place(slot).is_there
-        used = max(sum(self._bytes_on(device, other) for other in others) for device in members)
+        used = max(sum(self._bytes_at(member, other) for other in others) for member in slots)
         place = Place(slot=slot, is_there=is_there, used_bytes=used)
         if is_there or members[0] == "cpu":
             return place
@@ -157,14 +160,11 @@ class DeviceMemories:
         """Return whether anything is known that limits a device's models."""
         return device in self._memory or bool(self._policy.max_model_bytes)
 
-    def _bytes_on(self, device: str, record: Record) -> int:
-        """Return an estimate of a model's memory on a device, for all workers there that have it or will have it."""
-        slots = self._slots(device)
-        leaders = [
-            slot for slot in range(len(self._devices)) if record.place(slot).is_there or record.is_expected(slot)
-        ]
-        count = sum(record.covers(leader, slot) for leader in leaders for slot in slots)
-        return count * self._needed(record, device) if count else 0
+    def _bytes_at(self, slot: int, record: Record) -> int:
+        """Return an estimate of a model's memory at a worker, if that has it or will have it."""
+        leaders = [one for one in range(len(self._devices)) if record.place(one).is_there or record.is_expected(one)]
+        is_here = any(record.covers(leader, slot) for leader in leaders)
+        return self._needed(record, self._devices[slot]) if is_here else 0
 
     def pressure_victim(self, slot: int, records: Collection[Record]) -> str | None:
         """Return the model to unload because a worker's device is over its limit, or None.

@@ -305,13 +305,13 @@ class Loads:
         return {worker.slot for worker in self._children.workers if worker.state in ("lost", "gone")}
 
     def _move_stranded(self) -> None:
-        """Load the models elsewhere whose devices are all set aside, if they may be elsewhere."""
-        away = self._away()
-        for record in self._registry.records.values() if away else ():
+        """Load the models elsewhere of which each copy has lost a device, if there is room; otherwise they wait for it."""
+        away, records = self._away(), self._registry.records.values()
+        for record in records if away else ():
             is_stranded = (
                 record.wanted and record.slots and all(record.reaches(leader, away) for leader in record.slots)
             )
-            if is_stranded and self._device_memories.has_place_without(record, away):
+            if is_stranded and self._device_memories.has_place_without(record, records, away):
                 self._load(record)
 
     def _end_overdue(self, now_s: float) -> None:

@@ -110,7 +110,25 @@ def test_a_group_that_has_lost_a_member_gets_nothing():
     records = host.registry.records.values()
     assert host.memories.plan_load(divided, records, {1}).slots == (2,)
     assert host.memories.plan_load(divided, records, {1, 2}).slots == (0, 2)
-    assert not host.memories.has_place_without(divided, {1, 2})
+    assert not host.memories.has_place_without(divided, records, {1, 2})
+
+
+def test_a_model_leaves_a_lost_device_only_for_one_with_room():
+    host = Host(GPUS[:2])
+    full, lost = host.add("full", 60, devices=("cuda:0",)), host.add("lost", 60, replicas=1)
+    host.load(full, 60)
+    records = host.registry.records.values()
+    assert host.load(lost, 60) == (1,)
+    host.plan(lost)
+    assert host.memories.has_place_without(lost, records, {1})
+    full.is_pinned = True
+    assert not host.memories.has_place_without(lost, records, {1})
+
+
+def test_replicas_on_a_cpu_go_to_the_worker_with_the_least():
+    host = Host(["cpu", "cpu"])
+    assert host.load(host.add("a", 1, replicas=1), 1) == (0,)
+    assert host.load(host.add("b", 1, replicas=1), 1) == (1,)
 
 
 def test_named_devices_are_all_necessary():
