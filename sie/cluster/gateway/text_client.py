@@ -7,6 +7,7 @@ cache they filled. Until the client was sent something, a lost host's request st
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import hashlib
 import itertools
 import time
@@ -98,6 +99,8 @@ class RemoteRun:
         self.pool, self.lane = host.beat.pool, host.lane
         self.num_attempts = 1
         self.tried = {self.host}
+        self.context = contextvars.copy_context()
+        """That of the request, by which hosts are chosen: its pool, its machine profile and its key."""
         self.has_begun = asyncio.Event()
         self._client = client
         self._pending = TextPending(self, deadline_ns)
@@ -362,11 +365,12 @@ class TextClient:
         if error.code not in _ELSEWHERE or run.num_attempts >= _MAX_ATTEMPTS:
             return False
         try:
-            host = self._choose(run.model, run.work.request, run.tried)
+            host = run.context.run(self._choose, run.model, run.work.request, run.tried)
         except SieError:
             return False
         old_id, old_host = run.work.id, run.host
-        work = msgspec.structs.replace(run.work, id=f"{self._gateway}-t{next(self._numbers)}")
+        reply_to = answer_subject(self._gateway, host.beat.pool, "text")
+        work = msgspec.structs.replace(run.work, id=f"{self._gateway}-t{next(self._numbers)}", reply_to=reply_to)
         if not run.restart(work, host):
             return False
         self._runs.pop(old_id, None)
