@@ -28,10 +28,14 @@ from sie.supervisor.placement import Place, choose_places, leading_slots, names_
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision on a load: now, later (after evictions or other loads), or never. slots are the workers that load it."""
+    """The decision on a load: now, later (after evictions or other loads), or never.
+
+    slots are the workers that load it; victims are the models to unload first, each with the workers whose memory it
+    is about.
+    """
 
     slots: tuple[int, ...] = ()
-    victims: tuple[str, ...] = ()
+    victims: dict[str, tuple[int, ...]] = {}
     must_wait: bool = False
     refusal: str = ""
 
@@ -95,7 +99,7 @@ class DeviceMemories:
             return LoadPlan(refusal=_refusal(device, self._needed(record, device), least.short_bytes))
         return LoadPlan(
             slots=tuple(place.slot for place in chosen),
-            victims=tuple(dict.fromkeys(model for place in chosen for model in place.victims)),
+            victims=_victims_at(chosen, size),
             must_wait=any(place.must_wait or place.victims for place in chosen),
         )
 
@@ -125,7 +129,8 @@ class DeviceMemories:
         victims, short = plan_evictions(self._policy, self._memory.get("cpu"), self._tenants("cpu", others), needed)
         if short:
             return LoadPlan(refusal=_refusal("cpu", needed, short))
-        return LoadPlan(slots=slots, victims=tuple(victims), must_wait=bool(victims))
+        everywhere = tuple(range(len(self._devices)))
+        return LoadPlan(slots=slots, victims=dict.fromkeys(victims, everywhere), must_wait=bool(victims))
 
     def _place(self, record: Record, slot: int, others: list[Record]) -> Place:
         """Return what a load would need on a worker's device, and on those of its neighbours in a group."""
@@ -148,7 +153,7 @@ class DeviceMemories:
                 continue
             tenants = self._tenants(device, others)
             own, missing = plan_evictions(self._policy, self._memory.get(device), tenants, needed)
-            victims += own
+            victims += [model for model in own if model not in victims]
             short = max(short, missing)
         return msgspec.structs.replace(place, victims=tuple(victims), short_bytes=short, must_wait=must_wait)
 
@@ -214,6 +219,14 @@ class DeviceMemories:
                     )
                 )
         return tenants
+
+
+def _victims_at(places: list[Place], size: int) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for place in places:
+        for model in place.victims:
+            found[model] = (*found.get(model, ()), *range(place.slot, place.slot + size))
+    return found
 
 
 def _why_nowhere(devices: list[str], size: int, spec: ModelSpec, slots: list[int]) -> str:

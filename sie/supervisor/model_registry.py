@@ -6,7 +6,7 @@ Sends nothing itself: the server sends the messages. Times are seconds on a mono
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -28,6 +28,10 @@ _PERMANENT_CLASSES = frozenset({"GATED", "NOT_FOUND", "DEPENDENCY", "CONFIG"})
 _COOL_DOWNS = {"OOM": 2, "STORAGE": 2, "DEVICE": 4, "UNKNOWN": 20}
 """The first cool-down of each error class, as a multiple of load_retry_s; 1 for all others."""
 # SIE API reference, section 12: 60, 60, 600 and 30 s; doubled with each attempt up to 1,800 s; at most eight attempts.
+
+
+_UNPLANNED: Final = (Event.SHORT, Event.FAIL, Event.RELEASE, Event.DISMISS, Event.RELOAD)
+"""After these, the next load chooses its workers anew."""
 
 
 class Record(msgspec.Struct):
@@ -74,6 +78,8 @@ class Record(msgspec.Struct):
     def apply(self, event: Event) -> None:
         """Change the stage as the table says."""
         self.stage = next_stage(self.stage, event)
+        if event in _UNPLANNED:
+            self.slots = None
 
     def apply_at(self, slot: int, event: PlaceEvent) -> None:
         """Change the state on one worker as the table says."""

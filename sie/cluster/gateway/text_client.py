@@ -54,7 +54,6 @@ from sie.values.generate import (
     GenerateUsage,
     PromptScored,
     ReasoningDelta,
-    Started,
     TextDelta,
     ToolCallDelta,
 )
@@ -86,6 +85,9 @@ class TextPending:
         """Do nothing: the host stops its own choices."""
 
 
+_NOTHING: Final = GenerateUsage(prompt_tokens=0, completion_tokens=0)
+
+
 class RemoteRun:
     """One answer that a host generates. Take its events once, with `wait` or `async for`, or the whole with `whole`."""
 
@@ -109,7 +111,7 @@ class RemoteRun:
         self._sequence = 0
         self._error: SieError | None = None
         self._is_sent = False
-        self._usage = GenerateUsage(prompt_tokens=0, completion_tokens=0)
+        self._usage = _NOTHING
         self._last_ns = 0
 
     @property
@@ -148,6 +150,11 @@ class RemoteRun:
             self.num_prompts, self.prompts = frame.num_prompts, frame.prompts
             self.has_begun.set()
         self._events += events
+        if frame.prompt_tokens:
+            self._usage = GenerateUsage(prompt_tokens=frame.prompt_tokens, completion_tokens=frame.completion_tokens)
+        for event in events:
+            if isinstance(event, Ended):
+                self._usage = event.usage
         self._measure(events, now_ns)
         if events:
             self._pending.deadline_ns = now_ns + idle_ns
@@ -174,7 +181,7 @@ class RemoteRun:
         self.work, self.host, self.pool, self.lane = work, host.beat.host, host.beat.pool, host.lane
         self.tried.add(self.host)
         self.num_attempts += 1
-        self._events, self._sequence = [], 0
+        self._events, self._sequence, self._usage = [], 0, _NOTHING
         return True
 
     def fail(self, error: SieError) -> None:
@@ -214,11 +221,7 @@ class RemoteRun:
         events, self._events = self._events, []
         if not events and self._error is not None:
             raise self._error
-        for event in events:
-            if isinstance(event, Started):
-                self._usage = GenerateUsage(prompt_tokens=event.prompt_tokens, completion_tokens=0)
-            elif isinstance(event, Ended):
-                self.is_over, self._usage = True, event.usage
+        self.is_over = self.is_over or any(isinstance(event, Ended) for event in events)
         if not events and self.is_done and not self.is_over:
             raise Internal("the host ended an answer that it had not finished")
         return events
@@ -272,7 +275,7 @@ class RemoteRun:
         )
 
     def usage(self) -> GenerateUsage:
-        """Return the usage; until the answer is complete, that of the prompt."""
+        """Return the usage up to the last frame, whether its events were taken or not."""
         return self._usage
 
 

@@ -81,7 +81,7 @@ def test_where_no_device_has_room_one_makes_it():
     host.load(host.add("a", 60, devices=("cuda:0",)), 60)
     host.load(host.add("b", 50, devices=("cuda:1", "cuda:2", "cuda:3")), 50)
     plan = host.plan(host.add("large", 40))
-    assert (plan.slots, plan.victims, plan.must_wait) == ((1,), ("b",), True)
+    assert (plan.slots, plan.victims, plan.must_wait) == ((1,), {"b": (1,)}, True)
 
 
 def test_models_of_the_start_get_a_copy_each_before_one_of_them_gets_two():
@@ -170,9 +170,9 @@ def test_a_group_takes_a_part_of_the_memory_of_each_member():
     assert host.load(host.add("b", 40, replicas=1), 40) == (2,)
     assert host.plan(host.add("c", 30)).slots == (3, 2)
     wide = host.add("wide", 140, tensor_parallel=2)
-    assert (host.plan(wide).slots, host.plan(wide).victims) == ((2,), ("b",))
+    assert (host.plan(wide).slots, host.plan(wide).victims) == ((2,), {"b": (2, 3)})
     host.registry.records["b"].is_pinned = True
-    assert (host.plan(wide).slots, host.plan(wide).victims) == ((0,), ("divided",))
+    assert (host.plan(wide).slots, host.plan(wide).victims) == ((0,), {"divided": (0, 1)})
     host.registry.records["divided"].is_pinned = True
     assert "on cuda:" in host.plan(wide).refusal
 

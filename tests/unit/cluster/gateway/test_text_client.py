@@ -74,12 +74,22 @@ class Bench:
         return await starting
 
     def frame(
-        self, sequence: int, *events: GenerateEvent, is_over: bool = False, error: SieError | None = None
+        self, sequence: int, *events: GenerateEvent, is_over: bool = False, error: SieError | None = None, tokens: int = 0
     ) -> None:  # fmt: skip
         wire = to_wire(error) if error is not None else None
         work_id = self.sent()[-1][1].id
         self.client.on_frame(
-            TextFrame(VERSION, work_id, sequence, encode_events(events), is_over, wire, num_prompts=int(not sequence)),
+            TextFrame(
+                VERSION,
+                work_id,
+                sequence,
+                encode_events(events),
+                is_over,
+                wire,
+                num_prompts=int(not sequence),
+                prompt_tokens=7 if tokens else 0,
+                completion_tokens=tokens,
+            ),
             ANSWER,
         )
 
@@ -115,12 +125,11 @@ def test_events_come_in_order_and_the_whole_is_joined():
     run(test)
 
 
-def test_usage_is_the_prompts_until_the_answer_is_complete():
+def test_usage_is_that_of_the_last_frame_whether_it_was_read_or_not():
     async def test(bench: Bench) -> None:
         answer = await bench.start()
-        bench.frame(1, Started(7, 0), TextDelta(0, "a"))
-        await answer.wait(1.0)
-        assert (answer.usage().prompt_tokens, answer.usage().completion_tokens) == (7, 0)
+        bench.frame(1, Started(7, 0), TextDelta(0, "a"), tokens=3)
+        assert (answer.usage().prompt_tokens, answer.usage().completion_tokens) == (7, 3)
         bench.frame(2, *END, is_over=True)
         await answer.wait(1.0)
         assert answer.usage().completion_tokens == 2
