@@ -202,8 +202,7 @@ def _read_gptq(place: _Place) -> Quantisation:
     place.one_of("pack_dtype", ("int32",), "int32")
     if place.settings.get("is_marlin_format"):
         raise place.unserved(f"{place.field}.is_marlin_format", True, "only false")
-    dynamic = place.settings.get("dynamic") or {}
-    changed = next((str(rule) for rule in dynamic if not str(rule).startswith("-")), None)
+    changed = next((rule for rule in _object(place.settings, "dynamic") if not rule.startswith("-")), None)
     if changed is not None:
         raise place.unserved(f"{place.field}.dynamic", changed, "only the same settings for all layers, or none (-:)")
     zero_shift = 1 if form == "gptq" else 0
@@ -226,7 +225,7 @@ def _read_compressed(place: _Place) -> Quantisation:
     found = [
         _read_group(place.part(f"config_groups.{name}", group), form)
         for name, group in groups.items()
-        if isinstance(group, dict) and group.get("weights") is not None
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict)
     ]
     if not found or any(group != found[0] for group in found):
         given = f"{len(found)} groups with weights"

@@ -110,9 +110,14 @@ def test_the_experts_of_gpt_oss_are_dequantised(tmp_path: Path) -> None:
     assert_same(load(tmp_path / "quantised"), load(tmp_path / "plain"))
 
 
-def test_the_language_model_of_a_checkpoint_that_reads_images_is_dequantised(tmp_path: Path) -> None:
-    save_whole(tmp_path / "source", "Gemma 3, translategemma")
-    save_quantised(tmp_path / "source", tmp_path / "quantised", tmp_path / "plain", "packed int4")
+@pytest.mark.parametrize(
+    ("whole", "name"), [("Gemma 3, translategemma", "packed int4"), ("Mistral 3", "fp8 by tensor")]
+)
+def test_the_language_model_of_a_checkpoint_that_reads_images_is_dequantised(
+    tmp_path: Path, whole: str, name: str
+) -> None:
+    save_whole(tmp_path / "source", whole)
+    save_quantised(tmp_path / "source", tmp_path / "quantised", tmp_path / "plain", name)
     assert_same(load(tmp_path / "quantised"), load(tmp_path / "plain"))
 
 
