@@ -80,6 +80,8 @@ _TICK_S: Final = 0.02
 _MAX_TOUCH_S: Final = 5.0
 _CLUSTER_FRAME_S: Final = 1.0
 _MS_PER_DAY: Final = 86_400_000
+_MAX_ENCODED: Final = 2
+"""Large answers at a time that are encoded, or encoded and not yet counted as held. Else a late loop would let them pile up."""
 _HTTP: Final = ("http", "gateway")
 """The protocols of processes behind Granian."""
 
@@ -108,6 +110,8 @@ class FrontendProcess:
         self._pool = ThreadPoolExecutor(2, "tokenize")
         self.decode_pool = ThreadPoolExecutor(2, "decode")
         """Threads for large bodies of all dialects."""
+        self.encoding = asyncio.Semaphore(_MAX_ENCODED)
+        """Held from before an answer is encoded on a thread until it is handed to its client's connection."""
         self.models = ModelTable(
             self._pool, self.request_load, loading_retry_after_s=settings.models.loading_retry_after_s
         )
@@ -186,8 +190,8 @@ class FrontendProcess:
         return Tensors(
             self.engine, self.models, self.admin, self._pool,
             texts=texts, images=TensorImages(self._images, limits=lambda: self.settings.limits),
-            watch=self.watch_client, decode_pool=self.decode_pool, served=self.metrics.record_last_inference,
-            regions=Regions(Path(self._launch.control_path).parent / "regions", lambda: self.settings.limits),
+            watch=self.watch_client, decode_pool=self.decode_pool, encoding=self.encoding,
+            served=self.metrics.record_last_inference, regions=Regions(Path(self._launch.control_path).parent / "regions", lambda: self.settings.limits),
         )  # fmt: skip
 
     def _make_status_hub(
