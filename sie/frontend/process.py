@@ -25,10 +25,10 @@ from sie.frontend.access.host_check import open_host_check
 from sie.frontend.engine.attaching import Attaching
 from sie.frontend.engine.disconnects import ClientWatch
 from sie.frontend.engine.engine import ShmEngine
-from sie.frontend.http.backlog import limit_unread_time
 from sie.frontend.http.body import BodyReader, body_limits
 from sie.frontend.http.cors import Cors
 from sie.frontend.http.held_bytes import HeldBytes
+from sie.frontend.http.listeners import limit_unread_time, steer_to, stop_steering
 from sie.frontend.http.unread import UnreadAnswers
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.models.adapter_lookup import AdapterTable
@@ -404,7 +404,9 @@ class FrontendProcess:
                 self.certificates = message
             case messages.TookConfigs():
                 self.on_configs(message)
-            case messages.Retire():
+            case messages.Retire(newest):
+                if newest is not None:
+                    steer_to(newest)
                 self._turn_away()
             case messages.Drain():
                 self.is_draining = True
@@ -433,6 +435,7 @@ class FrontendProcess:
                 await asyncio.sleep(0.01)
                 continue
             writer.close()
+            stop_steering()  # the frontend that we replace steered connections away from itself
             break
         self._limit_unread_time()
         if self.remote is not None:
