@@ -45,6 +45,11 @@ class HeldBytes:
         self._warn_s = 0.0
         self._holdings: set[Holding] = set()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether more is held than the limit, by the sizes that are known."""
+        return self.num_bytes > self.max_bytes
+
     def put(self, holding: Holding, num_bytes: int) -> None:
         """Record that a holding has num_bytes now."""
         if holding.is_cut:
@@ -58,13 +63,13 @@ class HeldBytes:
 
     def tick(self) -> None:
         """Cut holdings until the rest is within the limit. The process's tick calls this."""
-        if self.num_bytes <= self.max_bytes:
+        if not self.is_over:
             return
         for holding in list(self._holdings):
             self.put(holding, min(holding.num_held, holding.measure()))
         waiting = [holding for holding in self._holdings if holding.can_be_cut]
         waiting.sort(key=lambda holding: holding.num_held)
-        while waiting and self.num_bytes > self.max_bytes:
+        while waiting and self.is_over:
             largest = waiting.pop()
             self._warn(largest)
             self.put(largest, 0)

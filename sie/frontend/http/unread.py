@@ -143,13 +143,19 @@ class UnreadAnswers:
             self._watched.discard(key)
 
     def tick(self, now_ns: int) -> None:
-        """Check from time to time which answers were read. The process's tick calls this."""
-        if not (self._answers or self._unix) or now_ns < self._check_ns:
+        """Check from time to time which answers were read. The process's tick calls this.
+
+        Over the limit, answers over a Unix socket are checked at each call: one without a connection cannot be cut.
+        """
+        if not (self._answers or self._unix):
             return
-        self._update(list(self._answers))
-        self._update_unix()
-        took_ns = time.monotonic_ns() - now_ns
-        self._check_ns = now_ns + max(_CHECK_NS, _MIN_REST * took_ns)
+        if now_ns >= self._check_ns:
+            self._update(list(self._answers))
+            self._update_unix()
+            took_ns = time.monotonic_ns() - now_ns
+            self._check_ns = now_ns + max(_CHECK_NS, _MIN_REST * took_ns)
+        elif self._held.is_over:
+            self._update_unix()
 
     def _update_unix(self) -> None:
         if self._unix:

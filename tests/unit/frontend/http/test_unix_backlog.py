@@ -122,3 +122,17 @@ def is_shut(ours: socket.socket) -> bool:
         return ours.recv(1) == b""
     except BlockingIOError:
         return False
+
+
+def test_over_the_limit_a_new_answer_is_looked_at_without_a_pause(
+    pairs: list[Pair], held: HeldBytes, answers: UnreadAnswers
+) -> None:
+    now_ns = time.monotonic_ns()
+    for ours, _ in pairs:
+        fill(ours)
+        answers.add(ASKED, BIG + 1)
+        now_ns += 1_000_000  # far less than the usual pause between two looks
+        answers.tick(now_ns)
+        held.tick()
+        assert held.num_bytes <= 2 * BIG
+    assert sum(is_shut(ours) for ours, _ in pairs) == 2
