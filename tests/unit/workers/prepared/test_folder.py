@@ -59,7 +59,7 @@ def test_other_versions_of_the_model_go(tmp_path: Path) -> None:
 
 def test_a_file_that_a_worker_maps_stays_until_it_lets_go(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
-    old, other = Name("m2", "v1"), Name("m1", "v1")
+    old, other = _name("m2", "v1"), _name("m1", "v1")
     for name in (old, other):
         with closing(Writer(folder.file_of(name), 1 << 20)) as writer:
             writer.add("a", np.ones(9, np.uint8), "ones", (9,))
