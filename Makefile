@@ -48,7 +48,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help serve cluster native smoke test integrations gpu check fix bench peers chaos escapes agents-sdk kills soak wheel deploy clean
 
 help: ## list the commands
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 21
 
 serve: $(VENV)/.serve $(NATIVE) ## serve the bundled model on 127.0.0.1:8080
 	@exec $(BIN)/sie serve $(ARGS)

@@ -1,13 +1,15 @@
 """Builds the card of a generating model from a GGUF file, and converts its tokenizer to a `tokenizer.json`.
 
 The file's metadata contain nearly everything. transformers interprets them for each architecture, and later reads the
-weights too. Imports gguf and transformers when called. Only the prepare helper calls it.
+weights too. The cache keeps what it made of them, so a later start does not import it. Imports gguf when called. Only
+the prepare helper calls it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -17,12 +19,13 @@ import msgspec
 from sie.catalog.files import refuse
 from sie.catalog.generation import kv_token_bytes, make_rule
 from sie.catalog.gguf_architectures import unread_field
-from sie.catalog.tokenizer import keep_tokenizer
+from sie.catalog.tokenizer import keep_text, keep_tokenizer
 from sie.catalog.unserved import check_layers
 from sie.values.card import ModelCard
 from sie.values.generate import GenerateRule
 
 SUFFIX: Final = ".gguf"
+_FOLDER: Final = "gguf"
 _SPECIALS: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _MOST_VALUES: Final = 1024
 """Longer fields belong to the vocabulary."""
@@ -31,6 +34,14 @@ _SPLITS_DIGITS: Final = ("starcoder", "refact", "command-r", "smollm", "codeshel
 Source: llama.cpp, src/llama-vocab.cpp."""
 _ENDS: Final = ("eos", "eot", "eom")
 """Names of the token ids that end an answer: end of text, of a turn, of a message."""
+
+
+class _Config(msgspec.Struct, frozen=True, kw_only=True):
+    """What is used of transformers' configuration. `values` are its whole numbers."""
+
+    context_length: int
+    vocab_size: int
+    values: dict[str, int]
 
 
 def find_gguf(model_id: str, directory: str) -> str:
@@ -52,12 +63,10 @@ def find_gguf(model_id: str, directory: str) -> str:
 
 
 def read_gguf_card(model_id: str, path: str, cache_dir: str) -> ModelCard:
-    """Return the card of a GGUF model and convert its tokenizer; imports transformers.
+    """Return the card of a GGUF model and convert its tokenizer; imports transformers unless the cache has both.
 
     Raises ModelLoadFailed for a damaged file, a split file, and an architecture that transformers does not know.
     """
-    from sie.catalog.gguf_reader import reading_with
-
     reader = _open(model_id, path)
     fields, counts = _read_fields(model_id, reader)
     if fields.get("split.count", 0) not in (0, 1):
@@ -65,9 +74,15 @@ def read_gguf_card(model_id: str, path: str, cache_dir: str) -> ModelCard:
     if unread := unread_field(fields):
         raise refuse(model_id, f"its GGUF metadata set {unread} to {fields[unread]!r}, which is not computed")
     check_layers(model_id, {name: value for name, value in fields.items() if name.endswith(".block_count")})
-    with reading_with(lambda *_arguments, **_options: reader):  # the file is read only once
-        config = _read_config(model_id, path)
-        tokenizer_file = _convert_tokenizer(model_id, path, int(reader.data_offset), cache_dir, fields)
+    splits_digits = fields.get("tokenizer.ggml.pre") in _SPLITS_DIGITS
+    fingerprint = _fingerprint(path, int(reader.data_offset), "digits " if splits_digits else "")
+    config = _read_config(model_id, path, Path(cache_dir, _FOLDER, f"{fingerprint}.json"))
+    tokenizer_file = keep_tokenizer(
+        model_id,
+        cache_dir,
+        fingerprint,
+        lambda: _convert_tokenizer(model_id, path, reader, splits_digits=splits_digits),
+    )
     architecture = str(fields.get("general.architecture", ""))
     rule = _read_rule(model_id, fields, config)
     return ModelCard(
@@ -77,7 +92,7 @@ def read_gguf_card(model_id: str, path: str, cache_dir: str) -> ModelCard:
         architecture=architecture,
         outputs=("generate",),
         max_sequence_length=rule.context_length,
-        vocab_size=int(config.vocab_size),
+        vocab_size=config.vocab_size,
         num_weights=sum(counts),
         tokenizer_file=tokenizer_file,
         generate=msgspec.structs.replace(rule, gguf_file=path),
@@ -109,18 +124,34 @@ def _read_fields(model_id: str, reader: Any) -> tuple[dict[str, Any], list[int]]
         raise refuse(model_id, f"the GGUF file is damaged: {type(error).__name__}: {error}", "STORAGE") from error
 
 
-def _read_config(model_id: str, path: str) -> Any:
+def _read_config(model_id: str, path: str, kept: Path) -> _Config:
+    """Return what transformers makes of a file's metadata, from the cached file if it is there and whole."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(kept.read_bytes(), type=_Config)
+    config = _convert_config(model_id, path)
+    keep_text(model_id, kept, msgspec.json.encode(config).decode(), "configuration")
+    return config
+
+
+def _convert_config(model_id: str, path: str) -> _Config:
     from transformers import AutoConfig
+
+    from sie.catalog.gguf_reader import WeightsReader, reading_with
 
     load: Callable[..., Any] = AutoConfig.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     try:
-        return load(str(Path(path).parent), gguf_file=Path(path).name, local_files_only=True)
+        with reading_with(WeightsReader):
+            config = load(str(Path(path).parent), gguf_file=Path(path).name, local_files_only=True)
     except Exception as error:  # an unknown architecture is a ValueError, missing fields may raise any error
         raise refuse(model_id, f"transformers cannot read its GGUF metadata: {error}") from error
+    return _Config(
+        context_length=int(config.max_position_embeddings),
+        vocab_size=int(config.vocab_size),
+        values={name: value for name, value in config.to_dict().items() if type(value) is int},  # true is no number
+    )
 
 
-def _read_rule(model_id: str, fields: dict[str, Any], config: Any) -> GenerateRule:
-    values: dict[str, Any] = config.to_dict()
+def _read_rule(model_id: str, fields: dict[str, Any], config: _Config) -> GenerateRule:
     ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
     template = fields.get("tokenizer.chat_template", "")
     rule = make_rule(
@@ -128,36 +159,38 @@ def _read_rule(model_id: str, fields: dict[str, Any], config: Any) -> GenerateRu
         template=template if isinstance(template, str) else "",
         tool_template="",
         specials={known: fields[name] for name, known in _SPECIALS.items() if name in fields},
-        context_length=int(config.max_position_embeddings),
+        context_length=config.context_length,
         eos_token_ids=tuple(dict.fromkeys(number for number in ends if isinstance(number, int))),
         defaults={},
     )
-    return msgspec.structs.replace(rule, kv_token_bytes=kv_token_bytes(values))
+    return msgspec.structs.replace(rule, kv_token_bytes=kv_token_bytes(config.values))
 
 
-def _convert_tokenizer(model_id: str, path: str, header_bytes: int, cache_dir: str, fields: Mapping[str, Any]) -> str:
-    """Return the path of the `tokenizer.json` made from a file's metadata; the cache key is those metadata."""
+def _fingerprint(path: str, header_bytes: int, salt: str) -> str:
+    """Return a digest of a file's metadata, of the library that interprets them, and of a rule of our own."""
     from importlib.metadata import version  # imports a mail parser
 
-    splits_digits = fields.get("tokenizer.ggml.pre") in _SPLITS_DIGITS
-    salt = "digits " if splits_digits else ""
     digest = hashlib.blake2b(f"{salt}{version('transformers')}".encode(), digest_size=16)
     with Path(path).open("rb") as file:
         digest.update(file.read(header_bytes))
+    return digest.hexdigest()
 
-    def convert() -> str:
-        from transformers import AutoTokenizer
 
-        load: Callable[..., Any] = AutoTokenizer.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        try:
+def _convert_tokenizer(model_id: str, path: str, reader: Any, *, splits_digits: bool) -> str:
+    """Return the text of the `tokenizer.json` made from a file's metadata, which the reader has read."""
+    from transformers import AutoTokenizer
+
+    from sie.catalog.gguf_reader import reading_with
+
+    load: Callable[..., Any] = AutoTokenizer.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    try:
+        with reading_with(lambda *_arguments, **_options: reader):  # the vocabulary is read only once
             tokenizer = load(str(Path(path).parent), gguf_file=Path(path).name, local_files_only=True)
-        except Exception as error:  # each family fails in its own way
-            raise refuse(model_id, f"its GGUF tokenizer cannot be converted: {error}") from error
-        if splits_digits:
-            tokenizer.backend_tokenizer.pre_tokenizer = _digits_apart()
-        return tokenizer.backend_tokenizer.to_str()
-
-    return keep_tokenizer(model_id, cache_dir, digest.hexdigest(), convert)
+    except Exception as error:  # each family fails in its own way
+        raise refuse(model_id, f"its GGUF tokenizer cannot be converted: {error}") from error
+    if splits_digits:
+        tokenizer.backend_tokenizer.pre_tokenizer = _digits_apart()
+    return tokenizer.backend_tokenizer.to_str()
 
 
 def _digits_apart() -> Any:

@@ -60,9 +60,13 @@ def keep_tokenizer(model_id: str, cache_dir: str, fingerprint: str, convert: Cal
     convert.
     """
     path = Path(cache_dir, _FOLDER, f"{fingerprint}.json")
-    if _is_whole(path):
-        return str(path)
-    text = convert()
+    if not _is_whole(path):
+        keep_text(model_id, path, convert(), "tokenizer")
+    return str(path)
+
+
+def keep_text(model_id: str, path: Path, text: str, what: str) -> None:
+    """Write a file of the cache atomically; what names it in the ModelLoadFailed that is raised if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
@@ -75,8 +79,7 @@ def keep_tokenizer(model_id: str, cache_dir: str, fingerprint: str, convert: Cal
                 Path(file.name).unlink(missing_ok=True)
                 raise
     except OSError as error:
-        raise refuse(model_id, f"its tokenizer cannot be written to {path}: {error.strerror}", "STORAGE") from error
-    return str(path)
+        raise refuse(model_id, f"its {what} cannot be written to {path}: {error.strerror}", "STORAGE") from error
 
 
 def check_pieces(model_id: str, tokenizer_file: str) -> None:

@@ -147,7 +147,7 @@ def agents(config_file: str | None, **flags: Any) -> int:
     """
     loaded = _warned(_load(config_file, flags))
     if not loaded.settings.agents.agent_socket:
-        raise SettingsError("agent_socket: `sie agents` needs the path of its socket")
+        raise SettingsError("agent_socket: `sie agents` needs the path of its socket (--agent-socket PATH)")
     from sie.agents.host.main import serve_service
 
     try:

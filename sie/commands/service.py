@@ -32,6 +32,12 @@ def _check_user(ctx: click.Context, param: click.Parameter, value: str) -> str:
     return value
 
 
+def _check_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    if value not in PLACES:
+        raise click.BadParameter(f"{value!r} is not one of {', '.join(PLACES)}", ctx, param, param_hint="FILE")
+    return value
+
+
 @click.group()
 def service() -> None:
     """Run the server under systemd: install, uninstall or print its unit.
@@ -62,11 +68,14 @@ def _host_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@service.command("print")
-@click.argument("name", type=click.Choice(list(PLACES)), default="sie.service")
+@service.command("print", epilog="\b\nFILE is one of:\n  " + "\n  ".join(PLACES))
+@click.argument("name", metavar="[FILE]", default="sie.service", callback=_check_name)
 @_host_options
 def print_unit(name: str, executable: str | None, config: str, user: str) -> None:
-    """Print a file that `install` would write on this host."""
+    """Print a file that `install` would write on this host.
+
+    Without FILE it prints sie.service.
+    """
     click.echo(render(name, _host(executable, config, user, Path("/"))), nl=False)
 
 
@@ -93,9 +102,10 @@ def install(  # one for each flag
     root: Path,
     force: bool,
 ) -> None:
-    """Write the unit, its user, its directories and helpful kernel settings.
+    """Write the unit and the files that belong to it.
 
-    Existing settings stay. A repeated install changes only files that differ.
+    These are the unit's user, its directories, helpful kernel settings and a first settings file. Existing settings
+    stay. A repeated install changes only files that differ.
     """
     is_live = root.resolve() == Path("/")
     has_gpu = gpu if gpu is not None else is_live and not gateway and Path("/dev/nvidiactl").exists()
@@ -139,7 +149,10 @@ def _warn_of_hidden(executable: str) -> None:
     help="Remove beneath this directory, for example of an image.",
 )
 def uninstall(root: Path) -> None:
-    """Stop the service and remove the files of `install`; settings, caches, responses and the user stay."""
+    """Stop the service and remove the files of `install`.
+
+    Settings, caches, responses and the user stay.
+    """
     is_live = root.resolve() == Path("/") and _systemd_runs()
     if is_live and _is_ours(root / PLACES["sie.service"]):
         _call("systemctl", "disable", "--now", "sie.service")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any, TextIO
 
 from sie.runtime.logs import LogFormat, get_logger
 
@@ -24,7 +24,8 @@ class Progress:
     """Shows any number of loads on one stream. Each ends with `done` or `fail`, and all of them with `close`.
 
     On a terminal with log_format text it draws a bar. Otherwise each new stage or tenth becomes a log line, with
-    `model` and `fraction` as its extras. A load's time counts from its first update.
+    `model`, `worker` and `fraction` as its extras. A load's time counts from its first update. Of several workers that
+    load one model, only the one that is furthest is shown, and once a worker has the model, only the end of the others.
     """
 
     def __init__(
@@ -38,45 +39,68 @@ class Progress:
         self._draws = log_format == "text" and stream.isatty()
         self._clock_s = clock_s
         self._verb = verb
-        self._started_s: dict[str, float] = {}
+        self._started_s: dict[tuple[str, str], float] = {}
         self._shown: dict[str, tuple[str, int]] = {}
+        self._furthest: dict[str, tuple[str, float]] = {}
 
-    def update(self, model: str, fraction: float | None, text: str) -> None:
-        """Show a load's fraction (0 to 1; None: unknown) and its stage, which text names."""
-        self._started_s.setdefault(model, self._clock_s())
+    def update(self, model: str, fraction: float | None, text: str, worker: str = "") -> None:
+        """Show a load's fraction (0 to 1; None: unknown) and its stage, which text names.
+
+        worker is empty for what is done once for all workers, such as a download.
+        """
+        self._started_s.setdefault((model, worker), self._clock_s())
         fraction = None if fraction is None else min(1.0, max(0.0, fraction))
+        if not self._leads(model, fraction or 0.0, worker):
+            return
         if self._draws:
             self._draw(f"{self._verb} {model}", fraction, text)
             return
         shown = (text, int((fraction or 0.0) * 10))
         if self._shown.get(model) != shown:
             self._shown[model] = shown
-            extras = {"model": model} if fraction is None else {"model": model, "fraction": round(fraction, 3)}
-            _log.info("loading: %s", text, extra=extras)
+            extras = {} if fraction is None else {"fraction": round(fraction, 3)}
+            _log.info("loading: %s", text, extra=_named(model, worker) | extras)
 
-    def done(self, model: str, text: str) -> None:
+    def done(self, model: str, text: str, worker: str = "") -> None:
         """Report that `model` is loaded; text says where and how (`cpu bfloat16`)."""
-        seconds = self._end(model)
+        seconds = self._end(model, worker)
         if self._draws:
-            self._write(f"{_CLEAR_LINE}Loaded {model} in {seconds:.1f} s ({text})\n")
+            where = f"{worker}, {text}" if worker else text
+            self._write(f"{_CLEAR_LINE}Loaded {model} in {seconds:.1f} s ({where})\n")
         else:
-            _log.info("loaded: %s", text, extra={"model": model, "seconds": round(seconds, 3)})
+            _log.info("loaded: %s", text, extra=_named(model, worker) | {"seconds": round(seconds, 3)})
 
-    def fail(self, model: str, reason: str) -> None:
+    def fail(self, model: str, reason: str, worker: str = "") -> None:
         """Report that the load of `model` failed, and why."""
-        seconds = self._end(model)
+        seconds = self._end(model, worker)
         self.close()
-        _log.error("load failed: %s", reason, extra={"model": model, "seconds": round(seconds, 3)})
+        _log.error("load failed: %s", reason, extra=_named(model, worker) | {"seconds": round(seconds, 3)})
 
     def close(self) -> None:
         """Remove the bar, if it is shown."""
         if self._draws:
             self._write(_CLEAR_LINE)
 
-    def _end(self, model: str) -> float:
-        self._shown.pop(model, None)
+    def _leads(self, model: str, fraction: float, worker: str) -> bool:
+        """Return whether a worker's progress is shown: it was shown last, or it is further than the one that was."""
+        leader, furthest = self._furthest.get(model, (worker, 0.0))
+        if worker not in ("", leader) and fraction <= furthest:
+            return False
+        if worker:
+            self._furthest[model] = worker, fraction
+        return True
+
+    def _end(self, model: str, worker: str) -> float:
+        """Forget a worker's load of a model, or all of them without a worker. Return its seconds."""
         now_s = self._clock_s()
-        return now_s - self._started_s.pop(model, now_s)
+        ended = [key for key in self._started_s if key[0] == model and (not worker or key[1] in ("", worker))]
+        started_s = min([self._started_s.pop(key) for key in ended], default=now_s)
+        if any(key[0] == model for key in self._started_s):
+            self._furthest[model] = worker, 1.0
+        else:
+            self._shown.pop(model, None)
+            self._furthest.pop(model, None)
+        return now_s - started_s
 
     def _write(self, text: str) -> None:
         self._stream.write(text)
@@ -86,6 +110,10 @@ class Progress:
         bar = "" if fraction is None else f"  {_bar(fraction)} {fraction:4.0%}"
         line = f"{title}{bar}  {text}"[: _columns(self._stream) - 1]
         self._write(f"{_CLEAR_LINE}{line}\r")
+
+
+def _named(model: str, worker: str) -> dict[str, Any]:
+    return {"model": model, "worker": worker} if worker else {"model": model}
 
 
 def _bar(fraction: float) -> str:

@@ -227,12 +227,12 @@ class Loads:
             return
         self._registry.report(worker.slot, report, time.monotonic())
         if report.state == "loading" and report.progress is not None:
-            self._progress.update(report.model, report.progress, report.detail)
+            self._progress.update(report.model, report.progress, report.detail, worker.name)
             return
         if report.state == "loaded":
-            self._progress.done(report.model, f"{worker.place.device} {report.dtype}".strip())
+            self._progress.done(report.model, f"{worker.place.device} {report.dtype}".strip(), worker.name)
         elif report.state == "failed" and report.error is not None:
-            self._progress.fail(report.model, report.error.message)
+            self._progress.fail(report.model, report.error.message, worker.name)
         self._on_settled()
         self.broadcast()
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
@@ -41,8 +42,28 @@ def prepare() -> None:
     # A worker has one device. transformers caches the answer `no`, and then never imports `torch.distributed.tensor`.
     with _replaced(torch.distributed, "is_available", _no):
         utils.is_torch_distributed_available()  # pyright: ignore[reportPrivateImportUsage]
+    _list_models_once()
     with _replaced(utils, "is_scipy_available", _no), suppress(ImportError):  # only a training loss uses scipy
         importlib.import_module("transformers.loss.loss_utils")
+
+
+def _list_models_once() -> None:
+    """Let `transformers.models` take the list of its 1,600 files that `transformers` has just made.
+
+    Both read all of them. The library remembers the list by the path, which the two write in different types.
+    """
+    from transformers.utils import import_utils
+
+    name = "create_import_structure_from_path"
+    read_list = getattr(import_utils, name, None)
+    if read_list is None:  # another version; it reads the files twice
+        return
+
+    def find_list(path: Any) -> Any:
+        return read_list(Path(path).parent if str(path).endswith("__init__.py") else path)
+
+    with _replaced(import_utils, name, find_list):
+        importlib.import_module("transformers.models")
 
 
 def _leave_out_sympy(torch: Any) -> None:

@@ -34,7 +34,8 @@ _PROCESSOR: Final = ("model name", "flags", "features", "cpu implementer", "cpu 
 
 def name_of(card: ModelCard, *settings: Any) -> Name:
     """Return the name of a card's weights under settings, of JSON's types, that change them. Raises OSError."""
-    parts = (msgspec.json.encode(card), msgspec.json.encode(settings), msgspec.json.encode(_identities(card)))
+    nameless = msgspec.structs.replace(card, id="")  # the same files under another name have the same weights
+    parts = (msgspec.json.encode(nameless), msgspec.json.encode(settings), msgspec.json.encode(_identities(card)))
     return Name(_digest(*parts), _digest(_version(), _host().encode()))
 
 

@@ -58,6 +58,23 @@ def test_its_tokenizer_is_the_librarys_own_and_is_kept(path: Path, tmp_path: Pat
     assert own.token_to_id("<|begin|>") == BOS
 
 
+def test_a_second_read_needs_no_transformers_and_gives_the_same_card(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = card_of(path, tmp_path)
+    monkeypatch.setattr(transformers, "AutoConfig", None)
+    monkeypatch.setattr(transformers, "AutoTokenizer", None)
+    assert card_of(path, tmp_path) == card
+
+
+def test_a_damaged_file_of_the_cache_is_made_again(path: Path, tmp_path: Path) -> None:
+    card = card_of(path, tmp_path)
+    (kept,) = tmp_path.glob("gguf/*.json")
+    kept.write_text("{")
+    assert card_of(path, tmp_path) == card
+    assert kept.stat().st_size > 1
+
+
 def test_a_file_or_the_only_one_of_a_directory_is_meant(path: Path, tmp_path: Path) -> None:
     assert find_gguf("m", str(path)) == find_gguf("m", str(path.parent)) == str(path)
     assert find_gguf("m", str(tmp_path)) == ""

@@ -82,3 +82,50 @@ def test_a_fraction_outside_its_range_is_drawn_within_the_bar(fraction: float):
     Progress(terminal, "text").update("m", fraction, "x")
     line = shown_line(terminal)
     assert (line.count("█"), line.count("░")) in {(24, 0), (0, 24)}
+
+
+def test_of_several_workers_the_one_that_is_furthest_is_shown_and_then_the_end_of_each(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level(logging.INFO)
+    clock = Clock()
+    progress = Progress(io.StringIO(), "text", clock)
+    progress.update("m", None, "downloading")
+    clock.now_s += 1
+    progress.update("m", 0.0, "starting", "worker-0")
+    progress.update("m", 0.0, "starting", "worker-1")
+    progress.update("m", 0.1, "reading weights", "worker-1")
+    progress.update("m", 0.0, "waiting", "worker-0")
+    progress.update("m", 0.6, "converting", "worker-1")
+    progress.update("m", 0.1, "reading weights", "worker-0")
+    clock.now_s += 1
+    progress.done("m", "cpu", "worker-1")
+    progress.update("m", 0.6, "converting", "worker-0")
+    clock.now_s += 1
+    progress.done("m", "cpu", "worker-0")
+    lines = [(record.getMessage(), getattr(record, "worker", "")) for record in caplog.records]
+    assert lines == [
+        ("loading: downloading", ""),
+        ("loading: starting", "worker-0"),
+        ("loading: reading weights", "worker-1"),
+        ("loading: converting", "worker-1"),
+        ("loaded: cpu", "worker-1"),
+        ("loaded: cpu", "worker-0"),
+    ]
+    assert [record.seconds for record in caplog.records[-2:]] == [2, 2]
+
+
+def test_a_later_load_is_shown_from_its_beginning(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    progress = Progress(io.StringIO(), "text", Clock())
+    for _ in range(2):
+        progress.update("m", 0.1, "reading weights", "worker-0")
+        progress.done("m", "cpu", "worker-0")
+    progress.update("m", 0.5, "converting", "worker-0")
+    progress.update("m", 0.1, "reading weights", "worker-0")  # the worker died, and loads again
+    progress.fail("m", "no such file")
+    progress.update("m", 0.1, "reading weights", "worker-1")
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["loading: reading weights", "loaded: cpu"] * 2 + [
+        "loading: converting", "loading: reading weights", "load failed: no such file", "loading: reading weights",
+    ]  # fmt: skip

@@ -12,6 +12,11 @@ import sys
 from sie.workers.loading import light_imports
 
 light_imports.prepare()
+import transformers.models
+from transformers.utils import import_utils
+
+read = import_utils.create_import_structure_from_path.cache_info()
+assert read.hits == 1, read  # transformers.models took the list that transformers had made
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.workers.loading.loader import load_encoder

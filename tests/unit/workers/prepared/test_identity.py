@@ -26,8 +26,12 @@ def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def _name(folder: Path) -> identity.Name:
-    return identity.name_of(ModelCard(id="m", kind="encoder", directory=str(folder)), "auto")
+def _name(folder: Path, model: str = "m") -> identity.Name:
+    return identity.name_of(ModelCard(id=model, kind="encoder", directory=str(folder)), "auto")
+
+
+def test_one_checkpoint_under_two_model_ids_is_prepared_once(tmp_path: Path) -> None:
+    assert _name(tmp_path, "mine") == _name(tmp_path, "other")
 
 
 @pytest.mark.parametrize(
