@@ -74,3 +74,18 @@ def test_a_second_generating_model_needs_room_for_its_keys_and_values():
     assert gpu.memories.plan_load(second, gpu.records).victims == {"first": (0,)}
     gpu.registry.records["first"].is_pinned = True
     assert "needs about 16384 MiB on cuda:0" in gpu.memories.plan_load(second, gpu.records).refusal
+
+
+def test_a_host_nearly_full_refuses_loads_by_the_setting_and_takes_them_when_memory_is_back():
+    host = Gpu("cpu")
+    host.add("runs")
+    host.load("runs", 2)
+    host.registry.records["runs"].is_pinned = True
+    late = host.add("late", 4)
+    for available_gib, is_refused in ((40, False), (1, True), (40, False)):
+        host.memories.report(0, Memory(64 * GIB, available_gib * GIB))
+        plan = host.memories.plan_load(late, host.records)
+        assert ("memory_pressure_pct" in plan.refusal) == is_refused
+        assert plan.slots == (() if is_refused else (0,))
+        assert not plan.victims
+        assert host.memories.pressure_victim(0, host.records) is None, "a pinned model goes on"

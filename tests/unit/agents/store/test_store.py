@@ -218,3 +218,23 @@ def test_folder_that_cannot_be_written_is_unavailable_and_names_no_path(tmp_path
 def test_id_of_a_files_content_is_its_own() -> None:
     assert content_id("a", b"b") == content_id("a", b"b")
     assert len({content_id("a", b"b"), content_id("ab", b""), content_id("", b"ab"), content_id("a", b"c")}) == 4
+
+
+COLUMNS_OF_1 = {
+    "dropped": "blob",
+    "files": "number owner id name format mime_type num_bytes created_s expires_s purpose tool round turn is_text blob code message",
+    "sessions": "owner id used_s messages files",
+    "skill_versions": "skill version created_s name description folder num_bytes blob",
+    "skills": "number owner id title created_s chosen last",
+}
+"""The columns of version 1, which release 0.1.0 reads and writes. Others need a new version, and an upgrade from this one."""
+
+
+def test_the_tables_are_those_that_an_older_server_of_this_version_reads(tmp_path: Path) -> None:
+    opened = StoreFile(tmp_path, SETTINGS)
+    db = opened.file.db
+    assert db.execute("PRAGMA user_version").fetchone() == (1,)
+    names = db.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'").fetchall()
+    found = {name: " ".join(row[1] for row in db.execute(f"PRAGMA table_info({name})")) for (name,) in names}
+    opened.file.close()
+    assert found == COLUMNS_OF_1

@@ -250,6 +250,67 @@ def test_file_of_the_version_before_is_upgraded_and_one_of_a_later_version_is_se
     db.close()
 
 
+FILE_OF_0_1_0 = """
+BEGIN;
+CREATE TABLE responses (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, created_s REAL NOT NULL,
+    status TEXT NOT NULL, maker TEXT NOT NULL, nbytes INTEGER NOT NULL, body BLOB NOT NULL, input BLOB NOT NULL,
+    history BLOB NOT NULL
+);
+CREATE INDEX ages ON responses (created_s);
+CREATE INDEX sizes ON responses (number, nbytes);
+ALTER TABLE responses ADD COLUMN stream TEXT NOT NULL DEFAULT '';
+CREATE TABLE events (
+    response INTEGER NOT NULL, first INTEGER NOT NULL, last INTEGER NOT NULL, data BLOB NOT NULL,
+    PRIMARY KEY (response, first)
+);
+CREATE TRIGGER forgotten AFTER DELETE ON responses BEGIN DELETE FROM events WHERE response = OLD.number; END;
+PRAGMA user_version = 2;
+COMMIT;
+"""
+"""What release 0.1.0 makes. A release that changes the tables needs a new version, and this text stays as it is."""
+INSERT_OF_0_1_0 = (
+    "INSERT INTO responses (id, owner, created_s, status, maker, nbytes, body, input, history, stream) "
+    "VALUES (?, 'ann', 1e9, 'completed', '', 2, '{}', '[]', '[]', 'typed')"
+)
+EVENT_OF_0_1_0 = "INSERT INTO events SELECT number, 0, 1, ? FROM responses WHERE id = ?"
+
+
+def write_as_0_1_0(path: Path, name: str) -> list[str]:
+    """Keep a response as release 0.1.0 does, and return the ids of all."""
+    db = sqlite3.connect(path)
+    assert db.execute("PRAGMA user_version").fetchone() == (2,), "an older server would set the file aside"
+    db.execute(INSERT_OF_0_1_0, (name,))
+    db.execute(EVENT_OF_0_1_0, (b"one\n\ntwo\n\n", name))
+    db.commit()
+    ids = [row[0] for row in db.execute("SELECT id FROM responses ORDER BY number")]
+    db.close()
+    return ids
+
+
+def test_an_older_server_s_file_is_used_and_may_go_back_to_it(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "responses.db"
+    db = sqlite3.connect(path)
+    db.executescript(FILE_OF_0_1_0)
+    db.close()
+    write_as_0_1_0(path, "old")
+    new = ResponseFile(tmp_path, LIMITS, clock)
+    found = new.follow("old", "ann", -1)
+    assert found is not None
+    assert (found.status, found.events) == ("completed", [b"one\n\n", b"two\n\n"])
+    new.add("ann", kept("new"))
+    new.close()
+    assert write_as_0_1_0(path, "back") == ["old", "new", "back"]
+    again = ResponseFile(tmp_path, LIMITS, clock)
+    assert all(again.get(name, "ann") is not None for name in ("old", "new", "back"))
+    assert again.delete("old", "ann")
+    again.close()
+    db = sqlite3.connect(path)
+    assert db.execute("SELECT count(*) FROM events").fetchone() == (1,), "events go with their response"
+    db.close()
+    assert not list(tmp_path.glob("responses.db.*"))
+
+
 def test_directory_that_cannot_be_written_is_unavailable(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
