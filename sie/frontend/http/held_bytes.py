@@ -26,6 +26,11 @@ class Holding(Protocol):
         """Whether the client keeps the bytes waiting."""
         ...
 
+    @property
+    def may_be_read(self) -> bool:
+        """Whether nobody knows yet if the client still keeps them waiting. Such bytes count, but cut nobody."""
+        ...
+
     def measure(self) -> int:
         """Return the bytes that are still held."""
         ...
@@ -69,7 +74,8 @@ class HeldBytes:
             self.put(holding, min(holding.num_held, holding.measure()))
         waiting = [holding for holding in self._holdings if holding.can_be_cut]
         waiting.sort(key=lambda holding: holding.num_held)
-        while waiting and self.is_over:
+        unsure = sum(holding.num_held for holding in self._holdings if holding.may_be_read)
+        while waiting and self.num_bytes - unsure > self.max_bytes:
             largest = waiting.pop()
             self._warn(largest)
             self.put(largest, 0)

@@ -44,6 +44,11 @@ class Unread:
         """Whether the client has unread bytes."""
         return not self._backlog.is_moving
 
+    @property
+    def may_be_read(self) -> bool:
+        """Whether its connection is not known yet, over a Unix socket."""
+        return isinstance(self._backlog, UnixBacklog) and self._backlog.is_moving
+
     def add(self, num_bytes: int) -> bool:
         """Count more bytes of the answer. Return whether it is over its own limit."""
         is_over = self._backlog.add(num_bytes)

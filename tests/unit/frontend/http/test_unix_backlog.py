@@ -136,3 +136,14 @@ def test_over_the_limit_a_new_answer_is_looked_at_without_a_pause(
         held.tick()
         assert held.num_bytes <= 2 * BIG
     assert sum(is_shut(ours) for ours, _ in pairs) == 2
+
+
+def test_answers_that_may_have_been_read_cut_nobody(pairs: list[Pair], held: HeldBytes, answers: UnreadAnswers) -> None:
+    fill(pairs[0][0])  # a client in the middle of its answer
+    for _ in range(20):  # and those of fast clients, which nobody knows to be read until a moment later
+        answers.add(ASKED, BIG)
+    look(answers, held)
+    assert not is_shut(pairs[0][0])
+    time.sleep(0.06)
+    look(answers, held)
+    assert held.num_bytes == BIG
