@@ -7,13 +7,14 @@ are measured alone and beside the agents in turns, so that a change of the machi
 from __future__ import annotations
 
 import json
+import multiprocessing
 import statistics
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 
 import click
 import httpx
@@ -91,23 +92,33 @@ def _act(client: httpx.Client, url: str, session: str, code: str) -> None:
 
 @contextmanager
 def _agents(url: str, num_agents: int) -> Iterator[None]:
-    """Keep agents busy until the end of the block."""
-    stopped = threading.Event()
+    """Keep agents busy until the end of the block, from a process of their own: its threads would delay those of chats."""
+    context = multiprocessing.get_context("spawn")
+    started, stopped = context.Event(), context.Event()
+    driver = context.Process(target=_drive, args=(url, num_agents, started, stopped))
+    driver.start()
+    try:
+        if not started.wait(_TIMEOUT_S):
+            raise TimeoutError("the agents did not start")
+        time.sleep(1.0)  # all of them wait for their turn by then
+        yield
+    finally:
+        stopped.set()
+        driver.join(_TIMEOUT_S)
+        driver.kill()
 
-    def drive(number: int) -> None:
+
+def _drive(url: str, num_agents: int, started: Event, stopped: Event) -> None:
+    def run(number: int) -> None:
         while not stopped.is_set():
             _act(client, url, f"rest-{number}", _BUSY)
 
     limits = httpx.Limits(max_connections=max(1, num_agents))
     with httpx.Client(timeout=_TIMEOUT_S, limits=limits) as client, ThreadPoolExecutor(max(1, num_agents)) as pool:
-        running = [pool.submit(drive, number) for number in range(num_agents)]
-        time.sleep(1.0)  # all of them wait for their turn by then
-        try:
-            yield
-        finally:
-            stopped.set()
-            for one in running:
-                one.result(_TIMEOUT_S)
+        running = [pool.submit(run, number) for number in range(num_agents)]
+        started.set()
+        for one in running:
+            one.result()
 
 
 def _stream_all(url: str, num_chats: int, seconds: float) -> list[float]:

@@ -11,6 +11,7 @@ import numpy as np
 
 HIDDEN, LAYERS, HEADS, FEED_FORWARD, CONTEXT = 32, 2, 2, 64, 128
 BOS, EOS = 256, 257
+VOCABULARY = 260
 GEMMA = "gemma-3-270m-q4_k_m.gguf"
 GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
@@ -24,7 +25,6 @@ def byte_texts() -> list[str]:
 
 def write_tiny_llama(path: Path, *, chat_template: str = "", **extra: Any) -> Path:
     """Write a Llama with a vocabulary of the 256 bytes, two special tokens and two merges; extra are further uint32 fields."""
-    tokens = [*byte_texts(), "<|begin|>", "<|end|>", "th", "er"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_context_length(CONTEXT)
@@ -36,28 +36,65 @@ def write_tiny_llama(path: Path, *, chat_template: str = "", **extra: Any) -> Pa
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10_000.0)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * 2)
-    writer.add_token_merges(["t h", "e r"])
-    writer.add_bos_token_id(BOS)
-    writer.add_eos_token_id(EOS)
+    _add_vocabulary(writer)
     if chat_template:
         writer.add_chat_template(chat_template)
     for name, value in extra.items():
         writer.add_uint32(name.replace("__", "."), value)
     random = np.random.default_rng(5)
-    for name, shape in _shapes(len(tokens)):
+    for name, shape in _shapes(VOCABULARY):
         ones = name.endswith("norm.weight")
         weights = np.ones(shape) if ones else random.standard_normal(shape) * 0.3
         writer.add_tensor(name, weights.astype(np.float32))
+    _write(writer)
+    return path
+
+
+def write_converted(path: Path, architecture: str, model: Any, metadata: dict[str, Any], *, pre: str = "gpt-2") -> Path:
+    """Write a model of transformers as llama.cpp's converter does: metadata without the architecture's name before them.
+
+    Source: conversion/llama.py, `permute`, for Granite and SmolLM3; conversion/gemma.py for Gemma.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in metadata.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{architecture}.{name}", value)
+    _add_vocabulary(writer, pre)
+    config = model.config
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(numbers[architecture], config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = weight.numpy()
+        if architecture in ("granite", "smollm3") and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        if architecture == "gemma" and name.endswith("norm.weight"):
+            values = values + 1
+        base, _, end = name.rpartition(".")
+        writer.add_tensor(f"{names.get_name(base)}.{end}", np.ascontiguousarray(values, np.float32))
+    _write(writer)
+    return path
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, pre: str = "gpt-2") -> None:
+    tokens = [*byte_texts(), "<|begin|>", "<|end|>", "th", "er"]
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * 2)
+    writer.add_token_merges(["t h", "e r"])
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+
+
+def _write(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def _shapes(vocabulary: int) -> list[tuple[str, tuple[int, ...]]]:

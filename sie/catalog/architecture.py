@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from sie.values.errors import ModelLoadFailed
 
+_QUANTISED: Final = ("quantization_config", "compression_config")
 _KERNELS: Final = ("attn_implementation", "attn_implementation_internal", "experts_implementation")
 
 
@@ -62,7 +63,8 @@ def build_refusal(model_id: str, config: PretrainedConfig, error: Exception) -> 
 def plain_config(value: Any) -> Any:
     """Return a configuration without the kernels that it chooses, which transformers may fetch from a hub and run.
 
-    transformers 5's form of floats that JSON lacks, {"__float__": "NaN"}, is replaced by a number.
+    The same is true of settings of quantised weights, which are dequantised while they are read. transformers 5's form
+    of floats that JSON lacks, {"__float__": "NaN"}, is replaced by a number.
     """
     if isinstance(value, list):
         return [plain_config(item) for item in value]
@@ -71,7 +73,9 @@ def plain_config(value: Any) -> Any:
     text = value.get("__float__")
     if len(value) == 1 and text in ("Infinity", "-Infinity", "NaN"):
         return float(text)
-    return {key: plain_config(item) for key, item in value.items() if not key.endswith(_KERNELS)}
+    return {
+        key: plain_config(item) for key, item in value.items() if not key.endswith(_KERNELS) and key not in _QUANTISED
+    }
 
 
 def _rope_types(config: PretrainedConfig) -> list[Any]:

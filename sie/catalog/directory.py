@@ -17,7 +17,7 @@ from sie.catalog.generation import as_generator, is_generator
 from sie.catalog.gli import read_library_card
 from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
-from sie.catalog.quantised import refuse_quantised
+from sie.catalog.quantised import read_quantisation
 from sie.catalog.remote_code import replace_remote_code, whole_config
 from sie.catalog.scoring import Scoring, is_classifier, read_scoring
 from sie.catalog.sentence_settings import (
@@ -70,7 +70,7 @@ def check_before_weights(model_id: str, directory: str) -> None:
     config = checkpoint.read_object("config.json")
     check_served(checkpoint, text_part(config, is_bare=modules is None) or config)
     folder = modules[0].folder if modules else ""
-    refuse_quantised(checkpoint, f"{folder}/" if folder else "")
+    read_quantisation(checkpoint, f"{folder}/" if folder else "")
 
 
 def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
@@ -96,7 +96,7 @@ def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
         check_weights(transformer)
         return msgspec.structs.replace(towers, revision=spec.revision)
     config = _read_config(transformer, is_bare=modules is None)
-    check_weights(transformer)
+    check_weights(transformer, dequantises=True)
     task = spec.task or ("text-ranking" if spec.reranker is not None and is_classifier(config) else None)
     rule = read_extraction(transformer, modules, config, task)
     if rule is not None:
@@ -114,7 +114,7 @@ def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
 def _text_part_card(spec: ModelSpec, checkpoint: Checkpoint, whole: dict[str, Any], text: dict[str, Any]) -> ModelCard:
     """Return the card of the language model in a checkpoint that also reads images."""
     check_served(checkpoint, text)
-    check_weights(checkpoint)
+    check_weights(checkpoint, dequantises=True)
     outputs = _read_outputs(checkpoint, checkpoint, None, text, spec.pooling)
     card = as_generator(checkpoint, text, _card(spec, checkpoint, checkpoint, text, outputs))
     return as_text_part(card, whole)

@@ -18,6 +18,7 @@ import msgspec
 
 from sie.catalog.files import refuse
 from sie.catalog.generation import kv_token_bytes, make_rule
+from sie.catalog.gguf_architectures import unread_field
 from sie.catalog.tokenizer import keep_text, keep_tokenizer
 from sie.catalog.unserved import check_layers
 from sie.values.card import ModelCard
@@ -28,6 +29,9 @@ _FOLDER: Final = "gguf"
 _SPECIALS: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _MOST_VALUES: Final = 1024
 """Longer fields belong to the vocabulary."""
+_SPLITS_DIGITS: Final = ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b")
+"""The vocabularies of GPT-2's kind in which each digit is a word. transformers 5.23 does not know them by these names.
+Source: llama.cpp, src/llama-vocab.cpp."""
 _ENDS: Final = ("eos", "eot", "eom")
 """Names of the token ids that end an answer: end of text, of a turn, of a message."""
 
@@ -67,11 +71,17 @@ def read_gguf_card(model_id: str, path: str, cache_dir: str) -> ModelCard:
     fields, counts = _read_fields(model_id, reader)
     if fields.get("split.count", 0) not in (0, 1):
         raise refuse(model_id, "the GGUF file is one part of several; merge them into one")
+    if unread := unread_field(fields):
+        raise refuse(model_id, f"its GGUF metadata set {unread} to {fields[unread]!r}, which is not computed")
     check_layers(model_id, {name: value for name, value in fields.items() if name.endswith(".block_count")})
-    fingerprint = _fingerprint(path, int(reader.data_offset))
+    splits_digits = fields.get("tokenizer.ggml.pre") in _SPLITS_DIGITS
+    fingerprint = _fingerprint(path, int(reader.data_offset), "digits " if splits_digits else "")
     config = _read_config(model_id, path, Path(cache_dir, _FOLDER, f"{fingerprint}.json"))
     tokenizer_file = keep_tokenizer(
-        model_id, cache_dir, fingerprint, lambda: _convert_tokenizer(model_id, path, reader)
+        model_id,
+        cache_dir,
+        fingerprint,
+        lambda: _convert_tokenizer(model_id, path, reader, splits_digits=splits_digits),
     )
     architecture = str(fields.get("general.architecture", ""))
     rule = _read_rule(model_id, fields, config)
@@ -156,17 +166,17 @@ def _read_rule(model_id: str, fields: dict[str, Any], config: _Config) -> Genera
     return msgspec.structs.replace(rule, kv_token_bytes=kv_token_bytes(config.values))
 
 
-def _fingerprint(path: str, header_bytes: int) -> str:
-    """Return a digest of a file's metadata and of the library that interprets them."""
+def _fingerprint(path: str, header_bytes: int, salt: str) -> str:
+    """Return a digest of a file's metadata, of the library that interprets them, and of a rule of our own."""
     from importlib.metadata import version  # imports a mail parser
 
-    digest = hashlib.blake2b(version("transformers").encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{salt}{version('transformers')}".encode(), digest_size=16)
     with Path(path).open("rb") as file:
         digest.update(file.read(header_bytes))
     return digest.hexdigest()
 
 
-def _convert_tokenizer(model_id: str, path: str, reader: Any) -> str:
+def _convert_tokenizer(model_id: str, path: str, reader: Any, *, splits_digits: bool) -> str:
     """Return the text of the `tokenizer.json` made from a file's metadata, which the reader has read."""
     from transformers import AutoTokenizer
 
@@ -178,4 +188,13 @@ def _convert_tokenizer(model_id: str, path: str, reader: Any) -> str:
             tokenizer = load(str(Path(path).parent), gguf_file=Path(path).name, local_files_only=True)
     except Exception as error:  # each family fails in its own way
         raise refuse(model_id, f"its GGUF tokenizer cannot be converted: {error}") from error
+    if splits_digits:
+        tokenizer.backend_tokenizer.pre_tokenizer = _digits_apart()
     return tokenizer.backend_tokenizer.to_str()
+
+
+def _digits_apart() -> Any:
+    from tokenizers import pre_tokenizers
+
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])  # pyright: ignore[reportArgumentType]

@@ -186,6 +186,8 @@ def render_table(rows: list[ModelRow]) -> str:
             lines += [f"  {entry}: {_shown(row.profiles, entry)}" for entry in entries]
         if row is not None and row.card is not None and row.card.encoder_weights != "auto":
             lines.append(f"  encoder_weights: {row.card.encoder_weights}")
+        if row is not None and row.card is not None and row.card.quantised:
+            lines.append(f"  quantised: {row.card.quantised}, dequantised at load")
         if row is not None and row.card is not None and row.card.accept_token_ids:
             lines.append("  accept_token_ids: true")
         if row is not None and row.error:

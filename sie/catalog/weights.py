@@ -8,12 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
-from sie.catalog.quantised import find_quantised, quantised_tensor, refuse_quantised
+from sie.catalog.quantised import (
+    Quantisation,
+    find_quantised,
+    quantised_tensor,
+    read_quantisation,
+    refuse_quantised,
+)
+from sie.catalog.quantised_weights import QuantisedWeight, Tensor, plan_weights
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
 
@@ -28,19 +34,17 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str] = {}
 
 
-class _Tensor(msgspec.Struct):
-    """The fields of a tensor in a safetensors header that are read here; `__metadata__` has neither."""
+def check_weights(checkpoint: Checkpoint, folder: str = "", *, dequantises: bool = False) -> None:
+    """Raise ModelLoadFailed unless the folder has safetensors weights, all of them beneath it.
 
-    dtype: str = ""
-    shape: list[Annotated[int, msgspec.Meta(ge=0)]] = []
-
-
-def check_weights(checkpoint: Checkpoint, folder: str = "") -> None:
-    """Raise ModelLoadFailed unless the folder has safetensors weights, all of them beneath it and none quantised."""
+    Quantised ones are refused, unless dequantises says that the load dequantises the layouts that it can.
+    """
     prefix = f"{folder}/" if folder else ""
-    refuse_quantised(checkpoint, prefix)  # first: the weights of some methods have other names
+    found = read_quantisation(checkpoint, prefix)  # first: the weights of some methods have other names
+    if not dequantises:
+        refuse_quantised(checkpoint, prefix)
     if checkpoint.find(f"{prefix}model.safetensors") is not None:
-        _check_dtypes(checkpoint, [f"{prefix}model.safetensors"])
+        _check_dtypes(checkpoint, [f"{prefix}model.safetensors"], found)
         return
     index_name = f"{prefix}model.safetensors.index.json"
     index = checkpoint.read_json(index_name, _Index)
@@ -54,19 +58,44 @@ def check_weights(checkpoint: Checkpoint, folder: str = "") -> None:
             raise refuse(checkpoint.id, f"{index_name} names {shard!r}, which is not a safetensors file beside it")
         if checkpoint.find(prefix + shard) is None:
             raise refuse(checkpoint.id, f"{prefix}{shard} is missing", "STORAGE")
-    _check_dtypes(checkpoint, [prefix + shard for shard in shards])
+    _check_dtypes(checkpoint, [prefix + shard for shard in shards], found)
 
 
-def _check_dtypes(checkpoint: Checkpoint, files: Iterable[str]) -> None:
-    """Refuse quantised numbers; skip an unreadable file, because the load will report its fault."""
-    for file in files:
-        try:
-            tensors = _read_header(str(checkpoint.root / file))
-        except (OSError, ValueError):
-            continue
-        name = find_quantised({name: tensor.dtype for name, tensor in tensors.items()})
-        if name is not None:
-            raise quantised_tensor(checkpoint.id, name, tensors[name].dtype)
+def _check_dtypes(checkpoint: Checkpoint, files: Iterable[str], found: Quantisation | None) -> None:
+    """Refuse quantised numbers that found does not say how to read.
+
+    An unreadable file is not an error here, because the load will report its fault.
+    """
+    try:
+        tensors = _read_headers(checkpoint.root / file for file in files)
+    except (OSError, ValueError):
+        return
+    _plan(checkpoint.id, found, tensors)
+
+
+def _read_headers(paths: Iterable[Path]) -> dict[str, Tensor]:
+    return {name: tensor for path in paths for name, tensor in _read_header(str(path)).items()}
+
+
+def _plan(model_id: str, found: Quantisation | None, tensors: dict[str, Tensor]) -> list[QuantisedWeight]:
+    """Return the quantised weights. Raises ModelLoadFailed for other tensors that need a scale."""
+    weights = [] if found is None else plan_weights(model_id, found, tensors)
+    parts = {part for weight in weights for part in weight.parts.values()}
+    name = find_quantised({name: tensor.dtype for name, tensor in tensors.items() if name not in parts})
+    if name is not None:
+        raise quantised_tensor(model_id, name, tensors[name].dtype)
+    return weights
+
+
+def plan_quantised(checkpoint: Checkpoint) -> tuple[Quantisation, list[QuantisedWeight]] | None:
+    """Return how a checkpoint's weights are quantised and which are, or None for plain ones.
+
+    Raises ModelLoadFailed, as `check_weights` does. Raises OSError, and ValueError for a damaged header.
+    """
+    found = read_quantisation(checkpoint)
+    if found is None:
+        return None
+    return found, _plan(checkpoint.id, found, _read_headers(weight_files(checkpoint)))
 
 
 def weight_files(checkpoint: Checkpoint) -> list[Path]:
@@ -113,9 +142,9 @@ def tensor_shapes(model_id: str, path: str) -> dict[str, tuple[int, ...]]:
 
 
 def with_num_weights(card: ModelCard) -> ModelCard:
-    """Return the card with the number of weights in its directory, or unchanged when it is unknown.
+    """Return the card with the number of weights in its directory and their method, or unchanged when it is unknown.
 
-    A file that cannot be read is not an error here: the load will report its fault. Raises ModelLoadFailed for more
+    Quantised weights count as what they are dequantised to. A file that cannot be read is not an error here: the load will report its fault. Raises ModelLoadFailed for more
     weights than a file has room for: other models would be unloaded to make room for them.
     """
     if not card.directory:
@@ -126,19 +155,25 @@ def with_num_weights(card: ModelCard) -> ModelCard:
         headers = [_read_header(str(path)) for path in shards]
     except (OSError, ModelLoadFailed, ValueError):
         return card
-    num_weights = sum(math.prod(tensor.shape) for header in headers for tensor in header.values())
+    tensors = {name: tensor for header in headers for name, tensor in header.items()}
+    num_weights = sum(math.prod(tensor.shape) for tensor in tensors.values())
     if num_weights > sum(path.stat().st_size for path in shards):  # each takes a byte or more
         raise refuse(card.id, "its safetensors file is damaged: it has fewer bytes than weights", "STORAGE")
-    return msgspec.structs.replace(card, num_weights=num_weights)
+    if (found := read_quantisation(checkpoint)) is None:
+        return msgspec.structs.replace(card, num_weights=num_weights)
+    for weight in _plan(card.id, found, tensors):
+        stored = (math.prod(tensors[part].shape) for part in weight.parts.values())
+        num_weights += math.prod(weight.shape) - sum(stored)
+    return msgspec.structs.replace(card, num_weights=num_weights, quantised=found.name)
 
 
-def _read_header(path: str) -> dict[str, _Tensor]:
+def _read_header(path: str) -> dict[str, Tensor]:
     """Return the tensors in a safetensors header. Raises OSError, and ValueError for a damaged header."""
     with Path(path).open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(min(length, _MAX_HEADER_BYTES))
     try:
-        tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
+        tensors = msgspec.json.decode(header, type=dict[str, Tensor])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{Path(path).name} has a damaged header: {error}") from error
     return {name: tensor for name, tensor in tensors.items() if name != "__metadata__"}
@@ -149,6 +184,11 @@ def _missing(checkpoint: Checkpoint, folder: str) -> ModelLoadFailed:
     where = checkpoint.root / folder
     pickled = sorted({path.name for pattern in _PICKLED for path in where.glob(pattern)})
     place = f" in {folder}" if folder else ""
+    others = sorted(path.name for path in where.glob("*.safetensors"))
+    if others:
+        return refuse(
+            checkpoint.id, f"there is no model.safetensors{place}, but {', '.join(others[:3])}; rename a whole one"
+        )
     if pickled:
         return refuse(checkpoint.id, f"only pickled weights{place} ({', '.join(pickled)}); {_REMEDY}")
     return refuse(checkpoint.id, f"there is no model.safetensors{place}; if it has pickled weights, {_REMEDY}")

@@ -197,6 +197,9 @@ class TextFrame(msgspec.Struct, array_like=True, frozen=True):
     error: WireError | None = None
     num_prompts: int = 0
     prompts: list[str] = []
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    """The tokens of the answer up to this frame."""
 
 
 class CountWork(msgspec.Struct, array_like=True, frozen=True):

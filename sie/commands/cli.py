@@ -166,22 +166,23 @@ def agents(config_file: str | None, **flags: Any) -> int:
         ),
     ],
 )
-def list_(named: tuple[str, ...], config_file: str | None, as_json: bool, catalogue: bool, **flags: Any) -> None:
+def list_(named: tuple[str, ...], config_file: str | None, as_json: bool, catalogue: bool, **flags: Any) -> int:
     """List the models that `serve` would serve, and check their files.
 
-    Downloads nothing and reads no weights. `sie models` is the same command.
+    Downloads nothing and reads no weights. `sie models` is the same command. Exit status 1: a load will refuse a model.
     """
     if catalogue:
         from sie.catalog.families import read_catalogue, render_catalogue
 
         known = read_catalogue()
         click.echo(_as_json(known) if as_json else render_catalogue(known))
-        return
+        return 0
     from sie.catalog.listing import list_models, render_table
     from sie.supervisor.card_helper import check_models
 
     rows = list_models(with_bundled_model(_warned(_load(config_file, with_models(flags, named)))), check_models)
     click.echo(_as_json(rows) if as_json else render_table(rows))
+    return int(any(row.check == "refused" for row in rows))
 
 
 @cli.command(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from sie import native
 from sie.catalog.listing import list_models
 from sie.config.settings import Loaded, Settings
 from sie.config.sources import SettingsError
@@ -41,12 +42,13 @@ def check_settings(loaded: Loaded) -> Iterator[Finding]:
             yield Finding(area="settings", level="error", message=f"model {row.id}: {row.error}", fix=fix)
 
 
-def check_software(_settings: Settings) -> Iterator[Finding]:
-    """Check the versions of Python and of the main libraries."""
+def check_software(settings: Settings) -> Iterator[Finding]:
+    """Check the versions of Python and of the main libraries, and the compiled kernels."""
     yield Finding(area="software", level="ok", message=f"Python {platform.python_version()} in {sys.prefix}")
     minimums = _minimums()
     for name in _LIBRARIES:
         yield _check_library(name, minimums.get(name, ""))
+    yield _check_kernels(settings)
 
 
 def _check_library(name: str, minimum: str) -> Finding:
@@ -58,6 +60,19 @@ def _check_library(name: str, minimum: str) -> Finding:
     if minimum and _numbers(version) < _numbers(minimum):
         return Finding(area="software", level="error", message=f"{name} {version} is older than {minimum}", fix=fix)
     return Finding(area="software", level="ok", message=f"{name} {version}")
+
+
+def _check_kernels(settings: Settings) -> Finding:
+    """Check the library that a CPU computes with. Without it the server works, and takes longer."""
+    if not settings.devices.native_kernels:
+        return Finding(area="software", level="ok", message="compiled kernels: off (native_kernels)")
+    reason = native.missing()
+    if not reason:
+        names = ", ".join(feature.name or "" for feature in native.features()) or "no vector features"
+        return Finding(area="software", level="ok", message=f"compiled kernels: {names}")
+    message = f"no compiled kernels ({reason}): torch computes everything on a CPU, which is slower"
+    fix = f"with a C++ compiler: {sys.executable} -m sie.native"
+    return Finding(area="software", level="warn", message=message, fix=fix)
 
 
 def _minimums() -> dict[str, str]:

@@ -25,10 +25,10 @@ from sie.frontend.access.host_check import open_host_check
 from sie.frontend.engine.attaching import Attaching
 from sie.frontend.engine.disconnects import ClientWatch
 from sie.frontend.engine.engine import ShmEngine
-from sie.frontend.http.backlog import limit_unread_time
 from sie.frontend.http.body import BodyReader, body_limits
 from sie.frontend.http.cors import Cors
 from sie.frontend.http.held_bytes import HeldBytes
+from sie.frontend.http.listeners import limit_unread_time, steer_to, stop_steering
 from sie.frontend.http.unread import UnreadAnswers
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.models.adapter_lookup import AdapterTable
@@ -80,6 +80,8 @@ _TICK_S: Final = 0.02
 _MAX_TOUCH_S: Final = 5.0
 _CLUSTER_FRAME_S: Final = 1.0
 _MS_PER_DAY: Final = 86_400_000
+_MAX_ENCODED: Final = 2
+"""Large answers at a time that are encoded, or encoded and not yet counted as held. Else a late loop would let them pile up."""
 _HTTP: Final = ("http", "gateway")
 """The protocols of processes behind Granian."""
 
@@ -108,6 +110,8 @@ class FrontendProcess:
         self._pool = ThreadPoolExecutor(2, "tokenize")
         self.decode_pool = ThreadPoolExecutor(2, "decode")
         """Threads for large bodies of all dialects."""
+        self.encoding = asyncio.Semaphore(_MAX_ENCODED)
+        """Held from before an answer is encoded on a thread until it is handed to its client's connection."""
         self.models = ModelTable(
             self._pool, self.request_load, loading_retry_after_s=settings.models.loading_retry_after_s
         )
@@ -186,8 +190,8 @@ class FrontendProcess:
         return Tensors(
             self.engine, self.models, self.admin, self._pool,
             texts=texts, images=TensorImages(self._images, limits=lambda: self.settings.limits),
-            watch=self.watch_client, decode_pool=self.decode_pool, served=self.metrics.record_last_inference,
-            regions=Regions(Path(self._launch.control_path).parent / "regions", lambda: self.settings.limits),
+            watch=self.watch_client, decode_pool=self.decode_pool, encoding=self.encoding,
+            served=self.metrics.record_last_inference, regions=Regions(Path(self._launch.control_path).parent / "regions", lambda: self.settings.limits),
         )  # fmt: skip
 
     def _make_status_hub(
@@ -400,7 +404,9 @@ class FrontendProcess:
                 self.certificates = message
             case messages.TookConfigs():
                 self.on_configs(message)
-            case messages.Retire():
+            case messages.Retire(newest):
+                if newest is not None:
+                    steer_to(newest)
                 self._turn_away()
             case messages.Drain():
                 self.is_draining = True
@@ -429,6 +435,7 @@ class FrontendProcess:
                 await asyncio.sleep(0.01)
                 continue
             writer.close()
+            stop_steering()  # the frontend that we replace steered connections away from itself
             break
         self._limit_unread_time()
         if self.remote is not None:

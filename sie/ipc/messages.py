@@ -431,6 +431,9 @@ class Silence(msgspec.Struct, tag=True, frozen=True):
 class Retire(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to frontend: another frontend replaces you; keep answering, and make clients reconnect."""
 
+    newest: int | None
+    """The position of the newest listener, which takes new connections meanwhile; None if that is yours or unknown."""
+
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to child: accept no new requests, and finish the accepted ones."""

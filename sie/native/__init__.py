@@ -57,17 +57,33 @@ def features() -> Feature:
     return Feature(0) if load() is None else _features()
 
 
+def missing() -> str:
+    """Return why this installation has no library that can be used, or an empty text if it has one."""
+    found = _open()
+    return found if isinstance(found, str) else ""
+
+
 @lru_cache(maxsize=1)
 def _load() -> ctypes.CDLL | None:
+    found = _open()
+    if not isinstance(found, str):
+        return found
+    if SHARED_LIBRARY.exists():  # it was built here once, so somebody expects it
+        _log.warning("%s; torch computes everything; `python -m sie.native` rebuilds it", found)
+    else:
+        _log.info("no compiled kernels (%s): torch computes everything", found)
+    return None
+
+
+def _open() -> ctypes.CDLL | str:
+    """Return the library, or why it cannot be used."""
     try:
         library = ctypes.CDLL(str(SHARED_LIBRARY))
     except OSError as error:
-        _log.info("no compiled kernels (%s): torch computes everything", error)
-        return None
+        return str(error)
     library.sie_native_digest.restype = ctypes.c_char_p
     if library.sie_native_digest().decode() != digest():
-        _log.warning("%s was built from other sources; `python -m sie.native` rebuilds it", SHARED_LIBRARY.name)
-        return None
+        return f"{SHARED_LIBRARY.name} was built from other sources"
     return library
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -22,11 +22,13 @@ _HIDDEN: Final = ("", "-1", "NoDevFiles")
 class GpuProbe(msgspec.Struct, frozen=True, kw_only=True):
     """The GPUs of this host: num_present by the driver, num_usable by torch, and the error of whoever failed first.
 
-    torch_cuda is the CUDA version of torch's build, empty for a build without CUDA.
+    torch_cuda is the CUDA version of torch's build, empty for a build without CUDA. memory_bytes: the memory of each
+    usable GPU, whoever uses it.
     """
 
     num_present: int = 0
     num_usable: int = 0
+    memory_bytes: tuple[int, ...] = ()
     driver: str = ""
     torch: str = ""
     torch_cuda: str = ""
@@ -63,9 +65,17 @@ def _ask_torch(found: GpuProbe) -> GpuProbe:
         return found
     try:
         torch.cuda.init()  # its error has the reason, while `is_available` only says no
-        return replace(found, num_usable=torch.cuda.device_count(), error="")
+        return replace(found, num_usable=torch.cuda.device_count(), memory_bytes=_sizes(torch), error="")
     except Exception as error:
         return replace(found, error=str(error) or type(error).__name__)
+
+
+def _sizes(torch: Any) -> tuple[int, ...]:
+    """Return each GPU's memory; nothing if one of them does not tell, which its own worker will report."""
+    try:
+        return tuple(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    except Exception:
+        return ()
 
 
 if __name__ == "__main__":

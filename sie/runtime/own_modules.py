@@ -14,5 +14,8 @@ def run_module(name: str) -> list[str]:
     Python looks into the working directory first: a folder `sie` there would run with the server's rights. It may not
     (-P), except where that directory is the one that holds this package, as in a checkout that nobody installed.
     """
-    is_here = Path(sie.__file__).resolve().parents[1] == Path.cwd()
+    try:
+        is_here = Path(sie.__file__).resolve().parents[1] == Path.cwd()
+    except FileNotFoundError:  # the working directory was removed
+        is_here = False
     return [sys.executable, *(() if is_here else ("-P",)), "-m", name]

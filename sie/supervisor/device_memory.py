@@ -6,13 +6,14 @@ its free memory is unknown, so nothing else is decided for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from sie.catalog.spec import ModelSpec
 from sie.config.generation_settings import Generation
 from sie.config.sections import Models
+from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import (
     Memory,
     Policy,
@@ -27,10 +28,14 @@ from sie.supervisor.placement import Place, choose_places, leading_slots, names_
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision on a load: now, later (after evictions or other loads), or never. slots are the workers that load it."""
+    """The decision on a load: now, later (after evictions or other loads), or never.
+
+    slots are the workers that load it; victims are the models to unload first, each with the workers whose memory it
+    is about.
+    """
 
     slots: tuple[int, ...] = ()
-    victims: tuple[str, ...] = ()
+    victims: dict[str, tuple[int, ...]] = {}
     must_wait: bool = False
     refusal: str = ""
 
@@ -38,29 +43,38 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceMemories:
     """The memory of all the server's devices."""
 
-    def __init__(self, settings: Models, generation: Generation, devices: list[str]) -> None:
-        """`devices` are the workers' devices, by slot."""
+    def __init__(self, settings: Models, generation: Generation, places: Sequence[WorkerSlot]) -> None:
+        """`places` are the workers' devices, by slot."""
         self._generation = generation
         self._policy = Policy(pressure_pct=settings.memory_pressure_pct, max_model_bytes=settings.max_model_bytes)
         self._dtype = settings.dtype
-        self._devices = devices
-        self._memory: dict[str, Memory] = {}
+        self._devices = [place.device for place in places]
+        self._sizes = {
+            place.device: Memory(place.memory_bytes, place.memory_bytes) for place in places if place.memory_bytes
+        }
+        """GPUs before a worker has measured them, which it does with its first model: as if nobody else used them."""
+        self._memory = dict(self._sizes)
 
     def report(self, slot: int, memory: Memory) -> None:
         """Record a worker's measurement; a total of 0 means that it has none."""
+        device = self._devices[slot]
         if memory.total_bytes:
-            self._memory[self._devices[slot]] = memory
+            self._memory[device] = memory
+        elif device in self._sizes:
+            self._memory[device] = self._sizes[device]
         else:
-            self._memory.pop(self._devices[slot], None)
+            self._memory.pop(device, None)
 
-    def has_place_without(self, record: Record, away: Collection[int]) -> bool:
-        """Return whether a model may load on workers without those in the slots `away`."""
-        return record.card is not None and bool(self._slots_without(record, away))
+    def has_place_without(self, record: Record, records: Collection[Record], away: Collection[int]) -> bool:
+        """Return whether a model finds room on workers without those in the slots `away`."""
+        if record.card is None or not self._slots_without(record, away):
+            return False
+        return not self.plan_load(record, records, away).refusal
 
     def _slots_without(self, record: Record, away: Collection[int]) -> list[int]:
         size = 1 if record.card is None else record.card.tensor_parallel
         slots = leading_slots(self._devices, size, record.spec.devices)
-        return [slot for slot in slots if slot not in away]
+        return [slot for slot in slots if not set(away).intersection(range(slot, slot + size))]
 
     def plan_load(self, record: Record, records: Collection[Record], away: Collection[int] = ()) -> LoadPlan:
         """Decide which workers load a model, and whether they can do so now.
@@ -77,15 +91,32 @@ class DeviceMemories:
         if "cpu" in self._devices:  # workers share this memory, so it holds all copies or none
             return self._plan_on_cpu(record, choose_places(places, spec.replicas, is_strict=True), others)
         chosen = choose_places(places, spec.replicas, is_strict=bool(spec.devices) and not spec.replicas)
+        if not spec.replicas and not spec.devices:
+            chosen = self._leave_room(record, chosen, others)
         if not chosen:
             least = min(places, key=lambda place: place.short_bytes or 1 << 62)
             device = self._devices[least.slot]
             return LoadPlan(refusal=_refusal(device, self._needed(record, device), least.short_bytes))
         return LoadPlan(
             slots=tuple(place.slot for place in chosen),
-            victims=tuple(dict.fromkeys(model for place in chosen for model in place.victims)),
+            victims=_victims_at(chosen, size),
             must_wait=any(place.must_wait or place.victims for place in chosen),
         )
+
+    def _leave_room(self, record: Record, chosen: list[Place], others: list[Record]) -> list[Place]:
+        """Return the places of a model that leave room for those that have none yet: all of these are loaded once first."""
+        waiting = [other for other in others if other.wanted and other.card is not None and other.is_nowhere]
+        roomy: list[Place] = []
+        for place in chosen:
+            assert record.card is not None
+            members = self._devices[place.slot : place.slot + record.card.tensor_parallel]
+            needs = {device: sum(self._needed(other, device) for other in [record, *waiting]) for device in members}
+            if place.is_there or not waiting or all(self._has_room(*need, others) for need in needs.items()):
+                roomy.append(place)
+        return roomy or chosen[:1]
+
+    def _has_room(self, device: str, needed: int, others: list[Record]) -> bool:
+        return plan_evictions(self._policy, self._memory.get(device), self._tenants(device, others), needed) == ([], 0)
 
     def _plan_on_cpu(self, record: Record, chosen: list[Place], others: list[Record]) -> LoadPlan:
         slots = tuple(place.slot for place in chosen)
@@ -98,14 +129,16 @@ class DeviceMemories:
         victims, short = plan_evictions(self._policy, self._memory.get("cpu"), self._tenants("cpu", others), needed)
         if short:
             return LoadPlan(refusal=_refusal("cpu", needed, short))
-        return LoadPlan(slots=slots, victims=tuple(victims), must_wait=bool(victims))
+        everywhere = tuple(range(len(self._devices)))
+        return LoadPlan(slots=slots, victims=dict.fromkeys(victims, everywhere), must_wait=bool(victims))
 
     def _place(self, record: Record, slot: int, others: list[Record]) -> Place:
         """Return what a load would need on a worker's device, and on those of its neighbours in a group."""
         assert record.card is not None
-        members = self._devices[slot : slot + record.card.tensor_parallel]
+        slots = range(slot, slot + record.card.tensor_parallel)
+        members = [self._devices[member] for member in slots]
         is_there = record.place(slot).is_there
-        used = max(sum(self._bytes_on(device, other) for other in others) for device in members)
+        used = max(sum(self._bytes_at(member, other) for other in others) for member in slots)
         place = Place(slot=slot, is_there=is_there, used_bytes=used)
         if is_there or members[0] == "cpu":
             return place
@@ -120,7 +153,7 @@ class DeviceMemories:
                 continue
             tenants = self._tenants(device, others)
             own, missing = plan_evictions(self._policy, self._memory.get(device), tenants, needed)
-            victims += own
+            victims += [model for model in own if model not in victims]
             short = max(short, missing)
         return msgspec.structs.replace(place, victims=tuple(victims), short_bytes=short, must_wait=must_wait)
 
@@ -132,12 +165,11 @@ class DeviceMemories:
         """Return whether anything is known that limits a device's models."""
         return device in self._memory or bool(self._policy.max_model_bytes)
 
-    def _bytes_on(self, device: str, record: Record) -> int:
-        """Return an estimate of a model's memory on a device, for all workers there that have it or will have it."""
-        slots = self._slots(device)
-        leaders = [slot for slot, place in record.places.items() if place.is_there]
-        count = sum(record.covers(leader, slot) for leader in leaders for slot in slots)
-        return count * self._needed(record, device) if count else 0
+    def _bytes_at(self, slot: int, record: Record) -> int:
+        """Return an estimate of a model's memory at a worker, if that has it or will have it."""
+        leaders = [one for one in range(len(self._devices)) if record.place(one).is_there or record.is_expected(one)]
+        is_here = any(record.covers(leader, slot) for leader in leaders)
+        return self._needed(record, self._devices[slot]) if is_here else 0
 
     def pressure_victim(self, slot: int, records: Collection[Record]) -> str | None:
         """Return the model to unload because a worker's device is over its limit, or None.
@@ -163,9 +195,10 @@ class DeviceMemories:
     def _is_settling(self, device: str, records: Collection[Record]) -> bool:
         slots = self._slots(device)
         return any(
-            record.is_moving(leader) and any(record.covers(leader, slot) for slot in slots)
+            (record.is_moving(leader) or (device != "cpu" and record.is_expected(leader)))
+            and record.reaches(leader, slots)
             for record in records
-            for leader in record.places
+            for leader in range(len(self._devices))
         )
 
     def _tenants(self, device: str, records: Collection[Record]) -> list[Tenant]:
@@ -186,6 +219,14 @@ class DeviceMemories:
                     )
                 )
         return tenants
+
+
+def _victims_at(places: list[Place], size: int) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for place in places:
+        for model in place.victims:
+            found[model] = (*found.get(model, ()), *range(place.slot, place.slot + size))
+    return found
 
 
 def _why_nowhere(devices: list[str], size: int, spec: ModelSpec, slots: list[int]) -> str:

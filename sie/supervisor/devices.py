@@ -44,10 +44,14 @@ _REASONS: Final = (
 
 
 class WorkerSlot(msgspec.Struct, frozen=True):
-    """One worker to run: its device (`cpu`, `cuda:0`) and the cores it is pinned to (empty: not pinned)."""
+    """One worker to run: its device (`cpu`, `cuda:0`) and the cores it is pinned to (empty: not pinned).
+
+    memory_bytes is a GPU's memory, whoever uses it; 0 if unknown.
+    """
 
     device: str
     cores: tuple[int, ...] = ()
+    memory_bytes: int = 0
 
 
 def resolve_devices(setting: str, timeout_s: float) -> list[WorkerSlot]:
@@ -61,7 +65,7 @@ def resolve_devices(setting: str, timeout_s: float) -> list[WorkerSlot]:
         if found.num_present and not found.num_usable:
             raise StartError(f"devices: {_why_unusable(found)}; {_TO_CPU} on purpose")
         return (
-            _gpu_slots(list(range(found.num_usable)), timeout_s)
+            _gpu_slots(list(range(found.num_usable)), found, timeout_s)
             if found.num_usable
             else _cpu_slots(_count_cpu_workers())
         )
@@ -78,7 +82,7 @@ def resolve_devices(setting: str, timeout_s: float) -> list[WorkerSlot]:
         raise StartError(f"devices: {setting!r} was requested, but this host has {num_gpus} usable CUDA devices{why}")
     if len(set(wanted)) != len(wanted):
         raise StartError(f"devices: {setting!r} names a device twice")
-    return _gpu_slots(wanted, timeout_s)
+    return _gpu_slots(wanted, found, timeout_s)
 
 
 def _count_cpu_workers() -> int:
@@ -96,12 +100,13 @@ def _cpu_slots(num_workers: int) -> list[WorkerSlot]:
     return [WorkerSlot("cpu", share) for share in share_cores(cores, num_workers, read_places(cores))]
 
 
-def _gpu_slots(indices: list[int], timeout_s: float) -> list[WorkerSlot]:
+def _gpu_slots(indices: list[int], found: GpuProbe, timeout_s: float) -> list[WorkerSlot]:
     cores = usable_cores()
     near = find_near_cores(indices, timeout_s) if len(indices) > 1 else []
     places = read_places(cores)
     shares = share_near(cores, near, places) if near else share_cores(cores, len(indices), places)
-    return [WorkerSlot(f"cuda:{i}", share) for i, share in zip(indices, shares, strict=True)]
+    sizes = found.memory_bytes or (0,) * found.num_usable
+    return [WorkerSlot(f"cuda:{i}", share, sizes[i]) for i, share in zip(indices, shares, strict=True)]
 
 
 def _why_unusable(found: GpuProbe) -> str:

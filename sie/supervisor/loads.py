@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final, Literal
 
 import msgspec
@@ -71,8 +71,8 @@ class Loads:
     def bind(self, children: Children, not_ready_reason: Callable[[], str], on_first_ready: Callable[[], None]) -> None:
         """Set the children to talk to, and the source of reasons, other than models, for not being ready."""
         self._children = children
-        devices = [worker.place.device for worker in children.workers]
-        self._device_memories = DeviceMemories(self._settings, self._generation, devices)
+        places = [worker.place for worker in children.workers]
+        self._device_memories = DeviceMemories(self._settings, self._generation, places)
         self._staged_reloads = StagedReloads(
             children, self._preparer, self._spawn, on_complete=self._reload, on_failed=self.keep
         )
@@ -272,11 +272,21 @@ class Loads:
         if victim is not None:
             self._evict(victim, definitions.OOM_EVICTIONS, f"a step of {model} found no memory")
 
-    def _evict(self, model: str, family: definitions.Family, reason: str) -> None:
-        _log.warning("%s is unloaded: %s", model, reason)
-        self._registry.release(self._registry.records[model])
+    def _evict(self, model: str, family: definitions.Family, reason: str, slots: Collection[int] = ()) -> None:
+        """Unload a model from the workers in slots if others have it, too; else everywhere."""
+        record, workers = self._registry.records[model], self._children.workers
+        kept = tuple(leader for leader in record.loaded_on if slots and not record.reaches(leader, slots))
+        if kept:
+            workers = [worker for worker in workers if record.place(worker.slot).is_there and worker.slot not in kept]
+            record.slots = kept
+            for worker in workers:
+                record.apply_at(worker.slot, "unloading")
+        else:
+            self._registry.release(record)
+        where = f" from {', '.join(worker.place.device for worker in workers)}" if kept else ""
+        _log.warning("%s is unloaded%s: %s", model, where, reason)
         self._children.count(family, model)
-        self._children.send_all(self._children.workers, messages.Unload(model))
+        self._children.send_all(workers, messages.Unload(model))
         self.broadcast()
 
     def forget_worker(self, slot: int, *, blame: bool, is_lost: bool = False) -> None:
@@ -305,11 +315,13 @@ class Loads:
         return {worker.slot for worker in self._children.workers if worker.state in ("lost", "gone")}
 
     def _move_stranded(self) -> None:
-        """Load the models elsewhere whose devices are all set aside, if they may be elsewhere."""
-        away = self._away()
-        for record in self._registry.records.values() if away else ():
-            is_stranded = record.wanted and record.slots and away.issuperset(record.slots)
-            if is_stranded and self._device_memories.has_place_without(record, away):
+        """Load the models elsewhere of which each copy has lost a device, if there is room; otherwise they wait for it."""
+        away, records = self._away(), self._registry.records.values()
+        for record in records if away else ():
+            is_stranded = (
+                record.wanted and record.slots and all(record.reaches(leader, away) for leader in record.slots)
+            )
+            if is_stranded and self._device_memories.has_place_without(record, records, away):
                 self._load(record)
 
     def _end_overdue(self, now_s: float) -> None:
@@ -381,8 +393,8 @@ class Loads:
         elif not plan.must_wait:
             record.slots = plan.slots
             self._send_load(record, record.card, [self._children.workers[slot] for slot in plan.slots])
-        for model in plan.victims:
-            self._evict(model, definitions.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory")
+        for model, slots in plan.victims.items():
+            self._evict(model, definitions.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory", slots)
 
     def _send_load(self, record: Record, card: ModelCard, workers: list[Child]) -> None:
         """Tell workers to load a model. It counts as loading from here on, since free memory is now unknown."""

@@ -5,7 +5,8 @@ Sends nothing itself: the server sends the messages. Times are seconds on a mono
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Final
 
 import msgspec
 
@@ -27,6 +28,10 @@ _PERMANENT_CLASSES = frozenset({"GATED", "NOT_FOUND", "DEPENDENCY", "CONFIG"})
 _COOL_DOWNS = {"OOM": 2, "STORAGE": 2, "DEVICE": 4, "UNKNOWN": 20}
 """The first cool-down of each error class, as a multiple of load_retry_s; 1 for all others."""
 # SIE API reference, section 12: 60, 60, 600 and 30 s; doubled with each attempt up to 1,800 s; at most eight attempts.
+
+
+_UNPLANNED: Final = (Event.SHORT, Event.FAIL, Event.RELEASE, Event.DISMISS, Event.RELOAD)
+"""After these, the next load chooses its workers anew."""
 
 
 class Record(msgspec.Struct):
@@ -73,6 +78,8 @@ class Record(msgspec.Struct):
     def apply(self, event: Event) -> None:
         """Change the stage as the table says."""
         self.stage = next_stage(self.stage, event)
+        if event in _UNPLANNED:
+            self.slots = None
 
     def apply_at(self, slot: int, event: PlaceEvent) -> None:
         """Change the state on one worker as the table says."""
@@ -85,6 +92,20 @@ class Record(msgspec.Struct):
     def covers(self, leader: int, slot: int) -> bool:
         """Return whether a worker's device holds a part of it, if another worker, or the same, leads its group."""
         return leader <= slot < leader + (1 if self.card is None else self.card.tensor_parallel)
+
+    def reaches(self, leader: int, slots: Collection[int]) -> bool:
+        """Return whether the group of a worker that leads has one of these workers."""
+        return any(self.covers(leader, slot) for slot in slots)
+
+    @property
+    def is_nowhere(self) -> bool:
+        """Whether no worker has it, nor was chosen to load it, nor has failed to."""
+        return self.slots is None and self.error is None and not any(place.is_there for place in self.places.values())
+
+    def is_expected(self, slot: int) -> bool:
+        """Return whether a worker will load it as soon as it is there."""
+        is_chosen = self.wanted and self.slots is not None and slot in self.slots
+        return is_chosen and self.error is None and not self.place(slot).is_there
 
     def is_moving(self, slot: int) -> bool:
         """Return whether a worker is loading or unloading it."""

@@ -1,7 +1,8 @@
 """Applies a renewed certificate by replacing frontends one after another. No request may fail because of it.
 
 A stand-in listens on the same port from before the first replacement until after the last, so the number of listeners
-never drops. A retiring frontend answers with `Connection: close` until its clients have seen it.
+never drops. A retiring frontend answers with `Connection: close` until its clients have seen it. Meanwhile the kernel gives
+new connections to the newest listener, so that none waits at a listener that closes.
 """
 
 from __future__ import annotations
@@ -99,12 +100,22 @@ class Renewal:
             await asyncio.sleep(_READY_POLL_S)
         return True
 
+    def _newest_beside(self, frontend: Child) -> int | None:
+        """Return the position of the newest listener among those of the port, or None if it is this frontend's."""
+        listening = [
+            child
+            for child in self._children.frontends
+            if child.protocol == frontend.protocol and child.state == "ready"
+        ]
+        newest = max(listening, key=lambda child: child.started_s, default=frontend)
+        return len(listening) - 1 if newest is not frontend else None
+
     async def _retire(self, frontend: Child) -> None:
         """Let a frontend finish its requests and exit."""
         if self._children.is_draining:
             return
         frontend.is_retired = True
-        self._children.send(frontend, messages.Retire())
+        self._children.send(frontend, messages.Retire(self._newest_beside(frontend)))
         await asyncio.sleep(_LINGER_S)
         self._children.send(frontend, messages.Finish())
         frontend.finish()

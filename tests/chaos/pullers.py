@@ -68,6 +68,7 @@ class Host:
         self.num_done = 0
         self._lock = asyncio.Lock()
         self._engine = SimpleNamespace(queued_tokens=0)
+        self._engine.queued_on = lambda _slots: self._engine.queued_tokens
         entry = SimpleNamespace(state="loaded", workers=(0,), card=SimpleNamespace(kind="encoder"))
         worker = SimpleNamespace(state="ready", device="cpu")
         self._process: Any = SimpleNamespace(

@@ -22,7 +22,7 @@ from tests.process.wire import Client, connect, encode, get, post_json, raw_requ
 STUB = ("--model", "stub/a=stub:dense=16")
 KEYS = {"infer": INFER, "admin": ADMIN, "metrics": METRICS}
 OPEN_PATHS = {
-    "/", "/docs", "/openapi.json", "/api-doc/openapi.json", "/health", "/healthz", "/readyz",
+    "/", "/chat", "/docs", "/openapi.json", "/api-doc/openapi.json", "/health", "/healthz", "/readyz",
     "/v2/health/live", "/v2/health/ready", "/api/health/live", "/api/health/ready",
 }  # fmt: skip
 SLOW = "sie_test-slow-0123456789abcdef"

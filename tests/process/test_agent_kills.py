@@ -84,9 +84,12 @@ def _waits(tool: str, number: int) -> str:
 def _kill(place: Place, victim: str) -> None:
     match victim:
         case "sandbox":
-            for one in eventually(place.sandboxed, "a sandbox"):
+            killed = eventually(place.sandboxed, "a sandbox")
+            for one in killed:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
+            _, left = psutil.wait_procs(killed, WAIT_S)  # until then, what runs inside may still answer
+            assert not left
         case "agent":
             for one in place.agents():
                 one.kill()

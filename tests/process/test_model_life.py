@@ -140,18 +140,18 @@ def test_a_failed_load_leaves_the_server_ready_and_the_other_model_serving(broke
     assert np.array_equal(rows, stub_rows(["x"], 16))
 
 
-GPTQ = {
+HQQ = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 32,
     "vocab_size": 100,
-    "quantization_config": {"quant_method": "gptq", "bits": 4},
+    "quantization_config": {"quant_method": "hqq", "bits": 4},
 }
-REFUSED = "it is quantised with GPTQ, which this server does not serve; use its unquantised checkpoint"
+REFUSED = "it is quantised with HQQ, which this server does not serve; use its unquantised checkpoint"
 
 
 def test_a_quantised_checkpoint_of_a_hub_is_refused_for_good_and_clients_hear_its_method(tmp_path):
-    with FakeHub({"config.json": json.dumps(GPTQ).encode(), "model.safetensors": b"weights"}) as hub:
+    with FakeHub({"config.json": json.dumps(HQQ).encode(), "model.safetensors": b"weights"}) as hub:
         env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": "*", "HF_HUB_DISABLE_TELEMETRY": "1"}
         with start_server("--model", "stub/a=stub:dense=16", "--lazy-model", "org/model", env=env) as server:
             encode(server.port, "org/model", ["x"])
@@ -198,7 +198,7 @@ def check_that_clients_ask_once(server, model):
 
 
 def test_a_quantised_checkpoint_in_a_directory_stops_the_start_with_its_method(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(GPTQ))
+    (tmp_path / "config.json").write_text(json.dumps(HQQ))
     status, said = run_to_end("--model", f"org/model={tmp_path}")
     assert status == EX_CONFIG, said
     assert REFUSED in said

@@ -87,13 +87,13 @@ class Desk:
         texts = TextTensors(encoder, scorer, lambda: self.generator, limits=lambda: limits, watch=lambda *_: None)
         tensors = Tensors(engine, models, ModelAdmin(models, lambda _message: None), pool,
                           texts=texts, images=TensorImages(images, lambda: limits), watch=lambda *_: None,
-                          decode_pool=pool, served=lambda _: None, regions=Regions(Path("/nowhere"), lambda: limits))  # fmt: skip
+                          decode_pool=pool, encoding=asyncio.Semaphore(2), served=lambda _: None, regions=Regions(Path("/nowhere"), lambda: limits))  # fmt: skip
         self.process: Any = SimpleNamespace(
             settings=rig.settings, models=models, engine=engine, tensors=tensors, encoder=encoder, scorer=scorer,
             extractor=Extractor(engine, models, limits, pool, images), adapters=None, access=None, host_check=None, tracing=None,
             bodies=None, requests=set(), is_draining=False, timeout_ns=lambda _wanted: FAR_NS // 2,
             check_accepting=lambda: None, check_placement=lambda _exchange: None, watch_client=lambda *_: None,
-            decode_pool=pool,
+            decode_pool=pool, encoding=asyncio.Semaphore(2),
         )  # fmt: skip
         self.inference = Inference(self.process, ())
         self.kserve = KServe(self.process)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 import transformers
@@ -346,11 +347,11 @@ def test_text_of_any_length_takes_bounded_memory_and_time(server: Server, path: 
     eventually(lambda: encode(server.port, "plain", ["w1"]).status == 200, "the model is loaded")
     [frontend] = server.frontends()
     highest_memory_mib(frontend)
-    before, began_s = highest_memory_mib(frontend), time.monotonic()
+    before, spent_s = highest_memory_mib(frontend), sum(psutil.Process(frontend).cpu_times()[:2])
     reply = post_json(server.port, path, body)
     assert reply.status in (200, 400), reply
     assert highest_memory_mib(frontend) - before < MAX_GROWTH_MIB
-    assert time.monotonic() - began_s < 5
+    assert sum(psutil.Process(frontend).cpu_times()[:2]) - spent_s < 5
     assert encode(server.port, "stub/a", ["x"]).status == 200
 
 

@@ -88,8 +88,8 @@ class Mounts:
         except OSError as error:
             raise MountError(f"{file.path!r} cannot be put into the working directory: {error.strerror}") from None
         session.seen[file.path] = Seen(about.st_ino, about.st_size, about.st_mtime_ns)
-        session.ids[file.id] = file.path
-        session.mounted[file.path] = file.blob
+        session.know(file.id, file.path)
+        session.note_mounted(file.path, file.blob)
 
     def _copy(self, root: int, source: Path, name: str) -> os.stat_result:
         with os.fdopen(open_beneath(root, name, _NEW, 0o600), "wb") as target, source.open("rb") as opened:
@@ -111,7 +111,7 @@ class Mounts:
         except OSError as error:
             shutil.rmtree(part, ignore_errors=True)
             raise MountError(f"skill {skill.folder!r} cannot be unpacked: {error.strerror}") from None
-        session.mounted[f"{FOLDER}/{skill.folder}"] = skill.blob
+        session.note_mounted(f"{FOLDER}/{skill.folder}", skill.blob)
 
     def _link(self, session: Session) -> None:
         """Let the working directory show the skills. Something else of that name there is the model's own choice."""

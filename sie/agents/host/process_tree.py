@@ -14,6 +14,7 @@ from typing import Final
 
 _FREEZE_ATTEMPTS: Final = 50
 _BLOCK: Final = 512
+_SOCKET: Final = "socket:["
 _SOCKET_BYTES: Final = 1 << 19
 """What a socket holds at most as the kernel is set up, with what its packets take beside their data."""
 _DELETED: Final = " (deleted)"
@@ -66,19 +67,20 @@ def socket_bytes(pids: list[int]) -> int:
 
     What waits in a connection is read for TCP, whose buffers grow; others are counted as full.
     """
-    found = {link for pid in pids for link, _ in _links(pid) if link.startswith("socket:")}
+    links = (link for pid in pids for link, _ in _links(pid) if link.startswith(_SOCKET))
+    found = {link.removeprefix(_SOCKET).removesuffix("]") for link in links}
     if not found:
         return 0
-    return len(found) * _SOCKET_BYTES + sum(_queued(f"/proc/{pids[-1]}/net/{name}") for name in ("tcp", "tcp6"))
+    return len(found) * _SOCKET_BYTES + sum(_queued(f"/proc/{pids[-1]}/net/{name}", found) for name in ("tcp", "tcp6"))
 
 
-def _queued(path: str) -> int:
-    """Return the bytes in the queues of a network namespace's connections. Source: proc_net_tcp.rst."""
+def _queued(path: str, inodes: set[str]) -> int:
+    """Return the bytes in the queues of these sockets, among a network namespace's. Source: proc_net_tcp.rst."""
     try:
         rows = [line.split() for line in Path(path).read_text().splitlines()[1:]]
     except OSError:
         return 0
-    return sum(int(queue, 16) for row in rows for queue in row[4].split(":"))
+    return sum(int(queue, 16) for row in rows if row[9] in inodes for queue in row[4].split(":"))
 
 
 def _links(pid: int) -> Iterator[tuple[str, Path]]:

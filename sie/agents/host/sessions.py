@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from sie.agents.host.python_session import PythonSession
 from sie.agents.host.workdir import Seen
@@ -19,6 +19,11 @@ from sie.values.errors import Overloaded
 _log = get_logger(__name__)
 _LONGEST_LOOK_S: Final = 30.0
 _REMOVE_TIMEOUT_S: Final = 600.0
+_MAX_KNOWN: Final = 4096
+"""Most files of a session that are known by their ids, and most paths whose mounted bytes are known; older ones are forgotten."""
+_MAX_RUNS: Final = 256
+"""Most runs of a session whose files are counted. They would have to run at the same time for one to be forgotten too early."""
+_T = TypeVar("_T")
 
 
 class Session:
@@ -33,11 +38,11 @@ class Session:
         self.seen: dict[str, Seen] = {}
         """The files that the last call left."""
         self.ids: dict[str, str] = {}
-        """Paths of files that were shown, by their ids."""
-        self.num_shown: dict[tuple[str, int], int] = {}
-        """How many files each round of each run has shown."""
+        """Paths of files that were shown, by their ids, the latest last. See `know`."""
+        self._num_shown: dict[str, tuple[int, int]] = {}
+        """The latest round of each run, and how many files it has shown."""
         self.mounted: dict[str, str] = {}
-        """What was put into its directory: the blob of each file and skill, by its path."""
+        """What was put into its directory: the blob of each file and skill, by its path. See `note_mounted`."""
         self.renewed_s = time.monotonic()
         """When its files were last told to live on."""
         self.used_s = time.monotonic()
@@ -46,6 +51,23 @@ class Session:
     def work(self) -> Path:
         """Its working directory."""
         return self.home / "work"
+
+    def know(self, file_id: str, path: str) -> None:
+        """Let tools find a file by its id."""
+        _put(self.ids, file_id, path, _MAX_KNOWN)
+
+    def note_mounted(self, path: str, blob: str) -> None:
+        """Record the bytes that were put at a path."""
+        _put(self.mounted, path, blob, _MAX_KNOWN)
+
+    def num_shown(self, run: str, number: int) -> int:
+        """Return how many files this round of a run has shown. A run's rounds follow one another."""
+        latest, count = self._num_shown.get(run, (number, 0))
+        return count if latest == number else 0
+
+    def count_shown(self, run: str, number: int) -> None:
+        """Count one more file that this round of a run has shown."""
+        _put(self._num_shown, run, (number, self.num_shown(run, number) + 1), _MAX_RUNS)
 
 
 class Sessions:
@@ -112,6 +134,14 @@ class Sessions:
         if session.python is not None:
             await session.python.close()
         await _remove(session.home)
+
+
+def _put(entries: dict[str, _T], key: str, value: _T, most: int) -> None:
+    """Make an entry the latest, and forget the oldest one over the limit."""
+    entries.pop(key, None)
+    entries[key] = value
+    if len(entries) > most:
+        del entries[next(iter(entries))]
 
 
 async def _remove(home: Path) -> None:

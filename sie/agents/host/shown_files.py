@@ -83,8 +83,7 @@ class FileReader:
         source = {"tool": tool, "round": number, "turn": turn}
         inline_bytes, left = 0, self._max_call_bytes
         for name in names:
-            index = session.num_shown.get((run, number), 0)
-            file_id = f"file_{run}_r{number}_{index}"
+            file_id = f"file_{run}_r{number}_{session.num_shown(run, number)}"
             inline = self._max_inline_bytes if inline_bytes < _MAX_INLINE_OF_CALL else 0
             room = _Room(inline, min(self._max_file_bytes, left))
             try:
@@ -96,8 +95,8 @@ class FileReader:
             else:
                 left -= num_bytes
                 inline_bytes += found.file.bytes
-                session.ids[file_id] = name
-            session.num_shown[run, number] = index + 1
+                session.know(file_id, name)
+            session.count_shown(run, number)
             yield found
 
     def _read(

@@ -145,10 +145,9 @@ class Gateway:
     # --- checks of dispatch ---------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Refuse a request if the gateway has just started, or holds `max_in_flight` items."""
+        """Refuse a request if the gateway has just started. Whether there is room is the question of its key."""
         if not self._settled.is_set():
             raise Unavailable("The gateway is starting", code="PROVISIONING", retry_after_s=1)
-        self._in_flight.check_room()
 
     def check_route(self, route: Route) -> None:
         """Refuse a route that only a host serves. Raises SieError 501, which names it."""

@@ -76,7 +76,7 @@ class KeyLeases:
             return
         now_ns = time.monotonic_ns()
         if not (self._connection.is_connected and self._connection.clock.is_set):
-            holder.lease = None
+            holder.end_lease(now_ns)
             return
         share = self._shares.get(holder)
         if share is None:
@@ -96,8 +96,8 @@ class KeyLeases:
             if lease.num_requests or lease.max_running or lease.num_tokens:
                 async with share.lock:
                     await self._exchange(holder, share, is_asked=False)
-            else:
-                holder.lease = None
+            elif self._shares.get(holder) is share:  # not so after another tick, which came while this one waited
+                holder.end_lease(time.monotonic_ns())
                 del self._shares[holder]
 
     async def _exchange(self, holder: KeyHolder, share: _Share, *, is_asked: bool) -> None:
@@ -125,7 +125,7 @@ class KeyLeases:
             _log.debug("key %s is counted by this gateway alone: %s", holder.key.name, error or "no answer")
             lease.num_tokens += spent
             share.pause_ns = now_ns + _LEASE_NS
-            holder.lease = None
+            holder.end_lease(now_ns)
             return
         lease.num_requests, (lease.max_running, _) = granted, use.running.get(self._gateway, (0, 0))
         holder.lease = lease

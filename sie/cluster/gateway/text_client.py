@@ -7,6 +7,7 @@ cache they filled. Until the client was sent something, a lost host's request st
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import hashlib
 import itertools
 import time
@@ -53,7 +54,6 @@ from sie.values.generate import (
     GenerateUsage,
     PromptScored,
     ReasoningDelta,
-    Started,
     TextDelta,
     ToolCallDelta,
 )
@@ -85,6 +85,9 @@ class TextPending:
         """Do nothing: the host stops its own choices."""
 
 
+_NOTHING: Final = GenerateUsage(prompt_tokens=0, completion_tokens=0)
+
+
 class RemoteRun:
     """One answer that a host generates. Take its events once, with `wait` or `async for`, or the whole with `whole`."""
 
@@ -98,6 +101,8 @@ class RemoteRun:
         self.pool, self.lane = host.beat.pool, host.lane
         self.num_attempts = 1
         self.tried = {self.host}
+        self.context = contextvars.copy_context()
+        """That of the request, by which hosts are chosen: its pool, its machine profile and its key."""
         self.has_begun = asyncio.Event()
         self._client = client
         self._pending = TextPending(self, deadline_ns)
@@ -106,7 +111,7 @@ class RemoteRun:
         self._sequence = 0
         self._error: SieError | None = None
         self._is_sent = False
-        self._usage = GenerateUsage(prompt_tokens=0, completion_tokens=0)
+        self._usage = _NOTHING
         self._last_ns = 0
 
     @property
@@ -145,6 +150,11 @@ class RemoteRun:
             self.num_prompts, self.prompts = frame.num_prompts, frame.prompts
             self.has_begun.set()
         self._events += events
+        if frame.prompt_tokens:
+            self._usage = GenerateUsage(prompt_tokens=frame.prompt_tokens, completion_tokens=frame.completion_tokens)
+        for event in events:
+            if isinstance(event, Ended):
+                self._usage = event.usage
         self._measure(events, now_ns)
         if events:
             self._pending.deadline_ns = now_ns + idle_ns
@@ -171,7 +181,7 @@ class RemoteRun:
         self.work, self.host, self.pool, self.lane = work, host.beat.host, host.beat.pool, host.lane
         self.tried.add(self.host)
         self.num_attempts += 1
-        self._events, self._sequence = [], 0
+        self._events, self._sequence, self._usage = [], 0, _NOTHING
         return True
 
     def fail(self, error: SieError) -> None:
@@ -211,11 +221,7 @@ class RemoteRun:
         events, self._events = self._events, []
         if not events and self._error is not None:
             raise self._error
-        for event in events:
-            if isinstance(event, Started):
-                self._usage = GenerateUsage(prompt_tokens=event.prompt_tokens, completion_tokens=0)
-            elif isinstance(event, Ended):
-                self.is_over, self._usage = True, event.usage
+        self.is_over = self.is_over or any(isinstance(event, Ended) for event in events)
         if not events and self.is_done and not self.is_over:
             raise Internal("the host ended an answer that it had not finished")
         return events
@@ -269,7 +275,7 @@ class RemoteRun:
         )
 
     def usage(self) -> GenerateUsage:
-        """Return the usage; until the answer is complete, that of the prompt."""
+        """Return the usage up to the last frame, whether its events were taken or not."""
         return self._usage
 
 
@@ -362,11 +368,12 @@ class TextClient:
         if error.code not in _ELSEWHERE or run.num_attempts >= _MAX_ATTEMPTS:
             return False
         try:
-            host = self._choose(run.model, run.work.request, run.tried)
+            host = run.context.run(self._choose, run.model, run.work.request, run.tried)
         except SieError:
             return False
         old_id, old_host = run.work.id, run.host
-        work = msgspec.structs.replace(run.work, id=f"{self._gateway}-t{next(self._numbers)}")
+        reply_to = answer_subject(self._gateway, host.beat.pool, "text")
+        work = msgspec.structs.replace(run.work, id=f"{self._gateway}-t{next(self._numbers)}", reply_to=reply_to)
         if not run.restart(work, host):
             return False
         self._runs.pop(old_id, None)

@@ -39,7 +39,7 @@ class Credit:
     def room(self, queued_tokens: int, max_step_tokens: int, num_workers: int) -> int:
         """Return how many items to take beside those that run, at most.
 
-        queued_tokens are all tokens of the engine, those of local requests too. Without a worker there is no room.
+        queued_tokens are all tokens at these workers, those of local requests too. Without a worker there is no room.
         """
         left_tokens = _STEPS_AHEAD * max_step_tokens * num_workers - queued_tokens
         by_tokens = int(left_tokens / self._tokens_per_item)

@@ -134,7 +134,11 @@ class TextRuns:
             while not run.is_over:
                 events = await run.wait(_WAIT_S)
                 if events:
-                    frame = TextFrame(VERSION, work.id, sequence, encode_events(events), run.is_over)
+                    usage = run.usage()
+                    frame = TextFrame(
+                        VERSION, work.id, sequence, encode_events(events), run.is_over,
+                        prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens,
+                    )  # fmt: skip
                     await self._connection.publish(work.reply_to, encode(frame))
                     sequence += 1
         except SieError as error:

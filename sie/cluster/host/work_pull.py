@@ -11,6 +11,7 @@ import contextlib
 import json
 import time
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Final
 
 import nats.errors
@@ -141,22 +142,26 @@ class WorkPull:
         }  # fmt: skip
 
     async def _pull(self) -> None:
-        room = self._room()
-        if room <= 0 or not self._connection.is_connected:
+        if not self._connection.is_connected:
             return
+        entries = self._process.models.entries
         for model in self._served() & self._consumers.keys():
-            await self._consumers[model].pull(room)
+            if (room := self._room(entries[model].workers)) > 0:
+                await self._consumers[model].pull(room)
 
-    def _room(self) -> int:
+    def _room(self, slots: Collection[int] | None = None) -> int:
+        """Return how many items the workers in slots have room for: those of a model. None: all."""
         process = self._process
-        workers = [worker for worker in process.models.workers if worker.state == "ready"]
+        ready = [worker for worker in process.models.workers if worker.state == "ready"]
+        workers = [worker for worker in ready if slots is None or worker.slot in slots]
         is_gpu = any(worker.device.startswith("cuda") for worker in workers)
         step = process.settings.scheduler.max_step_tokens or (_GPU_STEP_TOKENS if is_gpu else _CPU_STEP_TOKENS)
         try:
             process.check_accepting()
         except SieError:
             return 0
-        return self._credit.room(process.engine.queued_tokens, step, len(workers))
+        queued = process.engine.queued_on([worker.slot for worker in workers])
+        return self._credit.room(queued, step, len(workers))
 
     async def _take(self, message: Msg) -> None:
         try:

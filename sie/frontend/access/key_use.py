@@ -78,6 +78,12 @@ class KeyHolder:
     def _counter(self, family: Family) -> Counter:
         return self._page.counter(family.name, family.label_pairs(self.key.name))
 
+    def end_lease(self, now_ns: int) -> None:
+        """Judge the limits by this host's counts again. Those from before are in the leases, for each frontend."""
+        if self.lease is not None:
+            self.lease = None
+            self._num_elsewhere, self._spent_elsewhere = self._admitted.total(now_ns), self._spent.total(now_ns)
+
     def begin(self) -> None:
         """Count a request of this key as under way."""
         if self._requests is None:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -96,6 +96,10 @@ class ShmEngine:
     def queued_tokens(self) -> int:
         """Tokens submitted and not answered, over all workers."""
         return sum(link.outstanding_tokens for link in self._links.values())
+
+    def queued_on(self, slots: Collection[int]) -> int:
+        """Return the tokens at the workers in these slots."""
+        return sum(link.outstanding_tokens for slot, link in self._links.items() if slot in slots)
 
     @property
     def tokens_per_s(self) -> float:

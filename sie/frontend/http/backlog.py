@@ -204,26 +204,6 @@ def open_files() -> Iterable[int]:
         return range(_MAX_FILES)
 
 
-def limit_unread_time(timeout_s: float) -> None:
-    """Make the kernel reset the connections whose clients read nothing, or acknowledge nothing, for this time.
-
-    A connection has the limit of its listener, which is one of this process's descriptors. Source: tcp(7),
-    TCP_USER_TIMEOUT.
-    """
-    for fd in open_files():
-        try:
-            sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd)
-        except OSError:
-            continue
-        try:
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1e3))
-        except OSError:  # not a TCP socket
-            continue
-        finally:
-            sock.detach()
-
-
 def _peer(fd: int) -> _Address | None:
     """Return the address of the client at the other end of a descriptor, or None without one."""
     return with_socket(fd, _address)

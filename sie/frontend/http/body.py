@@ -59,6 +59,7 @@ class HeldBody:
     """A body that a request holds, from its first bytes until the request is answered. See `HeldBytes`."""
 
     __slots__ = ("is_cut", "num_held", "reading")
+    may_be_read = False
 
     def __init__(self) -> None:
         self.num_held = 0

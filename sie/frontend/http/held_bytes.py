@@ -26,6 +26,11 @@ class Holding(Protocol):
         """Whether the client keeps the bytes waiting."""
         ...
 
+    @property
+    def may_be_read(self) -> bool:
+        """Whether nobody knows yet if the client still keeps them waiting. Such bytes count, but cut nobody."""
+        ...
+
     def measure(self) -> int:
         """Return the bytes that are still held."""
         ...
@@ -45,6 +50,11 @@ class HeldBytes:
         self._warn_s = 0.0
         self._holdings: set[Holding] = set()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether more is held than the limit, by the sizes that are known."""
+        return self.num_bytes > self.max_bytes
+
     def put(self, holding: Holding, num_bytes: int) -> None:
         """Record that a holding has num_bytes now."""
         if holding.is_cut:
@@ -58,13 +68,14 @@ class HeldBytes:
 
     def tick(self) -> None:
         """Cut holdings until the rest is within the limit. The process's tick calls this."""
-        if self.num_bytes <= self.max_bytes:
+        if not self.is_over:
             return
         for holding in list(self._holdings):
             self.put(holding, min(holding.num_held, holding.measure()))
         waiting = [holding for holding in self._holdings if holding.can_be_cut]
         waiting.sort(key=lambda holding: holding.num_held)
-        while waiting and self.num_bytes > self.max_bytes:
+        unsure = sum(holding.num_held for holding in self._holdings if holding.may_be_read)
+        while waiting and self.num_bytes - unsure > self.max_bytes:
             largest = waiting.pop()
             self._warn(largest)
             self.put(largest, 0)

@@ -44,6 +44,11 @@ class Unread:
         """Whether the client has unread bytes."""
         return not self._backlog.is_moving
 
+    @property
+    def may_be_read(self) -> bool:
+        """Whether its connection is not known yet, over a Unix socket."""
+        return isinstance(self._backlog, UnixBacklog) and self._backlog.is_moving
+
     def add(self, num_bytes: int) -> bool:
         """Count more bytes of the answer. Return whether it is over its own limit."""
         is_over = self._backlog.add(num_bytes)
@@ -143,13 +148,19 @@ class UnreadAnswers:
             self._watched.discard(key)
 
     def tick(self, now_ns: int) -> None:
-        """Check from time to time which answers were read. The process's tick calls this."""
-        if not (self._answers or self._unix) or now_ns < self._check_ns:
+        """Check from time to time which answers were read. The process's tick calls this.
+
+        Over the limit, answers over a Unix socket are checked at each call: one without a connection cannot be cut.
+        """
+        if not (self._answers or self._unix):
             return
-        self._update(list(self._answers))
-        self._update_unix()
-        took_ns = time.monotonic_ns() - now_ns
-        self._check_ns = now_ns + max(_CHECK_NS, _MIN_REST * took_ns)
+        if now_ns >= self._check_ns:
+            self._update(list(self._answers))
+            self._update_unix()
+            took_ns = time.monotonic_ns() - now_ns
+            self._check_ns = now_ns + max(_CHECK_NS, _MIN_REST * took_ns)
+        elif self._held.is_over:
+            self._update_unix()
 
     def _update_unix(self) -> None:
         if self._unix:

@@ -125,7 +125,8 @@ class Inference:
         wants_msgpack: bool,
     ) -> Response:
         try:
-            answer = await self._on_thread(codec.encode, *codec_args, wants_msgpack)
+            async with self._process.encoding:
+                answer = await self._on_thread(codec.encode, *codec_args, wants_msgpack)
         finally:
             if raw is not None:
                 _release(codec_args[2], raw)

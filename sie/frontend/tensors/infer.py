@@ -50,7 +50,8 @@ Decode = Callable[[str, TensorRule], tuple[TensorRequest, Encode[T]]]
 class Tensors:
     """Serves tensor requests. The tensor dialects share it: the models by name, their management, and the engine.
 
-    Threads of decode_pool decode and encode large requests. served is told each model that has answered.
+    Threads of decode_pool decode and encode large requests; encoding is held while one encodes. served is told each model
+    that has answered.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Tensors:
         images: TensorImages,
         watch: Watch,
         decode_pool: ThreadPoolExecutor,
+        encoding: asyncio.Semaphore,
         served: Callable[[str], None],
         regions: Regions,
     ) -> None:
@@ -77,6 +79,7 @@ class Tensors:
         self._watch = watch
         self._pool = pool
         self._decode_pool = decode_pool
+        self._encoding = encoding
         self.served = served
         self._plans: dict[_Form, Plan] = {}
 
@@ -120,7 +123,8 @@ class Tensors:
             return self.encoded_now(exchange, held, rule, encode)
         with held as reply:
             exchange.timing, exchange.cuts = reply.timing, reply.cuts
-            answer: T = await offload(self._decode_pool, held.nbytes, encode, reply, rule)
+            async with self._encoding:
+                answer: T = await offload(self._decode_pool, held.nbytes, encode, reply, rule)
         self.served(reply.model)
         return answer
 

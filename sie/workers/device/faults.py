@@ -54,7 +54,13 @@ def is_device_lost(error: BaseException) -> bool:
 
 
 def raise_if_lost(error: BaseException) -> None:
-    """Raise DeviceLostError if the device is lost, for code that otherwise goes on after an error."""
+    """Raise DeviceLostError if the device is lost, for code that otherwise goes on after an error.
+
+    One that was raised already stays as it is: whether a group or its device is lost decides who is to blame.
+    """
+    for cause in _causes(error):
+        if isinstance(cause, DeviceLostError):
+            raise cause
     if is_device_lost(error):
         raise DeviceLostError(str(error)) from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, core_model_loading
 from transformers.core_model_loading import WeightConverter
 
+from sie.workers.loading.dequantised import LazyTensor
 from sie.workers.sharded.shards import Shards
 
 _SEQUENTIAL: Final = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -25,12 +26,18 @@ _SEQUENTIAL: Final = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 @contextmanager
-def direct_weights(dtype: torch.dtype, device: torch.device, shards: Shards | None = None) -> Iterator[None]:
+def direct_weights(
+    dtype: torch.dtype,
+    device: torch.device,
+    shards: Shards | None = None,
+    tensors: Mapping[str, LazyTensor] | None = None,
+) -> Iterator[None]:
     """Give the models that transformers reads within the block their weights in this format, on this device.
 
     Weights that the architecture keeps in float32 stay so. Buffers that no file has are computed in float32 on the CPU.
     Beside the placed weights, memory holds at most four of the checkpoint's tensors at a time, or the parts of one
-    weight that is made of several. With shards, the models get one member's parts only. For one load at a time.
+    weight that is made of several. With shards, the models get one member's parts only. With tensors, the models get
+    these in place of the files' own. For one load at a time.
     """
     base: Any = PreTrainedModel
     read = base._load_pretrained_model
@@ -49,7 +56,7 @@ def direct_weights(dtype: torch.dtype, device: torch.device, shards: Shards | No
             _sequential() if is_joined or shards is not None else nullcontext(),
             nullcontext() if shards is None else _taking_parts(shards, device),
         ):
-            return read(model, state_dict, files, direct, *rest)
+            return read(model, tensors if state_dict is None else state_dict, files, direct, *rest)
 
     base._load_pretrained_model = staticmethod(read_directly)
     try:

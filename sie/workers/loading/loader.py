@@ -6,7 +6,7 @@ transformers only through this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -45,6 +45,7 @@ from sie.workers.generation.one_row import choose_products
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.weight_formats import choose_format, join_and_pack, unpacked
+from sie.workers.loading.dequantised import LazyTensor, open_dequantised
 from sie.workers.loading.direct_weights import direct_weights, is_kept
 from sie.workers.loading.renamed_weights import read_renamed_weights
 from sie.workers.prepared import session
@@ -321,10 +322,11 @@ def _read_model(
     auto = choose_class(card.id, config)
     if session.is_skeleton():
         return _build_skeleton(card, config, auto)
+    tensors = open_dequantised(card, dtype, device if shards is None else _CPU) if card.quantised else None
     try:
-        with direct_weights(dtype, device, shards):
+        with direct_weights(dtype, device, shards, tensors):
             if card.weight_names:
-                model, report = _build_renamed(card, config, auto)
+                model, report = _build_renamed(card, config, auto, tensors)
             else:
                 model, report = auto.from_pretrained(
                     card.directory,
@@ -345,9 +347,14 @@ def _read_model(
     return model.eval().requires_grad_(False)
 
 
-def _build_renamed(card: ModelCard, config: PretrainedConfig, auto: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Build a model from weights under other names, and perhaps with other layers than the library's class."""
-    weights = read_renamed_weights(card)
+def _build_renamed(
+    card: ModelCard, config: PretrainedConfig, auto: Any, tensors: Mapping[str, LazyTensor] | None
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Build a model from weights under other names, and perhaps with other layers than the library's class.
+
+    tensors are those of a checkpoint with quantised weights.
+    """
+    weights = read_renamed_weights(card, tensors)
     cls: Any = auto._model_mapping[type(config)]
     if card.layers:
         from sie.workers.loading.variants import VARIANTS  # imports model classes that few checkpoints need

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,40 +15,58 @@ from torch import Tensor
 from sie.catalog.files import open_checkpoint, refuse
 from sie.catalog.weights import weight_files
 from sie.values.card import ModelCard
+from sie.workers.loading.dequantised import LazyTensor
 
 _ORIGINAL: Final = ".original"
 """The end of a weight's name that has adapters beside it, as torch's parametrizations write it."""
 
 
-def read_renamed_weights(card: ModelCard) -> dict[str, Tensor]:
+def read_renamed_weights(
+    card: ModelCard, quantised: Mapping[str, LazyTensor] | None = None
+) -> dict[str, Tensor | LazyTensor]:
     """Return all weights of a card's directory, by the names that its `weight_names` make of theirs.
+
+    quantised are those of a checkpoint with quantised weights. A weight with a name for each of several parts, or a
+    part of a name, is dequantised here, and others when they are indexed.
 
     `NAME[0]` is the first row of a weight, `NAME|0` and `NAME|1` are joined to one. A number becomes a row of one.
 
-    Raises ModelLoadFailed if a weight cannot be split evenly, or two have one name.
+    Raises ModelLoadFailed if a weight cannot be split evenly, or two have one name, and for adapters beside quantised
+    weights.
     """
     rules = [(re.compile(pattern), replacements) for pattern, *replacements in card.weight_names]
     adapter = card.merged_adapter
-    renamed: dict[str, dict[int, Tensor]] = {}
-    for path in weight_files(open_checkpoint(card.id, card.directory)):
-        for name, names, weight in _read(path, rules, adapter):
-            if len(names) > 1 and weight.shape[0] % len(names):
-                raise refuse(
-                    card.id, f"its weight {name!r} of shape {tuple(weight.shape)} has not {len(names)} equal parts"
-                )
-            parts = weight.chunk(len(names)) if len(names) > 1 else [weight]
-            for new, part in zip(names, parts, strict=True):
-                whole, _, place = new.partition("|")
-                own = part[0] if whole.endswith("[0]") else part
-                places = renamed.setdefault(whole.removesuffix("[0]"), {})
-                if int(place or 0) in places:
-                    raise refuse(card.id, f"two of its weights would be {new!r}, one of them {name!r}")
-                places[int(place or 0)] = own if own.ndim else own[None]
+    if quantised is not None and adapter is not None:
+        raise refuse(card.id, "its section sets adapter, which is not added to quantised weights")
+    renamed: dict[str, dict[int, Tensor | LazyTensor]] = {}
+    paths = weight_files(open_checkpoint(card.id, card.directory)) if quantised is None else []
+    read = [_read(path, rules, adapter) for path in paths]
+    for name, names, weight in chain(_rename_quantised(quantised or {}, rules), *read):
+        if len(names) > 1 and weight.shape[0] % len(names):
+            raise refuse(
+                card.id, f"its weight {name!r} of shape {tuple(weight.shape)} has not {len(names)} equal parts"
+            )
+        parts = weight[...].chunk(len(names)) if len(names) > 1 else [weight]
+        for new, part in zip(names, parts, strict=True):
+            whole, _, place = new.partition("|")
+            own = part[0] if whole.endswith("[0]") else part
+            places = renamed.setdefault(whole.removesuffix("[0]"), {})
+            if int(place or 0) in places:
+                raise refuse(card.id, f"two of its weights would be {new!r}, one of them {name!r}")
+            places[int(place or 0)] = own if own.shape else own[None]
     return {name: _joined(parts) for name, parts in renamed.items()}
 
 
-def _joined(parts: dict[int, Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 and 0 in parts else torch.cat([parts[place] for place in sorted(parts)])
+def _joined(parts: dict[int, Tensor | LazyTensor]) -> Tensor | LazyTensor:
+    return parts[0] if len(parts) == 1 and 0 in parts else torch.cat([parts[place][...] for place in sorted(parts)])
+
+
+def _rename_quantised(
+    tensors: Mapping[str, LazyTensor], rules: Sequence[tuple[re.Pattern[str], list[str]]]
+) -> Iterator[tuple[str, list[str], LazyTensor]]:
+    for name, tensor in tensors.items():
+        if names := _rename(name, rules):
+            yield name, names, tensor
 
 
 def _read(

@@ -147,11 +147,11 @@ def test_of_an_adapter_only_its_two_files_are_fetched(prepare: Prepare) -> None:
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({"config.json": {**CONFIG, "quantization_config": {"quant_method": "awq"}}}, "quantised with AWQ"),
-        ({"quantize_config.json": {"bits": 4}}, "quantised with GPTQ"),
+        ({"config.json": {**CONFIG, "quantization_config": {"quant_method": "hqq"}}}, "quantised with HQQ"),
+        ({"quantize_config.json": {"bits": 3}}, "quantised with GPTQ"),
         ({"hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}}, "quantised with ModelOpt"),
         ({"modules.json": [{"path": "0_T", "type": "sentence_transformers.models.Transformer"}],
-          "0_T/config.json": {**CONFIG, "quantization_config": {"quant_method": "fp8"}}}, "quantised with FP8"),
+          "0_T/config.json": {**CONFIG, "quantization_config": {"quant_method": "mxfp8"}}}, "quantised with MXFP8"),
         ({"config.json": {**CONFIG, "model_type": "whisper"}}, "a kind that is not served yet"),
     ],
 )  # fmt: skip
@@ -178,7 +178,7 @@ def test_a_check_downloads_nothing(hub: FakeHub, prepare: Prepare) -> None:
 
 
 def test_a_check_reports_a_refusal_of_the_configuration(hub: FakeHub, prepare: Prepare) -> None:
-    hub.files["quantize_config.json"] = hub.served["quantize_config.json"] = b'{"bits": 4}'
+    hub.files["quantize_config.json"] = hub.served["quantize_config.json"] = b'{"bits": 3}'
     refused = prepare(SPEC, hub)
     hub.requests.clear()
     assert prepare(SPEC, hub, is_check=True) == refused

@@ -198,7 +198,7 @@ def test_models_shows_what_repositories_hold(tmp_path: Path, capsys):
     onnx_models.write(tmp_path, "good", onnx_models.identity(), "3")
     onnx_models.write(tmp_path, "bad", b"no model")
     (tmp_path / "empty").mkdir()
-    assert cli.main(["models", "--model-repository", str(tmp_path), "--repository-control", "explicit"]) == 0
+    assert cli.main(["models", "--model-repository", str(tmp_path), "--repository-control", "explicit"]) == 1
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[:2] for line in lines if line[1] == "explicit"] == [
         ["bad/versions/1", "explicit"], ["empty", "explicit"], ["good/versions/3", "explicit"],
@@ -212,7 +212,7 @@ def test_a_repository_that_is_not_there_stops_the_start(capsys):
 
 
 def test_models_shows_cards_as_a_table(capsys):
-    assert cli.main(["models", "--model", STUB, "--lazy-model", "org/name@main", "--model", "gone=/nonexistent"]) == 0
+    assert cli.main(["models", "--model", STUB, "--lazy-model", "org/name@main", "--model", "gone=/nonexistent"]) == 1
     heading, *rows = capsys.readouterr().out.splitlines()
     assert heading.split()[:2] == ["MODEL", "START"]
     assert rows[0].split() == ["a", "preload", "ok", "dense", "8", "8192", "stub", "stub"]
@@ -271,18 +271,18 @@ def test_models_says_what_preparing_them_refuses(
     directories = {
         "good": _checkpoint(tmp_path / "good"),
         "wordless": _checkpoint(tmp_path / "wordless", tokenizer=None),
-        "quantised": _checkpoint(tmp_path / "quantised", config={"quantization_config": {"quant_method": "awq"}}),
+        "quantised": _checkpoint(tmp_path / "quantised", config={"quantization_config": {"quant_method": "hqq"}}),
     }
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf/m.gguf").write_bytes(b"GGUF, but no more than that")
     directories["gguf"] = str(tmp_path / "gguf")
     models = [word for name, directory in directories.items() for word in ("--model", f"{name}={directory}")]
     models += ["--lazy-model", "org/far", "--cache-dir", str(tmp_path / "cache")]
-    assert cli.main(["models", "--json", *models]) == 0
+    assert cli.main(["models", "--json", *models]) == 1
     found = {row["id"]: row for row in msgspec.json.decode(capsys.readouterr().out)}
     reasons = {
         "wordless": "neither a tokenizer.json nor a vocabulary",
-        "quantised": "quantised with AWQ",
+        "quantised": "quantised with HQQ",
         "gguf": "the GGUF file is damaged",
     }
     for name, reason in reasons.items():
@@ -296,7 +296,7 @@ def test_models_says_what_preparing_them_refuses(
 def test_models_shows_in_its_table_what_preparing_them_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     directories = (_checkpoint(tmp_path / "good"), _checkpoint(tmp_path / "wordless", tokenizer=None))
     models = [word for directory in directories for word in ("--model", f"{Path(directory).name}={directory}")]
-    assert cli.main(["models", *models, "--cache-dir", str(tmp_path / "cache")]) == 0
+    assert cli.main(["models", *models, "--cache-dir", str(tmp_path / "cache")]) == 1
     good, wordless, reason = capsys.readouterr().out.splitlines()[1:]
     assert good.split()[:3] == ["good", "preload", "ok"]
     assert wordless.split()[:3] == ["wordless", "preload", "refused"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sie import doctor
+from sie import doctor, native
 from sie.commands import cli
 from sie.config.settings import Loaded, Settings, all_keys, load_settings
 from sie.config.sources import SettingsError
@@ -57,6 +57,22 @@ def test_every_area_has_its_say_and_torch_is_not_imported():
     assert all(finding["message"] for finding in findings)
     assert all(bool(finding["fix"]) == (finding["level"] != "ok") for finding in findings if finding["area"] != "clock")
     assert took_s < 30, "3 s on a quiet machine"
+
+
+@pytest.mark.parametrize(
+    ("reason", "flags", "level", "part"),
+    [
+        ("libx.so: no such file", (), "warn", "no compiled kernels (libx.so: no such file)"),
+        ("libx.so: no such file", ("--no-native-kernels",), "ok", "native_kernels"),
+        ("", (), "ok", "compiled kernels"),
+    ],
+)
+def test_missing_kernels_are_mentioned(capsys, monkeypatch: pytest.MonkeyPatch, reason, flags, level, part):
+    monkeypatch.setattr(native, "missing", lambda: reason)
+    _, findings = run(capsys, "--only", "software", *STUB, *flags)
+    (found,) = [one for one in findings if "kernels" in one["message"]]
+    assert (found["level"], part in found["message"]) == (level, True)
+    assert ("-m sie.native" in found["fix"]) == (level == "warn")
 
 
 def test_only_the_requested_areas_are_checked(capsys):

@@ -9,6 +9,7 @@ from sie.config.generation_settings import Generation
 from sie.config.sections import Models
 from sie.ipc.messages import ModelReport
 from sie.supervisor.device_memory import DeviceMemories
+from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import Memory
 from sie.supervisor.model_registry import ModelRegistry
 from sie.values.card import ModelCard
@@ -23,7 +24,7 @@ class Gpu:
 
     def __init__(self, device="cuda:0"):
         self.device = device
-        self.memories = DeviceMemories(Models(), Generation(), [device])
+        self.memories = DeviceMemories(Models(), Generation(), [WorkerSlot(device)])
         self.registry = ModelRegistry(30.0)
 
     @property
@@ -68,8 +69,8 @@ def test_a_second_generating_model_needs_room_for_its_keys_and_values():
     gpu.load("first", 60)
     second = gpu.add("second", 8, kv_token_bytes=GIB // 1024)  # 8 GiB for a sequence of 8,192 tokens
     gpu.memories.report(0, Memory(80 * GIB, 20 * GIB))
-    assert gpu.memories.plan_load(second, gpu.records).victims == ()
+    assert gpu.memories.plan_load(second, gpu.records).victims == {}
     gpu.memories.report(0, Memory(80 * GIB, 18 * GIB))
-    assert gpu.memories.plan_load(second, gpu.records).victims == ("first",)
+    assert gpu.memories.plan_load(second, gpu.records).victims == {"first": (0,)}
     gpu.registry.records["first"].is_pinned = True
     assert "needs about 16384 MiB on cuda:0" in gpu.memories.plan_load(second, gpu.records).refusal

@@ -146,7 +146,10 @@ version = SimpleNamespace(cuda={cuda!r})
 def _init():
     error = {error!r}
     if error: raise RuntimeError(error)
-cuda = SimpleNamespace(init=_init, device_count=lambda: 8)
+def _properties(i):
+    if not {sizes!r}: raise RuntimeError('lost')
+    return SimpleNamespace(total_memory={sizes!r}[i])
+cuda = SimpleNamespace(init=_init, device_count=lambda: 8, get_device_properties=_properties)
 """
 
 
@@ -182,11 +185,11 @@ NO_LIBRARY = "Found no NVIDIA driver on your system. Please check that you have 
 @pytest.mark.parametrize(
     ("torch", "words"),
     [
-        (TORCH.format(cuda=None, error=""), "is a build without CUDA"),
-        (TORCH.format(cuda="13.0", error=TOO_OLD), "too old for CUDA 13.0 of torch 2.13.0"),
-        (TORCH.format(cuda="13.0", error=NOT_STARTED), "nvidia-fabricmanager"),
-        (TORCH.format(cuda="13.0", error=NO_LIBRARY), "libcuda.so.1 is missing"),
-        (TORCH.format(cuda="13.0", error="CUDA error:\nsomething new"), "something new"),
+        (TORCH.format(cuda=None, error="", sizes=[]), "is a build without CUDA"),
+        (TORCH.format(cuda="13.0", error=TOO_OLD, sizes=[]), "too old for CUDA 13.0 of torch 2.13.0"),
+        (TORCH.format(cuda="13.0", error=NOT_STARTED, sizes=[]), "nvidia-fabricmanager"),
+        (TORCH.format(cuda="13.0", error=NO_LIBRARY, sizes=[]), "libcuda.so.1 is missing"),
+        (TORCH.format(cuda="13.0", error="CUDA error:\nsomething new", sizes=[]), "something new"),
         ("raise OSError('libcudart.so.13: cannot open')", "torch cannot be imported: OSError: libcudart.so.13"),
     ],
 )
@@ -197,9 +200,10 @@ def test_gpus_that_torch_cannot_use_stop_the_start_with_the_reason(host, setting
     assert ("set devices to cpu to serve from the CPU on purpose" in str(caught.value)) == (setting == "auto")
 
 
-def test_gpus_that_torch_can_use_get_a_worker_each(host):
-    host(torch=TORCH.format(cuda="13.0", error=""))
-    assert len(resolve_devices("auto", 30.0)) == 8
+@pytest.mark.parametrize("sizes", [[80 << 30] * 8, []])
+def test_gpus_that_torch_can_use_get_a_worker_each(host, sizes):
+    host(torch=TORCH.format(cuda="13.0", error="", sizes=sizes))
+    assert [slot.memory_bytes for slot in resolve_devices("auto", 30.0)] == (sizes or [0] * 8)
 
 
 @pytest.mark.parametrize("variables", [{}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}])
@@ -213,7 +217,7 @@ def test_a_driver_s_library_that_fails_is_no_reason_to_look_no_further(host, tmp
     """For example after an update of the driver without a reboot; /proc still lists the GPUs."""
     host(
         "raise NVMLError_LibRmVersionMismatch('Driver/library version mismatch')",
-        TORCH.format(cuda="13.0", error=TOO_OLD),
+        TORCH.format(cuda="13.0", error=TOO_OLD, sizes=[]),
     )
     (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
     monkeypatch.setattr(devices, "_PROBE", [sys.executable, "-c", PROBE_WITH_PROC.format(tmp_path / "gpus")])

@@ -27,8 +27,8 @@ from sie.values.errors import Internal, WireError, to_wire
 
 
 class FakeChildren:
-    def __init__(self) -> None:
-        self.workers = [Child("worker", slot, WorkerSlot("cpu")) for slot in range(2)]
+    def __init__(self, devices: tuple[str, ...] = ("cpu", "cpu")) -> None:
+        self.workers = [Child("worker", slot, WorkerSlot(device)) for slot, device in enumerate(devices)]
         for worker in self.workers:
             worker.channel = object()  # type: ignore[assignment]  # connected, and more is not asked
         self.frontends = [Child("frontend", 0, WorkerSlot(""))]
@@ -53,7 +53,13 @@ class FakeChildren:
 class Office:
     """Loads with one preloaded model `p` and one lazy model `l`; `prepared` is what the prepare helper answers."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, idle_s: float = 0.0, **changes: Any) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        idle_s: float = 0.0,
+        devices: tuple[str, ...] = ("cpu", "cpu"),
+        **changes: Any,
+    ) -> None:
         defaults = Settings()
         models = msgspec.structs.replace(defaults.models, idle_unload_s=idle_s, load_timeout_s=100.0, **changes)
         settings = msgspec.structs.replace(defaults, models=models)
@@ -61,7 +67,7 @@ class Office:
         monkeypatch.setattr(
             loads_module, "Preparer", lambda *_args: SimpleNamespace(prepare=self._prepare, reconfigure=lambda _: None)
         )
-        self.children = FakeChildren()
+        self.children = FakeChildren(devices)
         self.registry = ModelRegistry(30.0)
         self.registry.add(ModelSpec(id="p"), True, card("p"))
         self.registry.add(ModelSpec(id="l"), False, None)
@@ -484,6 +490,42 @@ async def test_load_waits_until_the_models_that_make_room_have_gone_and_memory_w
     office.loads.take_memory(office.children.workers[0], EMPTY)
     assert sent(office) == everywhere(messages.Load(new))
     assert office.children.counted == [("sie_pressure_evictions_total", "old")]
+
+
+@in_office(max_model_bytes=100 << 20, devices=("cuda:0", "cuda:1"))
+async def test_room_on_one_device_is_made_on_that_device_alone(office: Office) -> None:
+    add_stub(office, "old", 60)
+    loaded_everywhere(office, "old", 60 << 20)
+    new = add_stub(office, "new", 60)
+    sent(office)
+    office.loads.want("new")
+    assert sent(office) == [("worker-0", messages.Unload("old"))]
+    office.loads.take_memory(office.children.workers[1], EMPTY)
+    assert sent(office) == [], "it is asked for once"
+    office.report("old", "available")
+    assert view(office, "old") == "loaded"
+    office.loads.take_memory(office.children.workers[0], EMPTY)
+    assert sent(office) == [("worker-0", messages.Load(new))]
+
+
+@in_office(max_model_bytes=100 << 20, devices=("cuda:0",))
+async def test_models_that_come_back_together_do_not_wait_for_each_other(office: Office) -> None:
+    for model in "abc":
+        add_stub(office, model, 10)
+        office.loads.want(model)
+        office.report(model, "loaded", memory_bytes=10 << 20)
+        office.registry.release(office.registry.records[model])
+        office.report(model, "available")
+    sent(office)
+    for model in "abc":
+        office.loads.want(model)
+    loaded: list[str] = []
+    while told := [message.card.id for _, message in sent(office) if isinstance(message, messages.Load)]:
+        for model in told:
+            office.report(model, "loaded", memory_bytes=10 << 20)
+        loaded += told
+        office.loads.take_memory(office.children.workers[0], EMPTY)
+    assert sorted(loaded) == ["a", "b", "c"]
 
 
 @in_office(max_model_bytes=100 << 20)

@@ -9,6 +9,7 @@ from sie.config.generation_settings import Generation
 from sie.config.sections import Models
 from sie.ipc.messages import ModelReport
 from sie.supervisor.device_memory import DeviceMemories
+from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import Memory
 from sie.supervisor.model_registry import ModelRegistry
 from sie.supervisor.placement import leading_slots
@@ -23,7 +24,9 @@ class Host:
 
     def __init__(self, devices=GPUS):
         self.devices = devices
-        self.memories = DeviceMemories(Models(), Generation(), devices)
+        self.memories = DeviceMemories(
+            Models(), Generation(), [WorkerSlot(device, memory_bytes=80 * GIB) for device in devices]
+        )
         self.registry = ModelRegistry(30.0)
         self.used = dict.fromkeys(range(len(devices)), 0.0)
 
@@ -78,7 +81,54 @@ def test_where_no_device_has_room_one_makes_it():
     host.load(host.add("a", 60, devices=("cuda:0",)), 60)
     host.load(host.add("b", 50, devices=("cuda:1", "cuda:2", "cuda:3")), 50)
     plan = host.plan(host.add("large", 40))
-    assert (plan.slots, plan.victims, plan.must_wait) == ((1,), ("b",), True)
+    assert (plan.slots, plan.victims, plan.must_wait) == ((1,), {"b": (1,)}, True)
+
+
+def test_models_of_the_start_get_a_copy_each_before_one_of_them_gets_two():
+    host = Host(GPUS[:2])
+    large = [host.add(name, 50) for name in "ab"]
+    for record in large:
+        host.registry.want(record.spec.id, 0.0)
+    assert host.load(large[0], 50) == (0,)
+    assert host.load(large[1], 50) == (1,)
+    assert host.load(host.add("small", 10), 10) == (0, 1)
+
+
+def test_a_model_that_a_worker_will_load_counts_before_the_worker_is_there():
+    host = Host(GPUS[:2])
+    first, second = host.add("a", 10, replicas=1), host.add("b", 10, replicas=1)
+    for record in (first, second):
+        host.registry.want(record.spec.id, 0.0)
+        record.slots = host.memories.plan_load(record, host.registry.records.values()).slots
+    assert (first.slots, second.slots) == ((0,), (1,))
+    assert host.memories.plan_load(host.add("c", 10), host.registry.records.values()).must_wait
+
+
+def test_a_group_that_has_lost_a_member_gets_nothing():
+    host = Host()
+    divided = host.add("divided", 100, tensor_parallel=2)
+    records = host.registry.records.values()
+    assert host.memories.plan_load(divided, records, {1}).slots == (2,)
+    assert host.memories.plan_load(divided, records, {1, 2}).slots == (0, 2)
+    assert not host.memories.has_place_without(divided, records, {1, 2})
+
+
+def test_a_model_leaves_a_lost_device_only_for_one_with_room():
+    host = Host(GPUS[:2])
+    full, lost = host.add("full", 60, devices=("cuda:0",)), host.add("lost", 60, replicas=1)
+    host.load(full, 60)
+    records = host.registry.records.values()
+    assert host.load(lost, 60) == (1,)
+    host.plan(lost)
+    assert host.memories.has_place_without(lost, records, {1})
+    full.is_pinned = True
+    assert not host.memories.has_place_without(lost, records, {1})
+
+
+def test_replicas_on_a_cpu_go_to_the_worker_with_the_least():
+    host = Host(["cpu", "cpu"])
+    assert host.load(host.add("a", 1, replicas=1), 1) == (0,)
+    assert host.load(host.add("b", 1, replicas=1), 1) == (1,)
 
 
 def test_named_devices_are_all_necessary():
@@ -120,9 +170,9 @@ def test_a_group_takes_a_part_of_the_memory_of_each_member():
     assert host.load(host.add("b", 40, replicas=1), 40) == (2,)
     assert host.plan(host.add("c", 30)).slots == (3, 2)
     wide = host.add("wide", 140, tensor_parallel=2)
-    assert (host.plan(wide).slots, host.plan(wide).victims) == ((2,), ("b",))
+    assert (host.plan(wide).slots, host.plan(wide).victims) == ((2,), {"b": (2, 3)})
     host.registry.records["b"].is_pinned = True
-    assert (host.plan(wide).slots, host.plan(wide).victims) == ((0,), ("divided",))
+    assert (host.plan(wide).slots, host.plan(wide).victims) == ((0,), {"divided": (0, 1)})
     host.registry.records["divided"].is_pinned = True
     assert "on cuda:" in host.plan(wide).refusal
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,19 @@ def save_checkpoint(
     model.save_pretrained(directory)
     save_tokenizer(directory, max_length)
     return directory
+
+
+@pytest.fixture
+def real_freeze() -> None:
+    """Let the code under test exclude objects from collections, and include them again."""
+
+
+@pytest.fixture(autouse=True)
+def _light_frees(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Freeze nothing more in a test: a model that is freed includes all again, and to look through all imports takes 2 s."""
+    if "real_freeze" not in request.fixturenames:
+        monkeypatch.setattr(gc, "freeze", lambda: None)
+        monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ _INTEGERS: Final = msgspec.json.Decoder(list[int])
 _ANY: Final = msgspec.json.Decoder()
 _MAX_DEPTH: Final = 40
 _FEW_ELEMENTS: Final = 64
+_TOGETHER: Final = 1 << 16
 _to_json: Final = msgspec.json.Encoder().encode
 
 
@@ -181,12 +182,23 @@ def elements_to_json(data: memoryview, name: str, datatype: str) -> bytes:
             raise BadRequest(
                 f"output '{name}' has bytes that are not UTF-8. Please use the binary data format for output '{name}'"
             ) from None
-    text = _to_json(np.frombuffer(data, DATATYPES[datatype]).tolist())
+    text = _numbers_to_json(np.frombuffer(data, DATATYPES[datatype]))
     if datatype in ("FP32", "FP64") and b"null" in text:  # msgspec writes null for numbers that JSON cannot hold
         raise BadRequest(
             f"output '{name}' has values that are not finite. Please use the binary data format for output '{name}'"
         )
     return text
+
+
+def _numbers_to_json(values: NDArray[Any]) -> bytes:
+    """Encode some values at a time: all of them as Python objects would take more memory than their text."""
+    if len(values) <= _TOGETHER:
+        return _to_json(values.tolist())
+    starts = range(0, len(values), _TOGETHER)
+    parts = [_to_json(values[start : start + _TOGETHER].tolist())[1:-1] for start in starts]
+    parts[0] = b"[" + parts[0]
+    parts[-1] += b"]"
+    return b",".join(parts)
 
 
 def _wrong_count(name: str, expected: int, got: int) -> BadRequest:

@@ -7,12 +7,10 @@ Source: SIE API reference, sections 2, 3, 5 and 11.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from sie.frontend.dialects.native import output_maps
 from sie.frontend.dialects.native.arrays import array_header, pack
@@ -47,14 +45,21 @@ def encode_reply(reply: EncodeReply, msgpack: bool) -> bytes:
 
     Reads reply.values once and keeps no view of it. A msgpack body is one join of cached fragments and row views.
     """
+    if not msgpack:
+        return _reply_json(reply)
     if not reply.ragged and not reply.cuts:
-        return _reply_msgpack(reply) if msgpack else _reply_json(reply)
+        return _reply_msgpack(reply)
     tail = _tail(reply.timing, reply.input_tokens, reply.num_images)
-    if msgpack:
-        parts = [_head(reply.model), *output_maps.msgpack_items(reply), pack(tail)[1:]]
-        return b"".join(parts)
-    head = _to_json({"model": reply.model, "items": output_maps.json_items(reply)})
-    return head[:-1] + b"," + _to_json(tail)[1:]
+    return b"".join([_head(reply.model), *output_maps.msgpack_items(reply), pack(tail)[1:]])
+
+
+def _reply_json(reply: EncodeReply) -> bytes:
+    """Encode item by item: the numbers of all items as Python objects would take more memory than the body."""
+    parts = [b'{"model":', _to_json(reply.model), b',"items":']
+    for index, item in enumerate(output_maps.json_items(reply)):
+        parts += (b"," if index else b"[", _to_json(item))
+    parts += (b"],", _to_json(_tail(reply.timing, reply.input_tokens, reply.num_images))[1:])
+    return b"".join(parts)
 
 
 def _reply_msgpack(reply: EncodeReply) -> bytes:
@@ -116,18 +121,6 @@ def _one_row_head(  # noqa: PLR0917  # keywords cost
 @lru_cache(maxsize=1024)
 def _head(model: str) -> bytes:
     return b"\x84" + pack("model") + pack(model) + pack("items")
-
-
-def _reply_json(reply: EncodeReply) -> bytes:
-    rows = np.frombuffer(reply.values.cast("B"), reply.dtype).reshape(reply.num_items, reply.width).tolist()
-    dtype = output_maps.wire_dtype(reply.output_dtype)
-    ids: Sequence[str | None] = reply.ids or (None,) * reply.num_items
-    items: list[dict[str, Any]] = []
-    for id_, row in zip(ids, rows, strict=True):
-        dense = {"dense": {"dims": reply.dims, "dtype": dtype, "values": row}}
-        items.append(dense if id_ is None else {"id": id_, **dense})
-    head = _to_json({"model": reply.model, "items": items})
-    return head[:-1] + b"," + _to_json(_tail(reply.timing, reply.input_tokens, reply.num_images))[1:]
 
 
 def _tail(timing: Timing, input_tokens: int, num_images: int) -> _Tail:

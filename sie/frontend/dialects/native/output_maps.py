@@ -9,8 +9,7 @@ truncated. Source: SIE API reference, section 5.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -107,31 +106,38 @@ def _item_bytes(dtype: str) -> int:
     return np.dtype(dtype).itemsize
 
 
-def json_items(reply: EncodeReply) -> list[dict[str, Any]]:
-    """Return the items as plain JSON types; a float16 becomes a number."""
-    items: list[dict[str, Any]] = [{} if id_ is None else {"id": id_} for id_ in _ids(reply)]
+def json_items(reply: EncodeReply) -> Iterator[dict[str, Any]]:
+    """Yield the items as plain JSON types, each made when it is asked for; a float16 becomes a number."""
     dtype = wire_dtype(reply.output_dtype)
+    rows = None
     if reply.width:
-        rows = np.frombuffer(reply.values, reply.dtype).reshape(reply.num_items, reply.width).tolist()
-        for item, row in zip(items, rows, strict=True):
-            item["dense"] = {"dims": reply.dims, "dtype": dtype, "values": row}
-    for output, rows in reply.ragged.items():
-        _add_ragged(items, KINDS[output], rows, reply.output_dtype)
-    for item in reply.cuts:
-        items[item]["truncated"] = True
-    return items
+        rows = np.frombuffer(reply.values.cast("B"), reply.dtype).reshape(reply.num_items, reply.width)
+    ragged = [_ragged_reader(KINDS[output], own, reply.output_dtype) for output, own in reply.ragged.items()]
+    for index in range(reply.num_items):
+        id_ = reply.ids[index] if reply.ids else None
+        item: dict[str, Any] = {} if id_ is None else {"id": id_}
+        if rows is not None:
+            item["dense"] = {"dims": reply.dims, "dtype": dtype, "values": rows[index].tolist()}
+        for name, read in ragged:
+            item[name] = read(index)
+        if index in reply.cuts:
+            item["truncated"] = True
+        yield item
 
 
-def _ids(reply: EncodeReply) -> Sequence[str | None]:
-    return reply.ids or (None,) * reply.num_items
-
-
-def _add_ragged(items: list[dict[str, Any]], kind: OutputKind, rows: RaggedRows, output_dtype: str) -> None:
+def _ragged_reader(
+    kind: OutputKind, rows: RaggedRows, output_dtype: str
+) -> tuple[str, Callable[[int], dict[str, Any]]]:
+    """Return an output's key, and a function from an item's index to its value."""
     dtype = _shown_dtype(kind, rows, output_dtype)
     arrays: dict[str, NDArray[Any]] = {}
     for form, array in zip(kind.arrays, rows.arrays, strict=True):
         values = np.frombuffer(array.values, array.dtype)
         arrays[form.field] = values.reshape(-1, array.width) if form.has_rows else values
-    for item, (start, end) in zip(items, itertools.pairwise(rows.offsets), strict=True):
+
+    def read(index: int) -> dict[str, Any]:
+        start, end = rows.offsets[index], rows.offsets[index + 1]
         own = {field: values[start:end].tolist() for field, values in arrays.items()}
-        item[kind.name] = {**_facts(kind, rows.dims, end - start, dtype), **own}
+        return {**_facts(kind, rows.dims, end - start, dtype), **own}
+
+    return kind.name, read

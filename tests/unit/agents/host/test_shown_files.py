@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sie.agents.host import workdir
+from sie.agents.host import sessions, workdir
 from sie.agents.host.sessions import Session
 from sie.agents.host.shown_files import FileReader, ShownFile
 from sie.agents.store.blobs import BlobFolder
@@ -68,3 +68,33 @@ def test_a_file_that_grows_while_it_is_copied_costs_no_more_than_it_may(
     monkeypatch.setattr(workdir.os, "fstat", as_it_was)
     (one,) = reader(tmp_path, 1000).show(session, PLACE, "python", ["f0"])
     assert kept(one) == 1000
+
+
+def test_a_session_of_many_runs_remembers_the_latest_files_only(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "_MAX_KNOWN", 20)
+    monkeypatch.setattr(sessions, "_MAX_RUNS", 4)
+    make(session, 1, 1)
+    ids: list[str] = []
+    for run in range(50):
+        shown = reader(tmp_path, 1000).show(session, (f"run{run}", run % 3, 0), "python", ["f0", "gone", "f1"])
+        for one in shown:
+            ids.append(one.file.id)
+            if one.writer is not None:
+                one.writer.discard()
+    assert ids[-3:] == ["file_run49_r1_0", "file_run49_r1_1", "file_run49_r1_2"]
+    assert len(set(ids)) == 150
+    found = [one for one in ids if not one.endswith("_1")]
+    assert list(session.ids) == found[-20:], "the latest files are found by their ids"
+    assert len(session._num_shown) == 4
+
+
+def test_each_round_counts_its_files_from_0(tmp_path: Path, session: Session) -> None:
+    make(session, 1)
+    ids = [
+        one.file.id
+        for number in (0, 0, 1)
+        for one in reader(tmp_path, 1000).show(session, ("run", number, 0), "python", ["gone"])
+    ]
+    assert ids == ["file_run_r0_0", "file_run_r0_1", "file_run_r1_0"]

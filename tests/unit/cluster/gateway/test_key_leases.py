@@ -27,15 +27,18 @@ class Clock:
 
 
 class Cluster:
-    """Gateways that share a key, each with its own access and leases."""
+    """Gateways that share a key, each with its own access and leases, or frontends of one that see each other's counts."""
 
-    def __init__(self, num_gateways: int, **limits: int) -> None:
+    def __init__(self, num_gateways: int, *, are_frontends: bool = False, **limits: int) -> None:
         self.connection = FakeConnection()
         self.store = Store()
         self.connection.read_key, self.connection.write_key = self.store.read_key, self.store.write_key  # type: ignore[attr-defined]
         key = ApiKey(name="a", digest=digest_of("secret"), scopes=("infer",), **limits)
+        pages = [CounterPage.create(1 << 16) for _ in range(num_gateways)]
+        others = [[page for page in pages if page is not own and are_frontends] for own in pages]
         self.accesses = [
-            Access([CounterPage.create(1 << 16)], lambda _: None, now_ns=lambda: Clock.ns) for _ in range(num_gateways)
+            Access([own, *other], lambda _: None, now_ns=lambda: Clock.ns)
+            for own, other in zip(pages, others, strict=True)
         ]
         self.leases = [KeyLeases(self.connection, f"gw{number}") for number in range(num_gateways)]  # type: ignore[arg-type]
         self.holders: list[Any] = []
@@ -179,6 +182,22 @@ def test_without_nats_each_gateway_counts_by_itself():
         away = Cluster(1, requests_per_minute=2)
         away.store.is_away = True
         assert await away.flood(5, 0) == 2
+
+    run(test)
+
+
+def test_without_nats_nothing_counts_again_that_frontends_spent_under_their_leases():
+    async def test() -> None:
+        some = Cluster(2, are_frontends=True, tokens_per_minute=600)
+        for _ in range(300):
+            assert await some.ask(0)
+            assert await some.ask(1)
+            some.spend(1, 5)  # half of the rate
+            await some.second()
+        some.connection.is_connected = False
+        assert await some.ask(0)
+        some.spend(1, 1000)
+        assert not await some.ask(0)
 
     run(test)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ ENTRY = ModelEntry(card=ModelCard(id="m", kind="generator", generate=GenerateRul
 END = (Finished(0, "stop"), Ended(GenerateUsage(prompt_tokens=1, completion_tokens=2)))
 
 
+POOL = ContextVar("pool", default="p")
 ANSWER = answer_subject("gw", "p", "text")
 
 
@@ -47,8 +49,11 @@ class Bench:
         self.hosts = [Host(Beat(VERSION, f"h{n}", "", "p", "", "", "", served), 0.0) for n in range(2)]
         meter = SimpleNamespace(record_first_token=lambda *_: None, record_next_token=lambda *_: None)
         self.client = TextClient(
-            self.connection, "gw", lambda _model: self.hosts, settings=Generation(), meter=meter,  # type: ignore[arg-type]
+            self.connection, "gw", self.choose, settings=Generation(), meter=meter,  # type: ignore[arg-type]
         )  # fmt: skip
+
+    def choose(self, _model: str) -> list[Host]:
+        return [host for host in self.hosts if host.beat.pool == POOL.get()]
 
     def sent(self) -> list[tuple[str, TextWork]]:
         """Return the requests that were sent to hosts, each with its host."""
@@ -69,12 +74,22 @@ class Bench:
         return await starting
 
     def frame(
-        self, sequence: int, *events: GenerateEvent, is_over: bool = False, error: SieError | None = None
+        self, sequence: int, *events: GenerateEvent, is_over: bool = False, error: SieError | None = None, tokens: int = 0
     ) -> None:  # fmt: skip
         wire = to_wire(error) if error is not None else None
         work_id = self.sent()[-1][1].id
         self.client.on_frame(
-            TextFrame(VERSION, work_id, sequence, encode_events(events), is_over, wire, num_prompts=int(not sequence)),
+            TextFrame(
+                VERSION,
+                work_id,
+                sequence,
+                encode_events(events),
+                is_over,
+                wire,
+                num_prompts=int(not sequence),
+                prompt_tokens=7 if tokens else 0,
+                completion_tokens=tokens,
+            ),
             ANSWER,
         )
 
@@ -110,12 +125,11 @@ def test_events_come_in_order_and_the_whole_is_joined():
     run(test)
 
 
-def test_usage_is_the_prompts_until_the_answer_is_complete():
+def test_usage_is_that_of_the_last_frame_whether_it_was_read_or_not():
     async def test(bench: Bench) -> None:
         answer = await bench.start()
-        bench.frame(1, Started(7, 0), TextDelta(0, "a"))
-        await answer.wait(1.0)
-        assert (answer.usage().prompt_tokens, answer.usage().completion_tokens) == (7, 0)
+        bench.frame(1, Started(7, 0), TextDelta(0, "a"), tokens=3)
+        assert (answer.usage().prompt_tokens, answer.usage().completion_tokens) == (7, 3)
         bench.frame(2, *END, is_over=True)
         await answer.wait(1.0)
         assert answer.usage().completion_tokens == 2
@@ -148,6 +162,21 @@ def test_a_lost_host_s_answer_starts_again_elsewhere_until_the_client_has_some_o
         bench.frame(0)
         bench.frame(1, TextDelta(0, "whole"), *END, is_over=True)
         assert (await answer.whole()).choices[0].text == "whole"
+
+    run(test)
+
+
+def test_an_answer_starts_again_in_its_request_s_pool_and_comes_back_from_there():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        POOL.set("other")  # as in the task that hears of lost hosts
+        served = {"m": ModelBeat("loaded", is_served=True)}
+        bench.hosts += [Host(Beat(VERSION, "h2", "", "other", "", "", "", served), 0.0)]
+        bench.client.on_silent({answer.host})
+        await turns()
+        (first, _), (second, work) = bench.sent()
+        assert {first, second} == {"h0", "h1"}
+        assert work.reply_to == ANSWER
 
     run(test)
 

@@ -36,7 +36,7 @@ class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, skew_ns: int = 0) -> None:
         process = SimpleNamespace(
             settings=Settings(cluster=Cluster(max_pulled=4)), models=SimpleNamespace(entries={}, workers=()),
-            engine=SimpleNamespace(queued_tokens=0), check_accepting=lambda: None,
+            engine=SimpleNamespace(queued_tokens=0, queued_on=lambda _slots: 0), check_accepting=lambda: None,
         )  # fmt: skip
         self.connection = FakeConnection(skew_ns)
         self.page = CounterPage.create(1 << 14)
@@ -175,6 +175,30 @@ def test_an_item_that_this_host_has_no_room_for_goes_back(monkeypatch):
         ((subject, data),) = await bench.sent(1)
         assert subject == ACK
         assert data.startswith(b"-NAK")
+
+    run(monkeypatch, test)
+
+
+def test_a_model_is_pulled_for_by_the_room_of_its_own_workers(monkeypatch):
+    async def test(bench: Bench) -> None:
+        process, pulled = bench.pull._process, dict[str, int]()
+        entries = {
+            model: SimpleNamespace(state="loaded", workers=(slot,), card=SimpleNamespace(kind="encoder"))
+            for slot, model in enumerate(("full", "idle"))
+        }
+        workers = [SimpleNamespace(slot=slot, state="ready", device=f"cuda:{slot}") for slot in range(2)]
+        process.models = SimpleNamespace(entries=entries, workers=workers)  # type: ignore[assignment]
+        process.engine.queued_on = lambda slots: 1 << 30 if 0 in slots else 0  # type: ignore[attr-defined]
+
+        def consumer(model: str) -> Any:
+            async def pull(room: int) -> None:
+                pulled[model] = room
+
+            return SimpleNamespace(pull=pull)
+
+        bench.pull._consumers = {model: consumer(model) for model in entries}
+        await bench.pull._pull()
+        assert pulled.keys() == {"idle"}
 
     run(monkeypatch, test)
 

@@ -122,3 +122,28 @@ def is_shut(ours: socket.socket) -> bool:
         return ours.recv(1) == b""
     except BlockingIOError:
         return False
+
+
+def test_over_the_limit_a_new_answer_is_looked_at_without_a_pause(
+    pairs: list[Pair], held: HeldBytes, answers: UnreadAnswers
+) -> None:
+    now_ns = time.monotonic_ns()
+    for ours, _ in pairs:
+        fill(ours)
+        answers.add(ASKED, BIG + 1)
+        now_ns += 1_000_000  # far less than the usual pause between two looks
+        answers.tick(now_ns)
+        held.tick()
+        assert held.num_bytes <= 2 * BIG
+    assert sum(is_shut(ours) for ours, _ in pairs) == 2
+
+
+def test_answers_that_may_have_been_read_cut_nobody(pairs: list[Pair], held: HeldBytes, answers: UnreadAnswers) -> None:
+    fill(pairs[0][0])  # a client in the middle of its answer
+    for _ in range(20):  # and those of fast clients, which nobody knows to be read until a moment later
+        answers.add(ASKED, BIG)
+    look(answers, held)
+    assert not is_shut(pairs[0][0])
+    time.sleep(0.06)
+    look(answers, held)
+    assert held.num_bytes == BIG

@@ -176,7 +176,7 @@ def test_a_client_that_left_ends_its_answer():
 def test_to_cut_half_of_many_looks_at_each_a_few_times():
     class Counted:
         num_held = num_looks = 0
-        is_cut = False
+        is_cut = may_be_read = False
 
         @property
         def can_be_cut(self) -> bool:

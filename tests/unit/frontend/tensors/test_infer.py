@@ -96,7 +96,7 @@ class Office:
         self.tensors = Tensors(
             self.rig.engine, self.models, self.admin, self._pool,
             texts=texts, images=TensorImages(images, lambda: limits), watch=lambda *_: None,
-            decode_pool=self._pool, served=lambda _: None, regions=Regions(Path("/nowhere"), lambda: limits),
+            decode_pool=self._pool, encoding=asyncio.Semaphore(2), served=lambda _: None, regions=Regions(Path("/nowhere"), lambda: limits),
         )  # fmt: skip
         self.table = self.tensors.table
         self.worker = self.start_worker()

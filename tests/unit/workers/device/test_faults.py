@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sie.workers.device import faults
-from sie.workers.device.faults import DeviceLostError, is_device_lost, raise_if_lost
+from sie.workers.device.faults import DeviceLostError, GroupLostError, is_device_lost, raise_if_lost
 
 
 class AcceleratorError(RuntimeError):
@@ -85,3 +85,14 @@ def test_a_worker_on_a_processor_has_no_device_to_lose(gpu, monkeypatch):
     gpu(RuntimeError("CUDA error: unknown error"))
     monkeypatch.setattr(faults, "_device", "cpu")
     assert not is_device_lost(RuntimeError("Torch not compiled with CUDA enabled"))
+
+
+@pytest.mark.parametrize("lost", [GroupLostError("its step failed"), DeviceLostError("gone")])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_what_was_lost_stays_known(lost, is_wrapped):
+    """It becomes the worker's exit status: a lost group may blame an input, a lost device blames nobody."""
+    error = RuntimeError("a step failed")
+    error.__cause__ = lost
+    with pytest.raises(DeviceLostError) as caught:
+        raise_if_lost(error if is_wrapped else lost)
+    assert caught.value is lost

@@ -265,6 +265,7 @@ def test_load_that_has_not_begun_is_called_off(hosting):
     assert hosting.states == ["loading", "loading", "available", "loaded"]
 
 
+@pytest.mark.usefixtures("real_freeze")
 def test_unloaded_model_is_freed_though_it_holds_itself_and_was_frozen(hosting):
     """The loop freezes what lives when a load ends, and a model of any size has cycles."""
     hosting.load("m")

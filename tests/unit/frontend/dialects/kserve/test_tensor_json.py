@@ -133,6 +133,14 @@ def test_a_reply_reads_back_as_it_was(datatype: str):
     np.testing.assert_array_equal(np.array(json.loads(text), dtype), values)
 
 
+def test_many_numbers_are_written_like_few_ones():
+    values = np.arange(-70_000, 70_000, dtype="<i4")
+    assert (
+        elements_to_json(memoryview(values.tobytes()), "X", "INT32")
+        == json.dumps(values.tolist(), separators=(",", ":")).encode()
+    )
+
+
 def test_what_json_cannot_hold_is_told_and_never_sent():
     assert json.loads(elements_to_json(memoryview(frame_elements([b"a", "\N{SNOWMAN}".encode()])), "X", "BYTES")) == [
         "a",

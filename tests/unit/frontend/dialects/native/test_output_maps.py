@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -133,3 +134,18 @@ def test_missing_output_is_refused_with_its_reason():
     card = ModelCard(id="m", kind="encoder", missing_outputs={"sparse": "sparse_linear.pt is pickled"})
     with pytest.raises(BadRequest, match=r"'sparse' \(sparse_linear\.pt is pickled\)\. Available: \['dense'\]"):
         resolve_encode(EncodeRequest(model="m", texts=[""], output_types=("sparse",)), card)
+
+
+@pytest.mark.parametrize("has_ragged", [False, True])
+def test_json_takes_little_more_memory_than_its_text_twice(has_ragged):
+    values = np.linspace(0, 1, 1 << 17, dtype="<f4").reshape(64, -1)
+    multi = RaggedRows(2, list(range(0, 65 * 64, 64)), (RowArray("<f4", as_bytes(values), 32),)) if has_ragged else None
+    reply = make_reply(values, rows=multi, num_items=64)
+    tracemalloc.start()
+    try:
+        body = encode_reply.encode_reply(reply, False)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(json.loads(body)["items"]) == 64
+    assert peak_bytes < 2.5 * len(body), "the numbers of all items were objects at a time"
