@@ -21,8 +21,9 @@ from nats.aio.msg import Msg
 from sie.cluster.connection import Connection
 from sie.cluster.gateway.directory import Directory, choose_lane
 from sie.cluster.gateway.fair_queue import Caller
-from sie.cluster.gateway.in_flight import InFlight, RemoteReply
+from sie.cluster.gateway.in_flight import InFlight
 from sie.cluster.gateway.windows import Windows
+from sie.cluster.gateway.work_items import RemoteReply
 from sie.cluster.host import work_pull
 from sie.cluster.host.item_run import Answer
 from sie.cluster.host.pull_metrics import PullMetrics

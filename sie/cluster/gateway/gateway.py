@@ -21,12 +21,13 @@ from sie.cluster.gateway.config_service import ConfigService
 from sie.cluster.gateway.directory import Directory, Host
 from sie.cluster.gateway.fair_queue import Caller
 from sie.cluster.gateway.gateway_metrics import GatewayMetrics
-from sie.cluster.gateway.in_flight import InFlight, RemotePending
+from sie.cluster.gateway.in_flight import InFlight
 from sie.cluster.gateway.key_leases import KeyLeases
 from sie.cluster.gateway.operations import RemoteEncoder, RemoteExtractor, RemoteScorer
 from sie.cluster.gateway.placement import Placement, Places
 from sie.cluster.gateway.pool_service import RELEASE_S, PoolService
 from sie.cluster.gateway.windows import Windows
+from sie.cluster.gateway.work_items import RemotePending
 from sie.cluster.payloads import (
     VERSION,
     Cards,

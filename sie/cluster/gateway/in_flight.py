@@ -18,13 +18,13 @@ from typing import Final, Protocol
 
 from sie.cluster.connection import INLINE_BYTES, Connection
 from sie.cluster.gateway.answer_rate import AnswerRate, retry_after_s
-from sie.cluster.gateway.fair_queue import EVERYBODY, Caller, FairQueue
+from sie.cluster.gateway.fair_queue import EVERYBODY, Caller
 from sie.cluster.gateway.placement import Placement
+from sie.cluster.gateway.work_items import Item, Join, Place, RemotePending
 from sie.cluster.payloads import VERSION, DeadLetter, ItemOperation, Result, Taken, Work, encode
 from sie.cluster.subjects import Lane, answer_subject, dead_subject, is_answer_of, work_subject
 from sie.runtime.logs import get_logger
 from sie.values.errors import (
-    BadRequest,
     DeadlineExceeded,
     Internal,
     Overloaded,
@@ -32,7 +32,6 @@ from sie.values.errors import (
     ProtocolError,
     SieError,
     Unavailable,
-    from_wire,
 )
 
 _log = get_logger(__name__)
@@ -42,138 +41,9 @@ _MAX_AT_ONCE: Final = 256
 _ITEM_BYTES: Final = 256
 _MOST_BYTES: Final = 32_768
 """An item's cost in its key's turns is its size in bytes; the cost of an image does not grow with its file."""
-_LEAST_S: Final = 1.0
-_LONGEST_S: Final = 1.0
-"""What hosts can do is known after the first of these; more than the second between two answers is an outage."""
 _CALM_S: Final = 5.0
 _WAIT_SHARE: Final = 0.5
 """A request is refused if it would wait for more of its time than this: its answer must come in the rest."""
-
-
-class RemoteReply:
-    """A joined reply, in memory of its own."""
-
-    __slots__ = ("num_tokens", "submitted_ns", "view")
-
-    def __init__(self, view: memoryview, num_tokens: int, submitted_ns: int) -> None:
-        self.view = view
-        self.num_tokens = num_tokens
-        self.submitted_ns = submitted_ns
-
-    def release(self) -> None:
-        """Let go of the bytes."""
-        self.view = memoryview(b"")
-
-
-Join = Callable[[Sequence[Result], int], RemoteReply]
-"""Makes the reply of a request from the results of its items, in order, and the time it was submitted."""
-
-
-class RemotePending:
-    """One request whose items are on their way; the gateway's `Pending`."""
-
-    def __init__(self, items: list[Item], deadline_ns: int, join: Join, caller: Caller) -> None:
-        self.items = items
-        self.caller = caller
-        self.results: list[Result | None] = [None] * len(items)
-        self.submitted_ns = time.monotonic_ns()
-        self.deadline_ns = deadline_ns
-        self.future: asyncio.Future[RemoteReply] = asyncio.get_running_loop().create_future()
-        self.join = join
-        self._next = 0
-
-    async def reply(self) -> RemoteReply:
-        """Wait for the reply. Raises the error that ended the request."""
-        return await self.future
-
-    def stop(self, choice: int) -> None:
-        """Do nothing: such a request generates no text."""
-
-    def take(self, index: int, result: Result) -> bool:
-        """Take in an item's result. Return whether the request is over: all are there, or the first that failed is."""
-        self.results[index] = result
-        while self._next < len(self.results) and (known := self.results[self._next]) is not None:
-            if known.error is not None:
-                return True
-            self._next += 1
-        return self._next == len(self.results)
-
-    def failure(self) -> SieError | None:
-        """Return the error of the first item that failed, in the words of the whole request."""
-        for index, result in enumerate(self.results):
-            if result is not None and result.error is not None:
-                return named_item(from_wire(result.error), index)
-        return None
-
-
-class Item:
-    """One work item until its result."""
-
-    __slots__ = (
-        "index",
-        "is_published",
-        "lane",
-        "lost_with",
-        "num_published",
-        "pending",
-        "placement",
-        "sequence",
-        "stored",
-        "taken_by",
-        "work",
-    )
-
-    def __init__(self, work: Work, lane: Lane, placement: Placement | None, index: int) -> None:
-        self.work = work
-        self.lane = lane
-        self.placement = placement or Placement(lane.pool, "", lane.lease)
-        """Where its client wants it to run."""
-        self.index = index
-        self.is_published = False
-        """Whether it has left the gateway's backlog."""
-        self.pending: RemotePending
-        self.num_published = 0
-        self.sequence = 0
-        self.stored = work.stored
-        self.taken_by = ""
-        self.lost_with: set[str] = set()
-        """Hosts that fell silent while they ran it."""
-
-
-class Place:
-    """The items of one lane and model: those that wait here, and the number of those that were published."""
-
-    def __init__(self) -> None:
-        self.queue: FairQueue[Item] = FairQueue()
-        self.num_published = 0
-        self.weight = 0
-        """The most weight of waiting keys since gateways were told of it."""
-        self._busy_s = 0.0
-        self._since_s: float | None = None
-        self.capacity = AnswerRate(lambda: self._busy_s)
-        """The answers a second while items wait here, which then is what the hosts can do."""
-
-    def look(self, *, is_open: bool) -> None:
-        """Note whether items wait for the hosts; is_open: not for NATS."""
-        if not (is_open and len(self.queue)):
-            self._since_s = None
-        elif self._since_s is None:
-            self._since_s = time.monotonic()
-
-    def answered(self) -> None:
-        """Count an answer. A long silence before it was an outage, and says nothing about what hosts can do."""
-        if self._since_s is not None:
-            now_s = time.monotonic()
-            if now_s - self._since_s <= _LONGEST_S:
-                self._busy_s += now_s - self._since_s
-                self.capacity.count()
-            self._since_s = now_s
-
-    def wait_s(self, caller: Caller) -> float:
-        """Return how long a new item of a key will wait for its turn; 0 if that is not known."""
-        if self._since_s is None or self._busy_s < _LEAST_S:
-            return 0.0
-        return self.queue.num_before(caller) / self.capacity.per_s()
 
 
 class FlightMetrics(Protocol):
@@ -551,14 +421,3 @@ class InFlight:
         """End every request, when the process ends."""
         for pending in list(self._pending):
             self.abandon(pending, error)
-
-
-def named_item(error: SieError, index: int) -> SieError:
-    """Return an error about the only item of a work item as one about its place in the request."""
-    if index and isinstance(error, BadRequest):
-        message = error.message.replace("$.items[0]", f"$.items[{index}]").replace("item 0 has", f"item {index} has")
-        return type(error)(
-            message, code=error.code, http_status=error.http_status, retry_after_s=error.retry_after_s,
-            extras=error.extras,
-        )  # fmt: skip
-    return error

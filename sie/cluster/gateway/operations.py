@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from sie.cluster.gateway.in_flight import InFlight, RemotePending, RemoteReply
+from sie.cluster.gateway.in_flight import InFlight
 from sie.cluster.gateway.placement import Placement, current_caller
+from sie.cluster.gateway.work_items import RemotePending, RemoteReply
 from sie.cluster.payloads import ItemOperation, Result
 from sie.cluster.reply_forms import TIMES, Arrays, join_replies, read_arrays, with_times
 from sie.cluster.request_forms import encode_items, extract_items, score_item

@@ -11,8 +11,9 @@ import pytest
 
 from sie.cluster.connection import INLINE_BYTES
 from sie.cluster.gateway.fair_queue import Caller
-from sie.cluster.gateway.in_flight import InFlight, RemotePending, RemoteReply
+from sie.cluster.gateway.in_flight import InFlight
 from sie.cluster.gateway.placement import Placement
+from sie.cluster.gateway.work_items import RemotePending, RemoteReply
 from sie.cluster.payloads import VERSION, Result, Taken, Work, decode, work_decoder
 from sie.cluster.subjects import Lane, answer_subject, dead_subject, work_subject
 from sie.values.errors import BadRequest, DeadlineExceeded, Overloaded, PoisonInput, SieError, Unavailable, to_wire
