@@ -18,7 +18,7 @@ import msgspec
 
 from sie.catalog.files import refuse
 from sie.catalog.generation import kv_token_bytes, make_rule
-from sie.catalog.gguf_architectures import unread_field
+from sie.catalog.gguf_architectures import ROWS, unread_field
 from sie.catalog.tokenizer import keep_text, keep_tokenizer
 from sie.catalog.unserved import check_layers
 from sie.values.card import ModelCard
@@ -75,7 +75,9 @@ def read_gguf_card(model_id: str, path: str, cache_dir: str) -> ModelCard:
         raise refuse(model_id, f"its GGUF metadata set {unread} to {fields[unread]!r}, which is not computed")
     check_layers(model_id, {name: value for name, value in fields.items() if name.endswith(".block_count")})
     splits_digits = fields.get("tokenizer.ggml.pre") in _SPLITS_DIGITS
-    fingerprint = _fingerprint(path, int(reader.data_offset), "digits " if splits_digits else "")
+    row = ROWS.get(str(fields.get("general.architecture", "")))
+    rules = ("digits " if splits_digits else "") + (msgspec.json.encode(row).decode() if row else "")
+    fingerprint = _fingerprint(path, int(reader.data_offset), rules)
     config = _read_config(model_id, path, Path(cache_dir, _FOLDER, f"{fingerprint}.json"))
     tokenizer_file = keep_tokenizer(
         model_id,
@@ -166,11 +168,11 @@ def _read_rule(model_id: str, fields: dict[str, Any], config: _Config) -> Genera
     return msgspec.structs.replace(rule, kv_token_bytes=kv_token_bytes(config.values))
 
 
-def _fingerprint(path: str, header_bytes: int, salt: str) -> str:
-    """Return a digest of a file's metadata, of the library that interprets them, and of a rule of our own."""
+def _fingerprint(path: str, header_bytes: int, rules: str) -> str:
+    """Return a digest of a file's metadata, of the library that interprets them, and of our own rules for it."""
     from importlib.metadata import version  # imports a mail parser
 
-    digest = hashlib.blake2b(f"{salt}{version('transformers')}".encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{rules}{version('transformers')}".encode(), digest_size=16)
     with Path(path).open("rb") as file:
         digest.update(file.read(header_bytes))
     return digest.hexdigest()

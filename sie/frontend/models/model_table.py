@@ -149,7 +149,8 @@ class ModelTable:
         default = self.default_of(output)
         if default is None:
             able = ", ".join(self.able(output))
-            hint = f"; name one of: {able}" if able else f": no model gives {output!r}"
+            lack = "no served model generates text" if output == "generate" else f"no model gives {output!r}"
+            hint = f"; name one of: {able}" if able else f": {lack}"
             raise SieError(f"No default model{hint}", code="MODEL_NOT_FOUND", http_status=404)
         return default
 

@@ -9,6 +9,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer
 
+from sie.catalog import gguf_architectures
 from sie.catalog.generation import finish_generator
 from sie.catalog.gguf_file import find_gguf, read_gguf_card
 from sie.catalog.prepare import Request, prepare
@@ -65,6 +66,15 @@ def test_a_second_read_needs_no_transformers_and_gives_the_same_card(
     monkeypatch.setattr(transformers, "AutoConfig", None)
     monkeypatch.setattr(transformers, "AutoTokenizer", None)
     assert card_of(path, tmp_path) == card
+
+
+def test_another_row_for_its_architecture_is_another_entry_of_the_cache(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card_of(path, tmp_path)
+    monkeypatch.setitem(gguf_architectures.ROWS, "llama", gguf_architectures.Row(config={"block_count": None}))
+    card_of(path, tmp_path)
+    assert len(list(tmp_path.glob("gguf/*.json"))) == 2
 
 
 def test_a_damaged_file_of_the_cache_is_made_again(path: Path, tmp_path: Path) -> None:

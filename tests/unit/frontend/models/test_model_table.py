@@ -254,6 +254,8 @@ def test_a_default_model_that_cannot_serve_is_replaced_by_the_only_one_that_can(
     table.update(message(outputs("e", "dense")))
     with pytest.raises(SieError, match=r"^No default model: no model gives 'score'$"):
         table.resolve_default("default", "score")
+    with pytest.raises(SieError, match=r"^No default model: no served model generates text$"):
+        table.resolve_default("default", "generate")
 
 
 @pytest.mark.parametrize(
