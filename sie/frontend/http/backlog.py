@@ -26,6 +26,8 @@ _EMPTY_NS: Final = 50_000_000
 """Granian fills the free space of the kernel's queue within this time."""
 _NEARLY_BYTES: Final = 64 * 1024
 """A client may have read this little: it may delay an acknowledgement for 40 ms, and send its next request before that."""
+_QUEUE_BYTES: Final = 4 << 20
+"""The kernel's queues of a connection may take an answer up to this size at once."""
 _MAX_FILES: Final = 1 << 16
 _Address = tuple[str, int]
 _T = TypeVar("_T")
@@ -52,11 +54,14 @@ class Backlog:
         self._acked_before: int | None = None
         self._empty_ns = 0
         self._queued = 0
+        self._added_ns = 0
+        self._was_full = False
         self._fd = -1
 
     def add(self, nbytes: int) -> bool:
         """Record that nbytes more were handed to Granian. Return whether the backlog is over the limit now."""
         self._unacked += nbytes
+        self._added_ns = time.monotonic_ns()
         if self._unacked < self._query_at or self._client is None:
             return False
         return self.measure() > self._limit_bytes
@@ -87,12 +92,17 @@ class Backlog:
 
     @property
     def is_nearly_read(self) -> bool:
-        """Whether the queue is so small that the client may have read it and not yet acknowledged it."""
-        return self._queued < _NEARLY_BYTES
+        """Whether the queue is so small that the client may have read it and not yet acknowledged it.
+
+        That of a large answer is also small before Granian begins to fill it.
+        """
+        has_begun = self._was_full or self._unacked <= _QUEUE_BYTES
+        return self._queued < _NEARLY_BYTES and (has_begun or time.monotonic_ns() - self._added_ns > _EMPTY_NS)
 
     def _check_empty(self, taken: TcpState) -> bool:
         """Return whether the client read everything: the queue is empty, and Granian adds nothing to it."""
         self._queued = taken.queued
+        self._was_full = self._was_full or taken.queued >= _NEARLY_BYTES
         if taken.queued:
             self._empty_ns = 0
             return False

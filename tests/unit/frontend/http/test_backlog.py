@@ -134,3 +134,20 @@ def test_client_over_ipv6_is_measured() -> None:
             backlog.measure()
             assert backlog.num_bytes in {0, 4096}
             assert backlog._fd == ours.fileno()
+
+
+@pytest.mark.parametrize(("num_bytes", "is_read"), [(1 << 20, True), (8 << 20, False)])
+def test_a_large_answer_that_nobody_has_begun_to_send_is_not_taken_for_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, num_bytes: int, is_read: bool
+) -> None:
+    ours, client, address = pair
+    backlog = Backlog(address, 1 << 62)
+    backlog.add(num_bytes)
+    backlog.measure()
+    assert backlog.is_nearly_read == is_read
+    send(ours, num_bytes)
+    backlog.measure()
+    assert not backlog.is_nearly_read
+    monkeypatch.setattr(backlog_module, "_measure", lambda _sock: backlog_module.TcpState(0, 0))
+    backlog.measure()
+    assert backlog.is_nearly_read
