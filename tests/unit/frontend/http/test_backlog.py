@@ -140,7 +140,7 @@ def test_client_over_ipv6_is_measured() -> None:
 def test_a_large_answer_that_nobody_has_begun_to_send_is_not_taken_for_read(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, num_bytes: int, is_read: bool
 ) -> None:
-    ours, client, address = pair
+    ours, _, address = pair
     backlog = Backlog(address, 1 << 62)
     backlog.add(num_bytes)
     backlog.measure()
