@@ -1,7 +1,7 @@
 """Measure what agents cost others: the pace of plain chats beside them, and the memory of a session that rests.
 
-Starts its own server with a stub that calls Python on cue. Plain chats and agents have models of one worker. The chats
-are measured alone and beside the agents in turns, so that a change of the machine meets both.
+Starts its own server with a stub that calls Python on cue. The chats are measured alone and beside the agents in
+turns, so that a change of the machine meets both.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import httpx
 import psutil
 
 from bench.report import facts, print_facts, print_table
-from bench.server import running_server
+from bench.server import Server, running_server
 
 _CHAT = "/v1/chat/completions"
 _BUSY = "sum(n * n for n in range(2_000_000))"
@@ -35,32 +36,42 @@ _TIMEOUT_S = 120.0
 @click.option("--chats", default=4, show_default=True, help="Plain chats at once.")
 @click.option("--seconds", default=10.0, show_default=True, help="Length of a run.")
 @click.option("--turns", default=2, show_default=True, help="Runs alone and beside agents.")
+@click.option("--apart", is_flag=True, help="Give chats and agents a worker each: leave out what agents generate.")
 @click.argument("serve", nargs=-1)
-def main(sessions: int, chats: int, seconds: float, turns: int, serve: tuple[str, ...]) -> None:
+def main(sessions: int, chats: int, seconds: float, turns: int, serve: tuple[str, ...], *, apart: bool) -> None:
     """Measure plain chats beside agents, and sessions at rest. SERVE: more arguments for `sie serve`, after --."""
     known = facts(
         "Plain chats beside agents",
         f"{chats} streams of a stub with {_LATENCY_MS} ms a step; {sessions} agents that run {_BUSY!r} again and again in "
-        f"sessions of their own; {seconds:g} s a run; client, agents and server share the cores",
+        f"sessions of their own; {seconds:g} s a run; {'a worker each' if apart else 'their models share the workers'}; "
+        "client, agents and server share the cores",
     )
     print_facts(known)
     models = ("--model", f"chat=stub:generate,latency_ms={_LATENCY_MS}", "--model", "agent=stub:generate,scripted")
     limits = ("--agent", "--agent-sessions", str(sessions + 1), "--devices", "cpu", "--frontends", "1")
-    with running_server(*models, *limits, *serve) as server:
-        url, pid = server.target.url, server.program.process.pid
-        before = _memory_of_sandboxes(pid)[0]
-        with httpx.Client(timeout=_TIMEOUT_S) as client, ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda number: _act(client, url, f"rest-{number}", "x = 1"), range(sessions)))
-        resting, count = _memory_of_sandboxes(pid)
-        gaps: dict[str, list[float]] = {"alone": [], "beside agents": []}
-        spent: dict[str, Counter[str]] = {name: Counter() for name in gaps}
-        for _ in range(turns):
-            for name in gaps:
-                with _agents(url, sessions if name != "alone" else 0):
-                    began = server.program.cpu_s()
-                    gaps[name] += _stream_all(url, chats, seconds)
-                    spent[name].update(server.program.cpu_s())
-                    spent[name].subtract(began)
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as catalog:
+        if apart:
+            catalog.write('[models.chat]\ndevices = ["cpu:0"]\n[models.agent]\ndevices = ["cpu:1"]\n')
+            catalog.flush()
+        with running_server(*models, *limits, "--catalog", catalog.name, *serve) as server:
+            _measure(server, sessions, chats, seconds, turns)
+
+
+def _measure(server: Server, sessions: int, chats: int, seconds: float, turns: int) -> None:
+    url, pid = server.target.url, server.program.process.pid
+    before = _memory_of_sandboxes(pid)[0]
+    with httpx.Client(timeout=_TIMEOUT_S) as client, ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: _act(client, url, f"rest-{number}", "x = 1"), range(sessions)))
+    resting, count = _memory_of_sandboxes(pid)
+    gaps: dict[str, list[float]] = {"alone": [], "beside agents": []}
+    spent: dict[str, Counter[str]] = {name: Counter() for name in gaps}
+    for _ in range(turns):
+        for name in gaps:
+            with _agents(url, sessions if name != "alone" else 0):
+                began = server.program.cpu_s()
+                gaps[name] += _stream_all(url, chats, seconds)
+                spent[name].update(server.program.cpu_s())
+                spent[name].subtract(began)
     print_table(_COLUMNS, [_row(name, values) for name, values in gaps.items()])
     for name, by_role in spent.items():
         print(f"{name}, processor time in %:", {role: round(s / seconds / turns * 100) for role, s in by_role.items()})
