@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from sie.agents import tools
+from sie.agents.host import sandboxed
 from sie.agents.host.main import hidden_paths
 from sie.config.sections import Access, Server
 from sie.config.settings import Settings
@@ -205,6 +206,17 @@ def test_a_fork_bomb_stays_in_its_sandbox(host: Host) -> None:
     ran = host.shell("bomb() { bomb | bomb & }; bomb; sleep 0.2", session="bomb2")
     assert ran["status"] in {"success", "error"}, ran
     assert host.python("x + 1", "beside")["result"] == "42"
+
+
+def test_a_sandbox_that_cannot_be_looked_at_is_ended(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bomb that had taken all processes of the host left no thread for the look that would have ended it."""
+
+    def look(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(sandboxed, "measure", look)
+    ran = host.python("import time\ntime.sleep(15)", "unseen")
+    assert "the host could not look at what it holds (can't start new thread)" in ran["exception"]
 
 
 def test_memory_of_all_processes_together_is_bounded(host: Host) -> None:

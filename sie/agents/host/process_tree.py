@@ -5,7 +5,9 @@ Every process of a sandbox is below its first one: orphans become children of th
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -20,12 +22,15 @@ _SOCKET_BYTES: Final = 1 << 19
 _DELETED: Final = " (deleted)"
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the processes below this one, parents first. Without any, it has ended or has no children."""
+def descendants(pid: int, enough: float = math.inf) -> list[int]:
+    """Return the processes below this one, parents first. Without any, it has ended or has no children.
+
+    enough: the number at which the search ends. Processes that multiply faster than they are read would keep it for ever.
+    """
     found: list[int] = []
-    todo = [pid]
-    while todo:
-        children = _children(todo.pop(0))
+    todo = collections.deque([pid])
+    while todo and len(found) < enough:
+        children = _children(todo.popleft())
         found += children
         todo += children
     return found

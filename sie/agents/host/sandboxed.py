@@ -163,18 +163,25 @@ class Sandboxed:
                 os.kill(pid, signal.SIGKILL)
 
     async def watch(self) -> None:
-        """Look at what it holds until it ends or this is cancelled, and end it over a limit."""
+        """Look at what it holds until it ends or this is cancelled, and end it over a limit.
+
+        A sandbox that cannot be looked at is ended, too: one that took all processes of the host left no thread to look.
+        """
         number = 0
         while self.is_running:
             await asyncio.sleep(_LOOK_S)
             number += 1
-            problem = await asyncio.to_thread(self._find_problem, measures=number % _LOOKS_A_MEASURE == 0)
+            try:
+                problem = await asyncio.to_thread(self._find_problem, measures=number % _LOOKS_A_MEASURE == 0)
+            except (OSError, RuntimeError) as error:
+                problem = f"the host could not look at what it holds ({error})"
             if problem:
                 self.end(problem)
 
     def _find_problem(self, *, measures: bool) -> str:
-        bounds, pids = self._bounds, process_tree.descendants(self.pid)
-        if len(pids) > bounds.processes + _OWN_PROCESSES:  # the kernel's own limit does not hold for root
+        bounds, most = self._bounds, self._bounds.processes + _OWN_PROCESSES
+        pids = process_tree.descendants(self.pid, most + 1)
+        if len(pids) > most:  # the kernel's own limit does not hold for root
             return f"it started more processes than sandbox_processes ({bounds.processes})"
         memory = process_tree.memory_bytes(pids, bounds.memory_bytes)
         memory += process_tree.socket_bytes(pids) if measures else 0
