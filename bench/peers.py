@@ -7,6 +7,7 @@ who is not having a turn is kept from running. The load generator is this proces
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Final
 
@@ -60,7 +61,7 @@ def main(
         comparison = compare(peers, LOADS, rounds=rounds, seconds=seconds, setup=setup)
     print_all(comparison, LOADS)
     if is_saved:
-        save("peers", known, comparison.figures())
+        save("-".join(filter(None, ("peers", Path(model).name))), known, comparison.figures())
 
 
 def _is_named(name: str, wanted: tuple[str, ...]) -> bool:
