@@ -28,6 +28,8 @@ _EXPIRES_S: Final = 4.0
 _MARGIN_S: Final = 1.0
 _MAX_ACK_PENDING: Final = 65_536
 _PENDING: Final = "Nats-Pending-Messages"
+_NO_RESPONDERS: Final = "503"
+_DELETED: Final = "Consumer Deleted"
 
 Take = Callable[[Msg], Awaitable[None]]
 
@@ -46,6 +48,8 @@ class Consumer:
         self._ends_s = 0.0
         self._subscription: Subscription | None = None
         self.is_open = False
+        self.is_lost = False
+        """Whether the server has said that it has no such consumer any more: `restore` makes it again."""
 
     @property
     def num_asked(self) -> int:
@@ -72,7 +76,7 @@ class Consumer:
             ack_policy=api.AckPolicy.EXPLICIT, ack_wait=ACK_WAIT_S, max_deliver=-1, max_ack_pending=_MAX_ACK_PENDING,
             inactive_threshold=_IDLE_S,
         ))  # fmt: skip
-        self._asked = 0
+        self._asked, self.is_lost = 0, False
 
     async def pull(self, room: int) -> None:
         """Ask for as many items as there is room for, beside those that were asked for."""
@@ -95,7 +99,8 @@ class Consumer:
 
     def _on_status(self, headers: dict[str, str]) -> None:
         """Take back what a request that has ended did not bring."""
-        left = headers.get(_PENDING, "")
+        left, status, text = headers.get(_PENDING, ""), headers.get("Status"), headers.get("Description", "")
         self._asked = max(0, self._asked - int(left)) if left.isdigit() else 0
-        if headers.get("Status") not in ("404", "408"):
-            _log.debug("pull of %s ended: %s %s", self._model, headers.get("Status"), headers.get("Description"))
+        if status not in ("404", "408"):
+            _log.debug("pull of %s ended: %s %s", self._model, status, text)
+        self.is_lost = self.is_lost or status == _NO_RESPONDERS or text == _DELETED
