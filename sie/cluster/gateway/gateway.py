@@ -328,6 +328,8 @@ class Gateway:
         if beat.pool not in self._joined:
             self._joined.add(beat.pool)
             self._spawn(self._join(beat.pool))
+        if self._texts is not None:
+            self._texts.on_beat(beat.host)
         self._update_models(now_s)
 
     async def _join(self, pool: str) -> None:

@@ -64,6 +64,7 @@ ChooseHosts = Callable[[str], Sequence[Host]]
 _PREFIX_BYTES: Final = 4096
 _MAX_ATTEMPTS: Final = 3
 _COUNT_S: Final = 10.0
+_PATIENCE_NS: Final = 1_000_000_000
 _ELSEWHERE: Final = frozenset(("SHUTTING_DOWN", "QUEUE_FULL", "MODEL_LOADING", "MODEL_NOT_LOADED", "WORKER_LOST"))
 _encode_prefix: Final = msgspec.msgpack.Encoder().encode
 
@@ -113,6 +114,9 @@ class RemoteRun:
         self._is_sent = False
         self._usage = _NOTHING
         self._last_ns = 0
+        self._asks_ns = 0
+        self._patience_ns = 0
+        self._hear(self._pending.submitted_ns)
 
     @property
     def pendings(self) -> list[TextPending]:
@@ -131,16 +135,33 @@ class RemoteRun:
 
     # --- frames ---------------------------------------------------------------------------------------------------
 
+    def _hear(self, now_ns: int) -> None:
+        self._patience_ns = _PATIENCE_NS
+        self._asks_ns = now_ns + self._patience_ns
+
+    def asks_again(self, now_ns: int) -> bool:
+        """Return whether no frame came for so long that its host may not know the request. Each time is twice as long."""
+        if now_ns < self._asks_ns:
+            return False
+        self._patience_ns *= 2
+        self._asks_ns = now_ns + self._patience_ns
+        return True
+
     def feed(self, frame: TextFrame, now_ns: int, idle_ns: int) -> None:
         """Take in the next frame."""
         if self.is_done:
             return
         if frame.error is not None and self._client.try_again(self, from_wire(frame.error)):
             return
+        if frame.sequence == 0 and not self._is_sent:
+            self._forget_events()  # the host had lost the request, and was asked again
         if frame.sequence != self._sequence:
-            self.fail(WorkerLost(f"a part of the answer was lost: frame {self._sequence} did not come"))
+            lost = WorkerLost(f"a part of the answer was lost: frame {self._sequence} did not come")
+            if not self._client.try_again(self, lost):
+                self.fail(lost)
             return
         self._sequence += 1
+        self._hear(now_ns)
         try:
             events = decode_events(frame.events)
         except ProtocolError as fault:
@@ -181,8 +202,12 @@ class RemoteRun:
         self.work, self.host, self.pool, self.lane = work, host.beat.host, host.beat.pool, host.lane
         self.tried.add(self.host)
         self.num_attempts += 1
-        self._events, self._sequence, self._usage = [], 0, _NOTHING
+        self._forget_events()
+        self._hear(time.monotonic_ns())
         return True
+
+    def _forget_events(self) -> None:
+        self._events, self._sequence, self._usage = [], 0, _NOTHING
 
     def fail(self, error: SieError) -> None:
         """End the answer with an error, which comes after the events before it."""
@@ -322,12 +347,11 @@ class TextClient:
             VERSION, f"{self._gateway}-t{next(self._numbers)}", self._gateway,
             answer_subject(self._gateway, host.beat.pool, "text"), self._connection.clock.to_server(deadline_ns), entry.card.id, request, salt, echoes,
         )  # fmt: skip
-        packed = encode(work)
         run = RemoteRun(self, work, deadline_ns, host)
         self._runs[work.id] = run
         self._count(host.beat.host, 1)
         try:
-            await self._connection.publish(host_subject(host.beat.pool, host.beat.host, "text"), packed)
+            await self._send(run)
             await run.has_begun.wait()
         except BaseException:
             run.give_up(ClientGone("the request ended before its answer began"))
@@ -371,7 +395,7 @@ class TextClient:
             host = run.context.run(self._choose, run.model, run.work.request, run.tried)
         except SieError:
             return False
-        old_id, old_host = run.work.id, run.host
+        old_id, old_pool, old_host = run.work.id, run.pool, run.host
         reply_to = answer_subject(self._gateway, host.beat.pool, "text")
         work = msgspec.structs.replace(run.work, id=f"{self._gateway}-t{next(self._numbers)}", reply_to=reply_to)
         if not run.restart(work, host):
@@ -380,8 +404,24 @@ class TextClient:
         self._count(old_host, -1)
         self._runs[work.id] = run
         self._count(host.beat.host, 1)
-        self._spawn(self._connection.publish(host_subject(host.beat.pool, host.beat.host, "text"), encode(work)))
+        self._spawn(self._cancel(old_pool, old_host, old_id))  # that host may only have been unreachable
+        self._spawn(self._send(run))
         return True
+
+    async def _send(self, run: RemoteRun) -> None:
+        """Send a request to its host, with the time that is left now."""
+        work = msgspec.structs.replace(run.work, deadline_ns=self._connection.clock.to_server(run.deadline_ns))
+        await self._connection.publish(host_subject(run.pool, run.host, "text"), encode(work))
+
+    def on_beat(self, host: str) -> None:
+        """Send a host the requests again of which nothing was heard: it may have lost them, or a part of their answers.
+
+        NATS drops what is published while a host connects again. A host ignores requests that it runs.
+        """
+        now_ns = time.monotonic_ns()
+        for run in list(self._runs.values()):
+            if run.host == host and run.asks_again(now_ns):
+                self._spawn(self._send(run))
 
     def _count(self, host: str, change: int) -> None:
         left = self._own.get(host, 0) + change
@@ -399,9 +439,10 @@ class TextClient:
 
     def cancel(self, run: RemoteRun) -> None:
         """Tell a host that nobody waits for an answer."""
-        self._spawn(
-            self._connection.publish(host_subject(run.pool, run.host, "cancel"), encode(Cancel(VERSION, run.work.id)))
-        )
+        self._spawn(self._cancel(run.pool, run.host, run.work.id))
+
+    async def _cancel(self, pool: str, host: str, work_id: str) -> None:
+        await self._connection.publish(host_subject(pool, host, "cancel"), encode(Cancel(VERSION, work_id)))
 
     def drop(self, run: RemoteRun) -> None:
         """Forget an answer that is over."""

@@ -1,8 +1,9 @@
-"""A gateway's care for items that wait: those of a profile wait for the model that hosts name in their heartbeats."""
+"""What a gateway does about heartbeats: for items that wait, for profiles of a model, and for answers that nobody began."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
@@ -11,11 +12,16 @@ from typing import Any
 import pytest
 
 from sie.cluster.gateway import gateway as module
+from sie.cluster.gateway import text_client
 from sie.cluster.gateway.gateway import Gateway
 from sie.cluster.gateway.work_items import Item, RemoteReply
-from sie.cluster.payloads import VERSION, Beat, ModelBeat
+from sie.cluster.payloads import VERSION, Beat, ModelBeat, encode
+from sie.cluster.subjects import host_subject
 from sie.config.settings import Settings
+from sie.ipc.messages import ModelEntry
 from sie.shm.pages import CounterPage
+from sie.values.card import ModelCard
+from sie.values.generate import GenerateRequest, GenerateRule
 from tests.unit.cluster.fakes import FakeConnection
 
 MODELS = ("org/m", "org/m:short")
@@ -30,7 +36,7 @@ class Bench:
         models = SimpleNamespace(entries={}, find=lambda _model: None, update=lambda _models: None)
         process = SimpleNamespace(
             settings=Settings(), models=models, pages=[CounterPage.create(1 << 16)],
-            request_load_once=lambda model, ask: ask(model),
+            request_load_once=lambda model, ask: ask(model), generation_metrics=None,
         )  # fmt: skip
         self.gateway = Gateway(process)  # type: ignore[arg-type]
 
@@ -95,5 +101,30 @@ def test_hosts_that_serve_a_model_are_not_asked_to_load_it(monkeypatch, model):
         await turns()
         loads = [subject for subject, _ in bench.connection.published if subject.endswith(".load")]
         assert len(loads) == 1, "only while none served it"
+
+    run(monkeypatch, test)
+
+
+def test_a_heartbeat_has_a_lost_request_to_generate_sent_again(monkeypatch):
+    monkeypatch.setattr(text_client, "_PATIENCE_NS", 0)
+    card = ModelCard(id="org/m", kind="generator", generate=GenerateRule(context_length=100))
+
+    async def test(bench: Bench) -> None:
+        bench.beat(is_served=True)
+        request, deadline_ns = GenerateRequest(model="org/m", texts=["a"]), time.monotonic_ns() + 60_000_000_000
+        entry = ModelEntry(card=card, state="loaded")
+        starting = asyncio.create_task(bench.gateway.generator.start(entry, request, deadline_ns))
+        await turns()
+        ((subject, data),) = [sent for sent in bench.connection.published if sent[0].endswith(".text")]
+        host = subject.split(".")[4]
+        profile = {"h1": "l4", "h2": "a100"}[host]
+        beat = Beat(VERSION, host, host, "default", profile, "any", "k", {"org/m": ModelBeat("loaded", is_served=True)})
+        message = SimpleNamespace(data=encode(beat), subject=host_subject("default", host, "beat"))
+        await bench.gateway._on_beat(message)  # type: ignore[arg-type]
+        await turns()
+        assert [sent for sent in bench.connection.published if sent[0].endswith(".text")] == [(subject, data)] * 2
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
 
     run(monkeypatch, test)

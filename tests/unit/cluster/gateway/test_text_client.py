@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sie.cluster.gateway import text_client
 from sie.cluster.gateway.directory import Host
 from sie.cluster.gateway.text_client import RemoteRun, TextClient
 from sie.cluster.payloads import VERSION, Beat, ModelBeat, TextFrame, TextWork, decode, text_work_decoder
@@ -137,16 +138,90 @@ def test_usage_is_that_of_the_last_frame_whether_it_was_read_or_not():
     run(test)
 
 
-def test_a_missing_frame_ends_the_stream_with_an_error_after_what_came_before():
+def test_a_missing_frame_ends_a_stream_that_the_client_has_some_of():
     async def test(bench: Bench) -> None:
         answer = await bench.start()
         bench.frame(1, TextDelta(0, "a"))
-        bench.frame(3, TextDelta(0, "c"))
         assert await answer.wait(1.0) == [TextDelta(0, "a")]
+        bench.frame(3, TextDelta(0, "c"))
         with pytest.raises(WorkerLost):
             await answer.wait(1.0)
         await turns()
         assert bench.cancelled()
+
+    run(test)
+
+
+def test_an_answer_with_a_missing_frame_starts_again_elsewhere_before_the_client_has_some_of_it():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.frame(1, TextDelta(0, "a"))
+        bench.frame(3, TextDelta(0, "c"))
+        await turns()
+        (first, _), (second, _) = bench.sent()
+        assert first != second
+        assert bench.cancelled() == [first], "it generates for nobody"
+        bench.frame(0)
+        bench.frame(1, TextDelta(0, "whole"), *END, is_over=True)
+        assert (await answer.whole()).choices[0].text == "whole"
+
+    run(test)
+
+
+def test_a_request_that_its_host_never_got_is_sent_again_at_its_heartbeat(monkeypatch):
+    monkeypatch.setattr(text_client, "_PATIENCE_NS", 0)
+
+    async def test(bench: Bench) -> None:
+        request = GenerateRequest(model="m", texts=["hello"])
+        starting = asyncio.create_task(bench.client.start(ENTRY, request, time.monotonic_ns() + 60_000_000_000))
+        await until(bench.sent)
+        ((host, first),) = bench.sent()
+        for other in {"h0", "h1"} - {host}:
+            bench.client.on_beat(other)
+        bench.client.on_beat(host)
+        await turns()
+        assert bench.sent() == [(host, first)] * 2, "the same id, so that it runs once"
+        bench.frame(0)
+        bench.frame(1, TextDelta(0, "hi"), *END, is_over=True)
+        assert (await (await starting).whole()).choices[0].text == "hi"
+        bench.client.on_beat(host)
+        await turns()
+        assert len(bench.sent()) == 2
+
+    run(test)
+
+
+def test_a_request_that_was_just_sent_is_not_sent_again():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.client.on_beat(answer.host)
+        await turns()
+        assert len(bench.sent()) == 1
+
+    run(test)
+
+
+def test_an_answer_that_its_host_begins_anew_replaces_what_came_before():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.frame(1, TextDelta(0, "lost"))
+        bench.frame(0)  # NATS was away, and the host gave the first one up
+        bench.frame(1, TextDelta(0, "whole"), *END, is_over=True)
+        assert (await answer.whole()).choices[0].text == "whole"
+
+    run(test)
+
+
+def test_an_answer_that_its_host_begins_anew_ends_a_stream_that_the_client_has_some_of():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.frame(1, TextDelta(0, "a"))
+        await answer.wait(1.0)
+        bench.frame(0)
+        with pytest.raises(WorkerLost):
+            await answer.wait(1.0)
+        await turns()
+        assert bench.cancelled() == [answer.host]
 
     run(test)
 
