@@ -168,7 +168,10 @@ class GatewayBeat(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TextWork(msgspec.Struct, array_like=True, frozen=True):
-    """A request to generate, sent to one host. Its answer is a series of `TextFrame` to reply_to."""
+    """A request to generate, sent to one host. Its answer is a series of `TextFrame` to reply_to.
+
+    If it is large, the payload with its request lies in the object store under stored.
+    """
 
     version: int
     id: str
@@ -179,6 +182,7 @@ class TextWork(msgspec.Struct, array_like=True, frozen=True):
     request: GenerateRequest
     salt: bytes = b""
     echoes: bool = False
+    stored: str = ""
 
 
 class TextFrame(msgspec.Struct, array_like=True, frozen=True):
@@ -186,7 +190,8 @@ class TextFrame(msgspec.Struct, array_like=True, frozen=True):
 
     events are the events since the frame before, each (its number in `sie.cluster.text_events.KINDS`, its fields). The
     last frame has is_over, or an error. The first frame says that the answer has begun; it has no events, and the
-    prompts if the request wants them.
+    prompts if the request wants them. If a frame is large, the payload with its events and prompts lies in the object
+    store under stored.
     """
 
     version: int
@@ -200,22 +205,25 @@ class TextFrame(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """The tokens of the answer up to this frame."""
+    stored: str = ""
 
 
 class CountWork(msgspec.Struct, array_like=True, frozen=True):
-    """A request for the tokens of prompts, answered by a `CountResult`."""
+    """A request for the tokens of prompts, answered by a `CountResult`. stored as in `TextWork`."""
 
     version: int
     model: str
     request: GenerateRequest
+    stored: str = ""
 
 
 class CountResult(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens of each prompt, or an error."""
+    """The tokens of each prompt, or an error. If they are many, the payload with them lies in the store under stored."""
 
     version: int
     error: WireError | None = None
     prompts: list[list[int]] = []
+    stored: str = ""
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True):

@@ -29,6 +29,7 @@ from sie.cluster.gateway.placement import Placement, Places
 from sie.cluster.gateway.pool_service import RELEASE_S, PoolService
 from sie.cluster.gateway.windows import Windows
 from sie.cluster.gateway.work_items import RemotePending
+from sie.cluster.large_payloads import unpack
 from sie.cluster.payloads import (
     VERSION,
     Cards,
@@ -284,6 +285,8 @@ class Gateway:
         self._hears_from_s = time.monotonic() + _DEAF_S
         self.pools.read_soon()
         self.configs.read_soon()
+        if self._texts is not None:
+            self._texts.on_connected()
         await self._connection.publish(wake_pattern(), b"")
         await self._in_flight.publish_again()
 
@@ -343,9 +346,7 @@ class Gateway:
     async def _ask_cards(self, pool: str, host: str) -> None:
         try:
             data = await self._connection.call(host_subject(pool, host, "cards"), b"", _CARDS_S)
-            cards = decode(data, cards_decoder)
-            if cards.stored:
-                cards = decode(await self._connection.fetch(pool, cards.stored), cards_decoder)
+            cards = await unpack(self._connection, pool, decode(data, cards_decoder), cards_decoder)
             self._learn(host, cards)
         except ProtocolError as error:
             _log.warning("the cards of host %s are refused: %s", host, error)

@@ -11,14 +11,15 @@ import contextvars
 import hashlib
 import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from sie.cluster.connection import Connection
+from sie.cluster.connection import INLINE_BYTES, Connection
 from sie.cluster.gateway.directory import Host
+from sie.cluster.large_payloads import pack, take
 from sie.cluster.payloads import (
     VERSION,
     Cancel,
@@ -28,6 +29,7 @@ from sie.cluster.payloads import (
     count_result_decoder,
     decode,
     encode,
+    text_frame_decoder,
 )
 from sie.cluster.subjects import Lane, answer_subject, host_subject, is_answer_of
 from sie.cluster.text_events import decode_events
@@ -106,6 +108,12 @@ class RemoteRun:
         """That of the request, by which hosts are chosen: its pool, its machine profile and its key."""
         self.has_begun = asyncio.Event()
         self._client = client
+        self.is_sending = False
+        """Whether its request is on its way to the host."""
+        self.stored = ""
+        """The name in the object store of a large request."""
+        self.held: deque[TextFrame] = deque()
+        """Frames that wait for one before them which is fetched from the object store."""
         self._pending = TextPending(self, deadline_ns)
         self._events: list[GenerateEvent] = []
         self._news = asyncio.Event()
@@ -156,9 +164,7 @@ class RemoteRun:
         if frame.sequence == 0 and not self._is_sent:
             self._forget_events()  # the host had lost the request, and was asked again
         if frame.sequence != self._sequence:
-            lost = WorkerLost(f"a part of the answer was lost: frame {self._sequence} did not come")
-            if not self._client.try_again(self, lost):
-                self.fail(lost)
+            self.lose(f"frame {self._sequence} did not come")
             return
         self._sequence += 1
         self._hear(now_ns)
@@ -208,6 +214,12 @@ class RemoteRun:
 
     def _forget_events(self) -> None:
         self._events, self._sequence, self._usage = [], 0, _NOTHING
+
+    def lose(self, reason: str) -> None:
+        """Begin anew on another host after the loss of a part of the answer, or end."""
+        lost = WorkerLost(f"a part of the answer was lost: {reason}")
+        if not self._client.try_again(self, lost):
+            self.fail(lost)
 
     def fail(self, error: SieError) -> None:
         """End the answer with an error, which comes after the events before it."""
@@ -364,10 +376,12 @@ class TextClient:
         generate_rule(entry.card)
         check_request(request, self._settings)
         host = self._choose(entry.card.id, request, set())
-        work = encode(CountWork(VERSION, entry.card.id, request))
-        data = await self._connection.call(host_subject(host.beat.pool, host.beat.host, "count"), work, _COUNT_S)
+        connection, pool, name = self._connection, host.beat.pool, f"{self._gateway}-c{next(self._numbers)}"
+        work = CountWork(VERSION, entry.card.id, request)
+        packed = await pack(connection, pool, name, work, request=GenerateRequest(model=entry.card.id))
         try:
-            result = decode(data, count_result_decoder)
+            data = await connection.call(host_subject(pool, host.beat.host, "count"), packed, _COUNT_S)
+            result = await take(connection, pool, decode(data, count_result_decoder), count_result_decoder)
         except ProtocolError as error:
             raise Internal(f"the host's answer cannot be read: {error}") from error
         if result.error is not None:
@@ -409,9 +423,31 @@ class TextClient:
         return True
 
     async def _send(self, run: RemoteRun) -> None:
-        """Send a request to its host, with the time that is left now."""
+        """Send a request to its host, with the time that is left now. Raises Overloaded and Unavailable."""
+        subject = host_subject(run.pool, run.host, "text")
         work = msgspec.structs.replace(run.work, deadline_ns=self._connection.clock.to_server(run.deadline_ns))
-        await self._connection.publish(host_subject(run.pool, run.host, "text"), encode(work))
+        packed = encode(work)
+        run.is_sending = True
+        try:
+            if len(packed) > INLINE_BYTES:
+                packed = encode(await self._by_reference(run, work, packed))
+            if self._runs.get(work.id) is run:  # it may have ended meanwhile
+                await self._connection.publish(subject, packed)
+            elif run.is_done and run.stored:
+                await self._connection.forget(run.pool, run.stored)
+        finally:
+            run.is_sending = False
+
+    async def _by_reference(self, run: RemoteRun, work: TextWork, packed: bytes) -> TextWork:
+        """Return a request whose content lies in the object store."""
+        if not run.stored:
+            run.stored = await self._connection.keep(run.pool, work.id, packed)
+        return msgspec.structs.replace(work, request=GenerateRequest(model=work.model), stored=run.stored)
+
+    def on_connected(self) -> None:
+        """Keep large requests anew before they are sent again: a restarted server may have lost them."""
+        for run in self._runs.values():
+            run.stored = ""
 
     def on_beat(self, host: str) -> None:
         """Send a host the requests again of which nothing was heard: it may have lost them, or a part of their answers.
@@ -420,7 +456,7 @@ class TextClient:
         """
         now_ns = time.monotonic_ns()
         for run in list(self._runs.values()):
-            if run.host == host and run.asks_again(now_ns):
+            if run.host == host and not run.is_sending and not run.held and run.asks_again(now_ns):
                 self._spawn(self._send(run))
 
     def _count(self, host: str, change: int) -> None:
@@ -434,8 +470,31 @@ class TextClient:
     def on_frame(self, frame: TextFrame, subject: str) -> None:
         """Take in a frame of an answer."""
         run = self._runs.get(frame.id)
-        if run is not None and is_answer_of(subject, run.pool):
-            run.feed(frame, time.monotonic_ns(), self._idle_ns)
+        if run is None or not is_answer_of(subject, run.pool):
+            return
+        if run.held or frame.stored:
+            run.held.append(frame)
+            if len(run.held) == 1:
+                self._spawn(self._feed_held(run))
+        else:
+            self._feed(run, frame)
+
+    def _feed(self, run: RemoteRun, frame: TextFrame) -> None:
+        run.feed(frame, time.monotonic_ns(), self._idle_ns)
+
+    async def _feed_held(self, run: RemoteRun) -> None:
+        """Feed the frames that wait, each when it is there."""
+        while run.held:
+            frame = run.held[0]
+            try:
+                frame = await take(self._connection, run.pool, frame, text_frame_decoder)
+            except (SieError, ProtocolError) as error:
+                if self._runs.get(frame.id) is run:
+                    run.lose(f"frame {frame.sequence} cannot be read: {error}")
+            else:
+                if self._runs.get(frame.id) is run:
+                    self._feed(run, frame)
+            run.held.popleft()
 
     def cancel(self, run: RemoteRun) -> None:
         """Tell a host that nobody waits for an answer."""
@@ -448,6 +507,8 @@ class TextClient:
         """Forget an answer that is over."""
         if self._runs.pop(run.work.id, None) is not None:
             self._count(run.host, -1)
+            if run.stored:
+                self._spawn(self._connection.forget(run.pool, run.stored))
 
     def expire(self, now_ns: int) -> None:
         """End the answers that are overdue."""

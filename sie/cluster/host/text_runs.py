@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from typing import Final
 
@@ -15,6 +16,7 @@ from nats.aio.msg import Msg
 
 from sie.cluster.connection import Connection
 from sie.cluster.host.item_run import find_entry
+from sie.cluster.large_payloads import pack, take
 from sie.cluster.payloads import (
     VERSION,
     CountResult,
@@ -69,9 +71,10 @@ class Running:
 class TextRuns:
     """The generated answers of one host."""
 
-    def __init__(self, process: FrontendProcess, connection: Connection) -> None:
+    def __init__(self, process: FrontendProcess, connection: Connection, pool: str) -> None:
         self._process = process
         self._connection = connection
+        self._pool = pool
         self._running: dict[str, Running] = {}
         self._beats_s: dict[str, float] = {}
         self.is_stopping = False
@@ -150,7 +153,9 @@ class TextRuns:
             await self._publish(running, TextFrame(VERSION, running.work.id, running.sequence, error=to_wire(error)))
 
     async def _publish(self, running: Running, frame: TextFrame) -> None:
-        await self._connection.publish(running.work.reply_to, encode(frame))
+        name = f"{frame.id}.{frame.sequence}"
+        packed = await pack(self._connection, self._pool, name, frame, events=[], prompts=[])
+        await self._connection.publish(running.work.reply_to, packed)
         running.sequence += 1
 
     async def _start(self, work: TextWork) -> TextRun:
@@ -159,9 +164,12 @@ class TextRuns:
             raise Unavailable("The host is stopping", code="SHUTTING_DOWN", retry_after_s=1)
         if self.num_running > process.settings.cluster.max_text_runs:
             raise Overloaded("The host generates max_text_runs answers already", retry_after_s=1)
-        entry = find_entry(process, work.model)
+        entry, request = find_entry(process, work.model), work.request
+        if work.stored:
+            data = await self._connection.fetch(self._pool, work.stored)
+            request = decode(data, text_work_decoder).request
         deadline_ns = self._connection.clock.to_local(work.deadline_ns)
-        return await process.generator.start(entry, work.request, deadline_ns, salt=work.salt, echoes=work.echoes)
+        return await process.generator.start(entry, request, deadline_ns, salt=work.salt, echoes=work.echoes)
 
     async def _send(self, running: Running, run: TextRun) -> None:
         """Publish that an answer has begun, its events, and at last its end. Raises the error that ended it."""
@@ -181,14 +189,19 @@ class TextRuns:
     async def on_count(self, message: Msg) -> None:
         """Answer with the tokens of a request's prompts."""
         try:
-            work = decode(message.data, count_work_decoder)
-            entry = find_entry(self._process, work.model)
-            result = CountResult(VERSION, prompts=await self._process.generator.prompt_ids(entry, work.request))
+            packed = await self._count(message.data)
         except SieError as error:
-            result = CountResult(VERSION, to_wire(error))
+            packed = encode(CountResult(VERSION, to_wire(error)))
         except ProtocolError as error:
-            result = CountResult(VERSION, to_wire(Internal(f"the host refused it: {error}")))
-        await self._connection.publish(message.reply, encode(result))
+            packed = encode(CountResult(VERSION, to_wire(Internal(f"the host refused it: {error}"))))
+        await self._connection.publish(message.reply, packed)
+
+    async def _count(self, data: bytes) -> bytes:
+        work = decode(data, count_work_decoder)
+        entry = find_entry(self._process, work.model)
+        work = await take(self._connection, self._pool, work, count_work_decoder)
+        result = CountResult(VERSION, prompts=await self._process.generator.prompt_ids(entry, work.request))
+        return await pack(self._connection, self._pool, f"count.{secrets.token_hex(8)}", result, prompts=[])
 
     async def drain(self, deadline_s: float) -> None:
         """Take nothing more, and wait for the answers under way, at most until deadline_s."""

@@ -13,6 +13,7 @@ import pytest
 
 from sie.cluster.gateway import gateway as module
 from sie.cluster.gateway import text_client
+from sie.cluster.gateway.fair_queue import EVERYBODY
 from sie.cluster.gateway.gateway import Gateway
 from sie.cluster.gateway.work_items import Item, RemoteReply
 from sie.cluster.payloads import VERSION, Beat, ModelBeat, encode
@@ -73,6 +74,8 @@ def run(monkeypatch: pytest.MonkeyPatch, test: Callable[[Bench], Coroutine[Any, 
         async with asyncio.timeout(10):
             bench = Bench(monkeypatch)
             bench.gateway._hears_from_s = 0.0
+            bench.beat(is_served=True)
+            bench.gateway.places.enter({}, EVERYBODY)
             await test(bench)
 
     asyncio.run(body())
@@ -81,7 +84,6 @@ def run(monkeypatch: pytest.MonkeyPatch, test: Callable[[Bench], Coroutine[Any, 
 @pytest.mark.parametrize("model", MODELS)
 def test_an_item_stays_in_a_lane_that_serves_its_model(monkeypatch, model):
     async def test(bench: Bench) -> None:
-        bench.beat(is_served=True)
         item = bench.submit(model)
         lane = item.lane
         await bench.follow()
@@ -110,7 +112,6 @@ def test_a_heartbeat_has_a_lost_request_to_generate_sent_again(monkeypatch):
     card = ModelCard(id="org/m", kind="generator", generate=GenerateRule(context_length=100))
 
     async def test(bench: Bench) -> None:
-        bench.beat(is_served=True)
         request, deadline_ns = GenerateRequest(model="org/m", texts=["a"]), time.monotonic_ns() + 60_000_000_000
         entry = ModelEntry(card=card, state="loaded")
         starting = asyncio.create_task(bench.gateway.generator.start(entry, request, deadline_ns))

@@ -14,9 +14,11 @@ from sie.cluster.host import text_runs
 from sie.cluster.host.text_runs import TextRuns
 from sie.cluster.payloads import (
     VERSION,
+    CountWork,
     GatewayBeat,
     TextFrame,
     TextWork,
+    count_result_decoder,
     decode,
     encode,
     text_frame_decoder,
@@ -31,6 +33,8 @@ from tests.unit.cluster.fakes import FakeConnection
 
 ENTRY = ModelEntry(card=ModelCard(id="m", kind="generator", generate=GenerateRule(context_length=100)), state="loaded")
 USAGE = GenerateUsage(prompt_tokens=1, completion_tokens=2)
+REQUEST = GenerateRequest(model="m", texts=["hello"])
+LARGE = "a" * 1_100_000
 REPLY_TO = "sie.v1.gateway.gw.p.text"
 
 
@@ -63,22 +67,24 @@ class Bench:
         self.connection = FakeConnection()
         self.runs: list[Run] = []
         self.prompts: list[str] = []
+        self.requests: list[GenerateRequest] = []
         models = SimpleNamespace(find=lambda _model: ENTRY, check_serving=lambda _entry: None)
         process = SimpleNamespace(
             settings=SimpleNamespace(cluster=Cluster()), models=models, generator=SimpleNamespace(start=self.start)
         )
-        self.texts = TextRuns(process, self.connection)  # type: ignore[arg-type]
+        self.texts = TextRuns(process, self.connection, "p")  # type: ignore[arg-type]
 
-    async def start(self, *_: object, **__: object) -> Run:
+    async def start(self, _entry: ModelEntry, request: GenerateRequest, *_: object, **__: object) -> Run:
+        self.requests.append(request)
         made = Run()
         made.prompts = self.prompts
         self.runs.append(made)
         return made
 
-    async def ask(self) -> Run:
+    async def ask(self, stored: str = "") -> Run:
         """Ask for an answer, and return it when it has begun."""
         deadline_ns = self.connection.clock.to_server(time.monotonic_ns() + 60_000_000_000)
-        work = TextWork(VERSION, "t1", "gw", REPLY_TO, deadline_ns, "m", GenerateRequest(model="m", texts=["hello"]))
+        work = TextWork(VERSION, "t1", "gw", REPLY_TO, deadline_ns, "m", REQUEST, stored=stored)
         await self.texts.on_text(SimpleNamespace(data=encode(work)))  # type: ignore[arg-type]
         await turns()
         return self.runs[-1]
@@ -87,8 +93,16 @@ class Bench:
         await self.texts.on_gateway_beat(SimpleNamespace(data=encode(GatewayBeat(VERSION, "gw"))))  # type: ignore[arg-type]
 
     def frames(self) -> list[TextFrame]:
-        sent = self.connection.published
-        return [decode(data, text_frame_decoder) for subject, data in sent if subject == REPLY_TO]
+        """Return what was published, with the content that lies in the store."""
+        found = []
+        for subject, data in self.connection.published:
+            assert len(data) < 1 << 20
+            if subject == REPLY_TO:
+                frame = decode(data, text_frame_decoder)
+                found.append(
+                    decode(self.connection.objects[frame.stored], text_frame_decoder) if frame.stored else frame
+                )
+        return found
 
 
 def run(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
@@ -178,5 +192,49 @@ def test_a_frame_that_cannot_be_sent_ends_the_answer_with_an_error(monkeypatch, 
         assert last.error is not None
         assert (last.sequence, from_wire(last.error).message) == (number, "too large")
         assert answer.given_up is not None
+
+    run(test)
+
+
+def test_a_request_by_reference_is_read_from_the_store():
+    async def test(bench: Bench) -> None:
+        request = GenerateRequest(model="m", texts=[LARGE])
+        bench.connection.objects["large"] = encode(TextWork(VERSION, "t0", "gw", REPLY_TO, 0, "m", request))
+        await bench.ask(stored="large")
+        assert bench.requests == [request]
+
+    run(test)
+
+
+def test_frames_over_a_mebibyte_go_by_reference():
+    async def test(bench: Bench) -> None:
+        bench.prompts = [LARGE]
+        answer = await bench.ask()
+        answer.events.put_nowait([TextDelta(0, LARGE)])
+        await turns()
+        first, second = bench.frames()
+        assert (first.prompts, decode_events(second.events)) == ([LARGE], [TextDelta(0, LARGE)])
+
+    run(test)
+
+
+def test_counts_over_a_mebibyte_go_by_reference_both_ways():
+    async def test(bench: Bench) -> None:
+        request, tokens = GenerateRequest(model="m", texts=[LARGE]), [[7] * 1_100_000]
+        bench.connection.objects["large"] = encode(CountWork(VERSION, "m", request))
+        asked: list[GenerateRequest] = []
+
+        async def prompt_ids(_entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
+            asked.append(request)
+            return tokens
+
+        bench.texts._process.generator = SimpleNamespace(prompt_ids=prompt_ids)  # type: ignore[misc, assignment]
+        data = encode(CountWork(VERSION, "m", REQUEST, "large"))
+        await bench.texts.on_count(SimpleNamespace(data=data, reply="inbox"))  # type: ignore[arg-type]
+        ((subject, answer),) = bench.connection.published
+        told = decode(answer, count_result_decoder)
+        assert (subject, asked, told.prompts) == ("inbox", [request], [])
+        assert bench.connection.objects.keys() == {told.stored}
+        assert decode(bench.connection.objects[told.stored], count_result_decoder).prompts == tokens
 
     run(test)
