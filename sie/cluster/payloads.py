@@ -234,12 +234,14 @@ class Cancel(msgspec.Struct, array_like=True, frozen=True):
 
 
 class DeadLetter(msgspec.Struct, array_like=True, frozen=True):
-    """A work item that is not tried again, and the reason."""
+    """A work item that is not tried again, and the reason. A large body is divided among num_parts letters."""
 
     version: int
     work: Work
     reason: str
     hosts: list[str] = []
+    part: int = 0
+    num_parts: int = 1
 
 
 def encode(payload: msgspec.Struct) -> bytes:

@@ -19,13 +19,14 @@ import nats.js.errors
 from nats.aio.msg import Msg
 
 from sie.cluster.connection import INLINE_BYTES, Connection
+from sie.cluster.dead_letters import bury
 from sie.cluster.host.consumer import Consumer
 from sie.cluster.host.credit import Credit
 from sie.cluster.host.item_run import Answer, run_item
 from sie.cluster.host.pull_metrics import PullMetrics
-from sie.cluster.payloads import VERSION, DeadLetter, Result, Taken, Work, decode, encode, work_decoder
+from sie.cluster.payloads import VERSION, Result, Taken, Work, decode, encode, work_decoder
 from sie.cluster.request_forms import read_item
-from sie.cluster.subjects import Lane, dead_subject, token
+from sie.cluster.subjects import Lane, token
 from sie.frontend.process import FrontendProcess
 from sie.runtime import failpoints
 from sie.runtime.logs import get_logger
@@ -261,10 +262,8 @@ class WorkPull:
     async def _is_returned(self, running: Running, error: SieError) -> bool:
         """Give an item back that another host may serve, and keep a copy of one that must not run again."""
         if isinstance(error, PoisonInput):
-            letter = DeadLetter(VERSION, running.work, error.message, [self._host])
-            with contextlib.suppress(SieError):
-                subject = dead_subject(self._lane, running.work.model)
-                await self._connection.enqueue(self._lane.pool, subject, encode(letter), f"dead.{running.work.id}")
+            # ORDER: before the result, after which the gateway deletes a body in the object store
+            await bury(self._connection, self._lane, running.work, error.message, [self._host])
             return False
         is_ours = isinstance(error, Overloaded | WorkerLost) or error.code in _ELSEWHERE
         if not is_ours or self._connection.clock.left_ns(running.work.deadline_ns) <= 0:
