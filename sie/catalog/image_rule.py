@@ -41,6 +41,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "resample": 2,
     },
 }
+_DEFAULTS["Donut"] = {
+    "size": {"height": 2560, "width": 1920},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "resample": 2,
+}
 _SUFFIXES = ("Pil", "Fast", "ImageProcessor", "FeatureExtractor")
 _BICUBIC = 3
 _NUM_FILTERS = 6
