@@ -84,7 +84,7 @@ def test_a_short_answer_begins_like_a_long_one(server: Server) -> None:
     assert 0 < len(short["entities"][0]["text"]) < len(long["entities"][0]["text"])
 
 
-def test_a_client_that_leaves_ends_its_answer(server: Server) -> None:
+def test_a_client_that_leaves_in_the_middle_leaves_nothing_behind(server: Server) -> None:
     items = [{"images": [{"data": encoded(image, "PNG")}]} for image in pictures() * 8]
     body = msgpack.packb({"items": items, "params": {"options": {"task": "<OD>"}}})
     request = raw_request("/v1/extract/tiny/florence", body, {"content-type": MSGPACK})

@@ -80,12 +80,17 @@ def save_florence(directory: Path, *, by_authors: bool = False) -> Path:
     return directory
 
 
+def authors_name(name: str) -> str:
+    """Return the name of a weight in the authors' layout, by the library's."""
+    for pattern, replacement in _AUTHORS_NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def _to_authors_layout(directory: Path, vocab_size: int) -> None:
     weights: dict[str, torch.Tensor] = {}
     for name, weight in load_file(directory / "model.safetensors").items():
-        own = name
-        for pattern, replacement in _AUTHORS_NAMES:
-            own = re.sub(pattern, replacement, own)
+        own = authors_name(name)
         weights[own] = weight.T.contiguous() if own == "image_projection" else weight
     weights["language_model.final_logits_bias"] = torch.zeros(1, vocab_size)
     save_file(weights, directory / "model.safetensors", {"format": "pt"})

@@ -13,6 +13,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from PIL import Image
+from safetensors.torch import load_file
 
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import ModelSpec
@@ -25,7 +26,7 @@ from sie.values.extract import ExtractTask, ImageToText
 from sie.workers.loading.loader import load_image_to_text
 from sie.workers.model_api import SearchedImage
 from sie.workers.runners import image_to_text
-from tests.unit.image_to_text_checkpoints import save_donut, save_florence
+from tests.unit.image_to_text_checkpoints import authors_name, save_donut, save_florence
 
 NUM_TOKENS = 40
 FLORENCE_TASKS = (
@@ -182,8 +183,10 @@ def test_an_answer_that_left_a_step_begins_again(both: tuple[Served, Answers], m
     assert served.runner.advance([second], told) == [None]
     assert (first.is_running, second.is_running) == (False, True)
     monkeypatch.undo()
-    assert [served.runner.advance([image], told)[0] is not None for image in (first,)] in ([True], [False])
-    assert served.run(served.given[:2]) == expected[:2]
+    found = None
+    while found is None:
+        [found] = served.runner.advance([first], told)
+    assert found.tolist() == expected[0]
 
 
 def test_the_memory_of_an_answer_that_nobody_waits_for_is_freed(
@@ -199,13 +202,12 @@ def test_the_memory_of_an_answer_that_nobody_waits_for_is_freed(
     assert served.runner._memory is None
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 7])
+@pytest.mark.parametrize("num_tokens", [2, 7])
 def test_an_answer_is_cut_at_the_most_tokens(florence: tuple[Served, Answers], num_tokens: int) -> None:
     served, expected = florence
     answers = served.run(served.given, num_tokens)
     # The end token takes the last place.
-    assert answers == [answer[: num_tokens - (len(answer) >= num_tokens)] for answer in expected] or num_tokens == 1
-    assert all(len(answer) <= num_tokens for answer in answers)
+    assert answers == [answer[: num_tokens - (len(answer) >= num_tokens)] for answer in expected]
 
 
 def test_the_authors_layout_answers_as_the_librarys(
@@ -223,6 +225,11 @@ def test_the_authors_layout_answers_as_the_librarys(
         np.testing.assert_array_equal(ours.prepare(ours.texts)[0][1], theirs.prepare(theirs.texts)[0][1])
     model: Any = served.runner._model
     inner = model.get_input_embeddings().weight.shape[0]
+    published = load_file(by_authors / "model.safetensors")
+    for name, weight in model.named_parameters():
+        own = authors_name(name)
+        expected = published[own].T if own == "image_projection" else published[own]
+        assert torch.equal(weight, expected), name
     assert inner == served.card.vocab_size == served.tokenizer.backend.get_vocab_size()
     # Its vocabulary lacks the image's token, so its random weights are others: the library gets them from our model.
     image = served.image(*served.given[0])
