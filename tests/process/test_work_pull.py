@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import nats.js.errors
 import pytest
+from nats.aio.msg import Msg
 
 from sie.cluster.connection import Connection
 from sie.cluster.host import consumer, work_pull
@@ -56,7 +57,7 @@ class Host:
         await self.connection.join_pool(LANE.pool)
         await self.connection.subscribe(ANSWER, self._on_answer)
 
-    async def _on_answer(self, message: SimpleNamespace) -> None:
+    async def _on_answer(self, message: Msg) -> None:
         self.answered.add(decode(message.data, result_decoder).id)
 
     async def serve(self, name: str) -> None:
