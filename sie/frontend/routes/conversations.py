@@ -239,7 +239,7 @@ class Conversations:
             raise InputTooLong(f"Field '{field}' is over max_file_bytes ({store.settings.max_file_bytes})",
                                extras={"param": field})  # fmt: skip
         file_id = await offload(self._process.decode_pool, len(data), content_id, name, data)
-        known = await store.read(lambda opened: opened.files.find(owner, file_id, opened.now_s()))
+        known = await store.read(lambda opened: opened.find_held(owner, file_id))
         if known is not None:
             _check_text(known.name, known.mime_type, field, is_text=known.is_text or mounts)
             return known
