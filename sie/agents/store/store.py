@@ -131,6 +131,12 @@ def file_limits(settings: StoreSettings) -> FileLimits:
     )  # fmt: skip
 
 
+def file_limit(settings: StoreSettings, owner: str) -> str:
+    """Return the name of the setting that bounds a file of this owner: the smallest of those that all its files obey."""
+    names = ["max_file_bytes", "max_files_bytes", *(["max_key_files_bytes"] if owner else [])]
+    return min(names, key=lambda name: getattr(settings, name))
+
+
 def unavailable() -> Unavailable:
     """Return the error for a disk that cannot be read or written."""
     text = "Files, skills and sessions cannot be kept or read now"

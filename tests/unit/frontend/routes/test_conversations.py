@@ -9,9 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from sie.agents.store.store import Store
 from sie.config.store_settings import Store as Settings
 from sie.frontend.routes.conversations import Conversations
+from sie.values.errors import InputTooLong
 from sie.values.generate import ChatMessage, GenerateRequest, InputFile
 
 TEXT = b"hello foxes"
@@ -56,4 +59,13 @@ def test_file_whose_bytes_are_lost_is_kept_again_by_the_next_request_that_brings
     for path in blobs(tmp_path):
         path.unlink()
     assert "hello foxes" in asyncio.run(bring(one))
+    assert len(blobs(tmp_path)) == 1
+
+
+def test_file_over_its_key_s_bytes_is_refused_by_name(tmp_path: Path) -> None:
+    _, one = conversations(tmp_path, Settings(max_key_files_bytes=1 << 20))
+    asyncio.run(bring(one))
+    with pytest.raises(InputTooLong, match="max_key_files_bytes") as caught:
+        asyncio.run(bring(one, bytes((1 << 20) + 1)))
+    assert (caught.value.http_status, caught.value.extras) == (413, {"param": "file.file_data"})
     assert len(blobs(tmp_path)) == 1

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from sie.agents.store.files import KeptFile
 from sie.agents.store.keeping import keep_upload
 from sie.agents.store.sessions import Session
@@ -16,6 +18,7 @@ from sie.agents.store.store import Store
 from sie.config.limits import Limits
 from sie.config.store_settings import Store as Settings
 from sie.frontend.routes.sessions import Sessions
+from sie.values.errors import InputTooLong
 
 SETTINGS = Settings(max_inline_file_bytes=16)
 
@@ -96,3 +99,13 @@ def test_body_in_a_session_replaces_that_of_its_file(tmp_path: Path) -> None:
             assert store.blobs.read(kept.blob, kept.num_bytes, 9) == text.encode()
 
     asyncio.run(drive())
+
+
+def test_file_over_its_key_s_bytes_is_refused_by_name(tmp_path: Path) -> None:
+    store, handlers = sessions(tmp_path, Settings(max_key_files_bytes=1 << 20))
+    text = "x" * ((1 << 20) + 1)
+    body = json.dumps({"messages": [], "files": [{"id": "file-1", "name": "a.txt", "text": text}]}).encode()
+    with pytest.raises(InputTooLong, match="max_key_files_bytes") as caught:
+        asyncio.run(put(handlers, body))
+    assert (caught.value.http_status, caught.value.extras) == (413, {"param": "files[0]"})
+    assert asyncio.run(store.read(lambda opened: opened.files.find("ann", "file-1", opened.now_s()))) is None
