@@ -64,12 +64,16 @@ class Responses:
             StoreLimits(limits.max_responses, limits.max_responses_bytes, limits.max_response_age_s),
         )
         self._jobs: dict[str, Job] = {}
+        self._beginning: list[str] = []
+        """The owners of the background responses that are not among the jobs yet."""
         self._watcher: asyncio.Task[None] | None = None
 
     async def create(self, exchange: Exchange, call: ResponsesCall) -> Answer | Streamed:
         """Create a response: at once, as a stream or in the background."""
-        if call.is_background:
-            self._check_background(exchange)
+        with self._place(exchange) if call.is_background else contextlib.nullcontext():
+            return await self._create(exchange, call)
+
+    async def _create(self, exchange: Exchange, call: ResponsesCall) -> Answer | Streamed:
         entry = self._texts.find(exchange, call.request)
         history = await self._join_history(call, exchange.owner)
         record = ResponseRecord(
@@ -214,6 +218,16 @@ class Responses:
 
     # --- responses under way --------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _place(self, exchange: Exchange) -> Generator[None]:
+        """Keep a place for a background response until its job has begun. Raises an error if there is none."""
+        self._check_background(exchange)
+        self._beginning.append(exchange.owner)
+        try:
+            yield
+        finally:
+            self._beginning.remove(exchange.owner)
+
     def _check_background(self, exchange: Exchange) -> None:
         """Raise an error if no more background responses are allowed.
 
@@ -222,14 +236,12 @@ class Responses:
         """
         if not self._store.is_on:
             raise wrong("background", "needs responses to be kept, and the setting max_responses is 0")
-        if len(self._jobs) >= self._max_jobs:
+        if len(self._jobs) + len(self._beginning) >= self._max_jobs:
             text = f"As many responses are being made as max_background_responses allows ({self._max_jobs})"
             raise Overloaded(text, retry_after_s=1)
         limit = exchange.holder.key.max_concurrent if exchange.holder is not None else None
-        if (
-            limit is not None
-            and sum(job.outlives and job.owner == exchange.owner for job in self._jobs.values()) >= limit
-        ):
+        owners = [*self._beginning, *(job.owner for job in self._jobs.values() if job.outlives)]
+        if limit is not None and owners.count(exchange.owner) >= limit:
             text = f"API key '{exchange.owner}' has as many responses in the background as its max_concurrent ({limit})"
             raise RateLimited(text, retry_after_s=1)
 
