@@ -1,4 +1,4 @@
-"""Responses in the background: their number is bounded, also for requests at the same time."""
+"""Responses in the background: their number is bounded, also for requests at the same time. Files in items that hold none."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from sie.config.generation_settings import Generation
 from sie.config.limits import Limits
 from sie.frontend.dialects.responses.request import ResponsesCall, decode_responses
 from sie.frontend.routes.responses import Responses
-from sie.values.errors import SieError, Unavailable
+from sie.values.errors import BadRequest, SieError, Unavailable
 from sie.values.generate import GenerateEvent, GenerateUsage
 
 BACKGROUND = {"model": "m", "input": "hi", "background": True}
@@ -137,5 +139,26 @@ def test_background_response_that_fails_to_begin_leaves_its_place(tmp_path: Path
         routes.texts.error = None
         assert await routes.post() == 200
         await routes.finish()
+
+    asyncio.run(drive())
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "reasoning", "summary": []},
+        {"type": "item_reference", "id": "x"},
+        {"type": "function_call", "call_id": "c", "name": "f"},
+    ],
+)
+def test_file_in_an_item_that_holds_none_is_refused_by_name(tmp_path: Path, item: dict[str, Any]) -> None:
+    parts = [{"type": "summary_text", "text": "x"}, {"type": "input_file", "file_id": "file-1"}]
+    body = {"model": "m", "input": [{"role": "user", "content": "hi"}, {**item, "content": parts}]}
+
+    async def drive() -> None:
+        exchange: Any = SimpleNamespace(owner="ann", holder=None, began_ns=0, deadline_ns=10**15)
+        with pytest.raises(BadRequest) as caught:
+            await Routes(tmp_path).handlers.create(exchange, decoded(body))
+        assert (caught.value.http_status, caught.value.extras["param"]) == (400, "input[1].content[1].type")
 
     asyncio.run(drive())
