@@ -197,7 +197,9 @@ class FileRows:
 
     def _largest(self, *, by_bytes: bool) -> str:
         size = f"sum({_HELD})" if by_bytes else "count(*)"
-        (owner,) = self._db.execute(f"SELECT owner FROM files GROUP BY owner ORDER BY {size} DESC LIMIT 1").fetchone()  # noqa: S608
+        # Of owners who hold as much, the one with the oldest file: never the one whose first file is being added.
+        sql = f"SELECT owner FROM files GROUP BY owner ORDER BY {size} DESC, min(number) LIMIT 1"  # noqa: S608
+        (owner,) = self._db.execute(sql).fetchone()
         return owner
 
 

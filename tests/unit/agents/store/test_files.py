@@ -142,3 +142,12 @@ def test_file_without_room_beside_those_of_who_hold_less_is_refused(rows: FileRo
         rows.add("" if tool == "python" else "cat", file("c", num_bytes=num_bytes, tool=tool))
     assert (caught.value.code, caught.value.http_status) == ("STORE_UNAVAILABLE", 503)
     assert (ids(rows, "ann"), ids(rows, "bob")) == (["a"], ["b"])
+
+
+@pytest.mark.parametrize(("first", "second"), [("ann", "zoe"), ("zoe", "ann")])
+def test_of_owners_who_hold_as_much_the_one_with_the_oldest_file_loses_it(
+    rows: FileRows, first: str, second: str
+) -> None:
+    rows.add(first, file("old", num_bytes=550))
+    rows.add(second, file("new", num_bytes=550))
+    assert (ids(rows, first), ids(rows, second)) == ([], ["new"])
