@@ -14,7 +14,7 @@ from sie.catalog.detection import read_detector
 from sie.catalog.extraction import count_positions, read_extraction
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.generation import as_generator, is_generator
-from sie.catalog.gli import read_library_card
+from sie.catalog.gli import as_union, read_library_card
 from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
 from sie.catalog.quantised import read_quantisation
@@ -54,6 +54,8 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     checkpoint = open_checkpoint(spec.id, directory)
     try:
         library_card = read_library_card(spec, checkpoint)
+        if spec.members:
+            return as_union(spec, library_card)
         if library_card is not None:
             return library_card
         card = _read_card(spec, checkpoint)

@@ -26,7 +26,7 @@ from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.values.card import ModelCard
-from sie.values.extract import Detection, Gliclass, Gliner
+from sie.values.extract import Detection, Gliclass, Gliner, GlinerUnion
 from sie.workers import stall_notices
 from sie.workers.device.faults import EXIT_STATUS, WORN_STATUS, DeviceLostError, GroupLostError, WornError, set_device
 from sie.workers.device.memory import measure
@@ -170,7 +170,7 @@ def _builder(
             return StubRunner(card, launch.slot)
         if card.kind == "tensor":
             return _load_tensor_model(card, launch, settings, page, progress)
-        if isinstance(card.extract, Gliner | Gliclass):
+        if isinstance(card.extract, Gliner | GlinerUnion | Gliclass):
             return _load_library_model(card, launch, settings, progress)
         with stall_notices.importing():
             light_imports.prepare()
@@ -254,13 +254,20 @@ def _load_library_model(
 ) -> Runner:
     with stall_notices.importing():
         light_imports.prepare()
-        from sie.workers.loading.libraries import load_gliclass, load_gliner, load_gliner2  # imports torch
+        from sie.workers.loading.libraries import (  # imports torch
+            load_gliclass,
+            load_gliner,
+            load_gliner2,
+            load_gliner_union,
+        )
 
     dtype = settings.models.dtype
     if isinstance(card.extract, Gliclass):
         return load_gliclass(card, launch.device, dtype, progress)
     if isinstance(card.extract, Gliner) and card.extract.library == "gliner2":
         return load_gliner2(card, launch.device, progress, settings.limits)
+    if isinstance(card.extract, GlinerUnion):
+        return load_gliner_union(card, launch.device, dtype, progress, settings.limits)
     return load_gliner(card, launch.device, dtype, progress, settings.limits)
 
 

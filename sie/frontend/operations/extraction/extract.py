@@ -24,10 +24,19 @@ from sie.frontend.inputs.pairs import Arrays
 from sie.frontend.inputs.text_bounds import check_chars
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.frontend.models.model_table import ModelTable
-from sie.frontend.operations.extraction import boxes, gliclass, gliner, label_pairs, text_classes, token_labels
+from sie.frontend.operations.extraction import (
+    boxes,
+    gliclass,
+    gliner,
+    gliner_union,
+    label_pairs,
+    text_classes,
+    token_labels,
+)
 from sie.frontend.operations.extraction.boxes import BoxReading
 from sie.frontend.operations.extraction.gliclass import LabelReading
 from sie.frontend.operations.extraction.gliner import WindowReading
+from sie.frontend.operations.extraction.gliner_union import UnionReading
 from sie.frontend.operations.extraction.label_pairs import PairReading
 from sie.frontend.operations.extraction.text_classes import ClassReading
 from sie.frontend.operations.extraction.token_labels import TokenReading
@@ -44,6 +53,7 @@ from sie.values.extract import (
     ExtractTask,
     Gliclass,
     Gliner,
+    GlinerUnion,
     TextClassification,
     TokenClassification,
     ZeroShot,
@@ -203,6 +213,8 @@ def check_task(card: ModelCard, task: ExtractTask) -> None:
             text_classes.check_task(card.id, rule, task)
         case Gliner() as rule:
             gliner.check_task(rule, task)
+        case GlinerUnion() as rule:
+            gliner_union.check_task(card.id, rule, task)
         case Gliclass() as rule:
             gliclass.check_task(rule, task)
         case Detection() as rule:
@@ -245,6 +257,8 @@ def _reading(card: ModelCard, request: ExtractRequest, tokenizer: Tokenizer | No
     rule, task = card.extract, request.task
     if isinstance(rule, Gliner) and tokenizer is not None:
         return WindowReading(rule, task, tokenizer, limits)
+    if isinstance(rule, GlinerUnion) and tokenizer is not None:
+        return UnionReading(rule, task, tokenizer, limits)
     if isinstance(rule, Gliclass) and tokenizer is not None:
         return LabelReading(rule, task, tokenizer, limits)
     if isinstance(rule, TokenClassification) and tokenizer is not None:
