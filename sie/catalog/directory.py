@@ -247,12 +247,16 @@ def _score_card(
     tokenizer = transformer.find("tokenizer.json")
     is_template = scoring.rule.from_chat or scoring.rule.template is not None  # it has all special tokens of a pair
     ends = TextEnds() if is_template else read_text_ends(transformer, settings.tokenizer_settings)
+    form = scoring.layerwise
     return ModelCard(
         id=spec.id,
         kind=scoring.kind,
         directory=str(transformer.root),
         revision=spec.revision,
         architecture=str(config["architectures"][0]),
+        config_changes=form.config_changes if form else {},
+        weight_names=form.weight_names if form else (),
+        layers="layerwise" if form else "",
         outputs=("score",),
         max_sequence_length=min((limit for limit in limits if limit is not None), default=None),
         vocab_size=int(config["vocab_size"]),

@@ -181,7 +181,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     replacements is split into as many equal parts, by rows. One that matches a rule without a replacement is left out."""
     merged_adapter: tuple[int, float] | None = None
     """Number and scale of the adapter among its weights that is added to the others at load; None adds none."""
-    layers: Literal["", "alibi", "experts", "latent"] = ""
+    layers: Literal["", "alibi", "experts", "latent", "layerwise"] = ""
     """Layers that differ from those of the library's class; see `sie.workers.loading.variants`."""
     inputs: tuple[str, ...] = ("text",)
     outputs: tuple[str, ...] = ("dense",)

@@ -155,7 +155,8 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        choose_class = classifier_class if rule.true_token_id is None else causal_class
+        # The library has no classifier for the architecture of `layers`, whose class is one.
+        choose_class = classifier_class if rule.true_token_id is None and not card.layers else causal_class
         model = _read_model(card, choose_class, dtype=form.read_dtype, device=device)
     activation = build_activation(card.id, rule.activation)
     _convert_encoder(card.id, model, form, device, on_progress)
