@@ -16,6 +16,7 @@ from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.generation import as_generator, is_generator
 from sie.catalog.gli import as_union, read_library_card
 from sie.catalog.late import is_late, read_late
+from sie.catalog.listwise import read_listwise
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
 from sie.catalog.quantised import read_quantisation
 from sie.catalog.remote_code import replace_remote_code, whole_config
@@ -62,7 +63,9 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         reason = f"its configuration holds a value of the wrong kind: {type(error).__name__}: {error}"
         raise refuse(spec.id, reason) from error
-    return card if card.kind == "generator" or spec.ignore_remote_code else replace_remote_code(card, spec.adapter)
+    if card.kind == "generator" or card.listwise is not None or spec.ignore_remote_code:
+        return card
+    return replace_remote_code(card, spec.adapter)
 
 
 def check_before_weights(model_id: str, directory: str) -> None:
@@ -83,6 +86,9 @@ def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
     if text is not None:
         return _text_part_card(spec, checkpoint, whole, text)
     check_served(checkpoint, whole)
+    listwise = read_listwise(spec, checkpoint, whole)
+    if listwise is not None:
+        return listwise
     detector = read_detector(spec, checkpoint)
     if detector is not None:
         return detector

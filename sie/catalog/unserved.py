@@ -36,8 +36,6 @@ _KINDS: Final = {
         "rf_detr", "rt_detr", "rt_detr_v2", "table-transformer", "yolos",
     ),
 }  # fmt: skip
-_CLASSES: Final = {"JinaForRanking": "jina-reranker-v3, which reads all documents of a query as one list"}
-"""Kinds by the class in `architectures`, for models with the model_type of a served family."""
 _MAX_LAYERS: Final = 10_000
 _KIND_OF: Final = {model_type: kind for kind, model_types in _KINDS.items() for model_type in model_types}
 
@@ -53,8 +51,6 @@ def check_served(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
     kind = _KIND_OF.get(model_type)
     if kind is None:
         kind = _kind_by_parts(config)
-    if kind is None:
-        kind = _CLASSES.get(str((config.get("architectures") or [""])[0]))
     if kind is not None:
         raise refuse(checkpoint.id, f"its model_type {model_type!r} ({kind}) is of a kind that is not served yet")
 

@@ -182,6 +182,7 @@ def _builder(
                 load_encoder,
                 load_extractor,
                 load_generator,
+                load_list_scorer,
                 load_scorer,
             )
             from sie.workers.loading.shared_weights import load_shared
@@ -211,6 +212,8 @@ def _builder(
                 return load_detector(card, device, dtype, progress)
             if card.extract is not None:
                 return load_extractor(card, device, dtype, progress)
+            if card.listwise is not None:
+                return load_list_scorer(card, device, dtype, progress)
             return (load_encoder if card.score is None else load_scorer)(card, device, dtype, progress)
 
         if launch.device != "cpu":

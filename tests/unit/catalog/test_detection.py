@@ -175,7 +175,6 @@ def test_pickled_weights_are_refused(write_files: Any):
         ),
         ({"model_type": "mm-grounding-dino"}, "detector of other families"),
         ({"model_type": "yolos"}, "detector of other families or of fixed classes"),
-        ({"model_type": "qwen3", "architectures": ["JinaForRanking"]}, "jina-reranker-v3, which reads all documents"),
     ],
 )
 def test_a_kind_that_is_not_served_yet_is_named(write_files: Any, config: Any, kind: str):
