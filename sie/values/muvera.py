@@ -12,7 +12,10 @@ import msgspec
 MAX_RANDOM_NUMBERS: Final = 1 << 23
 """Most random numbers of one kind for an encoding, because a worker keeps them."""
 
-_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANDOM_NUMBERS)]
+MAX_WIDTH: Final = 1 << 16
+"""The widest encoding of an answer: wider than the largest of the reference catalogue, 49,152."""
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_WIDTH)]
 
 
 class Muvera(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

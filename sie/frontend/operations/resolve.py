@@ -12,7 +12,7 @@ from sie.frontend.operations.comparisons import resolve_compared
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.inference import OUTPUT_DTYPES, EncodeRequest, MediaItems, ScoreRequest
-from sie.values.muvera import MAX_RANDOM_NUMBERS, Muvera
+from sie.values.muvera import MAX_RANDOM_NUMBERS, MAX_WIDTH, Muvera
 
 _DENSE_ONLY = ("dense",)
 
@@ -91,6 +91,11 @@ def _resolve_muvera(options: Mapping[str, Any], card: ModelCard, path: str) -> M
         raise BadRequest(
             f"Model '{card.id}' does not support option 'muvera' (it encodes multivectors). Its outputs are "
             f"{card.wire_outputs}"
+        )
+    if (width := muvera.width(card.dims["multivector"])) > MAX_WIDTH:
+        raise BadRequest(
+            f"Option 'muvera' gives {width} dimensions for model '{card.id}', over {MAX_WIDTH}; set final_projection_dim "
+            f"- at `{path}.muvera`"
         )
     if (count := muvera.num_random(card.dims["multivector"])) > MAX_RANDOM_NUMBERS:
         raise BadRequest(

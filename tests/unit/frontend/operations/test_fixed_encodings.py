@@ -78,6 +78,7 @@ def test_option_is_for_models_with_multivectors_and_of_a_bounded_size() -> None:
     assert "does not support option 'muvera'" in message(plain, muvera={"seed": 1})
     most = {"num_repetitions": 256, "num_simhash_projections": 10, "projection_dim": 8192}
     assert "needs 2147483648 random numbers" in message(LATE, muvera=most)
+    assert "gives 98304 dimensions" in message(LATE, muvera={"num_repetitions": 256, "final_projection_dim": None})
     assert "does not support output type 'dense'" in message(LATE)
     assert resolve_encode(request(muvera={}), LATE).muvera == Muvera()
 
