@@ -62,6 +62,9 @@ class ExtractOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     name_min_letters: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     default_labels: tuple[str, ...] | None = None
     """Labels of a request that names none."""
+    task: Annotated[str, msgspec.Meta(max_length=128)] | None = None
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    num_beams: Annotated[int, msgspec.Meta(ge=1, le=1)] | None = None
 
 
 _NOT_GIVEN: Final[tuple[Any, ...]] = (None, "", (), [], {})
