@@ -57,14 +57,14 @@ def run(code: str, variables: dict[str, Any]) -> dict[str, Any]:
         value = eval(last, variables) if last is not None else None  # noqa: S307  # as above
         if value is not None:
             variables["_"] = value
-            made["result"], made["result_type"] = repr(value)[:_MAX_REPR], type(value).__name__
+            made["result"], made["result_type"] = _clean(repr(value)[:_MAX_REPR]), _clean(str(type(value).__name__))
         _add_pictures(made, value)
     except KeyboardInterrupt:
         made["exception"] = "KeyboardInterrupt: the time for this call is over"
     except SystemExit as left:
-        made["exception"] = f"SystemExit: {left.code}"
+        made["exception"] = _clean("".join(traceback.format_exception_only(left))[-_MAX_REPR:].rstrip())
     except BaseException:  # whatever the code raises is its answer
-        made["exception"] = _trace()
+        made["exception"] = _clean(_trace())
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, KeyboardInterrupt):  # the code closed it
             stream.flush()
@@ -79,6 +79,11 @@ def _compile(code: str) -> tuple[CodeType, CodeType | None]:
         expression = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
         last = compile(expression, _NAME, "eval")
     return compile(tree, _NAME, "exec"), last
+
+
+def _clean(text: str) -> str:
+    """Return a text that UTF-8 can hold: the agent process ends an interpreter whose answer has half a surrogate pair."""
+    return str.encode(text, errors="backslashreplace").decode()
 
 
 def _trace() -> str:
