@@ -100,7 +100,11 @@ class AgentScreen:
 
 
 def _prompt() -> str:
-    return click.prompt(f"{_CHOICES}, or the reason for the model", default="n", show_default=False, err=True)
+    """Return what the user types. Raises KeyboardInterrupt on Ctrl-C and Ctrl-D, which end this answer alone."""
+    try:
+        return click.prompt(f"{_CHOICES}, or the reason for the model", default="n", show_default=False, err=True)
+    except click.Abort:
+        raise KeyboardInterrupt from None
 
 
 def _asked(data: dict[str, Any]) -> str:
