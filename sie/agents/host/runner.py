@@ -113,22 +113,18 @@ class Tools:
             arguments = msgspec.json.decode(call.arguments or "{}", type=kind)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             return _plain(f"The arguments are wrong: {error}", is_error=True)
-        session = await self._sessions.find(call.owner, call.session)
-        async with session.lock:
+        async with self._sessions.use(call.owner, call.session) as session:
             try:
                 await asyncio.to_thread(self._mounts.prepare, session, call.inputs, call.skills)
                 await self._keeper.renew(session)
                 return await work(session, call, arguments)
             except MountError as error:
                 return _plain(str(error), is_error=True)
-            finally:
-                session.used_s = time.monotonic()
 
     async def find_files(self, question: FindFiles) -> FoundFiles:
         """Return the files that a request asked for by name."""
-        session = await self._sessions.find(question.owner, question.session)
         place = (question.run_id, question.round, question.turn)
-        async with session.lock:
+        async with self._sessions.use(question.owner, question.session) as session:
             found = await self._keep(session, self._files.show, place, tools.SURFACE, question.names)
         return FoundFiles(tuple(found))
 
