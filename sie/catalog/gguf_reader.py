@@ -19,8 +19,6 @@ import numpy as np
 from gguf import quants
 from numpy.typing import NDArray
 
-from sie.catalog.gguf_architectures import add_rows
-
 _LONG = 1024
 """Longer arrays belong to a vocabulary; arrays about a model's layers are shorter."""
 _PIECE = 1 << 17
@@ -93,9 +91,8 @@ class WeightsReader(_Reader):
 def reading_with(open_file: Callable[..., gguf.GGUFReader]) -> Iterator[None]:
     """Make transformers open GGUF files with another reader in this block, and convert their weights in larger pieces.
 
-    It looks up the functions for each file. The results are the same. It also gets our rows of architectures.
+    It looks up the functions for each file. The results are the same.
     """
-    add_rows()
     places: list[tuple[Any, str, Any]] = [
         (gguf, "GGUFReader", open_file),
         (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),  # asked for each module, and takes 10 ms

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import transformers
 from tokenizers import Tokenizer
@@ -15,7 +16,7 @@ from sie.catalog.gguf_file import find_gguf, read_gguf_card
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import parse_model_spec
 from sie.values.errors import ModelLoadFailed
-from tests.gguf_models import BOS, CONTEXT, EOS, write_tiny_llama
+from tests.gguf_models import BOS, CONTEXT, EOS, write_tiny_llama, write_tiny_qwen2
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}<think>{% endfor %}"
 
@@ -33,7 +34,7 @@ def test_the_card_is_in_the_metadata(path: Path, tmp_path: Path) -> None:
     card = card_of(path, tmp_path)
     rule = card.generate
     assert (card.kind, card.outputs, card.vocab_size, card.architecture) == ("generator", ("generate",), 260, "llama")
-    assert rule.gguf_file == str(path)
+    assert card.gguf_file == str(path)
     assert (rule.context_length, rule.eos_token_ids) == (CONTEXT, (EOS,))
     assert (rule.chat_template, rule.reasoning_tags) == (TEMPLATE, ("<think>", "</think>"))
     assert rule.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
@@ -59,10 +60,13 @@ def test_its_tokenizer_is_the_librarys_own_and_is_kept(path: Path, tmp_path: Pat
     assert own.token_to_id("<|begin|>") == BOS
 
 
+@pytest.mark.parametrize("write", [write_tiny_llama, write_tiny_qwen2])
 def test_a_second_read_needs_no_transformers_and_gives_the_same_card(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = write(tmp_path / "m.gguf")
     card = card_of(path, tmp_path)
+    monkeypatch.setattr(transformers, "PreTrainedTokenizerFast", None)
     monkeypatch.setattr(transformers, "AutoConfig", None)
     monkeypatch.setattr(transformers, "AutoTokenizer", None)
     assert card_of(path, tmp_path) == card
@@ -72,14 +76,19 @@ def test_another_row_for_its_architecture_is_another_entry_of_the_cache(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card_of(path, tmp_path)
-    monkeypatch.setitem(gguf_architectures.ROWS, "llama", gguf_architectures.Row(config={"block_count": None}))
-    card_of(path, tmp_path)
-    assert len(list(tmp_path.glob("gguf/*.json"))) == 2
+    granite = gguf_architectures.ROWS["granite"]
+    for model_type in ("llama", "mistral"):
+        row = msgspec.structs.replace(granite, model_type=model_type)
+        monkeypatch.setitem(gguf_architectures.ROWS, "llama", row)
+        card_of(path, tmp_path)
+    assert len(list(tmp_path.glob("tokenizers/*.json"))) == 3
 
 
-def test_a_damaged_file_of_the_cache_is_made_again(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [write_tiny_llama, write_tiny_qwen2])
+def test_a_damaged_file_of_the_cache_is_made_again(write: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf")
     card = card_of(path, tmp_path)
-    (kept,) = tmp_path.glob("gguf/*.json")
+    (kept,) = tmp_path.glob("gguf/**/*.json")
     kept.write_text("{")
     assert card_of(path, tmp_path) == card
     assert kept.stat().st_size > 1
