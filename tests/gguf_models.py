@@ -16,6 +16,7 @@ from transformers import BertModel, Qwen2Config, Qwen2ForCausalLM
 HIDDEN, LAYERS, HEADS, FEED_FORWARD, CONTEXT = 32, 2, 2, 64, 128
 BOS, EOS = 256, 257
 VOCABULARY = 260
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _PERMUTED = ("granite", "llama", "mistral3", "smollm3")
 GEMMA = "gemma-3-270m-q4_k_m.gguf"
 GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
@@ -147,7 +148,7 @@ def add_word_pieces(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
     writer.add_tokenizer_pre("jina-v2-en")
     writer.add_token_list(
         [
-            token if number in special else token[2:] if token.startswith("##") else f"\u2581{token}"
+            token if number in special else token[2:] if token.startswith("##") else f"{SPACE}{token}"
             for number, token in enumerate(tokens)
         ]
     )
@@ -155,6 +156,24 @@ def add_word_pieces(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
     writer.add_token_types(list(kinds))
     for name, text in (("unknown", "[UNK]"), ("seperator", "[SEP]"), ("padding", "[PAD]"), ("cls", "[CLS]")):
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", tokens.index(text))
+
+
+def add_sentence_pieces(writer: gguf.GGUFWriter, *, adds_space: bool = False) -> None:
+    """Write a vocabulary of SentencePiece: special tokens, bytes, and the pieces of a few words."""
+    pieces = [SPACE, *"acst", f"{SPACE}c", "at", f"{SPACE}cat", f"{SPACE}s", f"{SPACE}sat"]
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces])
+    kinds = gguf.TokenType
+    writer.add_token_types([kinds.CONTROL] * 3 + [kinds.UNKNOWN] + [kinds.BYTE] * 256 + [kinds.NORMAL] * len(pieces))
+    writer.add_token_scores([0.0] * 260 + [-float(place) for place in range(len(pieces))])
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
+    writer.add_add_space_prefix(adds_space)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(True)
 
 
 def add_byte_vocabulary(writer: gguf.GGUFWriter, pre: str = "gpt-2") -> None:

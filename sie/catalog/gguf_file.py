@@ -103,13 +103,16 @@ def _open(model_id: str, path: str) -> Any:
     except OSError as error:
         raise refuse(model_id, f"{Path(path).name}: {error.strerror}", "STORAGE") from error
     except Exception as error:  # the library trusts the file, and fails in many ways on a damaged one
-        raise refuse(model_id, f"the GGUF file is damaged: {type(error).__name__}: {error}", "STORAGE") from error
+        raise refuse(model_id, f"the GGUF file is damaged: {error}") from error
 
 
 def _read_fields(model_id: str, reader: Any) -> tuple[dict[str, Any], list[int]]:
     """Return the metadata without the vocabulary but with named special tokens, and each tensor's weight count."""
+    name = ""
     try:
-        fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= _MOST_VALUES}
+        fields: dict[str, Any] = {}
+        for name, field in reader.fields.items():
+            fields |= {name: field.contents()} if len(field.data) <= _MOST_VALUES else {}
         tokens = reader.fields.get("tokenizer.ggml.tokens")
         for name in SPECIALS:
             number = fields.get(f"tokenizer.ggml.{name}_token_id")
@@ -117,7 +120,7 @@ def _read_fields(model_id: str, reader: Any) -> tuple[dict[str, Any], list[int]]
                 fields[name] = bytes(tokens.parts[tokens.data[number]]).decode("utf-8", "replace")
         return fields, [prod(map(int, tensor.shape)) for tensor in reader.tensors]
     except Exception as error:
-        raise refuse(model_id, f"the GGUF file is damaged: {type(error).__name__}: {error}", "STORAGE") from error
+        raise refuse(model_id, f"the GGUF file is damaged: {name}: {error}") from error
 
 
 def _read_config(model_id: str, path: str, kept: Path) -> _Config:

@@ -114,11 +114,24 @@ def convert_with_library(model_id: str, path: str, fields: dict[str, Any], model
         tokenizer.backend_tokenizer.pre_tokenizer = digits_apart()
     if pre == _HUNYUAN_NAME:
         tokenizer.backend_tokenizer.pre_tokenizer = _split_thrice()
+    if fields.get("tokenizer.ggml.add_space_prefix") is False:
+        _begin_without_space(tokenizer.backend_tokenizer)
     return tokenizer.backend_tokenizer.to_str()
 
 
 _KINDS: Final = {"gemma3_text": "gemma3"}
 """Architectures whose vocabulary transformers converts as it does another's."""
+
+
+def _begin_without_space(tokenizer: Any) -> None:
+    """Let texts of a SentencePiece vocabulary begin as they are: the library adds a space, whatever the file says."""
+    from tokenizers import decoders, pre_tokenizers
+
+    if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.Metaspace):
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace(_WORD_START, " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
 
 
 def digits_apart() -> Any:

@@ -15,7 +15,7 @@ from sie.catalog.gguf_file import read_gguf_card
 from sie.config.generation_settings import Generation
 from sie.values.errors import ModelLoadFailed
 from sie.workers.loading.loader import load_generator
-from tests.gguf_models import VOCABULARY, write_converted
+from tests.gguf_models import SPACE, VOCABULARY, add_sentence_pieces, write_converted
 
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 2,
@@ -153,6 +153,58 @@ def check_logits(tmp_path: Path, name: str, path: Path, model: Any) -> None:
 def test_metadata_that_would_be_ignored_are_refused_by_name(tmp_path: Path, name: str, field: str, value: Any) -> None:
     path, _ = write(tmp_path / "m.gguf", name, **{field: value})
     with pytest.raises(ModelLoadFailed, match=f"its GGUF metadata set {name}.{field} to {value!r}"):
+        read_gguf_card("m", str(path), str(tmp_path))
+
+
+@pytest.mark.parametrize("adds_space", [False, True])
+def test_a_text_begins_with_a_space_only_where_the_file_says_so(tmp_path: Path, adds_space: bool) -> None:
+    config = transformers.Ernie4_5Config(**{**SIZES, "vocab_size": 270})
+    path = write_converted(
+        tmp_path / "m.gguf", "ernie4_5", transformers.Ernie4_5ForCausalLM(config), METADATA,
+        add_vocabulary=lambda writer: add_sentence_pieces(writer, adds_space=adds_space),
+    )  # fmt: skip
+    tokenizer = Tokenizer.from_file(read_gguf_card("m", str(path), str(tmp_path)).tokenizer_file)
+    expected = [f"{SPACE}cat"] if adds_space else ["c", "at"]
+    assert tokenizer.encode("cat sat", add_special_tokens=False).tokens == [*expected, f"{SPACE}sat"]
+    assert tokenizer.decode([tokenizer.token_to_id(piece) for piece in (f"{SPACE}cat", f"{SPACE}sat")]) == (
+        "cat sat" if adds_space else " cat sat"
+    )
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("glm4", "In 12345", ["In", "Ġ", "123", "45"]),
+        ("hunyuan-dense", "In 12345\u4e00!a", ["In", "Ġ", "123", "45", "ä¸Ģ", "!a"]),
+        ("command-r", "In 123", ["In", "Ġ", "1", "2", "3"]),
+        ("exaone4", "In 12345", ["In", "Ġ12345"]),
+    ],
+)
+def test_texts_are_split_as_the_vocabulary_says(tmp_path: Path, pre: str, text: str, words: list[str]) -> None:
+    path, _ = write(tmp_path / "m.gguf", "qwen3", pre=pre)
+    tokenizer = Tokenizer.from_file(read_gguf_card("m", str(path), str(tmp_path)).tokenizer_file)
+    assert [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == words
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("qwen3", "attention.value_length", 10), ("phi2", "rope.freq_base", 0.0), ("llama", "block_count", "five"),
+        ("granite", "rope.dimension_count", 8), ("llama", "rope.scaling.type", "longrope"),
+    ],
+)  # fmt: skip
+def test_a_value_that_no_model_has_is_refused_by_name(tmp_path: Path, name: str, field: str, value: Any) -> None:
+    path, _ = write(tmp_path / "m.gguf", name, **{field: value})
+    with pytest.raises(ModelLoadFailed, match=f"its GGUF metadata set {name}.{field} to {value!r}, which is"):
+        read_gguf_card("m", str(path), str(tmp_path))
+
+
+def test_an_unknown_split_or_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    path, _ = write(tmp_path / "m.gguf", "qwen3", pre="runes")
+    with pytest.raises(ModelLoadFailed, match=r"tokenizer\.ggml\.pre to 'runes'"):
+        read_gguf_card("m", str(path), str(tmp_path))
+    path, _ = write_model(tmp_path / "m.gguf", "qwen3", SIZES, METADATA, rope__freqs__weight=torch.ones(8))
+    with pytest.raises(ModelLoadFailed, match=r"its tensor 'rope_freqs\.weight' is not one that .* 'qwen3' have"):
         read_gguf_card("m", str(path), str(tmp_path))
 
 

@@ -21,7 +21,16 @@ from sie.catalog.spec import ModelSpec
 from sie.frontend.inputs.tokenize import Tokenizer as ServedTokenizer
 from sie.values.errors import ModelLoadFailed
 from sie.workers.loading.loader import load_encoder
-from tests.gguf_models import EOS, VOCABULARY, add_byte_vocabulary, add_word_pieces, write_bert, write_converted
+from tests.gguf_models import (
+    EOS,
+    SPACE,
+    VOCABULARY,
+    add_byte_vocabulary,
+    add_sentence_pieces,
+    add_word_pieces,
+    write_bert,
+    write_converted,
+)  # fmt: skip
 
 TEXTS = ["A cat sat on the mat.", "Café naïve, 東京: 12.5% ÄÖÜ", "unaffable [MASK] ##ing", "", "one two three " * 30]
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7, "num_attention_heads": 2}
@@ -33,7 +42,6 @@ CAUSAL = {
     "attention.layer_norm_rms_epsilon": 2e-3, "rope.freq_base": 700.0,
 }  # fmt: skip
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "cat", "sat", "##s", "##ing", "[", "]", "a", "##t"]
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 IDS = [[2, 6, 8, 7, 3], [2, 12, 13, 9, 3], [2, 3], [2, *[6, 7] * 20, 3]]
 
 
@@ -140,23 +148,6 @@ def test_nomic_bert(tmp_path: Path) -> None:
     model = make(transformers.NomicBertModel, vocab_size=len(WORDS), layer_norm_eps=1e-5, rope_parameters=rotary)
     found = vectors_of(card_of(write_nomic(tmp_path / "m.gguf", model)), IDS)
     np.testing.assert_allclose(found, expected_of(model, IDS, lambda rows: rows.mean(0)), atol=2e-5, rtol=2e-5)
-
-
-def add_sentence_pieces(writer: gguf.GGUFWriter) -> None:
-    """Write a vocabulary of SentencePiece: special tokens, bytes, and the pieces of a few words."""
-    pieces = [SPACE, *"acst", f"{SPACE}c", "at", f"{SPACE}cat", f"{SPACE}s", f"{SPACE}sat"]
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces])
-    kinds = gguf.TokenType
-    writer.add_token_types([kinds.CONTROL] * 3 + [kinds.UNKNOWN] + [kinds.BYTE] * 256 + [kinds.NORMAL] * len(pieces))
-    writer.add_token_scores([0.0] * 260 + [-float(place) for place in range(len(pieces))])
-    writer.add_bos_token_id(2)
-    writer.add_eos_token_id(1)
-    writer.add_unk_token_id(3)
-    writer.add_pad_token_id(0)
-    writer.add_add_bos_token(True)
-    writer.add_add_eos_token(True)
 
 
 @pytest.mark.parametrize("has_layers", [False, True])
