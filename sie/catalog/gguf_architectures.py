@@ -86,6 +86,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The kinds of scaled rotary positions that are computed. Llama 3's is in a tensor, others are in the metadata."""
     has_temperature: bool = False
     """Whether queries grow with their position, by `attention.temperature_scale`."""
+    first_position: int = 0
+    """Number of the first position; a file has no rows for those before it."""
     library_key: str = ""
     """Metadata with which a file is another architecture under this name, which transformers' own table has."""
     refused: tuple[str, ...] = ()
@@ -219,9 +221,15 @@ ROWS: Final = {
 """The rows by the name of the architecture, `general.architecture`."""
 
 
+XLM_ROBERTA: Final = msgspec.structs.replace(ROWS["bert"], model_type="xlm-roberta", first_position=2)
+"""A file says that it is `bert`; only its vocabulary tells."""
+
+
 def find_row(fields: Mapping[str, Any]) -> Row | None:
     """Return the row for a file's metadata; None for an architecture that transformers' own table may have."""
     name = str(fields.get("general.architecture", ""))
+    if name == "bert" and fields.get("tokenizer.ggml.model") == "t5":
+        return XLM_ROBERTA
     row = ROWS.get(name)
     return None if row is not None and row.library_key and fields.get(f"{name}.{row.library_key}") else row
 

@@ -16,7 +16,7 @@ from sie.catalog.generation import kv_token_bytes, make_rule
 from sie.catalog.gguf_architectures import Row, weight_rules
 from sie.catalog.gguf_config import read_config
 from sie.catalog.gguf_contents import GgufContents
-from sie.catalog.gguf_tokenizer import convert_with_library, convert_word_pieces
+from sie.catalog.gguf_tokenizer import convert_pieces, convert_with_library, convert_word_pieces
 from sie.catalog.tokenizer import keep_bytes, keep_text, keep_tokenizer
 from sie.values.card import ModelCard, PipelineStep
 from sie.values.generate import GenerateRule
@@ -43,19 +43,20 @@ def read_row_card(file: GgufContents, row: Row, cache_dir: str, pooling: str | N
     tokenizer = keep_tokenizer(
         file.model_id, cache_dir, file.fingerprint, lambda: _convert_tokenizer(file, row, config["vocab_size"])
     )
+    length: int = file.fields[f"{file.architecture}.context_length"]
     card = ModelCard(
         id=file.model_id,
         kind="encoder" if modes else "generator",
         directory=str(folder),
         architecture=file.architecture,
-        max_sequence_length=config["max_position_embeddings"],
+        max_sequence_length=min(length, config["max_position_embeddings"] - row.first_position),
         vocab_size=config["vocab_size"],
         tokenizer_file=tokenizer,
         gguf_file=file.path,
         weight_names=weight_rules(row),
     )
     if not modes:
-        rule = read_rule(file, config["max_position_embeddings"], config)
+        rule = read_rule(file, length, config)
         return msgspec.structs.replace(card, outputs=("generate",), generate=rule)
     steps, width = _steps(file, folder, modes, config["hidden_size"])
     return msgspec.structs.replace(card, dims={"dense": width}, pipeline=steps, normalize=True)
@@ -123,10 +124,12 @@ def _convert_tokenizer(file: GgufContents, row: Row, num_rows: int) -> str:
     if len(tokens) > num_rows:
         reason = f"tokenizer.ggml.tokens has {len(tokens)} tokens, and 'token_embd.weight' {num_rows} rows"
         raise refuse(file.model_id, f"its GGUF metadata do not fit its tensors: {reason}")
+    texts = [bytes(token).decode("utf-8", "replace") for token in tokens]
     if kind == "bert":
-        texts = [bytes(token).decode("utf-8", "replace") for token in tokens]
         return convert_word_pieces(file.model_id, file.fields, texts, [int(number[0]) for number in types])
-    if "position_embd" in row.tables:  # RoBERTa and its kin count their positions from another number
+    if row.first_position:
+        return convert_pieces(file, texts)
+    if "position_embd" in row.tables:  # RoBERTa, too, counts its positions from another number
         raise refuse(
             file.model_id,
             f"its GGUF metadata set tokenizer.ggml.model to {kind!r}; models of its architecture need 'bert'",

@@ -31,9 +31,13 @@ def read_config(file: GgufContents, row: Row) -> dict[str, Any]:
     for key in row.refused:
         if reader.find(key):
             raise reader.refuse(key, "is not computed")
+    if reader.find("attention.causal") not in (None, not row.encodes):
+        raise reader.refuse("attention.causal", "is not computed")
     _check_tensors(file, row)
     config = {"model_type": row.model_type, **row.values, **_from_fields(reader, row), **_from_tensors(file, row)}
     config |= _token_ids(file, config["vocab_size"])
+    if row.first_position:  # the library counts positions from the padding's number
+        config["pad_token_id"] = row.first_position - 1
     if "attention.sliding_window" in row.config:
         config["layer_types"] = _layer_types(reader, row, config)
     width = _head_width(config)
@@ -65,7 +69,9 @@ def _defaults(width: int, heads: int) -> dict[str, Any]:
 
 def _from_tensors(file: GgufContents, row: Row) -> dict[str, Any]:
     shapes = file.shapes
-    found = {key: tensor in shapes for key, tensor in row.present.items()}
+    found: dict[str, int] = {key: tensor in shapes for key, tensor in row.present.items()}
+    if "position_embd" in row.tables:
+        found["max_position_embeddings"] = _rows(file, "position_embd.weight") + row.first_position
     if "token_types" in row.tables:
         found["type_vocab_size"] = _rows(file, "token_types.weight")
     return {
@@ -76,7 +82,7 @@ def _from_tensors(file: GgufContents, row: Row) -> dict[str, Any]:
 
 
 def _token_ids(file: GgufContents, vocabulary: int) -> dict[str, int | None]:
-    found = {known: file.fields.get(f"tokenizer.ggml.{key}_token_id") for key, known in _TOKENS.items()}
+    found: dict[str, Any] = {known: file.fields.get(f"tokenizer.ggml.{key}_token_id") for key, known in _TOKENS.items()}
     return {key: one if isinstance(one, int) and 0 <= one < vocabulary else None for key, one in found.items()}
 
 
@@ -163,6 +169,8 @@ def _layer_types(reader: _Fields, row: Row, config: dict[str, Any]) -> list[str]
 
 def _scaling(reader: _Fields, row: Row, config: dict[str, Any]) -> dict[str, Any]:
     """Return the scaling of rotary positions, in the library's form; empty for plain ones."""
+    if reader.find("rope.scale_linear") not in (None, 1.0):  # the key of files before rope.scaling
+        raise reader.refuse("rope.scale_linear", "is not computed")
     kind = reader.find("rope.scaling.type") or "none"
     if kind != "none" and kind not in row.scalings:
         raise reader.refuse("rope.scaling.type", "is not computed")

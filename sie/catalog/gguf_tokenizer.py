@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any, Final
 
 from sie.catalog.files import refuse
+from sie.catalog.gguf_contents import GgufContents
 
+_MASK: Final = "<mask>"
 _CONTROL: Final = 3
 """The type of a special token."""
 _WORD_START: Final = "\N{LOWER ONE EIGHTH BLOCK}"
 _SPECIALS: Final = {"cls": "[CLS]", "seperator": "[SEP]", "unknown": "[UNK]"}
 """The tokens of a WordPiece vocabulary that its texts need, by their keys in the metadata, which are spelled so."""
 _LLAMA3: Final = "llama-bpe"
-_SAME_SPLITS: Final = {"glm4": _LLAMA3, "chatglm-bpe": _LLAMA3}
+_SAME_SPLITS: Final = {"glm4": _LLAMA3, "chatglm-bpe": _LLAMA3, "hunyuan": "qwen2", "stablelm2": "qwen2"}
 """The splits into words that are those of a name which transformers knows. Source: llama.cpp, src/llama-vocab.cpp."""
-_GPT2: Final = ("gpt-2", "phi-2", "exaone4", "olmo", "mpt", "jais", "trillion", "granite-docling")
-"""The names of GPT-2's own split."""
+_GPT2: Final = ("", "default", "gpt-2", "phi-2", "exaone4", "olmo", "mpt", "jais", "trillion", "granite-docling")
+"""The names of GPT-2's own split, and those of older files, which do not say."""
 _DIGITS: Final = ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b")
 """The vocabularies of GPT-2's kind in which each digit is a word. transformers 5.23 does not know them by these names."""
 _HUNYUAN: Final = (
@@ -89,6 +91,43 @@ def _special(model_id: str, fields: dict[str, Any], pieces: list[str], key: str,
     if not isinstance(number, int) or not 0 <= number < len(pieces):
         raise refuse(model_id, f"its GGUF metadata set {field} to {number!r}, which is not one of its tokens")
     return pieces[number]
+
+
+def convert_pieces(file: GgufContents, tokens: list[str]) -> str:
+    """Return the text of the `tokenizer.json` of XLM-RoBERTa's vocabulary, as transformers 5.23 makes it.
+
+    Raises ModelLoadFailed that names the field at fault.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    scores, types = ([one[0] for one in file.vocabulary(name)] for name in ("scores", "token_type"))
+    unknown = file.fields.get("tokenizer.ggml.unknown_token_id")
+    if len(scores) != len(tokens):
+        raise refuse(
+            file.model_id, f"its GGUF metadata have {len(scores)} tokenizer.ggml.scores for {len(tokens)} tokens"
+        )
+    ends = [_special(file.model_id, file.fields, tokens, key, "") for key in ("bos", "eos", "unknown")]
+    pieces = [(token, float(score)) for token, score in zip(tokens, scores, strict=True)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unknown, byte_fallback=False))
+    charsmap = bytes(int(one[0]) & 0xFF for one in file.vocabulary("precompiled_charsmap"))
+    if charsmap:
+        tokenizer.normalizer = normalizers.Precompiled(charsmap)  # pyright: ignore[reportAttributeAccessIssue]
+    scheme = "never" if file.fields.get("tokenizer.ggml.add_space_prefix") is False else "always"
+    words = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme=scheme)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(words)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)  # pyright: ignore[reportAttributeAccessIssue]
+    first, last, _ = ends
+    tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+        single=f"{first} $A {last}",
+        pair=f"{first} $A {last} {last} $B {last}",
+        special_tokens=[(token, tokens.index(token)) for token in (first, last)],
+    )
+    marked = [token for token, kind in zip(tokens, types, strict=False) if kind == _CONTROL]
+    added = [
+        AddedToken(one, normalized=False, special=True, lstrip=one == _MASK) for one in dict.fromkeys([*ends, *marked])
+    ]
+    tokenizer.add_special_tokens(added)
+    return tokenizer.to_str()
 
 
 def convert_with_library(model_id: str, path: str, fields: dict[str, Any], model_type: str) -> str:

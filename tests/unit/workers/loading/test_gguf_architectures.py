@@ -112,6 +112,21 @@ def test_llama_3_s_scaling_is_found_from_its_factors(tmp_path: Path, name: str) 
         read_gguf_card("m", str(path), str(tmp_path))
 
 
+def test_older_files_of_phi_2_join_three_weights(tmp_path: Path) -> None:
+    """Source: llama.cpp's `create_tensor_qkv` reads both."""
+    own = {**SIZES, **OWN["phi2"][1], "num_key_value_heads": 2}
+    metadata = {**METADATA, **OWN["phi2"][2], "attention.head_count_kv": 2}
+    path, model = write_model(tmp_path / "m.gguf", "phi2", own, metadata)
+    weights = {}
+    for name, weight in model.state_dict().items():
+        if ".q_proj." in name:
+            parts = [model.state_dict()[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            weights[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            weights[name] = weight
+    check_logits(tmp_path, "phi2", write_converted(path, "phi2", model, metadata, weights=weights), model)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_scaled_positions(tmp_path: Path, name: str, kind: str) -> None:
@@ -148,7 +163,12 @@ def check_logits(tmp_path: Path, name: str, path: Path, model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "field", "value"),
-    [("granite", "rope.scaling.type", "yarn"), ("olmo2", "attention.sliding_window", 32)],
+    [
+        ("granite", "rope.scaling.type", "yarn"),
+        ("olmo2", "attention.sliding_window", 32),
+        ("qwen3", "attention.causal", False),
+        ("llama", "rope.scale_linear", 0.5),
+    ],
 )
 def test_metadata_that_would_be_ignored_are_refused_by_name(tmp_path: Path, name: str, field: str, value: Any) -> None:
     path, _ = write(tmp_path / "m.gguf", name, **{field: value})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ CAUSAL = {
     "attention.layer_norm_rms_epsilon": 2e-3, "rope.freq_base": 700.0,
 }  # fmt: skip
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "cat", "sat", "##s", "##ing", "[", "]", "a", "##t"]
+PIECES: list[tuple[str, float]] = [
+    ("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (SPACE, -3.0), ("a", -4.0), ("c", -4.5), ("s", -4.6),
+    ("t", -4.7), ("at", -3.5), (f"{SPACE}c", -3.6), (f"{SPACE}cat", -2.0), (f"{SPACE}s", -3.7), (f"{SPACE}sat", -2.5),
+    ("<mask>", 0.0),
+]  # fmt: skip
 IDS = [[2, 6, 8, 7, 3], [2, 12, 13, 9, 3], [2, 3], [2, *[6, 7] * 20, 3]]
 
 
@@ -184,6 +190,69 @@ def test_embedding_gemma(tmp_path: Path, has_layers: bool) -> None:
         return dense[1] @ (dense[0] @ pooled) if has_layers else pooled
 
     np.testing.assert_allclose(vectors_of(card, IDS), expected_of(model, IDS, pool), atol=5e-5, rtol=5e-5)
+
+
+def charsmap_of(letter: str, replacement: str) -> bytes:
+    """Return SentencePiece's normaliser of one ASCII letter: a double-array trie, then the texts that it points to."""
+    units, code = [0] * 512, ord(letter)
+    units[0] = 256 << 10
+    units[256 ^ code] = (1 << 10) | (1 << 8) | code
+    units[256 ^ code ^ 1] = 0  # the place of the replacement
+    return struct.pack("<I512I", 4 * len(units), *units) + replacement.encode() + b"\0"
+
+
+def add_xlm_pieces(writer: gguf.GGUFWriter, *, num_scores: int | None = None) -> None:
+    """Write a vocabulary of XLM-RoBERTa. Source: conversion/bert.py, `_xlmroberta_set_vocab`."""
+    kinds = gguf.TokenType
+    writer.add_tokenizer_model("t5")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([piece for piece, _ in PIECES])
+    writer.add_token_scores([score for _, score in PIECES][:num_scores])
+    types = [kinds.CONTROL] * 3 + [kinds.UNKNOWN] + [kinds.NORMAL] * (len(PIECES) - 5) + [kinds.CONTROL]
+    writer.add_token_types(types)
+    writer.add_add_space_prefix(True)
+    writer.add_token_type_count(1)
+    writer.add_remove_extra_whitespaces(True)
+    writer.add_precompiled_charsmap(charsmap_of("K", "c"))
+    for name, number in (("bos", 0), ("padding", 1), ("eos", 2), ("unknown", 3), ("seperator", 2), ("cls", 0)):
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
+
+
+def write_xlm(path: Path, **vocabulary: Any) -> tuple[Path, Any]:
+    torch.manual_seed(7)
+    config = transformers.XLMRobertaConfig(
+        **SIZES, vocab_size=len(PIECES), max_position_embeddings=66, type_vocab_size=1, layer_norm_eps=1e-5
+    )
+    model = transformers.XLMRobertaModel(config, add_pooling_layer=False).eval()
+    weights = model.state_dict()
+    weights["embeddings.position_embeddings.weight"] = weights["embeddings.position_embeddings.weight"][2:]
+    metadata = {**METADATA, "attention.layer_norm_epsilon": 1e-5, "pooling_type": 2, "attention.causal": False}
+    return write_converted(
+        path, "bert", model, metadata, weights=weights,
+        add_vocabulary=lambda writer: add_xlm_pieces(writer, **vocabulary),
+    ), model  # fmt: skip
+
+
+def test_xlm_roberta(tmp_path: Path) -> None:
+    path, model = write_xlm(tmp_path / "m.gguf")
+    card = card_of(path)
+    assert card.max_sequence_length == 64
+    ids = [*IDS, [2, *[6, 7] * 31, 3]]
+    np.testing.assert_allclose(
+        vectors_of(card, ids), expected_of(model, ids, lambda rows: rows[0]), atol=2e-5, rtol=2e-5
+    )
+    own = Tokenizer.from_file(card.tokenizer_file)
+    library = transformers.XLMRobertaTokenizer(vocab=PIECES, _spm_precompiled_charsmap=charsmap_of("K", "c"))
+    for text in ("cat sat", "  Kat  sats ", "", "a <mask> cat", "zebra"):
+        assert own.encode(text).ids == library(text).input_ids
+        assert own.encode(text, "cat").ids == library(text, "cat").input_ids
+    assert own.encode("Kat").tokens == ["<s>", f"{SPACE}cat", "</s>"]
+
+
+def test_pieces_without_scores_are_refused(tmp_path: Path) -> None:
+    path, _ = write_xlm(tmp_path / "m.gguf", num_scores=3)
+    with pytest.raises(ModelLoadFailed, match=r"3 tokenizer\.ggml\.scores for 15 tokens"):
+        card_of(path)
 
 
 def write_qwen(path: Path, **metadata: Any) -> tuple[Path, Any]:
