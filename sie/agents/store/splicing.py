@@ -17,9 +17,9 @@ _INSTRUCTIONS: Final = frozenset({"system", "developer"})
 def splice(stored: Sequence[ChatMessage], incoming: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return the conversation that a request continues.
 
-    A client may repeat the conversation, without the calls and results that it never saw: these are put back, until a
-    message differs. From there on the request's own messages count. A client may also send only what is new: messages
-    without any of the assistant, which do not begin as the stored conversation does. They follow all stored messages.
+    A client may repeat the conversation without the calls and results that it never saw. These are put back, up to the
+    first message that differs; from there on the request's own messages are used. Or a client sends new messages only:
+    none is the assistant's, and they do not begin like the stored conversation. These follow all stored messages.
     """
     instructions, said = _split(incoming)
     own_instructions, before = _split(stored)
