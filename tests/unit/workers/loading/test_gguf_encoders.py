@@ -24,6 +24,7 @@ from sie.values.errors import ModelLoadFailed
 from sie.workers.loading.loader import load_encoder
 from tests.gguf_models import (
     EOS,
+    HIDDEN,
     SPACE,
     VOCABULARY,
     add_byte_vocabulary,
@@ -31,6 +32,7 @@ from tests.gguf_models import (
     add_word_pieces,
     write_bert,
     write_converted,
+    write_tiny_llama,
 )  # fmt: skip
 
 TEXTS = ["A cat sat on the mat.", "Café naïve, 東京: 12.5% ÄÖÜ", "unaffable [MASK] ##ing", "", "one two three " * 30]
@@ -282,6 +284,13 @@ def test_qwen3_pools_its_last_token(tmp_path: Path) -> None:
     assert Tokenizer.from_file(card.tokenizer_file).encode("there").ids[-1] == EOS
     expected = expected_of(model, IDS, lambda rows: rows[-1])
     np.testing.assert_allclose(vectors_of(card, IDS), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_generator_s_architecture_with_a_pooling_is_an_encoder(tmp_path: Path) -> None:
+    card = card_of(write_tiny_llama(tmp_path / "m.gguf", llama__pooling_type=3))
+    assert (card.kind, card.dims, card.pipeline[0].config) == ("encoder", {"dense": HIDDEN}, {"modes": ["lasttoken"]})
+    whole, alone = vectors_of(card, [IDS[0], IDS[1]]), vectors_of(card, [IDS[1]])
+    np.testing.assert_allclose(whole[1], alone[0], atol=1e-5)
 
 
 def test_an_encoder_that_does_not_say_how_it_pools_needs_the_operator_s_setting(tmp_path: Path) -> None:
