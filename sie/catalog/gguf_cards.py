@@ -6,6 +6,7 @@ pooling. So a worker builds the model as it builds any other, with the tensors o
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from sie.catalog.gguf_architectures import Row, weight_rules
 from sie.catalog.gguf_config import read_config
 from sie.catalog.gguf_contents import GgufContents
 from sie.catalog.gguf_tokenizer import convert_pieces, convert_with_library, convert_word_pieces
-from sie.catalog.tokenizer import keep_bytes, keep_text, keep_tokenizer
+from sie.catalog.tokenizer import keep_bytes, keep_tokenizer
 from sie.values.card import ModelCard, PipelineStep
 from sie.values.generate import GenerateRule
 
@@ -38,8 +39,9 @@ def read_row_card(file: GgufContents, row: Row, cache_dir: str, pooling: str | N
     """
     modes = _pooling(file, row, pooling)
     config = read_config(file, row)
-    folder = Path(cache_dir, FOLDER, file.fingerprint)
-    keep_text(file.model_id, folder / "config.json", msgspec.json.encode(config).decode(), "configuration")
+    text = msgspec.json.encode(config)
+    folder = Path(cache_dir, FOLDER, _digest(text))  # it also depends on a tensor
+    keep_bytes(file.model_id, folder / "config.json", text, "configuration")
     tokenizer = keep_tokenizer(
         file.model_id, cache_dir, file.fingerprint, lambda: _convert_tokenizer(file, row, config["vocab_size"])
     )
@@ -108,12 +110,17 @@ def _steps(file: GgufContents, folder: Path, mode: str, width: int) -> tuple[tup
             raise refuse(
                 file.model_id, f"its tensor {name!r} has the shape {list(weight.shape)}; {width} values arrive"
             )
-        directory = folder / name.partition(".")[0]
-        keep_bytes(file.model_id, directory / "model.safetensors", save({"linear.weight": weight}), "layer")
+        data = save({"linear.weight": weight})
+        directory = folder / _digest(data)
+        keep_bytes(file.model_id, directory / "model.safetensors", data, "layer")
         config = {"in_features": width, "out_features": len(weight), "bias": False, "use_residual": False}
         steps.append(PipelineStep(kind="dense", directory=str(directory), config={**config, "activation": "Identity"}))
         width = len(weight)
     return tuple(steps), width
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _convert_tokenizer(file: GgufContents, row: Row, num_rows: int) -> str:

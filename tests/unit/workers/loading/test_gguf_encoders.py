@@ -192,6 +192,15 @@ def test_embedding_gemma(tmp_path: Path, has_layers: bool) -> None:
         return dense[1] @ (dense[0] @ pooled) if has_layers else pooled
 
     np.testing.assert_allclose(vectors_of(card, IDS), expected_of(model, IDS, pool), atol=5e-5, rtol=5e-5)
+    if has_layers:  # another file with the same metadata has other layers
+        other = {**weights, "dense_2_out.weight": torch.randn(50, 32)}
+        (tmp_path / "other").mkdir()
+        path = write_converted(
+            tmp_path / "other/m.gguf", "gemma-embedding", model, metadata,
+            add_vocabulary=add_sentence_pieces, weights=other,
+        )  # fmt: skip
+        assert read_gguf_card("m", str(path), str(tmp_path / "cache")).pipeline[1] != card.pipeline[1]
+        np.testing.assert_allclose(vectors_of(card, IDS), expected_of(model, IDS, pool), atol=5e-5, rtol=5e-5)
 
 
 def charsmap_of(letter: str, replacement: str) -> bytes:
