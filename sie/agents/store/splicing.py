@@ -43,11 +43,15 @@ def _is_news(before: Sequence[ChatMessage], said: Sequence[ChatMessage]) -> bool
 def _merge(before: Sequence[ChatMessage], said: Sequence[ChatMessage]) -> list[ChatMessage]:
     merged: list[ChatMessage] = []
     rest = list(said)
+    unseen = ""
     for message in before:
-        if rest and _match(message, rest[0]):
+        if rest and _match(message, rest[0], unseen):
             rest.pop(0)
+            unseen = ""
         elif not _is_hidden(message):
             break
+        elif message.role == "assistant":
+            unseen += message.content or ""
         merged.append(message)
     return [*merged, *rest]
 
@@ -57,11 +61,15 @@ def _is_hidden(message: ChatMessage) -> bool:
     return message.role == "tool" or bool(message.tool_calls)
 
 
-def _match(stored: ChatMessage, incoming: ChatMessage) -> bool:
-    """Tell whether two messages are the same. Clients may write the arguments of a call in another form."""
+def _match(stored: ChatMessage, incoming: ChatMessage, unseen: str = "") -> bool:
+    """Tell whether two messages are the same. Clients may write the arguments of a call in another form.
+
+    unseen is the text of the rounds before it, which a stream showed as one text with it.
+    """
+    content = stored.content or ""
     return (
         stored.role == incoming.role
-        and (stored.content or "") == (incoming.content or "")
+        and (incoming.content or "") in {content, unseen + content}
         and stored.tool_call_id == incoming.tool_call_id
         and [(call.id, call.name) for call in stored.tool_calls]
         == [(call.id, call.name) for call in incoming.tool_calls]

@@ -25,7 +25,7 @@ from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Answer, Headers, Response
 from sie.frontend.http.stream import EventWriter, Streamed
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.conversations import Conversations, StoredRun, Turn
+from sie.frontend.routes.conversations import Conversations, StoredRun, Turn, said_by
 from sie.frontend.routes.decode_body import decode_body
 from sie.frontend.routes.kserve import KServe
 from sie.frontend.routes.responses import Responses
@@ -197,7 +197,7 @@ class TextRoutes:
             try:
                 reply = await run.whole()
                 if turn is not None:
-                    await turn.end(reply.choices[0])
+                    await turn.end(said_by(run, reply.choices[0]))
                 return [JSON], encode(reply, run.prompts)
             except Unavailable as error:
                 if isinstance(run, AgentRun) and run.has_acted:
