@@ -142,7 +142,7 @@ def write_bert(path: Path, directory: Path, *, pooling: int, kind: Any = gguf.GG
 def add_word_pieces(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
     """Write a WordPiece vocabulary. Source: conversion/bert.py, `phantom`."""
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    tokens = [tokenizer.id_to_token(number) for number in range(tokenizer.get_vocab_size())]
+    tokens = [str(tokenizer.id_to_token(number)) for number in range(tokenizer.get_vocab_size())]
     writer.add_token_type_count(2)
     writer.add_tokenizer_model("bert")
     writer.add_tokenizer_pre("jina-v2-en")
