@@ -192,6 +192,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Number of weights in the checkpoint's safetensors; for a tensor model a fourth of its bytes; 0 if unknown."""
     quantised: str = ""
     """Name of the method that its weights are quantised with, and dequantised from at load; empty for plain ones."""
+    gguf_file: str = ""
+    """Absolute path of a GGUF file with its weights; empty for safetensors in the card's directory."""
     encoder_weights: EncoderWeights = "auto"
     """The requested format; a load fails if the format is not available."""
     tensor_parallel: int = 1

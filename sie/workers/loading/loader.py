@@ -7,7 +7,7 @@ transformers only through this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,6 +49,7 @@ from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.weight_formats import choose_format, join_and_pack, unpacked
 from sie.workers.loading.dequantised import LazyTensor, open_dequantised
 from sie.workers.loading.direct_weights import direct_weights, is_kept
+from sie.workers.loading.gguf_weights import open_gguf
 from sie.workers.loading.renamed_weights import read_renamed_weights
 from sie.workers.prepared import session
 from sie.workers.prepared.placing import place_weights
@@ -323,7 +324,7 @@ def load_generator(
         form = unpacked(card, form)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        if card.generate.gguf_file:
+        if card.gguf_file and not card.weight_names:
             model = _read_gguf(card)
         else:
             model = _read_model(card, causal_class, dtype=form.read_dtype, device=device, shards=shards)
@@ -380,9 +381,16 @@ def _read_model(
     auto = choose_class(card.id, config)
     if session.is_skeleton():
         return _build_skeleton(card, config, auto)
-    tensors = open_dequantised(card, dtype, device if shards is None else _CPU) if card.quantised else None
+    tensors: Mapping[str, LazyTensor] | None = None
+    if card.gguf_file:
+        tensors = open_gguf(card)
+    elif card.quantised:
+        tensors = open_dequantised(card, dtype, device if shards is None else _CPU)
     try:
-        with direct_weights(dtype, device, shards, tensors):
+        with (
+            reading_with(WeightsReader) if card.gguf_file else nullcontext(),
+            direct_weights(dtype, device, shards, tensors),
+        ):
             if card.weight_names:
                 model, report = _build_renamed(card, config, auto, tensors)
             else:
@@ -410,7 +418,7 @@ def _build_renamed(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Build a model from weights under other names, and perhaps with other layers than the library's class.
 
-    tensors are those of a checkpoint with quantised weights.
+    tensors are those of a GGUF file or of a checkpoint with quantised weights.
     """
     weights = read_renamed_weights(card, tensors)
     cls: Any = auto._model_mapping[type(config)]
@@ -437,11 +445,10 @@ def _build_skeleton(card: ModelCard, config: PretrainedConfig, auto: Any) -> Pre
 
 
 def _read_gguf(card: ModelCard) -> PreTrainedModel:
-    """Build the model of a GGUF file like `_read_model`, with its weights dequantised to float32 on the CPU."""
-    assert card.generate is not None
+    """Build the model of a GGUF file of transformers' own architectures, in float32 on the CPU."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    path = Path(card.generate.gguf_file)
+    path = Path(card.gguf_file)
     auto: Any = AutoModelForCausalLM
     if session.is_skeleton():
         return _build_skeleton(card, AutoConfig.for_model(**session.recall("config")), auto)
