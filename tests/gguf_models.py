@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
+from tokenizers import Tokenizer
+from transformers import BertModel, Qwen2Config, Qwen2ForCausalLM
 
 HIDDEN, LAYERS, HEADS, FEED_FORWARD, CONTEXT = 32, 2, 2, 64, 128
 BOS, EOS = 256, 257
 VOCABULARY = 260
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_PERMUTED = ("granite", "llama", "mistral3", "smollm3")
 GEMMA = "gemma-3-270m-q4_k_m.gguf"
 GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
@@ -36,7 +42,7 @@ def write_tiny_llama(path: Path, *, chat_template: str = "", **extra: Any) -> Pa
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10_000.0)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
-    _add_vocabulary(writer)
+    add_byte_vocabulary(writer)
     if chat_template:
         writer.add_chat_template(chat_template)
     for name, value in extra.items():
@@ -50,35 +56,128 @@ def write_tiny_llama(path: Path, *, chat_template: str = "", **extra: Any) -> Pa
     return path
 
 
-def write_converted(path: Path, architecture: str, model: Any, metadata: dict[str, Any], *, pre: str = "gpt-2") -> Path:
+def write_tiny_qwen2(path: Path) -> Path:
+    """Write a Qwen 2, an architecture that transformers' own table has."""
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=FEED_FORWARD, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=1, max_position_embeddings=CONTEXT,
+    )  # fmt: skip
+    metadata = {
+        "context_length": CONTEXT, "embedding_length": HIDDEN, "block_count": LAYERS,
+        "feed_forward_length": FEED_FORWARD, "attention.head_count": HEADS, "attention.head_count_kv": 1,
+        "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10_000.0,
+    }  # fmt: skip
+    return write_converted(path, "qwen2", Qwen2ForCausalLM(config), metadata)
+
+
+def write_converted(
+    path: Path,
+    architecture: str,
+    model: Any,
+    metadata: dict[str, Any],
+    *,
+    pre: str = "gpt-2",
+    add_vocabulary: Callable[[gguf.GGUFWriter], None] | None = None,
+    weights: dict[str, torch.Tensor] | None = None,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+) -> Path:
     """Write a model of transformers as llama.cpp's converter does: metadata without the architecture's name before them.
 
-    Source: conversion/llama.py, `permute`, for Granite and SmolLM3; conversion/gemma.py for Gemma.
+    weights are those that the converter reads, if they are not the model's own. Matrices are of the given kind.
+
+    Source: conversion/llama.py, `permute`, for Granite and SmolLM3; conversion/gemma.py for Gemma; conversion/bert.py.
     """
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in metadata.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(f"{architecture}.{name}", value)
-    _add_vocabulary(writer, pre)
+        adds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        adds[bool] = writer.add_bool
+        adds[type(value)](f"{architecture}.{name}", value)
+    if add_vocabulary is None:
+        add_byte_vocabulary(writer, pre)
+    else:
+        add_vocabulary(writer)
     config = model.config
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[architecture], config.num_hidden_layers)
-    for name, weight in model.state_dict().items():
+    for name, weight in (model.state_dict() if weights is None else weights).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = weight.numpy()
-        if architecture in ("granite", "smollm3") and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if architecture in _PERMUTED and ("q_proj." in name or "k_proj." in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        if architecture == "gemma" and name.endswith("norm.weight"):
+            values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
         base, _, end = name.rpartition(".")
-        writer.add_tensor(f"{names.get_name(base)}.{end}", np.ascontiguousarray(values, np.float32))
+        values = np.ascontiguousarray(values, np.float32)
+        own = kind if values.ndim == 2 and base != "embeddings.position_embeddings" else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(f"{names.get_name(base)}.{end}", gguf.quantize(values, own), raw_dtype=own)
     _write(writer)
     return path
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, pre: str = "gpt-2") -> None:
+def write_bert(path: Path, directory: Path, *, pooling: int, kind: Any = gguf.GGMLQuantizationType.F32) -> Path:
+    """Write the BERT of a sentence-transformers directory."""
+    model = BertModel.from_pretrained(directory)
+    config = model.config
+    metadata = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size, "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads, "attention.layer_norm_epsilon": config.layer_norm_eps,
+        "attention.causal": False, "pooling_type": pooling,
+    }  # fmt: skip
+    weights = {name: weight for name, weight in model.state_dict().items() if not name.startswith("pooler.")}
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    return write_converted(
+        path,
+        "bert",
+        model,
+        metadata,
+        add_vocabulary=lambda writer: add_word_pieces(writer, tokenizer),
+        weights=weights,
+        kind=kind,
+    )
+
+
+def add_word_pieces(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
+    """Write a WordPiece vocabulary. Source: conversion/bert.py, `phantom`."""
+    special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    tokens = [str(tokenizer.id_to_token(number)) for number in range(tokenizer.get_vocab_size())]
+    writer.add_token_type_count(2)
+    writer.add_tokenizer_model("bert")
+    writer.add_tokenizer_pre("jina-v2-en")
+    writer.add_token_list(
+        [
+            token if number in special else token[2:] if token.startswith("##") else f"{SPACE}{token}"
+            for number, token in enumerate(tokens)
+        ]
+    )
+    kinds = (gguf.TokenType.CONTROL if number in special else gguf.TokenType.NORMAL for number in range(len(tokens)))
+    writer.add_token_types(list(kinds))
+    for name, text in (("unknown", "[UNK]"), ("seperator", "[SEP]"), ("padding", "[PAD]"), ("cls", "[CLS]")):
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", tokens.index(text))
+
+
+def add_sentence_pieces(writer: gguf.GGUFWriter, *, adds_space: bool = False) -> None:
+    """Write a vocabulary of SentencePiece: special tokens, bytes, and the pieces of a few words."""
+    pieces = [SPACE, *"acst", f"{SPACE}c", "at", f"{SPACE}cat", f"{SPACE}s", f"{SPACE}sat"]
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces])
+    kinds = gguf.TokenType
+    writer.add_token_types([kinds.CONTROL] * 3 + [kinds.UNKNOWN] + [kinds.BYTE] * 256 + [kinds.NORMAL] * len(pieces))
+    writer.add_token_scores([0.0] * 260 + [-float(place) for place in range(len(pieces))])
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
+    writer.add_add_space_prefix(adds_space)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(True)
+
+
+def add_byte_vocabulary(writer: gguf.GGUFWriter, pre: str = "gpt-2") -> None:
+    """Write a vocabulary of the 256 bytes, two special tokens and two merges."""
     tokens = [*byte_texts(), "<|begin|>", "<|end|>", "th", "er"]
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")

@@ -1,72 +1,248 @@
-"""Lists GGUF architectures that transformers' table lacks, as rows of that table. Imports transformers when called.
+"""Lists the GGUF architectures that are read here, as rows of data. The others are transformers' own.
 
-transformers has a class for each of them, and gguf the names of its tensors. Source of what their converter writes:
-llama.cpp's conversion (`gemma.py`, `granite.py`, `olmo.py`, `smollm.py`) and `llama_model_rope_type`.
+A row says which of transformers' models an architecture is, where the metadata give its configuration, and which tensors
+are which weights. Source of what the files contain: llama.cpp's conversion (`bert.py`, `gemma.py`, `granite.py`,
+`olmo.py`, `smollm.py`, `mistral3.py`, `exaone.py` and others), `llama_model_rope_type` in src/llama-model.cpp, and gguf's
+constants.py and tensor_mapping.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import msgspec
 
-_COMMON: Final = {
+Names = Mapping[str, str | tuple[str, ...]]
+
+_SIZES: Final[Names] = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
     "embedding_length": "hidden_size",
-    "rope.dimension_count": None,
-    "rope.freq_base": "rope_theta",
     "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "vocab_size": "vocab_size",
 }
-_SCALES: Final = {
+_CAUSAL: Final[Names] = {**_SIZES, "attention.head_count_kv": "num_key_value_heads", "rope.freq_base": "rope_theta"}
+_RMS: Final[Names] = {**_CAUSAL, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_LAYER: Final[Names] = {**_CAUSAL, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
+_WIDE: Final[Names] = {**_RMS, "attention.key_length": "head_dim"}
+_SCALES: Final[Names] = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+_TABLES: Final[Names] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ATTENTION: Final[Names] = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_GATED: Final[Names] = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_NORMS: Final[Names] = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_POST_NORMS: Final[Names] = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_HEAD_NORMS: Final[Names] = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_LLAMA: Final[Names] = {**_ATTENTION, **_GATED, **_NORMS}
+_EMBEDDINGS: Final[Names] = {
+    "token_embd": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+}
+_ENCODER: Final[Names] = {**_SIZES, "attention.layer_norm_epsilon": "layer_norm_eps"}
+_DENSE: Final[Names] = {"dense_2": (), "dense_3": ()}
+"""Layers behind the pooling: their names are known, and the model has them not."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """An architecture: names in the library's configuration by those in the metadata, and what the converter changes."""
+    """An architecture."""
 
-    config: dict[str, str | None]
+    model_type: str
+    """transformers' name of its configuration."""
+    config: Names
+    """Keys of the configuration by the metadata that give them, without the architecture's name before those."""
+    layers: Names
+    """The weights of a layer by its tensors; several are equal parts of one tensor, by rows."""
+    tables: Names = msgspec.field(default_factory=lambda: _TABLES)
+    """The other weights."""
+    prefix: str = "model.layers."
+    """The name of the layers, before their number."""
+    encodes: bool = False
+    """Whether it has no head that gives tokens."""
     converted: Literal["", "permuted", "norms"] = ""
     """permuted: rows of queries and keys, for neighbouring pairs of rotary positions. norms: their weights plus one."""
     values: dict[str, Any] = {}
-    """Values of the configuration that no metadata give, in place of the library's defaults."""
-    refused: tuple[str, ...] = ("rope.scaling.type",)
-    """Metadata that the library's reader would ignore, although they change the numbers."""
+    """Values of the configuration that no metadata need give, in place of the library's defaults."""
+    present: dict[str, str] = {}
+    """Keys of the configuration that say whether there is a tensor, by its name."""
+    is_partial: bool = False
+    """Whether only a part of a head's values may be rotated; `rope.dimension_count` has its size."""
+    full_every: int = 0
+    """With sliding windows, each layer of this number attends to all positions, unless the metadata list the layers."""
+    scalings: tuple[Literal["llama3", "linear", "yarn"], ...] = ()
+    """The kinds of scaled rotary positions that are computed. Llama 3's is in a tensor, others are in the metadata."""
+    has_temperature: bool = False
+    """Whether queries grow with their position, by `attention.temperature_scale`."""
+    first_position: int = 0
+    """Number of the first position; a file has no rows for those before it."""
+    library_key: str = ""
+    """Metadata with which a file is another architecture under this name, which transformers' own table has."""
+    refused: tuple[str, ...] = ()
+    """Metadata that change the numbers, and are not computed."""
 
 
 ROWS: Final = {
-    "gemma": Row(config={**_COMMON, "attention.key_length": "head_dim"}, converted="norms"),
-    "granite": Row(config={**_COMMON, **_SCALES}, converted="permuted"),
-    "olmo2": Row(config=_COMMON, refused=("rope.scaling.type", "attention.sliding_window")),  # windows: OLMo 3
-    "smollm3": Row(config=_COMMON, converted="permuted", values={"pad_token_id": None}),  # the default may be too large
-}
+    "bert": Row(
+        model_type="bert",
+        encodes=True,
+        config=_ENCODER,
+        tables={**_EMBEDDINGS, "position_embd": "embeddings.position_embeddings"},
+        prefix="encoder.layer.",
+        layers={
+            "attn_q": "attention.self.query",
+            "attn_k": "attention.self.key",
+            "attn_v": "attention.self.value",
+            "attn_output": "attention.output.dense",
+            "attn_output_norm": "attention.output.LayerNorm",
+            "ffn_up": "intermediate.dense",
+            "ffn_down": "output.dense",
+            "layer_output_norm": "output.LayerNorm",
+        },
+    ),
+    "nomic-bert": Row(
+        model_type="nomic_bert",
+        encodes=True,
+        config={**_ENCODER, "rope.freq_base": "rope_theta"},
+        tables=_EMBEDDINGS,
+        prefix="layers.",
+        layers={
+            "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "attn_output": "self_attn.o_proj",
+            "attn_output_norm": "post_attention_layernorm",
+            **_GATED,
+            "layer_output_norm": "post_mlp_layernorm",
+        },
+    ),
+    "gemma-embedding": Row(
+        model_type="gemma3_text",
+        encodes=True,
+        config={
+            **_RMS,
+            "attention.key_length": ("head_dim", "query_pre_attn_scalar"),
+            "attention.sliding_window": "sliding_window",
+            "rope.freq_base_swa": "rope_local_base_freq",
+        },
+        tables={**_TABLES, **_DENSE},
+        layers={
+            **_ATTENTION, **_GATED, **_HEAD_NORMS, **_POST_NORMS,
+            "attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+        },
+        converted="norms",
+        values={"use_bidirectional_attention": True},
+        full_every=6,
+    ),
+    "gemma": Row(
+        model_type="gemma", config=_WIDE, layers=_LLAMA, converted="norms",
+    ),
+    "granite": Row(
+        model_type="granite", config={**_RMS, **_SCALES}, layers=_LLAMA, converted="permuted",
+    ),
+    "olmo2": Row(
+        model_type="olmo2", config=_RMS, layers={**_ATTENTION, **_GATED, **_HEAD_NORMS, **_POST_NORMS},
+        refused=("attention.sliding_window",),  # OLMo 3
+    ),
+    "smollm3": Row(
+        model_type="smollm3", config=_RMS, layers=_LLAMA, converted="permuted",
+    ),
+    "llama": Row(
+        model_type="llama", config=_WIDE, layers=_LLAMA, converted="permuted",
+        present={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"},
+        scalings=("llama3", "linear", "yarn"),
+        library_key="expert_count",  # Mixtral
+    ),
+    "mistral3": Row(
+        model_type="ministral3", config=_WIDE, layers=_LLAMA, converted="permuted", scalings=("yarn",), has_temperature=True,
+    ),
+    "phi2": Row(
+        model_type="phi",
+        config={**_CAUSAL, "attention.layer_norm_epsilon": "layer_norm_eps"},
+        tables={"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"},
+        layers={
+            **_ATTENTION, "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "attn_output": "self_attn.dense", "attn_norm": "input_layernorm",
+            "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
+        },
+        is_partial=True,
+    ),
+    "command-r": Row(
+        model_type="cohere", config=_LAYER,
+        layers={**_ATTENTION, **_GATED, **_HEAD_NORMS, "attn_norm": "input_layernorm"},
+        present={"use_qk_norm": "blk.0.attn_q_norm.weight", "attention_bias": "blk.0.attn_q.bias"},
+    ),
+    "cohere2": Row(
+        model_type="cohere2", config={**_LAYER, "attention.sliding_window": "sliding_window"},
+        layers={**_ATTENTION, **_GATED, "attn_norm": "input_layernorm"},
+        full_every=4,
+    ),
+    "glm4": Row(
+        model_type="glm4", config=_WIDE,
+        layers={
+            **_ATTENTION, **_NORMS, "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj",
+            "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+        },
+        present={"attention_bias": "blk.0.attn_q.bias"},
+        is_partial=True,
+        refused=("rope.dimension_sections", "nextn_predict_layers"),  # GLM-4V and GLM-OCR
+    ),
+    "exaone4": Row(
+        model_type="exaone4", config={**_WIDE, "attention.sliding_window": "sliding_window"},
+        layers={**_ATTENTION, **_GATED, **_HEAD_NORMS, **_POST_NORMS},
+        values={"sliding_window": None},
+        full_every=4,
+        scalings=("llama3",),
+        refused=("nextn_predict_layers",),  # EXAONE 4.5
+    ),
+    "ernie4_5": Row(
+        model_type="ernie4_5", config=_WIDE, layers=_LLAMA, present={"use_bias": "blk.0.attn_q.bias"},
+    ),
+    "hunyuan-dense": Row(
+        model_type="hunyuan_v1_dense", config=_WIDE,
+        layers={**_LLAMA, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        present={"attention_bias": "blk.0.attn_q.bias"},
+    ),
+    "qwen3": Row(
+        model_type="qwen3", config=_WIDE, layers={**_LLAMA, **_HEAD_NORMS},
+        present={"attention_bias": "blk.0.attn_q.bias"}, scalings=("linear", "yarn"),
+    ),
+}  # fmt: skip
+"""The rows by the name of the architecture, `general.architecture`."""
 
 
-def add_rows() -> None:
-    """Add the rows to transformers' table, unless it has its own."""
-    from transformers import modeling_gguf_pytorch_utils as library
-
-    tables: Any = library
-    for name, row in ROWS.items():
-        if name not in tables.GGUF_CONFIG_MAPPING:
-            tables.GGUF_CONFIG_MAPPING[name] = row.config
-            tables.GGUF_SUPPORTED_ARCHITECTURES.append(name)
-            tables.GGUF_CONFIG_DEFAULTS_MAPPING[name] = row.values
-            processors = {"permuted": tables.LlamaTensorProcessor, "norms": tables.Gemma2TensorProcessor}
-            if row.converted:
-                tables.TENSOR_PROCESSORS[name] = processors[row.converted]
+XLM_ROBERTA: Final = msgspec.structs.replace(ROWS["bert"], model_type="xlm-roberta", first_position=2)
+"""A file says that it is `bert`; only its vocabulary tells."""
 
 
-def unread_field(fields: dict[str, Any]) -> str:
-    """Return the name of a metadata field that changes the numbers and would be ignored, or empty."""
+def find_row(fields: Mapping[str, Any]) -> Row | None:
+    """Return the row for a file's metadata; None for an architecture that transformers' own table may have."""
     name = str(fields.get("general.architecture", ""))
-    keys = ROWS[name].refused if name in ROWS else ()
-    return next((f"{name}.{key}" for key in keys if fields.get(f"{name}.{key}", "none") not in ("none", 0)), "")
+    if name == "bert" and fields.get("tokenizer.ggml.model") == "t5":
+        return XLM_ROBERTA
+    row = ROWS.get(name)
+    return None if row is not None and row.library_key and fields.get(f"{name}.{row.library_key}") else row
+
+
+def weight_rules(row: Row) -> tuple[tuple[str, ...], ...]:
+    """Return the rules that rename a row's tensors, as in `ModelCard.weight_names`."""
+    scaled: Names = {"rope_freqs": ()} if "llama3" in row.scalings else {}
+    rules = [_rule(rf"^{name}\.", "", names) for name, names in (*row.tables.items(), *scaled.items())]
+    return tuple(
+        rules + [_rule(rf"^blk\.(\d+)\.{name}\.", rf"{row.prefix}\1.", names) for name, names in row.layers.items()]
+    )
+
+
+def _rule(pattern: str, prefix: str, names: str | tuple[str, ...]) -> tuple[str, ...]:
+    several = (names,) if isinstance(names, str) else names
+    return (pattern, *(f"{prefix}{name}." for name in several))

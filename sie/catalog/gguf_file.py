@@ -1,8 +1,8 @@
-"""Builds the card of a generating model from a GGUF file, and converts its tokenizer to a `tokenizer.json`.
+"""Builds the card of a model from a GGUF file, and converts its tokenizer to a `tokenizer.json`.
 
-The file's metadata contain nearly everything. transformers interprets them for each architecture, and later reads the
-weights too. The cache keeps what it made of them, so a later start does not import it. Imports gguf when called. Only
-the prepare helper calls it.
+The file's metadata contain nearly everything. `gguf_cards` interprets those of the architectures that have a row, and
+transformers those of the others, whose weights it reads later too. The cache keeps what was made of them, so a later
+start does not import it. Imports gguf when called. Only the prepare helper calls it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,17 @@ from typing import Any, Final
 import msgspec
 
 from sie.catalog.files import refuse
-from sie.catalog.generation import kv_token_bytes, make_rule
-from sie.catalog.gguf_architectures import ROWS, unread_field
+from sie.catalog.gguf_architectures import find_row
+from sie.catalog.gguf_cards import FOLDER, SPECIALS, read_row_card, read_rule
+from sie.catalog.gguf_contents import GgufContents
+from sie.catalog.gguf_tokenizer import digits_apart, splits_digits
 from sie.catalog.tokenizer import keep_text, keep_tokenizer
 from sie.catalog.unserved import check_layers
 from sie.values.card import ModelCard
-from sie.values.generate import GenerateRule
 
 SUFFIX: Final = ".gguf"
-_FOLDER: Final = "gguf"
-_SPECIALS: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _MOST_VALUES: Final = 1024
 """Longer fields belong to the vocabulary."""
-_SPLITS_DIGITS: Final = ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b")
-"""The vocabularies of GPT-2's kind in which each digit is a word. transformers 5.23 does not know them by these names.
-Source: llama.cpp, src/llama-vocab.cpp."""
-_ENDS: Final = ("eos", "eot", "eom")
-"""Names of the token ids that end an answer: end of text, of a turn, of a message."""
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,42 +56,42 @@ def find_gguf(model_id: str, directory: str) -> str:
     return str(path / files[0]) if files else ""
 
 
-def read_gguf_card(model_id: str, path: str, cache_dir: str) -> ModelCard:
+def read_gguf_card(model_id: str, path: str, cache_dir: str, pooling: str | None = None) -> ModelCard:
     """Return the card of a GGUF model and convert its tokenizer; imports transformers unless the cache has both.
 
-    Raises ModelLoadFailed for a damaged file, a split file, and an architecture that transformers does not know.
+    pooling is the operator's, for an encoder whose metadata have none.
+
+    Raises ModelLoadFailed for a damaged file, a split file, and an architecture that is not known.
     """
     reader = _open(model_id, path)
     fields, counts = _read_fields(model_id, reader)
     if fields.get("split.count", 0) not in (0, 1):
         raise refuse(model_id, "the GGUF file is one part of several; merge them into one")
-    if unread := unread_field(fields):
-        raise refuse(model_id, f"its GGUF metadata set {unread} to {fields[unread]!r}, which is not computed")
     check_layers(model_id, {name: value for name, value in fields.items() if name.endswith(".block_count")})
-    splits_digits = fields.get("tokenizer.ggml.pre") in _SPLITS_DIGITS
-    row = ROWS.get(str(fields.get("general.architecture", "")))
-    rules = ("digits " if splits_digits else "") + (msgspec.json.encode(row).decode() if row else "")
+    row = find_row(fields)
+    rules = ("digits " if splits_digits(fields) else "") + (msgspec.json.encode(row).decode() if row else "")
     fingerprint = _fingerprint(path, int(reader.data_offset), rules)
-    config = _read_config(model_id, path, Path(cache_dir, _FOLDER, f"{fingerprint}.json"))
-    tokenizer_file = keep_tokenizer(
-        model_id,
-        cache_dir,
-        fingerprint,
-        lambda: _convert_tokenizer(model_id, path, reader, splits_digits=splits_digits),
-    )
-    architecture = str(fields.get("general.architecture", ""))
-    rule = _read_rule(model_id, fields, config)
+    file = GgufContents(model_id=model_id, path=path, fields=fields, reader=reader, fingerprint=fingerprint)
+    card = _read_library_card(file, cache_dir) if row is None else read_row_card(file, row, cache_dir, pooling)
+    return msgspec.structs.replace(card, num_weights=sum(counts))
+
+
+def _read_library_card(file: GgufContents, cache_dir: str) -> ModelCard:
+    """Return the card of a file of transformers' own architectures."""
+    config = _read_config(file.model_id, file.path, Path(cache_dir, FOLDER, f"{file.fingerprint}.json"))
+    tokenizer_file = keep_tokenizer(file.model_id, cache_dir, file.fingerprint, lambda: _convert_tokenizer(file))
+    rule = read_rule(file, config.context_length, config.values)
     return ModelCard(
-        id=model_id,
+        id=file.model_id,
         kind="generator",
-        directory=str(Path(path).parent),
-        architecture=architecture,
+        directory=str(Path(file.path).parent),
+        architecture=file.architecture,
         outputs=("generate",),
         max_sequence_length=rule.context_length,
         vocab_size=config.vocab_size,
-        num_weights=sum(counts),
         tokenizer_file=tokenizer_file,
-        generate=msgspec.structs.replace(rule, gguf_file=path),
+        generate=rule,
+        gguf_file=file.path,
     )
 
 
@@ -109,21 +103,24 @@ def _open(model_id: str, path: str) -> Any:
     except OSError as error:
         raise refuse(model_id, f"{Path(path).name}: {error.strerror}", "STORAGE") from error
     except Exception as error:  # the library trusts the file, and fails in many ways on a damaged one
-        raise refuse(model_id, f"the GGUF file is damaged: {type(error).__name__}: {error}", "STORAGE") from error
+        raise refuse(model_id, f"the GGUF file is damaged: {error}") from error
 
 
 def _read_fields(model_id: str, reader: Any) -> tuple[dict[str, Any], list[int]]:
     """Return the metadata without the vocabulary but with named special tokens, and each tensor's weight count."""
+    name = ""
     try:
-        fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= _MOST_VALUES}
+        fields: dict[str, Any] = {}
+        for name, field in reader.fields.items():
+            fields |= {name: field.contents()} if len(field.data) <= _MOST_VALUES else {}
         tokens = reader.fields.get("tokenizer.ggml.tokens")
-        for name in _SPECIALS:
+        for name in SPECIALS:
             number = fields.get(f"tokenizer.ggml.{name}_token_id")
             if tokens is not None and isinstance(number, int) and 0 <= number < len(tokens.data):
                 fields[name] = bytes(tokens.parts[tokens.data[number]]).decode("utf-8", "replace")
         return fields, [prod(map(int, tensor.shape)) for tensor in reader.tensors]
     except Exception as error:
-        raise refuse(model_id, f"the GGUF file is damaged: {type(error).__name__}: {error}", "STORAGE") from error
+        raise refuse(model_id, f"the GGUF file is damaged: {name}: {error}") from error
 
 
 def _read_config(model_id: str, path: str, kept: Path) -> _Config:
@@ -153,21 +150,6 @@ def _convert_config(model_id: str, path: str) -> _Config:
     )
 
 
-def _read_rule(model_id: str, fields: dict[str, Any], config: _Config) -> GenerateRule:
-    ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
-    template = fields.get("tokenizer.chat_template", "")
-    rule = make_rule(
-        model_id,
-        template=template if isinstance(template, str) else "",
-        tool_template="",
-        specials={known: fields[name] for name, known in _SPECIALS.items() if name in fields},
-        context_length=config.context_length,
-        eos_token_ids=tuple(dict.fromkeys(number for number in ends if isinstance(number, int))),
-        defaults={},
-    )
-    return msgspec.structs.replace(rule, kv_token_bytes=kv_token_bytes(config.values))
-
-
 def _fingerprint(path: str, header_bytes: int, rules: str) -> str:
     """Return a digest of a file's metadata, of the library that interprets them, and of our own rules for it."""
     from importlib.metadata import version  # imports a mail parser
@@ -178,25 +160,19 @@ def _fingerprint(path: str, header_bytes: int, rules: str) -> str:
     return digest.hexdigest()
 
 
-def _convert_tokenizer(model_id: str, path: str, reader: Any, *, splits_digits: bool) -> str:
+def _convert_tokenizer(file: GgufContents) -> str:
     """Return the text of the `tokenizer.json` made from a file's metadata, which the reader has read."""
     from transformers import AutoTokenizer
 
     from sie.catalog.gguf_reader import reading_with
 
     load: Callable[..., Any] = AutoTokenizer.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    path = Path(file.path)
     try:
-        with reading_with(lambda *_arguments, **_options: reader):  # the vocabulary is read only once
-            tokenizer = load(str(Path(path).parent), gguf_file=Path(path).name, local_files_only=True)
+        with reading_with(lambda *_arguments, **_options: file.reader):  # the vocabulary is read only once
+            tokenizer = load(str(path.parent), gguf_file=path.name, local_files_only=True)
     except Exception as error:  # each family fails in its own way
-        raise refuse(model_id, f"its GGUF tokenizer cannot be converted: {error}") from error
-    if splits_digits:
-        tokenizer.backend_tokenizer.pre_tokenizer = _digits_apart()
+        raise refuse(file.model_id, f"its GGUF tokenizer cannot be converted: {error}") from error
+    if splits_digits(file.fields):
+        tokenizer.backend_tokenizer.pre_tokenizer = digits_apart()
     return tokenizer.backend_tokenizer.to_str()
-
-
-def _digits_apart() -> Any:
-    from tokenizers import pre_tokenizers
-
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])  # pyright: ignore[reportArgumentType]

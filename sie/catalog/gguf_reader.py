@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import gguf
@@ -19,22 +20,73 @@ import numpy as np
 from gguf import quants
 from numpy.typing import NDArray
 
-from sie.catalog.gguf_architectures import add_rows
-
 _LONG = 1024
 """Longer arrays belong to a vocabulary; arrays about a model's layers are shorter."""
+_LONGEST_NAME = 1 << 16
+_MOST_DIMS = 4
+_MOST_VALUES = 1 << 48
+_MOST_LISTED = 1 << 24
+"""Over the size of any vocabulary."""
 _PIECE = 1 << 17
 """Values that are dequantised at once."""
 _patching = threading.Lock()
 
 
 class _Reader(gguf.GGUFReader):
-    """A reader that reads long arrays with its own method."""
+    """A reader that reads long arrays with its own method, and whose errors name the field or tensor at fault.
+
+    The library trusts the lengths in a file, and takes what is left of it when they are too large.
+    """
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> NDArray[Any]:
+        if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+            raise ValueError("it is cut off")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _build_fields(self, offs: int, count: int) -> int:
+        name = "the header"
+        for _ in range(count):
+            name = self._name_at(offs, f"the field behind {name}")
+            with _naming(name):
+                offs = super()._build_fields(offs, 1)
+                if offs > len(self.data):
+                    raise ValueError("it is cut off")
+        return offs
+
+    def _get_tensor_info_field(self, orig_offs: int) -> Any:
+        name = self._name_at(orig_offs, f"the entry of a tensor at byte {orig_offs}")
+        with _naming(name):
+            field = super()._get_tensor_info_field(orig_offs)
+            shape: list[int] = field.parts[3].tolist()
+            if len(shape) > _MOST_DIMS or prod(shape) > _MOST_VALUES:
+                raise ValueError(f"its shape begins with {shape[:_MOST_DIMS]}")
+        return field
+
+    def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+        found: dict[str, Any] = {}
+        for field in fields:
+            name = bytes(field.parts[1]).decode()
+            with _naming(name):
+                super()._build_tensors(start_offs, [field])
+                if name in found:
+                    raise ValueError("there are two of it")
+            found[name] = self.tensors[0]
+        self.tensors = list(found.values())
+
+    def _name_at(self, offset: int, otherwise: str) -> str:
+        """Return the text at a place, which is the name of a field or tensor. Raises ValueError."""
+        with _naming(otherwise):
+            length = int(self._get(offset, np.uint64)[0])
+            if length > _LONGEST_NAME:
+                raise ValueError(f"its name has {length} bytes")
+            return bytes(self._get(offset + 8, np.uint8, length)).decode("utf-8", "backslashreplace")
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
         if raw_type == gguf.GGUFValueType.ARRAY:
             kind = gguf.GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
             length = int(self._get(orig_offs + 4, np.uint64)[0])
+            if length > _MOST_LISTED:
+                raise ValueError(f"it has {length} values")
             if length > _LONG and kind != gguf.GGUFValueType.ARRAY:
                 nbytes, parts = self._read_long(kind, orig_offs + 12, length)
                 return 12 + nbytes, parts, list(range(len(parts))), [gguf.GGUFValueType.ARRAY, kind]
@@ -90,12 +142,21 @@ class WeightsReader(_Reader):
 
 
 @contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Put the name of a part of the file before the errors about it, which the library raises in many forms."""
+    try:
+        yield
+    except Exception as error:
+        reason = "it is cut off" if isinstance(error, IndexError | struct.error) else str(error)
+        raise ValueError(f"{name}: {reason}") from error
+
+
+@contextmanager
 def reading_with(open_file: Callable[..., gguf.GGUFReader]) -> Iterator[None]:
     """Make transformers open GGUF files with another reader in this block, and convert their weights in larger pieces.
 
-    It looks up the functions for each file. The results are the same. It also gets our rows of architectures.
+    It looks up the functions for each file. The results are the same.
     """
-    add_rows()
     places: list[tuple[Any, str, Any]] = [
         (gguf, "GGUFReader", open_file),
         (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),  # asked for each module, and takes 10 ms

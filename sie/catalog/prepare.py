@@ -22,6 +22,7 @@ from sie.catalog.directory import check_before_weights
 from sie.catalog.files import open_checkpoint, refuse
 from sie.catalog.generation import finish_generator
 from sie.catalog.gguf_file import find_gguf
+from sie.catalog.gli import check_union
 from sie.catalog.hub import CONFIGURATION, Progress, fetch, find_cached
 from sie.catalog.image_to_text import finish_image_to_text
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
@@ -107,9 +108,11 @@ def _prepare(request: Request, on_progress: Progress) -> ModelCard:
         from sie.catalog.tensor_rule import read_tensor_card  # imports protobuf
 
         return read_tensor_card(spec)
+    check_union(spec)
     directory = _locate(request, on_progress)
     if gguf := find_gguf(spec.id, directory):
-        return finish_generator(_read_gguf(spec, gguf, request, on_progress), request.chat_template)
+        card = _read_gguf(spec, gguf, request, on_progress)
+        return card if card.generate is None else finish_generator(card, request.chat_template)
     card = make_card(spec, directory)
     if "auto_map" in open_checkpoint(card.id, card.directory).read_object("config.json"):
         on_progress(1.0, "checking the architecture")
@@ -195,7 +198,7 @@ def _read_gguf(spec: ModelSpec, path: str, request: Request, on_progress: Progre
     from sie.catalog.gguf_file import read_gguf_card  # imports gguf
 
     on_progress(1.0, "reading the GGUF file")
-    return complete_card(read_gguf_card(spec.id, path, request.cache_dir), spec)
+    return complete_card(read_gguf_card(spec.id, path, request.cache_dir, spec.pooling), spec)
 
 
 def main(arguments: list[str]) -> int:

@@ -66,12 +66,17 @@ def keep_tokenizer(model_id: str, cache_dir: str, fingerprint: str, convert: Cal
 
 
 def keep_text(model_id: str, path: Path, text: str, what: str) -> None:
+    """Write a file of the cache as `keep_bytes` does."""
+    keep_bytes(model_id, path, text.encode(), what)
+
+
+def keep_bytes(model_id: str, path: Path, content: bytes, what: str) -> None:
     """Write a file of the cache atomically; what names it in the ModelLoadFailed that is raised if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             try:
-                file.write(text)
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())  # else a power cut may leave the name without the bytes
                 Path(file.name).replace(path)  # ORDER: after the last byte; a reader sees the whole file or no file

@@ -58,7 +58,7 @@ class AgentScreen:
             self._show_result(data.get("data", {}))
 
     def _show_result(self, data: dict[str, Any]) -> None:
-        texts = [str(data[name]) for name in ("stdout", "stderr", "exception", "content") if data.get(name)]
+        texts = [str(data[name]) for name in ("stdout", "stderr", "exception", "content", "note") if data.get(name)]
         if data.get("sources"):
             texts += [str(source) for source in data["sources"]]
         _show("result", "\n".join(texts) or "(nothing)")
@@ -100,7 +100,11 @@ class AgentScreen:
 
 
 def _prompt() -> str:
-    return click.prompt(f"{_CHOICES}, or the reason for the model", default="n", show_default=False, err=True)
+    """Return what the user types. Raises KeyboardInterrupt on Ctrl-C and Ctrl-D, which end this answer alone."""
+    try:
+        return click.prompt(f"{_CHOICES}, or the reason for the model", default="n", show_default=False, err=True)
+    except click.Abort:
+        raise KeyboardInterrupt from None
 
 
 def _asked(data: dict[str, Any]) -> str:

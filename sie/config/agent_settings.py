@@ -125,7 +125,11 @@ class Agents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 600.0
     tool_timeout_s: Annotated[
         float,
-        Meta(ge=0.1, le=3600, description="Longest time of a call at `tool_dispatch_url`, of a search or of a page."),
+        Meta(
+            ge=0.1,
+            le=3600,
+            description="Longest time of a call at `tool_dispatch_url`, of a search, of a page, and of finding the page's text.",
+        ),
     ] = 30.0
     sandbox_memory_bytes: Annotated[
         int, Meta(ge=64 * MIB, le=1 << 42, description="Most memory of a sandbox, over all its processes.")

@@ -61,8 +61,6 @@ class GenerateRule(msgspec.Struct, frozen=True, kw_only=True):
     """The texts that begin and end its reasoning; None for a model without visible reasoning."""
     kv_token_bytes: int = 0
     """Estimated bytes of a token's keys and values in all layers, in 16 bits; 0 if unknown."""
-    gguf_file: str = ""
-    """Absolute path of a GGUF file with its weights; empty for safetensors in the card's directory."""
 
 
 # --- across the rings -----------------------------------------------------------------------------------------------

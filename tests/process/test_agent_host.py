@@ -8,10 +8,12 @@ import itertools
 import os
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from sie.agents import tools
+from sie.agents.host import runner
 from sie.agents.messages import RunTool
 from sie.config.store_settings import Store
 from sie.values.errors import Forbidden, Overloaded
@@ -61,6 +63,30 @@ def test_what_code_may_do(host: Host, code: str, field: str, part: str) -> None:
     assert part in str(ran[field]), ran
     assert len(str(ran)) < 3000
     assert host.python("1 + 1", f"may {code}")["result"] == "2"
+
+
+_FORGED = """
+import json, os, struct, sys
+frame = sys._getframe()
+while "channel" not in frame.f_locals:
+    frame = frame.f_back
+own = frame.f_locals
+body = json.dumps({"number": own["request"]["number"], "images": ["x" * 9000, "y" * 9000, "z"]}).encode()
+os.write(own["channel"], struct.pack("<I", len(body)) + body)
+"""
+
+
+def test_pictures_that_code_sends_in_the_interpreters_place_are_bounded(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_MAX_PICTURE_CHARS", 12_000)
+    result = host.call(tools.PYTHON, "forged", code=_FORGED)
+    note = "pictures left out, because they were too many or too large for one call: 1"
+    assert (result.data["images_base64"], result.data["note"]) == (["x" * 9000, "z"], note)
+    assert result.record == f"note: {note}"
+    told = msgspec.json.decode(result.content)
+    assert (told["images"], told["note"]) == (2, note)
+    assert host.python("1 + 1", "forged")["result"] == "2"
 
 
 def test_wrong_arguments_are_a_result_for_the_model(host: Host) -> None:

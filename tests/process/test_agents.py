@@ -42,6 +42,7 @@ class Double(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     dispatched: ClassVar[list[dict[str, Any]]] = []
+    url: ClassVar[str]
 
     def do_GET(self) -> None:
         results = [{"title": "A fox", "url": "http://foxes.example/1", "content": "quick"}]
@@ -120,7 +121,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, 
     write_keys(keys, entry("mine", mine, ["infer"]), entry("other", other, ["infer"]))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Double) as double:
         threading.Thread(target=double.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{double.server_port}"
+        url = Double.url = f"http://127.0.0.1:{double.server_port}"
         with (
             start_server(
                 "--model", "s=stub:generate,scripted,max_tokens=32768", "--agent", "--frontends", "2", "--api-keys", str(keys),
@@ -290,6 +291,10 @@ def test_search_and_pages(client: Client) -> None:
         {"tool_type": "web_search", "query": "fox"},
         {"tool_type": "web_search", "results_count": 1, "sources": ["foxes.example"]},
     ]
+    page = call("mistralrs_website_content_extractor", url=f"{Double.url}/page")
+    read = client.chat(page, "{result}", web_search_options={})
+    told = json.loads(read["choices"][0]["message"]["content"])
+    assert told == {"url": f"{Double.url}/page", "text": "A page of foxes"}
     wrong = client.chat(
         call("mistralrs_website_content_extractor", url="file:///etc/passwd"), "ok", web_search_options={}
     )

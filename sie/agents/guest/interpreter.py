@@ -25,6 +25,8 @@ _MAX_REPR: Final = 65_536
 _MAX_PICTURES: Final = 16
 _MAX_FRAMES: Final = 16
 _MAX_PICTURE_BYTES: Final = 8 << 20
+_MAX_PICTURE_CHARS: Final = 44 << 20
+"""All pictures of a call in base64. The agent process takes a little more."""
 _NAME: Final = "<code>"
 
 
@@ -49,7 +51,8 @@ def main() -> None:
 
 def run(code: str, variables: dict[str, Any]) -> dict[str, Any]:
     """Run code in these variables. Return the value of its last expression, the pictures it made, and what it raised."""
-    made: dict[str, Any] = {"result": None, "result_type": None, "exception": None, "images": [], "frames": []}
+    made: dict[str, Any] = {"result": None, "result_type": None, "exception": None}
+    made |= {"images": [], "frames": [], "num_left_out": 0}
     value = None
     try:
         body, last = _compile(code)
@@ -57,14 +60,14 @@ def run(code: str, variables: dict[str, Any]) -> dict[str, Any]:
         value = eval(last, variables) if last is not None else None  # noqa: S307  # as above
         if value is not None:
             variables["_"] = value
-            made["result"], made["result_type"] = repr(value)[:_MAX_REPR], type(value).__name__
+            made["result"], made["result_type"] = _clean(repr(value)[:_MAX_REPR]), _clean(str(type(value).__name__))
         _add_pictures(made, value)
     except KeyboardInterrupt:
         made["exception"] = "KeyboardInterrupt: the time for this call is over"
     except SystemExit as left:
-        made["exception"] = f"SystemExit: {left.code}"
+        made["exception"] = _clean("".join(traceback.format_exception_only(left))[-_MAX_REPR:].rstrip())
     except BaseException:  # whatever the code raises is its answer
-        made["exception"] = _trace()
+        made["exception"] = _clean(_trace())
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, KeyboardInterrupt):  # the code closed it
             stream.flush()
@@ -81,6 +84,11 @@ def _compile(code: str) -> tuple[CodeType, CodeType | None]:
     return compile(tree, _NAME, "exec"), last
 
 
+def _clean(text: str) -> str:
+    """Return a text that UTF-8 can hold: the agent process ends an interpreter whose answer has half a surrogate pair."""
+    return str.encode(text, errors="backslashreplace").decode()
+
+
 def _trace() -> str:
     """Return the traceback of the error in flight, without the frames of this file."""
     kind, error, frames = sys.exc_info()
@@ -93,10 +101,12 @@ def _add_pictures(made: dict[str, Any], value: Any) -> None:
     """Add the open figures of matplotlib, and a picture or an animation that is the value. Neither library is imported."""
     plots = sys.modules.get("matplotlib.pyplot")
     if plots is not None:
-        for number in plots.get_fignums()[:_MAX_PICTURES]:
+        numbers = plots.get_fignums()
+        made["num_left_out"] += len(numbers[_MAX_PICTURES:])
+        for number in numbers[:_MAX_PICTURES]:
             buffer = io.BytesIO()
             plots.figure(number).savefig(buffer, format="png")
-            _add_picture(made["images"], buffer)
+            _add_picture(made, "images", buffer)
         plots.close("all")
     pictures = sys.modules.get("PIL.Image")
     if pictures is None or not isinstance(value, pictures.Image):
@@ -105,20 +115,25 @@ def _add_pictures(made: dict[str, Any], value: Any) -> None:
     if num_frames == 1:
         buffer = io.BytesIO()
         value.save(buffer, format="PNG")
-        _add_picture(made["images"], buffer)
+        _add_picture(made, "images", buffer)
         return
     made["num_frames"] = num_frames
     for place in range(min(num_frames, _MAX_FRAMES)):
         value.seek(place * num_frames // min(num_frames, _MAX_FRAMES))
         buffer = io.BytesIO()
         value.convert("RGBA").save(buffer, format="PNG")
-        _add_picture(made["frames"], buffer)
+        _add_picture(made, "frames", buffer)
 
 
-def _add_picture(pictures: list[str], buffer: io.BytesIO) -> None:
+def _add_picture(made: dict[str, Any], field: str, buffer: io.BytesIO) -> None:
+    """Add a picture to `images` or `frames`, or count it as left out."""
     data = buffer.getvalue()
-    if len(data) <= _MAX_PICTURE_BYTES and len(pictures) < _MAX_PICTURES:
-        pictures.append(base64.b64encode(data).decode())
+    text = base64.b64encode(data).decode()
+    num_chars = len(text) + sum(map(len, [*made["images"], *made["frames"]]))
+    if len(data) > _MAX_PICTURE_BYTES or num_chars > _MAX_PICTURE_CHARS or len(made[field]) >= _MAX_PICTURES:
+        made["num_left_out"] += 1
+    else:
+        made[field].append(text)
 
 
 def _no_input(*_: object) -> NoReturn:

@@ -12,6 +12,8 @@ from sie.agents.messages import Approval, AwaitApproval, Decide, Decided, Decisi
 _TIMED_OUT: Final = "Nobody approved this call in time, so it was denied"
 _DENIED: Final = "The user denied this call"
 _MAX_OPEN: Final = 10_000
+_MAX_REMEMBERED: Final = 10_000
+"""Most sessions whose approvals are remembered. One that has no working directory is never removed, and so forgotten here."""
 
 
 class _Open:
@@ -28,11 +30,13 @@ class Approvals:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._open: dict[str, _Open] = {}
-        self._remembered: set[tuple[str, str, str]] = set()
+        self._remembered: dict[tuple[str, str], set[str]] = {}
+        """The approved kinds of each session, the most recently used session last."""
 
     def open(self, question: OpenApproval) -> Approval:
         """Make an approval, unless this kind is approved for the session."""
-        if (question.owner, question.session, question.kind) in self._remembered:
+        if question.kind in self._remembered.get((question.owner, question.session), ()):
+            self._remember(question)
             return Approval("")
         now_s = time.monotonic()
         for approval_id in [one for one, approval in self._open.items() if approval.ends_s < now_s]:
@@ -63,12 +67,18 @@ class Approvals:
         if approval is None or approval.question.owner != question.owner or approval.decision.done():
             return Decided("not_found")
         if question.is_approved and question.remembers:
-            asked = approval.question
-            self._remembered.add((asked.owner, asked.session, asked.kind))
+            self._remember(approval.question)
         message = question.message or ("" if question.is_approved else _DENIED)
         approval.decision.set_result(Decision(question.is_approved, message))
         return Decided("resolved" if approval.is_awaited else "queued")
 
     def forget(self, owner: str, session: str) -> None:
         """Forget what a session approved for good."""
-        self._remembered = {one for one in self._remembered if one[:2] != (owner, session)}
+        self._remembered.pop((owner, session), None)
+
+    def _remember(self, asked: OpenApproval) -> None:
+        """Make its session the most recently used one, and forget the oldest over the limit."""
+        kinds = self._remembered.pop((asked.owner, asked.session), set())
+        self._remembered[asked.owner, asked.session] = kinds | {asked.kind}
+        if len(self._remembered) > _MAX_REMEMBERED:
+            del self._remembered[next(iter(self._remembered))]

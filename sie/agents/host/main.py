@@ -114,6 +114,7 @@ class AgentProcess:
     async def close(self) -> None:
         """End everything that runs, and remove its files."""
         await self._sessions.close()
+        self._outside.close()
         if self._mcp is not None:
             await self._mcp.close()
 

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import struct
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -19,8 +19,9 @@ _SIZE: Final = struct.Struct("<I")
 _START_TIMEOUT_S: Final = 60.0
 _GRACE_S: Final = 3.0
 """How long interrupted code may take to end."""
-_MAX_REPLY_BYTES: Final = 256 << 20
+_MAX_REPLY_BYTES: Final = 64 << 20
 _MODULE: Final = "agents/guest/interpreter.py"
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class Ran(msgspec.Struct, kw_only=True):
@@ -31,7 +32,9 @@ class Ran(msgspec.Struct, kw_only=True):
     exception: str | None = None
     images: list[str] = []
     frames: list[str] = []
-    num_frames: int = 0
+    num_frames: _Count = 0
+    num_left_out: _Count = 0
+    """The pictures that the interpreter left out, because they were too many or too large."""
     number: int = 0
     """The number of its request."""
     was_ended: bool = False

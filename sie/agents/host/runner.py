@@ -21,6 +21,7 @@ from sie.agents.host.sessions import Session, Sessions
 from sie.agents.host.shown_files import FileReader, ShownFile, for_model
 from sie.agents.host.workdir import read_text
 from sie.agents.messages import FindFiles, FoundFiles, RunTool, ToolResult
+from sie.agents.pictures import bound_pictures, note_left_out
 from sie.agents.store.store import Store
 from sie.config.agent_settings import Agents
 from sie.runtime.sandbox import WORK, Program, Sandbox
@@ -31,6 +32,8 @@ _MAX_SCRIPT_BYTES: Final = 100_000
 """A shell takes its script as one argument, which the kernel limits."""
 _MAX_READ_CHARS: Final = 65_536
 _SHELL_CHARS: Final = 4096
+_MAX_PICTURE_CHARS: Final = 48 << 20
+"""The pictures of one call, in base64. The interpreter keeps to less, but its code may answer in its place."""
 _to_json: Final = msgspec.json.Encoder().encode
 
 
@@ -113,22 +116,18 @@ class Tools:
             arguments = msgspec.json.decode(call.arguments or "{}", type=kind)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             return _plain(f"The arguments are wrong: {error}", is_error=True)
-        session = await self._sessions.find(call.owner, call.session)
-        async with session.lock:
+        async with self._sessions.use(call.owner, call.session) as session:
             try:
                 await asyncio.to_thread(self._mounts.prepare, session, call.inputs, call.skills)
                 await self._keeper.renew(session)
                 return await work(session, call, arguments)
             except MountError as error:
                 return _plain(str(error), is_error=True)
-            finally:
-                session.used_s = time.monotonic()
 
     async def find_files(self, question: FindFiles) -> FoundFiles:
         """Return the files that a request asked for by name."""
-        session = await self._sessions.find(question.owner, question.session)
         place = (question.run_id, question.round, question.turn)
-        async with session.lock:
+        async with self._sessions.use(question.owner, question.session) as session:
             found = await self._keep(session, self._files.show, place, tools.SURFACE, question.names)
         return FoundFiles(tuple(found))
 
@@ -159,15 +158,19 @@ class Tools:
             "stdout": stdout, "stderr": stderr, "exception": exception, "working_directory": WORK,
             "execution_time_ms": elapsed_ms,
         }  # fmt: skip
-        data = {**shown, "images_base64": ran.images, "video_frames_base64": ran.frames}
+        pictures = {"images_base64": ran.images, "video_frames_base64": ran.frames}
+        pictures, _, num_left_out = bound_pictures(pictures, _MAX_PICTURE_CHARS)
+        num_left_out += ran.num_left_out
+        note = note_left_out(num_left_out, "one call") if num_left_out else None
+        data = {**shown, **pictures, "note": note}
         data |= {"video_frame_count": ran.num_frames} if ran.frames else {}
         result = ran.result[:limit] if ran.result else None
         told = {
             "status": "error" if exception else "success", **shown, "result": result, "result_type": ran.result_type,
-            "images": len(ran.images) or None, "files": [for_model(file) for file in files],
+            "images": len(pictures["images_base64"]) or None, "note": note, "files": [for_model(file) for file in files],
         }  # fmt: skip
         lines = [f"{name}: {value}" for name, value in (("stdout", stdout), ("stderr", stderr), ("result", result),
-                                                        ("exception", exception)) if value]  # fmt: skip
+                                                        ("exception", exception), ("note", note)) if value]  # fmt: skip
         return ToolResult(content=_dump(told), record="\n".join(lines), data=_given(data), files=tuple(files))
 
     async def _python_of(self, session: Session) -> Ran:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -34,6 +35,8 @@ class Session:
         self.name = name
         self.home = home
         self.lock = asyncio.Lock()
+        self.num_calls = 0
+        """The calls that hold it or wait for it; it is not removed while there are any."""
         self.python: PythonSession | None = None
         self.seen: dict[str, Seen] = {}
         """The files that the last call left."""
@@ -95,10 +98,10 @@ class Sessions:
 
     async def find(self, owner: str, name: str) -> Session:
         """Return a session, a new one if need be. Raises Overloaded if every session is in use."""
+        while (owner, name) not in self._sessions and len(self._sessions) >= self._max_sessions:
+            await self._remove_oldest()  # another call may begin this session, or take the room, in the meantime
         session = self._sessions.pop((owner, name), None)
         if session is None:
-            if len(self._sessions) >= self._max_sessions:
-                await self._remove_oldest()
             home = self._root / secrets.token_hex(8)
             make_home(home, self._sandbox)
             session = Session(owner, name, home)
@@ -106,12 +109,24 @@ class Sessions:
         session.used_s = time.monotonic()
         return session
 
+    @contextlib.asynccontextmanager
+    async def use(self, owner: str, name: str) -> AsyncIterator[Session]:
+        """Hold a session, as `find` gives it, for one call, after the calls that came before. Raises Overloaded."""
+        session = await self.find(owner, name)
+        session.num_calls += 1  # ORDER: nothing is awaited since `find`, so nobody has removed it
+        try:
+            async with session.lock:
+                yield session
+        finally:
+            session.num_calls -= 1
+            session.used_s = time.monotonic()
+
     async def expire_forever(self) -> None:
         """Remove sessions that nobody used for a while, until cancelled."""
         while True:
             await asyncio.sleep(min(_LONGEST_LOOK_S, self._idle_s / 4))
             for session in list(self._sessions.values()):
-                if not session.lock.locked() and time.monotonic() - session.used_s > self._idle_s:
+                if not session.num_calls and time.monotonic() - session.used_s > self._idle_s:
                     await self._remove(session)
 
     async def close(self) -> None:
@@ -121,7 +136,7 @@ class Sessions:
 
     async def _remove_oldest(self) -> None:
         for session in self._sessions.values():
-            if not session.lock.locked():
+            if not session.num_calls:
                 await self._remove(session)
                 return
         text = f"As many sessions run as agent_sessions allows ({self._max_sessions})"

@@ -18,12 +18,15 @@ from sie.agents.messages import (
     RunTool,
     ToolResult,
 )
+from sie.agents.pictures import bound_pictures, note_left_out
 from sie.agents.tools import ServerTool
 from sie.values.agent import ApprovalRequired, FileProduced, ToolProgress, ToolRecord
 from sie.values.errors import Unavailable
 from sie.values.generate import GenerateEvent, ToolCall
 
 _DENIED: Final = "The permission of this request denies every call of a tool"
+_MAX_PICTURE_CHARS: Final = 64 << 20
+"""The pictures of one run, in base64. Its records hold them until it ends."""
 _AnswerT = TypeVar("_AnswerT", bound=Answer)
 _to_json: Final = msgspec.json.Encoder().encode
 
@@ -51,6 +54,8 @@ class CallRunner:
         self._owner = owner
         self._session = session
         self._run_id = run_id
+        self._picture_chars = _MAX_PICTURE_CHARS
+        """The room for further pictures."""
 
     async def run(self, call: ToolCall, number: int, turn: int) -> str:
         """Run call `turn` of round `number`; return its result for the model. Raises SieError if the run must end."""
@@ -61,6 +66,7 @@ class CallRunner:
         result = (
             await self._execute(tool, call, number, turn) if decision.is_approved else _denied(tool, decision.message)
         )
+        result = self._bound(result)
         for file in result.files:
             self._emit(FileProduced(file))
         self._progress(tool, call, number, "complete", result.data, is_error=result.is_error)
@@ -71,6 +77,17 @@ class CallRunner:
             )
         )  # fmt: skip
         return result.content
+
+    def _bound(self, result: ToolResult) -> ToolResult:
+        """Return a result with the pictures for which this run has room, and a note about others."""
+        data, self._picture_chars, num_left_out = bound_pictures(result.data, self._picture_chars)
+        if not num_left_out:
+            return result
+        note = note_left_out(num_left_out, "one request")
+        return msgspec.structs.replace(
+            result, content=f"{result.content}\n{note}", record=f"{result.record}\nnote: {note}".lstrip(),
+            data={**data, "note": f"{data.get('note', '')}\n{note}".strip()},
+        )  # fmt: skip
 
     async def _decide(self, tool: ServerTool, arguments: dict[str, Any], number: int) -> Decision:
         if self._task.permission != "ask":

@@ -51,7 +51,7 @@ def unpacked(card: ModelCard, form: Format) -> Format:
     """
     if form.bits in (8, 4):
         raise refuse(card.id, f"tensor_parallel: weights: {form.name} is not divided; use bfloat16 or float32")
-    if card.generate is not None and card.generate.gguf_file:
+    if card.gguf_file:
         raise refuse(card.id, "tensor_parallel: a GGUF file is not divided; use a checkpoint in safetensors")
     return form._replace(bits=None)
 

@@ -7,12 +7,12 @@ transformers only through this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
@@ -33,6 +33,7 @@ from sie.catalog.architecture import (
 )
 from sie.catalog.files import open_checkpoint, refuse
 from sie.catalog.gguf_reader import WeightsReader, reading_with
+from sie.catalog.weights import weight_files
 from sie.config.generation_settings import Generation
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
@@ -48,10 +49,12 @@ from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.weight_formats import choose_format, join_and_pack, unpacked
 from sie.workers.loading.dequantised import LazyTensor, open_dequantised
 from sie.workers.loading.direct_weights import direct_weights, is_kept
+from sie.workers.loading.gguf_weights import open_gguf
 from sie.workers.loading.renamed_weights import read_renamed_weights
 from sie.workers.prepared import session
 from sie.workers.prepared.placing import place_weights
 from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel
+from sie.workers.runners.document_list import ListScoreRunner
 from sie.workers.runners.dual import DualRunner, build_dual_runner
 from sie.workers.runners.encode import Backbone, EncodeRunner, Execution
 from sie.workers.runners.encoder_formats import (
@@ -157,7 +160,8 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        choose_class = classifier_class if rule.true_token_id is None else causal_class
+        # The library has no classifier for the architecture of `layers`, whose class is one.
+        choose_class = classifier_class if rule.true_token_id is None and not card.layers else causal_class
         model = _read_model(card, choose_class, dtype=form.read_dtype, device=device)
     activation = build_activation(card.id, rule.activation)
     _convert_encoder(card.id, model, form, device, on_progress)
@@ -166,6 +170,41 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     note_without_kernels(scorer.backbone)
     on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
     return ScoreRunner(card, scorer, activation, execution=execution, view=view, dtype=form.name)
+
+
+def load_list_scorer(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+) -> ListScoreRunner:
+    """Return a reranker of lists that is ready for its first step. Arguments and errors as in `load_encoder`."""
+    device = resolve_device(device_name)
+    form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
+    on_progress(0.1, "reading weights")
+    with _storage_faults(card):
+        model = _read_model(card, text_encoder_class, dtype=form.read_dtype, device=device)
+        projector = _read_projector(card, device)
+    _convert_encoder(card.id, model, form, device, on_progress)
+    backbone = Backbone(model, device)
+    execution = choose_execution(card.id, backbone)
+    note_without_kernels(backbone)
+    on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
+    return ListScoreRunner(card, backbone, projector, execution, form.name)
+
+
+def _read_projector(card: ModelCard, device: torch.device) -> torch.nn.Sequential:
+    """Return the two linear layers behind a reranker of lists, in float32. Raises ModelLoadFailed without them."""
+    found: dict[str, Tensor] = {}
+    for path in weight_files(open_checkpoint(card.id, card.directory)):
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            names = [name for name in file.keys() if name.startswith("projector.")]  # noqa: SIM118 -- not a mapping
+            found |= {name.removeprefix("projector."): file.get_tensor(name).float() for name in names}
+    if set(found) != {"0.weight", "2.weight"}:
+        raise refuse(card.id, f"its projector has the weights {sorted(found)}, not those of two linear layers")
+    first, last = (
+        torch.nn.Linear(*own.shape[::-1], bias=False, device="meta") for own in (found["0.weight"], found["2.weight"])
+    )
+    projector = torch.nn.Sequential(first, torch.nn.ReLU(), last)
+    projector.load_state_dict(found, assign=True)
+    return projector.requires_grad_(requires_grad=False)
 
 
 def load_dual_encoder(
@@ -285,7 +324,7 @@ def load_generator(
         form = unpacked(card, form)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        if card.generate.gguf_file:
+        if card.gguf_file and not card.weight_names:
             model = _read_gguf(card)
         else:
             model = _read_model(card, causal_class, dtype=form.read_dtype, device=device, shards=shards)
@@ -342,9 +381,16 @@ def _read_model(
     auto = choose_class(card.id, config)
     if session.is_skeleton():
         return _build_skeleton(card, config, auto)
-    tensors = open_dequantised(card, dtype, device if shards is None else _CPU) if card.quantised else None
+    tensors: Mapping[str, LazyTensor] | None = None
+    if card.gguf_file:
+        tensors = open_gguf(card)
+    elif card.quantised:
+        tensors = open_dequantised(card, dtype, device if shards is None else _CPU)
     try:
-        with direct_weights(dtype, device, shards, tensors):
+        with (
+            reading_with(WeightsReader) if card.gguf_file else nullcontext(),
+            direct_weights(dtype, device, shards, tensors),
+        ):
             if card.weight_names:
                 model, report = _build_renamed(card, config, auto, tensors)
             else:
@@ -372,7 +418,7 @@ def _build_renamed(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Build a model from weights under other names, and perhaps with other layers than the library's class.
 
-    tensors are those of a checkpoint with quantised weights.
+    tensors are those of a GGUF file or of a checkpoint with quantised weights.
     """
     weights = read_renamed_weights(card, tensors)
     cls: Any = auto._model_mapping[type(config)]
@@ -399,11 +445,10 @@ def _build_skeleton(card: ModelCard, config: PretrainedConfig, auto: Any) -> Pre
 
 
 def _read_gguf(card: ModelCard) -> PreTrainedModel:
-    """Build the model of a GGUF file like `_read_model`, with its weights dequantised to float32 on the CPU."""
-    assert card.generate is not None
+    """Build the model of a GGUF file of transformers' own architectures, in float32 on the CPU."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    path = Path(card.generate.gguf_file)
+    path = Path(card.gguf_file)
     auto: Any = AutoModelForCausalLM
     if session.is_skeleton():
         return _build_skeleton(card, AutoConfig.for_model(**session.recall("config")), auto)

@@ -53,8 +53,8 @@ def _identity(known: os.stat_result) -> tuple[int, int, int, int]:
 
 
 def _sources(card: ModelCard) -> list[Path]:
-    if card.generate is not None and card.generate.gguf_file:
-        return [Path(card.generate.gguf_file)]
+    if card.gguf_file:
+        return [Path(card.gguf_file)]
     return sorted(path for path in Path(card.directory).glob("*") if path.suffix in (".json", ".safetensors"))
 
 

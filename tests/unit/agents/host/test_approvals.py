@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import pytest
+
+from sie.agents.host import approvals as module
 from sie.agents.host.approvals import Approvals
 from sie.agents.messages import AwaitApproval, Decide, Decision, OpenApproval
 
@@ -68,6 +71,25 @@ def test_an_approval_may_hold_for_its_kind_and_session() -> None:
             assert approvals.open(question).id, other
         approvals.forget("me", "s")
         assert approvals.open(QUESTION).id
+
+    run(work)
+
+
+def test_only_the_latest_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that used no sandbox never ends, so only the number of sessions bounds what is remembered."""
+    monkeypatch.setattr(module, "_MAX_REMEMBERED", 2)
+
+    def question(session: str, kind: str = "shell") -> OpenApproval:
+        return OpenApproval(owner="me", session=session, kind=kind)
+
+    async def work(approvals: Approvals) -> None:
+        for session, kind in (("a", "shell"), ("b", "shell"), ("a", "mcp"), ("c", "shell")):
+            approvals.decide(approve(approvals.open(question(session, kind)).id, remembers=True))
+        assert approvals.open(question("b")).id, "the session that was approved longest ago is still remembered"
+        assert approvals.open(question("a")).id == ""
+        approvals.decide(approve(approvals.open(question("d")).id, remembers=True))
+        assert approvals.open(question("c")).id, "a session that was used is forgotten before an unused one"
+        assert approvals.open(question("a", "mcp")).id == approvals.open(question("d")).id == ""
 
     run(work)
 

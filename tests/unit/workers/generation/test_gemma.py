@@ -27,8 +27,15 @@ FRANCE = 7001
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory):
     path = assemble_gemma(tmp_path_factory.mktemp("gemma"))
-    rule = GenerateRule(context_length=32768, eos_token_ids=(1,), gguf_file=str(path))
-    card = ModelCard(id="gemma", kind="generator", directory=str(path.parent), outputs=("generate",), generate=rule)
+    rule = GenerateRule(context_length=32768, eos_token_ids=(1,))
+    card = ModelCard(
+        id="gemma",
+        kind="generator",
+        directory=str(path.parent),
+        outputs=("generate",),
+        generate=rule,
+        gguf_file=str(path),
+    )
     return load_generator(card, "cpu", "float32", Generation(kv_cache_bytes=1 << 26), lambda *_: None)
 
 

@@ -1,0 +1,80 @@
+"""Pages that a model reads: whatever a page holds, the model gets its text or the reason, and other calls go on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from sie.agents import tools
+from sie.agents.fetch.http import Fetched
+from sie.agents.host.outside import OutsideTools
+from sie.agents.messages import RunTool, ToolResult
+from sie.config.agent_settings import Agents
+from sie.runtime.helper import HelperFailed
+
+SETTINGS = Agents(agent=True, search_url="http://127.0.0.1:9", max_result_chars=300, tool_timeout_s=20)
+CALL = RunTool(
+    owner="", session="s", run_id="r", round=0, turn=0, name=tools.READ_PAGE, arguments='{"url": "http://a.example/"}'
+)
+
+
+class Pages:
+    """A web where every address has the same page."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+
+    def get(self, url: str) -> Fetched:
+        return Fetched(200, "text/html", self._body, url)
+
+
+class Reader:
+    """A process that fails instead of reading a page."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def ask(self, *_: Any, **__: Any) -> bytes:
+        raise self._error
+
+    def close(self) -> None:
+        pass
+
+
+def read(body: bytes, error: Exception | None = None) -> ToolResult:
+    """Return what a call gives for a page."""
+
+    async def main() -> ToolResult:
+        outside = OutsideTools(SETTINGS)
+        outside._pages = Pages(body)  # type: ignore[assignment]
+        if error is not None:
+            outside._reader = Reader(error)  # type: ignore[assignment]
+        try:
+            return await outside.run(CALL)
+        finally:
+            outside.close()
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_page_is_read_in_a_process_of_its_own() -> None:
+    body = b"<html><meta charset=windows-1252><title>Zo\xeb</title><p>&aring;" + b"<a " * 8000 + b"><p>" + b"x" * 1000
+    result = read(body)
+    assert msgspec.json.decode(result.content) == {"url": "http://a.example/", "text": "Zoë\n\nå\n" + "x" * 293}
+    assert result.data == {"results_count": 1, "sources": ["http://a.example/"]}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (TimeoutError(), "the text of the page took longer than tool_timeout_s (20 s)"),
+        (HelperFailed("the process ended"), "the text of the page could not be read: the process ended"),
+        (OSError("no more processes"), "the text of the page could not be read: no more processes"),
+    ],
+)
+def test_a_page_that_cannot_be_read_is_a_result_for_the_model(error: Exception, reason: str) -> None:
+    result = read(b"<p>x", error)
+    assert msgspec.json.decode(result.content) == {"status": "error", "exception": reason}

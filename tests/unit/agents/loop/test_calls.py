@@ -1,0 +1,53 @@
+"""What a run keeps of its calls until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from sie.agents import tools
+from sie.agents.loop import calls
+from sie.agents.loop.calls import CallRunner
+from sie.agents.loop.plan import plan_agent
+from sie.agents.messages import ToolResult
+from sie.config.agent_settings import Agents
+from sie.values.agent import AgentTask, ToolProgress
+from sie.values.generate import ChatMessage, GenerateEvent, GenerateRequest, ToolCall
+
+
+class Link:
+    """Tools that each make two pictures."""
+
+    async def ask(self, question: Any, kind: Any) -> Any:
+        return ToolResult(content="{}", record="", data={"images_base64": [f"{question.round}" * 1000] * 2})
+
+
+def test_the_pictures_of_a_run_are_bounded_and_others_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_MAX_PICTURE_CHARS", 7000)
+    request = GenerateRequest(
+        model="m", messages=[ChatMessage(role="user", content="q")], agent=AgentTask(code_field="tools")
+    )
+    plan = plan_agent(request, Agents(agent=True))
+    assert plan is not None
+    events: list[GenerateEvent] = []
+    runner = CallRunner(Link(), plan, events.append, owner="", session="s", run_id="r")
+    call = ToolCall(id="c", name=tools.PYTHON, arguments="{}")
+
+    async def main() -> list[str]:
+        return [await runner.run(call, number, 0) for number in range(3)]
+
+    told = asyncio.run(main())
+    assert [len(record.images) for record in runner.records] == [2, 1, 0]
+    assert [
+        len(one.data["images_base64"]) for one in events if isinstance(one, ToolProgress) and one.phase == "complete"
+    ] == [2, 1, 0]
+    note = "pictures left out, because they were too many or too large for one request: "
+    assert told == ["{}", f"{{}}\n{note}1", f"{{}}\n{note}2"]
+    assert [record.result for record in runner.records] == ["", f"note: {note}1", f"note: {note}2"]
+    assert [one.data.get("note") for one in events if isinstance(one, ToolProgress)][1::2] == [
+        None,
+        f"{note}1",
+        f"{note}2",
+    ]
