@@ -182,11 +182,12 @@ def _convert_tokenizer(model_id: str, path: str, reader: Any, *, splits_digits: 
     """Return the text of the `tokenizer.json` made from a file's metadata, which the reader has read."""
     from transformers import AutoTokenizer
 
-    from sie.catalog.gguf_reader import reading_with
+    from sie.catalog.gguf_reader import WeightsReader, reading_with, takes_vocabularies
 
     load: Callable[..., Any] = AutoTokenizer.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     try:
-        with reading_with(lambda *_arguments, **_options: reader):  # the vocabulary is read only once
+        # Its newer versions read the vocabulary themselves, and would only copy ours.
+        with reading_with((lambda *_arguments, **_options: reader) if takes_vocabularies() else WeightsReader):
             tokenizer = load(str(Path(path).parent), gguf_file=Path(path).name, local_files_only=True)
     except Exception as error:  # each family fails in its own way
         raise refuse(model_id, f"its GGUF tokenizer cannot be converted: {error}") from error
