@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import logging
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -52,10 +53,10 @@ def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOW
     Raises ModelLoadFailed with `error_class` GATED, NOT_FOUND, NETWORK, TIMEOUT, STORAGE, CONFIG or UNKNOWN.
     """
     import huggingface_hub
-    from huggingface_hub.utils import logging
+    from huggingface_hub.utils import logging as hub_logging
 
-    if logging.get_verbosity() == logging.WARNING:  # its default; a warning would break the bar
-        logging.set_verbosity_error()
+    if hub_logging.get_verbosity() == logging.WARNING:  # its default; a warning would break the bar
+        hub_logging.set_verbosity_error()
         warnings.filterwarnings("ignore", module=huggingface_hub.__name__)
     on_progress(0.0, "asking the hub")
     try:
