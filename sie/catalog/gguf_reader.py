@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from math import prod
 from importlib import import_module
+from math import prod
 from typing import Any
 
 import gguf

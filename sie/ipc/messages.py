@@ -67,8 +67,6 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """For a worker whose predecessor was killed for lack of memory: the first limit of its steps; 0: the setting."""
     without_graphs: bool = False
     """For a worker whose predecessor could not undo a failed capture of a CUDA graph: capture none."""
-    imports_early: bool = False
-    """For a worker: whether a model that needs torch is loaded at the start, so that it is imported before that load."""
     max_large_bytes: int = 0
     """This process's share of the setting of that name."""
     started_s: float = 0.0

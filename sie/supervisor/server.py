@@ -33,7 +33,7 @@ from sie.supervisor.history import LoadHistory
 from sie.supervisor.key_file import POLL_S, KeyFileWatch
 from sie.supervisor.listen import Listener
 from sie.supervisor.loads import Loads, Models
-from sie.supervisor.model_registry import ModelRegistry, Record
+from sie.supervisor.model_registry import ModelRegistry
 from sie.supervisor.notify import Notifier, SystemdReporter, watchdog_interval_s
 from sie.supervisor.reload import Reading, Reloader
 from sie.supervisor.renewal import Renewal
@@ -156,7 +156,6 @@ class Supervisor:
             backlog=server.backlog,
             log_format=server.log_format,
             log_level=server.log_level,
-            imports_early=any(map(_needs_torch_everywhere, self._registry.records.values())),
             max_large_bytes=self._settings.memory.max_large_bytes // num_children,
             started_s=self._started_s,
         )
@@ -454,9 +453,3 @@ class Supervisor:
         for child in self._children.all:
             child.kill()
         await self._children.until_gone(self._children.all, _KILL_S)
-
-
-def _needs_torch_everywhere(record: Record) -> bool:
-    """Tell whether every worker loads this model at the start, with torch. Of a hub model no more is known yet."""
-    spec = record.spec
-    return record.wanted and spec.stub is None and spec.tensor is None and not spec.devices and not spec.replicas

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -84,8 +81,7 @@ def main() -> int:
     board = CoreBoard.open(fds[2])
     board.set_needed(launch.slot, needed=True)
     _borrow(launch, settings, board)
-    imports = threading.Thread(target=_import_loaders, name="import", daemon=True)
-    host = Host(launch.device, _builder(launch, settings, page, imports), channel.send)
+    host = Host(launch.device, _builder(launch, settings, page), channel.send)
     loop = Loop(
         settings,
         channel=channel,
@@ -101,8 +97,6 @@ def main() -> int:
     )
     stall_notices.set_listener(lambda seconds: channel.send(Silence(seconds)))
     channel.send(Ready())
-    if launch.imports_early:
-        imports.start()
     try:
         loop.run()
     except GroupLostError as error:
@@ -162,13 +156,9 @@ def _budget(launch: Launch, settings: Settings) -> Budget:
 
 
 def _builder(
-    launch: Launch, settings: Settings, page: InflightPage, imports: threading.Thread
+    launch: Launch, settings: Settings, page: InflightPage
 ) -> Callable[[ModelCard, Callable[[float, str], None]], Runner]:
-    """Return the function that loads a model. The first model that needs torch imports it; stubs never do.
-
-    imports: the thread that may have begun to do so. A load waits for it, because imports beside it could meet modules
-    that are replaced for a moment.
-    """
+    """Return the function that loads a model. The first model that needs torch imports it; stubs never do."""
 
     def build(card: ModelCard, progress: Callable[[float, str], None]) -> Runner:
         if card.kind == "stub" and card.generate is not None:
@@ -179,8 +169,6 @@ def _builder(
             from sie.workers.runners.stub import StubRunner
 
             return StubRunner(card, launch.slot)
-        if imports.is_alive():
-            imports.join()
         if card.kind == "tensor":
             return _load_tensor_model(card, launch, settings, page, progress)
         if isinstance(card.extract, Gliner | GlinerUnion | Gliclass):
@@ -236,14 +224,6 @@ def _builder(
         return load_shared(card, models, settings.generation.weights, load, progress)
 
     return build
-
-
-def _import_loaders() -> None:
-    """Import what a load of a text model needs, while its files are still being prepared or downloaded."""
-    with stall_notices.importing(), suppress(Exception):  # the load imports again, and reports the error
-        light_imports.prepare()
-        importlib.import_module("sie.workers.loading.loader")
-        importlib.import_module("sie.workers.loading.shared_weights")
 
 
 def _load_tensor_model(
