@@ -82,9 +82,8 @@ def test_a_killed_real_model_comes_back_with_the_same_vectors(minilm_directory):
         with ThreadPoolExecutor(4) as pool:
             clients = [pool.submit(ask, index) for index in range(0, 8, 2)]
             try:
-                for _ in range(2):
-                    server.kill_worker()
-                    eventually(lambda: get(server.port, "/readyz").status == 200, "ready again", 40.0)
+                server.kill_worker()
+                eventually(lambda: get(server.port, "/readyz").status == 200, "ready again")
             finally:
                 stop.set()
             assert all(client.result(60) > 0 for client in clients)
