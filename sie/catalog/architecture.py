@@ -128,7 +128,10 @@ def classifier_class(model_id: str, config: PretrainedConfig) -> type[Any]:
 
 
 def dual_encoder_class(model_id: str, config: PretrainedConfig) -> type[Any]:
-    """Return the auto class of a model with text and image towers, already recognised by `sie.catalog.towers`."""
+    """Return the auto class of a model with text and image towers, already recognised by `sie.catalog.towers`.
+
+    The arguments are those of the other functions that choose a class.
+    """
     from transformers import AutoModel
 
     return AutoModel

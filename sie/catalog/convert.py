@@ -254,7 +254,7 @@ def _staged(target: Path, *, is_private: bool) -> Iterator[Path]:
 
 
 def _sync(staged: Path) -> None:
-    """Put all files on the disk: else a power cut may leave the directory's name without their bytes."""
+    """Write all files to the disk: otherwise a power cut may leave the directory's name without their bytes."""
     for path in [*staged.rglob("*"), staged]:
         file = os.open(path, os.O_RDONLY)
         try:

@@ -215,7 +215,10 @@ _FORMATS: Final = ("pack-quantized", "float-quantized", "int-quantized", "naive-
 
 
 def _read_compressed(place: _Place) -> Quantisation:
-    """Source: compressed-tensors 0.20, its compressors and `quantization/quant_args.py`."""
+    """Return the quantisation of a checkpoint of compressed-tensors.
+
+    Source: compressed-tensors 0.20, its compressors and `quantization/quant_args.py`.
+    """
     form = place.one_of("format", _FORMATS)
     for key in ("sparsity_config", "transform_config"):
         value = _object(place.settings, key)

@@ -50,6 +50,6 @@ def as_text_part(card: ModelCard, config: dict[str, Any]) -> ModelCard:
 
 
 def _changes(config: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of the whole that override those of its language model."""
+    """Return the values of the whole configuration that replace those of its language model."""
     tied = config.get("tie_word_embeddings", part.get("tie_word_embeddings"))
     return {} if tied is None else {"tie_word_embeddings": tied}

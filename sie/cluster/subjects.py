@@ -119,11 +119,6 @@ def any_host(kind: str) -> str:
     return f"{_ROOT}.*.host.*.{kind}"
 
 
-def wake_subject(pool: str) -> str:
-    """Return the subject on which a pool's hosts are asked for a heartbeat."""
-    return f"{_ROOT}.{token(pool)}.wake"
-
-
 def wake_pattern() -> str:
     """Return the subject on which the hosts of all pools are asked: it has no pool, so every host listens to it."""
     return f"{_ROOT}.wake"

@@ -29,6 +29,7 @@ from sie.frontend.http.body import BodyReader, body_limits
 from sie.frontend.http.cors import Cors
 from sie.frontend.http.held_bytes import HeldBytes
 from sie.frontend.http.listeners import limit_unread_time, steer_to, stop_steering
+from sie.frontend.http.response import Headers
 from sie.frontend.http.unread import UnreadAnswers
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.models.adapter_lookup import AdapterTable
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from sie.frontend.remote import Remote
     from sie.frontend.telemetry.tracing import RequestTracing
 
-Headers = list[tuple[str, str]]
 Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
 """Records a request that ends, from (exchange, status, headers, error). Returns the headers of the response."""
 

@@ -84,8 +84,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 class Configure(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to child: the reply to `Hello`; sent again without descriptors after a reload of the settings.
 
-    File descriptors: the child's own counter page; for a worker also its in-flight page and the board of cores; for a
-    frontend also every other process's counter page.
+    File descriptors, none for an agent process: the child's own counter page; for a worker then its in-flight page and
+    the board of cores; for a frontend then the board of cores and every other counter page, read-only.
     """
 
     settings: Settings
@@ -411,13 +411,13 @@ class Touch(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to frontend: answer with the same number from the event loop."""
+    """Supervisor to frontend or agent process: answer with the same number from the event loop."""
 
     number: int
 
 
 class Pong(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to supervisor: the event loop is alive."""
+    """Frontend or agent process to supervisor: the event loop is alive."""
 
     number: int
 
@@ -436,7 +436,7 @@ class Retire(msgspec.Struct, tag=True, frozen=True):
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to child: accept no new requests, and finish the accepted ones."""
+    """Supervisor to frontend: accept no new requests, and finish the accepted ones."""
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):

@@ -213,7 +213,7 @@ def find_sandbox(
 ) -> tuple[Sandbox, Report]:
     """Return the strongest sandbox that works here, and what it holds. Without one its mode is off.
 
-    It starts one to know. bwrap: the program to use; None finds it.
+    Starts a sandbox to find out. bwrap: the path of the program; None: search for it.
     """
     path = find_bwrap() if bwrap is None else bwrap
     kept = Sandbox(mode="off", bwrap=path, has_network=has_network, limits=limits or Limits(), hidden=tuple(hidden))

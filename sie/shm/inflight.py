@@ -14,9 +14,9 @@ from typing import Final, Literal, NamedTuple
 from sie.shm.layout import LAYOUT_VERSION, ProtocolError, check_version, round_up
 from sie.shm.segment import Segment
 
-Phase = Literal["idle", "step", "load"]
+Phase = Literal["idle", "step"]
 
-_PHASES: Final[tuple[Phase, ...]] = ("idle", "step", "load")
+_PHASES: Final[tuple[Phase, ...]] = ("idle", "step")
 _HEADER_BYTES: Final = 64
 _VERSION, _TURN = 0, 1  # indices of u64 words in the header
 _SLOT: Final = Struct("<QQQQQQ16x")

@@ -96,11 +96,11 @@ class Kind(IntEnum):
     SUBMIT = 1
     """Frontend to worker: run this extent."""
     REPLY = 2
-    """Worker to frontend: the (last part of the) answer."""
+    """Worker to frontend: the answer."""
     ERROR = 3
     """Worker to frontend: the answer is a `WireError`; with length 0 the work was cancelled."""
     TOKENS = 4
-    """Worker to frontend: one step's new tokens for this frontend."""
+    """Worker to frontend: the new tokens of one or more steps for this frontend."""
     RELEASE = 5
     """Reader to writer: the extent at `offset` is no longer needed."""
 

@@ -64,11 +64,6 @@ class RingProducer:
         return self._segment.fd, self._bell, self._credit
 
     @property
-    def capacity(self) -> int:
-        """Number of descriptors that fit."""
-        return self._capacity
-
-    @property
     def num_credits(self) -> int:
         """Number of descriptors that can be pushed now. Raises ProtocolError on credit that was never spent."""
         return self._collect_credit()

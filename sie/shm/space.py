@@ -26,20 +26,20 @@ class OutboundSpace:
 
     __slots__ = ("_large_extent_bytes", "_segment", "large", "pool", "retire_listeners")
 
-    def __init__(self, segment: Segment, budget: LargeBudget, large_extent_bytes: int) -> None:
+    def __init__(self, name: str, segment: Segment, budget: LargeBudget, large_extent_bytes: int) -> None:
         self._segment = segment
         self._large_extent_bytes = large_extent_bytes
         self.retire_listeners: list[Callable[[int], None]] = []
         """Called with the number of each retired large segment; each attachment adds itself."""
         self.pool = ExtentPool(segment.view)
-        self.large = LargePool("reply", budget, self._retired)
+        self.large = LargePool(name, budget, self._retired)
 
     @classmethod
     def create(
         cls, name: str, segment_bytes: int, budget: LargeBudget, *, large_extent_bytes: int = LARGE_EXTENT_BYTES
     ) -> OutboundSpace:
         """Reserve a segment of segment_bytes, a multiple of 64. Raises ReservationError."""
-        return cls(Segment.create(name, segment_bytes), budget, large_extent_bytes)
+        return cls(name, Segment.create(name, segment_bytes), budget, large_extent_bytes)
 
     @property
     def fd(self) -> int:

@@ -22,6 +22,7 @@ from sie.config.settings import Settings
 from sie.ipc import channel as control
 from sie.ipc import messages
 from sie.ipc.channel import Channel, ChannelClosedError
+from sie.ipc.exit_statuses import DEVICE_LOST_STATUS, WORN_STATUS
 from sie.ipc.messages import Message
 from sie.metrics import definitions
 from sie.runtime.logs import get_logger
@@ -34,7 +35,7 @@ from sie.supervisor.core_lending import plan_lending
 from sie.supervisor.core_shares import read_places
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.host_resources import usable_cores
-from sie.supervisor.losses import DEVICE_LOST_STATUS, WORN_STATUS, plan_after_loss, tokens_after_kill
+from sie.supervisor.losses import plan_after_loss, tokens_after_kill
 from sie.supervisor.oom_kills import OomKills
 from sie.supervisor.restart import RestartPolicy, plan_restart
 

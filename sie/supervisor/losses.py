@@ -6,10 +6,6 @@ from typing import Final
 
 import msgspec
 
-DEVICE_LOST_STATUS: Final = 75
-"""Exit status of a worker that can no longer use its device: `sie.workers.device.faults`."""
-WORN_STATUS: Final = 76
-"""Exit status of an idle worker that needs a new process, without CUDA graphs: `sie.workers.device.faults`."""
 MAX_LOSSES: Final = 3
 WINDOW_S: Final = 60.0
 _MAX_WAIT_S: Final = 3600.0

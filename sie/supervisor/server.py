@@ -18,6 +18,7 @@ from typing import Any
 from sie.config.reloadable import Plan
 from sie.config.settings import Settings
 from sie.ipc import messages
+from sie.ipc.exit_statuses import DEVICE_LOST_STATUS, WORN_STATUS
 from sie.ipc.messages import Message
 from sie.runtime.logs import get_logger, set_level
 from sie.runtime.progress import Progress
@@ -32,7 +33,6 @@ from sie.supervisor.history import LoadHistory
 from sie.supervisor.key_file import POLL_S, KeyFileWatch
 from sie.supervisor.listen import Listener
 from sie.supervisor.loads import Loads, Models
-from sie.supervisor.losses import DEVICE_LOST_STATUS, WORN_STATUS
 from sie.supervisor.model_registry import ModelRegistry
 from sie.supervisor.notify import Notifier, SystemdReporter, watchdog_interval_s
 from sie.supervisor.reload import Reading, Reloader

@@ -9,6 +9,7 @@ Imports `sie.values.agent` only. A *choice* is one of the n texts that a request
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -185,6 +186,15 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     reasoning: str | None = None
+
+
+def with_answer(messages: Sequence[ChatMessage], said: Sequence[ChatMessage], *, continues: bool) -> list[ChatMessage]:
+    """Return a conversation with the messages of its answer. If it continues, the first one goes on with the last."""
+    if not continues:
+        return [*messages, *said]
+    *before, begun = messages
+    first = msgspec.structs.replace(said[0], content=f"{begun.content or ''}{said[0].content or ''}")
+    return [*before, first, *said[1:]]
 
 
 class InputFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -367,6 +377,13 @@ class ChoiceReply(msgspec.Struct, kw_only=True):
     logprobs: list[LogprobText] = []
     reason: FinishReason = "stop"
     stop_string: str | None = None
+
+    def to_message(self) -> ChatMessage:
+        """Return it as a message of the conversation."""
+        content = self.text if self.text or not self.calls else None
+        return ChatMessage(
+            role="assistant", content=content, tool_calls=tuple(self.calls), reasoning=self.reasoning or None
+        )
 
 
 class GenerateReply(msgspec.Struct, kw_only=True):

@@ -27,7 +27,11 @@ class MediaItems(msgspec.Struct, kw_only=True):
 
 
 class EncodeRequest(msgspec.Struct, kw_only=True):
-    """The request of every embedding dialect. Exactly one of texts and token_lists is set."""
+    """The request of every embedding dialect.
+
+    Exactly one of texts, token_lists and media is set until the request is checked against its card; then texts or
+    token_lists is, or neither for images.
+    """
 
     model: str
     texts: list[str] | None = None
@@ -54,7 +58,7 @@ class EncodeRequest(msgspec.Struct, kw_only=True):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of each stage of a request, in milliseconds; submitted_ns is when a worker received it (CLOCK_MONOTONIC)."""
+    """Time of each stage of a request, in milliseconds; submitted_ns is when the frontend submitted it (CLOCK_MONOTONIC)."""
 
     total_ms: float = 0.0
     queue_ms: float = 0.0

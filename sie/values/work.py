@@ -24,8 +24,9 @@ class ArrayRef(msgspec.Struct, array_like=True, frozen=True):
 class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a request extent.
 
-    operation is `encode`, `score`, `extract` or `infer`. Arrays: `cu_seqlens` int32 (n + 1,), first 0, whose
-    differences are the cost of each item in tokens; and `token_ids` int32 (t,), or for a model that reads text `text`
+    operation is `encode`, `score`, `extract`, `infer` or `generate`, which is one item of token ids. Arrays:
+    `cu_seqlens` int32 (n + 1,), first 0, whose differences are the cost of each item in tokens; and `token_ids` int32
+    (t,), or for a model that reads text `text`
     uint8 (bytes,) with `text_offsets` int32 (n + 1,). An item of `score` is a pair, with `token_types` uint8 (t,)
     beside token_ids if the model reads them. As text it is the length of the query's UTF-8 in four bytes
     (little-endian), query, document. With `compared` an item is one text: item 0 is the query, the others are
@@ -50,7 +51,7 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     compared: tuple[tuple[str, float], ...] = ()
     """Outputs that compare item 0 of a score with the others, each with its weight in the sum."""
     task: bytes = b""
-    """An `ExtractTask` as msgpack, for a worker that answers with whole extractions or boxes; or a `TensorTask`."""
+    """An `ExtractTask` as msgpack, for a worker that answers with whole extractions or boxes; a `TensorTask`; or a `GenerateTask`."""
     expand_to: int | None = None
     """Length of query expansion that replaces the card's; None: the card's."""
     lora: str = ""

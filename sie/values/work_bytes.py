@@ -26,6 +26,9 @@ PROLOGUE_BYTES: Final = 16
 PROLOGUE: Final = Struct("<B3xI8x")
 assert PROLOGUE.size == PROLOGUE_BYTES
 
+REPLY_TIMES: Final = Struct("<3q")
+"""The `times` of a reply: `sie.values.work.ReplyHeader`."""
+
 MAX_HEADER_BYTES: Final = 1 << 20
 MAX_DIMENSIONS: Final = 8
 

@@ -17,6 +17,7 @@ from sie import native
 from sie.config.settings import Settings
 from sie.ipc import channel as control
 from sie.ipc.channel import ChannelClosedError
+from sie.ipc.exit_statuses import DEVICE_LOST_STATUS, WORN_STATUS
 from sie.ipc.messages import Configure, Launch, Ready, Silence
 from sie.native.team import LentCore, borrow
 from sie.runtime import child_setup, failpoints
@@ -28,7 +29,7 @@ from sie.shm.pages import CounterPage
 from sie.values.card import ModelCard
 from sie.values.extract import Detection, Gliclass, Gliner
 from sie.workers import stall_notices
-from sie.workers.device.faults import EXIT_STATUS, WORN_STATUS, DeviceLostError, GroupLostError, WornError, set_device
+from sie.workers.device.faults import DeviceLostError, GroupLostError, WornError, set_device
 from sie.workers.device.memory import measure
 from sie.workers.loading import light_imports
 from sie.workers.loading.hosting import Host
@@ -104,7 +105,7 @@ def main() -> int:
         os._exit(1)
     except DeviceLostError as error:
         _log.critical("the device is lost to this process: %s", error)
-        os._exit(EXIT_STATUS)  # libraries that clean up at exit would call the device and may hang
+        os._exit(DEVICE_LOST_STATUS)  # libraries that clean up at exit would call the device and may hang
     except WornError:
         _log.warning("this worker ends while it is idle: since a failed capture it cannot release a GPU's memory")
         os._exit(WORN_STATUS)

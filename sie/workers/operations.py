@@ -35,13 +35,8 @@ _MAX_CACHED_TASK_BYTES = 2048
 _task_decoder = msgspec.msgpack.Decoder(ExtractTask)
 
 
-def is_score(items: list[WaitingItem]) -> bool:
-    """Return whether the items of one forward pass are pairs to score."""
-    return items[0].request.header.operation == "score"
-
-
 def words_of(items: list[WaitingItem]) -> str:
-    """Return the name of that forward pass in error messages."""
+    """Return the name of a forward pass of these items in error messages."""
     return _WORDS[items[0].request.header.operation]
 
 

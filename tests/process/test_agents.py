@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import http.server
 import json
 import socket
@@ -97,13 +99,17 @@ class Client:
                     yield name, data if data == "[DONE]" else json.loads(data)
                     name = ""
 
-    @property
+    @functools.cached_property
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.server.url}/v1", api_key=self.key, max_retries=0)
 
-    @property
+    @functools.cached_property
     def anthropic(self) -> anthropic.Anthropic:
         return anthropic.Anthropic(base_url=self.server.url, api_key=self.key, max_retries=0)
+
+    def close(self) -> None:
+        for name in {"openai", "anthropic"} & vars(self).keys():
+            vars(self)[name].close()
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +121,16 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Double) as double:
         threading.Thread(target=double.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{double.server_port}"
-        with start_server(
-            "--model", "s=stub:generate,scripted,max_tokens=32768", "--agent", "--frontends", "2", "--api-keys", str(keys),
-            "--search-url", f"{url}/search", "--tool-dispatch-url", f"{url}/tools", "--fetch-private-addresses",
-            "--agent-sessions", "8",
-        ) as server:  # fmt: skip
-            yield Client(server, mine), Client(server, other)
+        with (
+            start_server(
+                "--model", "s=stub:generate,scripted,max_tokens=32768", "--agent", "--frontends", "2", "--api-keys", str(keys),
+                "--search-url", f"{url}/search", "--tool-dispatch-url", f"{url}/tools", "--fetch-private-addresses",
+                "--agent-sessions", "8",
+            ) as server,
+            contextlib.closing(Client(server, mine)) as one,
+            contextlib.closing(Client(server, other)) as two,
+        ):  # fmt: skip
+            yield one, two
         double.shutdown()
 
 
@@ -208,6 +218,26 @@ def test_animation_and_error_have_fields_of_their_own(client: Client) -> None:
     assert (complete[0]["video_frame_count"], len(complete[0]["video_frames_base64"])) == (3, 3)
     assert "ZeroDivisionError" in complete[1]["exception"]
     assert "stdout" not in complete[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_session_keeps_what_the_tools_gave(client: Client, stream: bool) -> None:
+    """The next turn did not know which code had run, and what came out."""
+    name = f"kept-{stream}"
+    body = {"messages": [{"role": "user", "content": script(call(PYTHON, code="6 * 7"), "it is so")}]}
+    body |= {"session_id": name, "enable_code_execution": True}
+    assert list(client.events(**body)) if stream else client.post(CHAT, **body).status_code == 200
+    kept = httpx.get(f"{client.server.url}/v1/sessions/{name}", headers=client.headers, timeout=WAIT_S).json()
+    user, asked, result, said = kept["messages"]
+    assert [one["role"] for one in kept["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert asked["tool_calls"][0]["function"]["name"] == PYTHON
+    assert result["tool_call_id"] == asked["tool_calls"][0]["id"]
+    assert "42" in result["content"]
+    assert said["content"] == "it is so"
+    news = client.post(CHAT, messages=[{"role": "user", "content": script("and now?")}], session_id=name)
+    assert news.json()["usage"]["prompt_tokens"] > len(user["content"]) // 8
+    again = httpx.get(f"{client.server.url}/v1/sessions/{name}", headers=client.headers, timeout=WAIT_S).json()
+    assert again["messages"][:4] == kept["messages"]
 
 
 def test_a_session_keeps_variables_and_files_for_its_key_alone(clients: tuple[Client, Client]) -> None:

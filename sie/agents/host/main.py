@@ -210,7 +210,7 @@ async def _serve(
     stopped = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
     if channel is not None:
-        loop.add_reader(channel.fileno(), _on_control, channel, stopped)
+        loop.add_reader(channel.fileno(), _on_control, channel)
     process = AgentProcess(settings)
     await process.open(path, given)
     child_setup.calm_collector()
@@ -223,7 +223,7 @@ async def _serve(
     os._exit(0)  # threads that measure a directory need not end first
 
 
-def _on_control(channel: Channel, stopped: asyncio.Event) -> None:
+def _on_control(channel: Channel) -> None:
     try:
         while (received := channel.try_receive()) is not None:
             message, fds = received
@@ -231,8 +231,6 @@ def _on_control(channel: Channel, stopped: asyncio.Event) -> None:
                 os.close(fd)
             if isinstance(message, messages.Ping):
                 channel.send(messages.Pong(message.number))
-            elif isinstance(message, messages.Drain):
-                stopped.set()
     except ChannelClosedError:
         os._exit(1)  # the kernel ends every sandbox with this process
 

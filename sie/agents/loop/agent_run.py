@@ -22,14 +22,13 @@ from sie.agents.loop.event_queue import EventQueue
 from sie.agents.loop.plan import AgentPlan
 from sie.agents.messages import FindFiles, FoundFiles
 from sie.runtime.logs import get_logger
-from sie.values.agent import AgentFile, AgentOutcome, FileProduced, ToolProgress
+from sie.values.agent import AgentFile, AgentOutcome, FileProduced
 from sie.values.errors import DeadlineExceeded, Internal, SieError, Unavailable
 from sie.values.generate import (
     ChatMessage,
     ChoiceReply,
     Ended,
     Finished,
-    FinishReason,
     GenerateEvent,
     GenerateReply,
     GenerateRequest,
@@ -39,6 +38,7 @@ from sie.values.generate import (
     TextDelta,
     ToolCall,
     ToolCallDelta,
+    with_answer,
 )
 from sie.values.inference import Timing
 
@@ -88,6 +88,9 @@ class AgentRun:
         self._round = first
         self._queue = EventQueue()
         self._files: list[AgentFile] = []
+        self.said: list[ChatMessage] = []
+        """The messages of all rounds: the calls of the server with their results, and the last answer."""
+        self._last = ChoiceReply()
         self._usage = GenerateUsage(prompt_tokens=0, completion_tokens=0)
         self._is_started = False
         self._why: SieError | None = None
@@ -124,28 +127,10 @@ class AgentRun:
 
     async def whole(self) -> GenerateReply:
         """Return the answer of the last round, with the calls and files of all rounds."""
-        choice = ChoiceReply()
-        usage = self._usage
-        async for event in self:
-            match event:
-                case TextDelta(_, text, logprobs):
-                    choice.text += text
-                    choice.logprobs += logprobs
-                case ReasoningDelta(_, text):
-                    choice.reasoning += text
-                case ToolCallDelta(_, _, call):
-                    choice.calls.append(call)
-                    choice.call_places.append(len(choice.text))
-                case Finished(_, reason, stop_string):
-                    choice.reason, choice.stop_string = reason, stop_string
-                case Ended(total):
-                    usage = total
-                case ToolProgress():
-                    choice = ChoiceReply()  # the text before it belongs to an earlier round
-                case _:
-                    pass
+        async for _ in self:
+            pass
         outcome = AgentOutcome(session=self.session, records=tuple(self._calls.records), files=tuple(self._files))
-        return GenerateReply(model=self.model, choices=[choice], usage=usage, agent=outcome)
+        return GenerateReply(model=self.model, choices=[self._last], usage=self._usage, agent=outcome)
 
     def give_up(self, error: SieError) -> None:
         """Stop the round and the call that run now; a caller that still waits gets this error."""
@@ -188,27 +173,32 @@ class AgentRun:
 
     async def _run_rounds(self) -> None:
         request, number = self._request, 0
-        messages = list(request.messages or ())
         while True:
             said = await self._generate(request, number)
-            own = [call for call in said.calls if self._plan.runs(call.name)]
-            is_last = not own or number >= self._plan.max_rounds or said.reason == "length"
+            own = [call for call in said.choice.calls if self._plan.runs(call.name)]
+            is_last = not own or number >= self._plan.max_rounds or said.choice.reason == "length"
             if is_last:
-                await self._finish(said, said.calls, number)
+                self.said.append(said.choice.to_message())
+                await self._finish(said, said.choice.calls, number)
                 return
             results = [await self._calls.run(call, number, turn) for turn, call in enumerate(own)]
-            if others := [call for call in said.calls if call not in own]:
+            others = [call for call in said.choice.calls if call not in own]
+            self.said.append(msgspec.structs.replace(said.choice.to_message(), tool_calls=tuple(own)))
+            self.said += [_result(call, text) for call, text in zip(own, results, strict=True)]
+            if others:
+                self.said.append(ChoiceReply(calls=others).to_message())
                 await self._finish(said, others, number)
                 return
-            messages += [said.to_message(), *(_result(call, text) for call, text in zip(own, results, strict=True))]
             number += 1
-            request = self._next_request(messages)
+            request = self._next_request()
             if request.max_tokens == 0:
+                self.said.append(ChoiceReply().to_message())
                 await self._finish(said.cut(), [], number)
                 return
 
-    def _next_request(self, messages: list[ChatMessage]) -> GenerateRequest:
+    def _next_request(self) -> GenerateRequest:
         """Return the request of the next round; its calls are free, and its tokens are what is left of the budget."""
+        messages = with_answer(self._request.messages or (), self.said, continues=self._request.continues)
         left = max(0, self._plan.max_tokens - self._usage.completion_tokens)
         most = self._request.max_tokens
         choice = self._request.tool_choice
@@ -253,16 +243,17 @@ class AgentRun:
                     if not self._is_started:
                         self._is_started = True
                         self._emit(event)
-                case TextDelta(_, text):
-                    said.text += text
+                case TextDelta(_, text, logprobs):
+                    said.choice.text += text
+                    said.choice.logprobs += logprobs
                     self._emit(event)
                 case ReasoningDelta(_, text):
-                    said.reasoning += text
+                    said.choice.reasoning += text
                     self._emit(event)
                 case ToolCallDelta(_, _, call):
-                    said.calls.append(call)
-                case Finished():
-                    said.finished = event
+                    said.choice.calls.append(call)
+                case Finished(_, reason, stop_string):
+                    said.choice.reason, said.choice.stop_string = reason, stop_string
                 case Ended(usage):
                     self._usage = _sum(self._usage, usage)
                 case _:
@@ -271,10 +262,12 @@ class AgentRun:
     async def _finish(self, said: _Said, calls: list[ToolCall], number: int) -> None:
         """Pass on the calls of the client, the files it asked for, and the end."""
         await self._find_missing(number)
+        reason = said.choice.reason if said.choice.reason == "length" else "tool_calls" if calls else "stop"
+        places = [len(said.choice.text)] * len(calls)
+        self._last = msgspec.structs.replace(said.choice, calls=calls, call_places=places, reason=reason)
         for place, call in enumerate(calls):
             self._emit(ToolCallDelta(0, place, call))
-        reason = said.reason if said.reason == "length" else "tool_calls" if calls else "stop"
-        self._emit(Finished(0, reason, said.finished.stop_string))
+        self._emit(Finished(0, reason, said.choice.stop_string))
         self._emit(Ended(self._usage, self.session))
 
     async def _find_missing(self, number: int) -> None:
@@ -297,31 +290,17 @@ class AgentRun:
 
 
 class _Said:
-    """What a round said."""
+    """The answer of a round."""
 
     def __init__(self) -> None:
-        self.text = ""
-        self.reasoning = ""
-        self.calls: list[ToolCall] = []
-        self.finished = Finished(0, "stop")
+        self.choice = ChoiceReply()
         self.is_begun = False
         """Whether its first event was taken."""
 
-    @property
-    def reason(self) -> FinishReason:
-        """Why it ended."""
-        return self.finished.reason
-
     def cut(self) -> _Said:
         """Return the same, ended by the budget of tokens."""
-        self.finished = Finished(0, "length")
+        self.choice.reason, self.choice.stop_string = "length", None
         return self
-
-    def to_message(self) -> ChatMessage:
-        """Return it as a message of the history."""
-        return ChatMessage(
-            role="assistant", content=self.text or None, tool_calls=tuple(self.calls), reasoning=self.reasoning or None
-        )
 
 
 def _result(call: ToolCall, text: str) -> ChatMessage:

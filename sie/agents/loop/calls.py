@@ -117,7 +117,7 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _calling(tool: ServerTool, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a call that begins."""
+    """Return the fields of a call, before it runs, as its client sees it."""
     if tool.type == "code_execution":
         return {"code": arguments["code"]} if "code" in arguments else {}
     if tool.type == "shell":

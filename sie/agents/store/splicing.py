@@ -17,9 +17,9 @@ _INSTRUCTIONS: Final = frozenset({"system", "developer"})
 def splice(stored: Sequence[ChatMessage], incoming: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return the conversation that a request continues.
 
-    A client may repeat the conversation, without the calls and results that it never saw: these are put back, until a
-    message differs. From there on the request's own messages count. A client may also send only what is new: messages
-    without any of the assistant, which do not begin as the stored conversation does. They follow all stored messages.
+    A client may repeat the conversation without the calls and results that it never saw. These are put back, up to the
+    first message that differs; from there on the request's own messages are used. Or a client sends new messages only:
+    none is the assistant's, and they do not begin like the stored conversation. These follow all stored messages.
     """
     instructions, said = _split(incoming)
     own_instructions, before = _split(stored)
@@ -43,11 +43,15 @@ def _is_news(before: Sequence[ChatMessage], said: Sequence[ChatMessage]) -> bool
 def _merge(before: Sequence[ChatMessage], said: Sequence[ChatMessage]) -> list[ChatMessage]:
     merged: list[ChatMessage] = []
     rest = list(said)
+    unseen = ""
     for message in before:
-        if rest and _match(message, rest[0]):
+        if rest and _match(message, rest[0], unseen):
             rest.pop(0)
+            unseen = ""
         elif not _is_hidden(message):
             break
+        elif message.role == "assistant":
+            unseen += message.content or ""
         merged.append(message)
     return [*merged, *rest]
 
@@ -57,11 +61,15 @@ def _is_hidden(message: ChatMessage) -> bool:
     return message.role == "tool" or bool(message.tool_calls)
 
 
-def _match(stored: ChatMessage, incoming: ChatMessage) -> bool:
-    """Tell whether two messages are the same. Clients may write the arguments of a call in another form."""
+def _match(stored: ChatMessage, incoming: ChatMessage, unseen: str = "") -> bool:
+    """Tell whether two messages are the same. Clients may write the arguments of a call in another form.
+
+    unseen is the text of the rounds before it, which a stream showed as one text with it.
+    """
+    content = stored.content or ""
     return (
         stored.role == incoming.role
-        and (stored.content or "") == (incoming.content or "")
+        and (incoming.content or "") in {content, unseen + content}
         and stored.tool_call_id == incoming.tool_call_id
         and [(call.id, call.name) for call in stored.tool_calls]
         == [(call.id, call.name) for call in incoming.tool_calls]

@@ -18,9 +18,8 @@ from sie.ipc.messages import ModelEntry
 from sie.values.errors import Internal, ProtocolError, Unavailable
 from sie.values.inference import EncodeRequest, ExtractRequest, ScoreRequest
 from sie.values.work import ReplyHeader
-from sie.values.work_bytes import read_extent
+from sie.values.work_bytes import REPLY_TIMES, read_extent
 
-_TIMES: Final = struct.Struct("<3q")
 _decoder: Final = msgspec.msgpack.Decoder(ReplyHeader)
 
 
@@ -105,6 +104,6 @@ def _read_times(reply: Reply) -> tuple[tuple[int, int, int], ReplyHeader]:
     try:
         header, payload = read_extent(reply.view, _decoder)
         place = next(ref.offset for ref in header.arrays if ref.name == TIMES)
-        return _TIMES.unpack_from(payload, place), header
+        return REPLY_TIMES.unpack_from(payload, place), header
     except (ProtocolError, StopIteration, struct.error) as error:
         raise Internal("the worker's reply could not be read") from error

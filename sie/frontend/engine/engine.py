@@ -401,7 +401,7 @@ class ShmEngine:
             self._dying[link.generation] = link
 
     def fail_over(self, slot: int, generation: int, suspects: tuple[int, ...]) -> None:
-        """Take back the requests of a worker that is proven dead, and queue them for other workers.
+        """Take back the requests of a worker that is proven dead. `place_held` gives them to other workers.
 
         suspects: its requests in the fatal step, if they may have caused the death. ORDER: its ring is drained a last
         time first, since an answered request must not run again.
@@ -422,12 +422,12 @@ class ShmEngine:
         link.is_alive = False
         orphans, link.pending = list(link.pending.values()), {}
         for pending in orphans:
-            self._resubmit(pending, pending.request_id in suspects)
+            self._take_back(pending, pending.request_id in suspects)
         # Replies already handed out keep the mapping alive through their views; the rest goes now.
         link.attachment.close()
 
-    def _resubmit(self, pending: ShmPending, is_suspect: bool) -> None:
-        """Queue a request of a dead worker for another one, or end it where it must not run again."""
+    def _take_back(self, pending: ShmPending, is_suspect: bool) -> None:
+        """Hold a request of a dead worker until `place_held` finds another one, or end it if it must not run again."""
         if pending.future.done():
             pending.lease.end()
             return

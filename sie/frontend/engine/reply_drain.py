@@ -26,11 +26,11 @@ _MIN_RATE_SPAN_S = 0.5
 
 
 class Answers:
-    """The answers of one engine's workers. `hold` is called with a request that must wait for a worker again."""
+    """The answers of one engine's workers. `requeue` is called with a request that must wait for a worker again."""
 
-    def __init__(self, find_model: Callable[[str], ModelEntry | None], hold: Callable[[ShmPending], None]) -> None:
+    def __init__(self, find_model: Callable[[str], ModelEntry | None], requeue: Callable[[ShmPending], None]) -> None:
         self._find_model = find_model
-        self._hold = hold
+        self._requeue = requeue
         self._tokens_done = 0
         self.measured_ns = time.monotonic_ns()
         self.tokens_per_s = 0.0
@@ -102,8 +102,7 @@ class Answers:
         entry = self._find_model(pending.model)
         is_coming_back = error.code == "MODEL_NOT_LOADED" and entry is not None and entry.recovering
         if is_coming_back and not pending.future.done() and pending.may_run_again():
-            pending.link = None
-            self._hold(pending)
+            self._requeue(pending)
         else:
             end(pending, error)
 

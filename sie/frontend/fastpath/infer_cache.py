@@ -7,7 +7,6 @@ the header of the worker's reply. All entries are dropped when the models or the
 
 from __future__ import annotations
 
-import struct
 from typing import Final, NamedTuple
 
 from sie.config.limits import Limits
@@ -18,12 +17,12 @@ from sie.frontend.tensors.held_reply import places_of
 from sie.frontend.tensors.infer import Plan
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import Internal, ProtocolError
-from sie.values.work_bytes import split_extent
+from sie.values.work_bytes import REPLY_TIMES, split_extent
 
 _MAX_REQUESTS: Final = 256
 _MAX_ANSWERS: Final = 16
 _MAX_HEAD_BYTES: Final = 4096
-_read_times: Final = struct.Struct("<3q").unpack_from
+_read_times: Final = REPLY_TIMES.unpack_from
 
 
 class Basis(NamedTuple):

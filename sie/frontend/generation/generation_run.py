@@ -113,7 +113,7 @@ class Run:
                 yield event
 
     async def whole(self) -> GenerateReply:
-        """Return the whole answer. After a worker's death another one starts again. Raises the error that ended it."""
+        """Return the whole answer. If its worker dies, another worker generates the answer from the start. Raises the error that ended it."""
         self._choices = {choice.number: ChoiceReply() for part in self.parts for choice in part.reader.choices}
         while not self.is_over:
             for event in self._collect():

@@ -1,4 +1,4 @@
-"""Holds the state of one HTTP request that dispatch, counting and the reply share. Has no logic of its own."""
+"""Holds the state of one HTTP request or gRPC call that dispatch, counting and the reply share. Decides nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Generated(Protocol):
 
 
 class Exchange:
-    """One HTTP request while it is served, with the state that the error boundary needs to answer and count it."""
+    """One HTTP request or gRPC call while it is served, with the state that the error boundary needs to answer and count it."""
 
     __slots__ = ("began_ns", "body", "body_bytes", "cuts", "deadline_ns", "decoded_ns", "headers", "held_body", "holder",
                  "input_tokens", "known_model", "leave", "model", "num_items", "output_tokens", "protocol", "request_id",

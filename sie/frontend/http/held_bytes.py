@@ -1,7 +1,7 @@
 """Bounds the bytes that one process holds for its clients: bodies that arrive, and answers that wait to be read.
 
-Over the limit the connection that holds most is cut first. Bytes of requests at a worker count, too, but those requests
-end by themselves. Must not cut for an outdated sum, so each holding is measured before a cut.
+Over the limit the connection that holds most is cut first. Bytes of requests that a worker has count as well, but are
+freed without a cut. The sum may be out of date, so each holding is measured again before a cut.
 """
 
 from __future__ import annotations

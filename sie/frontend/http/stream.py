@@ -14,7 +14,6 @@ from sie.values.errors import ClientGone, SieError
 from sie.values.generate import GenerateEvent, GenerateUsage
 from sie.values.inference import Timing
 
-Headers = list[tuple[str, str]]
 STREAM_HEADERS: Final = (("content-type", "text/event-stream"), ("cache-control", "no-cache"))
 
 

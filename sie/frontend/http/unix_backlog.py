@@ -34,7 +34,7 @@ class UnixBacklog:
 
     @property
     def is_moving(self) -> bool:
-        """Whether no connection is known that waits for its client to read."""
+        """Whether, as far as is known, every client reads its answers."""
         return self.connection is None
 
     def add(self, nbytes: int) -> bool:

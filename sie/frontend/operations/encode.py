@@ -57,7 +57,7 @@ class Encoder:
         self._limits = limits
 
     async def start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> Started:
-        """Tokenise and submit a resolved request; return its record and the time to read its items in nanoseconds.
+        """Tokenise and submit a resolved request; return it with the nanoseconds that reading its items took.
 
         Raises the errors of admission, the tokenizer and `ImageReader.read`.
         """

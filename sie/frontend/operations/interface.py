@@ -24,7 +24,7 @@ class Submission(Protocol):
 
 
 class Started(NamedTuple):
-    """A submitted request whose reply can be read with only the request."""
+    """The submission of an encode or score request; a `TimedSubmission`."""
 
     pending: Pending
     tokenization_ns: int
@@ -82,30 +82,18 @@ class Operation(Protocol[RequestT_contra, SubmissionT_co]):
         """Prepare a resolved request, for example by tokenising it, and submit it to the engine."""
         ...
 
-
-class EncodeOperation(Operation[EncodeRequest, TimedSubmission], Protocol):
-    """The encode operation of a process."""
-
     def reconfigure(self, limits: Limits) -> None:
         """Use reloaded limits for later requests."""
         ...
+
+
+class EncodeOperation(Operation[EncodeRequest, TimedSubmission], Protocol):
+    """The encode operation of a process."""
 
     def try_start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> Started | None:
         """Do the work of `start` at once, or return None when that would block the event loop too long."""
         ...
 
 
-class ScoreOperation(Operation[ScoreRequest, TimedSubmission], Protocol):
-    """The score operation of a process."""
-
-    def reconfigure(self, limits: Limits) -> None:
-        """Use reloaded limits for later requests."""
-        ...
-
-
-class ExtractOperation(Operation[ExtractRequest, ExtractSubmission], Protocol):
-    """The extract operation of a process."""
-
-    def reconfigure(self, limits: Limits) -> None:
-        """Use reloaded limits for later requests."""
-        ...
+ScoreOperation = Operation[ScoreRequest, TimedSubmission]
+ExtractOperation = Operation[ExtractRequest, ExtractSubmission]

@@ -24,9 +24,8 @@ from sie.values.errors import Internal, ProtocolError
 from sie.values.inference import EncodeReply, EncodeRequest, RaggedRows, RowArray, Timing
 from sie.values.output_kinds import RAGGED, OutputKind, offsets_name
 from sie.values.work import ArrayRef, ReplyHeader
-from sie.values.work_bytes import DTYPES, PROLOGUE, PROLOGUE_BYTES, array_view, read_extent
+from sie.values.work_bytes import DTYPES, PROLOGUE, PROLOGUE_BYTES, REPLY_TIMES, array_view, read_extent
 
-_TIMES: Final = struct.Struct("<3q")
 _DENSE_ONLY: Final = ("dense",)
 _decoder: Final = msgspec.msgpack.Decoder(ReplyHeader)
 
@@ -78,7 +77,7 @@ def read_pieces(reply: Reply, output: str, num_items: int) -> tuple[Sequence[NDA
     try:
         header, payload = read_extent(reply.view, _decoder)
         refs = {ref.name: ref for ref in header.arrays}
-        times = _TIMES.unpack_from(payload, _ref(refs, "times", 1).offset)
+        times = REPLY_TIMES.unpack_from(payload, _ref(refs, "times", 1).offset)
         values = array_view(payload, refs[output])
         if output == "logits":
             if values.ndim != 2 or len(values) != num_items:
@@ -113,7 +112,7 @@ def _read_dense(view: memoryview) -> tuple[_Rows, tuple[int, int, int]]:
     rows = view[start : start + nbytes]
     if len(rows) != nbytes:
         raise ProtocolError("rows beyond the end of a reply")
-    return _Rows(num_items, rows, code, width), _TIMES.unpack_from(view, payload)
+    return _Rows(num_items, rows, code, width), REPLY_TIMES.unpack_from(view, payload)
 
 
 @lru_cache(maxsize=4096)
@@ -150,7 +149,7 @@ def _read_outputs(
         for name, kind in RAGGED.items()
         if name in (request.output_types or ())
     }
-    return _TIMES.unpack_from(payload, _ref(refs, "times", 1).offset)
+    return REPLY_TIMES.unpack_from(payload, _ref(refs, "times", 1).offset)
 
 
 def _read_ragged(

@@ -15,12 +15,13 @@ from typing import Final
 import msgspec
 
 from sie.agents.fetch.http import Client, FetchError
+from sie.agents.loop.agent_run import AgentRun
 from sie.agents.store.files import OF_REQUEST, KeptFile
 from sie.agents.store.keeping import USER_DATA, content_id, keep_upload
 from sie.agents.store.listing import ListedFile, list_files, mount_files, with_list
 from sie.agents.store.sessions import Session
 from sie.agents.store.splicing import splice
-from sie.agents.store.store import Store, StoreFile
+from sie.agents.store.store import StoreFile
 from sie.frontend.dialects.openai.chat_messages import name_results
 from sie.frontend.dialects.store import sessions
 from sie.frontend.generation.generation_run import add_event
@@ -32,7 +33,15 @@ from sie.frontend.routes.files import file_gone
 from sie.frontend.routes.run_skills import add_skills
 from sie.frontend.routes.sessions import check_size
 from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
-from sie.values.generate import ChatMessage, ChoiceReply, GenerateEvent, GenerateRequest, GenerateUsage, InputFile
+from sie.values.generate import (
+    ChatMessage,
+    ChoiceReply,
+    GenerateEvent,
+    GenerateRequest,
+    GenerateUsage,
+    InputFile,
+    with_answer,
+)
 from sie.values.inference import Timing
 
 _OK: Final = 200
@@ -45,29 +54,40 @@ class Turn:
     """One turn of a session: the conversation up to the answer."""
 
     def __init__(
-        self, store: Store, owner: str, request: GenerateRequest, messages: Sequence[ChatMessage], files: Sequence[str]
-    ) -> None:
-        self._store = store
+        self, process: FrontendProcess, owner: str, request: GenerateRequest, messages: Sequence[ChatMessage],
+        files: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._store = process.store
+        self._pool = process.decode_pool
         self._owner = owner
         self._session_id = request.session_id
         self._continues = request.continues
         self._messages = messages
         self._files = tuple(files)
 
-    async def end(self, answer: ChoiceReply) -> None:
-        """Store the conversation with its answer. Raises Unavailable."""
-        *before, last = self._messages
-        content = answer.text if answer.text or not answer.calls else None
-        if self._continues:
-            content = f"{last.content or ''}{content or ''}"
-        else:
-            before.append(last)
-        said = ChatMessage(
-            role="assistant", content=content, tool_calls=tuple(answer.calls), reasoning=answer.reasoning or None
-        )
-        session = Session(messages=sessions.encode_messages([*before, said]), files=self._files)
+    async def end(self, said: Sequence[ChatMessage]) -> None:
+        """Store the conversation with the messages of its answer (`said_by`). Raises Unavailable."""
+        encoded = await self._encode(said)
+        if len(said) > 1 and len(encoded) > self._store.settings.max_session_bytes:
+            encoded = await self._encode([_without_tools(said)])  # with what tools gave it could not be continued
+        session = Session(messages=encoded, files=self._files)
         owner, session_id = self._owner, self._session_id
         await self._store.change(lambda opened: opened.sessions.put(owner, session_id, session, opened.now_s()))
+
+    async def _encode(self, said: Sequence[ChatMessage]) -> bytes:
+        messages = with_answer(self._messages, said, continues=self._continues)
+        return await offload(self._pool, _size(messages), sessions.encode_messages, messages)
+
+
+def said_by(run: EventSource, answer: ChoiceReply) -> Sequence[ChatMessage]:
+    """Return the messages of a run that has ended: its answer, after the rounds of the server's tools if there were any."""
+    return run.said if isinstance(run, AgentRun) else [answer.to_message()]
+
+
+def _without_tools(said: Sequence[ChatMessage]) -> ChatMessage:
+    """Return the answer that a client of a stream saw."""
+    text = "".join(message.content or "" for message in said if message.role == "assistant")
+    return msgspec.structs.replace(said[-1], content=text)
 
 
 class StoredRun:
@@ -85,7 +105,7 @@ class StoredRun:
         for event in events:
             add_event(self._answer, event)
         if self._run.is_over:
-            await self._turn.end(self._answer[0])
+            await self._turn.end(said_by(self._run, self._answer[0]))
             self.is_over = True
         return events
 
@@ -140,7 +160,7 @@ class Conversations:
         kept = await self.prepare(owner, request)
         # A file that is gone is told to the model once, and then forgotten.
         files = tuple(dict.fromkeys(file.id for file in kept if file is not None))
-        return Turn(store, owner, request, messages, files)
+        return Turn(self._process, owner, request, messages, files)
 
     async def prepare(self, owner: str, request: GenerateRequest) -> list[KeptFile | None]:
         """Put its skills and the list of its files in front of a request, and into the task of its agent.

@@ -25,7 +25,7 @@ from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Answer, Headers, Response
 from sie.frontend.http.stream import EventWriter, Streamed
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.conversations import Conversations, StoredRun, Turn
+from sie.frontend.routes.conversations import Conversations, StoredRun, Turn, said_by
 from sie.frontend.routes.decode_body import decode_body
 from sie.frontend.routes.kserve import KServe
 from sie.frontend.routes.responses import Responses
@@ -90,7 +90,7 @@ class TextRoutes:
             request, shown = await self._read(exchange, codec.decode)
             with renamed(codec.names_of(shown)):
                 entry = self.service.find(exchange, request)
-                return await self.answer_from(
+                return await self._answer_from(
                     exchange,
                     entry,
                     request,
@@ -120,7 +120,7 @@ class TextRoutes:
             raise BadRequest("Header 'X-SIE-Remote' must be 'forbid'")
         waits = process.settings.models.wait_for_load
         request = await self._read(exchange, native_generate.decode_generate, model, waits=waits)
-        return await self.answer_from(
+        return await self._answer_from(
             exchange,
             self.service.find_exactly(exchange, model),
             request,
@@ -145,7 +145,7 @@ class TextRoutes:
         refuse_coding(exchange.headers)
         decode = functools.partial(kserve_generate.decode_text_input, is_stream=is_stream)
         request, shown = await self._read(exchange, decode, rule_of(entry), waits=False)
-        return await self.answer_from(
+        return await self._answer_from(
             exchange,
             entry,
             request,
@@ -178,11 +178,13 @@ class TextRoutes:
         """Answer `GET /v1/responses/{response_id}/input_items`."""
         return await self._responses.list_items(exchange)
 
-    async def answer_from(
+    async def _answer_from(
         self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, encode: Encode, make_writer: MakeWriter,
         *, echoes: bool = False, turn: Turn | None = None,
     ) -> Answer | Streamed:  # fmt: skip
-        """Return the whole answer of a model, or a stream if the request asks for one. turn stores it in its session."""
+        """Return the whole answer of a model, or a stream if the request asks for one. turn, if given, stores
+        the answer in the session of the request.
+        """
         process = self._process
         while True:
             if entry.is_read:
@@ -195,7 +197,7 @@ class TextRoutes:
             try:
                 reply = await run.whole()
                 if turn is not None:
-                    await turn.end(reply.choices[0])
+                    await turn.end(said_by(run, reply.choices[0]))
                 return [JSON], encode(reply, run.prompts)
             except Unavailable as error:
                 if isinstance(run, AgentRun) and run.has_acted:
@@ -205,14 +207,16 @@ class TextRoutes:
                 run.give_up(ClientGone("the client no longer waits for the answer"))
 
     async def _read(self, exchange: Exchange, decode: Callable[..., _T], *decode_args: Any, waits: bool = True) -> _T:
-        """Read and decode the body, and release it. decode_args replace the content type as decode's arguments."""
-        body = await self.read_body(exchange, waits=waits)
+        """Read and decode the body, and release it. decode gets the body, then decode_args (without any: the
+        content type), then the limits.
+        """
+        body = await self._read_body(exchange, waits=waits)
         args = (*(decode_args or (exchange.headers.get("content-type"),)), self._process.settings.limits)
         decoded = await decode_body(exchange, self._pool, self._process.models, decode, body, *args)
         exchange.release_body(self._process.bodies)  # generating may take long
         return decoded
 
-    async def read_body(self, exchange: Exchange, *, waits: bool = True) -> bytes:
+    async def _read_body(self, exchange: Exchange, *, waits: bool = True) -> bytes:
         """Check the headers and return the body. Raises SieError if the request cannot be served now.
 
         waits: whether the route waits for a loading model.

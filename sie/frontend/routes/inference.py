@@ -93,7 +93,7 @@ class Inference:
         elif codec.operation == "extract":
             reply, is_large = await self._run_extract(exchange, entry, request)
         else:
-            reply, raw = await self._run(exchange, entry, request)
+            reply, raw = await self._run_encode(exchange, entry, request)
             is_large = len(raw.view) >= LARGE_BYTES
         answer = self.answer(codec, exchange, (request, shown, reply), raw, is_large=is_large)
         return answer if isinstance(answer, Response) else await answer
@@ -164,7 +164,9 @@ class Inference:
             exchange.decoded_ns = time.monotonic_ns()
         return entry
 
-    async def _run(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> tuple[EncodeReply, Reply]:
+    async def _run_encode(
+        self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest
+    ) -> tuple[EncodeReply, Reply]:
         """Return the rows of a request and the reply that holds them. The caller must release the reply."""
         adapter = requested_adapter(request)
         if adapter is not None:
@@ -228,7 +230,7 @@ class Inference:
 def read_rows(
     exchange: Exchange, entry: ModelEntry, request: EncodeRequest, tokenization_ns: int, raw: Reply
 ) -> EncodeReply:
-    """Return the rows of a reply, and record its timing. Releases the reply if it raises, as `read_reply` does."""
+    """Return the rows of a reply, and record its timing. Raises the errors of `read_reply`, after releasing the reply."""
     try:
         reply = read_reply(raw, entry, request, exchange.began_ns, tokenization_ns)
     except BaseException:

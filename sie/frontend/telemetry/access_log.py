@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from sie.frontend.access.key_use import KeyHolder
+from sie.frontend.http.response import Headers
 from sie.frontend.http.routing import Route
 from sie.runtime.logs import get_logger
 from sie.values.errors import SieError
@@ -24,8 +25,6 @@ from sie.values.inference import Timing
 _log = get_logger("sie.access")
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
-
-Headers = list[tuple[str, str]]
 
 
 class Exchange(Protocol):

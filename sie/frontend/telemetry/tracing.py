@@ -23,13 +23,13 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from sie import __version__
 from sie.config.sections import Tracing
+from sie.frontend.http.response import Headers
 from sie.frontend.http.routing import Route
 from sie.frontend.telemetry.metrics import Exemplars
 from sie.ipc.messages import Launch
 from sie.values.errors import SieError
 from sie.values.inference import Timing
 
-Headers = list[tuple[str, str]]
 Attributes = dict[str, str | int | float]
 _EXPORTER_LOGS: Final = (
     "opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.exporter.otlp.proto.http.trace_exporter",

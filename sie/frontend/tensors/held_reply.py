@@ -13,10 +13,9 @@ from sie.frontend.operations.reply_reader import timing_of
 from sie.values.errors import Internal, ProtocolError
 from sie.values.tensor import Tensor, TensorReply
 from sie.values.work import ArrayRef, TensorForm, TensorReplyHeader
-from sie.values.work_bytes import decode_header, split_extent
+from sie.values.work_bytes import REPLY_TIMES, decode_header, split_extent
 
 _decoder: Final = msgspec.msgpack.Decoder(TensorReplyHeader)
-_TIMES: Final = struct.Struct("<3q")
 _MAX_CACHED_HEADER_BYTES: Final = 2048
 
 
@@ -47,7 +46,7 @@ class HeldReply:
 
 
 def hold(raw: Reply, model: str, began_ns: int, prepared_ns: int) -> HeldReply:
-    """Return a reply's tensors, to be read in a `with` block. Releases the reply if it raises, as `read_tensors` does."""
+    """Return a reply's tensors, to be read in a `with` block. Raises the errors of `read_tensors`, after releasing the reply."""
     try:
         return HeldReply(read_tensors(raw, model, began_ns, prepared_ns), raw)
     except BaseException:
@@ -65,7 +64,7 @@ def read_tensors(reply: Reply, model: str, began_ns: int, prepared_ns: int) -> T
         layout = (_reply_layout if len(header) <= _MAX_CACHED_HEADER_BYTES else _reply_layout.__wrapped__)(header)
         if layout.nbytes > len(payload):
             raise ProtocolError("tensors that lie outside their extent")
-        times = _TIMES.unpack_from(payload, layout.times_offset)
+        times = REPLY_TIMES.unpack_from(payload, layout.times_offset)
     except (ProtocolError, struct.error) as error:
         raise Internal("the worker's reply could not be read") from error
     outputs = [Tensor(form.name, form.datatype, form.shape, payload[start:end]) for form, start, end in layout.places]
@@ -108,4 +107,4 @@ def _reply_layout(encoded: bytes) -> _ReplyLayout:
     places = tuple([
         (form, ref.offset, ref.offset + ref.shape[0]) for form, ref in zip(header.tensors, refs, strict=True)
     ])  # fmt: skip
-    return _ReplyLayout(times.offset, places, max([times.offset + _TIMES.size, *(end for _, _, end in places)]))
+    return _ReplyLayout(times.offset, places, max([times.offset + REPLY_TIMES.size, *(end for _, _, end in places)]))

@@ -139,8 +139,8 @@ class Tensors:
     async def infer(self, request: TensorRequest, exchange: Exchange) -> HeldReply:
         """Run the request of an exchange and return its reply; the outputs are valid inside a `with` block of it.
 
-        The request's own timeout may lower the exchange's deadline. Text generation shares cached prefixes only within
-        one owner of API keys. Raises BadRequest if the request does not fit the model; NotFound, Unavailable or
+        The request's own timeout may lower the exchange's deadline. Requests to generate
+        share cached prefixes only with requests of the same API key's owner. Raises BadRequest if the request does not fit the model; NotFound, Unavailable or
         ModelLoadFailed if the model is not served; and the engine's errors.
         """
         entry = self.serving(request.model)

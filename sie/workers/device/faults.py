@@ -9,11 +9,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 
-EXIT_STATUS = 75
-"""Exit status of a worker that can no longer use its device (EX_TEMPFAIL); a new process may be able to."""
-WORN_STATUS = 76
-"""Exit status of an idle worker whose allocator a failed capture left broken; a new process captures nothing."""
-
 _OUT_OF_MEMORY = ("out of memory", "you tried to allocate", "CUBLAS_STATUS_ALLOC_FAILED")
 """GPU allocators; the CPU's (`DefaultCPUAllocator: ... you tried to allocate N bytes`); cuBLAS's workspace."""
 _DEVICE_WORDS = ("cuda", "cudnn", "cublas")

@@ -85,7 +85,8 @@ class CompiledDecoder:
     def run(self, slots: Sequence[Slot]) -> Tensor:
         """Return the logits (k, vocabulary), float32, after each slot's `given_tokens.kept_tokens`.
 
-        They are valid until the next run: memory that stays costs a step no page faults. Ids must be in the vocabulary.
+        They are valid until the next run, which uses the memory again: this saves page faults. Ids must be in the
+        vocabulary.
         Blocks are written and read only up to each slot's last token.
         """
         arrays = self._lay_out(slots)

@@ -147,10 +147,10 @@ def _causal(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _prefers_products(query: Tensor, key: Tensor) -> bool:
-    """Tell whether two products are faster than the library's kernel: for a bfloat16 chunk, about three times as fast.
+    """Tell whether two products are faster than the library's kernel: about three times for a bfloat16 chunk on a CPU.
 
-    Products round scores to bfloat16, as the eager attention of every family does. Too many scores would not fit in
-    memory.
+    Products round scores to bfloat16, as the eager attention of every family does. False if the scores would take too
+    much memory.
     """
     is_bf16_cpu = query.dtype == torch.bfloat16 and query.device.type == "cpu"
     return is_bf16_cpu and query.shape[1] >= _MIN_ROWS and query.shape[0] * query.shape[1] * key.shape[1] <= _MAX_SCORES

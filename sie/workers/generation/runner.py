@@ -159,7 +159,7 @@ class TextGenerator:
         return StepOutputs(self.run_tokens(step.inputs))
 
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
-        """Return the dense rows, for a card with that output (`sie.workers.runners.TokenRunner`)."""
+        """Return the (n, d) rows of texts, for a card with dense vectors; called by `run`."""
         assert self._embedder is not None
         self._take_device()
         for ids in token_ids:

@@ -153,7 +153,7 @@ class _Shared:
         return found
 
     def _mark_unserved(self, reason: str) -> None:
-        """Put a file in place that says that later loads need not try. Call it while the lock is held."""
+        """Write a file that tells later loads not to try. The caller holds the lock."""
         _log.warning("%s: its weights are not shared: %s", self._card.id, reason)
         self.must_load_alone = True
         with suppress(OSError), closing(Writer(self._path, _MARK_BYTES)) as writer:

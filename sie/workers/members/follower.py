@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sie import native
+from sie.ipc.exit_statuses import DEVICE_LOST_STATUS
 from sie.runtime import child_setup
 from sie.runtime.logs import configure, get_logger
 from sie.values.errors import Internal, SieError, to_wire
-from sie.workers.device.faults import EXIT_STATUS, DeviceLostError, is_device_lost, is_out_of_memory, set_device
+from sie.workers.device.faults import DeviceLostError, is_device_lost, is_out_of_memory, set_device
 from sie.workers.loading import light_imports
 from sie.workers.members.messages import Embed, FollowerLaunch, Loaded, Start, Step, encode, receive
 
@@ -47,7 +48,7 @@ def main() -> int:
     except Exception as error:
         _log.exception("loading %s failed", start.card.id)
         sock.sendall(encode(Loaded(to_wire(_load_error(start, error)))))
-        return EXIT_STATUS if is_device_lost(error) else 1
+        return DEVICE_LOST_STATUS if is_device_lost(error) else 1
     sock.sendall(encode(Loaded()))
     try:
         return _follow(sock, runner)
@@ -55,8 +56,8 @@ def main() -> int:
         _log.critical("the device is lost to this process: %s", error)
     except Exception as error:
         _log.exception("a step of %s failed", start.card.id)
-        return EXIT_STATUS if is_device_lost(error) else 1
-    return EXIT_STATUS
+        return DEVICE_LOST_STATUS if is_device_lost(error) else 1
+    return DEVICE_LOST_STATUS
 
 
 def _load(launch: FollowerLaunch, start: Start) -> TextGenerator:

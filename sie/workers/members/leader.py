@@ -22,13 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.config.settings import Settings
+from sie.ipc.exit_statuses import DEVICE_LOST_STATUS
 from sie.ipc.messages import Launch, Neighbour
 from sie.runtime.logs import get_logger
 from sie.runtime.own_modules import run_module
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, SieError, from_wire
 from sie.workers.device.device import resolve_device
-from sie.workers.device.faults import EXIT_STATUS, DeviceLostError
+from sie.workers.device.faults import DeviceLostError
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.members.messages import Embed, FollowerLaunch, Loaded, Message, Start, Step, encode, receive
 from sie.workers.model_api import Slot
@@ -194,7 +195,7 @@ class Members:
         _log.critical("%s: a follower has ended with status %d, and the group with it", self._model, status)
         if status == -signal.SIGKILL:
             os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(EXIT_STATUS if status == EXIT_STATUS else 1)
+        os._exit(DEVICE_LOST_STATUS if status == DEVICE_LOST_STATUS else 1)
 
 
 def _to_error(model: str, message: Message | None) -> SieError:

@@ -229,7 +229,7 @@ def _attend_runs(query: Tensor, key: Tensor, value: Tensor, boundaries: Boundari
 
 
 def _rectangle(states: Tensor, tokens: slice, count: int) -> Tensor:
-    """View (h, t, d) as the (count, h, length, d) of one run."""
+    """Return a run's part of states (h, t, d) as (count, h, length, d)."""
     return states[:, tokens].unflatten(1, (count, -1)).transpose(0, 1)
 
 

@@ -1,6 +1,6 @@
 """Cuts, normalises and converts the rows of a reply.
 
-Pure NumPy, one call per request. Formulas: SIE API reference, section 5 (rounding is half to even).
+Pure NumPy, one call for all rows of a step with equal options. Formulas: SIE API reference, section 5 (rounding is half to even).
 """
 
 from __future__ import annotations

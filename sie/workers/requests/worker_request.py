@@ -2,7 +2,7 @@
 
 A reply of fixed size is leased before the first step and filled in place. A reply of unknown size stays in
 `sie.workers.requests.ragged` until it is complete, and may then wait for memory. A request gets exactly one terminal
-descriptor: REPLY, or ERROR (with length 0 if its client cancelled it).
+descriptor: REPLY, or ERROR (with length 0 if its client cancelled it or its deadline passed).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.values.errors import SieError, to_wire
 from sie.values.work import ArrayRef, ReplyHeader, WorkHeader
-from sie.values.work_bytes import array_view, decode_header, extent_bytes, plan_arrays, split_extent
+from sie.values.work_bytes import REPLY_TIMES, array_view, decode_header, extent_bytes, plan_arrays, split_extent
 from sie.workers.model_api import Comparison, ImageItem, OutputTensor, Pair, SearchedImage
 from sie.workers.requests.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
 from sie.workers.requests.readers import Reader, reader_of
@@ -31,7 +31,6 @@ from sie.workers.requests.tensors import KeptTensors, read_tensors
 
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
 _encoder = msgspec.msgpack.Encoder()
-_TIMES: Final = struct.Struct("<3q")
 _OUTPUTS: Final = frozenset(("dense", "logits", "tensors", "generate", *RAGGED_OUTPUTS))
 _ROWS: Final = {"encode": "dense", "score": "score", "extract": "logits", "infer": "tensors", "generate": ""}
 """The name of an operation's fixed-size rows in its reply; `infer` and `generate` have none."""
@@ -209,7 +208,7 @@ class Request:
             return self._try_reply_ragged(self.ragged)
         assert self._lease is not None
         assert self._layout is not None
-        _TIMES.pack_into(self._payload, 0, self.started_ns, self.inference_ns, self.postprocessing_ns)
+        REPLY_TIMES.pack_into(self._payload, 0, self.started_ns, self.inference_ns, self.postprocessing_ns)
         self._end(REPLY, self._lease, self._layout.nbytes)
         return True
 
@@ -221,7 +220,7 @@ class Request:
             return False
         payload = begin_extent(lease.view, header)
         ragged.write(payload, plan)
-        _TIMES.pack_into(payload, 0, self.started_ns, self.inference_ns, self.postprocessing_ns)
+        REPLY_TIMES.pack_into(payload, 0, self.started_ns, self.inference_ns, self.postprocessing_ns)
         self._end(REPLY, lease, nbytes)
         return True
 
@@ -247,7 +246,7 @@ class Request:
         self.ended = self.has_failed = True
 
     def drop(self) -> None:
-        """Drop the request because its frontend is gone."""
+        """Drop the request because its frontend is gone. The link frees its memory."""
         self.ended = True
         self._lease = None
         self._close_outputs()
@@ -266,8 +265,7 @@ class Request:
         self.ended = True
         self._lease = None
         self._payload = _NO_BYTES
-        if self.ragged is not None:
-            self.ragged.close()
+        self._close_outputs()
         failpoints.reach("worker.before_reply")
         self.link.reply(kind, self.request_id, lease, length)
 

@@ -56,7 +56,7 @@ class TokenClassifyRunner:
         """Whether the model cannot be separated from its head."""
         self.dtype = dtype
         """Format of the weights: float32, bfloat16 or float16."""
-        self.memory_bytes = model.memory_bytes + model.backbone.compiled_bytes
+        self.memory_bytes = model.memory_bytes + model.backbone.extra_bytes
         self._model = model
 
     def run(self, step: RowStep) -> StepOutputs:
@@ -89,7 +89,7 @@ class PairClassifyRunner:
         self.view: HeadView = view
         self.dtype = dtype
         """Format of the weights: float32, bfloat16 or float16."""
-        self.memory_bytes = model.memory_bytes + model.backbone.compiled_bytes
+        self.memory_bytes = model.memory_bytes + model.backbone.extra_bytes
         self._model = model
 
     def run(self, step: RowStep) -> StepOutputs:

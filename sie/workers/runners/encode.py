@@ -72,7 +72,7 @@ class Backbone:
         return not self.lora_rows.parts and len(batch.input_ids) <= self.compiled_tokens
 
     @property
-    def compiled_bytes(self) -> int:
+    def extra_bytes(self) -> int:
         """Bytes of the weights outside the model's parameters: rounded weights, and those of its compiled form."""
         return self.rounded_bytes + (0 if self.compiled is None else self.compiled.memory_bytes)
 
@@ -155,7 +155,7 @@ class EncodeRunner:
         self._backbone = backbone
         self._head = head
         self.adapters = lora_adapters(backbone, execution)
-        self.memory_bytes = weight_bytes(backbone.model.parameters()) + backbone.compiled_bytes + head.memory_bytes
+        self.memory_bytes = weight_bytes(backbone.model.parameters()) + backbone.extra_bytes + head.memory_bytes
 
     def run(self, step: RowStep) -> StepOutputs:
         """Return the dense rows of a step; see `RowRunner`."""

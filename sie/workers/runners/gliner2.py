@@ -108,7 +108,7 @@ class Gliner2Runner:
 
 
 def limit_cache(processor: Any) -> None:
-    """Keep the tokens of short words only: the library keeps those of 65,536 words, which a client makes as long as it likes."""
+    """Cache the tokens of short words only. The library would cache 65,536 words, each as long as a client makes it."""
     tokenize, kept = processor.tokenizer.tokenize, lru_cache(_CACHED_WORDS)(processor.tokenizer.tokenize)
     processor._tokenize_cached = lambda word: (kept if len(word) <= _CACHED_CHARS else tokenize)(word)
 

@@ -51,7 +51,7 @@ class OutputsRunner:
         self.adapters = lora_adapters(backbone, execution)
         sparse = () if heads.sparse is None else heads.sparse.weights()
         others = (heads.dense, heads.multivector, heads.static_queries)
-        self.memory_bytes = weight_bytes((*backbone.model.parameters(), *sparse)) + backbone.compiled_bytes
+        self.memory_bytes = weight_bytes((*backbone.model.parameters(), *sparse)) + backbone.extra_bytes
         self.memory_bytes += sum(head.memory_bytes for head in others if head is not None)
 
     def run(self, step: RowStep) -> StepOutputs:

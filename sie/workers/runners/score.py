@@ -125,7 +125,7 @@ class ScoreRunner:
         self.view: HeadView = view
         self.dtype = dtype
         """Format of the weights: float32, bfloat16, float16 or int8."""
-        self.memory_bytes = model.memory_bytes + model.backbone.compiled_bytes
+        self.memory_bytes = model.memory_bytes + model.backbone.extra_bytes
         self._model = model
         self._activation = activation
         self._divisor = 1.0 if card.score is None else card.score.divisor

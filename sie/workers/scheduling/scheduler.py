@@ -29,11 +29,10 @@ waits where there is always a short one (docs/decisions/053).
 class State:
     """All waiting items, by model in order of arrival, and the service that each model received.
 
-    served_ns is the time of a model's steps. Tokens would be unfair: one model's token may take a hundred times as long
-    as another's, so equal tokens would give nearly all time to the slowest model. A model that starts to wait again
-    begins at least at the level where the last served model stood before its step. So an idle model
-    does not save up time. A busy model, whose queue is often empty while its step runs, loses none. Source: start-time fair queueing, Goyal,
-    Vin and Cheng, SIGCOMM 1996.
+    served_ns is the time of a model's steps, not their tokens: a token of one model may take a hundred times as long as
+    another's. A model that starts to wait again begins at least where the last served model stood before its step. So
+    an idle model saves up no time, and a busy one whose queue is empty during its step loses none. Source: start-time
+    fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996.
     """
 
     def __init__(self) -> None:

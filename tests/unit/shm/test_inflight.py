@@ -27,8 +27,8 @@ def test_supervisor_reads_what_the_worker_wrote(page: InflightPage) -> None:
         worker.write(step, 10 * step, 7, "step", running, num_tokens=3)
 
         assert page.read() == (step, 10 * step, 7, "step", [(1, 2**64 - 1), (2, step)], 3)
-    worker.write(6, 100, 0, "load")
-    assert page.read() == (6, 100, 0, "load", [], 0)
+    worker.write(6, 100, 0, "step")
+    assert page.read() == (6, 100, 0, "step", [], 0)
     worker.close()
 
 

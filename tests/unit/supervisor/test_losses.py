@@ -1,17 +1,11 @@
 from __future__ import annotations
 
-from sie.supervisor import losses
 from sie.supervisor.losses import DeviceLosses, plan_after_loss, tokens_after_kill
-from sie.workers.device import faults
 
 
 def plans(*at_s: float) -> list[float]:
     own = DeviceLosses()
     return [plan_after_loss(own, now_s, 60.0) for now_s in at_s]
-
-
-def test_worker_says_with_its_status_that_its_device_is_lost():
-    assert (losses.DEVICE_LOST_STATUS, losses.WORN_STATUS) == (faults.EXIT_STATUS, faults.WORN_STATUS)
 
 
 def test_third_loss_within_a_minute_sets_the_device_aside():

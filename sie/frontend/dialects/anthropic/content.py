@@ -164,7 +164,7 @@ def _read_result(block: BlockField, path: str) -> ChatMessage:
     except msgspec.ValidationError as error:
         raise wrong(f"{path}.content", f"must be a text or blocks: {error}") from None
     text = join_text(content, f"{path}.content") if isinstance(content, list) else content
-    return ChatMessage(role="tool", content=text or "", tool_call_id=block.tool_use_id)
+    return ChatMessage(role="tool", content=text or "", tool_call_id=_call_id(block.tool_use_id))
 
 
 def _read_assistant(blocks: Sequence[BlockField], path: str) -> ChatMessage:
@@ -192,7 +192,12 @@ def _read_call(block: BlockField, path: str) -> ToolCall:
         raise wrong(f"{path}.{'name' if block.id else 'id'}", "is required")
     if not NAME.fullmatch(block.name):
         raise wrong(f"{path}.name", "must hold only letters, digits and _.:/-, at most 256")
-    return ToolCall(id=block.id, name=block.name, arguments=_to_json(block.input or {}).decode())
+    return ToolCall(id=_call_id(block.id), name=block.name, arguments=_to_json(block.input or {}).decode())
+
+
+def _call_id(block_id: str) -> str:
+    """Return the id by which all other dialects and stored sessions know the call of a block; the inverse of `reply`."""
+    return f"call_{block_id.removeprefix('toolu_')}" if block_id.startswith("toolu_") else block_id
 
 
 def _text(block: TextBlock, path: str) -> str:

@@ -19,7 +19,7 @@ from sie.values.errors import BadRequest, InputTooLong, SieError
 from sie.values.inference import EncodeRequest, MediaItems
 
 _MOST_ITEMS = 65_536  # the setting's upper bound; the setting itself is checked after decoding
-_MOST_NAMES = 64
+_MOST_LISTED = 64
 _ABSENT = msgspec.Raw(b"")
 
 
@@ -39,7 +39,7 @@ class Item(msgspec.Struct, gc=False):
 
     id: str | None = None
     text: str | None = None
-    images: Annotated[list[Media], msgspec.Meta(max_length=_MOST_NAMES)] | None = None
+    images: Annotated[list[Media], msgspec.Meta(max_length=_MOST_LISTED)] | None = None
     audio: Audio | None = None
     video: Media | None = None
     document: Media | None = None
@@ -47,7 +47,7 @@ class Item(msgspec.Struct, gc=False):
 
 
 class EncodeParams(msgspec.Struct, gc=False):
-    output_types: Annotated[list[str], msgspec.Meta(max_length=_MOST_NAMES)] | None = None
+    output_types: Annotated[list[str], msgspec.Meta(max_length=_MOST_LISTED)] | None = None
     output_dtype: str | None = None
     instruction: str | None = None
     options: msgspec.Raw = _ABSENT

@@ -45,10 +45,12 @@ def replay(body: bytes) -> list[bytes]:
     """Return the events of a response in its current state: all if it has ended, otherwise the first two."""
     made: dict[str, Any] = msgspec.json.decode(body)
     record, output = _record(made), made["output"]
-    if made["status"] in RUNNING:
-        record.apply([Started(0, 0)], 0)
-    else:
-        record.apply([Started(0, 0), *(event for item in output for event in _written(item))], 0)
+    record.apply([Started(0, 0)], 0)
+    if made["status"] not in RUNNING:
+        for item in output:
+            record.apply([*_written(item)], 0)
+            if item["status"] == "completed":
+                record.end_text()  # the next text is an item of its own, if a tool without an item ran before it
         _end(record, made)
     return record.take_unkept()[1]
 

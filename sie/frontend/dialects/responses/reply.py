@@ -235,7 +235,7 @@ class ResponseRecord:
         if not text and (self._open is None or self._open.kind != kind):
             return  # tokens without text do not belong to an item, and do not end one
         if self._open is not None and self._open.kind != kind:
-            self._close_text("completed")
+            self.end_text()
         if self._open is None:
             self._open_text(kind)
         assert self._open is not None
@@ -252,6 +252,11 @@ class ResponseRecord:
         if kind == "message":
             self._emit("response.content_part.added", **self._open.place, content_index=0, part=_text_part("", []))
 
+    def end_text(self) -> None:
+        """End the text that still grows, if there is one: the next text is an item of its own."""
+        if self._open is not None:
+            self._close_text("completed")
+
     def _close_text(self, status: str) -> None:
         assert self._open is not None
         opened, self._open = self._open, None
@@ -266,8 +271,7 @@ class ResponseRecord:
         self._end_item(place, {**opened.item, "status": status, "content": [part]})
 
     def _add_call(self, call: ToolCall) -> None:
-        if self._open is not None:
-            self._close_text("completed")
+        self.end_text()
         namespace, name = self._namespaces.get(call.name, ("", call.name))
         item: Item = {
             "type": "function_call", "id": self._new_id("function_call"), "call_id": call.id, "name": name, "arguments": "",
@@ -284,8 +288,7 @@ class ResponseRecord:
     def _add_progress(self, event: ToolProgress) -> None:
         """Add the items of a call that the server runs. The items of a shell replace its events."""
         item = tool_item(event, f"cntr_{self.id}")
-        if self._open is not None:  # before the call's files, which the next text cites
-            self._close_text("completed")
+        self.end_text()  # before the call's files, which the next text cites
         if event.data.get("tool_type") != "shell":
             self._emit_beside(event)
         if item is None:

@@ -33,10 +33,6 @@ _STREAM_BYTES: Final = 32_768
 class InboxConnection(CallConnection, Protocol):
     """The methods of the connection that its inbox uses."""
 
-    def hold(self, num_bytes: int) -> None:
-        """Count held bytes of messages; negative if released."""
-        ...
-
     def on_left(self) -> None:
         """Close a draining connection if it has no call left."""
         ...

@@ -54,7 +54,7 @@ def prompt_words(task: ExtractTask) -> list[str]:
 
 
 def join_entities(windows: Sequence[Window], found: Sequence[Extraction]) -> list[Entity]:
-    """Return the entities of a text; only entities of one label never overlap."""
+    """Return the entities of a text; those of the same label do not overlap, those of different labels may."""
     labels = dict.fromkeys(entity.label for extraction in found for entity in extraction.entities)
     own = [
         merge_windows(

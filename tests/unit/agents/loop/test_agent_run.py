@@ -37,6 +37,7 @@ from sie.values.generate import (
     Ended,
     Finished,
     GenerateEvent,
+    GenerateReply,
     GenerateRequest,
     GenerateUsage,
     Started,
@@ -224,6 +225,47 @@ def test_a_client_s_call_goes_to_the_client_after_the_server_s_own() -> None:
     assert [event for event in events if isinstance(event, ToolCallDelta)] == [ToolCallDelta(0, 0, mine)]
     assert events[-2] == Finished(0, "tool_calls")
     assert requests == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_round_of_both_kinds_of_calls_keeps_its_text(stream: bool) -> None:
+    """A whole answer lost it: its end came after the server's call, which looked like the end of an earlier round."""
+    mine = call("mine")
+
+    async def read(agent: AgentRun) -> tuple[GenerateReply, list[ChatMessage]]:
+        return await agent.whole(), agent.said
+
+    (reply, said), _ = run([Said("I do both.", call(tools.SHELL), mine)], read, plan=make_plan(stream=stream))
+    (choice,) = reply.choices
+    assert (choice.text, choice.calls, choice.call_places, choice.reason) == ("I do both.", [mine], [10], "tool_calls")
+    assert [(one.role, one.content, [c.name for c in one.tool_calls]) for one in said] == [
+        ("assistant", "I do both.", [tools.SHELL]), ("tool", f"result of {tools.SHELL}", []), ("assistant", None, ["mine"]),
+    ]  # fmt: skip
+
+
+def test_the_messages_of_all_rounds_are_known_at_the_end() -> None:
+    async def read(agent: AgentRun) -> list[ChatMessage]:
+        await agent.gather()
+        return agent.said
+
+    one = call(tools.PYTHON)
+    said, _ = run([Said("look", one), Said("done")], read)
+    assert said == [
+        ChatMessage(role="assistant", content="look", tool_calls=(one,)),
+        ChatMessage(role="tool", content=f"result of {tools.PYTHON}", name=tools.PYTHON, tool_call_id=one.id),
+        ChatMessage(role="assistant", content="done"),
+    ]
+
+
+def test_an_answer_that_continues_its_beginning_is_one_message_for_the_next_round() -> None:
+    begun = [ChatMessage(role="user", content="hi"), ChatMessage(role="assistant", content="I ")]
+    _, requests = run(
+        [Said("look", call(tools.PYTHON)), Said("done")], gather, plan=make_plan(messages=begun, continues=True)
+    )
+    messages = requests[0].messages or []
+    assert [(one.role, one.content) for one in messages[:3]] == [
+        ("user", "hi"), ("assistant", "I look"), ("tool", f"result of {tools.PYTHON}"),
+    ]  # fmt: skip
 
 
 def test_a_client_s_call_alone_runs_nothing() -> None:

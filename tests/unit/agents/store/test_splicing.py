@@ -49,6 +49,13 @@ def test_stored_reasoning_stays_with_a_message_that_the_client_repeats() -> None
     assert splice([*said("u1"), thought], said("u1 a1 u2")) == [*said("u1"), thought, *said("u2")]
 
 
+def test_a_stream_showed_the_texts_of_all_rounds_as_one() -> None:
+    looked = ChatMessage(role="assistant", content="I look. ", tool_calls=CALL.tool_calls)
+    stored = [*said("u1"), looked, RESULT, *said("a1")]
+    joined = ChatMessage(role="assistant", content="I look. a1")
+    assert splice(stored, [*said("u1"), joined, *said("u2")]) == [*stored, *said("u2")]
+
+
 def test_arguments_in_another_form_are_the_same_call() -> None:
     spaced = ChatMessage(role="assistant", content="", tool_calls=(ToolCall(id="c", name="f", arguments="{ }"),))
     assert splice(said("u1 call"), [*said("u1"), spaced, RESULT]) == said("u1 call result")

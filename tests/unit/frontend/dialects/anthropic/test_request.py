@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from sie.agents.store.splicing import splice
 from sie.config.limits import Limits
 from sie.frontend.dialects.anthropic.reply import MessageWriter, encode_message, error_body, error_status
 from sie.frontend.dialects.anthropic.request import decode_messages
+from sie.frontend.dialects.openai.chat_messages import name_results
 from sie.values.errors import BadRequest, Overloaded, SieError
 from sie.values.generate import (
     ChatMessage,
@@ -302,6 +304,19 @@ def test_a_whole_answer_has_its_blocks_in_order() -> None:
     assert (call.id, call.name, call.input) == ("toolu_1", "weather", {"city": "Oslo"})
     assert (message.stop_reason, message.stop_sequence) == ("tool_use", None)
     assert (message.usage.input_tokens, message.usage.output_tokens, message.usage.cache_read_input_tokens) == (9, 4, 2)
+
+
+def test_a_call_has_one_id_in_a_session_and_in_what_its_client_sends_back() -> None:
+    """A stored call had another id than the client's result of it: the result was refused, or the call was there twice."""
+    stored = [ChatMessage(role="user", content="hello"), ChatMessage(role="assistant", tool_calls=(CALL,))]
+    blocks = [block.model_dump() for block in whole(calls=[CALL], reason="tool_calls").content]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": blocks[0]["id"], "content": "4 C"}]}
+    for messages in ([result], [*HELLO, {"role": "assistant", "content": blocks}, result]):
+        continued = splice(stored, decode(session_id="s", messages=messages).messages or [])
+        assert name_results(continued, "messages")[2:] == [
+            ChatMessage(role="tool", content="4 C", name="weather", tool_call_id="call_1")
+        ]
+        assert len(continued) == 3
 
 
 @pytest.mark.parametrize(
