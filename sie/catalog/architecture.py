@@ -144,6 +144,13 @@ def detector_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     return AutoModelForZeroShotObjectDetection
 
 
+def image_to_text_class(model_id: str, config: PretrainedConfig) -> type[Any]:
+    """Return the auto class of a model that generates texts about images, recognised by `sie.catalog.image_to_text`."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText
+
+
 def any_classifier_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     """Return the auto class of a sequence classifier, also with encoder and decoder. Raises ModelLoadFailed."""
     from transformers import AutoModelForSequenceClassification

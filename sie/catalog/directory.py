@@ -15,6 +15,7 @@ from sie.catalog.extraction import count_positions, read_extraction
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.generation import as_generator, is_generator
 from sie.catalog.gli import read_library_card
+from sie.catalog.image_to_text import read_image_to_text
 from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
 from sie.catalog.quantised import read_quantisation
@@ -84,6 +85,9 @@ def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
     detector = read_detector(spec, checkpoint)
     if detector is not None:
         return detector
+    image_to_text = read_image_to_text(spec, checkpoint)
+    if image_to_text is not None:
+        return image_to_text
     if is_static(modules, whole):
         return _static_card(spec, checkpoint, modules)
     static = None

@@ -40,6 +40,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "do_pad": True,
         "resample": 2,
     },
+    "Donut": {**_SIGLIP, "size": {"height": 2560, "width": 1920}, "resample": 2},
 }
 _SUFFIXES = ("Pil", "Fast", "ImageProcessor", "FeatureExtractor")
 _BICUBIC = 3

@@ -41,7 +41,7 @@ _JUDGED_ELSEWHERE: Final = frozenset(
         "overflow_policy", "score_mode", "score_weights", "threshold", "flat_ner", "multi_label",
         "merge_adjacent_entities", "relation_labels", "relation_threshold", "classification_type", "label_groups",
         "examples", "hypothesis_template", "aggregation_strategy", "stride", "box_threshold", "text_threshold",
-        "score_threshold", "function_to_apply", "top_k", "operating_point",
+        "score_threshold", "function_to_apply", "top_k", "operating_point", "task", "max_new_tokens", "num_beams",
     }
 )  # fmt: skip
 """Options whose values are checked by their operation instead of this file."""

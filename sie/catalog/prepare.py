@@ -23,6 +23,7 @@ from sie.catalog.files import open_checkpoint, refuse
 from sie.catalog.generation import finish_generator
 from sie.catalog.gguf_file import find_gguf
 from sie.catalog.hub import CONFIGURATION, Progress, fetch, find_cached
+from sie.catalog.image_to_text import finish_image_to_text
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
 from sie.catalog.spec import ModelSpec, RepositoryModel, check_model_id
 from sie.catalog.text_ends import with_text_ends
@@ -117,7 +118,7 @@ def _prepare(request: Request, on_progress: Progress) -> ModelCard:
         on_progress(1.0, "converting the tokenizer")
         path = convert_tokenizer(card.id, card.directory, request.cache_dir)
         card = msgspec.structs.replace(card, tokenizer_file=path)
-    card = with_text_ends(card, request.cache_dir)
+    card = finish_image_to_text(with_text_ends(card, request.cache_dir), request.cache_dir)
     if card.score is not None and card.score.from_chat:
         on_progress(1.0, "reading the chat template")
         score = msgspec.structs.replace(card.score, template=read_pair_template(card))

@@ -18,7 +18,7 @@ import msgspec
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.generation import read_special_tokens
 from sie.values.card import ModelCard
-from sie.values.extract import Detection, TokenClassification
+from sie.values.extract import Detection, ImageToText, TokenClassification
 
 SETTING: Final = "ignore_remote_code"
 _POOLINGS: Final = {"avg": "mean", "cls": "cls", "last": "lasttoken"}
@@ -93,7 +93,7 @@ def replace_remote_code(card: ModelCard, adapter: str | None = None) -> ModelCar
         card = msgspec.structs.replace(card, skips_prompt=True)
     if code.names_pooling:
         _check_pooling(card, config)
-    changes = _config_changes(card.id, reference, code, config)
+    changes = card.config_changes | _config_changes(card.id, reference, code, config)
     card = msgspec.structs.replace(
         card, config_part=code.part, config_changes=changes, weight_names=code.weights, layers=code.layers
     )
@@ -114,6 +114,8 @@ def whole_config(config: dict[str, Any]) -> dict[str, Any]:
 def _auto_class(card: ModelCard) -> str:
     """Return the auto class that transformers would use to build the model."""
     if card.kind == "causal-reranker":
+        return "AutoModelForCausalLM"
+    if isinstance(card.extract, ImageToText):
         return "AutoModelForCausalLM"
     if isinstance(card.extract, Detection):
         return "AutoModelForZeroShotObjectDetection"

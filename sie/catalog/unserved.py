@@ -7,8 +7,7 @@ from typing import Any, Final
 from sie.catalog.files import Checkpoint, refuse
 
 _KINDS: Final = {
-    "Florence-2, tasks on images by prompts": ("florence2",),
-    "Donut or TrOCR, images to text": ("vision-encoder-decoder", "donut-swin", "trocr", "nougat", "pix2struct"),
+    "TrOCR, Nougat or Pix2Struct, images to text": ("donut-swin", "trocr", "nougat", "pix2struct"),
     "ColPali, multivectors of image patches": ("colpali", "colqwen2", "colmodernvbert"),
     "SAM, masks of images": (
         "sam", "sam2", "sam2_video", "sam3", "sam3_lite_text", "sam3_tracker", "sam3_tracker_video", "sam3_video",

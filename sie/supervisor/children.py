@@ -249,7 +249,7 @@ class Children:
     # --- start ----------------------------------------------------------------------------------------------------
 
     def _start(self, child: Child) -> None:
-        if self.is_stopping:
+        if self.is_stopping or (self.is_draining and child.role == "frontend"):
             child.state = "gone"
             return
         launch = msgspec.structs.replace(

@@ -32,12 +32,17 @@ class Reloader:
     """Runs one reload at a time. A request during a reload starts another one after it."""
 
     def __init__(
-        self, read: Callable[[], Reading], apply: Callable[[Plan, Models], tuple[str, ...]], systemd: SystemdReporter
-    ) -> None:
-        """`read` raises SettingsError or StartError; `apply` returns descriptions of the changes it could not make."""
+        self, read: Callable[[], Reading], apply: Callable[[Plan, Models], tuple[str, ...]], systemd: SystemdReporter,
+        lock: asyncio.Lock,
+    ) -> None:  # fmt: skip
+        """`read` raises SettingsError or StartError; `apply` returns descriptions of the changes it could not make.
+
+        lock is held from before `read` until after `apply`.
+        """
         self._read = read
         self._apply = apply
         self._systemd = systemd
+        self._lock = lock
         self._is_due = asyncio.Event()
         self.error = ""
         """The reason why the latest reload failed; empty after a success or before the first reload."""
@@ -52,16 +57,20 @@ class Reloader:
             await self._is_due.wait()
             self._is_due.clear()
             self._systemd.reloading(time.monotonic())
-            try:
-                reading = await asyncio.to_thread(self._read)
-            except (SettingsError, StartError) as error:
-                self.error = str(error)
-                _log.error("the settings in force stay: %s", error)  # without a traceback: the message is enough
-            else:
-                self.error = ""
-                self._take_over(running(), reading)
+            async with self._lock:
+                await self._reload(running)
             on_done()
             self._systemd.reloaded()
+
+    async def _reload(self, running: Callable[[], Settings]) -> None:
+        try:
+            reading = await asyncio.to_thread(self._read)
+        except (SettingsError, StartError) as error:
+            self.error = str(error)
+            _log.error("the settings in force stay: %s", error)  # without a traceback: the message is enough
+        else:
+            self.error = ""
+            self._take_over(running(), reading)
 
     def _take_over(self, running: Settings, reading: Reading) -> None:
         plan = plan_reload(running, reading.settings)

@@ -69,13 +69,14 @@ class Renewal:
             self._on_problem(problem)
 
     async def _roll(self) -> bool:
-        """Replace every HTTP frontend. Return whether all serve with the new files; False if the server stops."""
+        """Replace every HTTP frontend, also a gateway's. Return whether all serve with the new files; False if the server stops."""
         children, stand_in = self._children, self._children.stand_in
         children.send_all(children.frontends, self._files.message)  # the gRPC frontend applies it without a restart
         if stand_in is None or not await self._start(stand_in):
             return False
         is_done = True
-        for frontend in [child for child in children.frontends if child.protocol == "http" and child is not stand_in]:
+        behind_granian = [child for child in children.frontends if child.protocol == stand_in.protocol]
+        for frontend in [child for child in behind_granian if child is not stand_in]:
             if frontend.state == "gone":
                 continue
             await self._retire(frontend)

@@ -104,7 +104,9 @@ class Supervisor:
         self._own_models = models
         self._shared = messages.TakeConfigs("", ())
         """What the cluster shares, as its puller told last."""
-        self._reloader = Reloader(lambda: self._with_shared(reread()), self._apply, self._systemd)
+        self._reading = asyncio.Lock()
+        """Held from before a list of models is read until it is in force: one read beside it would be undone."""
+        self._reloader = Reloader(lambda: self._with_shared(reread()), self._apply, self._systemd, self._reading)
         self._renewal = None if certificates is None else Renewal(
             certificates, self._children, on_problem=self._loads.set_tls_error, timeouts_s=self._timeouts_s
         )  # fmt: skip
@@ -320,10 +322,11 @@ class Supervisor:
     async def _take_configs(self, child: Child, message: messages.TakeConfigs) -> None:
         """Make the cluster's models and profiles those of this host, and tell the puller when they are."""
         self._shared = message
-        models, refused = await asyncio.to_thread(add_configs, self._own_models, message.configs, self._settings)
-        if self._shared is not message:
-            return  # a later message is under way
-        left = self._loads.replace(models)
+        async with self._reading:
+            if self._shared is not message:
+                return  # a later message is under way
+            models, refused = await asyncio.to_thread(add_configs, self._own_models, message.configs, self._settings)
+            left = self._loads.replace(models)
         for model, reason in refused.items():
             _log.warning("the cluster's configuration of %s is refused: %s", model, reason)
         if left:

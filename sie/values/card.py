@@ -285,6 +285,8 @@ class ImageRule(msgspec.Struct, frozen=True, kw_only=True):
     """With keep_aspect, the limit of the longer side, without a crop; 0: the centre is cropped."""
     square: int = 0
     """Side of the square to which the worker pads and resizes; the image is sent in its own size. 0: no square."""
+    frames: bool = False
+    """With keep_aspect, whether the image is resized further to fit into height and width, with black around it."""
     resample: int = 3
     """Pillow's filter number: 0 nearest, 1 Lanczos, 2 bilinear, 3 bicubic, 4 box, 5 Hamming."""
     rescale_factor: float = 1.0

@@ -12,8 +12,9 @@ import msgspec
 ReadsForm = Literal["tokens", "pairs", "text", "image"]
 """The form in which a worker gets an item. tokens: one sequence for each window of the text; pairs: one sequence for
 each label, or for each text with the text beside it; text: its UTF-8; image: its pixels. With tokens and pairs, a worker gets more items than the client sent."""
-GivesForm = Literal["extract", "token_logits", "logits", "boxes"]
-"""The form of a worker's answer (`sie.values.work.ReplyHeader`): whole extractions, or numbers to decode."""
+GivesForm = Literal["extract", "token_logits", "logits", "boxes", "generated"]
+"""The form of a worker's answer (`sie.values.work.ReplyHeader`): whole extractions, or numbers to decode.
+generated: token ids."""
 
 OVERFLOW_POLICIES = ("default", "error", "truncate_text")
 AGGREGATION_STRATEGIES = ("none", "simple", "first", "average", "max")
@@ -129,6 +130,10 @@ class ExtractTask(msgspec.Struct, array_like=True, frozen=True):
     operating_point: str | None = None
     by_class: bool = False
     """Whether each class of a classifier is returned, in the order of the classes."""
+    task: str | None = None
+    """The task of a model that generates text about an image, such as `<OD>`."""
+    max_new_tokens: int | None = None
+    num_beams: int | None = None
 
 
 class StubExtract(msgspec.Struct, frozen=True, kw_only=True, tag="stub"):
@@ -313,7 +318,34 @@ _OWL_OPTIONS = frozenset({"threshold", "score_threshold", "overflow_policy"})
 _GROUNDING_OPTIONS = frozenset({"box_threshold", "text_threshold", "instruction", "overflow_policy"})
 
 
-ExtractRule = StubExtract | TokenClassification | TextClassification | ZeroShot | Gliner | Gliclass | Detection
+class ImageToText(msgspec.Struct, frozen=True, kw_only=True, tag="image_to_text"):
+    """Text that an encoder and a decoder generate of an image and a prompt, read by the task: Florence-2 or Donut.
+
+    An item is one image; all items of a request share the prompt. Florence-2's encoder reads the prompt, Donut's
+    decoder begins with it. Each next token is the likeliest one (greedy).
+    """
+
+    reads: ClassVar[ReadsForm] = "image"
+    gives: ClassVar[GivesForm] = "generated"
+    options: ClassVar[frozenset[str]] = frozenset({"task", "max_new_tokens", "num_beams", "instruction"})
+    needs_labels: ClassVar[bool] = False
+
+    family: Literal["florence2", "donut"]
+    max_new_tokens: int
+    """Most tokens of an answer, and the default of the option with this name."""
+    start_ids: tuple[int, ...] = ()
+    """Tokens that every answer begins with; only the first one is no part of the answer. Empty for Donut."""
+    end_ids: tuple[int, ...]
+    last_id: int | None = None
+    """The token that an answer of max_new_tokens ends with; None: any."""
+    forbidden_ids: tuple[int, ...] = ()
+    no_repeat_ngram: int = 0
+    """Sequences of this many tokens occur only once in an answer; 0: any."""
+
+
+ExtractRule = (
+    StubExtract | TokenClassification | TextClassification | ZeroShot | Gliner | Gliclass | Detection | ImageToText
+)
 """A model's extraction rule, one type for each family. Every family has these class attributes:
 
 reads, gives       the form in which the worker gets an item, and the form of its answer

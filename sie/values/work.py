@@ -75,6 +75,7 @@ class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
         boxes         `boxes_offsets` int32 (n + 1,), `boxes` float32 (b, 5 + k): score, centre x and y, width, height
                       as fractions of the model's image; then the number of the query (k = 1), or the score of each
                       token of the query text
+        generated     `generated_offsets` int32 (n + 1,), `generated` int32 (t,): each answer's tokens, without its end
     or `score` float32 (n, 1), in which the row of a query is 0, or `logits` float32 (n, classes). In replies of dense
     rows or scores, all changing values are in the arrays. So the header's bytes are the same for every such reply of
     one shape, and are encoded and decoded once.

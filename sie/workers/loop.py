@@ -30,7 +30,15 @@ from sie.workers.generation.engines import Generators
 from sie.workers.loading.adapters import AdapterHost
 from sie.workers.loading.hosting import Host
 from sie.workers.model_api import Runner
-from sie.workers.operations import by_operation, forward, refusal, row_layout, waiting_items
+from sie.workers.operations import (
+    begin_again,
+    by_operation,
+    forward,
+    refusal,
+    row_layout,
+    take_unfinished,
+    waiting_items,
+)
 from sie.workers.recovery import Recovery
 from sie.workers.requests.frontend_link import FrontendLink
 from sie.workers.requests.joining import Joining
@@ -386,6 +394,7 @@ class Loop:
             self._forward(runner, card, items, num_tokens)
         except Exception as error:
             is_usual = False
+            begin_again(items)
             self._recovery.recover(runner, card, items, error)
         # Skipped if an error ends the worker: its page must still name the running step.
         ended_ns = time.monotonic_ns()
@@ -411,6 +420,8 @@ class Loop:
         outputs = forward(runner, items)
         ran_ns = time.monotonic_ns() - started_ns
         self._replies.put(card, items, outputs, ran_ns)
+        if outputs.generated is not None and (unfinished := take_unfinished(items, outputs.generated)):
+            self._state.requeue(card.id, unfinished)
         self._send_replies()
         if outputs.tensors is not None:
             times = compute_times(outputs.tensors, ran_ns, time.monotonic_ns() - started_ns)

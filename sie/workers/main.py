@@ -27,7 +27,7 @@ from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.values.card import ModelCard
-from sie.values.extract import Detection, Gliclass, Gliner
+from sie.values.extract import Detection, Gliclass, Gliner, ImageToText
 from sie.workers import stall_notices
 from sie.workers.device.faults import DeviceLostError, GroupLostError, WornError, set_device
 from sie.workers.device.memory import measure
@@ -182,6 +182,7 @@ def _builder(
                 load_encoder,
                 load_extractor,
                 load_generator,
+                load_image_to_text,
                 load_scorer,
             )
             from sie.workers.loading.shared_weights import load_shared
@@ -209,6 +210,8 @@ def _builder(
                 return load_dual_encoder(card, device, dtype, progress)
             if isinstance(card.extract, Detection):
                 return load_detector(card, device, dtype, progress)
+            if isinstance(card.extract, ImageToText):
+                return load_image_to_text(card, device, dtype, progress)
             if card.extract is not None:
                 return load_extractor(card, device, dtype, progress)
             return (load_encoder if card.score is None else load_scorer)(card, device, dtype, progress)

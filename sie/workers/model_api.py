@@ -31,16 +31,21 @@ class ImageItem(NamedTuple):
     images: tuple[NDArray[np.uint8], ...]
 
 
-class SearchedImage(NamedTuple):
-    """One image and the queries to find in it.
+class SearchedImage:
+    """One image and the queries to find in it, or the prompt of a text about it.
 
-    queries are token ids (t_i,) int32: one array for each label, or one for a text of all labels. All images of a
-    request share the tuple. key is equal exactly if the queries are.
+    queries are token ids (t_i,) int32: one array for each label, or one for a text of all labels or a prompt. All
+    images of a request share the tuple. key is equal exactly if the queries are.
     """
 
-    pixels: NDArray[np.uint8]
-    queries: tuple[NDArray[np.int32], ...]
-    key: bytes
+    __slots__ = ("__weakref__", "is_running", "key", "pixels", "queries")
+
+    def __init__(self, pixels: NDArray[np.uint8], queries: tuple[NDArray[np.int32], ...], key: bytes) -> None:
+        self.pixels = pixels
+        self.queries = queries
+        self.key = key
+        self.is_running = False
+        """Whether the runner holds a part of its answer, so that its next step does not see the image again."""
 
 
 class Adapters(Protocol):
@@ -133,8 +138,9 @@ class StepOutputs(NamedTuple):
     (e,) int32, ascending, and values (e,) float32, positive and finite (`sparse`). With rounding `rows` it is rows
     (r, d) float32, not normalised (`multivector`). scores (n, 1) float32, from pairs or comparisons, come without other
     outputs. So do an extractor's outputs: extract with one value an item, token_logits (t_i, classes) float32 for each
-    item, boxes (b_i, 5 + k) float32 for each item, or logits (n, classes) float32. tensors, also alone, holds the
-    wanted outputs of each infer request.
+    item, boxes (b_i, 5 + k) float32 for each item, logits (n, classes) float32, or generated with the token ids (t_i,)
+    int32 of each item whose answer is complete; the other items, with None, are to run again. tensors, also alone,
+    holds the wanted outputs of each infer request.
     """
 
     dense: NDArray[np.float32] | None = None
@@ -145,6 +151,7 @@ class StepOutputs(NamedTuple):
     logits: NDArray[np.float32] | None = None
     tensors: TensorOutputs | None = None
     boxes: Sequence[NDArray[np.float32]] | None = None
+    generated: Sequence[NDArray[np.int32] | None] | None = None
 
 
 Forward = Literal["encode", "score", "compare", "extract"]
@@ -175,6 +182,9 @@ class RowRunner(Protocol):
 
     def run(self, step: RowStep) -> StepOutputs:
         """Return the outputs that the items want, from one forward pass; the caller owns the arrays.
+
+        Items without an answer in `StepOutputs.generated` come again in the next step. Those of them that do not are
+        wanted no more.
 
         Dense rows come without the checkpoint's last normalisation. An item without tokens gets zeros, no entries and
         no vectors. A comparison keeps its query for the documents of later steps; the query's own score is 0, and a

@@ -5,6 +5,7 @@ Pure except for the call of the runner.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -120,6 +121,25 @@ def forward(runner: Any, items: list[WaitingItem]) -> StepOutputs:
     loras = _loras(headers) if operation == "encode" and getattr(runner, "adapters", None) else ()
     tasks = [_task_of(header.task) for header in headers] if operation == "extract" and headers[0].task else ()
     return runner.run(RowStep(operation, inputs, headers, loras, tasks))
+
+
+def take_unfinished(items: list[WaitingItem], generated: Sequence[object]) -> list[WaitingItem]:
+    """Return the items that have to run again, and mark those of which the runner holds a part of the answer.
+
+    generated as in `StepOutputs`.
+    """
+    unfinished = [item for item, ids in zip(items, generated, strict=True) if ids is None]
+    for item in unfinished:
+        item.is_running = item.request.inputs[item.index].is_running
+        item.num_tokens = 0 if item.is_running else item.request.costs[item.index]
+    return [item for item in unfinished if not item.request.ended]
+
+
+def begin_again(items: list[WaitingItem]) -> None:
+    """Give the items of a failed step their cost back: the runner has dropped what it held of their answers."""
+    for item in items:
+        if item.is_running:
+            item.is_running, item.num_tokens = False, item.request.costs[item.index]
 
 
 def _loras(headers: list[WorkHeader]) -> list[str] | tuple[()]:

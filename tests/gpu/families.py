@@ -20,6 +20,7 @@ from tests.unit.detection_checkpoints import FAMILIES as DETECTORS
 from tests.unit.detection_checkpoints import save_detector
 from tests.unit.dual_checkpoints import FAMILIES as DUAL_ENCODERS
 from tests.unit.dual_checkpoints import save_dual_encoder
+from tests.unit.image_to_text_checkpoints import save_donut, save_florence
 from tests.unit.workers.conftest import FAMILIES as ENCODERS
 from tests.unit.workers.conftest import save_checkpoint
 from tests.unit.workers.generation.test_parity import SERVED as GENERATORS
@@ -117,6 +118,8 @@ FAMILIES: dict[str, Family] = {
     **{f"label pairs {name}": _extractor("label pairs", name) for name in ("bert", "roberta")},
     **{f"dual {name}": Family("dual", partial(save_dual_encoder, family=name)) for name in DUAL_ENCODERS},
     **{f"detector {name}": Family("detector", partial(save_detector, family=name)) for name in DETECTORS},
+    "image to text florence2": Family("image to text", partial(save_florence, by_authors=True)),
+    "image to text donut": Family("image to text", save_donut),
     **{
         f"gliner {name}": Family("gliner", partial(save_gliner, encoder="bert", variant=name)) for name in GLINER_VARIANTS
     },

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -24,10 +25,11 @@ from sie.frontend.inputs.tokenize import Tokenizer
 from sie.frontend.operations.extraction.boxes import BoxReading
 from sie.frontend.operations.extraction.gliclass import LabelReading
 from sie.frontend.operations.extraction.gliner import WindowReading
+from sie.frontend.operations.extraction.image_texts import PromptReading
 from sie.frontend.operations.extraction.label_pairs import PairReading
 from sie.frontend.operations.extraction.token_labels import TokenReading
 from sie.values.card import AdapterSpec, ModelCard
-from sie.values.extract import Detection, ExtractTask, Gliclass, Gliner
+from sie.values.extract import Detection, ExtractTask, Gliclass, Gliner, ImageToText
 from sie.values.work import TensorForm, TensorTask, WorkHeader
 from sie.workers.loading import loader
 from sie.workers.loading.libraries import load_gliclass, load_gliner
@@ -125,6 +127,8 @@ def _build(card: ModelCard, device: str, dtype: Any) -> Any:
             return load_gliclass(card, device, dtype, _no_progress)
         case Detection():
             return loader.load_detector(card, device, dtype, _no_progress)
+        case ImageToText():
+            return loader.load_image_to_text(card, device, dtype, _no_progress)
         case None:
             pass
         case _:
@@ -259,6 +263,23 @@ def _run_boxes(model: Model, inputs: list[Any]) -> Answer:
     return [[np.sort(rows[:, :5], axis=0)] for rows in found]
 
 
+def _seen(model: Model) -> list[Any]:
+    reading = PromptReading(model.card.extract, ExtractTask(), model.tokenizer)
+    (_, ids), _ = reading.prepare(reading.texts)
+    return [SearchedImage(prepare_image(picture, model.card.image), (ids,), b"") for picture in pictures()]
+
+
+def _write_about(model: Model, inputs: list[Any]) -> Answer:
+    """Return the logits behind each of some tokens, the same for every device."""
+    with torch.inference_mode():
+        memory = model.runner._decoder.begin(*model.runner._encode(inputs))
+        steps = [
+            model.runner._decoder.step(memory, [5 + 7 * token] * len(inputs), [token] * len(inputs)).float().cpu()
+            for token in range(NUM_DECODED)
+        ]
+    return [[np.stack([step[place].numpy() for step in steps])] for place in range(len(inputs))]
+
+
 def _load_generator(directory: Path, device: str, dtype: str) -> Model:
     return Model(load(directory, device=device, dtype=dtype, max_sequences=4))
 
@@ -321,6 +342,9 @@ KINDS = {
     "dual": Kind(load_by_card, _dual_inputs, _run_dual, by_cosine, _IMAGES),
     "detector": Kind(
         load_by_card, _searched, _run_boxes, by_level, {"float32": 1e-2, "float16": 5e-2, "bfloat16": 1e-1}
+    ),
+    "image to text": Kind(
+        load_by_card, _seen, _write_about, by_spread, {"float32": 5e-3, "float16": 5e-2, "bfloat16": 2e-1}
     ),
     "program": Kind(_load_program, _tensor_inputs, _run_tensors, by_level, {"float32": 1e-4}),
     "generator": Kind(_load_generator, _prompts, _generate, **_LOGITS),

@@ -12,7 +12,7 @@ from tests.gpu.families import FAMILIES, Family
 from tests.gpu.kinds import KINDS, Answer, Kind, Model
 
 HALF = ("bfloat16", "float16")
-ON_A_CPU = ("encoder bert", "encoder gemma3_text", "bge-m3", "adapter", "scorer bert", "detector owlvit", "program",
+ON_A_CPU = ("encoder bert", "encoder gemma3_text", "bge-m3", "adapter", "scorer bert", "detector owlvit", "program", "image to text florence2",
             "generator gemma3")  # fmt: skip
 """Rows that every run of the tests tries on a CPU, so that the comparison itself is known to work."""
 

@@ -18,6 +18,7 @@ from typing import Self
 import pytest
 
 from tests.process.harness import WAIT_S, Server, eventually, free_port, start_server
+from tests.process.nats_harness import start_gateway, start_nats
 from tests.process.notify_socket import ServiceManager
 from tests.process.test_listen import openssl
 from tests.process.wire import raw_request
@@ -241,6 +242,15 @@ def test_renewal_under_a_flood_of_connections_ends_and_breaks_no_request(issued,
         assert set(clients.outcomes) <= {"told to connect anew"}, clients.outcomes
         eventually(lambda: len(server.frontends()) == 1, "no frontend more")
         eventually(lambda: count_fds(supervisor) == num_fds, "no descriptor more")
+
+
+def test_a_gateway_takes_a_renewed_certificate(issued, served):
+    """The log said that every frontend serves with it, and each served with the old one until the next start."""
+    with start_nats() as nats, start_gateway(nats.url, *flags(served)[len(STUB) :]) as gateway:
+        assert shown(gateway.port) == der(issued, "old")
+        put(issued, served, "new")
+        gateway.log_line("certificate renewed", WAIT_S)
+        assert all(shown(gateway.port) == der(issued, "new") for _ in range(10))
 
 
 def test_broken_certificate_changes_nothing_and_is_reported(issued, served):

@@ -28,7 +28,7 @@ _LEASE_NS: Final = 1_000_000_000
 _HELD_NS: Final = 3_000_000_000
 """After this time without a renewal, the requests under way of a gateway count no more: it is gone."""
 _PAUSE_NS: Final = 50_000_000
-"""How long a gateway that got less than it wanted does not ask again."""
+"""How long a gateway does not ask again when there was no more."""
 _SHORTEST_S: Final = 0.05
 _WAIT_S: Final = 1.0
 _TOKEN_SHARE: Final = 100
@@ -38,13 +38,22 @@ class KeyUse(msgspec.Struct, array_like=True, frozen=True):
     """What all gateways have leased of one key's limits; times in ns on the clock of the NATS server.
 
     requests_ns and tokens_ns are the times at which the buckets of both rates were or will be empty. running has, by
-    gateway process, the requests that it may have under way, and until when.
+    gateway process, the requests that it may have under way, and until when. written_ns is the time of the change.
     """
 
     version: int = VERSION
     requests_ns: int = 0
     tokens_ns: int = 0
     running: dict[str, tuple[int, int]] = {}
+    written_ns: int = 0
+
+    def seen_at(self, now_ns: int) -> KeyUse:
+        """Return it on a clock that has stepped back since it was written: else it would owe for the length of the step."""
+        ahead_ns = self.written_ns - now_ns
+        if ahead_ns <= 0:
+            return self
+        running = {name: (count, ends_ns - ahead_ns) for name, (count, ends_ns) in self.running.items()}
+        return KeyUse(VERSION, self.requests_ns - ahead_ns, self.tokens_ns - ahead_ns, running, now_ns)
 
 
 _decoder: Final = msgspec.msgpack.Decoder(KeyUse)
@@ -75,7 +84,7 @@ class KeyLeases:
         if holder is None or not holder.is_limited:
             return
         now_ns = time.monotonic_ns()
-        if not (self._connection.is_connected and self._connection.clock.is_set):
+        if not self._is_shared:
             holder.end_lease(now_ns)
             return
         share = self._shares.get(holder)
@@ -84,8 +93,16 @@ class KeyLeases:
         share.num_arrived += 1
         if share.lock.locked() or _is_due(holder, share, now_ns):
             async with share.lock:
-                if _is_due(holder, share, time.monotonic_ns()):
+                now_ns = time.monotonic_ns()
+                if not self._is_shared:  # any more
+                    holder.end_lease(now_ns)
+                elif _is_due(holder, share, now_ns):
                     await self._exchange(holder, share, is_asked=True)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the documents can be reached; otherwise each gateway counts by itself."""
+        return self._connection.is_connected and self._connection.clock.is_set
 
     async def tick(self) -> None:
         """Give back what was leased and not used, and tell of what runs on; called each second."""
@@ -107,23 +124,27 @@ class KeyLeases:
         wanted = max(1, math.ceil(share.num_arrived / elapsed_s)) if is_asked else 0
         left, spent = lease.num_requests, lease.num_tokens
         lease.num_requests = lease.num_tokens = lease.max_running = 0
-        share.asked_ns, share.num_arrived, share.pause_ns = now_ns, 0, now_ns + _PAUSE_NS
+        share.asked_ns, share.num_arrived = now_ns, 0
         lease.ends_ns = now_ns + _LEASE_NS
-        granted = 0
+        granted = free = 0
 
         def edit(known: KeyUse) -> KeyUse:
-            nonlocal granted
+            nonlocal granted, free
             server_ns = self._connection.clock.to_server(time.monotonic_ns())
-            requests_ns, granted = _take(holder.key.requests_per_minute, known.requests_ns, left, wanted, server_ns)
-            tokens_ns, _ = _take(holder.key.tokens_per_minute, known.tokens_ns, -spent, 0, server_ns)
+            known = known.seen_at(server_ns)
+            requests_ns, granted, free = _take(
+                holder.key.requests_per_minute, known.requests_ns, left, wanted, server_ns
+            )
+            tokens_ns, *_ = _take(holder.key.tokens_per_minute, known.tokens_ns, -spent, 0, server_ns)
             running = self._running(holder, known, server_ns, is_asked=is_asked)
-            return KeyUse(VERSION, requests_ns, tokens_ns, running)
+            return KeyUse(VERSION, requests_ns, tokens_ns, running, server_ns)
 
         try:
             use = await asyncio.wait_for(share.document.change(edit), _WAIT_S)
         except (SieError, TimeoutError) as error:  # what was left is lost: it may be given back already
             _log.debug("key %s is counted by this gateway alone: %s", holder.key.name, error or "no answer")
             lease.num_tokens += spent
+            now_ns = time.monotonic_ns()  # those who waited meanwhile must not ask one after another
             share.pause_ns = now_ns + _LEASE_NS
             holder.end_lease(now_ns)
             return
@@ -136,8 +157,10 @@ class KeyLeases:
         if holder.token_bucket is not None:
             holder.token_bucket.empty_ns = to_local(use.tokens_ns)
             holder.token_bucket.spend(lease.num_tokens, now_ns)
-        if granted >= wanted and (lease.max_running > holder.num_running or holder.key.max_concurrent is None):
-            share.pause_ns = now_ns
+        has_more = granted >= wanted or granted < free
+        can_run = lease.max_running > holder.num_running or holder.key.max_concurrent is None
+        if is_asked and not (has_more and can_run):
+            share.pause_ns = now_ns + _PAUSE_NS
 
     def _running(self, holder: KeyHolder, known: KeyUse, now_ns: int, *, is_asked: bool) -> dict[str, tuple[int, int]]:
         """Return the requests under way that each gateway may have: ours some more than it has, if they are free."""
@@ -167,18 +190,18 @@ def _is_due(holder: KeyHolder, share: _Share, now_ns: int) -> bool:
     )
 
 
-def _take(per_minute: int | None, empty_ns: int, left: int, wanted: int, now_ns: int) -> tuple[int, int]:
+def _take(per_minute: int | None, empty_ns: int, left: int, wanted: int, now_ns: int) -> tuple[int, int, int]:
     """Give back what is left to a rate, and take of it what is wanted, but leave others a half of more than one.
 
-    Returns the time at which its bucket is empty, and how much was taken. A negative left is taken whatever is there. None is
-    a rate without a limit.
+    Returns the time at which its bucket is empty, how much was taken, and how much there was. A negative left is taken
+    whatever is there. None is a rate without a limit.
     """
     if per_minute is None:
-        return 0, wanted
+        return 0, wanted, wanted
     bucket = TokenBucket(per_minute, now_ns)
     bucket.empty_ns = max(bucket.empty_ns, empty_ns)
     bucket.spend(-left, now_ns)
     free = bucket.remaining(now_ns)
     taken = min(wanted, free, max(1, free // 2))
     bucket.spend(taken, now_ns)
-    return bucket.empty_ns, taken
+    return bucket.empty_ns, taken, free

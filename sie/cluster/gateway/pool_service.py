@@ -134,7 +134,8 @@ class PoolService:
             old = known.pools.get(name)
             now_ns = self._now_ns()
             old = None if old is not None and old.is_expired(now_ns) else old
-            if old is None and len(known.pools) >= self._settings.max_pools:
+            others = [pool for pool in known.pools.values() if pool.name != name and not pool.is_expired(now_ns)]
+            if old is None and len(others) >= self._settings.max_pools:
                 raise BadRequest(f"The cluster has max_pools ({self._settings.max_pools}) pools")
             pool = make_pool(asked, old, self._settings.pool_ttl_s, now_ns)
             _check_caps(pool)

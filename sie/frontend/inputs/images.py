@@ -40,6 +40,8 @@ _TILE_SIZE: Final = (322, 323)
 """Tags of a TIFF: width and height of its tiles."""
 _MAX_SLIVER: Final = 32
 """An image is a sliver if it grows to over this many times the target's area before the centre is cut out."""
+_MAX_FRAMES: Final = 4
+"""Pixels of an image between the two steps of resizing into a frame, in frames."""
 _MAX_REDUCTION: Final = 8
 """Most times the square's side that an image may measure before the worker makes it square; bounds its work."""
 _STRIP_PIXELS: Final = 1 << 20
@@ -154,6 +156,8 @@ def prepare_image(image: Image.Image, rule: ImageRule) -> NDArray[np.uint8]:
     full_height, full_width = resized_size(height, width, rule)
     top, left = (full_height - rule.height) // 2, (full_width - rule.width) // 2
     resample = Image.Resampling(rule.resample)
+    if rule.frames:
+        return _framed(image, rule, (full_height, full_width), resample)
     part = (left, top, left + rule.width, top + rule.height)
     if full_height * full_width <= _MAX_SLIVER * rule.height * rule.width:
         resized = image.resize((full_width, full_height), resample).crop(part)
@@ -162,6 +166,37 @@ def prepare_image(image: Image.Image, rule: ImageRule) -> NDArray[np.uint8]:
         box = (part[0] * x, part[1] * y, min(part[2] * x, width), min(part[3] * y, height))
         resized = image.resize((rule.width, rule.height), resample, box=box)
     return np.asarray(resized, np.uint8)
+
+
+def _framed(
+    image: Image.Image, rule: ImageRule, size: tuple[int, int], resample: Image.Resampling
+) -> NDArray[np.uint8]:
+    """Return the image resized to size, then to fit into the rule's frame, with black around it.
+
+    For an image over five times as long as wide only the second step is done. Source: transformers 5.23 image_processing_pil_donut.py.
+    """
+    height, width = size
+    if height * width <= _MAX_FRAMES * rule.height * rule.width:
+        image = image.resize((width, height), resample)
+    height, width = framed_size(height, width, rule)
+    if image.size != (width, height):
+        image = image.resize((width, height), resample)
+    top, left = (rule.height - height) // 2, (rule.width - width) // 2
+    framed = np.zeros((rule.height, rule.width, 3), np.uint8)
+    framed[top : top + height, left : left + width] = np.asarray(image)
+    return framed
+
+
+def framed_size(height: int, width: int, rule: ImageRule) -> tuple[int, int]:
+    """Return (height, width) of an image that fits into the rule's frame; each side is at least one pixel."""
+    inner_height, inner_width = min(height, rule.height), min(width, rule.width)
+    if (inner_height, inner_width) == (height, width):
+        return height, width
+    if height > width:
+        inner_width = int(width * inner_height / height)
+    elif width > height:
+        inner_height = int(height * inner_width / width)
+    return max(inner_height, 1), max(inner_width, 1)
 
 
 def resized_size(height: int, width: int, rule: ImageRule) -> tuple[int, int]:

@@ -55,6 +55,9 @@ class ExtractOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     text_threshold: _Fraction | None = None
     function_to_apply: ClassFunction | None = None
     top_k: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    task: Annotated[str, msgspec.Meta(max_length=128)] | None = None
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    num_beams: Annotated[int, msgspec.Meta(ge=1, le=1)] | None = None
 
 
 _NOT_GIVEN: Final[tuple[Any, ...]] = (None, "", (), [], {})

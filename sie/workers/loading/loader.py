@@ -25,6 +25,7 @@ from sie.catalog.architecture import (
     classifier_class,
     detector_class,
     dual_encoder_class,
+    image_to_text_class,
     masked_lm_class,
     read_model_config,
     text_encoder_class,
@@ -62,6 +63,7 @@ from sie.workers.runners.encoder_formats import (
 )
 from sie.workers.runners.grounding import GroundingRunner, build_grounding_runner
 from sie.workers.runners.head import Head, build_activation
+from sie.workers.runners.image_to_text import ImageToTextRunner, build_image_to_text_runner
 from sie.workers.runners.outputs import Heads, OutputsRunner
 from sie.workers.runners.owl import FLOAT32_HEADS, OwlRunner, build_owl_runner
 from sie.workers.runners.probe import choose_execution, choose_scoring, choose_token_classification
@@ -236,6 +238,24 @@ def load_detector(
     runner = (
         build_owl_runner(card, model, device, dtype_name) if is_owl else build_grounding_runner(card, model, device)
     )
+    on_progress(1.0, f"in {dtype_name}")
+    return runner
+
+
+def load_image_to_text(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+) -> ImageToTextRunner:
+    """Return a model that generates texts about images, ready for its first step. Arguments, errors: `load_encoder`."""
+    device = resolve_device(device_name)
+    dtype = choose_dtype(dtype_setting, device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    on_progress(0.1, "reading weights")
+    with _storage_faults(card):
+        model = _read_model(card, image_to_text_class, dtype=dtype, device=device)
+    on_progress(0.6, f"converting weights to {dtype_name} on {device}")
+    _convert(model, dtype, device)
+    on_progress(0.8, "looking at a grey image")
+    runner = build_image_to_text_runner(card, model, device, dtype_name)
     on_progress(1.0, f"in {dtype_name}")
     return runner
 

@@ -29,7 +29,8 @@ def read_renamed_weights(
     quantised are those of a checkpoint with quantised weights. A weight with a name for each of several parts, or a
     part of a name, is dequantised here, and others when they are indexed.
 
-    `NAME[0]` is the first row of a weight, `NAME|0` and `NAME|1` are joined to one. A number becomes a row of one.
+    `NAME[0]` is the first row of a weight, `NAME^T` its transpose, `NAME|0` and `NAME|1` are joined to one. A number
+    becomes a row of one.
 
     Raises ModelLoadFailed if a weight cannot be split evenly, or two have one name, and for adapters beside quantised
     weights.
@@ -49,8 +50,8 @@ def read_renamed_weights(
         parts = weight[...].chunk(len(names)) if len(names) > 1 else [weight]
         for new, part in zip(names, parts, strict=True):
             whole, _, place = new.partition("|")
-            own = part[0] if whole.endswith("[0]") else part
-            places = renamed.setdefault(whole.removesuffix("[0]"), {})
+            own = part[0] if whole.endswith("[0]") else part[...].T.contiguous() if whole.endswith("^T") else part
+            places = renamed.setdefault(whole.removesuffix("[0]").removesuffix("^T"), {})
             if int(place or 0) in places:
                 raise refuse(card.id, f"two of its weights would be {new!r}, one of them {name!r}")
             places[int(place or 0)] = own if own.shape else own[None]

@@ -66,6 +66,9 @@ def finish_ragged(
     for item, boxes in enumerate(outputs.boxes or ()):
         _check_finite(card, boxes)
         yield item, "boxes", (boxes,)
+    for item, token_ids in enumerate(outputs.generated or ()):
+        if token_ids is not None:
+            yield item, "generated", (token_ids,)
 
 
 def _check_finite(card: ModelCard, logits: NDArray[np.float32]) -> None:

@@ -17,7 +17,7 @@ from sie.values.output_kinds import KINDS, RAGGED, offsets_name
 from sie.values.work import ReplyHeader
 from sie.values.work_bytes import ArrayPlan, array_view, plan_arrays
 
-_EXTRACTED = ("extract", "token_logits", "boxes")
+_EXTRACTED = ("extract", "token_logits", "boxes", "generated")
 """The outputs of extractors, each with one array of its own name."""
 RAGGED_OUTPUTS = frozenset((*RAGGED, *_EXTRACTED))
 _RETRY_S = 5

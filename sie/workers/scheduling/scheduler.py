@@ -168,7 +168,15 @@ def _choose(live: list[WaitingItem], budget: Budget, now_ns: int) -> list[Waitin
     head = live[0]
     if head.alone:
         return _fill([item for item in live if item.request is head.request], budget)
+    running = [item for item in live if item.is_running and not item.alone]
     together = [item for item in live if not item.alone]
+    if running:
+        return running + _choose_new([item for item in together if not item.is_running], budget, now_ns)
+    return _choose_new(together, budget, now_ns)
+
+
+def _choose_new(together: list[WaitingItem], budget: Budget, now_ns: int) -> list[WaitingItem]:
+    """Choose among items that may share a step, of which none has begun."""
     if len(together) <= budget.max_items and sum([item.num_tokens for item in together]) <= budget.max_tokens:
         return together
     overdue_ns = now_ns - budget.max_age_ns

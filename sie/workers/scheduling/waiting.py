@@ -14,7 +14,8 @@ class WaitingItem(msgspec.Struct, eq=False):
     a worker died, so it shares no step with other requests. leads: the later items of its request need its output, so a
     step that takes one of them also takes this item. batch_key: it shares a step only with items of an equal key, with
     at most max_rows rows together; None: with any item. policy: the queue policy of its request; either all items of a
-    model have one or none.
+    model have one or none. is_running: earlier steps computed a part of its answer, so it goes into every step of its
+    model at no cost.
     """
 
     request: Any
@@ -28,6 +29,7 @@ class WaitingItem(msgspec.Struct, eq=False):
     num_rows: int = 1
     max_rows: int = 1
     policy: RequestPolicy | None = None
+    is_running: bool = False
     work_before: int = 0
     """Tokens of its model that had arrived before it; `State.add` counts them."""
 

@@ -159,8 +159,7 @@ def test_pickled_weights_are_refused(write_files: Any):
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        ({"model_type": "florence2"}, "Florence-2"),
-        ({"model_type": "vision-encoder-decoder"}, "Donut"),
+        ({"model_type": "pix2struct"}, "TrOCR"),
         ({"model_type": "colpali"}, "ColPali"),
         ({"model_type": "colqwen2"}, "ColPali"),
         ({"model_type": "idefics3", "vision_config": {}}, "vision and language; ColPali, Docling"),

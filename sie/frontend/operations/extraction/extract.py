@@ -24,10 +24,19 @@ from sie.frontend.inputs.pairs import Arrays
 from sie.frontend.inputs.text_bounds import check_chars
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.frontend.models.model_table import ModelTable
-from sie.frontend.operations.extraction import boxes, gliclass, gliner, label_pairs, text_classes, token_labels
+from sie.frontend.operations.extraction import (
+    boxes,
+    gliclass,
+    gliner,
+    image_texts,
+    label_pairs,
+    text_classes,
+    token_labels,
+)
 from sie.frontend.operations.extraction.boxes import BoxReading
 from sie.frontend.operations.extraction.gliclass import LabelReading
 from sie.frontend.operations.extraction.gliner import WindowReading
+from sie.frontend.operations.extraction.image_texts import PromptReading
 from sie.frontend.operations.extraction.label_pairs import PairReading
 from sie.frontend.operations.extraction.text_classes import ClassReading
 from sie.frontend.operations.extraction.token_labels import TokenReading
@@ -44,6 +53,7 @@ from sie.values.extract import (
     ExtractTask,
     Gliclass,
     Gliner,
+    ImageToText,
     TextClassification,
     TokenClassification,
     ZeroShot,
@@ -148,7 +158,7 @@ class Extractor:
         rule, image_rule, num_items = card.extract, card.image, len(request.texts)
         assert rule is not None
         assert image_rule is not None
-        if isinstance(reading, BoxReading):
+        if isinstance(reading, BoxReading | PromptReading):
             queries = await self._prepare(reading, reading.texts, request.task, rule, pool)
             read = await self._images.read(images, image_rule, deadline_ns)
             reading.see(read)
@@ -207,6 +217,8 @@ def check_task(card: ModelCard, task: ExtractTask) -> None:
             gliclass.check_task(rule, task)
         case Detection() as rule:
             boxes.check_task(card.id, rule, task)
+        case ImageToText() as rule:
+            image_texts.check_task(card.id, rule, task)
         case _:
             pass
 
@@ -219,12 +231,15 @@ def is_long_work(rule: ExtractRule, task: ExtractTask, texts: Sequence[str]) -> 
 
 
 def _task_bytes(rule: ExtractRule, task: ExtractTask) -> bytes:
-    """Return the task as bytes for the worker; for a detector only the threshold for boxes.
+    """Return the task as bytes for the worker: for a detector only the threshold for boxes, for a generator of texts
+    only their length.
 
     Raises BadRequest when the labels do not fit into the header.
     """
     if isinstance(rule, Detection):
         return _to_msgpack(ExtractTask(threshold=boxes.box_threshold(rule, task)))
+    if isinstance(rule, ImageToText):
+        return _to_msgpack(ExtractTask(max_new_tokens=task.max_new_tokens or rule.max_new_tokens))
     if rule.gives != "extract":
         return b""
     encoded = _to_msgpack(task)
@@ -257,6 +272,8 @@ def _reading(card: ModelCard, request: ExtractRequest, tokenizer: Tokenizer | No
         return PairReading(rule, task, tokenizer)
     if isinstance(rule, Detection) and tokenizer is not None:
         return BoxReading(rule, task, tokenizer)
+    if isinstance(rule, ImageToText) and tokenizer is not None:
+        return PromptReading(rule, task, tokenizer)
     return TextReading(card, task.overflow_policy)
 
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from sie.cluster.gateway.key_leases import KeyLeases
+from sie.cluster.gateway import key_leases
+from sie.cluster.gateway.key_leases import KeyLeases, KeyUse
 from sie.frontend.access.gate import Access
 from sie.ipc.messages import Keys
 from sie.shm.pages import CounterPage
@@ -74,6 +76,11 @@ class Cluster:
             holder=self.holders[gateway], input_tokens=num_tokens, output_tokens=0, route=None
         )
         return self.accesses[gateway].record(exchange, 200, [], None)
+
+    def ends_ns(self) -> list[int]:
+        """Return until when the requests under way count, by the document."""
+        assert self.store.data is not None
+        return [end_ns for _, end_ns in msgspec.msgpack.decode(self.store.data, type=KeyUse).running.values()]
 
     async def second(self) -> None:
         Clock.ns += S
@@ -198,6 +205,71 @@ def test_without_nats_nothing_counts_again_that_frontends_spent_under_their_leas
         assert await some.ask(0)
         some.spend(1, 1000)
         assert not await some.ask(0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("per_minute", [2, 10, 600])
+def test_a_burst_within_a_rate_is_admitted(per_minute: int):
+    """A gateway got half of what was left, and refused the rest for a moment."""
+
+    async def test() -> None:
+        assert await Cluster(1, requests_per_minute=per_minute).flood(per_minute, 0) == per_minute
+
+    run(test)
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_giving_back_refuses_nobody(is_running: bool):
+    async def test() -> None:
+        some = Cluster(1, max_concurrent=10)
+        assert await some.ask(0)
+        if not is_running:
+            some.holders[0].end()
+        await some.second()
+        Clock.ns += S // 50
+        assert await some.ask(0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_minute", "max_concurrent"])
+def test_a_clock_of_nats_that_steps_back_locks_nobody_out(limit: str):
+    async def test() -> None:
+        some = Cluster(2, **{limit: 600})
+        assert await some.ask(0)
+        some.spend(0, 10)
+        await some.second()
+        clock = some.connection.clock
+        before_ns = clock.to_server(Clock.ns)
+        clock.forget()
+        clock.measure(Clock.ns, Clock.ns, before_ns - 3600 * S)
+        admitted = 0
+        for _ in range(10):
+            await some.second()
+            admitted += await some.ask(1)
+            some.spend(1, 1)
+        assert admitted == 10
+        assert all(end_ns < clock.to_server(Clock.ns) + 10 * S for end_ns in some.ends_ns())
+
+    run(test)
+
+
+def test_those_who_wait_for_a_nats_that_hangs_do_not_ask_one_after_another(monkeypatch: pytest.MonkeyPatch):
+    async def test() -> None:
+        some = Cluster(1, requests_per_minute=600)
+        asked = 0
+
+        async def hang(*_: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            Clock.ns += S
+            await asyncio.sleep(20)
+
+        some.connection.read_key = some.connection.write_key = hang  # type: ignore[attr-defined]
+        monkeypatch.setattr(key_leases, "_WAIT_S", 0.05)
+        assert await some.flood(8, 0) == 8
+        assert asked == 1
 
     run(test)
 

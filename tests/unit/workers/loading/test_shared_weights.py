@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sie.catalog.directory import read_card
+from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import ModelSpec
 from sie.config.generation_settings import Generation
 from sie.config.sections import Models
 from sie.values.card import ModelCard
+from sie.values.extract import ExtractTask
 from sie.values.generate import Sampling
 from sie.workers.device.memory import MemoryReport
 from sie.workers.loading import loader, shared_weights
 from sie.workers.loading.shared_weights import load_shared
-from sie.workers.model_api import Draw, Slot
+from sie.workers.model_api import Draw, SearchedImage, Slot
 from sie.workers.packed.rounded_linear import RoundedLinear
 from sie.workers.prepared import session, weights_file
 from sie.workers.runners import compiled_encoder, probe
 from tests import generation_models
 from tests.gguf_models import write_tiny_llama
+from tests.unit.image_to_text_checkpoints import save_donut, save_florence
 
 IDS = [np.random.default_rng(n).integers(9, 200, n).astype(np.int32) for n in (5, 1, 40, 5, 100)]
 
@@ -125,6 +129,32 @@ def test_a_generator_from_a_file_gives_the_same_bits(family: str, weights: Any, 
             assert torch.equal(_logits(runner), expected)
             assert all(_are_mapped(runner.model))
             assert (runner.decoder is None) == (alone.decoder is None)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("save", [save_donut, partial(save_florence, by_authors=True)])
+def test_a_model_that_writes_about_images_from_a_file_gives_the_same_answer(
+    save: Any, dtype: Any, tmp_path: Path
+) -> None:
+    spec = ModelSpec(id="test/reads", directory=str(save(tmp_path / "model")))
+    card = prepare(Request(spec=spec, cache_dir=str(tmp_path)), lambda *_: None)
+    assert card.image is not None
+    pixels = np.full((card.image.height, card.image.width, 3), 99, np.uint8)
+
+    def load() -> Any:
+        return loader.load_image_to_text(card, "cpu", dtype, lambda *_: None)
+
+    def answer(runner: Any) -> list[int]:
+        image, found = SearchedImage(pixels, (np.arange(5, 9, dtype=np.int32),), b""), None
+        while found is None:
+            [found] = runner.advance([image], [ExtractTask(max_new_tokens=20)])
+        return found.tolist()
+
+    expected = answer(load())
+    for _ in range(2):
+        runner = load_shared(card, _models(tmp_path, dtype=dtype), "auto", load, lambda *_: None)
+        assert answer(runner) == expected
+        assert all(_is_mapped(weight) for weight in runner._model.parameters())
 
 
 def test_a_head_that_its_checkpoint_unties_stays_untied(tmp_path: Path) -> None:

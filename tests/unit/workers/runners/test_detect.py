@@ -222,14 +222,14 @@ def test_a_token_outside_the_vocabulary_is_a_bad_request(served: Served):
     wrong = np.array([1, 99_999], np.int32)
     image, _ = served.searched(pictures()[0], task_of(served))
     with pytest.raises(BadRequest, match="vocabulary"):
-        served.runner.run_boxes([image._replace(queries=(wrong,), key=wrong.tobytes())], [0.1])
+        served.runner.run_boxes([SearchedImage(image.pixels, (wrong,), wrong.tobytes())], [0.1])
 
 
 def test_an_image_of_another_size_is_refused(tmp_path: Path):
     served = Served(save_detector(tmp_path, "owlvit"), "owlvit")
     image, _ = served.searched(pictures()[0], task_of(served))
     with pytest.raises(Internal, match="size"):
-        served.runner.run_boxes([image._replace(pixels=np.zeros((8, 8, 3), np.uint8))], [0.1])
+        served.runner.run_boxes([SearchedImage(np.zeros((8, 8, 3), np.uint8), image.queries, image.key)], [0.1])
 
 
 def test_bfloat16_keeps_the_heads_exact(tmp_path: Path):

@@ -377,3 +377,29 @@ def test_state_is_true_while_a_model_stands():
     assert state
     state.deactivate("g")
     assert plan_step(state, ONE_ITEM, 0) is None
+
+
+def running(num: int) -> list[WaitingItem]:
+    items = [item(0) for _ in range(num)]
+    for one in items:
+        one.is_running = True
+    return items
+
+
+def test_items_that_have_begun_go_into_every_step_and_cost_nothing():
+    begun = running(3)
+    state = state_of(*begun, item(70), item(70), item(30))
+    assert sizes(take(state)) == [0, 0, 0, 30, 70]
+    state.requeue("m", begun)
+    assert sizes(take(state)) == [0, 0, 0, 70]
+
+
+def test_a_large_item_joins_those_that_have_begun():
+    assert sizes(take(state_of(*running(2), item(500)))) == [0, 0, 500]
+    assert sizes(take(state_of(*running(2)))) == [0, 0]
+
+
+def test_an_item_that_runs_alone_does_not_join_those_that_have_begun():
+    state = state_of(*running(2), item(5, alone=True), item(7))
+    assert sizes(take(state)) == [0, 0, 7]
+    assert sizes(take(state)) == [5]
