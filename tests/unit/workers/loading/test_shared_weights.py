@@ -154,7 +154,7 @@ def test_a_model_that_writes_about_images_from_a_file_gives_the_same_answer(
     for _ in range(2):
         runner = load_shared(card, _models(tmp_path, dtype=dtype), "auto", load, lambda *_: None)
         assert answer(runner) == expected
-        assert all(_is_mapped(weight) for weight in runner._model.parameters())
+        assert all(_are_mapped(runner._model))
 
 
 def test_a_head_that_its_checkpoint_unties_stays_untied(tmp_path: Path) -> None:
