@@ -11,7 +11,7 @@ import click
 
 COMMANDS: Final = (
     "hop", "limits", "engine", "encoder", "scaling", "peers", "generate", "streams", "rounding", "tensors", "fairness", "shm", "plot",
-    "device-encoders", "device-decode", "agents", "memory", "loading", "cluster",
+    "device-encoders", "device-decode", "agents", "memory", "loading", "cluster", "fixed-encodings",
 )  # fmt: skip
 """One module each, with a click command `main`."""
 

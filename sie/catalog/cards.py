@@ -112,4 +112,8 @@ def with_profiles(card: ModelCard, spec: ModelSpec) -> ModelCard:
 def _missing_output(card: ModelCard, options: Options) -> str | None:
     """Return an output of a profile that the checkpoint neither gives nor lists as missing."""
     can_name = {*card.outputs, *card.missing_outputs}
+    if options.get("muvera") is not None:
+        if "multivector" not in can_name:
+            return "multivector"
+        can_name.add("dense")
     return next((output for output in options.get("output_types") or () if output not in can_name), None)

@@ -14,9 +14,10 @@ from sie.catalog.detection import read_detector
 from sie.catalog.extraction import count_positions, read_extraction
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.generation import as_generator, is_generator
-from sie.catalog.gli import read_library_card
+from sie.catalog.gli import as_union, read_library_card
 from sie.catalog.image_to_text import read_image_to_text
 from sie.catalog.late import is_late, read_late
+from sie.catalog.listwise import read_listwise
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
 from sie.catalog.quantised import read_quantisation
 from sie.catalog.remote_code import replace_remote_code, whole_config
@@ -55,13 +56,17 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     checkpoint = open_checkpoint(spec.id, directory)
     try:
         library_card = read_library_card(spec, checkpoint)
+        if spec.members:
+            return as_union(spec, library_card)
         if library_card is not None:
             return library_card
         card = _read_card(spec, checkpoint)
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         reason = f"its configuration holds a value of the wrong kind: {type(error).__name__}: {error}"
         raise refuse(spec.id, reason) from error
-    return card if card.kind == "generator" or spec.ignore_remote_code else replace_remote_code(card, spec.adapter)
+    if card.kind == "generator" or card.listwise is not None or spec.ignore_remote_code:
+        return card
+    return replace_remote_code(card, spec.adapter)
 
 
 def check_before_weights(model_id: str, directory: str) -> None:
@@ -82,6 +87,9 @@ def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
     if text is not None:
         return _text_part_card(spec, checkpoint, whole, text)
     check_served(checkpoint, whole)
+    listwise = read_listwise(spec, checkpoint, whole)
+    if listwise is not None:
+        return listwise
     detector = read_detector(spec, checkpoint)
     if detector is not None:
         return detector
@@ -249,12 +257,16 @@ def _score_card(
     tokenizer = transformer.find("tokenizer.json")
     is_template = scoring.rule.from_chat or scoring.rule.template is not None  # it has all special tokens of a pair
     ends = TextEnds() if is_template else read_text_ends(transformer, settings.tokenizer_settings)
+    form = scoring.layerwise
     return ModelCard(
         id=spec.id,
         kind=scoring.kind,
         directory=str(transformer.root),
         revision=spec.revision,
         architecture=str(config["architectures"][0]),
+        config_changes=form.config_changes if form else {},
+        weight_names=form.weight_names if form else (),
+        layers="layerwise" if form else "",
         outputs=("score",),
         max_sequence_length=min((limit for limit in limits if limit is not None), default=None),
         vocab_size=int(config["vocab_size"]),

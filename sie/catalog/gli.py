@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sie.catalog.files import Checkpoint, refuse
+import msgspec
+
+from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import check_weights
 from sie.values.card import ModelCard
-from sie.values.extract import ExtractRule, Gliclass, Gliner
+from sie.values.extract import ExtractRule, Gliclass, Gliner, GlinerUnion, UnionMember
 
 GLINER_CONFIG: Final = "gliner_config.json"
 LABELS_TOKENIZER: Final = "labels_tokenizer"
 """The folder of a bi-encoder's second tokenizer."""
 GLINER2_ENCODER: Final = "encoder_config/config.json"
+_UNIONS: Final = {"superlinked/pii-redact": "urchade/gliner_multi_pii-v1 and numind/NuNER_Zero"}
+"""Unions without a repository of their own, and their models."""
 _NOT_SERVED: Final = {"glirel_config.json": "GLiREL", "gliformer_config.json": "GLiFormer"}
 _HOW_TO_COMPLETE: Final = "`--convert` or `sie convert` adds it"
 _ABSOLUTE_POSITIONS: Final = frozenset(
@@ -48,6 +52,39 @@ def read_library_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard | No
     if model_type == "extractor":
         return _gliner2_card(spec, checkpoint, config)
     return _gliclass_card(spec, checkpoint, config) if model_type == "GLiClass" else None
+
+
+def check_union(spec: ModelSpec) -> None:
+    """Raise ModelLoadFailed for a union that lacks the directories of its models."""
+    models = _UNIONS.get(spec.id.lower())
+    if models is not None and not spec.members:
+        raise refuse(spec.id, f"it is the union of {models}; the file of models names their `directory` and `members`")
+    if spec.members and spec.directory is None:
+        raise refuse(spec.id, "its section has members but no directory, which its first model is read from")
+
+
+def as_union(spec: ModelSpec, first: ModelCard | None) -> ModelCard:
+    """Return the card of a union of GLiNER models; first is that of its own directory.
+
+    Raises ModelLoadFailed for a model of another family, and for a member that does not read texts of any length: a
+    frontend counts the tokens of a window with the first model's tokenizer.
+    """
+    if first is None or not isinstance(first.extract, Gliner):
+        raise refuse(spec.id, "its section has members, which only a union of GLiNER models has")
+    members = [UnionMember(directory=first.directory, rule=first.extract)]
+    for member in spec.members:
+        card = read_library_card(spec, open_checkpoint(spec.id, member.directory))
+        if card is None or not isinstance(card.extract, Gliner):
+            raise refuse(spec.id, f"its member {member.directory} is not a GLiNER model")
+        if card.max_sequence_length is not None:
+            limit = card.max_sequence_length
+            raise refuse(spec.id, f"its member {member.directory} reads {limit} tokens at once; members have no limit")
+        merges = member.merge_adjacent_entities
+        members.append(UnionMember(directory=card.directory, rule=card.extract, merge_adjacent_entities=merges))
+    for own in members:
+        if own.rule.library != "gliner" or own.rule.relations:
+            raise refuse(spec.id, f"its model {own.directory} is not a GLiNER model that finds entities only")
+    return msgspec.structs.replace(first, architecture="GLiNER union", extract=GlinerUnion(members=tuple(members)))
 
 
 def _gliner_card(spec: ModelSpec, checkpoint: Checkpoint, config: dict[str, Any]) -> ModelCard:

@@ -113,6 +113,7 @@ def _add_from_file(loaded: Loaded, specs: dict[str, tuple[ModelSpec, Start]]) ->
             devices=model.devices,
             replicas=model.replicas,
             ignore_remote_code=model.ignore_remote_code,
+            members=model.members,
             reranker=model.reranker,
             pooling=model.pooling,
             adapter=model.adapter,

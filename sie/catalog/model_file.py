@@ -18,7 +18,7 @@ import msgspec
 
 from sie.catalog.profiles import Profile, Profiles, flatten, known_profiles
 from sie.catalog.rerankers import Reranker, check_reranker, fill_in_like
-from sie.catalog.spec import check_model_id, check_revision
+from sie.catalog.spec import ModelMember, check_model_id, check_revision
 from sie.config.generation_settings import MAX_TENSOR_PARALLEL
 from sie.config.sources import did_you_mean, read_toml
 from sie.values.card import ClassifierTask, EncoderWeights, Pooling
@@ -47,6 +47,8 @@ class FileModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The number of devices, or groups of them, that load it; 0: all that have room for it."""
     ignore_remote_code: bool = False
     """Whether an encoder with its own code (`auto_map`) is served by transformers' own class, as if it had no code."""
+    members: tuple[ModelMember, ...] = ()
+    """The other models of a union of GLiNER models; the first is its `directory`."""
     reranker: Reranker | None = None
     """How the model reads a pair and its score. Replaces the description in its files and in the catalogue."""
     pooling: Pooling | None = None
@@ -85,8 +87,11 @@ def _read(path: str, model_id: str, raw: Any) -> tuple[FileModel, Profiles]:
             check_reranker(model.reranker)
         if model.revision is not None:
             check_revision(model.revision)
+        folder = Path(path).absolute().parent
         if model.directory is not None:
-            model = msgspec.structs.replace(model, directory=str(Path(path).absolute().parent / model.directory))
+            model = msgspec.structs.replace(model, directory=str(folder / model.directory))
+        members = [msgspec.structs.replace(own, directory=str(folder / own.directory)) for own in model.members]
+        model = msgspec.structs.replace(model, members=tuple(members))
         written = {name: _convert(table, Profile, f"{where} profiles.{name}") for name, table in model.profiles.items()}
         return model, flatten(written, known_profiles(model_id))
     except BadRequest as error:

@@ -8,12 +8,15 @@ reference, section 11.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+import msgspec
 
 from sie.config.sources import did_you_mean
 from sie.values.errors import BadRequest
 from sie.values.inference import OUTPUT_DTYPES
+from sie.values.muvera import Muvera
 from sie.values.output_kinds import KINDS
 
 OUTPUT_TYPES: Final = tuple(KINDS)
@@ -29,6 +32,7 @@ _TYPES: Final[dict[str, tuple[type, str]]] = {
     "doc_template": (str, "str"),
     "output_dtype": (str, "str"),
     "output_types": (list, "array"),
+    "muvera": (dict, "object"),
     "max_seq_length": (int, "int"),
     "query_max_length": (int, "int"),
 }
@@ -41,14 +45,14 @@ _JUDGED_ELSEWHERE: Final = frozenset(
         "overflow_policy", "score_mode", "score_weights", "threshold", "flat_ner", "multi_label",
         "merge_adjacent_entities", "relation_labels", "relation_threshold", "classification_type", "label_groups",
         "examples", "hypothesis_template", "aggregation_strategy", "stride", "box_threshold", "text_threshold",
-        "score_threshold", "function_to_apply", "top_k", "operating_point", "task", "max_new_tokens", "num_beams",
+        "score_threshold", "function_to_apply", "top_k", "operating_point", "task", "max_new_tokens", "num_beams", "score_floor",
+        "window_words", "window_overlap", "propagate_label", "name_min_letters", "default_labels",
     }
 )  # fmt: skip
 """Options whose values are checked by their operation instead of this file."""
 
 REFUSED: Final[dict[str, str]] = {
     "lora": "an adapter is named by lora_id",
-    "muvera": "fixed dimensional encodings of multivectors are not computed by this version",
     "smve": "sparse encodings of multivectors are not computed by this version",
     "pooling": "the checkpoint's own files say how it pools, or its section of the server's file of models",
 }
@@ -76,12 +80,33 @@ def check_options(options: Mapping[str, Any], subject: str, path: str) -> None:
     for name in _TEMPLATES:
         if options.get(name) is not None:
             check_template(options[name])
+    read_muvera(options, path)
     for name, reason in REFUSED.items():
         if options.get(name) is not None:
             raise BadRequest(f"{subject} does not support option '{name}' ({reason})")
     policy = options.get("overflow_policy")
     if policy is not None and policy not in OVERFLOW_POLICIES:
         raise BadRequest(f"Invalid overflow_policy {policy!r}. Valid: {list(OVERFLOW_POLICIES)}")
+
+
+def read_muvera(options: Mapping[str, Any], path: str) -> Muvera | None:
+    """Return the parameters in the option `muvera`, with defaults for the missing ones, or None without it.
+
+    path is as in `check_options`. Raises BadRequest for an unknown parameter or a value outside its bounds.
+    """
+    value = options.get("muvera")
+    if value is None:
+        return None
+    try:
+        return msgspec.convert(value, Muvera)
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at `$")
+        raise BadRequest(f"{message} - at `{path}.muvera{place.removesuffix('`')}`") from None
+
+
+def gives_dense_by(options: Mapping[str, Any], outputs: Sequence[str]) -> bool:
+    """Tell whether a model with these outputs gives dense vectors by the option `muvera`."""
+    return options.get("muvera") is not None and "multivector" in outputs
 
 
 def check_profile_options(options: Mapping[str, Any]) -> None:

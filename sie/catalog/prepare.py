@@ -22,6 +22,7 @@ from sie.catalog.directory import check_before_weights
 from sie.catalog.files import open_checkpoint, refuse
 from sie.catalog.generation import finish_generator
 from sie.catalog.gguf_file import find_gguf
+from sie.catalog.gli import check_union
 from sie.catalog.hub import CONFIGURATION, Progress, fetch, find_cached
 from sie.catalog.image_to_text import finish_image_to_text
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
@@ -107,6 +108,7 @@ def _prepare(request: Request, on_progress: Progress) -> ModelCard:
         from sie.catalog.tensor_rule import read_tensor_card  # imports protobuf
 
         return read_tensor_card(spec)
+    check_union(spec)
     directory = _locate(request, on_progress)
     if gguf := find_gguf(spec.id, directory):
         return finish_generator(_read_gguf(spec, gguf, request, on_progress), request.chat_template)

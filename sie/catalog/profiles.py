@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sie.catalog.options import check_profile_options
+from sie.catalog.options import check_profile_options, gives_dense_by, read_muvera
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.model_config import ModelConfig
@@ -125,11 +125,23 @@ def entry_cards(card: ModelCard) -> list[ModelCard]:
     if not card.profiles:
         return [card]
     ids = entry_ids(card.id, card.profiles)
-    return [
+    cards = [
         card if name == DEFAULT_PROFILE
         else msgspec.structs.replace(card, id=entry_id, profiles={DEFAULT_PROFILE: card.profiles[name]})
         for entry_id, name in zip(ids, _default_first(card.profiles), strict=True)
     ]  # fmt: skip
+    return [_with_encoding(own) for own in cards]
+
+
+def _with_encoding(card: ModelCard) -> ModelCard:
+    """Return an entry's card with the dense output that its default profile computes from the multivector."""
+    options = card.profiles.get(DEFAULT_PROFILE, {})
+    muvera = read_muvera(options, "options")
+    if muvera is None or not gives_dense_by(options, card.outputs):
+        return card
+    outputs = card.outputs if "dense" in card.outputs else ("dense", *card.outputs)
+    dims = {**card.dims, "dense": muvera.width(card.dims["multivector"])}
+    return msgspec.structs.replace(card, outputs=outputs, dims=dims)
 
 
 def _default_first(profiles: Profiles) -> list[str]:

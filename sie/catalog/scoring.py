@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from sie.catalog.files import Checkpoint, refuse
+from sie.catalog.layerwise import Layerwise, is_layerwise, read_layerwise
 from sie.catalog.modules import Module
 from sie.catalog.rerankers import Reranker, find_reranker, token_id
 from sie.values.card import ScoreRule
@@ -33,6 +34,8 @@ class Scoring(msgspec.Struct, frozen=True):
     task: str | None
     rule: ScoreRule
     max_tokens: int | None = None
+    layerwise: Layerwise | None = None
+    """The form of a model that is cut off after a layer; None for a whole model."""
 
 
 def read_scoring(
@@ -48,6 +51,13 @@ def read_scoring(
     """
     entry = described or find_reranker(checkpoint.id, is_bare=modules is None)
     names = [module.name for module in modules or ()]
+    if entry is not None and is_layerwise(config):
+        rule = ScoreRule(activation=entry.activation, divisor=entry.divisor, template=entry.template)
+        return Scoring(
+            "cross-encoder", None, rule, entry.max_tokens, read_layerwise(checkpoint.id, config, entry.layer)
+        )
+    if entry is not None and entry.layer is not None:
+        raise refuse(checkpoint.id, "its reranker section sets layer, and its layers have no heads of their own")
     if is_classifier(config) and names in ([], ["Transformer"]):
         rule = _classifier_rule(checkpoint, transformer, config, entry)
         return Scoring("cross-encoder", "sequence-classification", rule, entry.max_tokens if entry else None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -73,6 +73,15 @@ class RepositoryModel(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class ModelMember(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Another model of a union of GLiNER models, as the file of models describes it."""
+
+    directory: Annotated[str, msgspec.Meta(min_length=1)]
+    """Absolute after reading."""
+    merge_adjacent_entities: bool = False
+    """Whether its neighbouring entities of one label become one, for a model that names single words."""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The source of one served model: a directory, a stub, a model repository, or (none set) the hub's `id`.
 
@@ -96,6 +105,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The number of devices, or groups of them, that load it; 0: all that have room for it."""
     ignore_remote_code: bool = False
     """Whether an encoder with unknown code is served by transformers' own class."""
+    members: tuple[ModelMember, ...] = ()
+    """The other models of a union, whose first model is its directory."""
     reranker: Reranker | None = None
     pooling: Pooling | None = None
     adapter: str | None = None

@@ -22,6 +22,7 @@ from sie.catalog.quantised import (
 from sie.catalog.quantised_weights import QuantisedWeight, Tensor, plan_weights
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
+from sie.values.extract import GlinerUnion
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.h5", "*.msgpack")
 _MAX_HEADER_BYTES = 16 << 20
@@ -149,6 +150,11 @@ def with_num_weights(card: ModelCard) -> ModelCard:
     """
     if not card.directory:
         return card
+    if isinstance(card.extract, GlinerUnion):
+        own = (
+            msgspec.structs.replace(card, directory=each.directory, extract=each.rule) for each in card.extract.members
+        )
+        return msgspec.structs.replace(card, num_weights=sum(with_num_weights(each).num_weights for each in own))
     try:
         checkpoint = open_checkpoint(card.id, card.directory)
         shards = weight_files(checkpoint)

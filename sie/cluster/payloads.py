@@ -15,6 +15,7 @@ from sie.values.card import ModelState
 from sie.values.errors import ProtocolError, WireError
 from sie.values.extract import ExtractTask
 from sie.values.generate import GenerateRequest
+from sie.values.muvera import Muvera
 
 VERSION: Final = 1
 """The version of all payloads, and a part of every subject."""
@@ -53,6 +54,7 @@ class EncodeItem(msgspec.Struct, array_like=True, frozen=True):
     instruction: str | None
     dimensions: int | None
     options: dict[str, Any]
+    muvera: Muvera | None = None
 
 
 class ScoreItem(msgspec.Struct, array_like=True, frozen=True):

@@ -31,7 +31,7 @@ def encode_items(request: EncodeRequest) -> list[bytes]:
                 texts[item] if texts is not None and item not in images else None,
                 lists[item] if lists is not None else None,
                 images.get(item), request.output_types, request.output_dtype, request.instruction, request.dimensions,
-                request.options,
+                request.options, request.muvera,
             )
         )
         for item in range(num_items)
@@ -72,7 +72,7 @@ def _encode_request(model: str, item: EncodeItem) -> EncodeRequest:
     return EncodeRequest(
         model=model, texts=texts, token_lists=[item.tokens] if item.tokens is not None else None,
         output_types=item.output_types, output_dtype=item.output_dtype, instruction=item.instruction,
-        dimensions=item.dimensions, options=item.options, images=images,
+        dimensions=item.dimensions, options=item.options, images=images, muvera=item.muvera,
     )  # fmt: skip
 
 

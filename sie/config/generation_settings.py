@@ -133,10 +133,14 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     max_responses: Annotated[
-        int, Meta(ge=0, le=1 << 24, description="Responses kept for `/v1/responses/{id}`; the oldest go first.")
+        int,
+        Meta(ge=0, le=1 << 24, description="Responses kept for `/v1/responses/{id}`; the oldest that ended go first."),
     ] = 10_000
     max_responses_bytes: Annotated[
-        int, Meta(ge=MIB, le=1 << 44, description="Disk space of all kept responses together; the oldest go first.")
+        int,
+        Meta(
+            ge=MIB, le=1 << 44, description="Disk space of all kept responses together; the oldest that ended go first."
+        ),
     ] = 4096 * MIB
     max_response_stream_bytes: Annotated[
         int,

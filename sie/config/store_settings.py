@@ -22,13 +22,23 @@ class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     max_files: Annotated[int, Meta(ge=1, le=1 << 20, description="Files kept; the oldest go first.")] = 4096
     max_files_bytes: Annotated[
-        int, Meta(ge=MIB, le=1 << 44, description="Disk space of all kept files together; the oldest go first.")
+        int,
+        Meta(
+            ge=MIB,
+            le=1 << 44,
+            description="Disk space of all kept files together; the oldest go first, a larger file is 413.",
+        ),
     ] = 8192 * MIB
     max_key_files: Annotated[
         int, Meta(ge=1, le=1 << 20, description="Files kept for one API key; its oldest go first.")
     ] = 1024
     max_key_files_bytes: Annotated[
-        int, Meta(ge=MIB, le=1 << 44, description="Disk space of the kept files of one API key; its oldest go first.")
+        int,
+        Meta(
+            ge=MIB,
+            le=1 << 44,
+            description="Disk space of the kept files of one API key; its oldest go first, a larger file is 413.",
+        ),
     ] = 2048 * MIB
     max_file_bytes: Annotated[
         int, Meta(ge=1024, le=1 << 34, description="Largest file that a client may give; over it is 413.")

@@ -5,7 +5,7 @@ Imports only `sie.values.extract`, `sie.values.generate` and `sie.values.tensor`
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -181,7 +181,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     replacements is split into as many equal parts, by rows. One that matches a rule without a replacement is left out."""
     merged_adapter: tuple[int, float] | None = None
     """Number and scale of the adapter among its weights that is added to the others at load; None adds none."""
-    layers: Literal["", "alibi", "experts", "latent"] = ""
+    layers: Literal["", "alibi", "experts", "latent", "layerwise"] = ""
     """Layers that differ from those of the library's class; see `sie.workers.loading.variants`."""
     inputs: tuple[str, ...] = ("text",)
     outputs: tuple[str, ...] = ("dense",)
@@ -225,6 +225,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     stub: StubOptions | None = None
     score: ScoreRule | None = None
     """Rule to read and score pairs; None for a model without scores, and for a stub."""
+    listwise: Listwise | None = None
+    """How it reads all documents of a query as a list; None for a model that does not."""
     extract: ExtractRule | None = None
     """Extraction rule; None for a model that does not extract."""
     sparse: SparseOutput | None = None
@@ -323,6 +325,22 @@ class PairTemplate(msgspec.Struct, frozen=True, kw_only=True):
     instructed_parts: tuple[str, ...] | None = None
     """The parts for a request with an instruction; None: `parts` have a place for it."""
     default_instruction: str = ""
+
+
+class Listwise(msgspec.Struct, frozen=True, kw_only=True):
+    """The rule to score all documents of a query in one sequence, by the hidden states at marks behind the texts."""
+
+    after_document: ClassVar[str] = "<|embed_token|>"
+    after_query: ClassVar[str] = "<|rerank_token|>"
+    """The marks in the prompt."""
+    document_mark: int
+    query_mark: int
+    """Their token ids."""
+    max_documents: int = 125
+    """Most documents of a list; more are read as several lists."""
+    max_document_tokens: int = 2048
+    max_query_tokens: int = 512
+    """A longer text is cut."""
 
 
 class ScoreRule(msgspec.Struct, frozen=True, kw_only=True):

@@ -134,6 +134,11 @@ class ExtractTask(msgspec.Struct, array_like=True, frozen=True):
     """The task of a model that generates text about an image, such as `<OD>`."""
     max_new_tokens: int | None = None
     num_beams: int | None = None
+    score_floor: float | None = None
+    window_words: int | None = None
+    window_overlap: int | None = None
+    propagate_label: str | None = None
+    name_min_letters: int | None = None
 
 
 class StubExtract(msgspec.Struct, frozen=True, kw_only=True, tag="stub"):
@@ -255,6 +260,39 @@ class Gliner(msgspec.Struct, frozen=True, kw_only=True, tag="gliner"):
         return own | _RELATION_OPTIONS if self.relations else own
 
 
+class UnionMember(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the GLiNER models of a union."""
+
+    directory: str
+    """Absolute path of its checkpoint."""
+    rule: Gliner
+    merge_adjacent_entities: bool = False
+    """Whether its neighbouring entities of one label become one, for a model that names single words."""
+
+
+class GlinerUnion(msgspec.Struct, frozen=True, kw_only=True, tag="gliner_union"):
+    """Entities for labels in plain words that any of several GLiNER models finds, and names wherever they recur.
+
+    A work item is a window of a text, which each member reads with its own defaults. The entities of the worker's
+    answer are those of the first member, then of the second, ...; `members` in its data has their numbers.
+    """
+
+    reads: ClassVar[ReadsForm] = "text"
+    gives: ClassVar[GivesForm] = "extract"
+    options: ClassVar[frozenset[str]] = frozenset(
+        {"score_floor", "window_words", "window_overlap", "propagate_label", "name_min_letters", "default_labels",
+         "overflow_policy"}
+    )  # fmt: skip
+    needs_labels: ClassVar[bool] = True
+
+    members: tuple[UnionMember, ...]
+
+    @property
+    def max_words(self) -> int:
+        """Most words of a window, which every member reads at once."""
+        return min(member.rule.max_words for member in self.members)
+
+
 _GLINER_OPTIONS = frozenset({"threshold", "flat_ner", "multi_label", "merge_adjacent_entities", "overflow_policy"})
 _GLINER2_OPTIONS = frozenset(
     {"threshold", "merge_adjacent_entities", "label_groups", "classification_type", "overflow_policy"}
@@ -344,7 +382,15 @@ class ImageToText(msgspec.Struct, frozen=True, kw_only=True, tag="image_to_text"
 
 
 ExtractRule = (
-    StubExtract | TokenClassification | TextClassification | ZeroShot | Gliner | Gliclass | Detection | ImageToText
+    StubExtract
+    | TokenClassification
+    | TextClassification
+    | ZeroShot
+    | Gliner
+    | GlinerUnion
+    | Gliclass
+    | Detection
+    | ImageToText
 )
 """A model's extraction rule, one type for each family. Every family has these class attributes:
 

@@ -1,6 +1,6 @@
 """The typed requests and replies that dialects decode to and encode from.
 
-Imports only `sie.values.extract` of our modules. Shapes: n items, d dimensions.
+Imports only `sie.values` of our modules. Shapes: n items, d dimensions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from sie.values.extract import Extraction, ExtractTask
+from sie.values.muvera import Muvera
 
 OutputDtype = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"]
 OUTPUT_DTYPES: tuple[str, ...] = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
@@ -55,6 +56,8 @@ class EncodeRequest(msgspec.Struct, kw_only=True):
     """Maps the number of each item that was cut to the most tokens that the model reads; set by tokenising."""
     prompt_tokens: int = 0
     """Tokens of the prompt before each text, if the model skips them; set by tokenising."""
+    muvera: Muvera | None = None
+    """As in `WorkHeader`; set when the request is checked against its card."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):

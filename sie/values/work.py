@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from sie.values.muvera import Muvera
+
 
 class ArrayRef(msgspec.Struct, array_like=True, frozen=True):
     """One array of an extent, in C order.
@@ -47,7 +49,7 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     truncate_dim: int | None = None
     output_types: tuple[str, ...] = ("dense",)
     is_query: bool = False
-    """Set only for a model whose worker treats queries differently from documents."""
+    """Set only if the worker treats queries differently from documents: by its model, or with `muvera`."""
     compared: tuple[tuple[str, float], ...] = ()
     """Outputs that compare item 0 of a score with the others, each with its weight in the sum."""
     task: bytes = b""
@@ -60,6 +62,8 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     """Whether scores of pairs are wanted without the model's activation."""
     skipped_tokens: int = 0
     """First tokens of each text that the pooling leaves out, for a card that skips prompts."""
+    muvera: Muvera | None = None
+    """Parameters by which the dense output is computed from the multivector; None: it is the model's own."""
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):

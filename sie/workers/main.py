@@ -27,7 +27,7 @@ from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.values.card import ModelCard
-from sie.values.extract import Detection, Gliclass, Gliner, ImageToText
+from sie.values.extract import Detection, Gliclass, Gliner, GlinerUnion, ImageToText
 from sie.workers import stall_notices
 from sie.workers.device.faults import DeviceLostError, GroupLostError, WornError, set_device
 from sie.workers.device.memory import measure
@@ -171,7 +171,7 @@ def _builder(
             return StubRunner(card, launch.slot)
         if card.kind == "tensor":
             return _load_tensor_model(card, launch, settings, page, progress)
-        if isinstance(card.extract, Gliner | Gliclass):
+        if isinstance(card.extract, Gliner | GlinerUnion | Gliclass):
             return _load_library_model(card, launch, settings, progress)
         with stall_notices.importing():
             light_imports.prepare()
@@ -183,6 +183,7 @@ def _builder(
                 load_extractor,
                 load_generator,
                 load_image_to_text,
+                load_list_scorer,
                 load_scorer,
             )
             from sie.workers.loading.shared_weights import load_shared
@@ -214,6 +215,8 @@ def _builder(
                 return load_image_to_text(card, device, dtype, progress)
             if card.extract is not None:
                 return load_extractor(card, device, dtype, progress)
+            if card.listwise is not None:
+                return load_list_scorer(card, device, dtype, progress)
             return (load_encoder if card.score is None else load_scorer)(card, device, dtype, progress)
 
         if launch.device != "cpu":
@@ -258,13 +261,20 @@ def _load_library_model(
 ) -> Runner:
     with stall_notices.importing():
         light_imports.prepare()
-        from sie.workers.loading.libraries import load_gliclass, load_gliner, load_gliner2  # imports torch
+        from sie.workers.loading.libraries import (  # imports torch
+            load_gliclass,
+            load_gliner,
+            load_gliner2,
+            load_gliner_union,
+        )
 
     dtype = settings.models.dtype
     if isinstance(card.extract, Gliclass):
         return load_gliclass(card, launch.device, dtype, progress)
     if isinstance(card.extract, Gliner) and card.extract.library == "gliner2":
         return load_gliner2(card, launch.device, progress, settings.limits)
+    if isinstance(card.extract, GlinerUnion):
+        return load_gliner_union(card, launch.device, dtype, progress, settings.limits)
     return load_gliner(card, launch.device, dtype, progress, settings.limits)
 
 

@@ -53,14 +53,15 @@ def row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
     if header.operation == "extract":
         return "<f4", _num_classes(header, card)
     is_score = header.operation == "score"
-    wanted = [output for output, _ in header.compared] if is_score else header.output_types
+    wanted = [output for output, _ in header.compared] if is_score else _run_outputs(header)
     outputs = card.outputs
     for output in wanted:
         if output not in outputs:
             raise BadRequest(f"Model '{card.id}' does not have all of the outputs {list(wanted)}")
     if is_score:
         return "<f4", 1
-    return output_layout(card.dims.get("dense", 1), header.truncate_dim, header.output_dtype)
+    dims = card.dims.get("dense", 1) if header.muvera is None else header.muvera.width(card.dims["multivector"])
+    return output_layout(dims, header.truncate_dim, header.output_dtype)
 
 
 def _num_classes(header: WorkHeader, card: ModelCard) -> int:
@@ -120,7 +121,19 @@ def forward(runner: Any, items: list[WaitingItem]) -> StepOutputs:
         return runner.run(RowStep("compare", inputs, sides))
     loras = _loras(headers) if operation == "encode" and getattr(runner, "adapters", None) else ()
     tasks = [_task_of(header.task) for header in headers] if operation == "extract" and headers[0].task else ()
-    return runner.run(RowStep(operation, inputs, headers, loras, tasks))
+    wants = [header if header.muvera is None else _without_encoding(header) for header in headers]
+    return runner.run(RowStep(operation, inputs, wants, loras, tasks))
+
+
+def _run_outputs(header: WorkHeader) -> tuple[str, ...]:
+    """Return the outputs that the model has to compute; an encoding is computed from the multivector."""
+    if header.muvera is None:
+        return header.output_types
+    return tuple(dict.fromkeys("multivector" if output == "dense" else output for output in header.output_types))
+
+
+def _without_encoding(header: WorkHeader) -> WorkHeader:
+    return msgspec.structs.replace(header, output_types=_run_outputs(header))
 
 
 def take_unfinished(items: list[WaitingItem], generated: Sequence[object]) -> list[WaitingItem]:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from sie_sdk import SIEClient
 from sie_sdk.client import RequestError
 
+from sie.values.muvera import Muvera
+from sie.workers.requests.fixed_encoding import fixed_encoding
 from tests.process.harness import Server, start_server
 from tests.process.wire import post_json, stub_rows, wait_no_extents
 
@@ -68,6 +70,17 @@ def test_sdk_gets_what_it_asked_for_and_nothing_else(client: SIEClient, outputs:
             np.testing.assert_allclose(result["sparse"]["values"], expected, rtol=1e-6)
         if "multivector" in outputs:
             np.testing.assert_allclose(result["multivector"], stub_vectors(text), rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_query", [True, False], ids=["query", "document"])
+def test_multivectors_become_one_dense_vector_by_option(client: SIEClient, is_query: bool) -> None:
+    muvera = Muvera(num_repetitions=3, projection_dim=2)
+    options = {"muvera": {"num_repetitions": 3, "projection_dim": 2}, "is_query": is_query}
+    results = client.encode("stub/all", [{"text": text} for text in TEXTS], options=options)
+    expected = [fixed_encoding(stub_vectors(text), muvera, is_query=is_query) for text in TEXTS]
+    np.testing.assert_allclose([result["dense"] for result in results], expected, atol=1e-6)
+    with pytest.raises(RequestError, match="does not support option 'muvera'"):
+        client.encode("stub/dense", {"text": "a"}, options={"muvera": {}})
 
 
 def test_json_holds_the_same_as_msgpack(server: Server, client: SIEClient) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
+from sie.values.errors import InputTooLong, Unavailable
+
 FILES_SCHEMA: Final = """
 CREATE TABLE files (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -41,6 +43,7 @@ UPLOADED: Final = "user_upload"
 OF_REQUEST: Final = "input_file"
 OF_CLIENTS: Final = frozenset({UPLOADED, OF_REQUEST})
 """The tools that stand for clients: a file that was uploaded, and one that was part of a request."""
+_RETRY_AFTER_S: Final = 5
 _HELD: Final = "CASE blob WHEN '' THEN 0 ELSE num_bytes END"
 """Bytes that a file takes: the size of one without a body is only what a client said."""
 _OVER: Final = f"SELECT count(*), coalesce(sum({_HELD}), 0) FROM files"  # noqa: S608
@@ -107,7 +110,13 @@ class FileRows:
         self._limits = limits
 
     def add(self, owner: str, file: KeptFile) -> None:
-        """Store a file, in place of one with its id. The oldest files go if there are too many."""
+        """Store a file, in place of one with its id. The oldest files go if there are too many.
+
+        Must run in a transaction. Raises InputTooLong (413) for a client's file that no deletion makes room for, and
+        Unavailable for another, or if those who hold less would have to make room.
+        """
+        if file.tool in OF_CLIENTS:
+            self._check_size(owner, file)
         self._db.execute("DELETE FROM files WHERE owner = ? AND id = ?", (owner, file.id))
         row = (owner, *(getattr(file, field) for field in _FIELDS))
         self._db.execute(f"INSERT INTO files (owner, {_COLUMNS}) VALUES ({_PLACES})", row)  # noqa: S608
@@ -115,6 +124,9 @@ class FileRows:
         if owner:
             self._trim(owner, self._limits.max_key_files, self._limits.max_key_bytes)
         self._trim(None, self._limits.max_files, self._limits.max_bytes)
+        if self.find(owner, file.id, file.created_s) is None:
+            text = "The server has no room for this file beside those of others (max_files, max_files_bytes)"
+            raise Unavailable(text, code="STORE_UNAVAILABLE", retry_after_s=_RETRY_AFTER_S)
 
     def find(self, owner: str, file_id: str, now_s: float) -> KeptFile | None:
         """Return a file of this owner, or None."""
@@ -159,6 +171,15 @@ class FileRows:
         """Delete the rows of files whose time is over."""
         self._db.execute("DELETE FROM files WHERE expires_s <= ?", (now_s,))
 
+    def _check_size(self, owner: str, file: KeptFile) -> None:
+        limits = {"max_files_bytes": self._limits.max_bytes}
+        if owner:
+            limits["max_key_files_bytes"] = self._limits.max_key_bytes
+        setting = min(limits, key=lambda one: limits[one])
+        if file.blob and file.num_bytes > limits[setting]:
+            text = f"The file has {file.num_bytes} bytes, more than {setting} ({limits[setting]}) allows for all files"
+            raise InputTooLong(text, http_status=413, extras={"param": "file"})
+
     def _trim(self, owner: str | None, max_files: int, max_bytes: int) -> None:
         """Delete the oldest files until those of the owner, or of all, are within the limits.
 
@@ -176,7 +197,9 @@ class FileRows:
 
     def _largest(self, *, by_bytes: bool) -> str:
         size = f"sum({_HELD})" if by_bytes else "count(*)"
-        (owner,) = self._db.execute(f"SELECT owner FROM files GROUP BY owner ORDER BY {size} DESC LIMIT 1").fetchone()  # noqa: S608
+        # Of owners who hold as much, the one with the oldest file: never the one whose first file is being added.
+        sql = f"SELECT owner FROM files GROUP BY owner ORDER BY {size} DESC, min(number) LIMIT 1"  # noqa: S608
+        (owner,) = self._db.execute(sql).fetchone()
         return owner
 
 

@@ -10,7 +10,7 @@ import msgspec
 from sie.agents.store.blobs import BlobWriter
 from sie.agents.store.files import UPLOADED, KeptFile
 from sie.agents.store.names import OCTETS, clean_name, format_of, is_textual, media_type
-from sie.agents.store.store import Store
+from sie.agents.store.store import Store, StoreFile
 
 USER_DATA = "user_data"
 
@@ -35,9 +35,10 @@ async def keep_upload(
     store: Store, owner: str, writer: BlobWriter, name: str, media: str | None, *, purpose: str,
     age_s: float | None = None, file_id: str = "", tool: str = UPLOADED,
 ) -> KeptFile:  # fmt: skip
-    """Keep the bytes of a writer as a file, and return it. The caller discards the writer if this raises Unavailable.
+    """Keep the bytes of a writer as a file, and return it. The caller discards the writer if this raises.
 
-    name and media are as the client gave them. age_s is how long the client wants the file to be kept.
+    name and media are as the client gave them. age_s is how long the client wants the file to be kept. file_id is of the
+    content: a file that is held under it is the same, and stays.
     """
     shown = clean_name(name)
     kind = media_type(media, shown)
@@ -49,22 +50,43 @@ async def keep_upload(
         created_s=now_s, expires_s=now_s + min(age_s if age_s is not None else limit_s, limit_s), purpose=purpose,
         tool=tool, is_text=writer.is_utf8 or is_textual(kind),
     )  # fmt: skip
-    return await keep_written(store, owner, file, writer)
+    return await keep_written(store, owner, file, writer, replaces=not file_id)
 
 
 async def keep_file(store: Store, owner: str, file: KeptFile, body: bytes | None) -> KeptFile:
-    """Keep a file whose facts are known, with its bytes, or None for one that the store only knows about."""
+    """Keep a file whose facts are known, with its bytes, and return it.
+
+    Without a body, the store only knows about it. But if it holds bytes under this id, that file stays and is returned.
+    """
     writer = await store.run(store.blobs.add, body) if body is not None else None
-    return await keep_written(store, owner, file, writer)
+    return await keep_written(store, owner, file, writer, replaces=body is not None)
 
 
-async def keep_written(store: Store, owner: str, file: KeptFile, writer: BlobWriter | None) -> KeptFile:
-    """Keep a file whose facts are known, with the bytes of a writer. The caller discards the writer if this raises."""
+async def keep_written(
+    store: Store, owner: str, file: KeptFile, writer: BlobWriter | None, *, replaces: bool = True
+) -> KeptFile:
+    """Keep a file whose facts are known, with the bytes of a writer. The caller discards the writer if this raises.
+
+    Unless it replaces, a file that is held under its id stays, is renewed, and is returned in its place.
+    """
     blob = await store.run(writer.commit) if writer is not None else ""
     file = msgspec.structs.replace(file, blob=blob)
+    written = [blob] if blob else []
     try:
-        await store.change(lambda opened: opened.files.add(owner, file))
+        kept = await store.change(lambda opened: _put(opened, owner, file, replaces=replaces))
     except BaseException:
-        await store.run(store.blobs.remove, [blob])
+        await store.run(store.blobs.remove, written)
         raise
-    return file
+    if kept.blob != blob:
+        await store.run(store.blobs.remove, written)
+    return kept
+
+
+def _put(opened: StoreFile, owner: str, file: KeptFile, *, replaces: bool) -> KeptFile:
+    # Within the transaction: another request may have kept the same file since this one looked for it.
+    held = opened.find_held(owner, file.id) if not replaces else None
+    if held is None:
+        opened.files.add(owner, file)
+        return file
+    opened.files.renew(owner, [file.id], opened.now_s())
+    return held

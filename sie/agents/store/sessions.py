@@ -86,6 +86,7 @@ class SessionRows:
             )
 
     def _largest(self) -> str:
-        sql = "SELECT owner FROM sessions GROUP BY owner ORDER BY count(*) DESC LIMIT 1"
+        # Of owners with as many, the one that rested longest: never the one whose first session is being stored.
+        sql = "SELECT owner FROM sessions GROUP BY owner ORDER BY count(*) DESC, min(used_s) LIMIT 1"
         (owner,) = self._db.execute(sql).fetchone()
         return owner

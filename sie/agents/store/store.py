@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from sie.agents.store import DATABASE
 from sie.agents.store.blobs import BlobFolder
-from sie.agents.store.files import FILES_SCHEMA, FileLimits, FileRows
+from sie.agents.store.files import FILES_SCHEMA, FileLimits, FileRows, KeptFile
 from sie.agents.store.sessions import SESSIONS_SCHEMA, SessionLimits, SessionRows
 from sie.agents.store.skills import SKILLS_SCHEMA, SkillLimits, SkillRows
 from sie.config.store_settings import Store as StoreSettings
@@ -50,6 +50,11 @@ class StoreFile:
             max_sessions=settings.max_sessions, max_key_sessions=settings.max_key_sessions,
             max_idle_s=settings.session_idle_s,
         ))  # fmt: skip
+
+    def find_held(self, owner: str, file_id: str) -> KeptFile | None:
+        """Return a file of this owner if the store holds its bytes, or None."""
+        file = self.files.find(owner, file_id, self.now_s())
+        return file if file is not None and self.blobs.find(file.blob, file.num_bytes) is not None else None
 
     def change(self, work: Callable[[StoreFile], _T]) -> _T:
         """Run work in a transaction, then delete the blobs that no row names any more.
@@ -124,6 +129,12 @@ def file_limits(settings: StoreSettings) -> FileLimits:
         max_files=settings.max_files, max_bytes=settings.max_files_bytes, max_key_files=settings.max_key_files,
         max_key_bytes=settings.max_key_files_bytes, max_age_s=settings.max_file_age_s,
     )  # fmt: skip
+
+
+def file_limit(settings: StoreSettings, owner: str) -> str:
+    """Return the name of the setting that bounds a file of this owner: the smallest of those that all its files obey."""
+    names = ["max_file_bytes", "max_files_bytes", *(["max_key_files_bytes"] if owner else [])]
+    return min(names, key=lambda name: getattr(settings, name))
 
 
 def unavailable() -> Unavailable:

@@ -89,7 +89,7 @@ def apply_pair_prompt(
     query_template = _string_option(options, "query_template")
     if query_template is not None:
         return _fill(query_template, [query], instruction or "")[0], documents, None
-    if card.score is not None and card.score.template is not None:
+    if card.listwise is not None or (card.score is not None and card.score.template is not None):
         return query, documents, instruction
     if instruction:
         return f"{instruction} {query}", documents, None

@@ -43,11 +43,17 @@ def split_words(text: str) -> list[tuple[int, int]]:
 
 
 def plan_windows(
-    words: Sequence[tuple[int, int]], costs: Sequence[int], *, max_words: int, max_tokens: int
+    words: Sequence[tuple[int, int]],
+    costs: Sequence[int],
+    *,
+    max_words: int,
+    max_tokens: int,
+    overlap: int | None = None,
 ) -> list[Window]:
     """Return windows that cover all words; each has as many words as both limits allow, and at least one new word.
 
-    costs are the words' token counts. A window after the first begins with the last words of the previous window.
+    costs are the words' token counts. A window after the first begins with the last words of the previous window:
+    overlap of them, or some by default.
     """
     windows: list[Window] = []
     first, end = 0, 0
@@ -57,7 +63,8 @@ def plan_windows(
             tokens += costs[end]
             end += 1
         windows.append(Window(words[first][0], words[end - 1][1], tokens))
-        first = max(first + 1, end - min(_OVERLAP_WORDS, (end - first) // 2))
+        shared = min(_OVERLAP_WORDS, (end - first) // 2) if overlap is None else overlap
+        first = max(first + 1, end - shared)
         while first < end and sum(costs[first : end + 1]) > max_tokens:
             first += 1  # otherwise the next window would contain no new word
     return windows
@@ -73,7 +80,7 @@ def merge_windows(
     `choose_spans` resolves overlaps, as within a window. The result is in order of position.
     """
     placed = [
-        [_moved(entity, window.start) for entity in own] for window, own in zip(windows, found, strict=True)
+        [moved(entity, window.start) for entity in own] for window, own in zip(windows, found, strict=True)
     ]  # fmt: skip
     if len(placed) == 1:
         return placed[0]
@@ -111,7 +118,8 @@ def _span(entity: Entity) -> tuple[int, int]:
     return entity.start, entity.end
 
 
-def _moved(entity: Entity, offset: int) -> Entity:
+def moved(entity: Entity, offset: int) -> Entity:
+    """Return an entity with its positions moved by offset code points."""
     start, end = _span(entity)
     return msgspec.structs.replace(entity, start=start + offset, end=end + offset)
 

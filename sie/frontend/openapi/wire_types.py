@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from sie.config.limits import Limits
 from sie.frontend.operations.resolve_extract import ExtractOptions
+from sie.values.muvera import Muvera
 from sie.values.output_kinds import KINDS
 
 _TOKEN_ID: Final = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
@@ -62,6 +63,7 @@ _ENCODE: Final[dict[str, Any]] = {
     "is_query": _Flag,
     "output_types": _OutputTypes,
     "output_dtype": _OutputDtype,
+    "muvera": Muvera | None,
     "lora_id": _Text,
 }
 _SCORE: Final[dict[str, Any]] = {

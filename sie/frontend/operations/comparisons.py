@@ -25,6 +25,8 @@ Compared = tuple[tuple[str, float], ...]
 
 _HYBRID: Final = {kind.name: kind.hybrid_weight for kind in KINDS.values() if kind.hybrid_weight}
 _MODES: Final = {**{kind.score_mode: (kind.name,) for kind in KINDS.values()}, "hybrid": tuple(_HYBRID)}
+_LIST: Final = (("score", 1.0),)
+"""A model that reads lists is given them as a query, and then each document's number."""
 _MAX_WEIGHT: Final = 1e6
 
 
@@ -38,6 +40,8 @@ def resolve_compared(options: dict[str, Any], card: ModelCard) -> Compared:
         for name, value in (("score_mode", mode), ("score_weights", weights)):
             if value is not None:
                 raise BadRequest(f"Model '{card.id}' does not support option '{name}'")
+        if card.listwise is not None:
+            return _LIST
         return (("multivector", 1.0),) if card.compares else ()
     mode = "dense" if mode is None else mode
     outputs = _MODES.get(mode) if isinstance(mode, str) else None

@@ -28,7 +28,7 @@ from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer
 from sie.frontend.models.adapter_lookup import requested_adapter
 from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.interface import Started
-from sie.frontend.operations.reply_reader import count_items
+from sie.frontend.operations.reply_reader import count_items, dense_dims
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
@@ -137,6 +137,9 @@ class Encoder:
             _wants_normalize(request, entry), request.dimensions, request.output_types or ("dense",),
             entry.card.tells_queries and bool(request.options.get("is_query")), lora=requested_adapter(request) or "",
         )  # fmt: skip
+        if request.muvera is not None:
+            is_query = bool(request.options.get("is_query"))
+            header = msgspec.structs.replace(header, is_query=is_query, muvera=request.muvera)
         if request.options and entry.card.late is not None and header.is_query:
             header = msgspec.structs.replace(header, expand_to=shorter_expansion(entry.card, request.options))
         return header
@@ -184,7 +187,7 @@ def _with_prompt(header: WorkHeader, request: EncodeRequest) -> WorkHeader:
 def check_encode(card: ModelCard, request: EncodeRequest, limits: Limits) -> None:
     """Raise BadRequest for a resolved request that is too large with its prompts, or whose reply would be."""
     output_types, output_dtype = request.output_types or _DENSE_ONLY, request.output_dtype or "float32"
-    width = request.dimensions or (card.dims["dense"] if "dense" in output_types else 0)
+    width = request.dimensions or (dense_dims(card, request) if "dense" in output_types else 0)
     nbytes = int(count_items(request) * width * _ITEM_BYTES[output_dtype])
     if nbytes > limits.max_reply_bytes:
         raise BadRequest(
@@ -203,7 +206,7 @@ def _count_chars(request: EncodeRequest) -> int:
 
 def _wants_normalize(request: EncodeRequest, entry: ModelEntry) -> bool | None:
     """Return whether to normalise, None for the model's default; a shortened vector is always normalised."""
-    is_cut = request.dimensions is not None and request.dimensions < entry.card.dims["dense"]
+    is_cut = request.dimensions is not None and request.dimensions < dense_dims(entry.card, request)
     return True if is_cut else request.options.get("normalize")
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from sie.frontend.engine.interface import Reply
 from sie.ipc.messages import ModelEntry
+from sie.values.card import ModelCard
 from sie.values.errors import Internal, ProtocolError
 from sie.values.inference import EncodeReply, EncodeRequest, RaggedRows, RowArray, Timing
 from sie.values.output_kinds import RAGGED, OutputKind, offsets_name
@@ -92,6 +93,13 @@ def read_pieces(reply: Reply, output: str, num_items: int) -> tuple[Sequence[NDA
 def count_items(request: EncodeRequest) -> int:
     """Return how many items a request has."""
     return len(request.texts if request.texts is not None else request.token_lists or ())
+
+
+def dense_dims(card: ModelCard, request: EncodeRequest) -> int:
+    """Return the width of a resolved request's dense vectors before they are cut; 0 for a model without them."""
+    if request.muvera is not None:
+        return request.muvera.width(card.dims["multivector"])
+    return card.dims.get("dense", 0)
 
 
 class _Rows(NamedTuple):
@@ -198,7 +206,7 @@ def _answer(entry: ModelEntry, request: EncodeRequest, reply: Reply, timing: Tim
         values=values,
         dtype=dtype,
         width=width,
-        dims=request.dimensions or entry.card.dims.get("dense", 0),
+        dims=request.dimensions or dense_dims(entry.card, request),
         output_dtype=request.output_dtype or "float32",
         input_tokens=reply.num_tokens - request.image_tokens,
         timing=timing,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sie.catalog.options import OUTPUT_TYPES
+from sie.catalog.options import OUTPUT_TYPES, gives_dense_by, read_muvera
+from sie.catalog.profiles import DEFAULT_PROFILE
 from sie.frontend.inputs.profile_options import gives, merge_options, refuse_adapter
 from sie.frontend.operations.comparisons import resolve_compared
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.inference import OUTPUT_DTYPES, EncodeRequest, MediaItems, ScoreRequest
+from sie.values.muvera import MAX_RANDOM_NUMBERS, MAX_WIDTH, Muvera
 
 _DENSE_ONLY = ("dense",)
 
@@ -43,7 +45,10 @@ def resolve_encode(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
     if request.options or card.profiles:
         request.options = merge_options(card, request.options, "$.params.options")
     options = request.options
+    request.muvera = _resolve_muvera(options, card, "$.params.options") if options else None
     request.output_types = _resolve_output_types(request, card)
+    if request.muvera is None and card.profiles:
+        _check_own_dense(request.output_types, card)
     request.output_dtype = request.output_dtype or options.get("output_dtype") or "float32"
     if request.output_dtype not in OUTPUT_DTYPES:
         raise BadRequest(f"Unsupported output_dtype: {request.output_dtype}")
@@ -68,13 +73,42 @@ def _resolve_output_types(request: EncodeRequest, card: ModelCard) -> tuple[str,
     for name in wanted:
         if name not in OUTPUT_TYPES:
             raise BadRequest(f"Unknown output type {name!r}. Valid: {list(OUTPUT_TYPES)}")
-        if name not in card.outputs:
+        if name not in card.outputs and (name != "dense" or request.muvera is None):
             reason = card.missing_outputs.get(name)
             because = f" ({reason})" if reason else ""
             raise BadRequest(
                 f"Model '{card.id}' does not support output type '{name}'{because}. Available: {card.wire_outputs}"
             )
     return tuple(dict.fromkeys(wanted))
+
+
+def _resolve_muvera(options: Mapping[str, Any], card: ModelCard, path: str) -> Muvera | None:
+    """Return the parameters of fixed dimensional encodings. Raises BadRequest for a model without multivectors."""
+    muvera = read_muvera(options, path)
+    if muvera is None:
+        return None
+    if "multivector" not in card.outputs:
+        raise BadRequest(
+            f"Model '{card.id}' does not support option 'muvera' (it encodes multivectors). Its outputs are "
+            f"{card.wire_outputs}"
+        )
+    if (width := muvera.width(card.dims["multivector"])) > MAX_WIDTH:
+        raise BadRequest(
+            f"Option 'muvera' gives {width} dimensions for model '{card.id}', over {MAX_WIDTH}; set final_projection_dim "
+            f"- at `{path}.muvera`"
+        )
+    if (count := muvera.num_random(card.dims["multivector"])) > MAX_RANDOM_NUMBERS:
+        raise BadRequest(
+            f"Option 'muvera' needs {count} random numbers for model '{card.id}', over {MAX_RANDOM_NUMBERS}; "
+            f"take fewer repetitions or a smaller projection_dim - at `{path}.muvera`"
+        )
+    return muvera
+
+
+def _check_own_dense(output_types: tuple[str, ...], card: ModelCard) -> None:
+    """Raise BadRequest for the model's own dense vectors from an entry whose profile encodes multivectors instead."""
+    if "dense" in output_types and gives_dense_by(card.profiles.get(DEFAULT_PROFILE, {}), card.outputs):
+        raise BadRequest(f"The profile of model '{card.id}' gives dense vectors by option 'muvera' only")
 
 
 def check_scores(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
@@ -118,6 +152,7 @@ def resolve_embeddings(request: EncodeRequest, card: ModelCard) -> EncodeRequest
     if card.profiles:
         request.options = merge_options(card, request.options, "$.options")
         request.instruction = request.options.get("instruction")
+        request.muvera = _resolve_muvera(request.options, card, "$.options")
     request.output_types = ("dense",)
     request.output_dtype = "float32"
     return request

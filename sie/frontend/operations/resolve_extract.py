@@ -55,6 +55,13 @@ class ExtractOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     text_threshold: _Fraction | None = None
     function_to_apply: ClassFunction | None = None
     top_k: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    score_floor: _Fraction | None = None
+    window_words: Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)] | None = None
+    window_overlap: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    propagate_label: str | None = None
+    name_min_letters: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    default_labels: tuple[str, ...] | None = None
+    """Labels of a request that names none."""
     task: Annotated[str, msgspec.Meta(max_length=128)] | None = None
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     num_beams: Annotated[int, msgspec.Meta(ge=1, le=1)] | None = None
@@ -124,9 +131,11 @@ def _resolve_task(request: ExtractRequest, card: ModelCard, rule: ExtractRule) -
     for name in (*wanted, *(name for name in LENGTHS if request.options.get(name) is not None)):
         if name not in rule.options:
             raise BadRequest(f"Model '{card.id}' does not support '{name}'")
-    if rule.needs_labels and not (request.labels or options.label_groups):
+    default_labels: tuple[str, ...] = wanted.pop("default_labels", ())
+    labels = request.labels or default_labels
+    if rule.needs_labels and not (labels or options.label_groups):
         raise BadRequest(f"Model '{card.id}' needs labels - at `$.params.labels`")
-    for index, label in enumerate(request.labels):
+    for index, label in enumerate(labels):
         if not label.strip():
             raise BadRequest(f"A label must not be blank - at `$.params.labels[{index}]`")
     if options.label_groups:
@@ -135,7 +144,7 @@ def _resolve_task(request: ExtractRequest, card: ModelCard, rule: ExtractRule) -
         wanted["examples"] = tuple(LabelledExample(example.text, example.labels) for example in options.examples)
     policy = request.options.get("overflow_policy") or "default"
     return ExtractTask(
-        labels=request.labels,
+        labels=labels,
         overflow_policy=policy,
         max_tokens=request.max_tokens,
         by_class=request.by_class,

@@ -1,7 +1,8 @@
 """Runs the score operation: from a typed request of any dialect to one score for each document.
 
 One request is one submit. Each pair is an item, so the worker spreads pairs over steps and joins them as it does texts.
-For a model that compares vectors, each text is an item, and the query is the first.
+For a model that compares vectors, each text is an item, and the query is the first. For a model that reads lists, the
+first item is the lists, and each other one is a document's number.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from sie.config.limits import Limits
 from sie.frontend.engine.interface import Engine, Reply
+from sie.frontend.inputs.document_list import list_arrays
 from sie.frontend.inputs.pairs import Arrays, cut_documents, matched_pair_arrays, pair_arrays
 from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion
 from sie.frontend.inputs.prompts import check_prompted, count_prompted
@@ -62,7 +64,10 @@ class Scorer:
                                 expand_to=shorter_expansion(entry.card, request.options))  # fmt: skip
         else:
             header = WorkHeader(entry.card.id, "score", len(request.documents), (), is_raw=request.is_raw)
-        return Started(self._engine.submit(header, arrays, int(arrays[0][1][-1]), deadline_ns), took_ns)
+        num_tokens = int(arrays[0][1][-1])
+        if entry.card.listwise is not None:
+            num_tokens -= len(request.documents)  # the numbers of documents are no tokens
+        return Started(self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns)
 
     async def _prepare(self, entry: ModelEntry, request: ScoreRequest) -> Arrays:
         """Tokenise at once, or on a thread when that would block the event loop too long."""
@@ -98,6 +103,10 @@ def _arrays(card: ModelCard, tokenizer: Tokenizer | None, request: ScoreRequest)
     documents = request.documents
     if request.max_document_tokens is not None:
         documents = cut_documents(tokenizer, documents, request.max_document_tokens)
+    if card.listwise is not None and tokenizer is not None:
+        return list_arrays(
+            card, tokenizer, request.query, documents, request.instruction, options=request.options, cuts=request.cuts
+        )
     if request.compared and tokenizer is not None:
         return comparison_arrays(card, tokenizer, msgspec.structs.replace(request, documents=documents), request.cuts)
     if request.queries:

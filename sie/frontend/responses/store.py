@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -18,6 +18,7 @@ import msgspec
 from sie.config.limits import MIB
 from sie.frontend.dialects.responses.reply import StreamForm
 from sie.frontend.responses.events import EVENTS_SCHEMA, EventRows
+from sie.frontend.responses.pruning import Pruner
 from sie.runtime.database import DatabaseFile, DatabaseThread, Schema
 from sie.values.errors import Unavailable
 
@@ -91,13 +92,14 @@ class ResponseFile:
         self.file = DatabaseFile(directory / "responses.db", _FORM)
         self._db = self.file.db
         self.events = EventRows(self._db)
+        self._pruner = Pruner(self._db, limits.max_responses, limits.max_bytes, is_running)
 
     def close(self) -> None:
         """Close the file."""
         self.file.close()
 
     def add(self, owner: str, kept: Kept) -> None:
-        """Store a response. Deletes the oldest ones when a limit is reached."""
+        """Store a response. Deletes old ones when a limit is reached, but none that a process is making."""
         nbytes = len(kept.body) + len(kept.input) + len(kept.history)
         maker = self._maker if kept.status in _RUNNING else ""
         row = (
@@ -116,7 +118,7 @@ class ResponseFile:
         self._db.execute(f"INSERT INTO responses ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)  # noqa: S608
         is_due = self._num_added % max(1, self._limits.max_responses // _PRUNES_A_LIMIT) == 0
         if is_due or nbytes + self.events.num_new_bytes > MIB:
-            self._prune()
+            self._pruner.prune(self._now_s() - self._limits.max_age_s)
             self.events.num_new_bytes = 0
         self._num_added += 1
 
@@ -198,19 +200,6 @@ class ResponseFile:
         row: Any = self._db.execute("SELECT status, body FROM responses WHERE id = ?", (kept.id,)).fetchone()
         if row is not None:
             kept.status, kept.body = row
-
-    def _prune(self) -> None:
-        """Delete responses that are too old, and the oldest ones over the limits."""
-        limits = self._limits
-        self._db.execute("DELETE FROM responses WHERE created_s <= ?", (self._now_s() - limits.max_age_s,))
-        nbytes = 0
-        rows = self._db.execute("SELECT number, nbytes FROM responses ORDER BY number DESC")
-        for count, (number, size) in enumerate(cast("Iterator[tuple[int, int]]", rows), 1):
-            nbytes += size
-            if count > limits.max_responses or nbytes > limits.max_bytes:
-                rows.close()
-                self._db.execute("DELETE FROM responses WHERE number <= ?", (number,))
-                return
 
 
 class ResponseStore:

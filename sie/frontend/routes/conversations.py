@@ -31,8 +31,8 @@ from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.files import file_gone
 from sie.frontend.routes.run_skills import add_skills
-from sie.frontend.routes.sessions import check_size
-from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
+from sie.frontend.routes.sessions import check_file_size, check_size
+from sie.values.errors import BadRequest, NotFound, SieError
 from sie.values.generate import (
     ChatMessage,
     ChoiceReply,
@@ -255,11 +255,9 @@ class Conversations:
     ) -> KeptFile:
         """Keep the bytes of a file that came with a request, once for the same name and bytes."""
         store = self._process.store
-        if len(data) > store.settings.max_file_bytes:
-            raise InputTooLong(f"Field '{field}' is over max_file_bytes ({store.settings.max_file_bytes})",
-                               extras={"param": field})  # fmt: skip
+        check_file_size(store.settings, owner, len(data), field)
         file_id = await offload(self._process.decode_pool, len(data), content_id, name, data)
-        known = await store.read(lambda opened: opened.files.find(owner, file_id, opened.now_s()))
+        known = await store.read(lambda opened: opened.find_held(owner, file_id))
         if known is not None:
             _check_text(known.name, known.mime_type, field, is_text=known.is_text or mounts)
             return known

@@ -11,6 +11,7 @@ from urllib.parse import quote
 from sie.agents.store.blobs import BlobWriter
 from sie.agents.store.files import FileQuery, KeptFile
 from sie.agents.store.keeping import keep_upload
+from sie.agents.store.store import file_limit
 from sie.frontend.dialects.store import anthropic_files as anthropic
 from sie.frontend.dialects.store import openai_files as openai
 from sie.frontend.dialects.store.query import parse_query
@@ -40,7 +41,8 @@ class Files:
     async def upload(self, exchange: Exchange) -> Shown:
         """Answer `POST /v1/files`."""
         is_anthropic = is_for_anthropic(exchange)
-        async with self._uploads.receive(exchange, self._bodies, "max_file_bytes") as form:
+        setting = file_limit(self._process.settings.store, exchange.owner)
+        async with self._uploads.receive(exchange, self._bodies, setting) as form:
             part = next((one for one in form.files if one.field == "file"), None)
             if part is None or not (part.name or is_anthropic):
                 raise wrong("file", "is required, with a file name")

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import parse_qs
 
 import msgspec
@@ -19,7 +19,7 @@ import msgspec
 from sie.agents.loop.agent_run import AgentRun
 from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.dialects.openai.text_fields import renamed
-from sie.frontend.dialects.responses.items import name_kept_files, read_kept
+from sie.frontend.dialects.responses.items import Item, name_kept_files, read_kept
 from sie.frontend.dialects.responses.page import read_page, read_stream_query
 from sie.frontend.dialects.responses.reply import ResponseRecord, ResponseWriter, encode_count, encode_deleted
 from sie.frontend.dialects.responses.request import ResponsesCall
@@ -64,12 +64,16 @@ class Responses:
             StoreLimits(limits.max_responses, limits.max_responses_bytes, limits.max_response_age_s),
         )
         self._jobs: dict[str, Job] = {}
+        self._beginning: list[str] = []
+        """The owners of the background responses that are not among the jobs yet."""
         self._watcher: asyncio.Task[None] | None = None
 
     async def create(self, exchange: Exchange, call: ResponsesCall) -> Answer | Streamed:
         """Create a response: at once, as a stream or in the background."""
-        if call.is_background:
-            self._check_background(exchange)
+        with self._place(exchange) if call.is_background else contextlib.nullcontext():
+            return await self._create(exchange, call)
+
+    async def _create(self, exchange: Exchange, call: ResponsesCall) -> Answer | Streamed:
         entry = self._texts.find(exchange, call.request)
         history = await self._join_history(call, exchange.owner)
         record = ResponseRecord(
@@ -214,6 +218,16 @@ class Responses:
 
     # --- responses under way --------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _place(self, exchange: Exchange) -> Generator[None]:
+        """Keep a place for a background response until its job has begun. Raises an error if there is none."""
+        self._check_background(exchange)
+        self._beginning.append(exchange.owner)
+        try:
+            yield
+        finally:
+            self._beginning.remove(exchange.owner)
+
     def _check_background(self, exchange: Exchange) -> None:
         """Raise an error if no more background responses are allowed.
 
@@ -222,14 +236,12 @@ class Responses:
         """
         if not self._store.is_on:
             raise wrong("background", "needs responses to be kept, and the setting max_responses is 0")
-        if len(self._jobs) >= self._max_jobs:
+        if len(self._jobs) + len(self._beginning) >= self._max_jobs:
             text = f"As many responses are being made as max_background_responses allows ({self._max_jobs})"
             raise Overloaded(text, retry_after_s=1)
         limit = exchange.holder.key.max_concurrent if exchange.holder is not None else None
-        if (
-            limit is not None
-            and sum(job.outlives and job.owner == exchange.owner for job in self._jobs.values()) >= limit
-        ):
+        owners = [*self._beginning, *(job.owner for job in self._jobs.values() if job.outlives)]
+        if limit is not None and owners.count(exchange.owner) >= limit:
             text = f"API key '{exchange.owner}' has as many responses in the background as its max_concurrent ({limit})"
             raise RateLimited(text, retry_after_s=1)
 
@@ -270,6 +282,7 @@ class Responses:
 
     async def _join_history(self, call: ResponsesCall, owner: str) -> bytes:
         """Put the conversation before a call, and the list of all files, into its request. Return the stored items."""
+        _refuse_stray_files(call.items)
         history, before, files = await self._read_history(call, owner)
         call.begin(before)
         call.request.files = [*files, *call.request.files]
@@ -342,6 +355,17 @@ class Responses:
             raise
         for record in cut:
             record.is_newly_cut = False
+
+
+def _refuse_stray_files(items: Sequence[Item]) -> None:
+    """Raise BadRequest for a file in an item that is not a message: nobody would read it."""
+    for number, item in enumerate(items):
+        parts = item.get("content") if item["type"] != "message" else None
+        for place, part in enumerate(cast("list[Item]", parts) if isinstance(parts, list) else ()):
+            if part.get("type") == "input_file":
+                raise wrong(
+                    f"input[{number}].content[{place}].type", "is 'input_file'; only messages of users have files"
+                )
 
 
 class _Output(msgspec.Struct):

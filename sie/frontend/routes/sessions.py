@@ -13,6 +13,8 @@ from sie.agents.store.files import KeptFile
 from sie.agents.store.keeping import keep_file
 from sie.agents.store.names import clean_name, format_of, is_textual, media_type
 from sie.agents.store.sessions import Session
+from sie.agents.store.store import file_limit
+from sie.config.store_settings import Store as StoreSettings
 from sie.frontend.dialects.openai.agent_fields import check_session_id
 from sie.frontend.dialects.store import openai_files as files
 from sie.frontend.dialects.store import sessions
@@ -100,9 +102,8 @@ class Sessions:
     async def _keep_file(self, owner: str, given: FileField, path: str) -> None:
         store, now_s = self._process.store, self._process.store.now_s()
         body = sessions.body_of(given, path)
-        if body is not None and len(body) > store.settings.max_file_bytes:
-            raise InputTooLong(f"Field '{path}' is over max_file_bytes ({store.settings.max_file_bytes})",
-                               http_status=413, extras={"param": path})  # fmt: skip
+        if body is not None:
+            check_file_size(store.settings, owner, len(body), path)
         name = clean_name(given.name)
         kind = media_type(given.mime_type, name)
         source = given.source or FileOrigin()
@@ -113,6 +114,14 @@ class Sessions:
             round=source.round, turn=source.turn, is_text=given.text is not None or is_textual(kind),
             code=given.code or "", message=given.message or "",
         ), body)  # fmt: skip
+
+
+def check_file_size(settings: StoreSettings, owner: str, num_bytes: int, field: str) -> None:
+    """Raise InputTooLong (413) for a file that is too large to be kept for this owner."""
+    setting = file_limit(settings, owner)
+    most = getattr(settings, setting)
+    if num_bytes > most:
+        raise InputTooLong(f"Field '{field}' is over {setting} ({most})", http_status=413, extras={"param": field})
 
 
 def check_size(messages: bytes, max_bytes: int) -> None:

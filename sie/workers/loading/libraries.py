@@ -30,11 +30,12 @@ from sie.config.limits import Limits
 from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
-from sie.values.extract import ExtractTask, Gliclass, Gliner
+from sie.values.extract import ExtractTask, Gliclass, Gliner, GlinerUnion
 from sie.workers.device.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.runners.gliclass import GliclassRunner
 from sie.workers.runners.gliner import GlinerRunner
 from sie.workers.runners.gliner2 import Gliner2Runner
+from sie.workers.runners.gliner_union import GlinerUnionRunner
 from sie.workers.stall_notices import reading
 
 _log = get_logger(__name__)
@@ -79,6 +80,30 @@ def load_gliner(
         return True
 
     return _try_formats(card, build, probe, dtype, on_progress)
+
+
+def load_gliner_union(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress, limits: Limits
+) -> GlinerUnionRunner:
+    """Return a union of GLiNER models that is ready for its first step. Arguments and errors as in `load_gliner`."""
+    union = card.extract
+    assert isinstance(union, GlinerUnion)
+    runners: list[GlinerRunner] = []
+    for member in union.members:
+        share = len(runners) / len(union.members)
+        own = msgspec.structs.replace(
+            card,
+            directory=member.directory,
+            extract=member.rule,
+            tokenizer_file=str(Path(member.directory, "tokenizer.json")),
+        )
+        runners.append(load_gliner(own, device_name, dtype_setting, _part_of(on_progress, share, union), limits))
+    return GlinerUnionRunner(card, runners)
+
+
+def _part_of(on_progress: Progress, share: float, union: GlinerUnion) -> Progress:
+    """Return a function that takes a member's progress; share is the part of the union that was loaded before."""
+    return lambda fraction, activity: on_progress(share + fraction / len(union.members), activity)
 
 
 def load_gliner2(card: ModelCard, device_name: str, on_progress: Progress, limits: Limits) -> Gliner2Runner:

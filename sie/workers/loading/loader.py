@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
@@ -33,6 +33,7 @@ from sie.catalog.architecture import (
 )
 from sie.catalog.files import open_checkpoint, refuse
 from sie.catalog.gguf_reader import WeightsReader, reading_with
+from sie.catalog.weights import weight_files
 from sie.config.generation_settings import Generation
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
@@ -52,6 +53,7 @@ from sie.workers.loading.renamed_weights import read_renamed_weights
 from sie.workers.prepared import session
 from sie.workers.prepared.placing import place_weights
 from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel
+from sie.workers.runners.document_list import ListScoreRunner
 from sie.workers.runners.dual import DualRunner, build_dual_runner
 from sie.workers.runners.encode import Backbone, EncodeRunner, Execution
 from sie.workers.runners.encoder_formats import (
@@ -157,7 +159,8 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        choose_class = classifier_class if rule.true_token_id is None else causal_class
+        # The library has no classifier for the architecture of `layers`, whose class is one.
+        choose_class = classifier_class if rule.true_token_id is None and not card.layers else causal_class
         model = _read_model(card, choose_class, dtype=form.read_dtype, device=device)
     activation = build_activation(card.id, rule.activation)
     _convert_encoder(card.id, model, form, device, on_progress)
@@ -166,6 +169,41 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     note_without_kernels(scorer.backbone)
     on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
     return ScoreRunner(card, scorer, activation, execution=execution, view=view, dtype=form.name)
+
+
+def load_list_scorer(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+) -> ListScoreRunner:
+    """Return a reranker of lists that is ready for its first step. Arguments and errors as in `load_encoder`."""
+    device = resolve_device(device_name)
+    form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
+    on_progress(0.1, "reading weights")
+    with _storage_faults(card):
+        model = _read_model(card, text_encoder_class, dtype=form.read_dtype, device=device)
+        projector = _read_projector(card, device)
+    _convert_encoder(card.id, model, form, device, on_progress)
+    backbone = Backbone(model, device)
+    execution = choose_execution(card.id, backbone)
+    note_without_kernels(backbone)
+    on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
+    return ListScoreRunner(card, backbone, projector, execution, form.name)
+
+
+def _read_projector(card: ModelCard, device: torch.device) -> torch.nn.Sequential:
+    """Return the two linear layers behind a reranker of lists, in float32. Raises ModelLoadFailed without them."""
+    found: dict[str, Tensor] = {}
+    for path in weight_files(open_checkpoint(card.id, card.directory)):
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            names = [name for name in file.keys() if name.startswith("projector.")]  # noqa: SIM118 -- not a mapping
+            found |= {name.removeprefix("projector."): file.get_tensor(name).float() for name in names}
+    if set(found) != {"0.weight", "2.weight"}:
+        raise refuse(card.id, f"its projector has the weights {sorted(found)}, not those of two linear layers")
+    first, last = (
+        torch.nn.Linear(*own.shape[::-1], bias=False, device="meta") for own in (found["0.weight"], found["2.weight"])
+    )
+    projector = torch.nn.Sequential(first, torch.nn.ReLU(), last)
+    projector.load_state_dict(found, assign=True)
+    return projector.requires_grad_(requires_grad=False)
 
 
 def load_dual_encoder(

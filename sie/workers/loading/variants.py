@@ -1,6 +1,6 @@
 """Provides layers for checkpoints that differ from an architecture of transformers in some of its layers.
 
-`sie/catalog/remote_code.toml` lists these checkpoints. Each class reads weights under its own names.
+`sie/catalog/remote_code.toml` and `sie/catalog/rerankers.toml` list these checkpoints. Each class reads weights under its own names.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.granite.modeling_granite import GranitePreTrainedModel
 from transformers.models.gte.modeling_gte import GteLayer, GteModel
 from transformers.models.jina_embeddings_v3.modeling_jina_embeddings_v3 import JinaEmbeddingsV3Model
 from transformers.models.mistral.modeling_mistral import MistralModel
@@ -197,5 +199,11 @@ def _norm(config: Any) -> nn.LayerNorm:
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
-VARIANTS: Final[dict[str, type[Any]]] = {"alibi": AlibiModel, "experts": ExpertsModel, "latent": LatentModel}
+class LayerwiseModel(GenericForSequenceClassification, GranitePreTrainedModel):
+    """Some layers of a MiniCPM, which computes as Granite does, and the head behind them: `sie.catalog.layerwise`."""
+
+
+VARIANTS: Final[dict[str, type[Any]]] = {
+    "alibi": AlibiModel, "experts": ExpertsModel, "latent": LatentModel, "layerwise": LayerwiseModel,
+}  # fmt: skip
 """The model classes by `ModelCard.layers`."""

@@ -17,6 +17,7 @@ from sie.values.errors import NonFinite
 from sie.values.output_kinds import KINDS
 from sie.values.work import WorkHeader
 from sie.workers.model_api import StepOutputs
+from sie.workers.requests.fixed_encoding import fixed_encoding
 from sie.workers.requests.quantise import check_scores, finish_rows
 
 _to_msgpack = msgspec.msgpack.Encoder().encode
@@ -37,7 +38,9 @@ def finish_rows_of(card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOu
     if outputs.scores is not None:
         check_scores(card.id, outputs.scores)
         return [Finished(list(range(len(wants))), outputs.scores)]
-    return [] if outputs.dense is None else finish_dense(card, wants, outputs.dense)
+    rows = [] if outputs.dense is None else finish_dense(card, wants, outputs.dense)
+    vectors = outputs.ragged.get("multivector")
+    return rows if vectors is None else [*rows, *_finish_encodings(card, wants, vectors)]
 
 
 def finish_dense(card: ModelCard, wants: Sequence[WorkHeader], rows: NDArray[np.float32]) -> list[Finished]:
@@ -49,6 +52,23 @@ def finish_dense(card: ModelCard, wants: Sequence[WorkHeader], rows: NDArray[np.
                            truncate_dim=truncate_dim, output_dtype=output_dtype)  # fmt: skip
         finished.append(Finished(members, done))
     return finished
+
+
+def _finish_encodings(
+    card: ModelCard, wants: Sequence[WorkHeader], vectors: Sequence[NDArray[np.float32] | None]
+) -> Iterator[Finished]:
+    """Yield the dense row of each item whose dense output is an encoding of its vectors."""
+    for item, (want, own) in enumerate(zip(wants, vectors, strict=True)):
+        if want.muvera is not None and own is not None and "dense" in want.output_types:
+            tokens = finish_rows(own, normalize=_normalizes_tokens(card, want.normalize))
+            row = fixed_encoding(tokens.astype(np.float32, copy=False), want.muvera, is_query=want.is_query)[None]
+            done = finish_rows(row, normalize=False, truncate_dim=want.truncate_dim, output_dtype=want.output_dtype)
+            yield Finished([item], done)
+
+
+def _normalizes_tokens(card: ModelCard, normalize: bool | None) -> bool:
+    """Return whether vectors of tokens get unit length: the request's choice, or else the checkpoint's."""
+    return normalize if normalize is not None else card.late is None or card.late.normalize
 
 
 def finish_ragged(
@@ -105,8 +125,7 @@ def _finish_all_rows(
         parts = [vectors[item] for item in members]
         own = [part for part in parts if part is not None]
         assert len(own) == len(members), "a runner left a wanted output out"
-        default = card.late is None or card.late.normalize
-        wanted = default if normalize is None else normalize
+        wanted = _normalizes_tokens(card, normalize)
         done = finish_rows(np.concatenate(own), normalize=wanted, output_dtype=output_dtype)
         start = 0
         for item, part in zip(members, own, strict=True):
@@ -120,6 +139,6 @@ def _group_by_format(
     """Return the items that want an output, grouped by normalisation, width and dtype."""
     groups: dict[tuple[bool | None, int | None, str], list[int]] = {}
     for item, want in enumerate(wants):
-        if output in want.output_types:
+        if output in want.output_types and (want.muvera is None or output != "dense"):
             groups.setdefault((want.normalize, want.truncate_dim, want.output_dtype), []).append(item)
     return groups.items()

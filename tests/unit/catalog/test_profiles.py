@@ -107,7 +107,8 @@ def test_a_profile_that_extends_has_the_other_s_options_unless_it_has_its_own():
         ({"a": Profile(options={"normalise": True})}, "unknown option 'normalise'; did you mean normalize?"),
         ({"a": Profile(options={"normalize": 1})}, "Expected `bool | null`, got `int`"),
         ({"a": Profile(options={"lora": "x"})}, "does not support option 'lora'"),
-        ({"a": Profile(options={"muvera": {}})}, "does not support option 'muvera'"),
+        ({"a": Profile(options={"smve": {}})}, "does not support option 'smve'"),
+        ({"a": Profile(options={"muvera": {"seed": "x"}})}, "Expected `int`, got `str` - at `options.muvera.seed`"),
         ({"a": Profile(options={"query_template": "{x}"})}, "Unknown template placeholder '{x}'"),
         ({"a": Profile(options={"output_dtype": "int4"})}, "unknown output_dtype 'int4'"),
         ({"a": Profile(options={"output_types": ["tokens"]})}, "output_types is ['tokens']"),
@@ -144,6 +145,24 @@ def test_every_profile_but_the_default_is_an_entry_of_its_own():
 
 def test_a_model_without_a_default_profile_is_offered_as_its_profiles_only():
     assert [card.id for card in entry_cards(card_with(a={}, b={}))] == ["org/m:a", "org/m:b"]
+
+
+def test_an_entry_that_encodes_multivectors_gives_dense_vectors():
+    options = {"muvera": {"projection_dim": 8, "final_projection_dim": 4096}, "output_types": ["dense"]}
+    late = ModelCard(
+        id="org/m", kind="encoder", outputs=("multivector", "score"), dims={"multivector": 128},
+        profiles={"default": {}, "muvera": options},
+    )  # fmt: skip
+    own, entry = entry_cards(late)
+    assert (own.outputs, own.dims) == (late.outputs, late.dims)
+    assert (entry.outputs, entry.dims["dense"]) == (("dense", "multivector", "score"), 4096)
+
+
+def test_a_profile_that_encodes_multivectors_is_for_models_that_give_them():
+    options = {"muvera": {}, "output_types": ["dense"]}
+    assert stub("a=stub:multivector=4", profiles={"x": options}).profiles == {"x": options}
+    with pytest.raises(ModelLoadFailed, match=r"profile 'x' is for output 'multivector'; it has dense"):
+        stub("a=stub:", profiles={"x": options})
 
 
 def test_a_model_without_profiles_is_one_entry():

@@ -14,6 +14,7 @@ from sie.cluster.request_forms import encode_items, read_item
 from sie.cluster.subjects import Lane, consumer_name, lane_of, token, work_subject
 from sie.values.errors import ProtocolError
 from sie.values.inference import EncodeRequest
+from sie.values.muvera import Muvera
 
 _SAFE = set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-=")
 
@@ -45,13 +46,13 @@ def test_replies_that_do_not_fit_together_are_refused():
 def test_each_input_is_an_item_and_arrives_as_a_request_of_its_own():
     request = EncodeRequest(
         model="m", texts=["a", "", "c"], images={1: [memoryview(b"png")]}, output_types=("dense", "sparse"),
-        output_dtype="float16", instruction="find", dimensions=8, options={"is_query": True},
+        output_dtype="float16", instruction="find", dimensions=8, options={"is_query": True}, muvera=Muvera(num_repetitions=2),
     )  # fmt: skip
     items = [read_item("encode", "m", body) for body in encode_items(request)]
     assert [item.texts for item in items] == [["a"], [""], ["c"]]
     assert [bytes(item.images[0][0]) if item.images else None for item in items] == [None, b"png", None]
     for item in items:
-        for name in ("output_types", "output_dtype", "instruction", "dimensions", "options"):
+        for name in ("output_types", "output_dtype", "instruction", "dimensions", "options", "muvera"):
             assert getattr(item, name) == getattr(request, name)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from sie.catalog.options import gives_dense_by
 from sie.catalog.profiles import DEFAULT_PROFILE
 from sie.values.card import ModelCard, ModelState
 from sie.values.errors import SieError
@@ -79,11 +80,15 @@ def _generation_facts(card: ModelCard, state: ModelState) -> dict[str, Any]:
 
 
 def _profile(card: ModelCard, name: str) -> dict[str, Any]:
-    outputs = card.profiles.get(name, {}).get("output_types") or card.wire_outputs
+    options = card.profiles.get(name, {})
+    outputs = options.get("output_types") or card.wire_outputs
+    similarity = {output: _similarity(card, output) for output in outputs if output in card.dims}
+    if "dense" in outputs and gives_dense_by(options, card.outputs):
+        similarity = {**similarity, "dense": "dot"}
     return {
         "is_default": name == DEFAULT_PROFILE,
         "output_types": list(outputs),
-        "output_similarity": {output: _similarity(card, output) for output in outputs if output in card.dims},
+        "output_similarity": similarity,
         "identity": None,
         "remote_contract_sha256": None,
         "remote_execution_sha256": None,

@@ -28,6 +28,7 @@ from sie.frontend.operations.extraction import (
     boxes,
     gliclass,
     gliner,
+    gliner_union,
     image_texts,
     label_pairs,
     text_classes,
@@ -36,6 +37,7 @@ from sie.frontend.operations.extraction import (
 from sie.frontend.operations.extraction.boxes import BoxReading
 from sie.frontend.operations.extraction.gliclass import LabelReading
 from sie.frontend.operations.extraction.gliner import WindowReading
+from sie.frontend.operations.extraction.gliner_union import UnionReading
 from sie.frontend.operations.extraction.image_texts import PromptReading
 from sie.frontend.operations.extraction.label_pairs import PairReading
 from sie.frontend.operations.extraction.text_classes import ClassReading
@@ -53,6 +55,7 @@ from sie.values.extract import (
     ExtractTask,
     Gliclass,
     Gliner,
+    GlinerUnion,
     ImageToText,
     TextClassification,
     TokenClassification,
@@ -213,6 +216,8 @@ def check_task(card: ModelCard, task: ExtractTask) -> None:
             text_classes.check_task(card.id, rule, task)
         case Gliner() as rule:
             gliner.check_task(rule, task)
+        case GlinerUnion() as rule:
+            gliner_union.check_task(card.id, rule, task)
         case Gliclass() as rule:
             gliclass.check_task(rule, task)
         case Detection() as rule:
@@ -260,6 +265,8 @@ def _reading(card: ModelCard, request: ExtractRequest, tokenizer: Tokenizer | No
     rule, task = card.extract, request.task
     if isinstance(rule, Gliner) and tokenizer is not None:
         return WindowReading(rule, task, tokenizer, limits)
+    if isinstance(rule, GlinerUnion) and tokenizer is not None:
+        return UnionReading(rule, task, tokenizer, limits)
     if isinstance(rule, Gliclass) and tokenizer is not None:
         return LabelReading(rule, task, tokenizer, limits)
     if isinstance(rule, TokenClassification) and tokenizer is not None:

@@ -61,8 +61,12 @@ def _labels_of(task: ExtractTask) -> Iterator[tuple[str, str]]:
 class WindowReading:
     """Prepares and reads one request; its work has one item for each window of a text."""
 
-    def __init__(self, rule: Gliner, task: ExtractTask, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(
+        self, rule: Gliner, task: ExtractTask, tokenizer: Tokenizer, limits: Limits, *, overlap: int | None = None
+    ) -> None:
+        """Prepare for one request; overlap is the number of words that neighbouring windows share, or None."""
         self._rule = rule
+        self._overlap = overlap
         self._task = task
         self._tokenizer = tokenizer
         self._limits = limits
@@ -92,8 +96,13 @@ class WindowReading:
 
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
         """Return the findings in each text; pieces are the windows' extractions as msgpack, uint8."""
+        return [self._join(windows, found) for _, windows, found in self.read_windows(pieces)]
+
+    def read_windows(self, pieces: Sequence[NDArray[Any]]) -> Iterator[tuple[str, list[Window], list[Extraction]]]:
+        """Yield each text with its windows and their findings."""
         answers = iter(read_whole(pieces))
-        return [self._join(plan.windows, [next(answers) for _ in plan.windows]) for plan in self._plans]
+        for plan in self._plans:
+            yield plan.text, plan.windows, [next(answers) for _ in plan.windows]
 
     def _join(self, windows: list[Window], found: list[Extraction]) -> Extraction:
         task, groups = self._task, Extraction()
@@ -150,7 +159,7 @@ class WindowReading:
         if policy == "truncate_text":
             words = words[: rule.max_words]
         words, costs = self._fit_words(index, text, words, room)
-        windows = plan_windows(words, costs, max_words=rule.max_words, max_tokens=room)
+        windows = plan_windows(words, costs, max_words=rule.max_words, max_tokens=room, overlap=self._overlap)
         if policy == "truncate_text":
             if is_cut or len(windows) > 1:
                 self.cuts[index] = room

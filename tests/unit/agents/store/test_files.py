@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sie.agents.store.files import FILES_SCHEMA, FileLimits, FileQuery, FileRows, KeptFile
+from sie.values.errors import InputTooLong, Unavailable
 
 LIMITS = FileLimits(max_files=6, max_bytes=1000, max_key_files=4, max_key_bytes=600, max_age_s=100.0)
 
@@ -116,3 +117,37 @@ def test_size_of_a_file_without_bytes_counts_for_nothing(rows: FileRows) -> None
     rows.add("ann", file("mine"))
     rows.add("ann", file("claimed", num_bytes=10**15, blob=""))
     assert ids(rows, "ann") == ["mine", "claimed"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "num_bytes", "setting"), [("ann", 601, "max_key_files_bytes"), ("", 1001, "max_files_bytes")]
+)
+def test_file_that_is_larger_than_all_files_may_be_is_refused_and_pushes_out_none(
+    rows: FileRows, owner: str, num_bytes: int, setting: str
+) -> None:
+    rows.add(owner, file("mine"))
+    with pytest.raises(InputTooLong, match=f"{setting} .{num_bytes - 1}") as caught:
+        rows.add(owner, file("large", num_bytes=num_bytes))
+    assert caught.value.http_status == 413
+    assert ids(rows, owner) == ["mine"]
+    rows.add(owner, file("exact", num_bytes=num_bytes - 1))
+    assert ids(rows, owner) == ["exact"]
+
+
+@pytest.mark.parametrize(("num_bytes", "tool"), [(550, "user_upload"), (5000, "python")])
+def test_file_without_room_beside_those_of_who_hold_less_is_refused(rows: FileRows, num_bytes: int, tool: str) -> None:
+    rows.add("ann", file("a", num_bytes=400))
+    rows.add("bob", file("b", num_bytes=300))
+    with pytest.raises(Unavailable, match="max_files_bytes") as caught:
+        rows.add("" if tool == "python" else "cat", file("c", num_bytes=num_bytes, tool=tool))
+    assert (caught.value.code, caught.value.http_status) == ("STORE_UNAVAILABLE", 503)
+    assert (ids(rows, "ann"), ids(rows, "bob")) == (["a"], ["b"])
+
+
+@pytest.mark.parametrize(("first", "second"), [("ann", "zoe"), ("zoe", "ann")])
+def test_of_owners_who_hold_as_much_the_one_with_the_oldest_file_loses_it(
+    rows: FileRows, first: str, second: str
+) -> None:
+    rows.add(first, file("old", num_bytes=550))
+    rows.add(second, file("new", num_bytes=550))
+    assert (ids(rows, first), ids(rows, second)) == ([], ["new"])

@@ -59,3 +59,10 @@ def test_key_is_bounded_and_a_flood_takes_nothing_from_others(rows: SessionRows)
     assert there(rows, "small", "s", 9) == "s"
     assert len(there(rows, "ann", "abcd", 9) + there(rows, "bob", "abcd", 9)) == 4
     assert there(rows, "bob", "d", 9) == "d", "the newest stays"
+
+
+@pytest.mark.parametrize("last", ["aaa", "zzz"])
+def test_first_session_of_a_key_is_kept_where_every_other_key_has_one(rows: SessionRows, last: str) -> None:
+    for number, owner in enumerate([*"bcdef", last]):
+        put(rows, owner, "s", number)
+    assert [there(rows, owner, "s", 9) for owner in (*"bcdef", last)] == ["", "s", "s", "s", "s", "s"]

@@ -17,9 +17,9 @@ from sie.agents.store.files import KeptFile
 from sie.agents.store.keeping import content_id, keep_file, keep_upload
 from sie.agents.store.sessions import Session
 from sie.agents.store.skills import SkillVersion
-from sie.agents.store.store import Store, StoreFile
+from sie.agents.store.store import Store, StoreFile, file_limit
 from sie.config.store_settings import Store as Settings
-from sie.values.errors import BadRequest, Unavailable
+from sie.values.errors import BadRequest, InputTooLong, Unavailable
 
 SETTINGS = Settings(max_files=3, max_key_skills=2, max_skill_versions=2)
 
@@ -238,3 +238,19 @@ def test_the_tables_are_those_that_an_older_server_of_this_version_reads(tmp_pat
     found = {name: " ".join(row[1] for row in db.execute(f"PRAGMA table_info({name})")) for (name,) in names}
     opened.file.close()
     assert found == COLUMNS_OF_1
+
+
+def test_smallest_setting_that_bounds_a_file_is_named() -> None:
+    mib = 1 << 20
+    limits = Settings(max_file_bytes=4 * mib, max_key_files_bytes=2 * mib, max_files_bytes=3 * mib)
+    assert (file_limit(limits, "ann"), file_limit(limits, "")) == ("max_key_files_bytes", "max_files_bytes")
+    assert file_limit(Settings(), "ann") == "max_file_bytes"
+
+
+def test_file_that_is_refused_leaves_no_bytes_and_costs_no_other(tmp_path: Path) -> None:
+    store = Store(str(tmp_path), Settings(max_key_files_bytes=1 << 20))
+    old = upload(store, "old", b"small", "ann")
+    with pytest.raises(InputTooLong, match="max_key_files_bytes"):
+        upload(store, "large", bytes((1 << 20) + 1), "ann")
+    assert find(store, old.id, "ann") == old
+    assert blobs(tmp_path) == [old.blob]

@@ -66,7 +66,10 @@ def test_the_request_s_options_lie_on_top_of_its_profile_s(options, expected):
         ({"max_seq_length": "8"}, "Expected `int | null`, got `str` - at `$.params.options.max_seq_length`"),
         ({"max_seq_length": True}, "Expected `int | null`, got `bool` - at `$.params.options.max_seq_length`"),
         ({"query_max_length": 0}, "Expected `int` >= 1 - at `$.params.options.query_max_length`"),
-        ({"muvera": {}}, "fixed dimensional encodings"),
+        ({"smve": {}}, "sparse encodings of multivectors"),
+        ({"muvera": []}, "Expected `object | null`, got `list` - at `$.params.options.muvera`"),
+        ({"muvera": {"seeds": 1}}, "Object contains unknown field `seeds` - at `$.params.options.muvera`"),
+        ({"muvera": {"num_repetitions": 0}}, "Expected `int` >= 1 - at `$.params.options.muvera.num_repetitions`"),
     ],
 )
 def test_what_a_model_cannot_serve_is_refused_by_name(options, message):

@@ -349,6 +349,111 @@ def test_zerank_1_equals_its_authors_code(make_reranker: Any) -> None:
     np.testing.assert_allclose(scores, (logits / 5).sigmoid().numpy(), **TOLERANCE)
 
 
+class Layerwise:
+    """A random MiniCPM with a head behind each layer from the second on, and its forward pass by the authors' formulas."""
+
+    def __init__(self, directory: Path) -> None:
+        self.config = {
+            "architectures": ["LayerWiseMiniCPMForCausalLM"], "model_type": "minicpm", "vocab_size": 360, "hidden_size": 32,
+            "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "rope_scaling": None, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 8, "start_layer": 2,
+            "head_multi": True, "head_type": "simple", "bos_token_id": 1, "eos_token_id": 2,
+            "auto_map": {
+                "AutoConfig": "configuration_minicpm_reranker.LayerWiseMiniCPMConfig",
+                "AutoModelForCausalLM": "modeling_minicpm_reranker.LayerWiseMiniCPMForCausalLM",
+            },
+        }  # fmt: skip
+        shapes = {"model.embed_tokens": (360, 32), "model.norm": (32,)} | {
+            f"lm_head.{n}.linear_head": (1, 32) for n in range(3)
+        }
+        for layer in (f"model.layers.{number}" for number in range(4)):
+            shapes |= {f"{layer}.input_layernorm": (32,), f"{layer}.post_attention_layernorm": (32,)}
+            shapes |= {
+                f"{layer}.self_attn.{name}_proj": (rows, 32)
+                for name, rows in zip("qkvo", (32, 16, 16, 32), strict=True)
+            }
+            shapes |= {
+                f"{layer}.mlp.gate_proj": (48, 32),
+                f"{layer}.mlp.up_proj": (48, 32),
+                f"{layer}.mlp.down_proj": (32, 48),
+            }
+        random = torch.Generator().manual_seed(3)
+        self.weights = {f"{name}.weight": torch.randn(shape, generator=random) * 0.3 for name, shape in shapes.items()}
+        self.save(directory)
+
+    def save(self, directory: Path, **changes: Any) -> None:
+        (directory / "config.json").write_text(json.dumps({**self.config, **changes}))
+        save_file(self.weights, directory / "model.safetensors")
+
+    def score(self, ids: list[int], layer: int) -> float:
+        """Return the number of the head behind a layer, for the last of the token ids."""
+        hidden, factor = self.weights["model.embed_tokens.weight"][ids] * 12, 1.4 / 4**0.5
+        for number in range(layer):
+            own = f"model.layers.{number}"
+            hidden = hidden + factor * self._attend(self._norm(hidden, f"{own}.input_layernorm"), f"{own}.self_attn")
+            normed = self._norm(hidden, f"{own}.post_attention_layernorm")
+            gate, up = (normed @ self.weights[f"{own}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+            gated = torch.nn.functional.silu(gate) * up
+            hidden = hidden + factor * (gated @ self.weights[f"{own}.mlp.down_proj.weight"].T)
+        last = self._norm(hidden, "model.norm")[-1]
+        return float(last @ self.weights[f"lm_head.{layer - 2}.linear_head.weight"][0])
+
+    def _norm(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
+        return self.weights[f"{name}.weight"] * hidden * (hidden.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+    def _attend(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
+        query, key, value = (
+            (hidden @ self.weights[f"{name}.{kind}_proj.weight"].T).unflatten(-1, (-1, 8)).transpose(0, 1)
+            for kind in "qkv"
+        )
+        angles = torch.arange(len(hidden))[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+        query, key = (_rotated(rows, angles) for rows in (query, key.repeat_interleave(2, 0)))
+        scores = (query @ key.transpose(1, 2) / 8**0.5).masked_fill(
+            torch.ones(len(hidden), len(hidden)).triu(1) > 0, -torch.inf
+        )
+        found = scores.softmax(-1) @ value.repeat_interleave(2, 0)
+        return found.transpose(0, 1).flatten(1) @ self.weights[f"{name}.o_proj.weight"].T
+
+
+def _rotated(rows: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    first, second = rows.chunk(2, -1)
+    return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
+
+
+@pytest.mark.parametrize("layer", [2, 3, None])
+def test_minicpm_layerwise_equals_its_authors_formulas(layer: int | None, make_reranker: Any) -> None:
+    """Source: FlagEmbedding, inference/reranker/decoder_only/layerwise.py and models/modeling_minicpm_reranker.py."""
+    directory, documents = make_reranker("gemma"), _documents()[:4]
+    model, known = Layerwise(directory), "BAAI/bge-reranker-v2-minicpm-layerwise"
+    entry = msgspec.structs.replace(_described(like=known), layer=layer)
+    runner = _load(directory, model_id=known, reranker=entry)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    before = [*ids("<s>"), *ids(f"A: {QUERY}"), *ids("\n")]
+    rows = [[*before, *ids(f"B: {document}"), *ids("\n"), *ids(GEMMA_TASK)] for document in documents]
+    expected = [model.score(row, layer or 4) for row in rows]
+    scores = _scores(runner, QUERY, documents)
+    assert np.ptp(scores) > 0.01
+    assert (runner.execution.packed, runner.view) == (True, "ends")
+    np.testing.assert_allclose(scores, expected, **TOLERANCE)
+
+
+def test_layerwise_models_that_are_not_computed_are_refused(make_reranker: Any) -> None:
+    directory, known = make_reranker("gemma"), "BAAI/bge-reranker-v2-minicpm-layerwise"
+    with pytest.raises(ModelLoadFailed, match="sets layer, and its layers have no heads"):
+        _load(directory, model_id=known)
+    model = Layerwise(directory)
+    with pytest.raises(ModelLoadFailed, match="sets layer to 28; its layers 2 to 4 have heads"):
+        _load(directory, model_id=known)
+    model.save(directory, head_type="raw")
+    with pytest.raises(ModelLoadFailed, match="head_type is 'raw'"):
+        _load(directory, model_id=known)
+
+
 def _described(**values: Any) -> Reranker:
     return msgspec.convert(fill_in_like(values), Reranker)
 

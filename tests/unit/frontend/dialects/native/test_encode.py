@@ -259,7 +259,7 @@ class TestResolve:
         (name,) = options
         assert f"$.params.options.{name}" in refusal(with_params, options=options).message
 
-    @pytest.mark.parametrize("name", ["muvera", "smve", "pooling", "lora"])
+    @pytest.mark.parametrize("name", ["smve", "pooling", "lora"])
     def test_options_that_cannot_be_served_are_refused_by_name(self, name):
         assert f"'{name}'" in refusal(with_params, options={name: 1}).message
         with_params(options={name: None})
