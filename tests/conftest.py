@@ -58,14 +58,13 @@ class ByServer(LoadFileScheduling):
 def pytest_collection() -> Generator[None, object, object]:
     """Collect no garbage while all files are imported, and take what they made out of all later collections.
 
-    Imports drop little, and a collection takes longer with every file; a full one took 0.4 s later, and some tests ask
-    for it.
+    Imports drop little, and a collection takes longer with every file; a full one takes half a second at the end, and
+    some tests ask for it.
     """
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.enable()
 
@@ -136,10 +135,22 @@ def stub_server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def minilm_server(minilm_directory: Path) -> Iterator[Server]:
-    """Return a server of MiniLM in float32, of one thread: tests side by side are more than there are cores."""
-    flags = ("--dtype", "float32", "--threads-per-worker", "1")
+def minilm_server(minilm_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Return a server of MiniLM in float32 that takes token ids.
+
+    It has one thread: tests side by side are more than there are cores.
+    """
+    catalog = tmp_path_factory.mktemp("catalog") / "models.toml"
+    catalog.write_text(f'[models."{MINILM}"]\naccept_token_ids = true\n')
+    flags = ("--dtype", "float32", "--threads-per-worker", "1", "--catalog", str(catalog))
     with start_server("--model", f"{MINILM}={minilm_directory}", *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def bfloat16_server(minilm_directory: Path) -> Iterator[Server]:
+    """Return a server of MiniLM in bfloat16; for the files that use `minilm_server`, which one process runs."""
+    with start_server("--model", f"{MINILM}={minilm_directory}", "--dtype", "bfloat16") as server:
         yield server
 
 

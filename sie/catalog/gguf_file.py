@@ -164,12 +164,13 @@ def _convert_tokenizer(file: GgufContents) -> str:
     """Return the text of the `tokenizer.json` made from a file's metadata, which the reader has read."""
     from transformers import AutoTokenizer
 
-    from sie.catalog.gguf_reader import reading_with
+    from sie.catalog.gguf_reader import WeightsReader, reading_with, takes_vocabularies
 
     load: Callable[..., Any] = AutoTokenizer.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     path = Path(file.path)
     try:
-        with reading_with(lambda *_arguments, **_options: file.reader):  # the vocabulary is read only once
+        # Its newer versions read the vocabulary themselves, and would only copy ours.
+        with reading_with((lambda *_arguments, **_options: file.reader) if takes_vocabularies() else WeightsReader):
             tokenizer = load(str(path.parent), gguf_file=path.name, local_files_only=True)
     except Exception as error:  # each family fails in its own way
         raise refuse(file.model_id, f"its GGUF tokenizer cannot be converted: {error}") from error

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib import import_module
 from math import prod
 from typing import Any
 
@@ -161,6 +162,7 @@ def reading_with(open_file: Callable[..., gguf.GGUFReader]) -> Iterator[None]:
         (gguf, "GGUFReader", open_file),
         (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),  # asked for each module, and takes 10 ms
         (quants, "_apply_over_grouped_rows", _apply_to_rows),
+        (import_module("transformers.integrations.gguf.reader"), "_mapped", _mapped),
     ]
     with _patching:
         places = [place for place in places if hasattr(*place[:2])]  # one of them is private to the library
@@ -172,6 +174,16 @@ def reading_with(open_file: Callable[..., gguf.GGUFReader]) -> Iterator[None]:
         finally:
             for owner, name, original in originals:
                 setattr(owner, name, original)
+
+
+def takes_vocabularies() -> bool:
+    """Tell whether transformers takes the vocabularies of some architectures from the reader that it is given."""
+    return hasattr(import_module("transformers.integrations.gguf"), "GGUF_TOKENIZER_ARCHS")
+
+
+def _mapped(path: str) -> NDArray[Any]:
+    """Return a file's bytes, mapped. A plain view: numpy's own class for mapped files makes each slice ten times as slow."""
+    return np.memmap(path, mode="r", dtype=np.uint8).view(np.ndarray)
 
 
 def _apply_to_rows(

@@ -1,21 +1,28 @@
 """Downloads a spec without a directory as a complete, verified snapshot into the hub's own cache.
 
-The library resumes interrupted downloads and compares sizes. It does not compare hashes, so this module does, once for
-each revision. Only files that can be read without running them are fetched. `HF_HUB_OFFLINE`, `HF_ENDPOINT`, `HF_TOKEN`
-and `HF_HOME` are the library's and have their usual meaning.
+The library resumes a file whose connection broke, and keeps complete files. It does not compare hashes, so this module
+does, once for each revision. Only files that can be read without running them are fetched. `HF_HUB_OFFLINE`,
+`HF_ENDPOINT`, `HF_TOKEN` and `HF_HOME` are the library's and have their usual meaning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import io
+import logging
+import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from sie.catalog.files import refuse
 from sie.catalog.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from huggingface_hub import RepoFile
 
 Progress = Callable[[float, str], None]
 """Receives the completed fraction, 0 to 1, and the current activity."""
@@ -26,7 +33,17 @@ CONFIGURATION = ["*config.json", "modules.json"]
 IGNORED = ["onnx/*", "openvino/*", "coreml/*", "runs/*", "checkpoint-*/*"]
 _DIGESTS = {64: "sha256", 40: "sha1"}  # a blob is named by its LFS or by its git hash
 _CHUNK_BYTES = 1 << 20
-_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR}
+_PARTIAL: Final = ".incomplete"
+_STORAGE_ERRNOS = {
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EIO,
+    errno.ENOTDIR,
+}
 
 
 def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOWED) -> str:
@@ -36,7 +53,11 @@ def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOW
     Raises ModelLoadFailed with `error_class` GATED, NOT_FOUND, NETWORK, TIMEOUT, STORAGE, CONFIG or UNKNOWN.
     """
     import huggingface_hub
+    from huggingface_hub.utils import logging as hub_logging
 
+    if hub_logging.get_verbosity() == logging.WARNING:  # its default; a warning would break the bar
+        hub_logging.set_verbosity_error()
+        warnings.filterwarnings("ignore", module=huggingface_hub.__name__)
     on_progress(0.0, "asking the hub")
     try:
         directory = huggingface_hub.snapshot_download(  # pyright: ignore[reportUnknownMemberType]
@@ -44,12 +65,11 @@ def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOW
             revision=spec.revision,
             allow_patterns=list(allowed),
             ignore_patterns=IGNORED,
-            tqdm_class=_progress_bar(on_progress),
+            tqdm_class=_progress_bar(on_progress, _missing_bytes(spec, allowed)),
         )
     except Exception as error:
         error_class = classify(error)
-        where = f"asking {huggingface_hub.constants.ENDPOINT}: " if error_class in ("NETWORK", "TIMEOUT") else ""
-        raise refuse(spec.id, where + _first_line(error), error_class) from error
+        raise refuse(spec.id, _reason(error, error_class, spec), error_class) from error
     _verify(spec, Path(directory), on_progress)
     return directory
 
@@ -63,12 +83,8 @@ def find_cached(spec: ModelSpec, allowed: Sequence[str] = ALLOWED) -> str:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        from huggingface_hub import get_cached_repo_tree
-        from huggingface_hub.errors import CachedRepoTreeNotFoundError
-    except ImportError:  # an older library keeps no list of a snapshot's files
-        return ""
-    try:
-        get_cached_repo_tree(spec.id, revision=spec.revision)
+        if not list_files(spec):
+            return ""
         return huggingface_hub.snapshot_download(  # pyright: ignore[reportUnknownMemberType]
             spec.id,
             revision=spec.revision,
@@ -76,10 +92,32 @@ def find_cached(spec: ModelSpec, allowed: Sequence[str] = ALLOWED) -> str:
             ignore_patterns=IGNORED,
             local_files_only=True,
         )
-    except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):  # a snapshot without a list may be partial
+    except LocalEntryNotFoundError:
         return ""
     except HFValidationError as error:
         raise refuse(spec.id, _first_line(error)) from error
+
+
+def list_files(spec: ModelSpec) -> Sequence[RepoFile]:
+    """Return the files of a model's repository as the hub listed them last; empty if that is not known here."""
+    try:
+        from huggingface_hub import get_cached_repo_tree
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+    except ImportError:  # an older library keeps no list of a snapshot's files
+        return ()
+    try:
+        return get_cached_repo_tree(spec.id, revision=spec.revision)
+    except CachedRepoTreeNotFoundError:
+        return ()
+
+
+def remove_partial_files() -> None:
+    """Delete the files that this process is downloading. The library uses none of them again."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            path = entry.readlink()
+            if path.suffix == _PARTIAL:
+                path.unlink()
 
 
 def classify(error: BaseException) -> str:
@@ -110,21 +148,70 @@ def _is_transport(error: BaseException) -> bool:
     return any(base.__module__.partition(".")[0].startswith("httpx") for base in type(error).__mro__)
 
 
+def _reason(error: BaseException, error_class: str, spec: ModelSpec) -> str:
+    """Return why a download failed, and what the user can do. Only other reasons are quoted from the library."""
+    from huggingface_hub import constants
+    from huggingface_hub import errors as hub
+
+    hub_url = constants.ENDPOINT
+    if isinstance(error, hub.GatedRepoError):
+        return f"{hub_url} gives its files only to accounts with access; ask for it there, and set HF_TOKEN"
+    if isinstance(error, hub.RevisionNotFoundError):
+        return f"it has no revision {spec.revision!r} at {hub_url}"
+    if error_class == "GATED" or isinstance(error, hub.RepositoryNotFoundError):
+        return f"{hub_url} has no model of this name, or it is private and HF_TOKEN is not set to a key for it"
+    if error_class == "NETWORK" and constants.HF_HUB_OFFLINE:
+        return "it is not on this machine, and HF_HUB_OFFLINE is set"
+    if error_class == "STORAGE" and isinstance(error, OSError):
+        return _storage_reason(error, constants.HF_HUB_CACHE)
+    where = f"asking {hub_url}: " if error_class in ("NETWORK", "TIMEOUT") else ""
+    return where + _first_line(error)
+
+
+def _storage_reason(error: OSError, cache: str) -> str:
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f" ({shown_size(shutil.disk_usage(cache).free)} free)"
+    return f"{error.filename or cache}{free}: {error.strerror}; HF_HOME names the directory for downloads"
+
+
+def shown_size(num_bytes: int) -> str:
+    """Return a number of bytes as the hub's pages show it."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
 def _first_line(error: BaseException) -> str:
     line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return line.removeprefix("Got: ")
 
 
-def _progress_bar(on_progress: Progress) -> type[Any]:
+def _missing_bytes(spec: ModelSpec, allowed: Sequence[str]) -> int:
+    """Return the size of the files to download; 0 while the hub's list is not known here."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = filter_repo_objects(
+        list_files(spec), allow_patterns=list(allowed), ignore_patterns=IGNORED, key=lambda file: file.path
+    )
+    return sum(
+        file.size
+        for file in wanted
+        if not isinstance(try_to_load_from_cache(spec.id, file.path, revision=spec.revision), str)
+    )
+
+
+def _progress_bar(on_progress: Progress, expected_bytes: int) -> type[Any]:
     """Return a tqdm class that reports each new percent of the bytes instead of drawing.
 
-    Only `update` reports, because an unclosed bar draws once more when it is garbage collected.
+    The library adds a file to its bar's total when the file begins, so the total alone would show 100 % after the small
+    files. Only `update` reports, because an unclosed bar draws once more when it is garbage collected.
     """
     from huggingface_hub.utils import tqdm
 
-    class Bar(tqdm):
-        percent = -1
+    text = f"downloading {shown_size(expected_bytes)}" if expected_bytes else "downloading"
+    shown = -1
 
+    class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.update(file=io.StringIO(), disable=False)
             super().__init__(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType]  # tqdm has no types
@@ -133,11 +220,13 @@ def _progress_bar(on_progress: Progress) -> type[Any]:
             pass
 
         def update(self, n: float | None = 1) -> bool | None:
+            nonlocal shown
             updated = super().update(n)
-            percent = int(100 * self.n / self.total) if self.unit == "B" and self.total else -1
-            if percent > self.percent:
-                self.percent = percent
-                on_progress(min(percent / 100, 1.0), "downloading")
+            total = max(expected_bytes, self.total or 0)
+            percent = int(100 * self.n / total) if self.unit == "B" and total else -1
+            if percent > shown:
+                shown = percent
+                on_progress(min(percent / 100, 1.0), text)
             return updated
 
     return Bar

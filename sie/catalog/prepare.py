@@ -9,6 +9,7 @@ other output goes to standard error.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -21,9 +22,9 @@ from sie.catalog.chat_pairs import read_pair_template
 from sie.catalog.directory import check_before_weights
 from sie.catalog.files import open_checkpoint, refuse
 from sie.catalog.generation import finish_generator
-from sie.catalog.gguf_file import find_gguf
+from sie.catalog.gguf_file import SUFFIX, find_gguf
 from sie.catalog.gli import check_union
-from sie.catalog.hub import CONFIGURATION, Progress, fetch, find_cached
+from sie.catalog.hub import CONFIGURATION, Progress, fetch, find_cached, list_files, remove_partial_files
 from sie.catalog.image_to_text import finish_image_to_text
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
 from sie.catalog.spec import ModelSpec, RepositoryModel, check_model_id
@@ -35,6 +36,7 @@ from sie.values.card import ModelCard
 from sie.values.errors import Internal, ModelLoadFailed, SieError, WireError, to_wire
 
 NOT_FETCHED: Final = "NOT_FETCHED"
+_SHOWN_FILES: Final = 5
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,10 +171,20 @@ def _fetch(request: Request, on_progress: Progress) -> str:
     """Return the directory of a model's snapshot. The weights are fetched only if the configuration can be served."""
     spec = request.spec
     directory = fetch(spec, lambda _fraction, _text: on_progress(0.0, "reading the configuration"), CONFIGURATION)
+    if not Path(directory).exists():  # the library makes none for nothing
+        raise refuse(spec.id, _no_configuration(spec))
     check_before_weights(spec.id, directory)
     spec = msgspec.structs.replace(spec, revision=Path(directory).name)
     directory = fetch(spec, on_progress)
     return fetch(spec, on_progress, _missing_weights(spec, directory)) if request.converts else directory
+
+
+def _no_configuration(spec: ModelSpec) -> str:
+    files = [file.path for file in list_files(spec) if file.path.endswith(SUFFIX)]
+    if not files:
+        return "its repository has no config.json"
+    listed = ", ".join(files[:_SHOWN_FILES]) + ", ..." * (len(files) > _SHOWN_FILES)
+    return f"its repository has no config.json; download one of its GGUF files ({listed}) and name its path instead"
 
 
 def _missing_weights(spec: ModelSpec, directory: str) -> list[str]:
@@ -220,6 +232,12 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def _leave(*_: object) -> None:
+    """End at once, and leave no part of a file behind. Threads may be downloading, so nothing waits for them."""
+    remove_partial_files()
+    os._exit(128 + signal.SIGTERM)
+
+
 def _answer(request: Request, on_progress: Progress) -> Ready | Fetched | Found:
     if request.repositories:
         from sie.catalog.repository import find_models  # imports protobuf
@@ -238,4 +256,5 @@ def _send(lines: BinaryIO, message: Message) -> None:
 if __name__ == "__main__":
     child_setup.exclude_imports_from_collections()
     confined.give_up_privileges()
+    signal.signal(signal.SIGTERM, _leave)
     sys.exit(main(sys.argv[1:]))

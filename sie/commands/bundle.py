@@ -24,7 +24,7 @@ import msgspec
 
 from sie.commands.http_client import ServerError, call, frames
 from sie.config.display import render_json
-from sie.config.settings import Loaded, Settings
+from sie.config.settings import Loaded, Settings, default_settings
 from sie.config.sources import URL_VARIABLE, SettingsError
 from sie.doctor import render_text
 from sie.doctor.finding import Finding
@@ -97,10 +97,10 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 def _parts(
     load: Callable[[], Loaded], findings: list[Finding], log_file: str, status_s: float
 ) -> Iterator[tuple[str, str]]:
-    settings = Settings()
     try:
         loaded = load()
     except SettingsError as error:
+        settings = default_settings(os.environ)
         yield "settings.json", f"{error}\n"
     else:
         settings = loaded.settings

@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from sie.commands.chat_client import Answer, Message
     from sie.loadgen.target import Target
 
+# No line is over 60 characters, so that narrow terminals break none.
 _HELP = """\
-/reset          forget the conversation; the system message stays
-/system [TEXT]  start again with this system message, or without one
-/model [ID]     ask another model from now on, or show which one
+/reset          forget all but the system message
+/system [TEXT]  begin again with this system message, or none
+/model [ID]     show the model to ask, or ask another one
 /help           show this
 /bye            leave
-@PATH           in a question: attach this file (@"a b.txt" for a name with blanks)
-Enter sends, Alt-Enter begins a new line, the arrows go back to earlier questions. Ctrl-C ends a running
-answer, Ctrl-D leaves. A line that begins with a space is never a command."""
+@PATH           attach a file to a question (@"a b.txt")
+Enter sends, Alt-Enter begins a new line, and the arrows
+show earlier questions. Ctrl-C ends a running answer, Ctrl-D
+leaves. A line that begins with a space is no command."""
 _LEAVING = frozenset(("/bye", "/exit", "/quit"))
 
 
@@ -110,6 +112,8 @@ def _ask_once(talk: _Conversation, text: str, *, attaches: bool) -> int:
 
     try:
         return 0 if talk.say(text, attaches=attaches) else 130
+    except BrokenPipeError:  # nobody reads the answer any more; click ends the command without a word
+        raise
     except (ServerError, OSError) as error:
         return fail(str(error))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
@@ -75,15 +76,10 @@ def run(
         return fail(str(error))
 
 
-class _LastError(msgspec.Struct, frozen=True):
-    permanent: bool = False
-
-
 class _Model(msgspec.Struct, frozen=True):
     """A model as `/v1/models/ID` describes it."""
 
     state: str = ""
-    last_error: _LastError | None = None
 
 
 def _look(target: Target, model_id: str) -> _Model | None:
@@ -110,7 +106,7 @@ def _serving(spec: str, model_id: str, flags: Sequence[str]) -> Generator[Target
     from sie.loadgen.target import parse_target
     from sie.runtime.child_setup import die_with_parent
 
-    with tempfile.TemporaryDirectory(prefix="sie-run-") as directory:
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="sie-run-") as directory:
         path = Path(directory, "http")
         server = subprocess.Popen(  # noqa: S603  # our own command
             [*run_module("sie"), "serve", *flags, "--model", spec, "--uds", str(path), "--uds-mode", "600",
@@ -131,13 +127,27 @@ def _serving(spec: str, model_id: str, flags: Sequence[str]) -> Generator[Target
                 server.wait()
 
 
+@contextmanager
+def _ended_by_sigterm() -> Generator[None]:
+    """Let SIGTERM run the cleanups, as Ctrl-C does."""
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _wait_until_loaded(server: subprocess.Popen[bytes], target: Target, model_id: str) -> bool:
-    """Wait until the server has loaded its model. Return False if it ended before, or the load failed for good."""
+    """Wait until the server has loaded its model. Return False if it ended before, or the load failed."""
     while server.poll() is None:
         model = _look(target, model_id) if Path(target.uds).exists() else None
         if model is not None and model.state == "loaded":
             return True
-        if model is not None and model.last_error is not None and model.last_error.permanent:
-            return False
+        if model is not None and model.state == "failed":
+            return False  # the server would try some errors again, but somebody waits here
         time.sleep(_POLL_S)
     return False

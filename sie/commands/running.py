@@ -79,6 +79,8 @@ def stop(*, model: str | None, url: str, port: int | None, config_file: str | No
       sie stop mine
     """
     if model is not None:
+        if port is not None or config_file is not None:
+            return fail("--port and --config name a server to stop; with a MODEL, --url names the server that has it")
         return _unload(model, url, access)
     if click.get_current_context().get_parameter_source("url") is ParameterSource.COMMANDLINE:
         return fail(
@@ -104,15 +106,18 @@ def _unload(model: str, url: str, access: dict[str, str]) -> int:
 
 def _stop_server(port: int | None, config_file: str | None) -> int:
     from sie.config.settings import load_settings
-    from sie.supervisor.host_resources import SERVICE_DIRECTORY, lock_holder
+    from sie.supervisor.host_resources import SERVICE_DIRECTORY, lock_holder, locked_ports
 
     flags: dict[str, Any] = {} if port is None else {"port": str(port)}
     server = load_settings(config_file, os.environ, flags).settings.server
-    for directory in dict.fromkeys((server.runtime_dir, SERVICE_DIRECTORY)):
-        pid = lock_holder(Path(directory), server.port)
+    directories = [Path(path) for path in dict.fromkeys((server.runtime_dir, SERVICE_DIRECTORY))]
+    for directory in directories:
+        pid = lock_holder(directory, server.port)
         if pid is not None:
             return _end(pid, server.port, server.drain_timeout_s + _AFTER_DRAIN_S)
-    return fail(f"no server on this host has port {server.port}: no lock is held in {server.runtime_dir}")
+    reason = f"no server on this host has port {server.port}: no lock is held in {server.runtime_dir}"
+    others = ", ".join(f"`sie stop --port {port}`" for path in directories for port in locked_ports(path))
+    return fail(f"{reason}; others can be stopped with {others}" if others else reason)
 
 
 def _end(pid: int, port: int, timeout_s: float) -> int:

@@ -168,7 +168,9 @@ def problems(frame: Frame) -> Sequence[str]:
     found += ["saturated: new requests are refused"] if frame.saturated else []
     found += [error for error in (frame.config_error, frame.keys_error, frame.tls_error) if error]
     found += [f"{gpu.device} is unhealthy" for gpu in frame.gpus if not gpu.healthy]
-    return found + [f"{model.name}: {model.error}" for model in frame.models if model.error]
+    return found + [
+        f"{model.name}: {model.error}" for model in frame.models if model.error and model.error not in frame.reason
+    ]
 
 
 def shown_bytes(count: float | None) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from textual import work
 from textual.app import App, ComposeResult
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.message import Message
 from textual.widgets import DataTable, Footer, Label, Sparkline, Static
@@ -36,6 +38,10 @@ _WINDOW_S = 10.0
 _HISTORY = 120
 _RETRY_S = 1.0
 _MODELS: Final = ("MODEL", "STATE", "DEVICE", "MEMORY", "QUEUE", "OUTPUTS", "REQ/S", "P50", "P95", "TOKENS/S")
+_LESS_NEEDED: Final = ("OUTPUTS", "DEVICE", "P50", "QUEUE", "MEMORY", "TOKENS/S")
+"""Columns of models that a narrow terminal leaves out, one after another."""
+_SHORT_NAME: Final = 24
+_PADDING: Final = 2
 _WORKERS: Final = ("WORKER", "DEVICE", "STATE", "BUSY", "TOKENS/S", "RESTARTS")
 _GPUS: Final = ("GPU", "NAME", "BUSY", "MEMORY", "TEMPERATURE")
 _CHARTS: Final = (("requests", "requests/s", "sie_requests"), ("tokens", "tokens/s", "sie_tokens_processed"))
@@ -62,7 +68,11 @@ class TopView(App[None]):
 
     TITLE = "sie top"
     ENABLE_COMMAND_PALETTE = False
-    BINDINGS: ClassVar[list[BindingType]] = [("q", "quit", "Quit"), ("p", "pause", "Pause")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("q", "quit", "Quit"),
+        ("p", "pause", "Pause"),
+        Binding("ctrl+c", "quit", show=False, priority=True),
+    ]
     CSS = """
     #head { height: auto; padding: 0 1; text-style: bold; }
     #problems { height: auto; padding: 0 1; color: $error; }
@@ -147,7 +157,10 @@ class TopView(App[None]):
             self._history[name].append(newest.rate(counter) or 0.0)
             self.query_one(f"#{name}-now", Label).update(f"{title} {shown_rate(window.rate(counter))}")
             self.query_one(f"#{name}", Sparkline).data = list(self._history[name])
-        self._fill("models", [self._model_row(window, place) for place in range(len(frame.models))])
+        rows = [self._model_row(window, place) for place in range(len(frame.models))]
+        columns, rows = fit_models(_MODELS, rows, self.size.width - _PADDING)
+        self._table("models").clear(columns=True).add_columns(*columns)
+        self._fill("models", rows)
         self._fill("workers", [_worker_row(window, worker) for worker in frame.workers])
         self._fill("gpus", [_gpu_row(gpu) for gpu in frame.gpus])
 
@@ -177,6 +190,29 @@ class TopView(App[None]):
 
     def _table(self, name: str) -> DataTable[Any]:
         return self.query_one(f"#{name}", DataTable)
+
+
+def fit_models(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> tuple[list[str], list[list[str]]]:
+    """Return headings and rows that fit into `width` characters, if leaving out columns and cutting names is enough.
+
+    Names are cut at their beginning, since their end tells models of one maker apart.
+    """
+    table = [list(columns), *map(list, rows)]
+    names = max(len(row[0]) for row in table)
+    for left_out in ("", *_LESS_NEEDED):
+        if left_out:
+            place = table[0].index(left_out)
+            table = [row[:place] + row[place + 1 :] for row in table]
+        others = sum(max(map(len, column)) + _PADDING for column in list(zip(*table, strict=True))[1:])
+        room = width - others - _PADDING
+        if room >= min(names, _SHORT_NAME):
+            break
+    headings, *body = [[_cut(row[0], max(room, _SHORT_NAME)), *row[1:]] for row in table]
+    return headings, body
+
+
+def _cut(name: str, length: int) -> str:
+    return name if len(name) <= length else f"…{name[1 - length :]}"
 
 
 def _worker_row(window: Window, worker: Worker) -> list[str]:

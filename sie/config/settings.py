@@ -39,6 +39,7 @@ from sie.config.sections import (  # fmt: skip
 )
 from sie.config.sources import (
     CONFIG_VARIABLE,
+    ENV_PREFIX,
     Key,
     SettingsError,
     Source,
@@ -122,6 +123,12 @@ def load_settings(config_file: str | None, environ: Mapping[str, str], flags: Ma
     settings = Settings(**sections)
     _check_together(settings, sources)
     return Loaded(settings, sources, tuple(unknown_variables(keys, environ)))
+
+
+def default_settings(environ: Mapping[str, str]) -> Settings:
+    """Return this host's defaults: only the variables that name the system's directories count."""
+    system = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
+    return load_settings(None, system, {}).settings
 
 
 def _system_directories(keys: tuple[Key, ...], environ: Mapping[str, str]) -> Iterator[tuple[Key, str, Source]]:

@@ -6,13 +6,14 @@ area imports torch into this process, so the answer works even if torch is broke
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import msgspec
 
-from sie.config.settings import Loaded, Settings
+from sie.config.settings import Loaded, Settings, default_settings
 from sie.config.sources import SettingsError
 from sie.doctor.finding import Finding
 
@@ -50,10 +51,10 @@ def examine(load: Callable[[], Loaded], areas: Iterable[str], wait_s: float = 0.
 def _look(load: Callable[[], Loaded], areas: frozenset[str]) -> Iterator[Finding]:
     from sie.doctor import access, gpu, host, kernel, sandbox, software  # imported here, because their imports are slow
 
-    settings = Settings()
     try:
         loaded = load()
     except SettingsError as error:
+        settings = default_settings(os.environ)
         yield Finding(area="settings", level="error", message=str(error), fix="correct it; defaults are assumed below")
     else:
         settings = loaded.settings

@@ -28,6 +28,7 @@ _UNEXPECTED = "the prepare helper sent an unexpected message"
 _MAX_READERS = 4
 """Helpers that read repository models, or check models, at the same time. There may be many models, and each takes about a second."""
 _CHECK_TIMEOUT_S: Final = 60.0
+_LEAVE_S: Final = 2.0
 
 
 class Preparer:
@@ -87,9 +88,7 @@ class Preparer:
         except TimeoutError:
             return Failed(failed(request.spec, f"not fetched within load_timeout_s ({self._timeout_s:g} s)", "TIMEOUT"))
         finally:
-            if helper.returncode is None:
-                helper.kill()
-            await helper.wait()
+            await _end(helper)
 
     async def _follow(self, helper: asyncio.subprocess.Process, spec: ModelSpec) -> Ready | Fetched | Found | Failed:
         assert helper.stdout is not None
@@ -103,6 +102,17 @@ class Preparer:
         except ValueError as error:  # asyncio raises it for a line over the limit, msgspec for half a line
             return Failed(failed(spec, f"the prepare helper's answer cannot be read: {error}", "ENGINE"))
         return Failed(failed(spec, "the prepare helper ended without an answer", "ENGINE"))
+
+
+async def _end(helper: asyncio.subprocess.Process) -> None:
+    """End a helper, and give it a moment to delete what it has downloaded in part."""
+    with contextlib.suppress(ProcessLookupError):
+        helper.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await helper.wait()
+        helper.kill()
+    await helper.wait()
 
 
 def check_models(settings: Settings, specs: Sequence[ModelSpec]) -> dict[str, ModelCard | WireError]:

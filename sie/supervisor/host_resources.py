@@ -75,6 +75,13 @@ def lock_holder(directory: Path, port: int) -> int | None:
     return None
 
 
+def locked_ports(directory: Path) -> list[int]:
+    """Return the ports of the servers that hold a lock in this directory."""
+    names = [path.name.removeprefix("sie-").removesuffix(".lock") for path in directory.glob("sie-*.lock")]
+    ports = sorted(int(name) for name in names if name.isdecimal())
+    return [port for port in ports if lock_holder(directory, port) is not None]
+
+
 def reserve_port(host: str, port: int, runtime_dir: Path | None = None, *, setting: str = "host/port") -> socket.socket:
     """Return a bound socket that reserves `port` (0: a free one) and never accepts a connection.
 

@@ -142,7 +142,8 @@ def add_entry(path: str, key: ApiKey) -> None:
     if Path(path).exists():
         text, _ = _read(path)
         if text.strip():
-            parse_keys(f"{text}\n{entry}", path)
+            if key.name in [known.name for known in parse_keys(text, path)]:
+                raise KeyFileError(f"{path}: has a key called {key.name!r} already; choose another name")
             entry = ("\n" if text.endswith("\n") else "\n\n") + entry
     try:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

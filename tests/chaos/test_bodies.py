@@ -72,7 +72,7 @@ def load_for(server: Server, seconds: float) -> History:
 
 
 @pytest.mark.row("F22", "clients that never finish their headers")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 @pytest.mark.timing
 def test_f22_slow_headers_delay_nobody(row: Row, server: Server):
     quiet = load_for(server, pick(1.5, 5.0))
@@ -98,7 +98,7 @@ def test_f22_slow_headers_delay_nobody(row: Row, server: Server):
 
 
 @pytest.mark.row("F23", "clients that send their bodies byte by byte")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.timing
 def test_f23_slow_bodies_are_408(row: Row, server: Server):
     count = pick(100, 1000)
@@ -142,7 +142,7 @@ def drip(sockets: list[socket.socket], timeout_s: float) -> Counter[int]:
 
 
 @pytest.mark.row("F24", "clients that read nothing of their answers, and send no end of their bodies")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.timing
 def test_f24_what_nobody_reads_or_ends_is_bounded(row: Row):
     count, max_bytes = pick(24, 100), 128 * MIB

@@ -48,7 +48,7 @@ def frame(server: Server) -> dict[str, Any]:
 
 
 @pytest.mark.row("F35", "the wall clock is set by an hour, forth and back, again and again")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here, to put a clock before the machine's")
 @pytest.mark.timing
 def test_f35_a_wall_clock_that_is_set_changes_no_deadline(row: Row, tmp_path: Path):

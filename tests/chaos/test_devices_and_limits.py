@@ -57,7 +57,7 @@ def test_f9_a_device_that_is_gone_is_set_aside_and_the_other_serves(row: Row, tm
 
 
 @pytest.mark.row("F20", "a limit on processes and threads that no server fits into")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.timing
 def test_f20_a_limit_on_processes_is_refused_with_the_number(row: Row):
     with control_group("pids") as group:
@@ -71,7 +71,7 @@ def test_f20_a_limit_on_processes_is_refused_with_the_number(row: Row):
 
 
 @pytest.mark.row("F20", "processes and threads run out while a server runs, and its workers are killed")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_f20_a_limit_that_comes_later_costs_no_answer(row: Row):
     with (
         control_group("pids") as group,
@@ -83,13 +83,13 @@ def test_f20_a_limit_that_comes_later_costs_no_answer(row: Row):
         kill(server.pids("worker")[0])
         eventually(lambda: any("cannot be started" in line for line in server.output.lines[num_lines:]), "an error")
         group.limit(None)
-        eventually(lambda: count_loads(server, num_lines) == 1, "a successor that serves", 60.0)
+        eventually(lambda: count_loads(server, num_lines) == 1, "a successor that serves")
     assert not any("Traceback" in line for line in server.output.lines)
     row.equals("failed requests", len(load.history.failed()), 0)
 
 
 @pytest.mark.row("F21", "the kernel kills a worker for want of memory, whose steps are too large")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_f21_steps_get_smaller_after_a_kill_for_want_of_memory(row: Row):
     """A token takes 256 KiB while it runs, and the group leaves 48 MiB: a step of over 190 tokens kills its worker.
 

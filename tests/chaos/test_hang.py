@@ -151,7 +151,7 @@ def test_f5_an_input_that_hangs_every_worker_is_refused(row: Row, tmp_path: Path
 
 
 @pytest.mark.row("F6", "a step is long, and within what its tokens allow")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_f6_a_long_legal_step_kills_nobody(row: Row):
     """A token takes 2 ms: the step takes several times as long as the watchdog alone would let it."""
     num_tokens = pick(2000, 30_000)
@@ -192,7 +192,7 @@ def test_f36_a_gap_in_time_kills_nobody(row: Row):
 
 
 @pytest.mark.row("F56", "other programs take all processors")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 @pytest.mark.timing(alone=True)
 def test_f56_starved_of_processors_it_kills_nobody(row: Row):
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]

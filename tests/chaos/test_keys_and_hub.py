@@ -39,7 +39,7 @@ REFUSALS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.row("F44", "the file of API keys is removed, emptied, broken or opened, and comes back")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_f44_a_file_of_keys_that_goes_never_opens_the_server(row: Row, tmp_path: Path):
     path = write_keys(tmp_path / "keys.toml")
     num_alarms = num_turns = 0
@@ -90,7 +90,7 @@ class Doors:
     def wait_for(self, num_answers: int) -> None:
         """Wait until so many questions with the right key were answered, at least twenty of them from now on."""
         wanted = max(num_answers, self.statuses["open"].total() + 20)
-        eventually(lambda: self.statuses["open"].total() >= wanted, f"{num_answers} answers", 60.0)
+        eventually(lambda: self.statuses["open"].total() >= wanted, f"{num_answers} answers")
 
     def _ask(self) -> None:
         while not self._stop.wait(0.005):
@@ -126,7 +126,7 @@ def asking(path: Path) -> Iterator[Callable[[], np.ndarray]]:
 
 
 @pytest.mark.row("F52", "the hub cannot be reached at the start, and the model is in the cache")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 @pytest.mark.timing
 def test_f52_a_cached_model_starts_without_a_network(row: Row, files: dict[str, bytes], tmp_path: Path):
     if shutil.which("unshare") is None or not can_unshare():
@@ -155,7 +155,7 @@ def can_unshare() -> bool:
 
 
 @pytest.mark.row("F53", "a download is cut, and another one brings wrong bytes")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_f53_half_a_model_is_never_served(row: Row, files: dict[str, bytes], tmp_path: Path):
     rng = np.random.default_rng(SEED)
     weights = "model.safetensors"
@@ -168,12 +168,12 @@ def test_f53_half_a_model_is_never_served(row: Row, files: dict[str, bytes], tmp
                 spoilt = bytearray(right)
                 spoilt[int(rng.integers(len(right) // 2, len(right)))] ^= 1
                 hub.served[weights] = bytes(spoilt)
-                answer = eventually(lambda: settled(server), "an end of the load", 60.0)
+                answer = eventually(lambda: settled(server), "an end of the load")
                 assert answer == 502, answer
                 num_wrong += any((tmp_path / "hf").rglob(weights))
             hub.served[weights] = right
             hub.cut_once = {weights}
-            eventually(lambda: settled(server) == 200, "a good load", 60.0)
+            eventually(lambda: settled(server) == 200, "a good load")
             found = [path.read_bytes() == right for path in (tmp_path / "hf").rglob(weights)]
             assert get(server.port, "/readyz").status == 200
     row.equals("wrong downloads", pick(1, 5), pick(1, 5))

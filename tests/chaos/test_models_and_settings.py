@@ -29,7 +29,7 @@ def copied(minilm_directory: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.row("F17", "the directory of a loaded model vanishes")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_f17_a_loaded_model_needs_its_files_no_more(row: Row, copied: Path):
     with start_server("--model", f"m={copied}", "--dtype", "float32") as server:
         expected = dense_rows(encode(server.port, "m", ["x"]))
@@ -45,7 +45,7 @@ def test_f17_a_loaded_model_needs_its_files_no_more(row: Row, copied: Path):
 
 
 @pytest.mark.row("F18", "weights that are cut short, asked for again and again")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_f18_a_broken_model_is_not_tried_again_and_again(row: Row, copied: Path):
     weights = copied / "model.safetensors"
     half = weights.read_bytes()[: weights.stat().st_size // 2]
@@ -53,7 +53,7 @@ def test_f18_a_broken_model_is_not_tried_again_and_again(row: Row, copied: Path)
     weights.write_bytes(half)
     with start_server("--lazy-model", f"m={copied}", "--model", f"{MODEL}=stub:dense={DENSE}") as server:
         with open_loop(server, 50, seed=SEED) as load:
-            eventually(lambda: encode(server.port, "m", ["x"]).status not in (200, 503), "a failed load", 60.0)
+            eventually(lambda: encode(server.port, "m", ["x"]).status not in (200, 503), "a failed load")
             deadline_s = time.monotonic() + pick(2.0, 20.0)
             while time.monotonic() < deadline_s:
                 assert encode(server.port, "m", ["x"]).status == 502
@@ -82,7 +82,7 @@ def test_f42_a_broken_reload_changes_nothing(row: Row, tmp_path: Path):
 
 
 @pytest.mark.row("F43", "a model is reloaded again and again under load")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_f43_a_reload_fails_no_request(row: Row):
     swaps = pick(5, 50)
     with cluster() as server, open_loop(server, 100, seed=SEED) as load:

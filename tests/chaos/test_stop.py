@@ -53,7 +53,7 @@ def is_late(ask: Ask, stop_s: float) -> bool:
 
 
 @pytest.mark.row("F38", "SIGTERM twice, during a load, and while a worker is down")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.timing
 def test_f38_a_stop_never_hangs(row: Row):
     with cluster(stub="latency_ms=20000", is_stopped=True, is_warm=False) as server, connect(server.port) as sock:

@@ -111,7 +111,7 @@ def test_f19_without_descriptors_connections_wait_and_it_recovers(row: Row):
 
 @pytest.mark.row("F19", "the limit of descriptors of a running frontend is lowered under what it holds")
 @pytest.mark.skipif(shutil.which("prlimit") is None, reason="no prlimit here")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.timing
 def test_f19_a_limit_lowered_at_run_time_is_answered_by_a_successor(row: Row):
     with cluster(frontends=2) as server:
@@ -122,12 +122,12 @@ def test_f19_a_limit_lowered_at_run_time_is_answered_by_a_successor(row: Row):
             subprocess.run(["prlimit", "--pid", str(victim), f"--nofile={count_fds(victim)}"], check=True, timeout=10)
             # Some of these wait in the kernel from now on: no accept succeeds any more.
             sockets += [stack.enter_context(connect(server.port)) for _ in range(40)]
-            eventually(lambda: victim not in server.frontends(), "a successor", 60.0)
+            eventually(lambda: victim not in server.frontends(), "a successor")
             took_s = time.monotonic() - began_s
             assert len(sockets) == 80
-        eventually(lambda: len(server.frontends()) == 2, "two frontends", 20.0)
+        eventually(lambda: len(server.frontends()) == 2, "two frontends")
         processes = [psutil.Process(pid) for pid in server.frontends()]
-        eventually(lambda: all(answers(server.port) for _ in range(8)), "answers", 20.0)
+        eventually(lambda: all(answers(server.port) for _ in range(8)), "answers")
         before_s, began_s = cpu_s(processes), time.monotonic()
         time.sleep(pick(1.0, 5.0))
         share = (cpu_s(processes) - before_s) / (time.monotonic() - began_s)
@@ -144,7 +144,7 @@ def answers(port: int) -> bool:
 
 
 @pytest.mark.row("F54", "nobody reads the log")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.timing
 def test_f54_a_log_that_nobody_reads_stops_nothing(row: Row):
     """The pipe is full before the server starts, and kills of its worker make it write all the time."""
@@ -162,7 +162,7 @@ def test_f54_a_log_that_nobody_reads_stops_nothing(row: Row):
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=writer,
         )  # fmt: skip
         try:
-            eventually(lambda: answers(port), "an answer", 60.0)
+            eventually(lambda: answers(port), "an answer")
             took_s: list[float] = []
             for _ in range(pick(3, 30)):
                 kill_workers_of(process.pid)
@@ -201,7 +201,7 @@ def drain(fd: int) -> bytes:
 
 
 @pytest.mark.row("F55", "64 watchers of /ws/status, and a storm of scrapes")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.timing
 def test_f55_watchers_and_scrapes_cost_little(row: Row):
     with cluster() as server, contextlib.ExitStack() as stack:

@@ -7,7 +7,6 @@ import base64
 import hashlib
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -17,7 +16,7 @@ from sie_sdk import SIEAsyncClient, SIEClient
 from sie_sdk.client import RequestError
 
 from tests.conftest import MINILM
-from tests.process.harness import Server, start_server
+from tests.process.harness import Server
 
 TEXTS = ["alpha", "β", "", "the fourth text is a little longer than the others"]
 
@@ -61,19 +60,6 @@ def oai(stub_server: Server) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def oai_minilm(minilm_server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{minilm_server.url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def oai_of_ids(minilm_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """Return a client of a server whose model takes token ids."""
-    catalog = tmp_path_factory.mktemp("catalog") / "models.toml"
-    catalog.write_text(f'[models."{MINILM}"]\naccept_token_ids = true\n')
-    model = f"{MINILM}={minilm_directory}"
-    with (
-        start_server("--model", model, "--dtype", "float32", "--catalog", str(catalog)) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client,
-    ):
         yield client
 
 
@@ -272,23 +258,26 @@ def test_openai_embeds_one_text(oai):
     assert np.array_equal(np.float32(reply.data[0].embedding), stub_rows(["alpha"])[0])
 
 
-def test_openai_token_ids_of_another_tokenizer_are_refused(oai_minilm):
+def test_openai_token_ids_of_another_tokenizer_are_refused(bfloat16_server):
     """What LangChain's OpenAIEmbeddings sends by default: ids of tiktoken's cl100k_base, which 30522 tokens may hold."""
-    with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False") as caught:
-        oai_minilm.embeddings.create(model=MINILM, input=[[9906, 1917]], encoding_format="base64")
+    with (
+        openai.OpenAI(base_url=f"{bfloat16_server.url}/v1", api_key="unused", max_retries=0) as client,
+        pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False") as caught,
+    ):
+        client.embeddings.create(model=MINILM, input=[[9906, 1917]], encoding_format="base64")
     assert (caught.value.param, caught.value.code) == ("input", "invalid_request")
 
 
-def test_openai_token_arrays_equal_their_text(oai_of_ids, minilm_directory):
+def test_openai_token_arrays_equal_their_text(oai_minilm, minilm_directory):
     from tokenizers import Tokenizer
 
     texts = ["a first text", "and a second, longer one"]
     tokenizer = Tokenizer.from_file(str(minilm_directory / "tokenizer.json"))
     tokenizer.no_padding()
     tokens = [tokenizer.encode(text).ids for text in texts]
-    by_text = oai_of_ids.embeddings.create(model=MINILM, input=texts)
-    by_tokens = oai_of_ids.embeddings.create(model=MINILM, input=tokens)
-    one = oai_of_ids.embeddings.create(model=MINILM, input=tokens[0])
+    by_text = oai_minilm.embeddings.create(model=MINILM, input=texts)
+    by_tokens = oai_minilm.embeddings.create(model=MINILM, input=tokens)
+    one = oai_minilm.embeddings.create(model=MINILM, input=tokens[0])
     rows = np.array([row.embedding for row in by_text.data])
     np.testing.assert_allclose(np.array([row.embedding for row in by_tokens.data]), rows, atol=1e-5)
     np.testing.assert_allclose(one.data[0].embedding, rows[0], atol=1e-5)
@@ -308,9 +297,9 @@ def test_openai_dimensions_are_refused_by_a_model_that_was_not_trained_for_them(
     assert len(oai_minilm.embeddings.create(model=MINILM, input="x", dimensions=384).data[0].embedding) == 384
 
 
-def test_openai_token_ids_outside_the_vocabulary_are_refused_by_field(oai_of_ids):
+def test_openai_token_ids_outside_the_vocabulary_are_refused_by_field(oai_minilm):
     with pytest.raises(openai.BadRequestError, match="outside the vocabulary") as caught:
-        oai_of_ids.embeddings.create(model=MINILM, input=[[30522]])
+        oai_minilm.embeddings.create(model=MINILM, input=[[30522]])
     assert (caught.value.param, caught.value.code) == ("input", "invalid_request")
 
 

@@ -33,11 +33,12 @@ def server():
 @pytest.mark.timeout(420)
 def test_live_server_conforms_to_its_document(server, tmp_path):
     command = [
-        str(Path(sys.executable).with_name("schemathesis")), "run", f"{server.url}/openapi.json",
-        "--phases", "examples,coverage,fuzzing", "--max-examples", "8", "--seed", "1", "--exclude-checks", NOT_CHECKED,
+        str(Path(sys.executable).with_name("schemathesis")), "--config-file", str(HERE / "schemathesis.toml"),
+        "run", f"{server.url}/openapi.json", "--phases", "examples,coverage,fuzzing", "--max-examples", "4", "--seed", "1", "--exclude-checks", NOT_CHECKED,
         "--continue-on-failure", "--warnings", "off", "--no-color", "--suppress-health-check", "filter_too_much",
     ]  # fmt: skip
-    env = {**os.environ, "SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(HERE)}
+    # Nothing else: each request looks through the whole environment for proxies, three times.
+    env = {"PATH": os.environ["PATH"], "SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(HERE)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     answered = samples(server.port)

@@ -229,7 +229,7 @@ FIRST_FRAME = """new Promise((resolve) => {
 
 def test_dashboard_shows_what_was_before_it_was_opened(server, browser):
     with opened(browser, server.url) as page:
-        points = eventually(lambda: page.evaluate(FIRST_FRAME), "a point of the history", 45.0)
+        points = eventually(lambda: page.evaluate(FIRST_FRAME), "a point of the history")
         assert set(points[0]) == {"requests_per_s", "generated_per_s", "queued", "p50_s", "p95_s"}
         page.reload()
         expect(page.locator("#link")).to_have_text("live")

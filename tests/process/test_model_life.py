@@ -107,7 +107,7 @@ def broken_server(minilm_directory: Path, tmp_path_factory: pytest.TempPathFacto
     weights.write_bytes(data[: len(data) // 2])
     with start_server("--model", "stub/a=stub:dense=16", "--lazy-model", f"broken={directory}") as server:
         assert encode(server.port, "broken", ["x"]).code() == "MODEL_LOADING"
-        eventually(lambda: state(server, "broken") == "failed", "the load failed", 80.0)
+        eventually(lambda: state(server, "broken") == "failed", "the load failed")
         yield server
 
 
@@ -244,4 +244,4 @@ def test_readiness_waits_for_the_models_to_load_first():
             assert get(server.port, "/healthz").status == 200
         # A model that was loaded when its worker died is waited for, not refused.
         assert dense_rows(encode(server.port, "mini", ["x"])).shape == (1, 16)
-        eventually(lambda: get(server.port, "/readyz").status == 200, "ready again", 80.0)
+        eventually(lambda: get(server.port, "/readyz").status == 200, "ready again")

@@ -170,7 +170,7 @@ def test_renewed_certificate_is_taken_over_and_no_request_fails(issued, served):
         assert shown(server.port) == shown(grpc_port) == der(issued, "old")
         with Clients(server.port, 4) as clients:
             put(issued, served, "new")
-            server.log_line("certificate renewed", 60.0)
+            server.log_line("certificate renewed")
         assert all(shown(server.port) == der(issued, "new") for _ in range(20))
         assert shown(grpc_port) == der(issued, "new")
         assert server.pids("grpc") == grpc  # gRPC asks for the certificate before each handshake
@@ -236,7 +236,7 @@ def test_renewal_under_a_flood_of_connections_ends_and_breaks_no_request(issued,
         with Flood(server.port, 1, 100) as flood, Clients(server.port, 3, keep_alive=False) as clients:
             eventually(lambda: flood.num_opened > 500, "a flood")
             put(issued, served, "new")
-            server.log_line("certificate renewed", 120.0)
+            server.log_line("certificate renewed")
         assert all(shown(server.port) == der(issued, "new") for _ in range(20))
         assert clients.outcomes.pop("200")
         assert set(clients.outcomes) <= {"told to connect anew"}, clients.outcomes
@@ -267,7 +267,7 @@ def test_broken_certificate_changes_nothing_and_is_reported(issued, served):
         eventually(lambda: can_connect(server), "its successor")
         assert shown(server.port) == der(issued, "old")  # read from what is in force, not from the broken files
         shutil.copyfile(issued / "new.key", served / "tls.key")
-        server.log_line("certificate renewed", 60.0)
+        server.log_line("certificate renewed")
         assert shown(server.port) == der(issued, "new")
         assert told(server) is None
 

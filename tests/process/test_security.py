@@ -278,6 +278,7 @@ def test_a_folder_with_our_name_in_the_working_directory_is_not_run(tmp_path):
     (tmp_path / "sie").mkdir()
     (tmp_path / "sie" / "__init__.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n")
     in_place = ("sh", "-c", 'cd "$0" && python=$1 && shift && exec "$python" -P "$@"', str(tmp_path))
-    with start_server(*STUB, "--model", MINILM, prefix=in_place) as server:
+    with start_server(*STUB, "--lazy-model", MINILM, prefix=in_place) as server:  # whose card a helper of ours reads
+        assert get(server.port, f"/v1/models/{MINILM}").json()["dims"] == {"dense": 384}
         assert encode(server.port, "stub/a", ["a"]).status == 200
         assert not (tmp_path / "sie" / "ran").exists()

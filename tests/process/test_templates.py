@@ -49,7 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--model", f"bad={directory}", "--model", "stub/a=stub:dense=16", "--model", "good=stub:generate",
         "--frontends", "1", "--devices", "cpu:1", "--template-timeout-s", str(TIMEOUT_S), "--dtype", "float32",
     ) as running:  # fmt: skip
-        eventually(lambda: get(running.port, "/readyz").status == 200, "both models", 100.0)
+        eventually(lambda: get(running.port, "/readyz").status == 200, "both models")
         yield running
 
 

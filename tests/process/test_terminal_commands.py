@@ -137,6 +137,11 @@ def test_a_pipe_is_a_question(server: Server) -> None:
     assert done.stdout == "user: from a pipe\nassistant: \n"
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "sie: there is no question\n")
+    reader, writer = os.pipe()
+    os.close(reader)  # as `sie chat hello | head -0` does
+    with os.fdopen(writer, "wb") as nobody:
+        ended = subprocess.run([*command, "hello"], stdout=nobody, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert "pipe" not in ended.stderr.decode().lower()
 
 
 def test_a_conversation_remembers_stops_and_begins_anew(server: Server) -> None:
@@ -265,6 +270,17 @@ def test_run_talks_to_the_server_that_has_the_model_or_to_its_own(
     assert not [pid for pid in mine if b"own=" in Path("/proc", pid, "cmdline").read_bytes()]
 
 
+def test_run_ends_where_a_server_would_try_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIE_URL", f"unix:{tmp_path}/none")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert cli.main(["run", "org/name", "hello"]) == 1
+    assert "asking http://127.0.0.1:1" in capfd.readouterr().err
+
+
 def test_run_reaches_its_own_server_where_others_need_a_key_and_tls(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,6 +316,8 @@ def test_stop_ends_the_server_of_a_port(
         "--runtime-dir", str(tmp_path / "run"), is_stopped=True,
     ) as running:  # fmt: skip
         port = str(running.port)
+        assert cli.main(["stop", "--port", "1"]) == 1
+        assert f"others can be stopped with `sie stop --port {port}`" in capsys.readouterr().err
         assert cli.main(["stop", "--port", port]) == 0
         assert running.process.wait(0) == 0
         assert cli.main(["stop", "--port", port]) == 1

@@ -59,12 +59,6 @@ def reference(texts: list[str], minilm_directory: Path) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def bfloat16_server(minilm_directory: Path) -> Iterator[Server]:
-    with start_server("--model", f"{MINILM}={minilm_directory}", "--dtype", "bfloat16") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def int8_server(minilm_directory: Path) -> Iterator[Server]:
     with start_server("--model", f"{MINILM}={minilm_directory}", "--encoder-weights", "int8") as server:
         server.log_line("loaded: cpu int8")

@@ -95,7 +95,7 @@ def raw_request(
 class Client:
     """One keep-alive connection that speaks msgpack. Use it from one thread."""
 
-    def __init__(self, port: int, timeout_s: float = 70.0) -> None:
+    def __init__(self, port: int, timeout_s: float = TIMEOUT_S) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
 
     def __enter__(self) -> Self:
@@ -247,12 +247,12 @@ class Load:
             thread.start()
         self.wait_answers(1)
 
-    def wait_answers(self, num_more: int, timeout_s: float = 60.0) -> None:
+    def wait_answers(self, num_more: int, timeout_s: float = WAIT_S) -> None:
         """Wait for further right answers, or for the first failure."""
         goal = self.num_answered + num_more
         eventually(lambda: self.failures or self.num_answered >= goal, f"{num_more} more answers", timeout_s)
 
-    def end(self, timeout_s: float = 70.0) -> None:
+    def end(self, timeout_s: float = WAIT_S) -> None:
         """Let every client finish what it asked, and assert that all of it was answered rightly."""
         self._stop.set()
         deadline_s = time.monotonic() + timeout_s

@@ -315,7 +315,7 @@ def grpc_v1_infer(desk: Desk) -> Awaitable[Any]:
 def test_no_order_of_reply_cancel_deadline_and_death_leaves_an_extent_in_use(ask: Ask):
     _seen.clear()
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(order=st.lists(st.sampled_from(EVENTS), unique=True), turns=st.tuples(*[st.booleans()] * len(EVENTS)))
     @example(order=["answer", "hear", "cancel"], turns=NO_TURN)
     @example(order=["answer", "hear", "cancel"], turns=(False, True, *NO_TURN[2:]))  # the fast path takes a turn more

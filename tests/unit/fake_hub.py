@@ -21,6 +21,9 @@ class FakeHub:
         """What is sent; the listing and its hashes describe `files`."""
         self.cut_once: set[str] = set()
         """Files whose first download ends in the middle."""
+        self.stalled: set[str] = set()
+        """Files whose download stops in the middle until the hub is stopped."""
+        self._stopped = threading.Event()
         self.refusal: tuple[int, str] | None = None
         """Status and X-Error-Code of every answer."""
         self.requests: list[tuple[str, str, str | None]] = []
@@ -52,6 +55,7 @@ class FakeHub:
 
     def stop(self) -> None:
         """Close the port; later connections are refused."""
+        self._stopped.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -88,10 +92,13 @@ class FakeHub:
             start = int(wanted.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
             status, content = 206, content[start:]
-        if send_body and name in self.cut_once:
+        if send_body and name in self.cut_once | self.stalled:
             self.cut_once.discard(name)
             _send(handler, status, content, headers, send_body=False)
             handler.wfile.write(content[: len(content) // 2])
+            if name in self.stalled:
+                handler.wfile.flush()
+                self._stopped.wait(60)
             handler.close_connection = True
             return
         _send(handler, status, content, headers, send_body)

@@ -9,6 +9,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
                 )
 
 
+@cache
 def third_party() -> dict[str, set[str]]:
     """Return the files of sie/ by the top-level package that they import."""
     found: dict[str, set[str]] = {}

@@ -6,8 +6,10 @@ import errno
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -268,23 +270,75 @@ def test_wrong_bytes_are_never_served(hub: FakeHub, prepare: Prepare) -> None:
 
 
 @pytest.mark.parametrize(
-    ("refusal", "error_class"),
+    ("refusal", "error_class", "advice"),
     [
-        ((403, "GatedRepo"), "GATED"),
-        ((404, "RepoNotFound"), "NOT_FOUND"),
-        ((404, "RevisionNotFound"), "NOT_FOUND"),
+        ((403, "GatedRepo"), "GATED", "ask for it there, and set HF_TOKEN"),
+        ((404, "RepoNotFound"), "NOT_FOUND", "has no model of this name, or it is private"),
+        ((404, "RevisionNotFound"), "NOT_FOUND", "it has no revision 'main' at http://127.0.0.1:"),
     ],
 )
-def test_refusal_of_the_hub_has_its_class(
-    hub: FakeHub, prepare: Prepare, refusal: tuple[int, str], error_class: str
+def test_refusal_of_the_hub_has_its_class_and_says_what_to_do(
+    hub: FakeHub, prepare: Prepare, refusal: tuple[int, str], error_class: str, advice: str
 ) -> None:
     hub.refusal = refusal
-    assert _error_class(prepare(SPEC, hub)) == error_class
+    message = prepare(SPEC, hub)
+    assert _error_class(message) == error_class
+    assert advice in message.error.message  # type: ignore[union-attr]
 
 
 def test_hub_that_is_down_has_its_class(hub: FakeHub, prepare: Prepare) -> None:
     hub.stop()
     assert _error_class(prepare(SPEC, hub)) == "NETWORK"
+
+
+def test_a_model_that_is_not_here_while_downloads_are_off_is_named_as_such(hub: FakeHub, prepare: Prepare) -> None:
+    message = prepare(SPEC, hub, HF_HUB_OFFLINE="1")
+    assert _error_class(message) == "NETWORK"
+    assert "it is not on this machine, and HF_HUB_OFFLINE is set" in message.error.message  # type: ignore[union-attr]
+
+
+def test_a_place_for_downloads_that_cannot_be_written_is_named(hub: FakeHub, prepare: Prepare) -> None:
+    message = prepare(SPEC, hub, HF_HOME="/proc/nowhere")
+    assert _error_class(message) == "STORAGE"
+    assert "/proc/nowhere" in message.error.message  # type: ignore[union-attr]
+    assert "HF_HOME names the directory for downloads" in message.error.message  # type: ignore[union-attr]
+
+
+def test_a_repository_of_gguf_files_is_refused_for_good_with_their_names(prepare: Prepare) -> None:
+    with FakeHub({"model-Q4_K_M.gguf": b"GGUF", "README.md": b"# model"}) as hub:
+        message = prepare(SPEC, hub)
+        assert _error_class(message) == "CONFIG"
+        assert "download one of its GGUF files (model-Q4_K_M.gguf)" in message.error.message  # type: ignore[union-attr]
+
+
+def test_progress_counts_all_files_to_download_from_the_beginning(
+    hub: FakeHub, prepare: Prepare, tmp_path: Path
+) -> None:
+    hub.files["model.safetensors"] = hub.served["model.safetensors"] = os.urandom(24 << 20)
+    _directory(prepare(SPEC, hub))
+    lines = (tmp_path / "messages").read_bytes().splitlines()
+    messages = [msgspec.json.decode(line, type=Message) for line in lines]
+    fractions = [each.fraction for each in messages if isinstance(each, Report) and each.text == "downloading 25.2 MB"]
+    assert fractions[0] < 0.5
+    assert fractions == sorted(set(fractions))
+    assert fractions[-1] > 0.98
+
+
+def test_a_download_that_is_ended_leaves_no_part_of_a_file(hub: FakeHub, tmp_path: Path) -> None:
+    hub.stalled = {"model.safetensors"}
+    request = msgspec.json.encode(Request(spec=SPEC, cache_dir=str(tmp_path / "cache"))).decode()
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "sie.catalog.prepare", request],
+        cwd=Path(__file__).parents[3], env=environment, stdout=subprocess.DEVNULL,
+    ) as helper:  # fmt: skip
+        deadline_s = time.monotonic() + 60
+        while not any(tmp_path.rglob("*.incomplete")):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        helper.terminate()
+        assert helper.wait(30) == 128 + signal.SIGTERM
+    assert not list(tmp_path.rglob("*.incomplete"))
 
 
 @pytest.mark.parametrize(

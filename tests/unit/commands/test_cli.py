@@ -417,6 +417,19 @@ def test_stop_without_a_model_refuses_the_address_of_another_server(capsys, monk
     assert cli.main(["stop"]) == 0
 
 
+@pytest.mark.parametrize("flag", [["--port", "9000"], ["--config", "sie.toml"]])
+def test_stop_of_a_model_refuses_what_names_a_server_to_stop(capsys, flag):
+    assert cli.main(["stop", "mine", *flag]) == 1
+    assert "with a MODEL, --url names the server" in capsys.readouterr().err
+
+
+def test_doctor_takes_this_hosts_defaults_for_settings_that_cannot_be_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("SIE_PORT", "x")
+    assert cli.main(["doctor", "--only", "disk"]) == 1
+    assert f"state_dir: {tmp_path}/sie, " in capsys.readouterr().out
+
+
 def test_version_is_the_package_version(capsys):
     assert cli.main(["version"]) == 0
     assert capsys.readouterr().out == f"sie {sie.__version__}\n"

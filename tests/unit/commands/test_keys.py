@@ -60,6 +60,6 @@ def test_second_key_of_a_name_is_refused(tmp_path, capsys):
     assert main(["keys", "new", "a", "--file", path]) == EX_CONFIG
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "twice" in captured.err
+    assert captured.err == f"sie: {path}: has a key called 'a' already; choose another name\n"
     (key,) = read_key_file(path).keys
     assert key.digest == digest_of(before)

@@ -50,6 +50,12 @@ def test_rates_are_growth_over_the_servers_own_time():
     assert window.token_rate(latest.workers[0]) == 200
 
 
+def test_a_reason_is_shown_once():
+    model = {"name": "m", "state": "failed", "error": "no such file"}
+    shown = _render(frame(1, models=[model], ready=False, reason="not loaded: m (failed: no such file)"), "http://h")
+    assert shown.count("no such file") == 1
+
+
 def test_a_terminal_gets_no_escape_sequences_of_a_server():
     model = {"name": "m", "state": "failed", "error": "bad\x1b]0;title\x07\x9b2J\r"}
     shown = _render(frame(1, models=[model]), "http://h")

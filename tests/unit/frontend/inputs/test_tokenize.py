@@ -197,7 +197,7 @@ RIGHT_GROUPS = r"\d{1,3}(?=(?:\d{3})*(?:\D|$))|\D+"
 
 
 @pytest.mark.parametrize("before", ["", "1 ", "a " * 700, "7" * 40 + " "])
-@pytest.mark.parametrize("num_digits", [1535, 1536, 1537, 3100, 20_000])
+@pytest.mark.parametrize("num_digits", [1535, 1536, 1537, 3100, 6_000])
 def test_digits_grouped_from_the_end_are_the_first_tokens_of_the_whole_text(before, num_digits):
     numbers = ["".join(digits) for size in (1, 2, 3) for digits in itertools.product("123", repeat=size)]
     library = LibraryTokenizer(models.WordLevel({"[UNK]": 0} | {text: n for n, text in enumerate(numbers, 1)}, "[UNK]"))

@@ -60,13 +60,16 @@ def _files(folder: Path) -> list[Path]:
     return sorted((folder / "weights").glob("*.weights"))
 
 
-def _is_mapped(tensor: torch.Tensor) -> bool:
-    address = tensor.data_ptr()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last = (int(end, 16) for end in line.split()[0].split("-"))
-        if first <= address < last:
-            return line.endswith(".weights") or ".weights (deleted)" in line
-    return False
+def _are_mapped(model: torch.nn.Module) -> list[bool]:
+    """Return for each parameter whether it lies in a file of weights. The maps are read once: there are thousands."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ends = [
+        tuple(int(end, 16) for end in line.split()[0].split("-"))
+        for line in lines
+        if line.endswith((".weights", ".weights (deleted)"))
+    ]
+    addresses = [weight.data_ptr() for weight in model.parameters() if weight.nbytes]
+    return [any(first <= address < last for first, last in ends) for address in addresses]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -84,8 +87,7 @@ def test_an_encoder_from_a_file_gives_the_same_bits(
         np.testing.assert_array_equal(runner.run_tokens(IDS), expected.run_tokens(IDS))
         assert runner.execution == expected.execution
         assert runner.memory_bytes == expected.memory_bytes
-        model = runner._backbone.model
-        assert all(_is_mapped(weight) for weight in model.parameters() if weight.nbytes)
+        assert all(_are_mapped(runner._backbone.model))
         assert (runner._backbone.compiled is None) == (expected._backbone.compiled is None)
     assert len(_files(tmp_path)) == 1
 
@@ -125,7 +127,7 @@ def test_a_generator_from_a_file_gives_the_same_bits(family: str, weights: Any, 
         for _ in range(2):
             runner = load_shared(alone.card, _models(tmp_path, dtype=dtype), weights, load, lambda *_: None)
             assert torch.equal(_logits(runner), expected)
-            assert all(_is_mapped(weight) for weight in runner.model.parameters())
+            assert all(_are_mapped(runner.model))
             assert (runner.decoder is None) == (alone.decoder is None)
 
 
@@ -152,7 +154,7 @@ def test_a_model_that_writes_about_images_from_a_file_gives_the_same_answer(
     for _ in range(2):
         runner = load_shared(card, _models(tmp_path, dtype=dtype), "auto", load, lambda *_: None)
         assert answer(runner) == expected
-        assert all(_is_mapped(weight) for weight in runner._model.parameters())
+        assert all(_are_mapped(runner._model))
 
 
 def test_a_head_that_its_checkpoint_unties_stays_untied(tmp_path: Path) -> None:
@@ -225,7 +227,7 @@ def test_another_version_of_the_checkpoint_is_another_file(card: ModelCard, tmp_
 def test_a_model_is_loaded_as_ever_without_a_file(card: ModelCard, changes: dict[str, Any], tmp_path: Path) -> None:
     runner = _encoder(card, _models(tmp_path, **changes))
     assert not _files(tmp_path)
-    assert not any(map(_is_mapped, runner._backbone.model.parameters()))
+    assert not any(_are_mapped(runner._backbone.model))
     assert np.isfinite(runner.run_tokens(IDS)).all()
 
 
@@ -258,7 +260,7 @@ def test_a_model_that_writes_into_its_weights_gets_its_own(
     monkeypatch.setattr(loader, "choose_execution", writing)
     for count in (1, 2):  # the second load does not try
         runner = _encoder(card, _models(tmp_path))
-        assert not any(map(_is_mapped, runner._backbone.model.parameters()))
+        assert not any(_are_mapped(runner._backbone.model))
         assert len(loads) == count
 
 
@@ -299,9 +301,9 @@ def test_a_fault_of_the_moment_leaves_a_good_file(
     with monkeypatch.context() as patch:
         patch.setattr(weights_file, "_check_head", _raising(OSError(number, os.strerror(number))))
         runner = _encoder(card, _models(tmp_path))
-    assert not any(map(_is_mapped, runner._backbone.model.parameters()))
+    assert not any(_are_mapped(runner._backbone.model))
     assert path.stat().st_ino == known.st_ino
-    assert any(map(_is_mapped, _encoder(card, _models(tmp_path))._backbone.model.parameters()))
+    assert any(_are_mapped(_encoder(card, _models(tmp_path))._backbone.model))
 
 
 def _raising(error: Exception) -> Callable[..., Any]:

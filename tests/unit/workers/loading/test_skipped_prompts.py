@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, normalize, silu
 
@@ -170,6 +169,8 @@ def test_prompts_are_left_out_as_by_sentence_transformers(make_checkpoint: MakeC
     base = make_checkpoint("bert")
     torch.manual_seed(2)
     modules = [Transformer(str(base)), Pooling(32, pooling_mode="mean", include_prompt=False), Dense(32, 16)]
+    from sentence_transformers import SentenceTransformer  # slow to import, and every process collects this file
+
     library = SentenceTransformer(modules=modules, device="cpu")
     library.save(str(tmp_path / "model"))
     spec = ModelSpec(id="org/model", directory=str(tmp_path / "model"))

@@ -1,0 +1,17 @@
+"""What makes the examples of all properties cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from sie.shm import segment
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _enough_memory() -> Iterator[None]:
+    """Look at no limit of memory: each example maps segments, and thirteen files of /proc and /sys took a fifth of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment, "_memory_limits", lambda *_: [])
+        yield
