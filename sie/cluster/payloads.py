@@ -170,7 +170,10 @@ class GatewayBeat(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TextWork(msgspec.Struct, array_like=True, frozen=True):
-    """A request to generate, sent to one host. Its answer is a series of `TextFrame` to reply_to."""
+    """A request to generate, sent to one host. Its answer is a series of `TextFrame` to reply_to.
+
+    If it is large, the payload with its request lies in the object store under stored.
+    """
 
     version: int
     id: str
@@ -181,6 +184,7 @@ class TextWork(msgspec.Struct, array_like=True, frozen=True):
     request: GenerateRequest
     salt: bytes = b""
     echoes: bool = False
+    stored: str = ""
 
 
 class TextFrame(msgspec.Struct, array_like=True, frozen=True):
@@ -188,7 +192,8 @@ class TextFrame(msgspec.Struct, array_like=True, frozen=True):
 
     events are the events since the frame before, each (its number in `sie.cluster.text_events.KINDS`, its fields). The
     last frame has is_over, or an error. The first frame says that the answer has begun; it has no events, and the
-    prompts if the request wants them.
+    prompts if the request wants them. If a frame is large, the payload with its events and prompts lies in the object
+    store under stored.
     """
 
     version: int
@@ -202,22 +207,25 @@ class TextFrame(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """The tokens of the answer up to this frame."""
+    stored: str = ""
 
 
 class CountWork(msgspec.Struct, array_like=True, frozen=True):
-    """A request for the tokens of prompts, answered by a `CountResult`."""
+    """A request for the tokens of prompts, answered by a `CountResult`. stored as in `TextWork`."""
 
     version: int
     model: str
     request: GenerateRequest
+    stored: str = ""
 
 
 class CountResult(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens of each prompt, or an error."""
+    """The tokens of each prompt, or an error. If they are many, the payload with them lies in the store under stored."""
 
     version: int
     error: WireError | None = None
     prompts: list[list[int]] = []
+    stored: str = ""
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True):
@@ -228,12 +236,14 @@ class Cancel(msgspec.Struct, array_like=True, frozen=True):
 
 
 class DeadLetter(msgspec.Struct, array_like=True, frozen=True):
-    """A work item that is not tried again, and the reason."""
+    """A work item that is not tried again, and the reason. A large body is divided among num_parts letters."""
 
     version: int
     work: Work
     reason: str
     hosts: list[str] = []
+    part: int = 0
+    num_parts: int = 1
 
 
 def encode(payload: msgspec.Struct) -> bytes:

@@ -105,6 +105,7 @@ SAME = {
     ),
     "no text model": ("/v1/chat/completions", {"model": "stub/a", "messages": [{"role": "user", "content": "x"}]}),
     "too many tokens": ("/v1/completions", {"model": "text", "prompt": "x " * 9000, "max_tokens": 1}),
+    "a prompt over a mebibyte": ("/v1/completions", {"model": "text", "prompt": "x" * 1_100_000, "max_tokens": 1}),
 }
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from nats.aio.msg import Msg
 
+from sie.catalog.profiles import model_of
 from sie.cluster.connection import Connection
 from sie.cluster.gateway.cluster_status import cluster_status
 from sie.cluster.gateway.config_service import ConfigService
@@ -28,6 +29,7 @@ from sie.cluster.gateway.placement import Placement, Places
 from sie.cluster.gateway.pool_service import RELEASE_S, PoolService
 from sie.cluster.gateway.windows import Windows
 from sie.cluster.gateway.work_items import RemotePending
+from sie.cluster.large_payloads import unpack
 from sie.cluster.payloads import (
     VERSION,
     Cards,
@@ -180,6 +182,7 @@ class Gateway:
         self._ask_load(model, self.places.current())
 
     def _ask_load(self, model: str, placement: Placement) -> None:
+        model = model_of(model)  # hosts beat and load a model, and not its profiles
         hosts = [host for host in self.places.candidates(model, placement) if not host.serves(model)]
         if hosts and self._connection.is_connected:
             self._load_on(min(hosts, key=_memory_of), model)
@@ -262,7 +265,7 @@ class Gateway:
     def _rescue(self, now_s: float) -> None:
         """Find other hosts for items whose lane serves their model no more, or have the model loaded."""
         for (lane, model, wanted), items in self._in_flight.waiting().items():
-            if any(host.lane == lane and host.serves(model) for host in self._directory.live(now_s)):
+            if any(host.lane == lane and host.serves(model_of(model)) for host in self._directory.live(now_s)):
                 continue
             placement = wanted
             if wanted.lease and not self.pools.is_leased(wanted.lease):  # its hosts are back in their queue pool
@@ -282,6 +285,8 @@ class Gateway:
         self._hears_from_s = time.monotonic() + _DEAF_S
         self.pools.read_soon()
         self.configs.read_soon()
+        if self._texts is not None:
+            self._texts.on_connected()
         await self._connection.publish(wake_pattern(), b"")
         await self._in_flight.publish_again()
 
@@ -326,6 +331,8 @@ class Gateway:
         if beat.pool not in self._joined:
             self._joined.add(beat.pool)
             self._spawn(self._join(beat.pool))
+        if self._texts is not None:
+            self._texts.on_beat(beat.host)
         self._update_models(now_s)
 
     async def _join(self, pool: str) -> None:
@@ -339,9 +346,7 @@ class Gateway:
     async def _ask_cards(self, pool: str, host: str) -> None:
         try:
             data = await self._connection.call(host_subject(pool, host, "cards"), b"", _CARDS_S)
-            cards = decode(data, cards_decoder)
-            if cards.stored:
-                cards = decode(await self._connection.fetch(pool, cards.stored), cards_decoder)
+            cards = await unpack(self._connection, pool, decode(data, cards_decoder), cards_decoder)
             self._learn(host, cards)
         except ProtocolError as error:
             _log.warning("the cards of host %s are refused: %s", host, error)

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from sie.cluster.connection import INLINE_BYTES, Connection
+from sie.cluster.dead_letters import bury
 from sie.cluster.gateway.answer_rate import AnswerRate, retry_after_s
 from sie.cluster.gateway.fair_queue import EVERYBODY, Caller
 from sie.cluster.gateway.placement import Placement
 from sie.cluster.gateway.work_items import Item, Join, Place, RemotePending
-from sie.cluster.payloads import VERSION, DeadLetter, ItemOperation, Result, Taken, Work, encode
-from sie.cluster.subjects import Lane, answer_subject, dead_subject, is_answer_of, work_subject
+from sie.cluster.payloads import VERSION, ItemOperation, Result, Taken, Work, encode
+from sie.cluster.subjects import Lane, answer_subject, is_answer_of, work_subject
 from sie.runtime.logs import get_logger
 from sie.values.errors import (
     DeadlineExceeded,
@@ -406,16 +407,11 @@ class InFlight:
 
     async def _bury(self, item: Item) -> None:
         text = f"This input was running on {_MAX_LOSSES} hosts when they were lost; it is not tried again"
-        letter = DeadLetter(VERSION, item.work, text, sorted(item.lost_with))
         self.abandon(item.pending, PoisonInput(text))
         if self._metrics is not None:
             self._metrics.record_dead(item.lane, item.work.model)
         await self._connection.remove(item.lane.pool, item.sequence)
-        subject = dead_subject(item.lane, item.work.model)
-        try:
-            await self._connection.enqueue(item.lane.pool, subject, encode(letter), f"dead.{item.work.id}")
-        except SieError as error:
-            _log.error("work item %s could not be kept as a dead letter: %s", item.work.id, error.message)
+        await bury(self._connection, item.lane, item.work, text, sorted(item.lost_with))
 
     def fail_all(self, error: SieError) -> None:
         """End every request, when the process ends."""

@@ -11,14 +11,15 @@ import contextvars
 import hashlib
 import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from sie.cluster.connection import Connection
+from sie.cluster.connection import INLINE_BYTES, Connection
 from sie.cluster.gateway.directory import Host
+from sie.cluster.large_payloads import pack, take
 from sie.cluster.payloads import (
     VERSION,
     Cancel,
@@ -28,6 +29,7 @@ from sie.cluster.payloads import (
     count_result_decoder,
     decode,
     encode,
+    text_frame_decoder,
 )
 from sie.cluster.subjects import Lane, answer_subject, host_subject, is_answer_of
 from sie.cluster.text_events import decode_events
@@ -64,6 +66,7 @@ ChooseHosts = Callable[[str], Sequence[Host]]
 _PREFIX_BYTES: Final = 4096
 _MAX_ATTEMPTS: Final = 3
 _COUNT_S: Final = 10.0
+_PATIENCE_NS: Final = 1_000_000_000
 _ELSEWHERE: Final = frozenset(("SHUTTING_DOWN", "QUEUE_FULL", "MODEL_LOADING", "MODEL_NOT_LOADED", "WORKER_LOST"))
 _encode_prefix: Final = msgspec.msgpack.Encoder().encode
 
@@ -105,6 +108,12 @@ class RemoteRun:
         """That of the request, by which hosts are chosen: its pool, its machine profile and its key."""
         self.has_begun = asyncio.Event()
         self._client = client
+        self.is_sending = False
+        """Whether its request is on its way to the host."""
+        self.stored = ""
+        """The name in the object store of a large request."""
+        self.held: deque[TextFrame] = deque()
+        """Frames that wait for one before them which is fetched from the object store."""
         self._pending = TextPending(self, deadline_ns)
         self._events: list[GenerateEvent] = []
         self._news = asyncio.Event()
@@ -113,6 +122,9 @@ class RemoteRun:
         self._is_sent = False
         self._usage = _NOTHING
         self._last_ns = 0
+        self._asks_ns = 0
+        self._patience_ns = 0
+        self._hear(self._pending.submitted_ns)
 
     @property
     def pendings(self) -> list[TextPending]:
@@ -131,16 +143,31 @@ class RemoteRun:
 
     # --- frames ---------------------------------------------------------------------------------------------------
 
+    def _hear(self, now_ns: int) -> None:
+        self._patience_ns = _PATIENCE_NS
+        self._asks_ns = now_ns + self._patience_ns
+
+    def asks_again(self, now_ns: int) -> bool:
+        """Return whether no frame came for so long that its host may not know the request. Each time is twice as long."""
+        if now_ns < self._asks_ns:
+            return False
+        self._patience_ns *= 2
+        self._asks_ns = now_ns + self._patience_ns
+        return True
+
     def feed(self, frame: TextFrame, now_ns: int, idle_ns: int) -> None:
         """Take in the next frame."""
         if self.is_done:
             return
         if frame.error is not None and self._client.try_again(self, from_wire(frame.error)):
             return
+        if frame.sequence == 0 and not self._is_sent:
+            self._forget_events()  # the host had lost the request, and was asked again
         if frame.sequence != self._sequence:
-            self.fail(WorkerLost(f"a part of the answer was lost: frame {self._sequence} did not come"))
+            self.lose(f"frame {self._sequence} did not come")
             return
         self._sequence += 1
+        self._hear(now_ns)
         try:
             events = decode_events(frame.events)
         except ProtocolError as fault:
@@ -181,8 +208,18 @@ class RemoteRun:
         self.work, self.host, self.pool, self.lane = work, host.beat.host, host.beat.pool, host.lane
         self.tried.add(self.host)
         self.num_attempts += 1
-        self._events, self._sequence, self._usage = [], 0, _NOTHING
+        self._forget_events()
+        self._hear(time.monotonic_ns())
         return True
+
+    def _forget_events(self) -> None:
+        self._events, self._sequence, self._usage = [], 0, _NOTHING
+
+    def lose(self, reason: str) -> None:
+        """Begin anew on another host after the loss of a part of the answer, or end."""
+        lost = WorkerLost(f"a part of the answer was lost: {reason}")
+        if not self._client.try_again(self, lost):
+            self.fail(lost)
 
     def fail(self, error: SieError) -> None:
         """End the answer with an error, which comes after the events before it."""
@@ -322,12 +359,11 @@ class TextClient:
             VERSION, f"{self._gateway}-t{next(self._numbers)}", self._gateway,
             answer_subject(self._gateway, host.beat.pool, "text"), self._connection.clock.to_server(deadline_ns), entry.card.id, request, salt, echoes,
         )  # fmt: skip
-        packed = encode(work)
         run = RemoteRun(self, work, deadline_ns, host)
         self._runs[work.id] = run
         self._count(host.beat.host, 1)
         try:
-            await self._connection.publish(host_subject(host.beat.pool, host.beat.host, "text"), packed)
+            await self._send(run)
             await run.has_begun.wait()
         except BaseException:
             run.give_up(ClientGone("the request ended before its answer began"))
@@ -340,10 +376,12 @@ class TextClient:
         generate_rule(entry.card)
         check_request(request, self._settings)
         host = self._choose(entry.card.id, request, set())
-        work = encode(CountWork(VERSION, entry.card.id, request))
-        data = await self._connection.call(host_subject(host.beat.pool, host.beat.host, "count"), work, _COUNT_S)
+        connection, pool, name = self._connection, host.beat.pool, f"{self._gateway}-c{next(self._numbers)}"
+        work = CountWork(VERSION, entry.card.id, request)
+        packed = await pack(connection, pool, name, work, request=GenerateRequest(model=entry.card.id))
         try:
-            result = decode(data, count_result_decoder)
+            data = await connection.call(host_subject(pool, host.beat.host, "count"), packed, _COUNT_S)
+            result = await take(connection, pool, decode(data, count_result_decoder), count_result_decoder)
         except ProtocolError as error:
             raise Internal(f"the host's answer cannot be read: {error}") from error
         if result.error is not None:
@@ -371,7 +409,7 @@ class TextClient:
             host = run.context.run(self._choose, run.model, run.work.request, run.tried)
         except SieError:
             return False
-        old_id, old_host = run.work.id, run.host
+        old_id, old_pool, old_host = run.work.id, run.pool, run.host
         reply_to = answer_subject(self._gateway, host.beat.pool, "text")
         work = msgspec.structs.replace(run.work, id=f"{self._gateway}-t{next(self._numbers)}", reply_to=reply_to)
         if not run.restart(work, host):
@@ -380,8 +418,46 @@ class TextClient:
         self._count(old_host, -1)
         self._runs[work.id] = run
         self._count(host.beat.host, 1)
-        self._spawn(self._connection.publish(host_subject(host.beat.pool, host.beat.host, "text"), encode(work)))
+        self._spawn(self._cancel(old_pool, old_host, old_id))  # that host may only have been unreachable
+        self._spawn(self._send(run))
         return True
+
+    async def _send(self, run: RemoteRun) -> None:
+        """Send a request to its host, with the time that is left now. Raises Overloaded and Unavailable."""
+        subject = host_subject(run.pool, run.host, "text")
+        work = msgspec.structs.replace(run.work, deadline_ns=self._connection.clock.to_server(run.deadline_ns))
+        packed = encode(work)
+        run.is_sending = True
+        try:
+            if len(packed) > INLINE_BYTES:
+                packed = encode(await self._by_reference(run, work, packed))
+            if self._runs.get(work.id) is run:  # it may have ended meanwhile
+                await self._connection.publish(subject, packed)
+            elif run.is_done and run.stored:
+                await self._connection.forget(run.pool, run.stored)
+        finally:
+            run.is_sending = False
+
+    async def _by_reference(self, run: RemoteRun, work: TextWork, packed: bytes) -> TextWork:
+        """Return a request whose content lies in the object store."""
+        if not run.stored:
+            run.stored = await self._connection.keep(run.pool, work.id, packed)
+        return msgspec.structs.replace(work, request=GenerateRequest(model=work.model), stored=run.stored)
+
+    def on_connected(self) -> None:
+        """Keep large requests anew before they are sent again: a restarted server may have lost them."""
+        for run in self._runs.values():
+            run.stored = ""
+
+    def on_beat(self, host: str) -> None:
+        """Send a host the requests again of which nothing was heard: it may have lost them, or a part of their answers.
+
+        NATS drops what is published while a host connects again. A host ignores requests that it runs.
+        """
+        now_ns = time.monotonic_ns()
+        for run in list(self._runs.values()):
+            if run.host == host and not run.is_sending and not run.held and run.asks_again(now_ns):
+                self._spawn(self._send(run))
 
     def _count(self, host: str, change: int) -> None:
         left = self._own.get(host, 0) + change
@@ -394,19 +470,45 @@ class TextClient:
     def on_frame(self, frame: TextFrame, subject: str) -> None:
         """Take in a frame of an answer."""
         run = self._runs.get(frame.id)
-        if run is not None and is_answer_of(subject, run.pool):
-            run.feed(frame, time.monotonic_ns(), self._idle_ns)
+        if run is None or not is_answer_of(subject, run.pool):
+            return
+        if run.held or frame.stored:
+            run.held.append(frame)
+            if len(run.held) == 1:
+                self._spawn(self._feed_held(run))
+        else:
+            self._feed(run, frame)
+
+    def _feed(self, run: RemoteRun, frame: TextFrame) -> None:
+        run.feed(frame, time.monotonic_ns(), self._idle_ns)
+
+    async def _feed_held(self, run: RemoteRun) -> None:
+        """Feed the frames that wait, each when it is there."""
+        while run.held:
+            frame = run.held[0]
+            try:
+                frame = await take(self._connection, run.pool, frame, text_frame_decoder)
+            except (SieError, ProtocolError) as error:
+                if self._runs.get(frame.id) is run:
+                    run.lose(f"frame {frame.sequence} cannot be read: {error}")
+            else:
+                if self._runs.get(frame.id) is run:
+                    self._feed(run, frame)
+            run.held.popleft()
 
     def cancel(self, run: RemoteRun) -> None:
         """Tell a host that nobody waits for an answer."""
-        self._spawn(
-            self._connection.publish(host_subject(run.pool, run.host, "cancel"), encode(Cancel(VERSION, run.work.id)))
-        )
+        self._spawn(self._cancel(run.pool, run.host, run.work.id))
+
+    async def _cancel(self, pool: str, host: str, work_id: str) -> None:
+        await self._connection.publish(host_subject(pool, host, "cancel"), encode(Cancel(VERSION, work_id)))
 
     def drop(self, run: RemoteRun) -> None:
         """Forget an answer that is over."""
         if self._runs.pop(run.work.id, None) is not None:
             self._count(run.host, -1)
+            if run.stored:
+                self._spawn(self._connection.forget(run.pool, run.stored))
 
     def expire(self, now_ns: int) -> None:
         """End the answers that are overdue."""

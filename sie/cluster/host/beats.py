@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
-from sie.cluster.connection import INLINE_BYTES, Connection
+from sie.cluster.connection import Connection
+from sie.cluster.large_payloads import pack
 from sie.cluster.payloads import VERSION, Beat, Cards, ModelBeat, encode
 from sie.cluster.subjects import Lane, host_subject
 from sie.frontend.process import FrontendProcess
@@ -66,11 +67,7 @@ class Beats:
     async def packed_cards(self) -> bytes:
         """Return the cards for a gateway, by reference if they are many. Raises SieErrors."""
         cards = self.cards()
-        packed = encode(cards)
-        if len(packed) <= INLINE_BYTES:
-            return packed
-        name = await self._connection.keep(self.lane.pool, f"cards.{cards.cards_key}", packed)
-        return encode(Cards(VERSION, cards.cards_key, [], name))
+        return await pack(self._connection, self.lane.pool, f"cards.{cards.cards_key}", cards, entries=[])
 
 
 def _is_offered(entry: ModelEntry) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from nats.aio.msg import Msg
@@ -28,41 +29,63 @@ _EXPIRES_S: Final = 4.0
 _MARGIN_S: Final = 1.0
 _MAX_ACK_PENDING: Final = 65_536
 _PENDING: Final = "Nats-Pending-Messages"
+_NO_RESPONDERS: Final = "503"
+_DELETED: Final = "Consumer Deleted"
 
 Take = Callable[[Msg], Awaitable[None]]
 
 
+class _Inbox:
+    """Where the items of some pull requests arrive, how many may still come, and until when."""
+
+    __slots__ = ("asked", "ends_s", "subject", "subscription")
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        self.asked = 0
+        self.ends_s = 0.0
+        self.subscription: Subscription | None = None
+
+
 class Consumer:
-    """The open pull requests for one model."""
+    """The open pull requests for one model.
+
+    They use two inboxes in turn, each for as long as a request lasts. An item does not say which request brought it, so
+    with one inbox, requests that were lost would count for as long as others follow; here they end with their inbox.
+    """
 
     def __init__(self, connection: Connection, lane: Lane, model: str, inbox: str, take: Take) -> None:
-        """Set up without asking; inbox is a subject of this process alone; take starts to work on a message, and does not wait for its end."""
+        """Set up without asking; inbox begins subjects of this process alone; take starts to work on a message, and does not wait for its end."""
         self._connection = connection
         self._lane = lane
         self._model = model
-        self._inbox = inbox
+        self._inboxes = [_Inbox(f"{inbox}.{number}") for number in range(2)]
+        self._turns_s = 0.0
+        """When the first inbox gives way to the other."""
         self._take = take
-        self._asked = 0
-        self._ends_s = 0.0
-        self._subscription: Subscription | None = None
         self.is_open = False
+        self.is_lost = False
+        """Whether the server has said that it has no such consumer any more: `restore` makes it again."""
 
     @property
     def num_asked(self) -> int:
         """Items that were asked for and may still come."""
-        return self._asked if time.monotonic() < self._ends_s else 0
+        now_s = time.monotonic()
+        return sum(inbox.asked for inbox in self._inboxes if now_s < inbox.ends_s)
 
     async def open(self) -> None:
         """Make sure of the consumer, and listen for what it sends. Raises nats' errors."""
         await self.restore()
-        self._subscription = await self._connection.subscribe(self._inbox, self._on_message)
+        for inbox in self._inboxes:
+            inbox.subscription = await self._connection.subscribe(inbox.subject, partial(self._on_message, inbox))
         self.is_open = True
 
     async def close(self) -> None:
         """Ask for nothing more: the server drops the open requests. What is on its way is still taken."""
         self.is_open = False
-        if self._subscription is not None:
-            await self._subscription.drain()
+        for inbox in self._inboxes:
+            if inbox.subscription is not None:
+                await inbox.subscription.drain()
 
     async def restore(self) -> None:
         """Make sure of the consumer, also after a restarted server has lost it. Open requests count no more."""
@@ -72,30 +95,42 @@ class Consumer:
             ack_policy=api.AckPolicy.EXPLICIT, ack_wait=ACK_WAIT_S, max_deliver=-1, max_ack_pending=_MAX_ACK_PENDING,
             inactive_threshold=_IDLE_S,
         ))  # fmt: skip
-        self._asked = 0
+        self.is_lost = False
+        for inbox in self._inboxes:
+            inbox.asked = 0
 
     async def pull(self, room: int) -> None:
         """Ask for as many items as there is room for, beside those that were asked for."""
         wanted = room - self.num_asked
         if not self.is_open or wanted <= 0 or wanted * 4 < room:  # a request for each item would double the messages
             return
-        now_s = time.monotonic()
-        self._asked = self.num_asked + wanted
-        self._ends_s = now_s + _EXPIRES_S + _MARGIN_S
+        inbox = self._turn(time.monotonic())
+        inbox.asked += wanted
         request = json.dumps({"batch": wanted, "expires": int(_EXPIRES_S * 1e9)}).encode()
         stream, name = work_stream(self._lane.pool), consumer_name(self._lane, self._model)
-        await self._connection.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", request, self._inbox)
+        await self._connection.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", request, inbox.subject)
 
-    async def _on_message(self, message: Msg) -> None:
+    def _turn(self, now_s: float) -> _Inbox:
+        """Return the inbox for a new request."""
+        ends_s = now_s + _EXPIRES_S + _MARGIN_S
+        if now_s >= self._turns_s:
+            self._turns_s = ends_s
+            self._inboxes.reverse()
+            self._inboxes[0].asked = 0  # all that it was used for before has ended
+        self._inboxes[0].ends_s = ends_s
+        return self._inboxes[0]
+
+    async def _on_message(self, inbox: _Inbox, message: Msg) -> None:
         if message.headers and "Status" in message.headers and not message.reply.startswith("$JS.ACK"):
-            self._on_status(message.headers)
+            self._on_status(inbox, message.headers)
             return
-        self._asked = max(0, self._asked - 1)
+        inbox.asked = max(0, inbox.asked - 1)
         await self._take(message)
 
-    def _on_status(self, headers: dict[str, str]) -> None:
+    def _on_status(self, inbox: _Inbox, headers: dict[str, str]) -> None:
         """Take back what a request that has ended did not bring."""
-        left = headers.get(_PENDING, "")
-        self._asked = max(0, self._asked - int(left)) if left.isdigit() else 0
-        if headers.get("Status") not in ("404", "408"):
-            _log.debug("pull of %s ended: %s %s", self._model, headers.get("Status"), headers.get("Description"))
+        left, status, text = headers.get(_PENDING, ""), headers.get("Status"), headers.get("Description", "")
+        inbox.asked = max(0, inbox.asked - int(left)) if left.isdigit() else 0
+        if status not in ("404", "408"):
+            _log.debug("pull of %s ended: %s %s", self._model, status, text)
+        self.is_lost = self.is_lost or status == _NO_RESPONDERS or text == _DELETED

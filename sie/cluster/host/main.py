@@ -55,7 +55,7 @@ class Puller:
         self._connection.on_connected = self._on_connected
         self._metrics = PullMetrics(process.pages[0], process.models)
         self._work = WorkPull(process, self._connection, lane, self.host, self._metrics)
-        self._texts = TextRuns(process, self._connection)
+        self._texts = TextRuns(process, self._connection, lane.pool)
         self._beats = Beats(process, self._connection, lane, self.host)
         self._has_joined = False
         self._beat_now = asyncio.Event()

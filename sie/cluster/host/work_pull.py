@@ -19,13 +19,14 @@ import nats.js.errors
 from nats.aio.msg import Msg
 
 from sie.cluster.connection import INLINE_BYTES, Connection
+from sie.cluster.dead_letters import bury
 from sie.cluster.host.consumer import Consumer
 from sie.cluster.host.credit import Credit
 from sie.cluster.host.item_run import Answer, run_item
 from sie.cluster.host.pull_metrics import PullMetrics
-from sie.cluster.payloads import VERSION, DeadLetter, Result, Taken, Work, decode, encode, work_decoder
+from sie.cluster.payloads import VERSION, Result, Taken, Work, decode, encode, work_decoder
 from sie.cluster.request_forms import read_item
-from sie.cluster.subjects import Lane, dead_subject, token
+from sie.cluster.subjects import Lane, token
 from sie.frontend.process import FrontendProcess
 from sie.runtime import failpoints
 from sie.runtime.logs import get_logger
@@ -97,10 +98,13 @@ class WorkPull:
         consumers, self._consumers = self._consumers, {}
         self._lane = lane
         for consumer in consumers.values():
-            try:
-                await consumer.close()
-            except nats.errors.Error as error:  # without a connection there are no open requests either
-                _log.debug("a consumer was not closed: %s", error)
+            await self._close(consumer)
+
+    async def _close(self, consumer: Consumer) -> None:
+        try:
+            await consumer.close()
+        except nats.errors.Error as error:  # without a connection there are no open requests either
+            _log.debug("a consumer was not closed: %s", error)
 
     # --- taking ---------------------------------------------------------------------------------------------------
 
@@ -120,16 +124,27 @@ class WorkPull:
         await self._pull()
 
     async def _follow_models(self) -> None:
-        for model in self._served() - self._consumers.keys():
+        """Have a consumer for each model that is served here. The server deletes those that nobody uses for long."""
+        served = self._served()
+        for model in self._consumers.keys() - served:
+            await self._close(self._consumers.pop(model))
+        for model in served:
+            try:
+                await self._make_sure(model)
+            except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+                _log.warning("no work is pulled for %s yet: %s", model, error or type(error).__name__)
+
+    async def _make_sure(self, model: str) -> None:
+        """Make sure of a model's consumer. Raises nats' errors."""
+        known = self._consumers.get(model)
+        if known is None:
             prefix, lease = self._process.settings.cluster.nats_inbox_prefix, token(self._lane.lease)
             inbox = f"{prefix}.sie.{self._host}.{token(model)}.{lease}"
             consumer = Consumer(self._connection, self._lane, model, inbox, self._take)
-            try:
-                await consumer.open()
-            except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
-                _log.warning("no work is pulled for %s yet: %s", model, error or type(error).__name__)
-                continue
+            await consumer.open()
             self._consumers[model] = consumer
+        elif known.is_lost:
+            await known.restore()
 
     def _served(self) -> set[str]:
         """Return the models whose work this host takes: those that are loaded here, except models of tensors."""
@@ -145,9 +160,10 @@ class WorkPull:
         if not self._connection.is_connected:
             return
         entries = self._process.models.entries
-        for model in self._served() & self._consumers.keys():
-            if (room := self._room(entries[model].workers)) > 0:
-                await self._consumers[model].pull(room)
+        served = self._served()
+        for model, consumer in list(self._consumers.items()):  # one that is closed meanwhile asks for nothing
+            if model in served and (room := self._room(entries[model].workers)) > 0:
+                await consumer.pull(room)
 
     def _room(self, slots: Collection[int] | None = None) -> int:
         """Return how many items the workers in slots have room for: those of a model. None: all."""
@@ -246,10 +262,8 @@ class WorkPull:
     async def _is_returned(self, running: Running, error: SieError) -> bool:
         """Give an item back that another host may serve, and keep a copy of one that must not run again."""
         if isinstance(error, PoisonInput):
-            letter = DeadLetter(VERSION, running.work, error.message, [self._host])
-            with contextlib.suppress(SieError):
-                subject = dead_subject(self._lane, running.work.model)
-                await self._connection.enqueue(self._lane.pool, subject, encode(letter), f"dead.{running.work.id}")
+            # ORDER: before the result, after which the gateway deletes a body in the object store
+            await bury(self._connection, self._lane, running.work, error.message, [self._host])
             return False
         is_ours = isinstance(error, Overloaded | WorkerLost) or error.code in _ELSEWHERE
         if not is_ours or self._connection.clock.left_ns(running.work.deadline_ns) <= 0:

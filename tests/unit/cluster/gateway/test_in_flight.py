@@ -14,7 +14,7 @@ from sie.cluster.gateway.fair_queue import Caller
 from sie.cluster.gateway.in_flight import InFlight
 from sie.cluster.gateway.placement import Placement
 from sie.cluster.gateway.work_items import RemotePending, RemoteReply
-from sie.cluster.payloads import VERSION, Result, Taken, Work, decode, work_decoder
+from sie.cluster.payloads import VERSION, Result, Taken, Work, dead_letter_decoder, decode, work_decoder
 from sie.cluster.subjects import Lane, answer_subject, dead_subject, work_subject
 from sie.values.errors import BadRequest, DeadlineExceeded, Overloaded, PoisonInput, SieError, Unavailable, to_wire
 from tests.unit.cluster.fakes import FakeConnection
@@ -228,6 +228,27 @@ def test_an_item_that_three_hosts_died_with_is_refused_and_kept_as_a_dead_letter
             await pending.reply()
         await turns()
         assert [subject for subject, _, _ in desk.connection.stream.values()] == [dead_subject(LANE, "m")]
+
+    run(test)
+
+
+def test_the_dead_letter_of_a_large_item_has_its_whole_body():
+    async def test(desk: Desk) -> None:
+        body = bytes(range(256)) * 10_000
+        desk.submit(body)
+        await turns()
+        for host in ("h1", "h2", "h3"):
+            desk.items.on_taken(Taken(VERSION, host, ["gw-1-0"]), ANSWER)
+            desk.items.on_silent({host})
+        await turns()
+        messages = [data for subject, data, _ in desk.connection.stream.values() if subject == dead_subject(LANE, "m")]
+        assert all(len(data) <= INLINE_BYTES for data in messages)
+        letters = [decode(data, dead_letter_decoder) for data in messages]
+        assert b"".join(letter.work.body for letter in letters) == body
+        assert [(letter.part, letter.num_parts) for letter in letters] == [
+            (n, len(letters)) for n in range(len(letters))
+        ]
+        assert {letter.work.stored for letter in letters} == {""}, "the gateway deletes what it had stored"
 
     run(test)
 

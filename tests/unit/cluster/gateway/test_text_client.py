@@ -11,15 +11,27 @@ from typing import Any
 
 import pytest
 
+from sie.cluster.gateway import text_client
 from sie.cluster.gateway.directory import Host
 from sie.cluster.gateway.text_client import RemoteRun, TextClient
-from sie.cluster.payloads import VERSION, Beat, ModelBeat, TextFrame, TextWork, decode, text_work_decoder
+from sie.cluster.payloads import (
+    VERSION,
+    Beat,
+    CountResult,
+    ModelBeat,
+    TextFrame,
+    TextWork,
+    count_work_decoder,
+    decode,
+    encode,
+    text_work_decoder,
+)
 from sie.cluster.subjects import answer_subject
 from sie.cluster.text_events import encode_events
 from sie.config.generation_settings import Generation
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
-from sie.values.errors import BadRequest, ClientGone, DeadlineExceeded, SieError, WorkerLost, to_wire
+from sie.values.errors import BadRequest, ClientGone, DeadlineExceeded, Overloaded, SieError, WorkerLost, to_wire
 from sie.values.generate import (
     Ended,
     Finished,
@@ -36,6 +48,7 @@ ENTRY = ModelEntry(card=ModelCard(id="m", kind="generator", generate=GenerateRul
 END = (Finished(0, "stop"), Ended(GenerateUsage(prompt_tokens=1, completion_tokens=2)))
 
 
+LARGE = 1_100_000
 POOL = ContextVar("pool", default="p")
 ANSWER = answer_subject("gw", "p", "text")
 
@@ -137,16 +150,90 @@ def test_usage_is_that_of_the_last_frame_whether_it_was_read_or_not():
     run(test)
 
 
-def test_a_missing_frame_ends_the_stream_with_an_error_after_what_came_before():
+def test_a_missing_frame_ends_a_stream_that_the_client_has_some_of():
     async def test(bench: Bench) -> None:
         answer = await bench.start()
         bench.frame(1, TextDelta(0, "a"))
-        bench.frame(3, TextDelta(0, "c"))
         assert await answer.wait(1.0) == [TextDelta(0, "a")]
+        bench.frame(3, TextDelta(0, "c"))
         with pytest.raises(WorkerLost):
             await answer.wait(1.0)
         await turns()
         assert bench.cancelled()
+
+    run(test)
+
+
+def test_an_answer_with_a_missing_frame_starts_again_elsewhere_before_the_client_has_some_of_it():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.frame(1, TextDelta(0, "a"))
+        bench.frame(3, TextDelta(0, "c"))
+        await turns()
+        (first, _), (second, _) = bench.sent()
+        assert first != second
+        assert bench.cancelled() == [first], "it generates for nobody"
+        bench.frame(0)
+        bench.frame(1, TextDelta(0, "whole"), *END, is_over=True)
+        assert (await answer.whole()).choices[0].text == "whole"
+
+    run(test)
+
+
+def test_a_request_that_its_host_never_got_is_sent_again_at_its_heartbeat(monkeypatch):
+    monkeypatch.setattr(text_client, "_PATIENCE_NS", 0)
+
+    async def test(bench: Bench) -> None:
+        request = GenerateRequest(model="m", texts=["hello"])
+        starting = asyncio.create_task(bench.client.start(ENTRY, request, time.monotonic_ns() + 60_000_000_000))
+        await until(bench.sent)
+        ((host, first),) = bench.sent()
+        for other in {"h0", "h1"} - {host}:
+            bench.client.on_beat(other)
+        bench.client.on_beat(host)
+        await turns()
+        assert bench.sent() == [(host, first)] * 2, "the same id, so that it runs once"
+        bench.frame(0)
+        bench.frame(1, TextDelta(0, "hi"), *END, is_over=True)
+        assert (await (await starting).whole()).choices[0].text == "hi"
+        bench.client.on_beat(host)
+        await turns()
+        assert len(bench.sent()) == 2
+
+    run(test)
+
+
+def test_a_request_that_was_just_sent_is_not_sent_again():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.client.on_beat(answer.host)
+        await turns()
+        assert len(bench.sent()) == 1
+
+    run(test)
+
+
+def test_an_answer_that_its_host_begins_anew_replaces_what_came_before():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.frame(1, TextDelta(0, "lost"))
+        bench.frame(0)  # NATS was away, and the host gave the first one up
+        bench.frame(1, TextDelta(0, "whole"), *END, is_over=True)
+        assert (await answer.whole()).choices[0].text == "whole"
+
+    run(test)
+
+
+def test_an_answer_that_its_host_begins_anew_ends_a_stream_that_the_client_has_some_of():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.frame(1, TextDelta(0, "a"))
+        await answer.wait(1.0)
+        bench.frame(0)
+        with pytest.raises(WorkerLost):
+            await answer.wait(1.0)
+        await turns()
+        assert bench.cancelled() == [answer.host]
 
     run(test)
 
@@ -249,5 +336,98 @@ def test_a_host_of_another_pool_cannot_add_to_an_answer():
         bench.client.on_frame(forged, answer_subject("gw", "other", "text"))
         bench.frame(1, TextDelta(0, "true"), *END, is_over=True)
         assert (await answer.whole()).choices[0].text == "true"
+
+    run(test)
+
+
+def test_a_request_over_a_mebibyte_goes_by_reference_until_its_answer_has_ended(monkeypatch):
+    monkeypatch.setattr(text_client, "_PATIENCE_NS", 0)
+
+    async def test(bench: Bench) -> None:
+        request = GenerateRequest(model="m", texts=["a" * LARGE])
+        starting = asyncio.create_task(bench.client.start(ENTRY, request, time.monotonic_ns() + 60_000_000_000))
+        await until(bench.sent)
+        ((host, work),) = bench.sent()
+        assert work.request.texts is None
+        assert decode(bench.connection.objects[work.stored], text_work_decoder).request == request
+        bench.connection.objects.clear()  # as a restarted server does
+        bench.client.on_connected()
+        bench.client.on_beat(host)
+        await turns()
+        assert bench.sent()[1] == (host, work)
+        assert work.stored in bench.connection.objects
+        bench.frame(0)
+        bench.frame(1, TextDelta(0, "hi"), *END, is_over=True)
+        assert (await (await starting).whole()).choices[0].text == "hi"
+        await turns()
+        assert not bench.connection.objects
+
+    run(test)
+
+
+def test_a_request_over_a_mebibyte_starts_again_elsewhere():
+    async def test(bench: Bench) -> None:
+        request = GenerateRequest(model="m", texts=["a" * LARGE])
+        starting = asyncio.create_task(bench.client.start(ENTRY, request, time.monotonic_ns() + 60_000_000_000))
+        await until(bench.sent)
+        bench.frame(0, error=Overloaded("full"))
+        await turns()
+        (first, old), (second, new) = bench.sent()
+        assert first != second
+        assert (old.id != new.id, old.stored) == (True, new.stored)
+        bench.frame(0)
+        bench.frame(1, TextDelta(0, "hi"), *END, is_over=True)
+        assert (await (await starting).whole()).choices[0].text == "hi"
+
+    run(test)
+
+
+def refer(bench: Bench, sequence: int, *events: GenerateEvent, is_kept: bool = True) -> None:
+    """Have the host send a frame by reference."""
+    work_id = bench.sent()[-1][1].id
+    frame = TextFrame(VERSION, work_id, sequence, encode_events(events))
+    if is_kept:
+        bench.connection.objects["large"] = encode(frame)
+    bench.client.on_frame(TextFrame(VERSION, work_id, sequence, stored="large"), ANSWER)
+
+
+def test_frames_by_reference_keep_their_place_and_leave_the_store():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        refer(bench, 1, TextDelta(0, "large, "))
+        bench.frame(2, TextDelta(0, "small"), *END, is_over=True)
+        assert (await answer.whole()).choices[0].text == "large, small"
+        await turns()
+        assert not bench.connection.objects
+
+    run(test)
+
+
+def test_a_frame_that_is_not_in_the_store_is_a_lost_part_of_the_answer():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        bench.frame(1, TextDelta(0, "a"))
+        await answer.wait(1.0)
+        refer(bench, 2, TextDelta(0, "b"), is_kept=False)
+        with pytest.raises(WorkerLost, match="frame 2"):
+            await answer.wait(1.0)
+
+    run(test)
+
+
+def test_the_tokens_of_a_prompt_over_a_mebibyte_are_counted(monkeypatch):
+    async def test(bench: Bench) -> None:
+        request = GenerateRequest(model="m", texts=["a" * LARGE])
+
+        async def call(_subject: str, data: bytes, _timeout_s: float) -> bytes:
+            work = decode(data, count_work_decoder)
+            assert work.request.texts is None
+            assert decode(bench.connection.objects.pop(work.stored), count_work_decoder).request == request
+            bench.connection.objects["many"] = encode(CountResult(VERSION, prompts=[[1, 2, 3]]))
+            return encode(CountResult(VERSION, stored="many"))
+
+        monkeypatch.setattr(bench.connection, "call", call, raising=False)
+        assert await bench.client.prompt_ids(ENTRY, request) == [[1, 2, 3]]
+        assert not bench.connection.objects
 
     run(test)

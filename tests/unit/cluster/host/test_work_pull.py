@@ -15,7 +15,7 @@ from sie.cluster.host import work_pull
 from sie.cluster.host.item_run import Answer
 from sie.cluster.host.pull_metrics import PullMetrics
 from sie.cluster.host.work_pull import WorkPull
-from sie.cluster.payloads import VERSION, Result, Work, decode, encode, result_decoder
+from sie.cluster.payloads import VERSION, Result, Work, dead_letter_decoder, decode, encode, result_decoder
 from sie.cluster.request_forms import score_item
 from sie.cluster.subjects import Lane
 from sie.config.cluster_settings import Cluster
@@ -55,9 +55,11 @@ class Bench:
             raise self.outcome
         return self.outcome
 
-    async def deliver(self, left_ns: int = HOUR_NS, *, version: int = VERSION, name: str = "gw-1-0") -> None:
+    async def deliver(
+        self, left_ns: int = HOUR_NS, *, version: int = VERSION, name: str = "gw-1-0", stored: str = ""
+    ) -> None:
         deadline_ns = self.connection.clock.to_server(time.monotonic_ns() + left_ns)
-        work = Work(version, name, REPLY_TO, deadline_ns, "score", "m", BODY)
+        work = Work(version, name, REPLY_TO, deadline_ns, "score", "m", memoryview(b"") if stored else BODY, stored)
         await self.pull._take(SimpleNamespace(data=encode(work), reply=ACK, headers=None))  # type: ignore[arg-type]
 
     async def sent(self, count: int) -> list[tuple[str, bytes]]:
@@ -213,6 +215,29 @@ def test_an_input_that_kills_workers_becomes_a_dead_letter_and_its_client_hears_
         assert error.code == "POISON_INPUT"
         ((subject, _, _),) = bench.connection.stream.values()
         assert ".dead." in subject
+
+    run(monkeypatch, test)
+
+
+def test_the_dead_letter_of_an_item_by_reference_has_its_whole_body_before_its_gateway_deletes_it(monkeypatch):
+    async def test(bench: Bench) -> None:
+        bench.outcome = PoisonInput("it killed two workers")
+        body = score_item(ScoreRequest(model="m", query="q" * 2_000_000, documents=["a"]))
+        bench.connection.objects["gw-1-0"] = body
+        publish = bench.connection.publish
+
+        async def forget(subject: str, data: bytes, reply: str = "") -> None:
+            bench.connection.objects.clear()
+            await publish(subject, data, reply)
+
+        monkeypatch.setattr(bench.connection, "publish", forget)
+        await bench.deliver(stored="gw-1-0")
+        await bench.sent(2)
+        letters = [decode(data, dead_letter_decoder) for _, data, _ in bench.connection.stream.values()]
+        assert b"".join(letter.work.body for letter in letters) == body
+        assert {(letter.num_parts, letter.work.stored, letter.hosts[0]) for letter in letters} == {
+            (len(letters), "", "h1")
+        }
 
     run(monkeypatch, test)
 

@@ -1,0 +1,131 @@
+"""What a gateway does about heartbeats: for items that wait, for profiles of a model, and for answers that nobody began."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sie.cluster.gateway import gateway as module
+from sie.cluster.gateway import text_client
+from sie.cluster.gateway.fair_queue import EVERYBODY
+from sie.cluster.gateway.gateway import Gateway
+from sie.cluster.gateway.work_items import Item, RemoteReply
+from sie.cluster.payloads import VERSION, Beat, ModelBeat, encode
+from sie.cluster.subjects import host_subject
+from sie.config.settings import Settings
+from sie.ipc.messages import ModelEntry
+from sie.shm.pages import CounterPage
+from sie.values.card import ModelCard
+from sie.values.generate import GenerateRequest, GenerateRule
+from tests.unit.cluster.fakes import FakeConnection
+
+MODELS = ("org/m", "org/m:short")
+
+
+class Bench:
+    """A gateway on a fake connection, with two hosts of different machine profiles."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.connection = FakeConnection()
+        monkeypatch.setattr(module, "Connection", lambda *_: self.connection)
+        models = SimpleNamespace(entries={}, find=lambda _model: None, update=lambda _models: None)
+        process = SimpleNamespace(
+            settings=Settings(), models=models, pages=[CounterPage.create(1 << 16)],
+            request_load_once=lambda model, ask: ask(model), generation_metrics=None,
+        )  # fmt: skip
+        self.gateway = Gateway(process)  # type: ignore[arg-type]
+
+    def beat(self, *, is_served: bool) -> None:
+        beat = ModelBeat("loaded" if is_served else "available", is_served=is_served)
+        for host, profile in (("h1", "l4"), ("h2", "a100")):
+            self.gateway._directory.hear(
+                Beat(VERSION, host, host, "default", profile, "any", "k", {"org/m": beat}), time.monotonic()
+            )
+
+    def submit(self, model: str) -> Item:
+        lane, placement = self.gateway.places.choose(model)
+        pending = self.gateway._in_flight.submit(
+            lane, "encode", model, [b"x"], deadline_ns=time.monotonic_ns() + 60_000_000_000,
+            join=lambda _results, submitted_ns: RemoteReply(memoryview(b""), 0, submitted_ns), placement=placement,
+        )  # fmt: skip
+        return pending.items[0]
+
+    async def follow(self) -> None:
+        """Run ten ticks of the gateway, past the time for which it keeps a choice of hosts."""
+        for _ in range(10):
+            self.gateway.places._lanes_until_s = 0.0
+            self.gateway._follow(time.monotonic())
+            await turns()
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
+    async def body() -> None:
+        async with asyncio.timeout(10):
+            bench = Bench(monkeypatch)
+            bench.gateway._hears_from_s = 0.0
+            bench.beat(is_served=True)
+            bench.gateway.places.enter({}, EVERYBODY)
+            await test(bench)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_item_stays_in_a_lane_that_serves_its_model(monkeypatch, model):
+    async def test(bench: Bench) -> None:
+        item = bench.submit(model)
+        lane = item.lane
+        await bench.follow()
+        assert (item.lane, item.num_published) == (lane, 1)
+
+    run(monkeypatch, test)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_hosts_that_serve_a_model_are_not_asked_to_load_it(monkeypatch, model):
+    async def test(bench: Bench) -> None:
+        bench.beat(is_served=False)
+        bench.gateway.request_load(model)
+        await turns()
+        bench.beat(is_served=True)
+        bench.gateway.request_load(model)
+        await turns()
+        loads = [subject for subject, _ in bench.connection.published if subject.endswith(".load")]
+        assert len(loads) == 1, "only while none served it"
+
+    run(monkeypatch, test)
+
+
+def test_a_heartbeat_has_a_lost_request_to_generate_sent_again(monkeypatch):
+    monkeypatch.setattr(text_client, "_PATIENCE_NS", 0)
+    card = ModelCard(id="org/m", kind="generator", generate=GenerateRule(context_length=100))
+
+    async def test(bench: Bench) -> None:
+        request, deadline_ns = GenerateRequest(model="org/m", texts=["a"]), time.monotonic_ns() + 60_000_000_000
+        entry = ModelEntry(card=card, state="loaded")
+        starting = asyncio.create_task(bench.gateway.generator.start(entry, request, deadline_ns))
+        await turns()
+        ((subject, data),) = [sent for sent in bench.connection.published if sent[0].endswith(".text")]
+        host = subject.split(".")[4]
+        profile = {"h1": "l4", "h2": "a100"}[host]
+        beat = Beat(VERSION, host, host, "default", profile, "any", "k", {"org/m": ModelBeat("loaded", is_served=True)})
+        message = SimpleNamespace(data=encode(beat), subject=host_subject("default", host, "beat"))
+        await bench.gateway._on_beat(message)  # type: ignore[arg-type]
+        await turns()
+        assert [sent for sent in bench.connection.published if sent[0].endswith(".text")] == [(subject, data)] * 2
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+
+    run(monkeypatch, test)
