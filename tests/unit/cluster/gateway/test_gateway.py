@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sie.cluster.gateway import gateway as module
-from sie.cluster.gateway import text_client
+from sie.cluster.gateway import remote_run
 from sie.cluster.gateway.fair_queue import EVERYBODY
 from sie.cluster.gateway.gateway import Gateway
 from sie.cluster.gateway.work_items import Item, RemoteReply
@@ -108,7 +108,7 @@ def test_hosts_that_serve_a_model_are_not_asked_to_load_it(monkeypatch, model):
 
 
 def test_a_heartbeat_has_a_lost_request_to_generate_sent_again(monkeypatch):
-    monkeypatch.setattr(text_client, "_PATIENCE_NS", 0)
+    monkeypatch.setattr(remote_run, "_PATIENCE_NS", 0)
     card = ModelCard(id="org/m", kind="generator", generate=GenerateRule(context_length=100))
 
     async def test(bench: Bench) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from sie.cluster.gateway import text_client
+from sie.cluster.gateway import remote_run
 from sie.cluster.gateway.directory import Host
-from sie.cluster.gateway.text_client import RemoteRun, TextClient
+from sie.cluster.gateway.remote_run import RemoteRun
+from sie.cluster.gateway.text_client import TextClient
 from sie.cluster.payloads import (
     VERSION,
     Beat,
@@ -181,7 +182,7 @@ def test_an_answer_with_a_missing_frame_starts_again_elsewhere_before_the_client
 
 
 def test_a_request_that_its_host_never_got_is_sent_again_at_its_heartbeat(monkeypatch):
-    monkeypatch.setattr(text_client, "_PATIENCE_NS", 0)
+    monkeypatch.setattr(remote_run, "_PATIENCE_NS", 0)
 
     async def test(bench: Bench) -> None:
         request = GenerateRequest(model="m", texts=["hello"])
@@ -341,7 +342,7 @@ def test_a_host_of_another_pool_cannot_add_to_an_answer():
 
 
 def test_a_request_over_a_mebibyte_goes_by_reference_until_its_answer_has_ended(monkeypatch):
-    monkeypatch.setattr(text_client, "_PATIENCE_NS", 0)
+    monkeypatch.setattr(remote_run, "_PATIENCE_NS", 0)
 
     async def test(bench: Bench) -> None:
         request = GenerateRequest(model="m", texts=["a" * LARGE])
