@@ -116,7 +116,7 @@ def test_entries_are_added_to_a_file_that_stays_whole(tmp_path):
     add_entry(str(path), ApiKey(name="b", digest=bytes([1]) * 32, scopes=("admin",)))
     assert [key.name for key in read_key_file(str(path)).keys] == ["a", "b"]
     before = path.read_text()
-    with pytest.raises(KeyFileError, match="twice"):
+    with pytest.raises(KeyFileError, match="has a key called 'b' already"):
         add_entry(str(path), ApiKey(name="b", digest=bytes([2]) * 32, scopes=("admin",)))
     assert path.read_text() == before
 
