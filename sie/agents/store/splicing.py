@@ -48,7 +48,7 @@ def _merge(before: Sequence[ChatMessage], said: Sequence[ChatMessage]) -> list[C
         if rest and _match(message, rest[0], unseen):
             rest.pop(0)
             unseen = ""
-        elif not _is_hidden(message):
+        elif not rest or not _is_hidden(message):  # a client that ends here begins again after its last message
             break
         elif message.role == "assistant":
             unseen += message.content or ""

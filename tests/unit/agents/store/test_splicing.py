@@ -37,6 +37,8 @@ def said(text: str) -> list[ChatMessage]:
         ("u1 a1 u2 a2", "u1 a9 u2", "u1 a9 u2"),
         ("u1 a1", "u9 a9 u2", "u9 a9 u2"),
         ("u1 a1", "u1", "u1"),
+        ("u1 call result a1", "u1", "u1"),
+        ("u1 call result a1 u2 call result a2", "u1 a1 u2", "u1 call result a1 u2"),
         ("s1", "u1", "u1"),
     ],
 )
