@@ -372,7 +372,7 @@ class ImageToText(msgspec.Struct, frozen=True, kw_only=True, tag="image_to_text"
     max_new_tokens: int
     """Most tokens of an answer, and the default of the option with this name."""
     start_ids: tuple[int, ...] = ()
-    """Tokens that every answer begins with; only the first one is no part of the answer. Empty for Donut."""
+    """Tokens that every answer begins with. The first one is left out of the answer, the others belong to it. Empty for Donut."""
     end_ids: tuple[int, ...]
     last_id: int | None = None
     """The token that an answer of max_new_tokens ends with; None: any."""
