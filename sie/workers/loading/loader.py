@@ -207,18 +207,26 @@ def _read_projector(card: ModelCard, device: torch.device) -> torch.nn.Sequentia
     return projector.requires_grad_(requires_grad=False)
 
 
-def load_dual_encoder(
-    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
-) -> DualRunner:
-    """Return a model of texts and images, ready for its first step. Arguments and errors as in `load_encoder`."""
+def _read_converted(
+    card: ModelCard, choose_class: ChooseClass, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+) -> tuple[PreTrainedModel, torch.device, str]:
+    """Return a model in its format on its device, the device, and the format's name. Errors as in `load_encoder`."""
     device = resolve_device(device_name)
     dtype = choose_dtype(dtype_setting, device)
     dtype_name = str(dtype).removeprefix("torch.")
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        model = _read_model(card, dual_encoder_class, dtype=dtype, device=device)
+        model = _read_model(card, choose_class, dtype=dtype, device=device)
     on_progress(0.6, f"converting weights to {dtype_name} on {device}")
     _convert(model, dtype, device)
+    return model, device, dtype_name
+
+
+def load_dual_encoder(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+) -> DualRunner:
+    """Return a model of texts and images, ready for its first step. Arguments and errors as in `load_encoder`."""
+    model, device, dtype_name = _read_converted(card, dual_encoder_class, device_name, dtype_setting, on_progress)
     on_progress(0.8, "comparing packed with single sequences")
     runner = build_dual_runner(card, model, device, dtype_name)
     on_progress(1.0, "texts packed" if runner.execution.packed else "texts in batches of equal length")
@@ -285,14 +293,7 @@ def load_image_to_text(
     card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
 ) -> ImageToTextRunner:
     """Return a model that generates texts about images, ready for its first step. Arguments, errors: `load_encoder`."""
-    device = resolve_device(device_name)
-    dtype = choose_dtype(dtype_setting, device)
-    dtype_name = str(dtype).removeprefix("torch.")
-    on_progress(0.1, "reading weights")
-    with _storage_faults(card):
-        model = _read_model(card, image_to_text_class, dtype=dtype, device=device)
-    on_progress(0.6, f"converting weights to {dtype_name} on {device}")
-    _convert(model, dtype, device)
+    model, device, dtype_name = _read_converted(card, image_to_text_class, device_name, dtype_setting, on_progress)
     on_progress(0.8, "looking at a grey image")
     runner = build_image_to_text_runner(card, model, device, dtype_name)
     on_progress(1.0, f"in {dtype_name}")
