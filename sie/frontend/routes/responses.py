@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, cast
+from typing import Any, Final
 from urllib.parse import parse_qs
 
 import msgspec
@@ -19,7 +19,7 @@ import msgspec
 from sie.agents.loop.agent_run import AgentRun
 from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.dialects.openai.text_fields import renamed
-from sie.frontend.dialects.responses.items import Item, name_kept_files, read_kept
+from sie.frontend.dialects.responses.items import name_kept_files, read_kept
 from sie.frontend.dialects.responses.page import read_page, read_stream_query
 from sie.frontend.dialects.responses.reply import ResponseRecord, ResponseWriter, encode_count, encode_deleted
 from sie.frontend.dialects.responses.request import ResponsesCall
@@ -282,7 +282,6 @@ class Responses:
 
     async def _join_history(self, call: ResponsesCall, owner: str) -> bytes:
         """Put the conversation before a call, and the list of all files, into its request. Return the stored items."""
-        _refuse_stray_files(call.items)
         history, before, files = await self._read_history(call, owner)
         call.begin(before)
         call.request.files = [*files, *call.request.files]
@@ -355,17 +354,6 @@ class Responses:
             raise
         for record in cut:
             record.is_newly_cut = False
-
-
-def _refuse_stray_files(items: Sequence[Item]) -> None:
-    """Raise BadRequest for a file in an item that is not a message: nobody would read it."""
-    for number, item in enumerate(items):
-        parts = item.get("content") if item["type"] != "message" else None
-        for place, part in enumerate(cast("list[Item]", parts) if isinstance(parts, list) else ()):
-            if part.get("type") == "input_file":
-                raise wrong(
-                    f"input[{number}].content[{place}].type", "is 'input_file'; only messages of users have files"
-                )
 
 
 class _Output(msgspec.Struct):

@@ -144,8 +144,7 @@ def name_kept_files(items: Sequence[Item], ids: Sequence[tuple[str, str]]) -> No
     """
     kept = iter(ids)
     for item in items:
-        content = item.get("content")
-        for part in cast("list[Item]", content) if isinstance(content, list) else ():
+        for part in _parts_of(item):
             if part.get("type") == _FILE:
                 file_id, name = next(kept)
                 part.clear()
@@ -153,10 +152,24 @@ def name_kept_files(items: Sequence[Item], ids: Sequence[tuple[str, str]]) -> No
 
 
 def listed_items(given: Input) -> list[Item]:
-    """Return the items of an input in the form to store and list: each with its type and an id."""
+    """Return the items of an input in the form to store and list: each with its type and an id.
+
+    Raises BadRequest for a file in an item that is not a message: nobody would read it.
+    """
     if isinstance(given, str):
         given = [InputItem(role="user", content=given)]
-    return [_listed(item) for item in given]
+    items = [_listed(item) for item in given]
+    for number, item in enumerate(items):
+        for place, part in enumerate(_parts_of(item) if item["type"] != "message" else ()):
+            if part.get("type") == _FILE:
+                path = f"input[{number}].content[{place}].type"
+                raise wrong(path, f"is {_FILE!r}; only messages of users have files")
+    return items
+
+
+def _parts_of(item: Item) -> list[Item]:
+    content = item.get("content")
+    return cast("list[Item]", content) if isinstance(content, list) else []
 
 
 def new_id(kind: str) -> str:
