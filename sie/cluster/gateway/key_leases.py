@@ -38,7 +38,8 @@ class KeyUse(msgspec.Struct, array_like=True, frozen=True):
     """What all gateways have leased of one key's limits; times in ns on the clock of the NATS server.
 
     requests_ns and tokens_ns are the times at which the buckets of both rates were or will be empty. running has, by
-    gateway process, the requests that it may have under way, and until when. written_ns is the time of the change.
+    gateway process, the requests that it may have under way, and until when. written_ns is the time of the change,
+    so every change is written, and a gateway whose copy is old learns of it.
     """
 
     version: int = VERSION
@@ -173,8 +174,7 @@ class KeyLeases:
         free = max(0, limit - sum(held for held, _ in others.values()) - holder.num_running)
         more = min(free, max(1, holder.num_running // 4)) if is_asked else 0
         own = holder.num_running + more
-        # Also none is written down: an unchanged document would not be, and nobody would see that our copy of it is old.
-        return {**others, self._gateway: (own, now_ns + _HELD_NS)} if own or is_asked else others
+        return {**others, self._gateway: (own, now_ns + _HELD_NS)} if own else others
 
 
 def _is_due(holder: KeyHolder, share: _Share, now_ns: int) -> bool:
