@@ -9,8 +9,8 @@ import sys
 def main() -> int:
     """Run the command line and return its exit status."""
     try:
-        gc.disable()  # collections beside the imports, and the one at the end, take as long as a quarter of them
-        from sie.commands.cli import main as run  # takes a while, in which a user may change their mind
+        gc.disable()  # collections during the imports, and the one at the end, take a quarter of their time
+        from sie.commands.cli import main as run  # takes a while; Ctrl-C in the meantime ends quietly, too
 
         gc.freeze()
         gc.enable()

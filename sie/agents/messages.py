@@ -33,7 +33,7 @@ class RunTool(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ToolResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What a call gave. content is for the model, record for a client; data is the progress event's, without its type."""
+    """The result of a call. content is for the model, record for a client; data is the progress event's, without its type."""
 
     content: str
     record: str
@@ -107,7 +107,7 @@ class Decide(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Decided(msgspec.Struct, tag=True, frozen=True):
-    """What became of a decision: `resolved`, `queued` or `not_found`."""
+    """The outcome of a decision: `resolved`, `queued` or `not_found`."""
 
     status: str
 

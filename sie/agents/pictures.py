@@ -6,7 +6,7 @@ from typing import Any, Final
 
 _FIELDS: Final = ("images_base64", "video_frames_base64")
 _OVERHEAD_CHARS: Final = 1024
-"""What each picture counts besides its own length, so that many empty ones are bounded, too."""
+"""Characters that each picture counts for besides its length, so that many empty ones are bounded, too."""
 
 
 def bound_pictures(data: dict[str, Any], max_chars: int) -> tuple[dict[str, Any], int, int]:

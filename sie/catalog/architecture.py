@@ -95,9 +95,8 @@ def text_encoder_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     from transformers import AutoModel, AutoModelForTextEncoding
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 
-    is_encoder = str((config.architectures or [""])[0]).endswith(
-        "EncoderModel"
-    )  # transformers 5 writes this name only for the encoder of a T5
+    # transformers 5 writes this name only for the encoder of a T5.
+    is_encoder = str((config.architectures or [""])[0]).endswith("EncoderModel")
     if is_encoder or getattr(config, "is_encoder_decoder", False):
         # AutoModel would also build the decoder, and require its inputs.
         if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
@@ -179,3 +178,10 @@ def causal_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     raise refuse(model_id, f"transformers has no causal language model for model_type {config.model_type!r}")
+
+
+def encoder_decoder_class(model_id: str, config: PretrainedConfig) -> type[Any]:
+    """Return the auto class of a model with encoder and decoder, already recognised by `sie.catalog.generation`."""
+    from transformers import AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.files import refuse
 from sie.catalog.profiles import Options, known_dimensions, known_profiles
 from sie.catalog.spec import ModelSpec
@@ -30,9 +30,12 @@ def complete_card(card: ModelCard, spec: ModelSpec) -> ModelCard:
         card = msgspec.structs.replace(card, encoder_weights=weights)
     elif spec.encoder_weights is not None:
         raise refuse(card.id, f"encoder_weights is for encoders of texts and classifiers, not for a {card.kind}")
-    if card.generate is not None and card.stub is None:
+    is_encoded = card.generate is not None and card.generate.decoder_start_id is not None
+    if is_encoded and spec.tensor_parallel is not None and spec.tensor_parallel > 1:
+        raise refuse(card.id, "tensor_parallel is not served for a model with an encoder and a decoder")
+    if card.generate is not None and card.stub is None and not is_encoded:
         card = msgspec.structs.replace(card, tensor_parallel=spec.tensor_parallel or spec.default_tensor_parallel)
-    elif spec.tensor_parallel is not None:
+    elif spec.tensor_parallel is not None and not is_encoded:
         raise refuse(card.id, f"tensor_parallel is for models that generate text, not for a {card.kind}")
     if spec.reranker is not None and (card.score is None or card.score.template is None):
         raise refuse(card.id, f"its section describes a reranker, but its files are those of a {card.kind}")
@@ -88,10 +91,10 @@ def _with_dimensions(card: ModelCard, spec: ModelSpec) -> ModelCard:
         known = card.matryoshka or known_dimensions(card.id)
         return msgspec.structs.replace(card, matryoshka=known) if native else card
     if not native:
-        raise refuse(card.id, f"its section sets dimensions, which a {card.kind} without dense vectors has not")
+        raise refuse(card.id, f"its section sets dimensions, but a {card.kind} without dense vectors has none")
     longest = 0 if isinstance(spec.dimensions, bool) else max(spec.dimensions, default=0)
     if longest > native:
-        raise refuse(card.id, f"its section sets dimensions to {longest}, but its vectors have {native}")
+        raise refuse(card.id, f"its section sets dimensions to {longest}, but its vectors have {native} dimensions")
     return msgspec.structs.replace(card, matryoshka=spec.dimensions)
 
 
@@ -102,7 +105,9 @@ def with_profiles(card: ModelCard, spec: ModelSpec) -> ModelCard:
     """
     for name, options in spec.profiles.items():
         if missing := _missing_output(card, options):
-            raise refuse(card.id, f"profile {name!r} is for output {missing!r}; it has {', '.join(card.outputs)}")
+            raise refuse(
+                card.id, f"profile {name!r} is for output {missing!r}; the model has {', '.join(card.outputs)}"
+            )
     known = {
         name: options for name, options in known_profiles(card.id).items() if _missing_output(card, options) is None
     }

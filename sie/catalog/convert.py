@@ -22,7 +22,7 @@ import msgspec
 
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.gliner_parts import Encoders, add_encoders, lacks_encoder
-from sie.catalog.hub import ALLOWED, IGNORED
+from sie.catalog.hub import ALLOWED, IGNORED, shown_size
 from sie.catalog.modules import read_modules
 from sie.catalog.pickled.program import Refused
 from sie.catalog.pickled.safetensors_file import write_safetensors
@@ -162,7 +162,11 @@ def _check_room(checkpoint: Checkpoint, found: Found, staged: Path) -> None:
     total = _num_bytes(found) + sum(path.stat().st_size for path in _kept(checkpoint))
     free = shutil.disk_usage(staged).free
     if total > free:
-        raise refuse(checkpoint.id, f"its files take {total} bytes, and {staged.parent} has {free} left", "STORAGE")
+        raise refuse(
+            checkpoint.id,
+            f"its files take {shown_size(total)}, and {staged.parent} has {shown_size(free)} left",
+            "STORAGE",
+        )
 
 
 def _write_tensors(checkpoint: Checkpoint, found: Found, staged: Path, on_progress: Progress) -> None:

@@ -167,4 +167,4 @@ def _stages(checkpoint: Checkpoint, backbone: dict[str, Any]) -> list[int]:
             return [range(len(known))[index] for index in indices]
         return [known.index(name) for name in names or known[-1:]]
     except (IndexError, TypeError, ValueError):
-        raise refuse(checkpoint.id, f"its backbone gives {indices or names!r}, and has {known}") from None
+        raise refuse(checkpoint.id, f"its backbone must give {indices or names!r}, but has only {known}") from None

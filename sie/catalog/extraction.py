@@ -54,7 +54,9 @@ def read_extraction(
     entailment = _entailment(labels, config) if len(labels) >= _LEAST_CLASSES else None
     token_types, function = reads_token_types(transformer, config), _function(labels, config)
     if task == "zero-shot-classification" and entailment is None:
-        raise refuse(transformer.id, f"task = {task!r} needs a label that begins with 'entail', and it has {[*labels]}")
+        raise refuse(
+            transformer.id, f"task = {task!r} needs a label that begins with 'entail'; the model has {[*labels]}"
+        )
     if entailment is not None and task != "text-classification":
         return ZeroShot(
             labels=labels,

@@ -20,10 +20,15 @@ from sie.values.errors import ModelLoadFailed
 from sie.values.generate import GenerateRule, ToolFormat
 
 _CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
+_ENCODER_DECODERS: Final = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "T5WithLMHeadModel")
+"""T5 and mT5; the last is an old name of the first."""
+_ENCODED_CONTEXT: Final = 2048
+"""Least context length of a T5: its relative positions have no limit, but attention to a whole prompt needs memory."""
 _NO_LIMIT: Final = 1 << 20
 """Context length of a model that names none; relative positions have no limit."""
 _MAX_TEMPLATE_BYTES: Final = 1 << 20
 _PLAIN_TEMPLATE: Final = Path(__file__).with_name("plain_chat.jinja")
+_LAST_MESSAGE: Final = Path(__file__).with_name("last_message.jinja")
 _TEMPLATE_FILE: Final = "chat_template.jinja"
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOOL_FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
@@ -46,6 +51,11 @@ def is_generator(modules: Any, config: dict[str, Any]) -> bool:
     """
     architecture = str((config.get("architectures") or [""])[0])
     return modules is None and architecture.endswith(_CAUSAL) and not _sees_both_ways(config)
+
+
+def is_encoder_decoder(modules: Any, config: dict[str, Any]) -> bool:
+    """Tell whether a checkpoint is a bare T5 or mT5 with its decoder. modules as in `is_generator`."""
+    return modules is None and str((config.get("architectures") or [""])[0]) in _ENCODER_DECODERS
 
 
 def _sees_both_ways(config: dict[str, Any]) -> bool:
@@ -76,9 +86,35 @@ def as_generator(checkpoint: Checkpoint, config: dict[str, Any], card: ModelCard
         defaults=generation,
     )
     rule = msgspec.structs.replace(rule, kv_token_bytes=kv_token_bytes(config))
+    # Without an end token, because the model continues the prompt.
     return msgspec.structs.replace(
         card, kind="generator", outputs=(*card.outputs, "generate"), generate=rule, first_token="", last_token=""
-    )  # no end token, because the model continues the prompt
+    )
+
+
+def as_encoder_decoder(checkpoint: Checkpoint, config: dict[str, Any], card: ModelCard) -> ModelCard:
+    """Return the card of an encoder as that of a model that generates text from a prompt for this encoder.
+
+    Without a temperature, answers are the likeliest tokens unless the checkpoint asks for samples, as in the library.
+    Raises ModelLoadFailed for invalid settings.
+    """
+    generator = as_generator(checkpoint, config, card)
+    rule = generator.generate
+    assert rule is not None
+    defaults = checkpoint.read_object("generation_config.json")
+    named = (defaults.get("decoder_start_token_id"), config.get("decoder_start_token_id"), config.get("pad_token_id"))
+    start = next((token for token in named if isinstance(token, int)), None)
+    if start is None or not 0 <= start < card.vocab_size:
+        raise refuse(checkpoint.id, f"decoder_start_token_id is {start}: no token of its vocabulary starts an answer")
+    context = max(config.get("n_positions") or 0, _ENCODED_CONTEXT)
+    rule = msgspec.structs.replace(
+        rule, context_length=context, decoder_start_id=start,
+        temperature=rule.temperature if defaults.get("do_sample") else 0.0,
+    )  # fmt: skip
+    return msgspec.structs.replace(
+        generator, outputs=("generate",), dims={}, pipeline=(), generate=rule, max_sequence_length=context,
+        first_token=card.first_token, last_token=card.last_token,
+    )  # fmt: skip
 
 
 def kv_token_bytes(config: dict[str, Any]) -> int:
@@ -87,11 +123,11 @@ def kv_token_bytes(config: dict[str, Any]) -> int:
     def number(*names: str) -> int:
         return next((value for name in names if isinstance(value := config.get(name), int) and value > 0), 0)
 
-    heads = number("num_attention_heads", "n_head")
-    width = number("head_dim") or number("hidden_size", "n_embd") // (heads or 1)
+    heads = number("num_attention_heads", "n_head", "num_heads")
+    width = number("head_dim", "d_kv") or number("hidden_size", "n_embd") // (heads or 1)
     key_width = number("qk_nope_head_dim") + number("qk_rope_head_dim") or width  # DeepSeek's two widths
     value_width = number("v_head_dim") or width
-    layers = number("num_hidden_layers", "n_layer")
+    layers = number("num_hidden_layers", "n_layer", "num_decoder_layers", "num_layers")
     return 2 * layers * (number("num_key_value_heads") or heads) * (key_width + value_width)
 
 
@@ -135,8 +171,9 @@ def finish_generator(card: ModelCard, chat_template: str) -> ModelCard:
     """Return a generator's card with all facts that a frontend needs; its tokenizer_file must be set.
 
     chat_template is the path of the Jinja file for models without a template; empty selects the plain one. The plain
-    template writes a conversation in a form common in base models' training: the role, a colon, the text. Raises
-    ModelLoadFailed for a file that cannot be read.
+    template writes a conversation in a form common in base models' training: the role, a colon, the text. An encoder
+    gets the user's last message alone, because such a model was trained on single tasks. Raises ModelLoadFailed for a
+    file that cannot be read.
     """
     card = _with_tokenizer(card)
     rule = card.generate
@@ -144,6 +181,8 @@ def finish_generator(card: ModelCard, chat_template: str) -> ModelCard:
     if rule.chat_template:
         return card
     path = Path(chat_template) if chat_template else _PLAIN_TEMPLATE
+    if rule.decoder_start_id is not None:
+        path = _LAST_MESSAGE
     return msgspec.structs.replace(card, generate=_with_templates(rule, _read_template(card.id, path)))
 
 
@@ -168,6 +207,8 @@ def _with_tokenizer(card: ModelCard) -> ModelCard:
     if not ends:
         ends = tuple(token.id for token in added if token.content == rule.special_tokens.get("eos_token"))
     special = tuple(token.content for token in added if token.special or _CONTROL.fullmatch(token.content))
+    if rule.decoder_start_id is not None:  # the whole prompt is the user's, with marks such as "<2de>"
+        special = ()
     return msgspec.structs.replace(
         card, generate=msgspec.structs.replace(rule, eos_token_ids=ends, special_texts=special)
     )

@@ -8,6 +8,7 @@ constants.py and tensor_mapping.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
@@ -47,12 +48,40 @@ _POST_NORMS: Final[Names] = {
 }
 _HEAD_NORMS: Final[Names] = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _LLAMA: Final[Names] = {**_ATTENTION, **_GATED, **_NORMS}
+_GEMMA3: Final[Names] = {
+    **_RMS,
+    "attention.key_length": ("head_dim", "query_pre_attn_scalar"),
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+_GEMMA3_LAYERS: Final[Names] = {
+    **_ATTENTION, **_GATED, **_HEAD_NORMS, **_POST_NORMS,
+    "attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+}  # fmt: skip
 _EMBEDDINGS: Final[Names] = {
     "token_embd": "embeddings.word_embeddings",
     "token_types": "embeddings.token_type_embeddings",
     "token_embd_norm": "embeddings.LayerNorm",
 }
 _ENCODER: Final[Names] = {**_SIZES, "attention.layer_norm_epsilon": "layer_norm_eps"}
+_LATENTS: Final[Names] = {
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_EXPERTS: Final[Names] = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 _DENSE: Final[Names] = {"dense_2": (), "dense_3": ()}
 """Layers behind the pooling: their names are known, and the model has them not."""
 
@@ -63,9 +92,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str
     """transformers' name of its configuration."""
     config: Names
-    """Keys of the configuration by the metadata that give them, without the architecture's name before those."""
+    """Keys of the configuration by the metadata that give them; the metadata's names are without the architecture."""
     layers: Names
-    """The weights of a layer by its tensors; several are equal parts of one tensor, by rows."""
+    """The weights of a layer by its tensors. Several weights for one tensor are equal parts of its rows."""
     tables: Names = msgspec.field(default_factory=lambda: _TABLES)
     """The other weights."""
     prefix: str = "model.layers."
@@ -73,9 +102,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     encodes: bool = False
     """Whether it has no head that gives tokens."""
     converted: Literal["", "permuted", "norms"] = ""
-    """permuted: rows of queries and keys, for neighbouring pairs of rotary positions. norms: their weights plus one."""
+    """permuted: the rows of queries and keys are in another order, for rotations of neighbours. norms: 1 was added to them."""
     values: dict[str, Any] = {}
-    """Values of the configuration that no metadata need give, in place of the library's defaults."""
+    """Values of the configuration where a file has no metadata for them. The library's own defaults differ."""
     present: dict[str, str] = {}
     """Keys of the configuration that say whether there is a tensor, by its name."""
     is_partial: bool = False
@@ -88,10 +117,18 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Whether queries grow with their position, by `attention.temperature_scale`."""
     first_position: int = 0
     """Number of the first position; a file has no rows for those before it."""
+    wide_at: int = 0
+    """The number of layers of the one size that scales scores by model width over heads, not by the width of a head."""
     library_key: str = ""
-    """Metadata with which a file is another architecture under this name, which transformers' own table has."""
+    """Metadata that only another architecture of the same name has; transformers reads that one by its own table."""
     refused: tuple[str, ...] = ()
     """Metadata that change the numbers, and are not computed."""
+    joined: dict[str, tuple[str, str]] = {}
+    """Tensors of a layer that a file may have in two parts, by the tensor that they make along its second dimension."""
+    switches: Names = {}
+    """Keys of the configuration that are true or false, by the metadata that give them. They are false by default."""
+    has_latents: bool = False
+    """Whether keys and values are made of latent ones (DeepSeek's MLA), so that their widths differ."""
 
 
 ROWS: Final = {
@@ -129,20 +166,21 @@ ROWS: Final = {
     "gemma-embedding": Row(
         model_type="gemma3_text",
         encodes=True,
-        config={
-            **_RMS,
-            "attention.key_length": ("head_dim", "query_pre_attn_scalar"),
-            "attention.sliding_window": "sliding_window",
-            "rope.freq_base_swa": "rope_local_base_freq",
-        },
+        config=_GEMMA3,
         tables={**_TABLES, **_DENSE},
-        layers={
-            **_ATTENTION, **_GATED, **_HEAD_NORMS, **_POST_NORMS,
-            "attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm",
-        },
+        layers=_GEMMA3_LAYERS,
         converted="norms",
         values={"use_bidirectional_attention": True},
         full_every=6,
+    ),
+    "gemma3": Row(
+        model_type="gemma3_text",
+        config={**_GEMMA3, "final_logit_softcapping": "final_logit_softcapping"},
+        layers=_GEMMA3_LAYERS,
+        converted="norms",
+        full_every=6,
+        scalings=("linear",),
+        wide_at=62,  # 27B; source: llama.cpp, src/models/gemma3.cpp, `f_attention_scale`
     ),
     "gemma": Row(
         model_type="gemma", config=_WIDE, layers=_LLAMA, converted="norms",
@@ -213,6 +251,36 @@ ROWS: Final = {
         layers={**_LLAMA, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
         present={"attention_bias": "blk.0.attn_q.bias"},
     ),
+    "deepseek2": Row(
+        model_type="deepseek_v2",
+        config={
+            **_SIZES,
+            "rope.freq_base": "rope_theta",
+            "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+            "attention.q_lora_rank": "q_lora_rank",
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_count": "n_shared_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+        },
+        layers={**_LATENTS, **_EXPERTS, **_GATED, **_NORMS},
+        values={
+            "q_lora_rank": None, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+        },
+        joined={"attn_kv_b": ("attn_k_b", "attn_v_b"), "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")},
+        has_latents=True,
+        scalings=("yarn",),
+        refused=(
+            "expert_weights_norm",  # the library does not divide a softmax again
+            "attention.temperature_scale",  # Mistral Large 3
+            "nextn_predict_layers",
+        ),
+    ),
     "qwen3": Row(
         model_type="qwen3", config=_WIDE, layers={**_LLAMA, **_HEAD_NORMS},
         present={"attention_bias": "blk.0.attn_q.bias"}, scalings=("linear", "yarn"),
@@ -225,11 +293,25 @@ XLM_ROBERTA: Final = msgspec.structs.replace(ROWS["bert"], model_type="xlm-rober
 """A file says that it is `bert`; only its vocabulary tells."""
 
 
+DEEPSEEK_V3: Final = msgspec.structs.replace(
+    ROWS["deepseek2"],
+    model_type="deepseek_v3",
+    layers={**ROWS["deepseek2"].layers, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+    switches={"expert_weights_norm": "norm_topk_prob"},
+    refused=ROWS["deepseek2"].refused[1:],
+)
+"""A file says that it is `deepseek2`, as DeepSeek V2's do; only how experts are chosen tells."""
+_SIGMOID: Final = 2
+"""Source: gguf's `ExpertGatingFuncType`. Files of DeepSeek V2 lack it, or have that of softmax, 1."""
+
+
 def find_row(fields: Mapping[str, Any]) -> Row | None:
     """Return the row for a file's metadata; None for an architecture that transformers' own table may have."""
     name = str(fields.get("general.architecture", ""))
     if name == "bert" and fields.get("tokenizer.ggml.model") == "t5":
         return XLM_ROBERTA
+    if name == "deepseek2" and fields.get("deepseek2.expert_gating_func") == _SIGMOID:
+        return DEEPSEEK_V3
     row = ROWS.get(name)
     return None if row is not None and row.library_key and fields.get(f"{name}.{row.library_key}") else row
 
@@ -237,12 +319,14 @@ def find_row(fields: Mapping[str, Any]) -> Row | None:
 def weight_rules(row: Row) -> tuple[tuple[str, ...], ...]:
     """Return the rules that rename a row's tensors, as in `ModelCard.weight_names`."""
     scaled: Names = {"rope_freqs": ()} if "llama3" in row.scalings else {}
-    rules = [_rule(rf"^{name}\.", "", names) for name, names in (*row.tables.items(), *scaled.items())]
+    rules = [_rule("^", name, "", names) for name, names in (*row.tables.items(), *scaled.items())]
     return tuple(
-        rules + [_rule(rf"^blk\.(\d+)\.{name}\.", rf"{row.prefix}\1.", names) for name, names in row.layers.items()]
+        rules + [_rule(r"^blk\.(\d+)\.", name, rf"{row.prefix}\1.", names) for name, names in row.layers.items()]
     )
 
 
-def _rule(pattern: str, prefix: str, names: str | tuple[str, ...]) -> tuple[str, ...]:
+def _rule(before: str, tensor: str, prefix: str, names: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Return the rule of a tensor; its end, such as `.weight`, stays unless its name in the row has it."""
     several = (names,) if isinstance(names, str) else names
-    return (pattern, *(f"{prefix}{name}." for name in several))
+    end = "" if "." in tensor else "."
+    return (rf"{before}{re.escape(tensor + end)}", *(f"{prefix}{name}{end}" for name in several))

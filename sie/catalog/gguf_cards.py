@@ -17,6 +17,7 @@ from sie.catalog.generation import kv_token_bytes, make_rule
 from sie.catalog.gguf_architectures import Row, weight_rules
 from sie.catalog.gguf_config import read_config
 from sie.catalog.gguf_contents import GgufContents
+from sie.catalog.gguf_gemma import convert_gemma
 from sie.catalog.gguf_tokenizer import convert_pieces, convert_with_library, convert_word_pieces
 from sie.catalog.tokenizer import keep_bytes, keep_tokenizer
 from sie.values.card import ModelCard, PipelineStep
@@ -29,6 +30,8 @@ _ENDS: Final = ("eos", "eot", "eom")
 _POOLINGS: Final = {1: "mean", 2: "cls", 3: "lasttoken"}
 """Source: llama.cpp, include/llama.h, `llama_pooling_type`. 0 is none, and 4 is the score of a pair."""
 _RANK: Final = 4
+_GEMMA: Final = ("gemma", "gemma3_text")
+"""The models whose SentencePiece vocabulary is Gemma's."""
 _DENSE: Final = ("dense_2.weight", "dense_3.weight")
 
 
@@ -136,6 +139,8 @@ def _convert_tokenizer(file: GgufContents, row: Row, num_rows: int) -> str:
         return convert_word_pieces(file.model_id, file.fields, texts, [int(number[0]) for number in types])
     if row.first_position:
         return convert_pieces(file, texts)
+    if kind == "llama" and row.model_type in _GEMMA and "tokenizer.ggml.merges" not in file.reader.fields:
+        return convert_gemma(file.model_id, file.fields, texts, [int(number[0]) for number in types])
     if "position_embd" in row.tables:  # RoBERTa, too, counts its positions from another number
         raise refuse(
             file.model_id,

@@ -15,8 +15,15 @@ from sie.catalog.gguf_contents import GgufContents
 
 _MOST: Final = 1 << 24
 """Over the size of any model's vocabulary, context or layer."""
-_NEEDED: Final = ("context_length", "block_count", "feed_forward_length", "embedding_length", "attention.head_count")
-_POSITIVE: Final = (*_NEEDED, "attention.head_count_kv", "rope.freq_base", "rope.scaling.factor")
+_NEEDED: Final = (
+    "context_length", "block_count", "feed_forward_length", "embedding_length", "attention.head_count",
+    "attention.kv_lora_rank", "expert_count", "expert_used_count", "expert_shared_count", "expert_feed_forward_length",
+)  # fmt: skip
+"""Of those that an architecture's row has."""
+_POSITIVE: Final = (
+    *_NEEDED, "attention.head_count_kv", "attention.q_lora_rank", "expert_group_count", "expert_group_used_count",
+    "rope.dimension_count", "rope.freq_base", "rope.scaling.factor",
+)  # fmt: skip
 _TOKENS: Final = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 _FACTORS: Final = "rope_freqs.weight"
 _LLAMA3_LOW: Final = 1.0
@@ -40,11 +47,17 @@ def read_config(file: GgufContents, row: Row) -> dict[str, Any]:
         config["pad_token_id"] = row.first_position - 1
     if "attention.sliding_window" in row.config:
         config["layer_types"] = _layer_types(reader, row, config)
-    width = _head_width(config)
-    _check_widths(reader, row, width)
+    if row.has_latents:
+        config |= {**_latent_widths(reader, config), **_expert_choice(reader, config)}
+    else:
+        _check_widths(reader, row, _head_width(config))
     if row.is_partial:
-        config["partial_rotary_factor"] = reader.needed("rope.dimension_count") / width
+        config["partial_rotary_factor"] = reader.needed("rope.dimension_count") / _head_width(config)
+    if config["num_hidden_layers"] == row.wide_at:
+        config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
     scaling = _scaling(reader, row, config)
+    if scaling and "rope.freq_base_swa" in row.config:  # layers with a window keep their positions
+        return {**config, "rope_scaling": scaling}
     return {**config, "rope_parameters": {"rope_theta": config.pop("rope_theta"), **scaling}} if scaling else config
 
 
@@ -57,6 +70,7 @@ def _from_fields(reader: _Fields, row: Row) -> dict[str, Any]:
         wanted += names
         value = reader.number(key, needed=key in _NEEDED or key.endswith("_epsilon"))
         found |= dict.fromkeys(names, value) if value is not None else {}
+    found |= {str(known): reader.switch(key) for key, known in row.switches.items()}
     defaults = _defaults(found["hidden_size"], found["num_attention_heads"])
     return {**{key: value for key, value in defaults.items() if key in wanted}, **found}
 
@@ -100,6 +114,36 @@ def _check_widths(reader: _Fields, row: Row, width: int) -> None:
             raise reader.refuse(key, f"is not the width of its heads, {width}")
 
 
+def _latent_widths(reader: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the widths of heads whose keys and values are made of latent ones.
+
+    Files since April 2025 have those of the latent ones as `key_length` and `value_length`, and one head of them.
+    Source: llama.cpp, conversion/deepseek.py, and src/llama-hparams.cpp, `n_embd_head_k_mla`.
+    """
+    ends = "_mla" if reader.find("attention.key_length_mla") is not None else ""
+    key, value = (reader.needed(f"attention.{name}_length{ends}") for name in ("key", "value"))
+    rotated = reader.needed("rope.dimension_count")
+    if rotated >= key:
+        raise reader.refuse("rope.dimension_count", f"is not a part of the width of its keys, {key}")
+    return {
+        "qk_rope_head_dim": rotated, "qk_nope_head_dim": key - rotated, "v_head_dim": value,
+        "num_key_value_heads": config["num_attention_heads"],
+    }  # fmt: skip
+
+
+def _expert_choice(reader: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return how a token's experts are chosen. A file without groups of experts lets it choose among all of them."""
+    count, groups, used = (config[name] for name in ("n_routed_experts", "n_group", "topk_group"))
+    if count % groups:
+        raise reader.refuse("expert_group_count", f"does not divide its experts, {count}")
+    if used > groups:
+        raise reader.refuse("expert_group_used_count", f"is more than its groups of experts, {groups}")
+    most = count // groups * used
+    if config["num_experts_per_tok"] > most:
+        raise reader.refuse("expert_used_count", f"is more than a token may choose among, {most}")
+    return {"topk_method": "greedy" if groups == 1 else "group_limited_greedy"}
+
+
 class _Fields:
     """The metadata of one architecture."""
 
@@ -130,6 +174,12 @@ class _Fields:
             raise self.refuse(key, "is out of range")
         return value
 
+    def switch(self, key: str) -> bool:
+        value = self.find(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.refuse(key, "is neither true nor false")
+        return bool(value)
+
     def needed(self, key: str) -> int | float:
         value = self.number(key, needed=True)
         assert value is not None
@@ -137,7 +187,8 @@ class _Fields:
 
 
 def _check_tensors(file: GgufContents, row: Row) -> None:
-    patterns = [re.compile(pattern) for pattern, *_ in weight_rules(row)]
+    parts = [rf"^blk\.\d+\.{part}\." for parts in row.joined.values() for part in parts]
+    patterns = [re.compile(pattern) for pattern in (*parts, *(pattern for pattern, *_ in weight_rules(row)))]
     for tensor in file.shapes:
         if not any(pattern.match(tensor) for pattern in patterns):
             reason = f"is not one that models of its architecture {file.architecture!r} have here"
@@ -183,11 +234,16 @@ def _scaling(reader: _Fields, row: Row, config: dict[str, Any]) -> dict[str, Any
     if kind == "linear":
         return scaling
     log_scale = reader.number("rope.scaling.yarn_log_multiplier")
+    if (
+        log_scale and row.has_latents
+    ):  # a tenth of it, which it also is of the other: llama.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX
+        scaling |= {"mscale": 10 * log_scale, "mscale_all_dim": 10 * log_scale}
+    elif log_scale:
+        scaling |= {"mscale": 1.0, "mscale_all_dim": log_scale}
     return {
         "beta_fast": reader.number("rope.scaling.yarn_beta_fast") or 32.0,
         "beta_slow": reader.number("rope.scaling.yarn_beta_slow") or 1.0,
         "original_max_position_embeddings": _original_context(reader, config),
-        **({"mscale": 1.0, "mscale_all_dim": log_scale} if log_scale else {}),
         **scaling,
     }
 

@@ -1,4 +1,4 @@
-"""What was read of a GGUF file: its metadata and the table of its tensors, whose values are read when they are needed."""
+"""Holds the contents of a GGUF file: its metadata, and the table of its tensors. Their values are read when needed."""
 
 from __future__ import annotations
 

@@ -27,11 +27,13 @@ from sie.values.card import ModelCard
 
 SUFFIX: Final = ".gguf"
 _MOST_VALUES: Final = 1024
-"""Longer fields belong to the vocabulary."""
+"""Longest array that is read; longer ones belong to the vocabulary."""
+_UNSERVED: Final = ("t5", "t5encoder")
+"""Encoder-decoders: transformers reads them from GGUF files, but this server runs them from safetensors only."""
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True):
-    """What is used of transformers' configuration. `values` are its whole numbers."""
+    """The values of transformers' configuration that are used here. `values` are its whole numbers."""
 
     context_length: int
     vocab_size: int
@@ -67,6 +69,10 @@ def read_gguf_card(model_id: str, path: str, cache_dir: str, pooling: str | None
     fields, counts = _read_fields(model_id, reader)
     if fields.get("split.count", 0) not in (0, 1):
         raise refuse(model_id, "the GGUF file is one part of several; merge them into one")
+    if (architecture := fields.get("general.architecture")) in _UNSERVED:
+        raise refuse(
+            model_id, f"its architecture {architecture!r} is not served from a GGUF file, but from safetensors"
+        )
     check_layers(model_id, {name: value for name, value in fields.items() if name.endswith(".block_count")})
     row = find_row(fields)
     rules = ("digits " if splits_digits(fields) else "") + (msgspec.json.encode(row).decode() if row else "")
@@ -146,7 +152,9 @@ def _convert_config(model_id: str, path: str) -> _Config:
     return _Config(
         context_length=int(config.max_position_embeddings),
         vocab_size=int(config.vocab_size),
-        values={name: value for name, value in config.to_dict().items() if type(value) is int},  # true is no number
+        values={
+            name: value for name, value in config.to_dict().items() if type(value) is int
+        },  # true is not a number here
     )
 
 

@@ -1,4 +1,4 @@
-"""Builds model cards from the directories of the libraries `gliner`, `gliner2` and `gliclass`.
+"""Builds model cards from the directories of the libraries `gliner`, `gliner2`, `gliclass` and `glirel`.
 
 The libraries are not imported. The encoder's configuration and the tokenizers, which they would otherwise get from a hub,
 must be in the directory. Checkpoints that need their own code are refused.
@@ -14,15 +14,23 @@ from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import check_weights
 from sie.values.card import ModelCard
-from sie.values.extract import ExtractRule, Gliclass, Gliner, GlinerUnion, UnionMember
+from sie.values.extract import ExtractRule, Gliclass, Gliner, GlinerUnion, Glirel, UnionMember
 
 GLINER_CONFIG: Final = "gliner_config.json"
+GLIREL_CONFIG: Final = "glirel_config.json"
 LABELS_TOKENIZER: Final = "labels_tokenizer"
 """The folder of a bi-encoder's second tokenizer."""
 GLINER2_ENCODER: Final = "encoder_config/config.json"
 _UNIONS: Final = {"superlinked/pii-redact": "urchade/gliner_multi_pii-v1 and numind/NuNER_Zero"}
 """Unions without a repository of their own, and their models."""
-_NOT_SERVED: Final = {"glirel_config.json": "GLiREL", "gliformer_config.json": "GLiFormer"}
+_GLIFORMER_CONFIG: Final = "gliformer_config.json"
+_GLIREL_SETTINGS: Final[dict[str, tuple[Any, ...]]] = {
+    "rel_mode": ("marker",), "span_marker_mode": ("markerv1", "markerv2"), "scorer": ("dot", "dot_thresh"),
+    "label_embed_strategy": ("ent_token", "label", "both"), "subtoken_pooling": ("first",),
+    "add_entity_markers": (None, False),
+}  # fmt: skip
+"""The values that are computed here. The library itself fails with entity markers."""
+_GLIREL_NUMBERS: Final = ("hidden_size", "max_len", "ffn_mul")
 _HOW_TO_COMPLETE: Final = "`--convert` or `sie convert` adds it"
 _ABSOLUTE_POSITIONS: Final = frozenset(
     {"albert", "bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"}
@@ -39,16 +47,15 @@ _FIXED_MAX_LABELS: Final = 25  # gliclass 0.1.21 config.py, max_num_classes
 
 
 def read_library_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard | None:
-    """Return the card of a GLiNER or GLiClass directory, or None for others. Raises ModelLoadFailed."""
-    for name, family in _NOT_SERVED.items():
-        if checkpoint.find(name) is not None:
-            raise refuse(spec.id, f"{family} models are not served by this version")
+    """Return the card of a GLiNER, GLiREL or GLiClass directory, or None for others. Raises ModelLoadFailed."""
+    if checkpoint.find(_GLIFORMER_CONFIG) is not None:
+        raise refuse(spec.id, "GLiFormer models are not served by this version")
+    if checkpoint.find(GLIREL_CONFIG) is not None:
+        return _glirel_card(spec, checkpoint, checkpoint.read_object(GLIREL_CONFIG))
     config = checkpoint.read_object("config.json")
     model_type = str(config.get("model_type", ""))
     if checkpoint.find(GLINER_CONFIG) is not None:
         return _gliner_card(spec, checkpoint, checkpoint.read_object(GLINER_CONFIG))
-    if model_type.lower() == "glirel":
-        raise refuse(spec.id, "GLiREL models are not served by this version")
     if model_type == "extractor":
         return _gliner2_card(spec, checkpoint, config)
     return _gliclass_card(spec, checkpoint, config) if model_type == "GLiClass" else None
@@ -137,6 +144,22 @@ def _gliner2_card(spec: ModelSpec, checkpoint: Checkpoint, config: dict[str, Any
         relations=not is_boundary or bool(settings.get("enable_relations", is_new)),
     )
     return _card(spec, checkpoint, "GLiNER2", rule, max_tokens=_max_tokens(checkpoint, encoder))
+
+
+def _glirel_card(spec: ModelSpec, checkpoint: Checkpoint, config: dict[str, Any]) -> ModelCard:
+    """Return the card of a GLiREL directory. Source: glirel 1.2.1 model.py."""
+    check_weights(checkpoint)
+    for name, known in _GLIREL_SETTINGS.items():
+        if config.get(name) not in known:
+            raise refuse(spec.id, f"{GLIREL_CONFIG} sets {name} to {config.get(name)!r}, which is not computed")
+    for name in _GLIREL_NUMBERS:
+        value = config.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise refuse(spec.id, f"{GLIREL_CONFIG} sets {name} to {value!r}, not to a number")
+    encoder = _encoder_of(checkpoint, config, "encoder_config", _HOW_TO_COMPLETE)
+    _check_tokenizer(checkpoint, _HOW_TO_COMPLETE)
+    rule = Glirel(max_words=config["max_len"])
+    return _card(spec, checkpoint, "GLiREL", rule, max_tokens=_max_tokens(checkpoint, encoder))
 
 
 def _gliclass_card(spec: ModelSpec, checkpoint: Checkpoint, config: dict[str, Any]) -> ModelCard:

@@ -1,4 +1,4 @@
-"""Completes a GLiNER checkpoint that only names its encoders: adds their configurations and tokenizers.
+"""Completes a GLiNER or GLiREL checkpoint that only names its encoders: adds their configurations and tokenizers.
 
 The library takes these from a hub when it loads a model. Source: gliner 0.2.29 model.py, `_load_tokenizer` and
 `_resize_token_embeddings`; modeling/encoder.py.
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
-from sie.catalog.gli import GLINER_CONFIG, LABELS_TOKENIZER
+from sie.catalog.gli import GLINER_CONFIG, GLIREL_CONFIG, LABELS_TOKENIZER
+from sie.values.glirel_items import RELATION_MARK, TEXT_MARK
 
 Encoders = Callable[[str], str]
 """Returns the directory of an encoder by the name that a checkpoint gives it. Raises ModelLoadFailed."""
@@ -25,12 +26,13 @@ _FIRST_MARK: Final = "[FLERT]"
 _MARKS: Final = {"ent_token": "<<ENT>>", "sep_token": "<<SEP>>"}
 """Keys of the configuration with the tokens before a label and before the text, and the library's defaults."""
 _LABEL_FROM_END: Final = 2
+_ENTITY_MARKS: Final = ("[E]", "[/E]")
 _TOKENIZER: Final = ("tokenizer.json", "tokenizer_config.json")
 
 
 def lacks_encoder(checkpoint: Checkpoint) -> bool:
-    """Tell whether a checkpoint is a GLiNER model without an encoder's configuration or tokenizer."""
-    config = checkpoint.read_object(GLINER_CONFIG)
+    """Tell whether a checkpoint is a GLiNER or GLiREL model without an encoder's configuration or tokenizer."""
+    config = checkpoint.read_object(GLINER_CONFIG) or checkpoint.read_object(GLIREL_CONFIG)
     if not config:
         return False
     named = [key for name, key in _PARTS if config.get(name) is not None]
@@ -42,6 +44,13 @@ def add_encoders(checkpoint: Checkpoint, staged: Path, encoders: Encoders) -> No
 
     Raises ModelLoadFailed for a checkpoint that names no encoder, or a tokenizer that cannot be made.
     """
+    if checkpoint.find(GLIREL_CONFIG) is not None:
+        _add_glirel_encoder(checkpoint, staged, encoders)
+    else:
+        _add_gliner_encoders(checkpoint, staged, encoders)
+
+
+def _add_gliner_encoders(checkpoint: Checkpoint, staged: Path, encoders: Encoders) -> None:
     config = checkpoint.read_object(GLINER_CONFIG)
     for name, key in _PARTS:
         if config.get(name) is not None and not isinstance(config.get(key), dict):
@@ -56,6 +65,19 @@ def add_encoders(checkpoint: Checkpoint, staged: Path, encoders: Encoders) -> No
         labels = _load_tokenizer(checkpoint.id, Path(_find(checkpoint, encoders, config["labels_encoder"])))
         labels.save_pretrained(staged / LABELS_TOKENIZER)
     _replace_text(staged / GLINER_CONFIG, json.dumps(config, indent=2))
+
+
+def _add_glirel_encoder(checkpoint: Checkpoint, staged: Path, encoders: Encoders) -> None:
+    """Source: glirel 1.2.1, modules/token_rep.py: the tokens that it adds, and the size of the table for all tokens."""
+    config = checkpoint.read_object(GLIREL_CONFIG)
+    name = config.get("model_name")
+    tokenizer = _load_tokenizer(checkpoint.id, Path(_find(checkpoint, encoders, name)))
+    if _FIRST_MARK not in tokenizer.get_vocab():
+        tokenizer.add_tokens([_FIRST_MARK], special_tokens=True)
+    tokenizer.add_tokens([RELATION_MARK, TEXT_MARK, *_ENTITY_MARKS])
+    tokenizer.save_pretrained(staged)
+    config["encoder_config"] = {**_configuration(checkpoint, encoders, name), "vocab_size": len(tokenizer)}
+    _replace_text(staged / GLIREL_CONFIG, json.dumps(config, indent=2))
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -137,7 +137,8 @@ def _with_places(card: ModelCard, cache_dir: str) -> ModelCard:
         tokenizer.add_special_tokens(list(TASK_TOKENS))
         if (found := tokenizer.get_vocab_size()) != card.vocab_size:
             raise refuse(
-                card.id, f"its tokenizer has {found} tokens with those of Florence-2, and it has {card.vocab_size}"
+                card.id,
+                f"its tokenizer has {found} tokens with those of Florence-2, but the model has {card.vocab_size}",
             )
         return tokenizer.to_str()
 

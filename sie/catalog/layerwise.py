@@ -1,7 +1,7 @@
-"""Reads rerankers with a head behind each of their upper layers: MiniCPM cut off after one layer, with its head.
+"""Reads MiniCPM rerankers, which have a head behind each upper layer. A model ends after one of them, with its head.
 
-The authors' code is never run. The library's Granite computes the same, with other names for MiniCPM's factors. Source:
-https://github.com/FlagOpen/FlagEmbedding, inference/reranker/decoder_only/models/modeling_minicpm_reranker.py.
+The authors' code is never run. transformers' Granite computes the same; MiniCPM's factors have other names there.
+Source: https://github.com/FlagOpen/FlagEmbedding, inference/reranker/decoder_only/models/modeling_minicpm_reranker.py.
 """
 
 from __future__ import annotations

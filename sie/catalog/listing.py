@@ -257,7 +257,7 @@ def _repository_rows(models: Models) -> list[ModelRow]:
     """Return a row for each version of each repository model, and for each model without a version."""
     if not models.repositories:
         return []
-    from sie.catalog.repository import find_models  # imports protobuf
+    from sie.catalog.repository_layout import find_models  # imports protobuf
 
     start: Start = "explicit" if models.repository_control == "explicit" else "preload"
     rows: list[ModelRow] = []

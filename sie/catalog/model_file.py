@@ -22,6 +22,7 @@ from sie.catalog.spec import ModelMember, check_model_id, check_revision
 from sie.config.generation_settings import MAX_TENSOR_PARALLEL
 from sie.config.sources import did_you_mean, read_toml
 from sie.values.card import ClassifierTask, EncoderWeights, Pooling
+from sie.values.choices import with_choices
 from sie.values.errors import BadRequest
 
 _DEVICE = r"^(cpu|cuda):[0-9]{1,3}\Z"
@@ -113,4 +114,4 @@ def _convert(raw: Any, form: type[Any], where: str) -> Any:
     try:
         return msgspec.convert(raw, form)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"{where}: {error}") from None
+        raise BadRequest(f"{where}: {with_choices(error, form)}") from None

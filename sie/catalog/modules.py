@@ -68,7 +68,7 @@ def read_modules(checkpoint: Checkpoint) -> list[Module] | None:
 
 
 def _has_jina_code(checkpoint: Checkpoint) -> bool:
-    """Tell whether the checkpoint is one whose module is known: other models have another one of the same name."""
+    """Tell whether the checkpoint names the module that is known here. Other models have another module of that name."""
     named = checkpoint.read_object("config.json").get("auto_map")
     return isinstance(named, dict) and str(named.get("AutoModel")).rpartition("--")[2] == _JINA_CODE
 

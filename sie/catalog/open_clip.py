@@ -23,7 +23,7 @@ _TEXT: Final = {
     "context_length": None, "vocab_size": None, "hf_tokenizer_name": None, "tokenizer_kwargs": None, "width": None,
     "heads": None, "layers": None, "norm_kwargs": None, "no_causal_mask": True, "proj_bias": True, "pool_type": "last",
 }  # fmt: skip
-"""Keys with the only value that is computed; None for any value."""
+"""The keys that may be set, each with the only value that can be computed; None: any value."""
 _PREFIX: Final = "^(?:model\\.)?"
 _WEIGHT_NAMES: Final = (
     (_PREFIX + "visual\\.trunk\\.", "vision_model."),
@@ -75,12 +75,7 @@ def read_open_clip(checkpoint: Checkpoint) -> ModelCard | None:
         raise refuse(checkpoint.id, f"{CONFIG}: its texts are cleaned by {cleaning!r}, which cannot be run")
     pad = settings.get("pad_token") or "</s>"
     tokenizer = checkpoint.find("tokenizer.json")
-    texts = {
-        "vocab_size": int(text["vocab_size"]), "hidden_size": int(text["width"]), "intermediate_size": 4 * int(text["width"]),
-        "num_hidden_layers": int(text["layers"]), "num_attention_heads": int(text["heads"]), "hidden_act": "gelu",
-        "max_position_embeddings": length, "projection_size": int(model["embed_dim"]),
-        "layer_norm_eps": float((text.get("norm_kwargs") or {}).get("eps", 1e-5)),
-    }  # fmt: skip
+    texts = _text_config(text, length, int(model["embed_dim"]))
     return ModelCard(
         id=checkpoint.id,
         kind="dual-encoder",
@@ -103,6 +98,16 @@ def read_open_clip(checkpoint: Checkpoint) -> ModelCard | None:
         normalize=True,
         image=_image_rule(checkpoint, preprocess, tower),
     )  # fmt: skip
+
+
+def _text_config(text: dict[str, Any], length: int, width: int) -> dict[str, Any]:
+    """Return the `text_config` of transformers' class, for texts of length tokens and vectors of this width."""
+    return {
+        "vocab_size": int(text["vocab_size"]), "hidden_size": int(text["width"]), "intermediate_size": 4 * int(text["width"]),
+        "num_hidden_layers": int(text["layers"]), "num_attention_heads": int(text["heads"]), "hidden_act": "gelu",
+        "max_position_embeddings": length, "projection_size": width,
+        "layer_norm_eps": float((text.get("norm_kwargs") or {}).get("eps", 1e-5)),
+    }  # fmt: skip
 
 
 def _part(checkpoint: Checkpoint, config: dict[str, Any], key: str) -> dict[str, Any]:

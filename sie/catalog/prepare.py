@@ -19,7 +19,7 @@ import msgspec
 from sie.catalog.architecture import read_model_config
 from sie.catalog.cards import complete_card, make_card
 from sie.catalog.chat_pairs import read_pair_template
-from sie.catalog.directory import check_before_weights
+from sie.catalog.checkpoint_card import check_before_weights
 from sie.catalog.files import open_checkpoint, refuse
 from sie.catalog.generation import finish_generator
 from sie.catalog.gguf_file import SUFFIX, find_gguf
@@ -240,7 +240,7 @@ def _leave(*_: object) -> None:
 
 def _answer(request: Request, on_progress: Progress) -> Ready | Fetched | Found:
     if request.repositories:
-        from sie.catalog.repository import find_models  # imports protobuf
+        from sie.catalog.repository_layout import find_models  # imports protobuf
 
         return Found(find_models(request.repositories, request.spec.id))
     if request.is_adapter:

@@ -18,7 +18,7 @@ import msgspec
 from sie.catalog.options import check_profile_options, gives_dense_by, read_muvera
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
-from sie.values.model_config import ModelConfig
+from sie.values.shared_config import ModelConfig
 
 DEFAULT_PROFILE: Final = "default"
 """The profile of requests without a profile; a model without it is offered only as `id:profile`."""
@@ -121,7 +121,7 @@ def entry_ids(model_id: str, profiles: Profiles) -> list[str]:
 
 
 def entry_cards(card: ModelCard) -> list[ModelCard]:
-    """Return one card for each entry of a model. In `id:profile` the profile is `default`, and the only one."""
+    """Return one card for each entry of a model. That of `id:profile` has only this profile, named `default`."""
     if not card.profiles:
         return [card]
     ids = entry_ids(card.id, card.profiles)

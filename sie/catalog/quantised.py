@@ -47,7 +47,7 @@ class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
     block: tuple[int, int] | None = None
     """Outputs and inputs that share a scale; 0 means all of them. None: all together, or each output for itself."""
     zero_shift: int = 0
-    """What is added to a stored zero point."""
+    """The number that is added to a stored zero point."""
 
 
 class _Place(NamedTuple):

@@ -37,7 +37,7 @@ class QuantisedWeight(msgspec.Struct, frozen=True, kw_only=True):
     num_groups: int
     """Number of scales of an output."""
     parts: dict[str, str]
-    """The names of its tensors by what they are: `numbers`, `scales`, `zeros`, `groups`, `shape`."""
+    """The names of its tensors by their role: `numbers`, `scales`, `zeros`, `groups`, `shape`."""
 
 
 def plan_weights(model_id: str, found: Quantisation, tensors: Mapping[str, Tensor]) -> list[QuantisedWeight]:

@@ -33,9 +33,9 @@ class _Code(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     where: dict[str, Any] = {}
     """Values of config.json that select this entry among those for the same classes."""
     expects: dict[str, Any] = {}
-    """Values that config.json must have where it has the key, because other ones are not computed."""
+    """The only values of these keys of config.json that can be computed. A key may be missing."""
     part: str = ""
-    """The key of config.json with the configuration of the transformer, beside values that it may lack."""
+    """The key of config.json that has the transformer's configuration; values missing there are beside it."""
     served_as_type: str = ""
     """The library's model_type of the architecture, if it differs."""
     values: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def replace_remote_code(card: ModelCard, adapter: str | None = None) -> ModelCar
     if code.skips_prompt:
         if card.pipeline[0].config["modes"] != ["mean"]:
             raise refuse(
-                card.id, f"its code takes the mean without the prompt, and its modules do not; {_advice(reference)}"
+                card.id, f"its code leaves the prompt out of the mean, but its modules do not; {_advice(reference)}"
             )
         card = msgspec.structs.replace(card, skips_prompt=True)
     if code.names_pooling:

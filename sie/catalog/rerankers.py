@@ -33,7 +33,7 @@ class Reranker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     divisor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     layer: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """The layer after which a model with a head behind each layer is cut off; None: its last one."""
+    """The last layer to compute of a model that has a head behind each layer; None: all layers."""
     instructed_query: str | None = None
     """Replaces the part with the query for a request with an instruction, when the parts have no place for it."""
     default_instruction: str = ""

@@ -15,6 +15,7 @@ import msgspec
 from sie.catalog.profiles import fold_default
 from sie.catalog.rerankers import Reranker
 from sie.values.card import AdapterSpec, ClassifierTask, EncoderWeights, Pooling, StubOptions
+from sie.values.choices import with_choices
 from sie.values.errors import BadRequest
 from sie.values.output_kinds import KINDS, RAGGED
 
@@ -225,7 +226,7 @@ def _parse_stub(options: str, text: str) -> StubOptions:
         own = {key: value for key, value in pairs.items() if key not in widths}
         stub = msgspec.convert({**own, "widths": widths}, StubOptions, strict=False)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"model spec {text!r}: {error}") from None
+        raise BadRequest(f"model spec {text!r}: {with_choices(error, StubOptions)}") from None
     for key in pairs:
         value, least = _option_of(stub, key), _STUB_MINIMUM.get(key, 0)
         if not isinstance(value, str) and (not math.isfinite(value) or value < least):

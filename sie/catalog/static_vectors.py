@@ -49,7 +49,7 @@ def read_static(checkpoint: Checkpoint, modules: list[Module] | None, config: di
     weights_file = str(table.root / "model.safetensors")
     rows, width = _read_shape(checkpoint.id, weights_file)
     if rows < tokenizer.size:
-        raise refuse(checkpoint.id, f"its table has {rows} rows, but its tokenizer {tokenizer.size} tokens")
+        raise refuse(checkpoint.id, f"its table has {rows} rows, but its tokenizer has {tokenizer.size} tokens")
     is_model2vec = modules is None
     pipeline = read_sentence_steps(checkpoint, (modules or [Module(_MODULE)])[1:], width)
     return ModelCard(

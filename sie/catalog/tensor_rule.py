@@ -17,7 +17,7 @@ from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.model_config import CONFIG_FILE, read_model_config, to_json
 from sie.catalog.onnx_file import OnnxError, OnnxValue, read_onnx
 from sie.catalog.queue_rule import read_queue_rule
-from sie.catalog.repository import find_file, open_model, reason_without_version
+from sie.catalog.repository_layout import find_file, open_model, reason_without_version
 from sie.catalog.spec import ModelSpec, TensorSource
 from sie.catalog.warm_up import read_warm_ups
 from sie.values.card import ModelCard
@@ -224,7 +224,8 @@ def _merged_spec(model: Checkpoint, kind: str, tensor: Any, value: OnnxValue, ba
 def _check_shape(model: Checkpoint, kind: str, name: str, shape: tuple[int, ...]) -> None:
     if len(shape) > MAX_RANK or any(size < -1 for size in shape):
         raise refuse(
-            model.id, f"{kind} {name!r} has the shape {list(shape)}; each of at most {MAX_RANK} sizes is -1 or more"
+            model.id,
+            f"{kind} {name!r} has the shape {list(shape)}; a shape has at most {MAX_RANK} sizes, each -1 or more",
         )
 
 

@@ -31,7 +31,10 @@ _WEIGHT_NAMES: Final = (
 
 
 def text_part(config: dict[str, Any], *, is_bare: bool) -> dict[str, Any] | None:
-    """Return the configuration of the language model of a bare generator of texts and images, or None for others."""
+    """Return the configuration of the language model within a generator that also reads images, or None for others.
+
+    is_bare tells whether the checkpoint has no `modules.json`.
+    """
     part = config.get(PART)
     architecture = str((config.get("architectures") or [""])[0])
     if not is_bare or not architecture.endswith(_WHOLE) or not isinstance(part, dict):
@@ -43,7 +46,7 @@ def text_part(config: dict[str, Any], *, is_bare: bool) -> dict[str, Any] | None
 def as_text_part(card: ModelCard, config: dict[str, Any]) -> ModelCard:
     """Return the card of a language model, with the place of its configuration and the names of its weights.
 
-    config is the one of the whole.
+    config is that of the whole model.
     """
     changes = _changes(config, config[PART])
     return msgspec.structs.replace(card, config_part=PART, config_changes=changes, weight_names=_WEIGHT_NAMES)

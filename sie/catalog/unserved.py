@@ -22,7 +22,6 @@ _KINDS: Final = {
         "glm_ocr", "lighton_ocr", "deepseek_ocr2", "got_ocr2", "paddleocr_vl", "qianfan_ocr", "unlimited_ocr",
         "minicpm_ocr",
     ),
-    "GLiREL, relations between given entities": ("glirel",),
     "audio": (
         "audio-spectrogram-transformer", "clap", "cohere_asr", "encodec", "granite_speech", "hubert", "lasr_ctc",
         "moonshine", "moonshine_streaming", "nemotron_asr_streaming", "parakeet_ctc", "parakeet_encoder",

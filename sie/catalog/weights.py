@@ -145,8 +145,9 @@ def tensor_shapes(model_id: str, path: str) -> dict[str, tuple[int, ...]]:
 def with_num_weights(card: ModelCard) -> ModelCard:
     """Return the card with the number of weights in its directory and their method, or unchanged when it is unknown.
 
-    Quantised weights count as what they are dequantised to. A file that cannot be read is not an error here: the load will report its fault. Raises ModelLoadFailed for more
-    weights than a file has room for: other models would be unloaded to make room for them.
+    Quantised weights count in their dequantised form. A file that cannot be read is not an error here, because the load
+    reports its fault. Raises ModelLoadFailed for more weights than a file has room for: other models would be unloaded to
+    make room for them.
     """
     if not card.directory:
         return card

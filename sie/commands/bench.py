@@ -25,7 +25,12 @@ _POSITIVE = click.FloatRange(0, 1_000_000, min_open=True)
 @click.option("--model", required=True, help="Id of the model to ask.")
 @url_option("http[s]://HOST:PORT, grpc[s]://HOST:PORT or unix:PATH.")
 @click.option(
-    "--dialect", type=click.Choice(DIALECTS), default=DIALECTS[0], show_default=True, help="Wire protocol to speak."
+    "--dialect",
+    type=click.Choice(DIALECTS),
+    metavar="NAME",
+    default=DIALECTS[0],
+    show_default=True,
+    help=f"Wire protocol to speak: {', '.join(DIALECTS)}.",
 )
 @click.option(
     "--encoding",

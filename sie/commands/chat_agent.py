@@ -1,6 +1,6 @@
 """The agent's part of `sie chat`: shows the calls of tools, saves their pictures, asks for approvals, attaches files.
 
-All of it goes to stderr. What tools print was written by strangers, so control characters are left out.
+All of it goes to stderr. The output of tools was written by strangers, so control characters are left out.
 """
 
 from __future__ import annotations
@@ -124,9 +124,21 @@ def _show(title: str, text: str) -> None:
     note("\n".join([f"· {title.translate(HARMLESS)}", *(f"  {line}" for line in shown)]))
 
 
+def _path_of(word: str) -> Path:
+    """Return the path that a word names; punctuation after it belongs to the sentence, unless there is such a file."""
+    path = Path(word)
+    return path if path.is_file() else Path(word.rstrip("?!.,;:)"))
+
+
 def attach(text: str) -> str | Sequence[dict[str, Any]]:
-    """Return a question's content: its text, and the files that it names with `@`. A word that names no file is text."""
-    paths = [Path(quoted or plain) for quoted, plain in _ATTACHED.findall(text)]
+    """Return a question's content: its text, and the files that it names with `@`. A word that names no file is text.
+
+    One that looks like a path, with a slash or a dot, is noted, because a file was perhaps meant.
+    """
+    paths = [Path(quoted) if quoted else _path_of(plain) for quoted, plain in _ATTACHED.findall(text)]
+    for path in paths:
+        if not path.is_file() and (len(path.parts) > 1 or path.suffix):
+            note(f"  not attached: there is no file {path}")
     files = [path for path in dict.fromkeys(paths) if path.is_file()]
     if not files:
         return text

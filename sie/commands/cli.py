@@ -1,7 +1,7 @@
 """The command `sie`: its flags, help and exit statuses. The flags are derived from `sie.config.settings`.
 
 Imports only what `--help` needs; each command imports the rest itself. Exit statuses: 0 done, 1 failed while running,
-2 a command that does not exist, 78 (EX_CONFIG) a setting or flag that stops the start.
+2 a command that does not exist, 78 (EX_CONFIG) a setting, a flag or a model that stops the start.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from sie.config.flags import ConfiguredCommand, ModelsCommand, with_models
 from sie.config.settings import Loaded, load_settings
 from sie.config.sources import SettingsError, did_you_mean
 from sie.doctor import AREAS
-
-EX_CONFIG = 78
+from sie.ipc.exit_statuses import CONFIG_STATUS
 
 _MAX_HELP_CHARS: Final = 90
 _CONTEXT = {"max_content_width": 120, "help_option_names": ["-h", "--help"]}
@@ -42,7 +41,7 @@ def main(args: Sequence[str] | None = None) -> int:
         result = cli.main(args=args, prog_name="sie", standalone_mode=False)
     except SettingsError as error:
         click.echo(f"sie: {error}", err=True)
-        return EX_CONFIG
+        return CONFIG_STATUS
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -106,7 +105,7 @@ def serve(named: tuple[str, ...], config_file: str | None, **flags: Any) -> int:
 
     loaded = _warned(load())
     check_adapters(loaded)
-    from sie import supervisor
+    from sie.supervisor import main as supervisor
     from sie.supervisor.host_resources import StartError
 
     try:
@@ -130,7 +129,7 @@ def gateway(config_file: str | None, **flags: Any) -> int:
         return _load(config_file, flags)
 
     loaded = _warned(load())
-    from sie import supervisor
+    from sie.supervisor import main as supervisor
     from sie.supervisor.host_resources import StartError
 
     try:
@@ -210,7 +209,13 @@ for _command in (bench, chat, convert, keys, ps, pull, run, service, stop, top):
     cls=ConfiguredCommand,
     params=[
         click.Option(["--json", "as_json"], is_flag=True, help="Print JSON."),
-        click.Option(["--only"], type=click.Choice(AREAS), multiple=True, help="Check only this area; repeatable."),
+        click.Option(
+            ["--only"],
+            type=click.Choice(AREAS),
+            metavar="AREA",
+            multiple=True,
+            help=f"Check only this area; repeatable. One of {', '.join(AREAS)}.",
+        ),
         click.Option(
             ["--wait-s"],
             type=click.FloatRange(0, 3600),

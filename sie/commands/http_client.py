@@ -9,10 +9,18 @@ from typing import Any
 
 import msgspec
 
-from sie.loadgen.target import Target
+from sie.loadgen.target import Target, reason_of
 
 TIMEOUT_S = 30.0
 _MAX_FRAME_BYTES = 16 << 20
+_MOST_PLAIN_BYTES = 200
+_NOT_ALLOWED = frozenset({401, 403})
+_KEY_HINT = "; a key is given with --key or SIE_API_KEY"
+_HINTS = {
+    ("", 401): ": the server needs a key that it knows; give it with --key or SIE_API_KEY",
+    ("/ws/status", 403): ": the key lacks the scope 'metrics'",
+}
+"""What to say about an answer without a reason, by path (empty: every other) and status."""
 
 
 class ServerError(Exception):
@@ -42,6 +50,7 @@ def call(
     target: Target, method: str, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S
 ) -> tuple[int, bytes]:
     """Send one request, with `body` as JSON unless it is None; return status and body. Raises TargetError, ServerError."""
+    _check_scheme(target)
     connection = Connection(target, timeout_s)
     headers = authorization(target)
     data = None
@@ -53,6 +62,21 @@ def call(
         return response.status, response.read()
 
 
+def _check_scheme(target: Target) -> None:
+    if target.url.startswith("grpc"):
+        raise ServerError(f"{target.url!r} is an address of gRPC; this command speaks HTTP: give http:// or https://")
+
+
+def _breakage(target: Target, error: Exception, *, is_foreign: bool) -> str:
+    """Return why a connection broke, for people. is_foreign: the answer was not HTTP.
+
+    A server with TLS answers a client without TLS by an alert, or it resets the connection.
+    """
+    reason = "the answer is not HTTP" if is_foreign else reason_of(error)
+    may_have_tls = is_foreign or isinstance(error, ConnectionResetError)
+    return f"{reason}{target.hint_of_tls}" if may_have_tls else reason
+
+
 @contextmanager
 def conversing(connection: Connection, target: Target, timeout_s: float) -> Iterator[None]:
     """Close a connection at the end. Raise ServerError for an answer that takes longer than timeout_s, or breaks off."""
@@ -61,7 +85,10 @@ def conversing(connection: Connection, target: Target, timeout_s: float) -> Iter
     except TimeoutError as error:
         raise ServerError(f"{target.url} has sent nothing for {timeout_s:g} s") from error
     except (OSError, http.client.HTTPException) as error:
-        raise ServerError(f"the connection to {target.url} broke: {error or type(error).__name__}") from error
+        is_foreign = isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError)
+        raise ServerError(
+            f"the connection to {target.url} broke: {_breakage(target, error, is_foreign=is_foreign)}"
+        ) from error
     finally:
         connection.close()
 
@@ -82,23 +109,27 @@ def refusal(path: str, status: int, body: bytes) -> str:
     """Return the reason in an error's body, or one that names the status."""
     try:
         read = msgspec.json.decode(body, type=_Refusal)
-    except msgspec.DecodeError:
-        read = _Refusal()
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        read = _Refusal(message=_plain_text(body))
     for part in (read.detail, read.error, read.message):
         text = part.message if isinstance(part, _OpenAiError) else part
         if text:
-            return text
-    hint = (
-        ": the server needs a key; give it with --key or SIE_API_KEY" if status == http.HTTPStatus.UNAUTHORIZED else ""
-    )
-    return f"the server answers {path} with status {status}{hint}"
+            return f"{text}{_KEY_HINT}" if status == 401 else text
+    return f"the server answers {path} with status {status}{_HINTS.get((path, status)) or _HINTS.get(('', status), '')}"
+
+
+def _plain_text(body: bytes) -> str:
+    """Return a body that is one short line of text, as other servers and our gRPC port answer; else an empty text."""
+    text = body[: _MOST_PLAIN_BYTES + 1].decode(errors="replace").strip()
+    return text if len(body) <= _MOST_PLAIN_BYTES and text.isprintable() and not text.startswith("<") else ""
 
 
 def frames(target: Target) -> Generator[bytes]:
     """Yield the frames of `/ws/status`, JSON texts, until the server ends the feed. Raises TargetError, ServerError."""
-    from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+    from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage, InvalidStatus
     from websockets.sync.client import connect
 
+    _check_scheme(target)
     sock = target.connect()
     sock.settimeout(None)
     path = "/ws/status"
@@ -109,8 +140,13 @@ def frames(target: Target) -> Generator[bytes]:
         )  # fmt: skip
     except InvalidStatus as error:
         raise ServerError(refusal(path, error.response.status_code, error.response.body or b"")) from error
-    except (InvalidHandshake, OSError, TimeoutError) as error:
-        raise ServerError(f"{target.url} opens no {path}: {error or type(error).__name__}") from error
+    except (InvalidHandshake, ConnectionClosed, OSError) as error:
+        if target.tls is not None:
+            status, body = call(target, "GET", path)  # websockets hides an alert of TLS that follows the handshake
+            if status in _NOT_ALLOWED:
+                raise ServerError(refusal(path, status, body)) from error
+        reason = _breakage(target, error, is_foreign=isinstance(error, InvalidMessage))
+        raise ServerError(f"{target.url} opens no {path}: {reason}") from error
     with feed:
         try:
             while True:

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from sie.commands.chat import chat_options, talk
 from sie.commands.target_options import named_target, target_options, url_option
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 60.0
+_ANSWERS = frozenset({200, 404})
 
 
 @click.command()
@@ -58,6 +60,7 @@ def run(
       sie run ./model.gguf
       sie run org/name "What is a fox?"
     """
+    from sie.commands.http_client import ServerError
     from sie.loadgen.target import TargetError
 
     spec = model_spec(model)
@@ -68,12 +71,33 @@ def run(
     }  # fmt: skip
     try:
         target = named_target(url, **access)
-        if _look(target, model_id) is not None:
+        if _has(target, model_id):
             return talk(target, question, **options)
         with _serving(spec, model_id, ["--agent"] if agent else []) as own:
             return 1 if own is None else talk(own, question, **options)
-    except TargetError as error:
+    except (TargetError, ServerError) as error:
         return fail(str(error))
+
+
+def _has(target: Target, model_id: str) -> bool:
+    """Tell whether a running server has the model. False if nobody listens there.
+
+    Raises TargetError or ServerError if the user named the server, and it cannot be asked for another reason.
+    """
+    from sie.commands.http_client import ServerError, call, refusal
+    from sie.loadgen.target import TargetError
+
+    path = _path_of(model_id)
+    try:
+        status, body = call(target, "GET", path)
+        if status not in _ANSWERS:
+            raise ServerError(refusal(path, status, body))
+    except (TargetError, ServerError) as error:
+        is_named = click.get_current_context().get_parameter_source("url") is not ParameterSource.DEFAULT
+        if is_named and not isinstance(error.__cause__, (ConnectionRefusedError, FileNotFoundError)):
+            raise
+        return False
+    return status == 200
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -83,15 +107,19 @@ class _Model(msgspec.Struct, frozen=True):
 
 
 def _look(target: Target, model_id: str) -> _Model | None:
-    """Return the model's state at a server, or None if no server answers there or it does not know the model."""
+    """Return the model's state at our own server, or None if it does not answer yet."""
     from sie.commands.http_client import ServerError, call
     from sie.loadgen.target import TargetError
 
     try:
-        status, body = call(target, "GET", f"/v1/models/{quote(model_id)}")  # a file's name may be in any alphabet
+        status, body = call(target, "GET", _path_of(model_id))
         return msgspec.json.decode(body, type=_Model) if status == 200 else None
     except (TargetError, ServerError, msgspec.DecodeError):
         return None
+
+
+def _path_of(model_id: str) -> str:
+    return f"/v1/models/{quote(model_id)}"  # a file's name may be in any alphabet
 
 
 @contextmanager
@@ -112,7 +140,7 @@ def _serving(spec: str, model_id: str, flags: Sequence[str]) -> Generator[Target
             [*run_module("sie"), "serve", *flags, "--model", spec, "--uds", str(path), "--uds-mode", "600",
              "--state-dir", str(Path(directory, "state")), "--frontends", "1", "--grpc-port", "0", "--log-level", "warning",
              "--api-keys", "", "--tls-cert", "", "--tls-key", "", "--tls-client-ca", ""],
-            env={name: value for name, value in os.environ.items() if name != "SIE_API_KEY"},  # a client's variable, unknown to a server
+            env=_server_variables(),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent,  # noqa: PLW1509  # no other thread runs here
         )  # fmt: skip
         try:
@@ -125,6 +153,11 @@ def _serving(spec: str, model_id: str, flags: Sequence[str]) -> Generator[Target
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
+
+
+def _server_variables() -> dict[str, str]:
+    """Return our variables without a client's, which a server does not know. It need not try a failed load again."""
+    return {name: value for name, value in os.environ.items() if name != "SIE_API_KEY"} | {"SIE_LOAD_RETRY_S": "0"}
 
 
 @contextmanager
@@ -148,6 +181,6 @@ def _wait_until_loaded(server: subprocess.Popen[bytes], target: Target, model_id
         if model is not None and model.state == "loaded":
             return True
         if model is not None and model.state == "failed":
-            return False  # the server would try some errors again, but somebody waits here
+            return False
         time.sleep(_POLL_S)
     return False

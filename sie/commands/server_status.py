@@ -1,6 +1,6 @@
 """Reads the frames of `/ws/status` and derives the figures of `sie ps` and `sie top`. Pure.
 
-Source of the format: SIE API reference, section 14. Fields that nothing here shows are ignored.
+Source of the format: SIE API reference, section 14. Fields that are not shown are ignored.
 """
 
 from __future__ import annotations

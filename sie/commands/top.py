@@ -6,6 +6,7 @@ Its imports happen when it runs, because every other `sie` command imports this 
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 
 import click
 
@@ -21,12 +22,14 @@ def top(*, url: str, **access: str) -> int:
 
     `sie ps` prints the same figures once. The dashboard at the server's `/` shows them in a browser.
     """
+    from sie.commands.http_client import ServerError, frames
     from sie.loadgen.target import TargetError
 
     try:
         target = named_target(url, **access)
-        target.connect().close()  # report a missing server before the terminal is cleared
-    except TargetError as error:
+        with closing(frames(target)) as feed:
+            next(feed, b"")  # report a server that cannot be watched before the terminal is cleared
+    except (TargetError, ServerError) as error:
         return fail(str(error))
     if not sys.stdout.isatty():
         return fail("`sie top` needs a terminal; `sie ps` prints the state once")

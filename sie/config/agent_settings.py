@@ -71,6 +71,15 @@ class Agents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["none", "host"],
         Meta(description="The network of a sandbox. host: all that this host reaches, its own services included."),
     ] = "none"
+    sandbox_nice: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=19,
+            description="Nice value of a sandbox's session, where the kernel groups processes by session. Less gives code more of "
+            "a host whose cores are all busy, and makes others wait for it.",
+        ),
+    ] = 19
     agent_dir: Annotated[
         str,
         Meta(description="Directory of the working directories, on a local disk; empty uses `agents` in `state_dir`."),

@@ -54,7 +54,11 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 20_000
     max_pulled: Annotated[
         int,
-        Meta(ge=1, le=65536, description="Most work items that a host takes from NATS before it has answered them."),
+        Meta(
+            ge=1,
+            le=65536,
+            description="Most work items that a host has before it asks NATS for more; a message may bring several.",
+        ),
     ] = 256
     max_text_runs: Annotated[
         int, Meta(ge=1, le=65536, description="Most answers that a host generates for gateways at a time.")

@@ -66,7 +66,8 @@ class ConfiguredCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the command's own options, then settings under section headings: the common ones, or all."""
         names = {key.name for key in all_keys()}
-        own = [param for param in self.get_params(ctx) if param.name not in names]
+        params = self.get_params(ctx)
+        own = [param for param in params if isinstance(param, click.Option) and param.name not in names]
         with formatter.section("Options"):
             formatter.write_dl([row for param in own if (row := param.get_help_record(ctx))], col_max=_MAX_FLAG_CHARS)
         shown = [key for key in all_keys() if ctx.meta.get(_ALL) or key.name in _COMMON]

@@ -79,6 +79,15 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(ge=0, le=256, description="Most alternatives reported beside each chosen token; over it is 400."),
     ] = 20
+    max_answer_logprobs: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 32,
+            description="Most log probabilities of an answer: its tokens, and with `echo` those of its prompts for each choice, "
+            "times 1 + the alternatives that are asked for. Over it is 400; an answer without `max_tokens` ends at it.",
+        ),
+    ] = 1 << 20
     prompt_logits_bytes: Annotated[
         int,
         Meta(
@@ -124,7 +133,11 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 10_000
     stream_backlog_bytes: Annotated[
         int,
-        Meta(ge=65536, le=1 << 30, description="Most bytes that a client may leave unread before its stream is cut."),
+        Meta(
+            ge=65536,
+            le=1 << 30,
+            description="Most bytes that a client may leave unread before its stream is cut; a part over an eighth of it, such as a prompt that `echo` repeats, does not count.",
+        ),
     ] = 8 * MIB
     chat_template: Annotated[
         str,

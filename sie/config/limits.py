@@ -58,9 +58,20 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_relation_candidates: Annotated[
         int,
         Meta(
-            ge=2, le=4096, description="Number of first entities of a window between which GLiNER looks for relations."
+            ge=2,
+            le=4096,
+            description="Number of first entities of a window between which GLiNER looks for relations; most entities of an item for GLiREL.",
         ),
     ] = 100
+    max_relation_scores: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 30,
+            description="Most scores of a request to GLiREL: the pairs of each item's entities, both ways, times labels; over "
+            "it is 400.",
+        ),
+    ] = 1 << 21
     max_schema_depth: Annotated[int, Meta(ge=1, le=500, description="Deepest nesting of an output_schema.")] = 128
     max_schema_values: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Most values in an output_schema, objects and arrays included.")

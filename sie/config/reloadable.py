@@ -12,7 +12,7 @@ LIVE: Final = frozenset(
     {
         "log_level", "access_log", "drain_timeout_s", "admin_from",
         "model", "lazy_model", "catalog", "pinned_model", "default_model", "wait_for_load", "load_timeout_s",
-        "load_retry_s", "idle_unload_s",
+        "load_retry_s", "idle_unload_s", "strict_readiness",
         "max_body_bytes", "max_items", "max_candidates", "max_item_text_bytes", "max_depth", "max_queued_tokens",
         "max_labels", "max_label_pairs", "max_label_chars", "max_prompt_tokens", "max_text_windows",
         "max_schema_depth", "max_schema_values", "max_tensor_strings", "request_timeout_s", "body_idle_timeout_s",

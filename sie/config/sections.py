@@ -153,7 +153,12 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "none"
     strict_readiness: Annotated[
-        bool, Meta(description="Whether `/api/health/ready` waits for every version of every tensor model.")
+        bool,
+        Meta(
+            description="Whether the server is ready only with every model of `model`. A start that can never load one of them "
+            "ends. If false, a model that fails to load is left out while another can be served. Also whether "
+            "`/api/health/ready` waits for every version of every tensor model."
+        ),
     ] = True
     default_max_batch_size: Annotated[
         int,
@@ -219,7 +224,12 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 16 << 20
     load_timeout_s: Annotated[float, Meta(ge=1, le=86400, description="Longest time to load one model.")] = 900.0
     load_retry_s: Annotated[
-        float, Meta(ge=1, le=1800, description="Wait before a failed load may be retried; doubles each time.")
+        float,
+        Meta(
+            ge=0,
+            le=1800,
+            description="Wait before a failed load may be retried; doubles each time. 0: it is not tried again.",
+        ),
     ] = 30.0
     loading_retry_after_s: Annotated[int, Meta(ge=1, le=60, description="`Retry-After` of 503 MODEL_LOADING.")] = 5
     wait_for_load: Annotated[
@@ -287,6 +297,13 @@ class Devices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     native_kernels: Annotated[
         bool,
         Meta(description="Whether CPU workers use the compiled kernels, if available; torch can do the same work."),
+    ] = True
+    fork_workers: Annotated[
+        bool,
+        Meta(
+            description="Whether CPU workers are forked from a process that has imported the libraries once, if a model is "
+            "loaded at the start that needs them; otherwise each worker imports them."
+        ),
     ] = True
     resolve_timeout_s: Annotated[
         float, Meta(ge=1, le=600, description="Longest time for `--devices auto` to find the devices.")

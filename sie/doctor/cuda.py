@@ -59,7 +59,7 @@ _UNKNOWN = ("a calculation fails", "see `nvidia-smi` and `dmesg`")
 
 
 class DeviceResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one device did. uuid is empty if CUDA does not report it; an empty error means that there was none."""
+    """The result of one device's trial. uuid is empty if CUDA does not report it, and error if the trial succeeded."""
 
     device: str
     name: str

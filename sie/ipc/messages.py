@@ -14,7 +14,7 @@ from sie.values.api_key import ApiKey
 from sie.values.card import AdapterSpec, ModelCard, ModelState
 from sie.values.errors import WireError
 from sie.values.fallbacks import Fallback
-from sie.values.model_config import ModelConfig
+from sie.values.shared_config import ModelConfig
 
 Role = Literal["frontend", "worker", "agent"]
 Protocol = Literal["http", "grpc", "nats", "gateway"]

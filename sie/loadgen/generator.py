@@ -24,7 +24,7 @@ from sie.loadgen.channels import ChannelFactory, MalformedError, Response
 from sie.loadgen.dialects import Dialect
 from sie.loadgen.runs import Run, Sample
 from sie.loadgen.sample_texts import Mix, make_texts
-from sie.loadgen.target import Target
+from sie.loadgen.target import Target, reason_of
 
 _RECEIVE_BYTES: Final = 1 << 16
 """Under 128 KiB, because the allocator maps and unmaps each larger buffer, which triples the time of an answer."""
@@ -98,7 +98,7 @@ class Generator:
             run, self._next_call = Run(""), call
             self._keep_busy(connections, run, 0)
             if not run.samples:
-                raise RefusedError(run.first_error or run.errors_text())
+                raise RefusedError(run.first_error or f"{run.errors_text()}{self._target.hint_of_tls}")
             responses.append(run.samples[0].response)
         self._next_call = 0
         return responses
@@ -222,7 +222,8 @@ class Generator:
             data = connection.sock.recv(_RECEIVE_BYTES)
         except _NOT_NOW:
             return False
-        except OSError:
+        except OSError as error:
+            run.first_error = run.first_error or (reason_of(error) if isinstance(error, ssl.SSLError) else "")
             data = b""
         if not data:
             return self._reopen(connection, run, _CLOSED)

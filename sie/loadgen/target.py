@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import ssl
+from pathlib import Path
+from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
 
 _TIMEOUT_S = 10.0
 _PORTS = {"http": 80, "https": 443, "grpc": 80, "grpcs": 443}
+_JARGON: Final = re.compile(r"^\[SSL[^]]*\] | \(_ssl\.c:\d+\)$")
+"""What OpenSSL's errors have around their text."""
+_MEANINGS: Final = {
+    "WRONG_VERSION_NUMBER": "it answers without TLS; such an address begins with http:// or grpc://",
+    "CERTIFICATE_REQUIRED": "the server asks for a client's certificate; give it with --cert and --cert-key",
+    "ALERT_HANDSHAKE_FAILURE": "the server refuses the handshake; it may ask for a client's certificate (--cert, --cert-key)",
+    "ALERT_UNKNOWN_CA": "the server does not trust the certificate of --cert",
+}
+_WRONG_NAMES: Final = frozenset({62, 64})
+"""X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH. Source: OpenSSL, x509_vfy.h."""
+_EXPIRED: Final = 10
 
 
 class TargetError(Exception):
@@ -38,8 +52,22 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return f"{host}:{self.port}" if self.host else "localhost"
 
     @property
+    def hint_of_tls(self) -> str:
+        """What to say when the server does not answer in our protocol: it may have TLS, and this address has none."""
+        if self.tls is not None or self.uds:
+            return ""
+        return (
+            f"; the address of a server with TLS begins with {'grpcs' if self.url.startswith('grpc') else 'https'}://"
+        )
+
+    @property
     def _is_local(self) -> bool:
         return bool(self.uds) or self.host in {"localhost", "::1"} or self.host.startswith("127.")
+
+    def _hint(self, error: Exception) -> str:
+        if isinstance(error, (ConnectionRefusedError, FileNotFoundError)) and self._is_local:
+            return "; start a server with `sie serve`"
+        return ""
 
     def connect(self) -> socket.socket:
         """Return a connected socket that does not block. Raises TargetError."""
@@ -50,11 +78,26 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             if self.tls is not None:
                 sock = self.tls.wrap_socket(sock, server_hostname=self.host)  # closes it when the handshake fails
         except (OSError, ValueError) as error:
-            is_absent = isinstance(error, (ConnectionRefusedError, FileNotFoundError))
-            hint = "; start a server with `sie serve`" if is_absent and self._is_local else ""
-            raise TargetError(f"cannot connect to {self.url}: {error}{hint}") from error
+            raise TargetError(f"cannot connect to {self.url}: {reason_of(error)}{self._hint(error)}") from error
         sock.setblocking(False)
         return sock
+
+
+def reason_of(error: Exception) -> str:
+    """Return what an error of a connection means, for people; OpenSSL's errors in words about addresses and flags."""
+    text = str(error) or type(error).__name__
+    if not isinstance(error, ssl.SSLError):
+        return text
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{_JARGON.sub('', text)}{_certificate_hint(error)}"
+    return next((meaning for name, meaning in _MEANINGS.items() if name in text), _JARGON.sub("", text))
+
+
+def _certificate_hint(error: ssl.SSLCertVerificationError) -> str:
+    code = getattr(error, "verify_code", 0)
+    if code in _WRONG_NAMES:
+        return "; use one of the names in the server's certificate"
+    return "" if code == _EXPIRED else "; --ca names the file of the authority that signed the server's certificate"
 
 
 def _connect_unix(path: str) -> socket.socket:
@@ -89,12 +132,35 @@ def parse_target(url: str, *, key: str = "", ca_file: str = "", cert_file: str =
 
 
 def _tls_context(scheme: str, ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContext:
+    for flag, file in (("--ca", ca_file), ("--cert", cert_file), ("--cert-key", key_file)):
+        _check_readable(flag, file)
     try:
         context = ssl.create_default_context(cafile=ca_file or None)
+    except ssl.SSLError as error:
+        raise TargetError(f"--ca {ca_file}: the file holds no certificate in PEM form") from error
+    try:
         if cert_file:
             context.load_cert_chain(cert_file, key_file or None)
-    except OSError as error:
-        raise TargetError(f"TLS files: {error}") from error
+    except ssl.SSLError as error:
+        raise TargetError(_pair_error(error, cert_file, key_file)) from error
     if scheme == "grpcs":
         context.set_alpn_protocols(["h2"])
     return context
+
+
+def _check_readable(flag: str, file: str) -> None:
+    try:
+        if file:
+            with Path(file).open("rb"):
+                pass
+    except OSError as error:
+        raise TargetError(f"{flag} {file}: {error.strerror}") from error
+
+
+def _pair_error(error: ssl.SSLError, cert_file: str, key_file: str) -> str:
+    """Return why a certificate and its key cannot be used."""
+    if "KEY_VALUES_MISMATCH" in str(error):
+        return f"--cert-key {key_file or cert_file}: the key is not that of the certificate in {cert_file}"
+    if not key_file:
+        return f"--cert {cert_file}: the file does not hold a certificate and its key; --cert-key names the file of the key"
+    return f"--cert {cert_file} with --cert-key {key_file}: they do not hold a certificate and its key in PEM form"

@@ -75,7 +75,7 @@ GATEWAY_MODEL_WORKERS = Family(
 GATEWAY_PUBLISH = Family(
     name="sie_gateway_queue_publish_seconds",
     kind="histogram",
-    help="Time until NATS had confirmed a work item.",
+    help="Time until NATS had confirmed a message with work items.",
     labels=("operation",),
     bounds=_LATENCY_BOUNDS,
 )

@@ -73,6 +73,13 @@ MODEL_LOADED = Family(
     labels=("model", "device"),
     merge="max",
 )
+MODEL_FAILED = Family(
+    name="sie_model_failed",
+    kind="gauge",
+    help="1 after a failed load until the model is loaded or unloaded (see last_error in /v1/models), else 0.",
+    labels=("model",),
+    merge="max",
+)
 MODEL_MEMORY = Family(
     name="sie_model_memory_bytes",
     kind="gauge",
@@ -95,7 +102,7 @@ OOM_ATTEMPTED = Family(
 OOM_SUCCEEDED = Family(
     name="sie_oom_recoveries_succeeded_total",
     kind="counter",
-    help="Steps that ran out of memory and whose items all ran in the end.",
+    help="Steps that ran out of memory, but whose items all ran in the end, in smaller steps.",
     labels=("model",),
 )
 OOM_FAILED = Family(
@@ -143,7 +150,7 @@ NON_FINITE = Family(
 NON_FINITE_SHARE = Family(
     name="sie_non_finite_share",
     kind="gauge",
-    help="Share of such sequences among the model's latest, about a thousand, on the worker with the highest share.",
+    help="Share of sequences with a value that is not finite, among about the latest thousand, on the worker with the highest share.",
     labels=("model",),
     merge="max",
 )
@@ -393,7 +400,7 @@ GPU_SAMPLED = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    REQUESTS, REQUEST_DURATION, BATCH_SIZE, TOKENS_PROCESSED, QUEUE_DEPTH, MODEL_LOADED, MODEL_MEMORY, MODEL_FALLBACK, OOM_ATTEMPTED,
+    REQUESTS, REQUEST_DURATION, BATCH_SIZE, TOKENS_PROCESSED, QUEUE_DEPTH, MODEL_LOADED, MODEL_FAILED, MODEL_MEMORY, MODEL_FALLBACK, OOM_ATTEMPTED,
     OOM_SUCCEEDED, OOM_FAILED, OOM_CACHE_CLEARS, OOM_EVICTIONS, OOM_SPLITS, IDLE_EVICTIONS, PRESSURE_EVICTIONS,
     NON_FINITE, NON_FINITE_SHARE, LORAS_LOADED, SEQUENCES_RUNNING, SEQUENCES_WAITING, SEQUENCES_COMPLETED,
     PREEMPTIONS, KV_BLOCKS, KV_BLOCKS_USED, PREFIX_LOOKUPS, PREFIX_HITS, PREFIX_EVICTIONS, PROMPT_TOKENS,

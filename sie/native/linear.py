@@ -64,6 +64,15 @@ def run_linear(call: LinearCall) -> None:
     native.loaded().sie_linear(ctypes.byref(call))
 
 
+def packed_bytes(outputs: int, inputs: int, form: WeightFormat) -> int:
+    """Return the bytes of a packed matrix."""
+    groups = -(-outputs // TILE_OUTPUTS) * -(-inputs // GROUP_INPUTS)
+    numbers = GROUP_INPUTS * TILE_OUTPUTS
+    if form is WeightFormat.BF16:
+        return groups * 2 * numbers
+    return groups * (2 * TILE_OUTPUTS + (numbers if form is WeightFormat.INT8 else numbers // 2))
+
+
 def pack_bf16(bits: NDArray[np.uint16]) -> NDArray[np.uint8]:
     """Return the packed bytes of a bfloat16 matrix (outputs, inputs), given as its bits."""
     return _tiles(bits, 2).reshape(-1).view(np.uint8)
@@ -83,9 +92,12 @@ def pack_int4(numbers: NDArray[np.uint8], scales: NDArray[np.float16]) -> NDArra
 def _tiles(matrix: NDArray[NumberT], run: int) -> NDArray[NumberT]:
     """Return (tiles, groups, 32 / run, 16 outputs, run inputs), padded with zeros after the last output and input."""
     outputs, inputs = matrix.shape
-    padded = np.pad(matrix, ((0, -outputs % TILE_OUTPUTS), (0, -inputs % GROUP_INPUTS)))
-    split = padded.reshape(len(padded) // TILE_OUTPUTS, TILE_OUTPUTS, -1, GROUP_INPUTS // run, run)
-    return np.ascontiguousarray(split.transpose(0, 2, 3, 1, 4))
+    padding = -outputs % TILE_OUTPUTS, -inputs % GROUP_INPUTS
+    padded = np.pad(matrix, ((0, padding[0]), (0, padding[1]))) if any(padding) else matrix
+    # A run has four bytes in each format, and NumPy moves numbers of four bytes in a third of the time of runs.
+    words = np.ascontiguousarray(padded).view(np.uint32)
+    split = words.reshape(len(words) // TILE_OUTPUTS, TILE_OUTPUTS, -1, GROUP_INPUTS // run)
+    return np.ascontiguousarray(split.transpose(0, 2, 3, 1)[..., None]).view(matrix.dtype)
 
 
 def _with_scales(numbers: NDArray[np.uint8], scales: NDArray[np.float16]) -> NDArray[np.uint8]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -9,10 +10,20 @@ import os
 import resource
 import signal
 import sys
+from pathlib import Path
+from typing import Final
 
+from sie.runtime.sandbox_entry import LONGEST_SLICE_NS, set_slice
+
+THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""Variables that libraries read when they are loaded: the sizes of their thread pools."""
 _PR_SET_PDEATHSIG = 1
+_YIELDING_NICE = 10
 _OWN_FILES = 1024
 """Descriptors reserved for shared memory, workers and files."""
+_OOM_SCORE = 300
+"""Three tenths of the memory that can be used, as if a worker held it besides its own. In a group of 300 MiB a tenth is less
+than a frontend can hold more than a worker. Unit: proc(5), oom_score_adj."""
 
 
 def die_with_parent(expected_parent_pid: int | None = None) -> None:
@@ -31,6 +42,25 @@ def pin_to(cores: tuple[int, ...]) -> None:
     """Pin this process, and every thread it starts, to these cores; an empty tuple changes nothing."""
     if cores:
         os.sched_setaffinity(0, cores)
+
+
+def die_before_siblings() -> None:
+    """If memory is short, let the kernel choose this worker before a frontend or the supervisor.
+
+    A worker's requests run again elsewhere or in its successor, but a frontend's connections are lost with it.
+    """
+    path = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError):
+        path.write_text(str(min(int(path.read_text()) + _OOM_SCORE, 1000)))
+
+
+def yield_to_siblings() -> None:
+    """Let the other processes of the server take the core when they wake up. Where no core is free, a tenth of one is left.
+
+    Call it before threads are started: each keeps what its maker had.
+    """
+    os.nice(_YIELDING_NICE)
+    set_slice(os.SCHED_OTHER, LONGEST_SLICE_NS)
 
 
 def max_connections(wanted: int) -> int:

@@ -28,7 +28,7 @@ _MAX_ASIDE: Final = 3
 """Files set aside that are kept: a bad disk must not fill up with them."""
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _PRIMARY: Final = 0xFF
-"""Bits of the general code within an extended one."""
+"""The bits of an extended error code of SQLite that are the primary code."""
 _SUFFIXES: Final = ("-wal", "-shm", "")
 _T = TypeVar("_T")
 

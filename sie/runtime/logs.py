@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
+from collections import defaultdict
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
@@ -35,6 +37,8 @@ _COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRIT
 _PRIORITIES = {logging.DEBUG: 7, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 _RESET = "\x1b[0m"
 _CLEAR_REST = "\x1b[K"
+_MAX_WARNINGS = 10
+"""Different warnings of one line of a library that are logged: their texts may hold a client's values, so never end."""
 
 
 def configure(log_format: LogFormat, level: str, process_name: str) -> None:
@@ -52,6 +56,33 @@ def configure(log_format: LogFormat, level: str, process_name: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     logging.captureWarnings(capture=True)
+    _bound_warnings()
+
+
+def _bound_warnings() -> None:
+    """Log each warning once, and at most `_MAX_WARNINGS` of one line of code.
+
+    Python itself remembers each different text for ever. The last filter ends that, and leaves it to ours.
+    """
+    warnings.simplefilter("always", append=True)
+    logging.getLogger("py.warnings").filters[:] = [_Repeats()]
+
+
+class _Repeats(logging.Filter):
+    """Drops the repeated and the surplus warnings of each place in the code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a warning is to be logged. Its text is `file:line: Category: message`, then a line of code."""
+        text = record.getMessage()
+        seen, text_hash = self._seen[tuple(text.split(":", 2)[:2])], hash(text)
+        if text_hash in seen or len(seen) >= _MAX_WARNINGS:
+            return False
+        seen.add(text_hash)
+        return True
 
 
 def set_level(level: str) -> None:

@@ -44,9 +44,9 @@ class Progress:
         self._furthest: dict[str, tuple[str, float]] = {}
 
     def update(self, model: str, fraction: float | None, text: str, worker: str = "") -> None:
-        """Show a load's fraction (0 to 1; None: unknown) and its stage, which text names.
+        """Show the fraction of a load that is done (0 to 1; None: unknown), and its stage, named by text.
 
-        worker is empty for what is done once for all workers, such as a download.
+        worker is empty for a stage that serves all workers, such as a download.
         """
         self._started_s.setdefault((model, worker), self._clock_s())
         fraction = None if fraction is None else min(1.0, max(0.0, fraction))
@@ -107,8 +107,12 @@ class Progress:
         self._stream.flush()
 
     def _draw(self, title: str, fraction: float | None, text: str) -> None:
-        bar = "" if fraction is None else f"  {_bar(fraction)} {fraction:4.0%}"
-        line = f"{title}{bar}  {text}"[: _columns(self._stream) - 1]
+        room = _columns(self._stream) - 1
+        done = "" if fraction is None else f" {fraction:4.0%}"
+        bar = "" if fraction is None else f"  {_bar(fraction)}"
+        if len(f"{title}{bar}{done}  {text}") > room:  # words say more than the bar
+            bar = ""
+        line = f"{title}{bar}{done}  {text}"[:room]
         self._write(f"{_CLEAR_LINE}{line}\r")
 
 

@@ -75,7 +75,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sandbox of this host holds. problem is the reason why there is none, or empty."""
+    """The strength of the sandboxes of this host. problem is the reason why there is none, or empty."""
 
     mode: SandboxMode = "off"
     problem: str = ""
@@ -94,6 +94,8 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     hidden: tuple[str, ...] = ()
     """Paths of the server's own that must not be seen, wherever they are."""
+    session_nice: int = 19
+    """Its share of the processor, where the kernel groups processes by session; 19 is the least."""
 
     def command(self, home: Path, program: Program, *, info_fd: int = -1, reports: bool = False) -> list[str]:
         """Return the command line. home was made by `make_home`. info_fd gets JSON with the pid of the sandbox's init."""
@@ -106,6 +108,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
             "limits": msgspec.to_builtins(self.limits),
             "writable": [WORK, "/tmp", "/dev/shm"],  # noqa: S108  # the sandbox's own
             "directory": WORK if is_confined else str(home / "work"),
+            "session_nice": self.session_nice,
             "command": list(program.command),
             "module": f"{own}/sie/{program.module}" if program.module else "",
             "report": reports,
@@ -219,6 +222,9 @@ def find_sandbox(
     kept = Sandbox(mode="off", bwrap=path, has_network=has_network, limits=limits or Limits(), hidden=tuple(hidden))
     if not path:
         return kept, Report(problem="bubblewrap is missing: install the host's package or `ringserve[sandbox]`")
+    if covered := _covered(_python_roots(sys.executable)):
+        reason = f"the server's Python is below {covered}, and each sandbox has a {covered} of its own"
+        return kept, Report(problem=f"{reason}: install the server elsewhere")
     problem = ""
     modes: tuple[SandboxMode, ...] = ("privileged", "user") if os.geteuid() == 0 else ("user",)
     for mode in modes:
@@ -268,13 +274,19 @@ def _python_roots(python: str) -> tuple[str, ...]:
     return tuple(sorted(path for path in found if path != "/" and not _is_below(path, below)))
 
 
+def _covered(roots: Iterable[str]) -> str:
+    """Return the directory of a sandbox's own that would cover one of these, or an empty text."""
+    own = ("/tmp", "/dev", "/proc", WORK, SKILLS)  # noqa: S108  # the sandbox's own
+    return next((place for root in roots for place in own if _is_below(root, (place,))), "")
+
+
 def _parents(paths: Iterable[str]) -> list[str]:
     """Return the directories above these paths, each before those below it, without the root."""
     return sorted({str(parent) for path in paths for parent in Path(path).parents} - {"/"})
 
 
 def _hiding(hidden: Iterable[str], shown: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield mounts that cover each hidden path that lies in what is shown."""
+    """Yield mounts that cover each hidden path within the shown ones."""
     for text in hidden:
         path = Path(text).absolute()
         for one in dict.fromkeys((path, path.resolve())):

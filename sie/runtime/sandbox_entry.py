@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import runpy
+import struct
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,11 @@ _SIGKILL: Final = 9
 _CLONE_NEWUSER: Final = 0x10000000
 _CAPSET: Final = {"x86_64": 126, "aarch64": 91}
 _CAPABILITY_VERSION: Final = 0x20080522
+_SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}
+_SCHED_ATTR: Final = struct.Struct("=IIQiIQQQ")
+"""Size, policy, flags, nice, priority, runtime, deadline, period. Source: sched_setattr(2)."""
+LONGEST_SLICE_NS: Final = 100_000_000
+"""The longest that the kernel allows."""
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IDLE_CLASS: Final = 3 << 13
 _MOST_CAPABILITIES: Final = 64
@@ -33,8 +39,6 @@ _LIMITS: Final = {
     "processes": resource.RLIMIT_NPROC,
     "cpu_s": resource.RLIMIT_CPU,
 }
-_SESSION_NICE: Final = "10"
-"""A tenth of an ordinary session's share. Less would stop code on a busy host, and plain chats would win nothing."""
 _AUTOGROUP_TIMEOUT_S: Final = 2.0
 _AUTOGROUP_AGAIN_S: Final = 0.02
 
@@ -42,7 +46,7 @@ _AUTOGROUP_AGAIN_S: Final = 0.02
 def main() -> None:
     """Confine this process, then run a module or a program. The report is for `sie doctor` and tests."""
     entry: dict[str, Any] = json.loads(sys.argv[1])
-    lower_priority()
+    lower_priority(entry["session_nice"])
     if entry["dies_with"]:
         _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
         if os.getppid() != entry["dies_with"]:
@@ -67,13 +71,13 @@ def main() -> None:
         os.execv(entry["command"][0], entry["command"])  # noqa: S606  # the program that the sandbox is for
 
 
-def lower_priority() -> None:
+def lower_priority(session_nice: int) -> None:
     """Run only when nobody else wants the processor or the disk, and be the first to die if memory is short.
 
     A process cannot leave the idle class again without RLIMIT_NICE.
     """
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    lower_session()
+    lower_class()
+    lower_session(session_nice)
     number = _IOPRIO_SET.get(os.uname().machine)
     if number is not None:
         ctypes.CDLL(None).syscall(ctypes.c_long(number), 1, 0, _IDLE_CLASS)
@@ -81,8 +85,28 @@ def lower_priority() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def lower_session() -> None:
-    """Give this session a small share of the processor.
+def lower_class() -> None:
+    """Join the idle class, with a long slice.
+
+    Where the kernel groups processes by session, the class counts within the session only. A process of another one that
+    woke up waited for the rest of this one's slice, which the kernel checks at its ticks only: 4 ms. A process with a
+    shorter slice than the running one does not wait. Linux before 6.12 ignores the slice. Source: sched-eevdf.rst.
+    """
+    set_slice(os.SCHED_BATCH, LONGEST_SLICE_NS)  # the idle class itself takes no slice, and keeps the one that is there
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def set_slice(policy: int, slice_ns: int) -> None:
+    """Ask for slices of this length, in an ordinary class, for this process and all that it starts. A kernel may refuse it."""
+    number = _SCHED_SETATTR.get(os.uname().machine)
+    if number is not None:
+        nice = os.getpriority(os.PRIO_PROCESS, 0)
+        attributes = _SCHED_ATTR.pack(_SCHED_ATTR.size, policy, 0, nice, 0, slice_ns, 0, 0)
+        ctypes.CDLL(None).syscall(ctypes.c_long(number), 0, attributes, ctypes.c_uint(0))
+
+
+def lower_session(nice: int) -> None:
+    """Give this session a small share of the processor, as its nice value says.
 
     Where the kernel groups processes by session, their class counts within the session only: idle code had as large a
     share as the whole server. Source: sched(7), "The autogroup feature".
@@ -90,8 +114,8 @@ def lower_session() -> None:
     deadline_s = time.monotonic() + _AUTOGROUP_TIMEOUT_S
     while time.monotonic() < deadline_s:
         try:
-            Path("/proc/self/autogroup").write_text(_SESSION_NICE)
-        except BlockingIOError:  # the kernel lets users change one session in a tenth of a second
+            Path("/proc/self/autogroup").write_text(str(nice))
+        except BlockingIOError:  # the kernel accepts one change of a session in a tenth of a second
             time.sleep(_AUTOGROUP_AGAIN_S)
         except OSError:  # a kernel without such groups
             return
@@ -120,7 +144,7 @@ def give_up_capabilities() -> None:
     """Hold no capability, in no namespace, and gain none."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     for number in range(_MOST_CAPABILITIES):
-        with contextlib.suppress(OSError):  # without the privilege to drop it, it cannot be gained either
+        with contextlib.suppress(OSError):  # a process that may not drop it may not gain it either
             _prctl(_PR_CAPBSET_DROP, number)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     nothing = (ctypes.c_uint32 * 6)()

@@ -332,7 +332,7 @@ class Attachment:
             self._tell_retired()
 
     def _tell_retired(self) -> bool:
-        """Send the waiting Retire messages; False when the socket is full. Drops them if the peer has gone."""
+        """Send the waiting Retire messages, or drop them if the peer has gone. Return False if the socket is full."""
         while self._retired:
             try:
                 if not send(self._sock, Retire(self._retired[0]), []):

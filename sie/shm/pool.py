@@ -7,8 +7,8 @@ doubling (at most 1/16 is wasted). Ended extents go to a stack of their class. S
 the bytes used last, which are still in the cache. When that stack is empty, the lease is cut from the smallest class
 with a free block, found in a bit map; the rest of the block stays free. When there is none, all stacks are emptied into
 blocks, each merged with its free neighbours, and the search is repeated once. So two free neighbours stay apart only
-while no lease fails because of it. Every step costs the same for any number of extents: a block is merged once per
-`end`, and at most MAX_STACKED at a time.
+while no lease fails because of it. When MAX_STACKED extents are stacked, those of other classes become blocks. Every
+step costs the same for any number of extents: a block is merged once per `end`, and at most MAX_STACKED at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Final, Protocol, Self
 
 from sie.shm.layout import ALIGNMENT, ProtocolError
 
-MAX_STACKED: Final = 256
+MAX_STACKED: Final = 1024
+"""As many as the replies of a large step. To merge them takes about a millisecond."""
 
 _LEASED: Final = 0
 _HANDED_OVER: Final = 1
@@ -153,13 +154,16 @@ class ExtentPool:
         size = lease.nbytes
         self.free_bytes += size
         self.num_leased -= 1
+        if self._num_stacked >= MAX_STACKED:
+            self._merge_stacked(but=size)
+            if self._num_stacked >= MAX_STACKED:
+                self._free(lease.address, size)
+                return
         stack = self._stacks.get(size)
         if stack is None:
             stack = self._stacks[size] = []
         stack.append(lease.address)
         self._num_stacked += 1
-        if self._num_stacked > MAX_STACKED:
-            self._merge_stacked()
 
     def close(self) -> None:
         """Drop the memory, so that it can be unmapped; do not lease or end leases afterwards."""
@@ -184,13 +188,14 @@ class ExtentPool:
             self._insert(start + size, block - size)
         return start
 
-    def _merge_stacked(self) -> None:
-        """Turn every stacked extent into a free block, merged with adjacent free blocks."""
+    def _merge_stacked(self, but: int = 0) -> None:
+        """Turn every stacked extent, but those of one size, into a free block, merged with adjacent free blocks."""
+        kept = self._stacks.pop(but, None)
         for size, stack in self._stacks.items():
             for start in stack:
                 self._free(start, size)
-        self._stacks.clear()
-        self._num_stacked = 0
+        self._stacks = {} if kept is None else {but: kept}
+        self._num_stacked = 0 if kept is None else len(kept)
 
     def _free(self, start: int, size: int) -> None:
         before = self._free_starts.get(start)

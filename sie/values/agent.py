@@ -75,7 +75,7 @@ class MountedSkill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks the server to do besides generating.
+    """The acts besides generating that a request asks of the server.
 
     code_field, shell_field and search_field are the names of the fields that ask for Python, commands and web search, or
     empty; field is the first field of all that asks for an agent. session is the client's name for its session, or empty. max_rounds
@@ -172,7 +172,7 @@ class FileProduced(msgspec.Struct, frozen=True):
 
 
 class AgentOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer says about the server's acts."""
+    """The part of an answer about the server's acts."""
 
     session: str
     records: tuple[ToolRecord, ...] = ()

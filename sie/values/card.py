@@ -17,7 +17,7 @@ ModelState = Literal["available", "loading", "loaded", "unloading", "failed"]
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 """How the vectors of a text's tokens become one, as sentence-transformers names it."""
 ClassifierTask = Literal["text-classification", "text-ranking", "zero-shot-classification"]
-"""What a sequence classifier is served as: scores of its classes, a score of a pair, or entailment of any labels."""
+"""The service of a sequence classifier: scores of its classes, a score of a pair, or entailment of any labels."""
 EncoderWeights = Literal["auto", "int8"]
 """Format of an encoder's linear layers: as set by `dtype`, or eight bits."""
 
@@ -334,10 +334,10 @@ class Listwise(msgspec.Struct, frozen=True, kw_only=True):
 
     after_document: ClassVar[str] = "<|embed_token|>"
     after_query: ClassVar[str] = "<|rerank_token|>"
-    """The marks in the prompt."""
+    """The texts of the two marks in the prompt."""
     document_mark: int
     query_mark: int
-    """Their token ids."""
+    """The token ids of the two marks."""
     max_documents: int = 125
     """Most documents of a list; more are read as several lists."""
     max_document_tokens: int = 2048

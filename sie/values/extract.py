@@ -23,7 +23,6 @@ VITERBI = "viterbi"
 """The strategy of models whose classes are begin, inside, end and single: the best path of allowed classes."""
 ClassFunction = Literal["softmax", "sigmoid", "none"]
 """The function that turns a classifier's logits into scores."""
-CLASS_FUNCTIONS: tuple[ClassFunction, ...] = ("softmax", "sigmoid", "none")
 
 
 class Entity(msgspec.Struct, array_like=True, frozen=True):
@@ -151,7 +150,7 @@ class StubExtract(msgspec.Struct, frozen=True, kw_only=True, tag="stub"):
 
 
 class TransitionBiases(msgspec.Struct, frozen=True, kw_only=True, rename=lambda name: f"transition_bias_{name}"):
-    """What a path of classes gains at each step from one token to the next. Names as in `viterbi_calibration.json`."""
+    """The gain of a path of classes at each step from one token to the next. Names as in `viterbi_calibration.json`."""
 
     background_stay: float
     background_to_start: float
@@ -300,6 +299,22 @@ _GLINER2_OPTIONS = frozenset(
 _RELATION_OPTIONS = frozenset({"relation_labels", "relation_threshold"})
 
 
+class Glirel(msgspec.Struct, frozen=True, kw_only=True, tag="glirel"):
+    """Relations, named in plain words, between the entities that a request has for each text.
+
+    A work item is a `sie.values.glirel_items.GlirelItem` as JSON. The ends of the relations in the worker's answer are
+    numbers of entities.
+    """
+
+    reads: ClassVar[ReadsForm] = "text"
+    gives: ClassVar[GivesForm] = "extract"
+    options: ClassVar[frozenset[str]] = frozenset({"threshold", "top_k"})
+    needs_labels: ClassVar[bool] = True
+
+    max_words: int
+    """Most words of a text."""
+
+
 class Gliclass(msgspec.Struct, frozen=True, kw_only=True, tag="gliclass"):
     """A logit for each label, read in one sequence with the text; for the `gliclass` library's models.
 
@@ -388,6 +403,7 @@ ExtractRule = (
     | ZeroShot
     | Gliner
     | GlinerUnion
+    | Glirel
     | Gliclass
     | Detection
     | ImageToText

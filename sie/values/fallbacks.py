@@ -13,10 +13,10 @@ MEANINGS: Final[dict[FallbackName, str]] = {
     "unpacked": "steps run in batches of equal length instead of packed",
     "gathered_blocks": "keys and values are gathered before attention instead of read in place",
     "no_kernels": "layers run as the library's many small kernels",
-    "no_graphs": "decode steps are launched kernel by kernel instead of as CUDA graphs",
+    "no_graphs": "small steps are launched kernel by kernel instead of as CUDA graphs",
     "uncompiled_int8": "torch computes the layers of encoder_weights int8, slower than without int8",
 }
-"""What each fallback means, after `model: `."""
+"""The meaning of each fallback, as printed after `model: `."""
 
 
 class Fallback(msgspec.Struct, frozen=True):

@@ -40,6 +40,8 @@ class GenerateRule(msgspec.Struct, frozen=True, kw_only=True):
 
     context_length: int
     """Most tokens of a prompt and its answer together."""
+    decoder_start_id: int | None = None
+    """The token before every answer of a model whose encoder reads the prompt; None for a model with a decoder only."""
     eos_token_ids: tuple[int, ...] = ()
     chat_template: str = ""
     """Jinja source; empty for a model without a template."""
@@ -280,14 +282,17 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     """Whether an overlong prompt loses its oldest tokens instead of being refused."""
     stream: bool = False
     agent: AgentTask | None = None
-    """What the server should do besides generating, if anything."""
+    """The acts besides generating that are asked of the server, if any."""
 
 
 # --- what dialects encode -------------------------------------------------------------------------------------------
 
 
-class LogprobText(msgspec.Struct, frozen=True, kw_only=True):
-    """A token as a client sees it, with its logprob; raw is its bytes, which may be only part of a character."""
+class LogprobText(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A token as a client sees it, with its logprob; raw is its bytes, which may be only part of a character.
+
+    Answers have up to a million, and none can be part of a reference cycle: so the garbage collector skips them.
+    """
 
     text: str
     raw: bytes
@@ -309,7 +314,7 @@ class PromptScored(msgspec.Struct, frozen=True):
     """
 
     prompt: int
-    tokens: tuple[LogprobText, ...]
+    tokens: Sequence[LogprobText]
 
 
 class TextDelta(msgspec.Struct, frozen=True):
@@ -390,7 +395,7 @@ class GenerateReply(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChoiceReply]
     usage: GenerateUsage
-    scored: list[tuple[LogprobText, ...]] = []
+    scored: list[Sequence[LogprobText]] = []
     """The tokens of each prompt, if their logprobs are requested (`PromptScored`)."""
     agent: AgentOutcome | None = None
-    """What the server did besides generating, if it was asked to act."""
+    """The acts of the server besides generating, if it was asked to act."""

@@ -6,14 +6,13 @@ Imports only `sie.values` of our modules. Shapes: n items, d dimensions.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from sie.values.extract import Extraction, ExtractTask
+from sie.values.extract import Entity, Extraction, ExtractTask
 from sie.values.muvera import Muvera
 
-OutputDtype = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"]
 OUTPUT_DTYPES: tuple[str, ...] = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
 
 
@@ -169,6 +168,12 @@ class ExtractRequest(msgspec.Struct, kw_only=True):
     """JSON; empty if not given."""
     pairs: dict[int, str] = {}
     """The second text of each item that is a pair, by item number."""
+    metadata: dict[int, msgspec.Raw] = {}
+    """The metadata of each item that has some, by item number, as it was sent."""
+    is_msgpack: bool = False
+    """Whether the metadata are msgpack and not JSON."""
+    given: dict[int, tuple[Entity, ...]] = {}
+    """The entities in the metadata by item number, for a model that reads them."""
     by_class: bool = False
     """Whether the API has a place for the scores of a classifier's own classes, and for nothing else."""
     max_tokens: int | None = None
@@ -194,6 +199,8 @@ class ExtractReply(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     timing: Timing
     num_images: int = 0
+    num_chars: int = 0
+    """Characters of texts that a worker's answer only refers to, so that its size does not show them."""
 
 
 DEFAULT_MODEL = "default"

@@ -35,7 +35,7 @@ class OutputFact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputKind(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind. `dense` is the only one whose size is known before it was computed."""
+    """One kind. The size of a result is known before a step for `dense` alone."""
 
     name: str
     """Its name in requests, answers, cards and profiles, and as a stub's option for its width."""

@@ -157,6 +157,8 @@ class TensorRequest(msgspec.Struct, kw_only=True):
     """How long the client waits, in microseconds; 0 means the server's limit."""
     parameters: Mapping[str, Any] | None = None
     """The request's parameters besides its tensors; only generating models read them."""
+    num_classes: int = 0
+    """Most classes that the client wants of each batch item, of all outputs together, instead of their elements."""
 
     @property
     def uses_regions(self) -> bool:

@@ -26,18 +26,28 @@ class ArrayRef(msgspec.Struct, array_like=True, frozen=True):
 class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a request extent.
 
-    operation is `encode`, `score`, `extract`, `infer` or `generate`, which is one item of token ids. Arrays:
-    `cu_seqlens` int32 (n + 1,), first 0, whose differences are the cost of each item in tokens; and `token_ids` int32
-    (t,), or for a model that reads text `text`
-    uint8 (bytes,) with `text_offsets` int32 (n + 1,). An item of `score` is a pair, with `token_types` uint8 (t,)
-    beside token_ids if the model reads them. As text it is the length of the query's UTF-8 in four bytes
-    (little-endian), query, document. With `compared` an item is one text: item 0 is the query, the others are
-    documents. An item of `extract` has the form in the card's rule; pairs have token_types too. With images there are
-    `pixels` uint8 (bytes,), the RGB rows of all images back to back; `image_sizes` int32 (m, 2), height and width of
-    each; and `image_offsets` int32 (n + 1,), the images of each item. If an item is a text, there is also
-    `token_offsets` int32 (n + 1,) beside token_ids. An item is either images or a text. A request to `infer` is one
-    item without these arrays: task is a `TensorTask`, and each of its tensors is an array uint8 (bytes,), in order. The
-    queries of a detector, for all items, are `query_ids` int32 (t,), token ids, with `query_offsets` int32 (q + 1,).
+    An item is, by the operation
+        encode    a text, or images
+        score     a pair of texts. With `compared` it is one text: item 0 is the query, the others are documents
+        extract   the form in the card's rule: a text, a pair or an image
+        generate  the token ids of a prompt; there is one item
+        infer     the tensors of the request; there is one item. task is a `TensorTask`, and each tensor is one array
+                  uint8 (bytes,), in order. There are no other arrays
+    Arrays of all operations except infer:
+        cu_seqlens       int32 (n + 1,), first 0: its differences are the cost of each item in tokens
+        token_ids        int32 (t,), the items back to back
+        token_types      uint8 (t,), of pairs, if the model reads them
+        text             uint8 (bytes,), instead of token_ids, for a model that reads text. A pair is the length of the
+                         query's UTF-8 in four bytes (little-endian), the query and the document
+        text_offsets     int32 (n + 1,), the bounds of each item in text
+    With images also:
+        pixels           uint8 (bytes,), the RGB rows of all images back to back
+        image_sizes      int32 (m, 2), height and width of each image
+        image_offsets    int32 (n + 1,), the bounds of each item in image_sizes
+        token_offsets    int32 (n + 1,), the bounds of each item in token_ids, if some items are texts
+    With a detector's queries, which count for every item:
+        query_ids        int32 (t,), their token ids
+        query_offsets    int32 (q + 1,), the bounds of each query
     """
 
     model: str

@@ -72,7 +72,7 @@ class _Reader:
         self._num_unread = Counter[str]()
 
     def read(self, text: str) -> None:
-        """Take a whole page. What the page ends within (a tag, a comment) is left out."""
+        """Take a whole page. A tag or a comment that is not closed at the end of the page is left out."""
         at = 0
         while found := _MARKUP.search(text, at):
             self._add(text[at : found.start()])

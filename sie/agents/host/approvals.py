@@ -77,7 +77,7 @@ class Approvals:
         self._remembered.pop((owner, session), None)
 
     def _remember(self, asked: OpenApproval) -> None:
-        """Make its session the most recently used one, and forget the oldest over the limit."""
+        """Remember an approved kind of action for its session. Over the limit, forget the session used longest ago."""
         kinds = self._remembered.pop((asked.owner, asked.session), set())
         self._remembered[asked.owner, asked.session] = kinds | {asked.kind}
         if len(self._remembered) > _MAX_REMEMBERED:

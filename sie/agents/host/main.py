@@ -147,13 +147,14 @@ def _sandbox_of(settings: Settings) -> Sandbox:
     )  # fmt: skip
     if agents.sandbox == "off":
         _log.warning("sandbox off: code and commands run as this user, with this host's files and network")
-        return Sandbox(mode="off", limits=msgspec.structs.replace(limits, processes=0))
+        limits = msgspec.structs.replace(limits, processes=0)
+        return Sandbox(mode="off", limits=limits, session_nice=agents.sandbox_nice)
     sandbox, report = find_sandbox(
         has_network=agents.sandbox_network == "host", limits=limits, hidden=hidden_paths(settings)
     )
     if report.problem and (agents.has_code or agents.has_shell):
         _log.error("no code and no command can run, because there is no sandbox: %s", report.problem)
-    return sandbox
+    return msgspec.structs.replace(sandbox, session_nice=agents.sandbox_nice)
 
 
 def hidden_paths(settings: Settings) -> list[str]:
@@ -171,6 +172,7 @@ def main() -> int:
     """Run the agent process; the launch record is the only argument."""
     launch = msgspec.json.decode(sys.argv[1], type=messages.Launch)
     child_setup.die_with_parent(launch.supervisor_pid)
+    child_setup.yield_to_siblings()
     child_setup.dump_stacks_on_abort()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure(launch.log_format, launch.log_level, "agent")  # type: ignore[arg-type]

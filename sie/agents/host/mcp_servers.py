@@ -1,6 +1,6 @@
 """Keeps the connections to the operator's MCP servers, lists their tools and runs calls of them.
 
-A server that is not there is tried again, less and less often. What it does wrong is a result for the model.
+A server that is not there is tried again, less and less often. A fault of a server is a result for the model.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class _Connection:
         return tuple(found[:_MAX_TOOLS])
 
     def _tool_of(self, tool: Any) -> McpTool | None:
-        """Return a tool, or None for one whose name or schema cannot be given to a model."""
+        """Return a tool, or None if its name or schema cannot be given to a model."""
         schema = _to_json(tool.input_schema)
         if not _TOOL_NAME.fullmatch(tool.name) or len(schema) > _MAX_SCHEMA_BYTES:
             _log.warning("a tool of MCP server %s is left out: %r", self._server.name, tool.name[:100])

@@ -44,7 +44,7 @@ class FloodError(OSError):
 
 
 class Meter:
-    """Counts what a server sends. max_bytes: in ten seconds."""
+    """Counts the bytes that a server sends; max_bytes is the most in ten seconds."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -55,7 +55,7 @@ class Mounts:
             self._mount_skill(session, skill, archive)
 
     def _check_room(self, session: Session, files: Iterable[MountedFile], skills: dict[MountedSkill, Path]) -> None:
-        """Raise MountError if a session would have more than a sandbox may. What is replaced counts until then."""
+        """Raise MountError if a session would have more than a sandbox may. A file that is replaced counts until then."""
         bounds, usage = self._bounds, measure(session.home, self._bounds.files)
         try:
             new = [(file.num_bytes, 1) for file in files] + [measure_skill(archive) for archive in skills.values()]

@@ -25,7 +25,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class Ran(msgspec.Struct, kw_only=True):
-    """What one piece of code gave. Everything in it was written by a stranger's program."""
+    """The result of one piece of code. Everything in it was written by a stranger's program."""
 
     result: str | None = None
     result_type: str | None = None
@@ -36,7 +36,7 @@ class Ran(msgspec.Struct, kw_only=True):
     num_left_out: _Count = 0
     """The pictures that the interpreter left out, because they were too many or too large."""
     number: int = 0
-    """The number of its request."""
+    """The number of the request that was run."""
     was_ended: bool = False
     """Whether the interpreter is gone, and its variables with it."""
 

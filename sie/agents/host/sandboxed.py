@@ -1,7 +1,7 @@
 """Runs one program in a sandbox: its output, its limits as a whole, and its end.
 
-The kernel limits each process (`sie.runtime.sandbox_entry`). What all of them hold together is looked at while a call
-runs, ten times a second: memory, and less often disk space. A sandbox over a limit is ended with the reason.
+The kernel limits each process (`sie.runtime.sandbox_entry`). While a call runs, the memory of all of them together
+is measured ten times a second, and their disk space less often. A sandbox over a limit is ended with the reason.
 """
 
 from __future__ import annotations

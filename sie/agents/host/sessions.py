@@ -45,7 +45,7 @@ class Session:
         self._num_shown: dict[str, tuple[int, int]] = {}
         """The latest round of each run, and how many files it has shown."""
         self.mounted: dict[str, str] = {}
-        """What was put into its directory: the blob of each file and skill, by its path. See `note_mounted`."""
+        """The files and skills that were put into its directory: the blob of each, by its path. See `note_mounted`."""
         self.renewed_s = time.monotonic()
         """When its files were last told to live on."""
         self.used_s = time.monotonic()

@@ -1,6 +1,6 @@
 """Turns files of a working directory into what the wire shows, and into blobs for the store of clients' files.
 
-A file is read once: what is shown of it and what is kept are the same bytes.
+A file is read once, so the shown and the kept bytes are the same.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _UNSHOWN: Final = frozenset({"node_modules", "venv", "env", "__pycache__", "buil
 
 
 class Seen(NamedTuple):
-    """What tells one version of a file from another."""
+    """The properties that tell one version of a file from another."""
 
     inode: int
     size: int
@@ -34,7 +34,7 @@ class Seen(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What a directory holds. problem is a text if it cannot be told."""
+    """The size of a directory. problem is the reason if it cannot be measured."""
 
     num_bytes: int
     num_files: int
@@ -62,7 +62,7 @@ def open_beneath(root: int, name: str, flags: int, mode: int = 0) -> int:
 def read_text(directory: Path, name: str, start: int, end: int) -> tuple[str, int, os.stat_result]:
     """Return the characters from start to end of an ordinary file, how many were passed, and what is known of it.
 
-    What is before start is read and not kept. Raises OSError for anything else than an ordinary file.
+    The characters before start are read and not kept. Raises OSError unless the file is an ordinary one.
     """
     decoder, kept, passed = codecs.getincrementaldecoder("utf-8")("replace"), io.StringIO(), 0
 

@@ -45,7 +45,7 @@ from sie.values.inference import Timing
 _log = get_logger(__name__)
 _LONG_S: Final = 86_400.0
 _ATTEMPTS: Final = 3
-"""Attempts at a round of which nothing was sent."""
+"""Attempts at a round, as long as nothing of it was sent to the client."""
 _MAX_FILES: Final = 64
 """Most files of one answer."""
 
@@ -197,7 +197,7 @@ class AgentRun:
                 return
 
     def _next_request(self) -> GenerateRequest:
-        """Return the request of the next round; its calls are free, and its tokens are what is left of the budget."""
+        """Return the request of the next round. The model may choose its calls, and has the rest of the token budget."""
         messages = with_answer(self._request.messages or (), self.said, continues=self._request.continues)
         left = max(0, self._plan.max_tokens - self._usage.completion_tokens)
         most = self._request.max_tokens
@@ -225,7 +225,7 @@ class AgentRun:
         return said
 
     async def _read(self, run: Generating, said: _Said, *, is_stream: bool) -> None:
-        """Read one attempt at a round. What is not a stream is read as a whole, so that it may begin again."""
+        """Read one attempt at a round. An answer that is not streamed is read as a whole, so that it may begin again."""
         try:
             if not is_stream:
                 self._take(await run.gather(), said)

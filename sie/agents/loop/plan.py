@@ -21,7 +21,7 @@ _FOR_SEARCH: Final = "--enable-search and --search-url"
 
 
 class AgentPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent of one request may do: its task under the settings, and the limits of its rounds."""
+    """The limits of one request's agent: its task under the settings, and the bounds of its rounds."""
 
     request: GenerateRequest
     """The request, with the server's tools besides the client's functions."""

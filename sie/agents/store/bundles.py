@@ -1,7 +1,7 @@
 """Reads an uploaded skill, a zip archive or the files of a folder, and writes it as an archive of our own.
 
-What strangers made is bounded before it is read: the directory of an archive, the number of its entries, and the bytes
-that come out. Names never become paths here. Source: generation API reference, section 8.8.
+An archive comes from a stranger, so these are bounded before they are read: its directory, the number of its entries,
+and the bytes that come out. Names never become paths here. Source: generation API reference, section 8.8.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ OF_CLIENTS: Final = frozenset({UPLOADED, OF_REQUEST})
 """The tools that stand for clients: a file that was uploaded, and one that was part of a request."""
 _RETRY_AFTER_S: Final = 5
 _HELD: Final = "CASE blob WHEN '' THEN 0 ELSE num_bytes END"
-"""Bytes that a file takes: the size of one without a body is only what a client said."""
+"""Bytes that a file takes. A file without a body takes none: its size is only a client's claim."""
 _OVER: Final = f"SELECT count(*), coalesce(sum({_HELD}), 0) FROM files"  # noqa: S608
 
 
@@ -197,7 +197,7 @@ class FileRows:
 
     def _largest(self, *, by_bytes: bool) -> str:
         size = f"sum({_HELD})" if by_bytes else "count(*)"
-        # Of owners who hold as much, the one with the oldest file: never the one whose first file is being added.
+        # Of owners who hold as much, the one with the oldest file. So an owner is safe while its first file is added.
         sql = f"SELECT owner FROM files GROUP BY owner ORDER BY {size} DESC, min(number) LIMIT 1"  # noqa: S608
         (owner,) = self._db.execute(sql).fetchone()
         return owner

@@ -1,7 +1,7 @@
 """Joins the messages of a request with the stored conversation that it continues. Pure.
 
-Source: generation API reference, section 8.7. The reference does not say what a request means that holds only what is
-new; decision 050 does.
+Source: generation API reference, section 8.7. The reference does not define a request that has only the new
+messages; docs/decisions/050 does.
 """
 
 from __future__ import annotations

@@ -285,7 +285,11 @@ def _place(identity: Any) -> _Place:
     return _Place(key, Storage(_STORAGES[kind.text], _number(length, "the length of a storage")))
 
 
-def _tensor(place: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> _Whole:
+def _tensor(
+    place: Any, offset: Any, shape: Any, strides: Any, _grad: Any = None, _hooks: Any = None, metadata: Any = None
+) -> _Whole:
+    if metadata:  # torch keeps there that values are negated or conjugated when they are read
+        raise Refused("a tensor has metadata: save a copy of it made by torch.clone")
     if not isinstance(place, _Place) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
         raise Refused("a tensor has no storage, shape or strides")
     if len(shape) != len(strides) or len(shape) > _MAX_DIMENSIONS:

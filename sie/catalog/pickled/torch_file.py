@@ -38,9 +38,9 @@ _MAX_DIRECTORY_BYTES: Final = 64 << 20
 _END64: Final = struct.Struct("<4s36xQ8x")
 _LOCATOR: Final = struct.Struct("<4s4xQ4x")
 _END: Final = struct.Struct("<4s8xL4xH")
-"""The records at the end of a zip, in their order. The first two are there in zips with sizes of 64 bits."""
+"""The records at the end of a zip, in their order. Only zips with 64-bit sizes have the first two."""
 _MAX_GROWTH: Final = 4
-"""Tied weights are written once for each name. A file that would grow more than this was made to fill the disk."""
+"""Most growth by conversion, which writes tied weights once for each name. More growth is meant to fill the disk."""
 _TIMEOUT_S: Final = 120.0
 
 

@@ -13,7 +13,7 @@ import msgspec
 from sie.catalog.detection import read_detector
 from sie.catalog.extraction import count_positions, read_extraction
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
-from sie.catalog.generation import as_generator, is_generator
+from sie.catalog.generation import as_encoder_decoder, as_generator, is_encoder_decoder, is_generator
 from sie.catalog.gli import as_union, read_library_card
 from sie.catalog.image_to_text import read_image_to_text
 from sie.catalog.late import is_late, read_late
@@ -120,6 +120,8 @@ def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
     if static is not None and outputs.sparse is None:
         raise refuse(spec.id, "its queries have a sparse vector and its documents have none")
     card = _card(spec, checkpoint, transformer, config, msgspec.structs.replace(outputs, static_queries=static))
+    if is_encoder_decoder(modules, config):  # with `pooling` its encoder is wanted
+        return as_encoder_decoder(checkpoint, config, card) if spec.pooling is None else card
     return as_generator(checkpoint, config, card) if is_generator(modules, config) else card
 
 
