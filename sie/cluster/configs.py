@@ -11,14 +11,14 @@ import msgspec
 
 from sie.cluster.payloads import VERSION
 from sie.values.errors import SieError
-from sie.values.model_config import ModelConfig, config_hash
+from sie.values.shared_config import ModelConfig, config_hash
 
 _MAX_ANSWERS: Final = 256
 _SCALARS: Final = ("hf_id", "hf_revision", "weights_path", "max_sequence_length", "pool")
 
 
 class Change(msgspec.Struct, array_like=True, frozen=True):
-    """What a change has added: digest is that of its body, by which a repetition is known."""
+    """The additions of one change. digest is that of the request's body: a repeated request has the same one."""
 
     digest: str
     model: str
@@ -47,12 +47,12 @@ decoder: Final = msgspec.msgpack.Decoder(Configs)
 
 
 def conflict(message: str) -> SieError:
-    """Return the error for a change that does not fit what is there."""
+    """Return the error for a change that contradicts the configurations in force."""
     return SieError(message, code="CONFIG_CONFLICT", http_status=409)
 
 
 def add_config(known: Configs, config: ModelConfig, digest: str, key: str, epoch: int | None) -> Configs:
-    """Return the configurations with one added; the result's last change says what was.
+    """Return the configurations with one added; the last change of the result describes it.
 
     epoch is the one that the client has seen, or None. Raises SieError 409 where it has passed, where a profile or a
     field has another value already, and 422 where key was used for another body.

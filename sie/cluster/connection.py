@@ -47,7 +47,7 @@ _PING_S: Final = 1.0
 _MAX_PINGS: Final = 2
 """A server that answers no ping for this many intervals is lost: a partition sends no other sign."""
 _API_S: Final = 2.0
-"""What is asked while NATS elects a leader is not answered, and must be asked again."""
+"""A question that comes while NATS elects a leader is not answered, and must be asked again."""
 _CLOSE_S: Final = 5.0
 _FETCH_S: Final = 10.0
 _PAYLOAD_AGE_S: Final = 600.0

@@ -1,4 +1,4 @@
-"""Keeps work items that are not tried again in a pool's dead-letter stream, whole: nothing else has their input then."""
+"""Keeps work items that are not tried again in a pool's dead-letter stream, with their inputs: nothing else has them."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ LargeT = TypeVar("LargeT", Cards, CountResult, CountWork, TextFrame)
 
 
 async def pack(connection: Connection, pool: str, name: str, payload: LargeT, **empty: Any) -> bytes:
-    """Return a payload as bytes; a large one is kept under a name, and refers to it with the fields in empty replaced.
+    """Return a payload as bytes. If it is large, it is stored under name, and the bytes only refer to it.
 
-    Raises Overloaded if the store is full, and Unavailable.
+    empty has the small values of the fields that are stored. Raises Overloaded if the store is full, and Unavailable.
     """
     packed = encode(payload)
     if len(packed) <= INLINE_BYTES:
@@ -31,7 +31,7 @@ async def unpack(
 
 
 async def take(connection: Connection, pool: str, payload: LargeT, decoder: msgspec.msgpack.Decoder[LargeT]) -> LargeT:
-    """Return the whole of a payload that nobody else reads, and delete what was kept of it. Raises as `unpack`."""
+    """Return the whole of a payload that nobody else reads, and delete it from the store. Raises as `unpack`."""
     whole = await unpack(connection, pool, payload, decoder)
     if payload.stored:
         await connection.forget(pool, payload.stored)

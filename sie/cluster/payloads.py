@@ -13,7 +13,7 @@ import msgspec
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelState
 from sie.values.errors import ProtocolError, WireError
-from sie.values.extract import ExtractTask
+from sie.values.extract import Entity, ExtractTask
 from sie.values.generate import GenerateRequest
 from sie.values.muvera import Muvera
 
@@ -27,7 +27,7 @@ _to_msgpack: Final = msgspec.msgpack.Encoder().encode
 
 
 class Work(msgspec.Struct, array_like=True, frozen=True):
-    """One work item: one input of a request, or a whole request to score.
+    """One work item: one input of a request, several short ones, or a whole request to score.
 
     body is the msgpack of an `EncodeItem`, a `ScoreItem` or an `ExtractItem`; if it is large, it lies in the object store
     under stored. deadline_ns is on the server's clock.
@@ -43,11 +43,18 @@ class Work(msgspec.Struct, array_like=True, frozen=True):
     stored: str = ""
 
 
-class EncodeItem(msgspec.Struct, array_like=True, frozen=True):
-    """One input to encode, already checked against the model's card. Either text, tokens or images are set."""
+class Works(msgspec.Struct, array_like=True, frozen=True):
+    """A message of a work stream: items of one gateway, lane and model, which one host takes and acknowledges together."""
 
-    text: str | None
-    tokens: list[int] | None
+    version: int
+    items: list[Work]
+
+
+class EncodeItem(msgspec.Struct, array_like=True, frozen=True):
+    """Inputs to encode, already checked against the model's card: texts, lists of tokens, or one input of images."""
+
+    texts: list[str] | None
+    token_lists: list[list[int]] | None
     images: list[memoryview] | None
     output_types: tuple[str, ...] | None
     output_dtype: str | None
@@ -74,13 +81,14 @@ class ExtractItem(msgspec.Struct, array_like=True, frozen=True):
     images: list[memoryview] | None
     options: dict[str, Any]
     task: ExtractTask
+    given: tuple[Entity, ...] = ()
 
 
 class Result(msgspec.Struct, array_like=True, frozen=True):
     """The answer to a work item: an error, or the bytes of a reply (`sie.values.work_bytes`), inline or in the store.
 
-    The times of the reply's `times` count only by their differences; queue_ns and tokenization_ns are durations. cut is
-    the most tokens that the model reads, for each number of an input that was cut.
+    Of the reply's `times` only the differences mean something to another host; queue_ns and tokenization_ns are durations.
+    cuts has, by the number of each input that was cut, the most tokens that the model reads.
     """
 
     version: int
@@ -94,6 +102,15 @@ class Result(msgspec.Struct, array_like=True, frozen=True):
     tokenization_ns: int = 0
     queue_ns: int = 0
     cuts: dict[int, int] = {}
+    is_returned: bool = False
+    """Whether the host could not run the item, so that the gateway gives it to a host again."""
+
+
+class Results(msgspec.Struct, array_like=True, frozen=True):
+    """Host to gateway: the results that were ready at a time."""
+
+    version: int
+    items: list[Result]
 
 
 class Taken(msgspec.Struct, array_like=True, frozen=True):
@@ -172,7 +189,7 @@ class GatewayBeat(msgspec.Struct, array_like=True, frozen=True):
 class TextWork(msgspec.Struct, array_like=True, frozen=True):
     """A request to generate, sent to one host. Its answer is a series of `TextFrame` to reply_to.
 
-    If it is large, the payload with its request lies in the object store under stored.
+    stored: the name in the object store of a payload with the request, if that is too large for a message.
     """
 
     version: int
@@ -191,9 +208,9 @@ class TextFrame(msgspec.Struct, array_like=True, frozen=True):
     """The next part of a generated answer; sequence counts the frames of an answer from 0.
 
     events are the events since the frame before, each (its number in `sie.cluster.text_events.KINDS`, its fields). The
-    last frame has is_over, or an error. The first frame says that the answer has begun; it has no events, and the
-    prompts if the request wants them. If a frame is large, the payload with its events and prompts lies in the object
-    store under stored.
+    last frame has is_over, or an error. The first frame says that the answer has begun: it has no events, and it has the
+    prompts if the request wants them. stored: the name in the object store of a payload with the events and prompts, if
+    they are too large for a message.
     """
 
     version: int
@@ -220,7 +237,7 @@ class CountWork(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CountResult(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens of each prompt, or an error. If they are many, the payload with them lies in the store under stored."""
+    """The tokens of each prompt, or an error. stored is the name of the whole result in the store, if it is large."""
 
     version: int
     error: WireError | None = None
@@ -252,7 +269,7 @@ def encode(payload: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[PayloadT]) -> PayloadT:
-    """Return the payload in data. Raises ProtocolError for another version, and for bytes that are no such payload."""
+    """Return the payload in data. Raises ProtocolError for another version, and for bytes of another form."""
     try:
         payload: Any = decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -262,8 +279,8 @@ def decode(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[PayloadT])
     return payload
 
 
-work_decoder: Final = msgspec.msgpack.Decoder(Work)
-result_decoder: Final = msgspec.msgpack.Decoder(Result)
+works_decoder: Final = msgspec.msgpack.Decoder(Works)
+results_decoder: Final = msgspec.msgpack.Decoder(Results)
 taken_decoder: Final = msgspec.msgpack.Decoder(Taken)
 beat_decoder: Final = msgspec.msgpack.Decoder(Beat)
 cards_decoder: Final = msgspec.msgpack.Decoder(Cards)

@@ -14,7 +14,7 @@ import msgspec
 
 from sie.cluster.payloads import VERSION
 from sie.cluster.subjects import DEFAULT_POOL
-from sie.values.pool import PoolBody
+from sie.values.host_pool import PoolBody
 
 GONE_S: Final = 60.0
 """How long a pool whose lease has ended is still shown, as expired."""

@@ -7,6 +7,7 @@ those of the input before ended.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -17,7 +18,16 @@ from sie.values.errors import ProtocolError
 from sie.values.extract import Extraction
 from sie.values.output_kinds import offsets_name
 from sie.values.work import ReplyHeader
-from sie.values.work_bytes import array_view, extent_bytes, extent_head, plan_arrays, read_extent
+from sie.values.work_bytes import (
+    REPLY_TIMES,
+    array_view,
+    decode_header,
+    extent_bytes,
+    extent_head,
+    plan_arrays,
+    read_extent,
+    split_extent,
+)
 
 Arrays = dict[str, NDArray[Any]]
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -48,11 +58,34 @@ def join_replies(replies: Sequence[Arrays], times: Sequence[int]) -> memoryview:
     return pack_arrays(joined)
 
 
+def read_times(reply: bytes | memoryview) -> tuple[int, int, int]:
+    """Return the times of a reply, (start, inference, after). Raises ProtocolError."""
+    return REPLY_TIMES.unpack_from(reply, _times_at(memoryview(reply)))
+
+
 def with_times(reply: bytes | memoryview, times: Sequence[int]) -> memoryview:
-    """Return a copy of a reply with other times, (start, inference, after)."""
+    """Return a copy of a reply with other times, (start, inference, after). Raises ProtocolError."""
     copy = bytearray(reply)
-    read_arrays(memoryview(copy))[TIMES][:] = times
+    REPLY_TIMES.pack_into(copy, _times_at(memoryview(reply)), *times)
     return memoryview(copy).toreadonly()
+
+
+def _times_at(reply: memoryview) -> int:
+    """Return where the times of a reply are. Raises ProtocolError."""
+    header, payload = split_extent(reply)
+    start = len(reply) - len(payload) + _times_offset(header)
+    if start + REPLY_TIMES.size > len(reply):
+        raise ProtocolError("a reply whose times are cut off")
+    return start
+
+
+@lru_cache(256)
+def _times_offset(header: bytes) -> int:
+    """Return where the times are in the payload behind a header; replies of one layout have the same bytes there."""
+    for ref in decode_header(header, _decoder).arrays:
+        if ref.name == TIMES and ref.dtype == "<i8" and ref.shape == (3,) and ref.offset >= 0:
+            return ref.offset
+    raise ProtocolError("a reply without times")
 
 
 def _join_rows(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -1,11 +1,13 @@
 """Cuts checked requests into work items, and makes a request of one item again on a host. Pure.
 
-A host runs each item as a request of its own: the worker's steps join them, wherever they came from.
+A host runs each item as a request of its own: the worker's steps join them, wherever they came from. Short texts of one
+request stay together, since each item costs processor time whatever its size; long ones may run on several hosts.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -18,24 +20,52 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 _encode_item_decoder: Final = msgspec.msgpack.Decoder(EncodeItem)
 _score_item_decoder: Final = msgspec.msgpack.Decoder(ScoreItem)
 _extract_item_decoder: Final = msgspec.msgpack.Decoder(ExtractItem)
+_ITEM_BYTES: Final = 1024
+"""The most text of several inputs in one item: about a quarter of the tokens of a step on a CPU, so that steps are full."""
+_MAX_INPUTS: Final = 16
+_TOKEN_BYTES: Final = 4
+"""Bytes of text that a token counts as."""
 
 
-def encode_items(request: EncodeRequest) -> list[bytes]:
-    """Return the body of each input of a request that is resolved against its card."""
+class Piece(NamedTuple):
+    """The body of one work item, and the number of its first input in the request."""
+
+    body: bytes
+    first: int = 0
+
+
+def encode_items(request: EncodeRequest) -> list[Piece]:
+    """Return the work items of a request that is resolved against its card."""
     images = request.images or {}
     texts, lists = request.texts, request.token_lists
-    num_items = len(texts if texts is not None else lists or ())
+    sizes = [len(text) for text in texts] if texts is not None else [_TOKEN_BYTES * len(one) for one in lists or ()]
     return [
-        _encode(
-            EncodeItem(
-                texts[item] if texts is not None and item not in images else None,
-                lists[item] if lists is not None else None,
-                images.get(item), request.output_types, request.output_dtype, request.instruction, request.dimensions,
-                request.options, request.muvera,
-            )
+        Piece(
+            _encode(
+                EncodeItem(
+                    texts[start:end] if texts is not None and start not in images else None,
+                    lists[start:end] if lists is not None else None,
+                    images.get(start), request.output_types, request.output_dtype, request.instruction,
+                    request.dimensions, request.options, request.muvera,
+                )
+            ),
+            start,
         )
-        for item in range(num_items)
+        for start, end in _runs(sizes, images)
     ]  # fmt: skip
+
+
+def _runs(sizes: Sequence[int], alone: dict[int, Any]) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of each run of inputs that are one item, in order."""
+    start = num_bytes = 0
+    for number, size in enumerate(sizes):
+        num_bytes += size
+        is_full = num_bytes > _ITEM_BYTES or number - start == _MAX_INPUTS
+        if number > start and (is_full or number in alone or start in alone):
+            yield start, number
+            start, num_bytes = number, size
+    if sizes:
+        yield start, len(sizes)
 
 
 def score_item(request: ScoreRequest) -> bytes:
@@ -43,11 +73,14 @@ def score_item(request: ScoreRequest) -> bytes:
     return _encode(ScoreItem(request.query, request.documents, request.instruction, request.options, request.compared))
 
 
-def extract_items(request: ExtractRequest) -> list[bytes]:
-    """Return the body of each input of a request that is resolved against its card."""
+def extract_items(request: ExtractRequest) -> list[Piece]:
+    """Return the work item of each input of a request that is resolved against its card."""
     images = request.images or {}
     return [
-        _encode(ExtractItem(text, images.get(item), request.options, request.task))
+        Piece(
+            _encode(ExtractItem(text, images.get(item), request.options, request.task, request.given.get(item, ()))),
+            item,
+        )
         for item, text in enumerate(request.texts)
     ]
 
@@ -68,9 +101,9 @@ def read_item(operation: ItemOperation, model: str, body: bytes | memoryview) ->
 
 def _encode_request(model: str, item: EncodeItem) -> EncodeRequest:
     images = {0: item.images} if item.images is not None else None
-    texts = None if item.tokens is not None else [item.text or ""]
+    texts = item.texts if item.images is None else [""]
     return EncodeRequest(
-        model=model, texts=texts, token_lists=[item.tokens] if item.tokens is not None else None,
+        model=model, texts=texts, token_lists=item.token_lists,
         output_types=item.output_types, output_dtype=item.output_dtype, instruction=item.instruction,
         dimensions=item.dimensions, options=item.options, images=images, muvera=item.muvera,
     )  # fmt: skip
@@ -85,4 +118,6 @@ def _score_request(model: str, item: ScoreItem) -> ScoreRequest:
 
 def _extract_request(model: str, item: ExtractItem) -> ExtractRequest:
     images = {0: item.images} if item.images is not None else None
-    return ExtractRequest(model=model, texts=[item.text], options=item.options, task=item.task, images=images)
+    return ExtractRequest(
+        model=model, texts=[item.text], options=item.options, task=item.task, images=images, given={0: item.given}
+    )

@@ -1,7 +1,7 @@
 """Keeps a copy of one document that all gateways and hosts share, and changes it by compare and set.
 
 The document is one key of a bucket in NATS's key-value store, on disk, so a restart of NATS loses nothing. Every change
-is published to all that follow it; a slow poll finds what a lost message said.
+is published to all followers. If a message is lost, a slow poll finds the change.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SharedDocument(Generic[ValueT]):
         self._news.set()
 
     async def _on_message(self, _message: Msg) -> None:
-        self._news.set()  # a refused change is heard, too: only a read says what is stored
+        self._news.set()  # a refused change is heard, too, so the stored value must be read
 
     async def _read(self) -> None:
         data, revision = await self._connection.read_key(self._key)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from sie.cluster.payloads import VERSION
@@ -43,6 +44,7 @@ class Lane(NamedTuple):
     """The leased pool that the hosts work for; empty for none."""
 
 
+@lru_cache(1024)
 def token(name: str) -> str:
     """Return a name as one token of a subject: `/` is `__`, `.` is `_dot_`, other special characters `_` and a hash."""
     plain = name.replace("/", "__").replace(".", "_dot_")

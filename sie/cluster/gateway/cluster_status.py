@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sie.cluster.gateway.directory import Host
+from sie.cluster.gateway.host_directory import Host
 from sie.ipc.messages import ModelEntry
 
 

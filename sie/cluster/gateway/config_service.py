@@ -15,13 +15,13 @@ from sie.catalog.profiles import DEFAULT_PROFILE, config_profiles, model_of
 from sie.catalog.spec import check_model_id, check_revision
 from sie.cluster.configs import Configs, add_config, created_profiles, decoder
 from sie.cluster.connection import Connection
-from sie.cluster.gateway.directory import Directory, Host
+from sie.cluster.gateway.host_directory import Directory, Host
 from sie.cluster.payloads import encode
 from sie.cluster.shared_document import SharedDocument
 from sie.frontend.remote import YAML, ClusterAnswer
 from sie.runtime.strange_yaml import read_strange_yaml
 from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
-from sie.values.model_config import ModelConfig, ResolveBody, as_json_has_it
+from sie.values.shared_config import ModelConfig, ResolveBody, as_json_has_it
 
 _KEY: Final = "configs"
 _MAX_BODY_BYTES: Final = 64 << 10

@@ -19,14 +19,14 @@ from sie.catalog.profiles import model_of
 from sie.cluster.connection import Connection
 from sie.cluster.gateway.cluster_status import cluster_status
 from sie.cluster.gateway.config_service import ConfigService
-from sie.cluster.gateway.directory import Directory, Host
 from sie.cluster.gateway.fair_queue import Caller
 from sie.cluster.gateway.gateway_metrics import GatewayMetrics
+from sie.cluster.gateway.host_directory import Directory, Host
 from sie.cluster.gateway.in_flight import InFlight
 from sie.cluster.gateway.key_leases import KeyLeases
-from sie.cluster.gateway.operations import RemoteEncoder, RemoteExtractor, RemoteScorer
-from sie.cluster.gateway.placement import Placement, Places
 from sie.cluster.gateway.pool_service import RELEASE_S, PoolService
+from sie.cluster.gateway.remote_operations import RemoteEncoder, RemoteExtractor, RemoteScorer
+from sie.cluster.gateway.requested_placement import Placement, Places
 from sie.cluster.gateway.windows import Windows
 from sie.cluster.gateway.work_items import RemotePending
 from sie.cluster.large_payloads import unpack
@@ -39,7 +39,7 @@ from sie.cluster.payloads import (
     decode,
     encode,
     gateway_beat_decoder,
-    result_decoder,
+    results_decoder,
     taken_decoder,
     text_frame_decoder,
 )
@@ -99,7 +99,7 @@ class Gateway:
         self._windows = Windows(self._directory, self.name)
         self._in_flight = InFlight(
             self._connection, self.name, settings.cluster.max_in_flight,
-            self._metrics, window=self._windows.limit,
+            self._metrics, window=self._windows.limit, together=self._windows.together,
         )  # fmt: skip
         self.pools = PoolService(
             self._connection, self._directory, settings.cluster, lambda model: process.models.find(model) is not None,
@@ -198,7 +198,7 @@ class Gateway:
         await connection.open()
         for subject, take in (
             (any_host("beat"), self._on_beat),
-            (answer_subject(self.name, "*", "result"), self._on_result),
+            (answer_subject(self.name, "*", "result"), self._on_results),
             (answer_subject(self.name, "*", "taken"), self._on_taken),
             (answer_subject(self.name, "*", "text"), self._on_text),
             (gateway_beat("*"), self._on_gateway_beat),
@@ -250,8 +250,7 @@ class Gateway:
             silent = self._directory.stale(now_s)
             for host in self._silent - silent:
                 self._in_flight.on_returned(host)
-            if silent - self._silent:
-                _log.warning("hosts fell silent: %s", ", ".join(sorted(silent - self._silent)))
+            self._tell_of_silence(silent)
             self._in_flight.on_silent(silent)
             if self._texts is not None:
                 self._texts.on_silent(silent)
@@ -261,6 +260,17 @@ class Gateway:
         self._windows.renew(now_s)
         self._in_flight.pump()
         self._update_models(now_s)
+
+    def _tell_of_silence(self, silent: set[str]) -> None:
+        """Log which hosts are newly silent, and which are back."""
+        silent_now = silent - self._silent
+        left = self._directory.left(silent_now)
+        if back := self._directory.names(self._silent - silent):
+            _log.info("hosts are heard again: %s", back)
+        if left:
+            _log.info("hosts have left: %s", self._directory.names(left))
+        if lost := self._directory.names(silent_now - left):
+            _log.warning("hosts fell silent: %s", lost)
 
     def _rescue(self, now_s: float) -> None:
         """Find other hosts for items whose lane serves their model no more, or have the model loaded."""
@@ -363,11 +373,14 @@ class Gateway:
         except ProtocolError as error:
             _log.warning("a heartbeat of a gateway is refused: %s", error)
 
-    async def _on_result(self, message: Msg) -> None:
+    async def _on_results(self, message: Msg) -> None:
         try:
-            await self._in_flight.on_result(decode(message.data, result_decoder), message.subject)
+            results = decode(message.data, results_decoder).items
         except ProtocolError as error:
-            _log.error("a result is refused: %s", error)
+            _log.error("results are refused: %s", error)
+            return
+        for result in results:
+            self._in_flight.on_result(result, message.subject)
 
     async def _on_taken(self, message: Msg) -> None:
         try:

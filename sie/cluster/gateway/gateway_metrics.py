@@ -7,8 +7,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterable
 from typing import Any, Final
 
-from sie.cluster.gateway.directory import Host
-from sie.cluster.gateway.placement import Placement
+from sie.cluster.gateway.host_directory import Host
+from sie.cluster.gateway.requested_placement import Placement
 from sie.cluster.pools import Pool
 from sie.cluster.subjects import ANY, Lane, consumer_name, dead_stream
 from sie.metrics import cluster_definitions as families
@@ -63,20 +63,31 @@ class GatewayMetrics:
         """Count the time in seconds from a request's submission to the result of its last item."""
         self._dead: dict[tuple[Lane, str], Callable[[float], None]] = {}
         self._publish: dict[str, Callable[[float], None]] = {}
+        self._ends: dict[tuple[str, str, str], tuple[Callable[[float], None], Callable[[float], None]]] = {}
 
     # --- requests -------------------------------------------------------------------------------------------------
 
     def record_end(self, endpoint: str, placement: Placement, error: SieError | None, duration_s: float) -> None:
         """Count one request for inference that is over."""
         profile, status = self._profile(placement), "success" if error is None else "error"
-        self._add(families.GATEWAY_REQUESTS, endpoint, status, profile)
-        family = families.GATEWAY_LATENCY
-        self._page.histogram(family.name, family.label_pairs(endpoint, profile), family.bounds).observe(duration_s)
+        ends = self._ends.get((endpoint, status, profile))
+        if ends is None:
+            ends = self._ends[endpoint, status, profile] = self._ends_of(endpoint, status, profile)
+        ends[0](1.0)
+        ends[1](duration_s)
         if error is not None and error.http_status in _REJECTIONS:
             self._add(families.GATEWAY_REJECTED, profile, placement.bundle or ANY, error.code)
             if error.code == "PROVISIONING":
                 self._add(families.GATEWAY_PROVISIONING, profile)
                 self._refused.append((self._now_s(), (profile, placement.bundle or ANY)))
+
+    def _ends_of(
+        self, endpoint: str, status: str, profile: str
+    ) -> tuple[Callable[[float], None], Callable[[float], None]]:
+        """Return what counts requests that end alike, and what observes their durations."""
+        count, last = families.GATEWAY_REQUESTS, families.GATEWAY_LATENCY
+        add = self._page.counter(count.name, count.label_pairs(endpoint, status, profile)).add
+        return add, self._page.histogram(last.name, last.label_pairs(endpoint, profile), last.bounds).observe
 
     def _profile(self, placement: Placement) -> str:
         """Return a label for the wanted machine profile: one that no host has had is `other`."""
@@ -85,7 +96,7 @@ class GatewayMetrics:
         return placement.profile if placement.profile in self._known_profiles else _OTHER
 
     def record_published(self, operation: str, duration_s: float) -> None:
-        """Count one work item that NATS has confirmed."""
+        """Count one message with work items that NATS has confirmed."""
         observe = self._publish.get(operation)
         if observe is None:
             family = families.GATEWAY_PUBLISH

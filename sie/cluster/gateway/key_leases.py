@@ -1,6 +1,6 @@
 """Shares the limits of API keys over all gateways: each leases for a second what its requests need.
 
-What is left of a key's limits is one small document in NATS, changed by compare and set. So gateways together never admit
+The rest of a key's limits is one small document in NATS, changed by compare and set. So gateways together never admit
 more requests than one would. Tokens are known when they are spent; a gateway tells of them each second, or after a
 hundredth of the rate. While NATS is away, each gateway counts by itself.
 """
@@ -35,7 +35,7 @@ _TOKEN_SHARE: Final = 100
 
 
 class KeyUse(msgspec.Struct, array_like=True, frozen=True):
-    """What all gateways have leased of one key's limits; times in ns on the clock of the NATS server.
+    """The part of one key's limits that all gateways have leased; times in ns on the clock of the NATS server.
 
     requests_ns and tokens_ns are the times at which the buckets of both rates were or will be empty. running has, by
     gateway process, the requests that it may have under way, and until when. written_ns is the time of the change,
@@ -81,7 +81,7 @@ class KeyLeases:
         self._shares: dict[KeyHolder, _Share] = {}
 
     async def lease(self, holder: KeyHolder | None) -> None:
-        """Lease what the key's next request needs, if it is not leased yet. Its limits are then judged by the lease."""
+        """Lease a share of the key's limits for its next request, unless there is one. The lease then decides on the request."""
         if holder is None or not holder.is_limited:
             return
         now_ns = time.monotonic_ns()
@@ -106,7 +106,7 @@ class KeyLeases:
         return self._connection.is_connected and self._connection.clock.is_set
 
     async def tick(self) -> None:
-        """Give back what was leased and not used, and tell of what runs on; called each second."""
+        """Give unused shares back, and report the requests that still run. Called each second."""
         for holder, share in list(self._shares.items()):
             if time.monotonic_ns() < share.lease.ends_ns or share.lock.locked():
                 continue
@@ -114,12 +114,12 @@ class KeyLeases:
             if lease.num_requests or lease.max_running or lease.num_tokens:
                 async with share.lock:
                     await self._exchange(holder, share, is_asked=False)
-            elif self._shares.get(holder) is share:  # not so after another tick, which came while this one waited
+            elif self._shares.get(holder) is share:  # another tick may have ended it while this one waited
                 holder.end_lease(time.monotonic_ns())
                 del self._shares[holder]
 
     async def _exchange(self, holder: KeyHolder, share: _Share, *, is_asked: bool) -> None:
-        """Tell the document what was used, and lease anew. ORDER: the lease is empty meanwhile, so others wait for the lock."""
+        """Report the use of a share, and lease it anew. ORDER: the lease is empty meanwhile, so others wait for the lock."""
         now_ns, lease = time.monotonic_ns(), share.lease
         elapsed_s = max(_SHORTEST_S, (now_ns - share.asked_ns) / 1e9)
         wanted = max(1, math.ceil(share.num_arrived / elapsed_s)) if is_asked else 0
@@ -142,7 +142,7 @@ class KeyLeases:
 
         try:
             use = await asyncio.wait_for(share.document.change(edit), _WAIT_S)
-        except (SieError, TimeoutError) as error:  # what was left is lost: it may be given back already
+        except (SieError, TimeoutError) as error:  # the rest of the share is lost: it may be given back already
             _log.debug("key %s is counted by this gateway alone: %s", holder.key.name, error or "no answer")
             lease.num_tokens += spent
             now_ns = time.monotonic_ns()  # those who waited meanwhile must not ask one after another
@@ -191,10 +191,10 @@ def _is_due(holder: KeyHolder, share: _Share, now_ns: int) -> bool:
 
 
 def _take(per_minute: int | None, empty_ns: int, left: int, wanted: int, now_ns: int) -> tuple[int, int, int]:
-    """Give back what is left to a rate, and take of it what is wanted, but leave others a half of more than one.
+    """Give the left part of a share back to a rate, and take wanted of it. Leave half to others if there is more than one.
 
-    Returns the time at which its bucket is empty, how much was taken, and how much there was. A negative left is taken
-    whatever is there. None is a rate without a limit.
+    Returns the time at which the rate's bucket is empty, the amount taken, and the amount that was there. A negative left
+    is a debt, which is taken in any case. per_minute None: the rate has no limit.
     """
     if per_minute is None:
         return 0, wanted, wanted

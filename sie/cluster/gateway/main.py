@@ -7,5 +7,11 @@ import sys
 from sie.cluster.gateway.gateway import Gateway
 from sie.frontend.main import run_slot
 
+
+def main() -> int:
+    """Run one frontend slot of a gateway. The launch record is the only argument."""
+    return run_slot(Gateway)
+
+
 if __name__ == "__main__":
-    sys.exit(run_slot(Gateway))
+    sys.exit(main())

@@ -14,8 +14,8 @@ import msgspec
 
 from sie.catalog.profiles import model_of
 from sie.cluster.connection import Connection
-from sie.cluster.gateway.directory import Directory, Host
-from sie.cluster.gateway.placement import Placement
+from sie.cluster.gateway.host_directory import Directory, Host
+from sie.cluster.gateway.requested_placement import Placement
 from sie.cluster.pools import Candidate, Pool, Pools, decoder, make_pool, plan_pools, state_of
 from sie.cluster.shared_document import SharedDocument
 from sie.cluster.subjects import DEFAULT_POOL
@@ -23,7 +23,7 @@ from sie.config.cluster_settings import Cluster
 from sie.frontend.remote import ClusterAnswer
 from sie.runtime.logs import get_logger
 from sie.values.errors import BadRequest, Forbidden, NotFound, SieError
-from sie.values.pool import PoolBody
+from sie.values.host_pool import PoolBody
 
 _log = get_logger(__name__)
 _KEY: Final = "pools"
@@ -146,7 +146,9 @@ class PoolService:
 
     def _check(self, asked: PoolBody, name: str) -> None:
         if self._is_of_hosts(name):
-            raise Forbidden(f"Pool '{name}' is that of the hosts that were started with it (--pool); it has no lease")
+            raise Forbidden(
+                f"Pool '{name}' belongs to the hosts that were started with it (--pool), so it has no lease"
+            )
         for model in asked.pinned_models or ():
             if not self._knows(model):
                 raise BadRequest(f"Field '$.pinned_models' names model '{model}', which no host of the cluster has")
@@ -171,7 +173,7 @@ class PoolService:
         """Delete a pool; its hosts work for their queue pool again. Raises NotFound and Forbidden."""
         name = name.lower()
         if self._is_of_hosts(name):
-            raise Forbidden(f"Pool '{name}' is that of the hosts that were started with it, and cannot be deleted")
+            raise Forbidden(f"Pool '{name}' belongs to the hosts that were started with it, and cannot be deleted")
         await self._document.change(lambda known: known.without(self._found(known, name).name))
         return ClusterAnswer(200, {"message": f"Pool '{name}' is deleted"})
 
@@ -182,7 +184,7 @@ class PoolService:
         return pool
 
     def show(self, name: str) -> ClusterAnswer:
-        """Describe a pool; one whose lease has ended is shown as expired for a minute. Raises NotFound."""
+        """Describe a pool. For a minute after the end of its lease it is shown as expired. Raises NotFound."""
         name = name.lower()
         pool = self._document.value.pools.get(name)
         if pool is not None:

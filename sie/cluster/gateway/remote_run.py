@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, Protocol
 
-from sie.cluster.gateway.directory import Host
+from sie.cluster.gateway.host_directory import Host
 from sie.cluster.payloads import TextFrame, TextWork
 from sie.cluster.text_events import decode_events
 from sie.frontend.generation.generation_run import TokenMeter, add_event
@@ -106,7 +106,7 @@ class RemoteRun:
 
     @property
     def pendings(self) -> list[TextPending]:
-        """What a client's departure abandons."""
+        """Its requests, which are abandoned when the client leaves."""
         return [self._pending]
 
     @property
@@ -194,7 +194,7 @@ class RemoteRun:
         self._events, self._sequence, self._usage = [], 0, _NOTHING
 
     def lose(self, reason: str) -> None:
-        """Begin anew on another host after the loss of a part of the answer, or end."""
+        """Ask another host for the whole answer, because a part of it was lost. End with an error if that is too late."""
         lost = WorkerLost(f"a part of the answer was lost: {reason}")
         if not self._owner.try_again(self, lost):
             self.fail(lost)

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from sie.cluster.connection import INLINE_BYTES, Connection
-from sie.cluster.gateway.directory import Host
+from sie.cluster.gateway.host_directory import Host
 from sie.cluster.gateway.remote_run import RemoteRun, overdue
 from sie.cluster.large_payloads import pack, take
 from sie.cluster.payloads import (
@@ -192,7 +192,7 @@ class TextClient:
             run.stored = ""
 
     def on_beat(self, host: str) -> None:
-        """Send a host the requests again of which nothing was heard: it may have lost them, or a part of their answers.
+        """Send a host its silent requests again: it may have lost them, or a part of their answers.
 
         NATS drops what is published while a host connects again. A host ignores requests that it runs.
         """

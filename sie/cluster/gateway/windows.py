@@ -1,7 +1,8 @@
-"""Decides how many unanswered items of a lane and model this gateway may have published. Pure.
+"""Decides how many unanswered items of a lane and model this gateway may have published, and how many in a message. Pure.
 
-All gateways together publish twice the items that the hosts have room for: what they run, and as much again, so that no
-host waits for a gateway. The gateways divide it by the weights of the API keys whose items wait there.
+All gateways together publish twice the items that the hosts have room for: those that run, and as many again. So no host
+waits for a gateway. The gateways divide it by the weights of the API keys whose items wait there. A message is for
+one host, so it has at most a quarter of a host's room: half a step.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import math
 from typing import Final
 
 from sie.catalog.profiles import model_of
-from sie.cluster.gateway.directory import STALE_S, Directory
+from sie.cluster.gateway.host_directory import STALE_S, Directory
 from sie.cluster.payloads import GatewayBeat
 from sie.cluster.subjects import Lane, work_subject
 
 _AHEAD: Final = 2
+_PARTS: Final = 4
+_MAX_TOGETHER: Final = 16
 _LEAST: Final = 4
-"""What a gateway may publish whatever the others do, so that a request starts at once where nothing waits."""
+"""Items that a gateway may always publish, so that a request starts at once where nothing waits."""
 
 
 class Windows:
@@ -26,9 +29,9 @@ class Windows:
         self._directory = directory
         self._gateway = gateway
         self._others: dict[str, tuple[float, dict[str, int]]] = {}
-        self._known: dict[tuple[Lane, str], int] = {}
+        self._known: dict[tuple[Lane, str], tuple[int, int]] = {}
         self.own: dict[str, int] = {}
-        """What the last heartbeat of this gateway told: the weights of the keys whose items wait here, by subject of work."""
+        """The weights of the keys whose items wait here, by subject of work, as this gateway's last heartbeat told them."""
         self._now_s = 0.0
 
     def hear(self, beat: GatewayBeat, now_s: float) -> None:
@@ -44,15 +47,23 @@ class Windows:
 
     def limit(self, lane: Lane, model: str) -> int:
         """Return the window of a lane and model."""
+        return self._look(lane, model)[0]
+
+    def together(self, lane: Lane, model: str) -> int:
+        """Return how many items of a lane and model a message may have."""
+        return self._look(lane, model)[1]
+
+    def _look(self, lane: Lane, model: str) -> tuple[int, int]:
         known = self._known.get((lane, model))
         if known is None:
-            known = self._known[lane, model] = self._limit(lane, model)
+            known = self._known[lane, model] = self._measure(lane, model)
         return known
 
-    def _limit(self, lane: Lane, model: str) -> int:
+    def _measure(self, lane: Lane, model: str) -> tuple[int, int]:
         hosts = self._directory.lanes(model_of(model), self._now_s).get(lane, [])
         credit = sum(max(0, host.beat.credit) for host in hosts)
         subject = work_subject(lane, model)
         own = max(1, self.own.get(subject, 0))
         others = sum(max(0, backlog.get(subject, 0)) for _, backlog in self._others.values())
-        return max(_LEAST, math.ceil(_AHEAD * credit * own / (own + others)))
+        together = min(_MAX_TOGETHER, credit // (_PARTS * max(1, len(hosts))))
+        return max(_LEAST, math.ceil(_AHEAD * credit * own / (own + others))), max(1, together)

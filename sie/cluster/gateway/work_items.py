@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from sie.cluster.gateway.answer_rate import AnswerRate
 from sie.cluster.gateway.fair_queue import Caller, FairQueue
-from sie.cluster.gateway.placement import Placement
+from sie.cluster.gateway.requested_placement import Placement
 from sie.cluster.payloads import Result, Work
 from sie.cluster.subjects import Lane
 from sie.values.errors import BadRequest, SieError, from_wire
 
+_INPUT: Final = re.compile(r"(\$\.items\[|\bitem )(\d+)(\]| has)")
 _LEAST_S: Final = 1.0
 _LONGEST_S: Final = 1.0
-"""What hosts can do is known after the first of these; more than the second between two answers is an outage."""
+"""The rate of the hosts is known after the first of these. A pause of more than the second is an outage."""
 
 
 class RemoteReply:
@@ -69,9 +71,9 @@ class RemotePending:
 
     def failure(self) -> SieError | None:
         """Return the error of the first item that failed, in the words of the whole request."""
-        for index, result in enumerate(self.results):
+        for item, result in zip(self.items, self.results, strict=True):
             if result is not None and result.error is not None:
-                return named_item(from_wire(result.error), index)
+                return named_item(from_wire(result.error), item.first)
         return None
 
 
@@ -79,34 +81,52 @@ class Item:
     """One work item until its result."""
 
     __slots__ = (
+        "first",
         "index",
-        "is_published",
         "lane",
         "lost_with",
-        "num_published",
+        "parcel",
         "pending",
         "placement",
-        "sequence",
         "stored",
         "taken_by",
         "work",
     )
 
-    def __init__(self, work: Work, lane: Lane, placement: Placement | None, index: int) -> None:
+    def __init__(self, work: Work, lane: Lane, placement: Placement | None, index: int, first: int) -> None:
+        """Index is the item's place in its request, first the number of its first input."""
         self.work = work
         self.lane = lane
         self.placement = placement or Placement(lane.pool, "", lane.lease)
         """Where its client wants it to run."""
         self.index = index
-        self.is_published = False
-        """Whether it has left the gateway's backlog."""
+        self.first = first
+        self.parcel: Parcel | None = None
+        """The message that has it; None while it waits in the gateway."""
         self.pending: RemotePending
-        self.num_published = 0
-        self.sequence = 0
         self.stored = work.stored
         self.taken_by = ""
         self.lost_with: set[str] = set()
         """Hosts that fell silent while they ran it."""
+
+
+class Parcel:
+    """One message with work items; those that are not answered."""
+
+    __slots__ = ("is_taken", "items", "name", "sequence")
+
+    def __init__(self, name: str, items: Sequence[Item]) -> None:
+        """Take items over from their parcels. Name is that of the message, for ever: NATS stores it once."""
+        self.name = name
+        self.items = dict.fromkeys(items)
+        self.sequence = 0
+        """Its number in the stream; 0 until NATS has confirmed it."""
+        self.is_taken = False
+        """Whether a host has taken it."""
+        for item in items:
+            if item.parcel is not None:
+                del item.parcel.items[item]
+            item.parcel = self
 
 
 class Place:
@@ -115,12 +135,24 @@ class Place:
     def __init__(self) -> None:
         self.queue: FairQueue[Item] = FairQueue()
         self.num_published = 0
+        self.suspects: dict[Item, None] = {}
+        """Items that were lost together with hosts, in order: only the first is out, the others wait for its end."""
         self.weight = 0
         """The most weight of waiting keys since gateways were told of it."""
         self._busy_s = 0.0
         self._since_s: float | None = None
         self.capacity = AnswerRate(lambda: self._busy_s)
-        """The answers a second while items wait here, which then is what the hosts can do."""
+        """The answers a second while items wait here: the most that the hosts can give."""
+
+    def suspect(self) -> Item | None:
+        """Return the suspect that is out."""
+        return next(iter(self.suspects), None)
+
+    def leave_suspects(self, item: Item) -> bool:
+        """Take an item out of the suspects, if it is one. Return whether it was the one that is out."""
+        is_out = item is self.suspect()
+        self.suspects.pop(item, None)
+        return is_out
 
     def look(self, *, is_open: bool) -> None:
         """Note whether items wait for the hosts; is_open: not for NATS."""
@@ -145,10 +177,10 @@ class Place:
         return self.queue.num_before(caller) / self.capacity.per_s()
 
 
-def named_item(error: SieError, index: int) -> SieError:
-    """Return an error about the only item of a work item as one about its place in the request."""
-    if index and isinstance(error, BadRequest):
-        message = error.message.replace("$.items[0]", f"$.items[{index}]").replace("item 0 has", f"item {index} has")
+def named_item(error: SieError, first: int) -> SieError:
+    """Return an error about an input of a work item, whose first is this one of its request, by its number there."""
+    if first and isinstance(error, BadRequest):
+        message = _INPUT.sub(lambda found: f"{found[1]}{int(found[2]) + first}{found[3]}", error.message)
         return type(error)(
             message, code=error.code, http_status=error.http_status, retry_after_s=error.retry_after_s,
             extras=error.extras,

@@ -80,7 +80,7 @@ def _model_beat(entry: ModelEntry) -> ModelBeat:
 
 
 def _shown(entry: ModelEntry) -> ModelEntry:
-    """Return what does not change while a model comes and goes, without this host's paths."""
+    """Return an entry with only the facts that loads and unloads do not change, and without this host's paths."""
     adapters = {
         name: msgspec.structs.replace(adapter, state="available", workers=(), error=None, recovering=False)
         for name, adapter in entry.adapters.items()

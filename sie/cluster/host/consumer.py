@@ -7,6 +7,7 @@ the consumer. Source of the protocol: NATS, ADR-13 (pull subscribe internals).
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -32,11 +33,14 @@ _PENDING: Final = "Nats-Pending-Messages"
 _NO_RESPONDERS: Final = "503"
 _DELETED: Final = "Consumer Deleted"
 
-Take = Callable[[Msg], Awaitable[None]]
+_SMOOTHING: Final = 0.1
+
+Take = Callable[[Msg], Awaitable[int]]
+"""Starts to work on a message, without waiting for the end. Returns the number of its items."""
 
 
 class _Inbox:
-    """Where the items of some pull requests arrive, how many may still come, and until when."""
+    """Where the messages of some pull requests arrive, how many may still come, and until when."""
 
     __slots__ = ("asked", "ends_s", "subject", "subscription")
 
@@ -55,7 +59,7 @@ class Consumer:
     """
 
     def __init__(self, connection: Connection, lane: Lane, model: str, inbox: str, take: Take) -> None:
-        """Set up without asking; inbox begins subjects of this process alone; take starts to work on a message, and does not wait for its end."""
+        """Set up without asking; inbox begins subjects of this process alone."""
         self._connection = connection
         self._lane = lane
         self._model = model
@@ -63,13 +67,14 @@ class Consumer:
         self._turns_s = 0.0
         """When the first inbox gives way to the other."""
         self._take = take
+        self._items_per_message = 1.0
         self.is_open = False
         self.is_lost = False
         """Whether the server has said that it has no such consumer any more: `restore` makes it again."""
 
     @property
     def num_asked(self) -> int:
-        """Items that were asked for and may still come."""
+        """Messages that were asked for and may still come."""
         now_s = time.monotonic()
         return sum(inbox.asked for inbox in self._inboxes if now_s < inbox.ends_s)
 
@@ -81,7 +86,7 @@ class Consumer:
         self.is_open = True
 
     async def close(self) -> None:
-        """Ask for nothing more: the server drops the open requests. What is on its way is still taken."""
+        """Ask for nothing more: the server drops the open requests. Work that is on its way is still taken."""
         self.is_open = False
         for inbox in self._inboxes:
             if inbox.subscription is not None:
@@ -100,9 +105,10 @@ class Consumer:
             inbox.asked = 0
 
     async def pull(self, room: int) -> None:
-        """Ask for as many items as there is room for, beside those that were asked for."""
-        wanted = room - self.num_asked
-        if not self.is_open or wanted <= 0 or wanted * 4 < room:  # a request for each item would double the messages
+        """Ask for as many more messages as room, in items, still allows."""
+        most = math.ceil(room / self._items_per_message)
+        wanted = most - self.num_asked
+        if not self.is_open or wanted <= 0 or wanted * 4 < most:  # a request for each message would double them
             return
         inbox = self._turn(time.monotonic())
         inbox.asked += wanted
@@ -125,10 +131,11 @@ class Consumer:
             self._on_status(inbox, message.headers)
             return
         inbox.asked = max(0, inbox.asked - 1)
-        await self._take(message)
+        num_items = await self._take(message)
+        self._items_per_message += (num_items - self._items_per_message) * _SMOOTHING
 
     def _on_status(self, inbox: _Inbox, headers: dict[str, str]) -> None:
-        """Take back what a request that has ended did not bring."""
+        """Take back the part of an ended request for which no message came."""
         left, status, text = headers.get(_PENDING, ""), headers.get("Status"), headers.get("Description", "")
         inbox.asked = max(0, inbox.asked - int(left)) if left.isdigit() else 0
         if status not in ("404", "408"):

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import struct
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
-
-from sie.cluster.payloads import ItemOperation
-from sie.cluster.reply_forms import TIMES, pack_extractions
+from sie.cluster.reply_forms import pack_extractions, read_times
 from sie.cluster.request_forms import Request
 from sie.frontend.engine.interface import Reply
 from sie.frontend.models.adapter_lookup import requested_adapter
 from sie.frontend.operations.extraction.extract import read_extractions
+from sie.frontend.operations.interface import TimedSubmission
 from sie.frontend.process import FrontendProcess
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import Internal, ProtocolError, Unavailable
 from sie.values.inference import EncodeRequest, ExtractRequest, ScoreRequest
-from sie.values.work import ReplyHeader
-from sie.values.work_bytes import REPLY_TIMES, read_extent
-
-_decoder: Final = msgspec.msgpack.Decoder(ReplyHeader)
 
 
 class Answer(NamedTuple):
@@ -43,9 +36,19 @@ def find_entry(process: FrontendProcess, model: str) -> ModelEntry:
     return entry
 
 
-async def run_item(
-    process: FrontendProcess, operation: ItemOperation, model: str, request: Request, deadline_ns: int
-) -> Answer:
+def try_start(process: FrontendProcess, model: str, request: Request, deadline_ns: int) -> TimedSubmission | None:
+    """Submit a request at once if it waits for a worker alone. Return None for every other one: see `run_item`."""
+    if not isinstance(request, EncodeRequest) or request.images is not None or requested_adapter(request) is not None:
+        return None
+    return process.encoder.try_start(find_entry(process, model), request, deadline_ns)
+
+
+def read_answer(request: Request, started: TimedSubmission, reply: Reply) -> Answer:
+    """Return the answer of what `try_start` submitted, and release the reply."""
+    return _copied(reply, started.tokenization_ns, 0, request.cuts)
+
+
+async def run_item(process: FrontendProcess, model: str, request: Request, deadline_ns: int) -> Answer:
     """Run a request of one item until its reply. deadline_ns is local. Raises what a local client would get."""
     entry = find_entry(process, model)
     if isinstance(request, EncodeRequest):
@@ -73,8 +76,9 @@ async def _extract(process: FrontendProcess, entry: ModelEntry, request: Extract
     submitted = await process.extractor.start(entry, request, deadline_ns)
     reply = await submitted.pending.reply()
     try:
-        times, _ = _read_times(reply)
-        answer = read_extractions(reply, submitted, request, reply.submitted_ns)
+        times = _times_of(reply)
+        max_chars = process.settings.limits.max_reply_bytes
+        answer = read_extractions(reply, submitted, request, reply.submitted_ns, max_chars)
         queue_ns = max(0, times[0] - reply.submitted_ns)
     finally:
         reply.release()
@@ -91,7 +95,7 @@ def _check_images(entry: ModelEntry, images: Any) -> None:
 def _copied(reply: Reply, tokenization_ns: int, image_tokens: int, cuts: dict[int, int]) -> Answer:
     """Return a reply's bytes as a copy, and release its memory."""
     try:
-        times, _ = _read_times(reply)
+        times = _times_of(reply)
         queue_ns = max(0, times[0] - reply.submitted_ns)
         return Answer(
             memoryview(bytes(reply.view)), reply.num_tokens, image_tokens, tokenization_ns, queue_ns, dict(cuts)
@@ -100,10 +104,8 @@ def _copied(reply: Reply, tokenization_ns: int, image_tokens: int, cuts: dict[in
         reply.release()
 
 
-def _read_times(reply: Reply) -> tuple[tuple[int, int, int], ReplyHeader]:
+def _times_of(reply: Reply) -> tuple[int, int, int]:
     try:
-        header, payload = read_extent(reply.view, _decoder)
-        place = next(ref.offset for ref in header.arrays if ref.name == TIMES)
-        return REPLY_TIMES.unpack_from(payload, place), header
-    except (ProtocolError, StopIteration, struct.error) as error:
+        return read_times(reply.view)
+    except ProtocolError as error:
         raise Internal("the worker's reply could not be read") from error

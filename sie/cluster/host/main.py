@@ -30,7 +30,8 @@ from sie.cluster.pools import Pools
 from sie.cluster.pools import decoder as pools_decoder
 from sie.cluster.shared_document import SharedDocument
 from sie.cluster.subjects import gateway_beat, host_subject, lane_of, wake_pattern
-from sie.frontend.process import FrontendProcess, connect
+from sie.frontend.connect import connect
+from sie.frontend.process import FrontendProcess
 from sie.ipc.messages import Launch, TakeConfigs, TookConfigs
 from sie.runtime import child_setup
 from sie.runtime.logs import configure, get_logger

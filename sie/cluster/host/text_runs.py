@@ -1,7 +1,7 @@
 """Generates answers that gateways ask this host for, and publishes their events as numbered frames.
 
 An answer ends when its gateway cancels it or no longer beats. A frame is published when there are events, so nothing
-waits for a slow client here: its gateway keeps what it has not read, and cancels over its limit.
+waits for a slow client here: its gateway keeps the unread part, and cancels over its limit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Running:
         self.work = work
         self.task: asyncio.Task[None] | None = None
         self.sequence = 0
-        """That of the next frame."""
+        """The number of the next frame."""
         self.is_unheard = False
         """Whether it ends because its gateway no longer beats."""
 

@@ -1,18 +1,18 @@
 """Takes work items from NATS as the engine has room, runs them, publishes their results, and acknowledges them.
 
-ORDER: an item is acknowledged only after its result was published on the same connection, so a host that dies at any
-point leaves either the result or the item. An item may run twice; its gateway takes the first result.
+A message may have several items; it is acknowledged when all of them are answered (`sie.cluster.host.outbox`). An item
+may run twice; its gateway takes the first result. An item that this host cannot run goes back to its gateway.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections import defaultdict
-from collections.abc import Collection
-from typing import Final
+from collections.abc import Collection, Coroutine
+from functools import partial
+from typing import Any, Final
 
 import nats.errors
 import nats.js.errors
@@ -22,11 +22,14 @@ from sie.cluster.connection import INLINE_BYTES, Connection
 from sie.cluster.dead_letters import bury
 from sie.cluster.host.consumer import Consumer
 from sie.cluster.host.credit import Credit
-from sie.cluster.host.item_run import Answer, run_item
+from sie.cluster.host.item_run import Answer, read_answer, run_item, try_start
+from sie.cluster.host.outbox import Outbox
 from sie.cluster.host.pull_metrics import PullMetrics
-from sie.cluster.payloads import VERSION, Result, Taken, Work, decode, encode, work_decoder
-from sie.cluster.request_forms import read_item
+from sie.cluster.payloads import VERSION, Result, Taken, Work, decode, encode, works_decoder
+from sie.cluster.request_forms import Request, read_item
 from sie.cluster.subjects import Lane, token
+from sie.frontend.engine.interface import Reply
+from sie.frontend.operations.interface import TimedSubmission
 from sie.frontend.process import FrontendProcess
 from sie.runtime import failpoints
 from sie.runtime.logs import get_logger
@@ -44,24 +47,36 @@ from sie.values.errors import (
 _log = get_logger(__name__)
 _RENEW_S: Final = 0.8
 """How often the server hears that an item is still running, well within its wait for an acknowledgement."""
-_RETURN_S: Final = 0.2
+_DRAIN_STEP_S: Final = 0.05
 _ELSEWHERE: Final = frozenset(("MODEL_LOADING", "MODEL_NOT_LOADED", "SHUTTING_DOWN", "UPSTREAM_UNAVAILABLE"))
 """Errors of this host and not of the item: another host may serve it, or this one a little later."""
 _CPU_STEP_TOKENS: Final = 1024
 _GPU_STEP_TOKENS: Final = 16_384
 
 
+class Delivery:
+    """One message with work items, until all of them are answered."""
+
+    __slots__ = ("num_left", "renewed_s", "reply")
+
+    def __init__(self, reply: str, num_items: int) -> None:
+        """Reply is the subject that acknowledges it."""
+        self.reply = reply
+        self.num_left = num_items
+        self.renewed_s = time.monotonic()
+
+
 class Running:
-    """One item that was taken."""
+    """One item that was taken, with the messages that brought it."""
 
-    __slots__ = ("began_s", "is_told", "message", "task", "work")
+    __slots__ = ("deliveries", "is_told", "task", "work")
 
-    def __init__(self, work: Work, message: Msg) -> None:
+    def __init__(self, work: Work, delivery: Delivery) -> None:
         self.work = work
-        self.message = message
-        self.began_s = time.monotonic()
+        self.deliveries = [delivery]
         self.is_told = False
         self.task: asyncio.Task[None] | None = None
+        """The task that runs it; None while it waits for a worker alone."""
 
 
 class WorkPull:
@@ -77,6 +92,7 @@ class WorkPull:
         self._consumers: dict[str, Consumer] = {}
         self._credit = Credit(process.settings.cluster.max_pulled)
         self._running: dict[str, Running] = {}
+        self._outbox = Outbox(connection, self._on_sent)
         self._metrics = metrics
         self._num_done = 0
         self._rate_s = time.monotonic()
@@ -94,7 +110,7 @@ class WorkPull:
         return len(self._running) + self._room()
 
     async def move(self, lane: Lane) -> None:
-        """Take the work of another lane from now on. What was taken is answered as before."""
+        """Take the work of another lane from now on. Items taken before are answered as usual."""
         consumers, self._consumers = self._consumers, {}
         self._lane = lane
         for consumer in consumers.values():
@@ -179,97 +195,132 @@ class WorkPull:
         queued = process.engine.queued_on([worker.slot for worker in workers])
         return self._credit.room(queued, step, len(workers))
 
-    async def _take(self, message: Msg) -> None:
+    async def _take(self, message: Msg) -> int:
+        """Begin the items of a message. Return how many it has."""
         try:
-            work = decode(message.data, work_decoder)
+            works = decode(message.data, works_decoder).items
         except ProtocolError as error:
-            _log.error("a work item is refused: %s", error)
+            _log.error("work items are refused: %s", error)
             await self._connection.publish(message.reply, b"+TERM")
-            return
-        if self._connection.clock.left_ns(work.deadline_ns) <= 0:
-            await self._connection.publish(message.reply, b"+ACK")  # its client has its answer: the deadline passed
-            self._metrics.record_item(work.model, "expired")
-            return
-        if work.id in self._running:  # delivered again; the run under way acknowledges it
-            return
+            return 1
         if self.is_stopping:
-            await self._give_back(message, 0)
-            return
-        self._credit.begin()
-        running = self._running[work.id] = Running(work, message)
-        running.task = asyncio.get_running_loop().create_task(self._run(running))
+            await self._give_back(message.reply)
+        else:
+            delivery = Delivery(message.reply, len(works))
+            for work in works:
+                self._begin(work, delivery)
+        return len(works)
 
-    async def _give_back(self, message: Msg, delay_s: float) -> None:
-        """Have the server deliver an item again, to any host."""
-        await self._connection.publish(message.reply, b"-NAK " + json.dumps({"delay": int(delay_s * 1e9)}).encode())
+    def _begin(self, work: Work, delivery: Delivery) -> None:
+        running = self._running.get(work.id)
+        if running is not None:  # delivered again while it runs
+            running.deliveries.append(delivery)
+        elif self._connection.clock.left_ns(work.deadline_ns) <= 0:  # its client has its answer: the deadline passed
+            self._metrics.record_item(work.model, "expired")
+            self._settle(delivery)
+        else:
+            self._credit.begin()
+            running = self._running[work.id] = Running(work, delivery)
+            self._start(running)
+
+    def _settle(self, delivery: Delivery) -> None:
+        """Count an item of a message that needs no more, and acknowledge the message after the last one."""
+        delivery.num_left -= 1
+        if not delivery.num_left:
+            self._outbox.acknowledge(delivery.reply)
+
+    async def _give_back(self, reply: str) -> None:
+        """Have the server deliver a message again, to any host."""
+        await self._connection.publish(reply, b"-NAK")
 
     # --- running --------------------------------------------------------------------------------------------------
 
-    async def _run(self, running: Running) -> None:
-        work, num_tokens = running.work, 0
+    def _start(self, running: Running) -> None:
+        """Run an item: in callbacks if it waits for a worker alone, as most do, or else in a task."""
+        work = running.work
+        failpoints.reach("cluster.taken")
         try:
-            failpoints.reach("cluster.taken")
-            try:
-                answer = await self._answer(work)
-                num_tokens = answer.num_tokens
-                result = await self._result(work, answer)
-            except SieError as error:
-                if await self._is_returned(running, error):
-                    self._metrics.record_item(work.model, "returned")
-                    return
-                result = Result(VERSION, work.id, self._host, error=to_wire(error))
-            except ProtocolError as error:
-                _log.error("work item %s is refused: %s", work.id, error)
-                result = Result(VERSION, work.id, self._host, error=to_wire(Internal(f"the host refused it: {error}")))
-            except Exception:
-                _log.exception("work item %s failed", work.id)
-                result = Result(VERSION, work.id, self._host, error=to_wire(Internal("internal error")))
-            await self._connection.publish(work.reply_to, encode(result))
-            self._metrics.record_item(work.model, "answered" if result.error is None else "failed")
-            failpoints.reach("cluster.published")
-            await self._connection.publish(running.message.reply, b"+ACK")
-        except Unavailable as error:  # not even the buffer takes it: the server delivers the item again
-            _log.warning("an answer could not be published: %s", error.message)
-        finally:
-            self._running.pop(work.id, None)
-            self._credit.end(num_tokens)
-            self._num_done += 1
-        with contextlib.suppress(Unavailable):
-            await self._pull()
+            request = read_item(work.operation, work.model, work.body) if not work.stored else None
+            started = try_start(self._process, work.model, request, self._deadline_ns(work)) if request else None
+        except Exception as error:
+            self._spawn(running, self._fail(running, error))
+            return
+        if request is None or started is None:
+            self._spawn(running, self._run(running, request))
+        else:
+            started.pending.future.add_done_callback(partial(self._on_reply, running, request, started))
 
-    async def _answer(self, work: Work) -> Answer:
-        body = work.body
-        if work.stored:
-            body = await self._connection.fetch(self._lane.pool, work.stored)
-        request = read_item(work.operation, work.model, body)
-        deadline_ns = self._connection.clock.to_local(work.deadline_ns)
-        return await run_item(self._process, work.operation, work.model, request, deadline_ns)
+    def _spawn(self, running: Running, work: Coroutine[Any, Any, None]) -> None:
+        running.task = asyncio.get_running_loop().create_task(work)
 
-    async def _result(self, work: Work, answer: Answer) -> Result:
-        """Return an answer as a result, with a large reply by reference."""
-        stored, reply = "", answer.reply
-        if len(reply) > INLINE_BYTES:
-            stored, reply = (
-                await self._connection.keep(self._lane.pool, f"{work.id}.{self._host}", reply),
-                memoryview(b""),
-            )
-        return Result(
-            VERSION, work.id, self._host, reply=reply, stored=stored, num_tokens=answer.num_tokens,
-            image_tokens=answer.image_tokens, tokenization_ns=answer.tokenization_ns, queue_ns=answer.queue_ns,
-            cuts=answer.cuts,
-        )  # fmt: skip
+    def _deadline_ns(self, work: Work) -> int:
+        return self._connection.clock.to_local(work.deadline_ns)
 
-    async def _is_returned(self, running: Running, error: SieError) -> bool:
-        """Give an item back that another host may serve, and keep a copy of one that must not run again."""
+    def _on_reply(
+        self, running: Running, request: Request, started: TimedSubmission, future: asyncio.Future[Reply]
+    ) -> None:
+        try:
+            answer = read_answer(request, started, future.result())
+        except Exception as error:
+            self._spawn(running, self._fail(running, error))
+            return
+        if len(answer.reply) > INLINE_BYTES:
+            self._spawn(running, self._keep(running, answer))
+        else:
+            self._end(running, _result(running.work, self._host, answer), answer.num_tokens)
+
+    async def _run(self, running: Running, request: Request | None) -> None:
+        work = running.work
+        try:
+            if request is None:
+                body = await self._connection.fetch(self._lane.pool, work.stored)
+                request = read_item(work.operation, work.model, body)
+            answer = await run_item(self._process, work.model, request, self._deadline_ns(work))
+        except Exception as error:
+            await self._fail(running, error)
+        else:
+            await self._keep(running, answer)
+
+    async def _keep(self, running: Running, answer: Answer) -> None:
+        """Answer an item, with a large reply by reference."""
+        work, stored = running.work, ""
+        try:
+            if len(answer.reply) > INLINE_BYTES:
+                stored = await self._connection.keep(self._lane.pool, f"{work.id}.{self._host}", answer.reply)
+        except SieError as error:
+            await self._fail(running, error)
+        else:
+            self._end(running, _result(work, self._host, answer, stored), answer.num_tokens)
+
+    async def _fail(self, running: Running, error: Exception) -> None:
+        """End an item with an error: give it back if another host may serve it, and keep a copy if none must."""
+        work = running.work
+        if not isinstance(error, SieError):
+            _log.error("work item %s failed", work.id, exc_info=error)
+            is_refused = isinstance(error, ProtocolError)
+            error = Internal(f"the host refused it: {error}" if is_refused else "internal error")
         if isinstance(error, PoisonInput):
             # ORDER: before the result, after which the gateway deletes a body in the object store
-            await bury(self._connection, self._lane, running.work, error.message, [self._host])
-            return False
+            await bury(self._connection, self._lane, work, error.message, [self._host])
         is_ours = isinstance(error, Overloaded | WorkerLost) or error.code in _ELSEWHERE
-        if not is_ours or self._connection.clock.left_ns(running.work.deadline_ns) <= 0:
-            return False
-        await self._give_back(running.message, _RETURN_S)
-        return True
+        is_returned = is_ours and self._connection.clock.left_ns(work.deadline_ns) > 0
+        self._end(running, Result(VERSION, work.id, self._host, error=to_wire(error), is_returned=is_returned))
+
+    def _end(self, running: Running, result: Result, num_tokens: int = 0) -> None:
+        """Publish an item's result soon. A delivered message is acknowledged when none of its items is left."""
+        work = running.work
+        outcome = "returned" if result.is_returned else "answered" if result.error is None else "failed"
+        self._metrics.record_item(work.model, outcome)
+        self._outbox.add(work.reply_to, result)
+        for delivery in running.deliveries:
+            self._settle(delivery)
+        del self._running[work.id]
+        self._credit.end(num_tokens)
+        self._num_done += 1
+
+    async def _on_sent(self) -> None:
+        with contextlib.suppress(Unavailable):
+            await self._pull()
 
     # --- while it runs --------------------------------------------------------------------------------------------
 
@@ -281,9 +332,10 @@ class WorkPull:
             if not running.is_told:
                 running.is_told = True
                 told[running.work.reply_to].append(running.work.id)
-            if now_s - running.began_s >= _RENEW_S:
-                running.began_s = now_s
-                await self._connection.publish(running.message.reply, b"+WPI")
+            for delivery in running.deliveries:
+                if now_s - delivery.renewed_s >= _RENEW_S:
+                    delivery.renewed_s = now_s
+                    await self._connection.publish(delivery.reply, b"+WPI")
         for reply_to, ids in told.items():
             subject = reply_to.rpartition(".")[0] + ".taken"
             await self._connection.publish(subject, encode(Taken(VERSION, self._host, ids)))
@@ -295,10 +347,20 @@ class WorkPull:
         """Take nothing more, and wait until all that was taken is answered, at most until deadline_s."""
         self.is_stopping = True
         while self._running and time.monotonic() < deadline_s:
-            tasks = [running.task for running in self._running.values() if running.task is not None]
-            await asyncio.wait(tasks, timeout=min(_RENEW_S, max(0.0, deadline_s - time.monotonic())))
+            await asyncio.sleep(min(_DRAIN_STEP_S, max(0.0, deadline_s - time.monotonic())))
             await self._renew()
+        await self._outbox.flush()
         for running in list(self._running.values()):
             if running.task is not None:
                 running.task.cancel()
-            await self._give_back(running.message, 0)
+            for delivery in running.deliveries:
+                await self._give_back(delivery.reply)
+
+
+def _result(work: Work, host: str, answer: Answer, stored: str = "") -> Result:
+    """Return an answer as a result; a large reply lies in the store."""
+    return Result(
+        VERSION, work.id, host, reply=answer.reply if not stored else memoryview(b""), stored=stored,
+        num_tokens=answer.num_tokens, image_tokens=answer.image_tokens, tokenization_ns=answer.tokenization_ns,
+        queue_ns=answer.queue_ns, cuts=answer.cuts,
+    )  # fmt: skip

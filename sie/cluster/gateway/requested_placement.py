@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 from sie.catalog.profiles import model_of
-from sie.cluster.gateway.directory import Directory, Host, choose_lane, matches
 from sie.cluster.gateway.fair_queue import EVERYBODY, Caller
+from sie.cluster.gateway.host_directory import Directory, Host, choose_lane, matches
 from sie.cluster.subjects import DEFAULT_POOL, Lane
 from sie.values.errors import SieError, Unavailable
 
@@ -71,7 +71,9 @@ class Places:
         self._own_pool = own_pool
         self._by_lane = by_lane
         self._lanes: dict[tuple[str, Placement], dict[Lane, list[Host]]] = {}
-        self._lanes_until_s = 0.0
+        self._staffed: set[Placement] = set()
+        """The placements that have a host."""
+        self._known_until_s = 0.0
 
     def enter(self, headers: Any, caller: Caller) -> None:
         """Read the placement of a request for its task, and keep its API key.
@@ -81,8 +83,11 @@ class Places:
         placement = self._resolve(read_placement(headers, self._own_pool))
         _placement.set(placement)
         _caller.set(caller)
-        if not any(matches(host.lane, *placement) for host in self._known()):
-            raise _provisioning(placement)
+        self._forget_old(time.monotonic())
+        if placement not in self._staffed:
+            if not any(matches(host.lane, *placement) for host in self._known()):
+                raise _provisioning(placement)
+            self._staffed.add(placement)
 
     def _known(self) -> list[Host]:
         """Return the live hosts, or where none is those that were heard lately: NATS may be starting again."""
@@ -111,18 +116,23 @@ class Places:
         return choose_lane(lanes, self._by_lane) if lanes else None
 
     def _lanes_of(self, model: str, placement: Placement) -> dict[Lane, list[Host]]:
-        """Return the lanes that serve a model for a placement. They are looked up again after a moment, not for each request."""
+        """Return the lanes that serve a model for a placement."""
         now_s = time.monotonic()
-        if now_s >= self._lanes_until_s:
-            self._lanes.clear()
-            self._lanes_until_s = now_s + _KNOWN_S
+        self._forget_old(now_s)
         found = self._lanes.get((model, placement))
         if found is None:
             lanes = self._directory.lanes(model_of(model), now_s)
             found = {lane: hosts for lane, hosts in lanes.items() if matches(lane, *placement)}
-            if found:  # what is not served yet may be at once
+            if found:  # a model that is not served now may be served a moment later
                 self._lanes[model, placement] = found
         return found
+
+    def _forget_old(self, now_s: float) -> None:
+        """Clear the cached look-ups when they are too old. The cache spares each request a look-up of its own."""
+        if now_s >= self._known_until_s:
+            self._lanes.clear()
+            self._staffed.clear()
+            self._known_until_s = now_s + _KNOWN_S
 
     def hosts(self, model: str) -> list[Host]:
         """Return the live hosts that serve a model for the running task's request. Raises SieErrors."""

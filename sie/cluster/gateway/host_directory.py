@@ -45,7 +45,7 @@ class Host:
         return beat is not None and beat.is_served
 
     def restores(self, model: str) -> bool:
-        """Whether a model is coming back on the host, whose worker died."""
+        """Whether the host is loading a model again after the death of its worker."""
         beat = self.beat.models.get(model)
         return beat is not None and beat.is_coming_back
 
@@ -95,6 +95,14 @@ class Directory:
     def stale(self, now_s: float) -> set[str]:
         """Return the ids of the hosts that no longer beat."""
         return {name for name, host in self._hosts.items() if now_s - host.seen_s > STALE_S}
+
+    def names(self, hosts: Iterable[str]) -> str:
+        """Return how a log line names these hosts, without those that are forgotten: `host-1 (id), host-2 (id)`."""
+        return ", ".join(f"{self._hosts[host].beat.name} ({host})" for host in sorted(hosts) if host in self._hosts)
+
+    def left(self, hosts: Iterable[str]) -> set[str]:
+        """Return those of these silent hosts that had said that they leave."""
+        return {host for host in hosts if host in self._hosts and self._hosts[host].beat.is_draining}
 
     def statuses(self, now_s: float) -> list[tuple[Host, str]]:
         """Return each host with its status: healthy, draining, or silent. One that has left is not among them."""
@@ -162,6 +170,8 @@ def _merge(found: list[tuple[ModelEntry, ModelBeat, bool]]) -> ModelEntry:
 
 def choose_lane(lanes: dict[Lane, list[Host]], own_items: dict[Lane, int]) -> Lane:
     """Return the lane with the least work for each worker; own_items are this gateway's unanswered items by lane."""
+    if len(lanes) == 1:
+        return next(iter(lanes))
     return min(lanes, key=lambda lane: _load(lanes[lane], own_items.get(lane, 0)))
 
 

@@ -10,20 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from sie.cluster.gateway.in_flight import InFlight
-from sie.cluster.gateway.placement import Placement, current_caller
+from sie.cluster.gateway.requested_placement import Placement, current_caller
 from sie.cluster.gateway.work_items import RemotePending, RemoteReply
 from sie.cluster.payloads import ItemOperation, Result
-from sie.cluster.reply_forms import TIMES, Arrays, join_replies, read_arrays, with_times
-from sie.cluster.request_forms import encode_items, extract_items, score_item
+from sie.cluster.reply_forms import join_replies, read_arrays, read_times, with_times
+from sie.cluster.request_forms import Piece, encode_items, extract_items, score_item
 from sie.cluster.subjects import Lane
 from sie.config.limits import Limits
 from sie.frontend.operations.encode import check_encode
 from sie.frontend.operations.extraction.extract import check_pairs
 from sie.frontend.operations.extraction.whole_texts import TextReading
-from sie.frontend.operations.interface import Started
 from sie.frontend.operations.score import check_score
 from sie.ipc.messages import ModelEntry
-from sie.values.errors import ProtocolError
 from sie.values.inference import EncodeRequest, ExtractRequest, ScoreRequest
 
 ChooseLane = Callable[[str], tuple[Lane, Placement]]
@@ -67,7 +65,7 @@ class RemoteSubmission:
 
 
 class RemoteOperation:
-    """What the operations share: submitting items, and the limits of the settings."""
+    """The part that all operations share: it submits items, and has the limits of the settings."""
 
     def __init__(self, in_flight: InFlight, choose_lane: ChooseLane, limits: Limits) -> None:
         self._in_flight = in_flight
@@ -79,17 +77,17 @@ class RemoteOperation:
         self._limits = limits
 
     def _submit(
-        self, entry: ModelEntry, operation: ItemOperation, bodies: Sequence[bytes], deadline_ns: int, request: HasCuts
+        self, entry: ModelEntry, operation: ItemOperation, pieces: Sequence[Piece], deadline_ns: int, request: HasCuts
     ) -> RemotePending:
         def join(results: Sequence[Result], submitted_ns: int) -> RemoteReply:
-            request.cuts = _cuts_of(results, is_one=operation == "score")
+            request.cuts = _cuts_of(pieces, results)
             if isinstance(request, EncodeRequest):
                 request.image_tokens = sum(result.image_tokens for result in results)
             return join_results(results, submitted_ns)
 
         lane, placement = self._choose_lane(entry.card.id)
         return self._in_flight.submit(
-            lane, operation, entry.card.id, bodies, deadline_ns=deadline_ns, join=join, placement=placement,
+            lane, operation, entry.card.id, pieces, deadline_ns=deadline_ns, join=join, placement=placement,
             caller=current_caller(),
         )  # fmt: skip
 
@@ -99,12 +97,12 @@ class RemoteEncoder(RemoteOperation):
 
     async def start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> RemoteSubmission:
         """Publish a resolved request. Raises BadRequest if it is too large, and Overloaded."""
+        return self.try_start(entry, request, deadline_ns)
+
+    def try_start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> RemoteSubmission:
+        """Publish a resolved request, without waiting: hosts tokenise. Raises as `start`."""
         check_encode(entry.card, request, self._limits)
         return RemoteSubmission(self._submit(entry, "encode", encode_items(request), deadline_ns, request))
-
-    def try_start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> Started | None:
-        """Return None: a gateway serves every request in a task."""
-        return None
 
 
 class RemoteScorer(RemoteOperation):
@@ -113,7 +111,7 @@ class RemoteScorer(RemoteOperation):
     async def start(self, entry: ModelEntry, request: ScoreRequest, deadline_ns: int) -> RemoteSubmission:
         """Publish a resolved request as one item. Raises BadRequest if it is too large, and Overloaded."""
         check_score(entry.card, request, self._limits)
-        return RemoteSubmission(self._submit(entry, "score", [score_item(request)], deadline_ns, request))
+        return RemoteSubmission(self._submit(entry, "score", [Piece(score_item(request))], deadline_ns, request))
 
 
 class RemoteExtractor(RemoteOperation):
@@ -129,26 +127,24 @@ class RemoteExtractor(RemoteOperation):
 def join_results(results: Sequence[Result], submitted_ns: int) -> RemoteReply:
     """Return the reply of a request from its items' results. Raises ProtocolError.
 
-    Clocks of hosts differ, so only durations are taken from them: the start is what leaves the rest for the queue.
+    Clocks of hosts differ, so only durations are taken from them. All time that they do not explain counts as waiting.
     """
-    replies = [read_arrays(result.reply) for result in results]
-    inference_ns, after_ns = (max(_time(reply, place) for reply in replies) for place in (1, 2))
+    known = [read_times(result.reply) for result in results]
+    inference_ns, after_ns = (max(times[place] for times in known) for place in (1, 2))
     spent_ns = inference_ns + after_ns + max(result.tokenization_ns for result in results)
     started_ns = submitted_ns + max(0, time.monotonic_ns() - submitted_ns - spent_ns)
     times = started_ns, inference_ns, after_ns
-    view = with_times(results[0].reply, times) if len(results) == 1 else join_replies(replies, times)
+    if len(results) == 1:
+        view = with_times(results[0].reply, times)
+    else:
+        view = join_replies([read_arrays(result.reply) for result in results], times)
     return RemoteReply(view, sum(result.num_tokens for result in results), submitted_ns)
 
 
-def _time(reply: Arrays, place: int) -> int:
-    times = reply.get(TIMES)
-    if times is None or times.shape != (3,) or times.dtype.str != "<i8":
-        raise ProtocolError("a reply without times")
-    return int(times[place])
-
-
-def _cuts_of(results: Sequence[Result], *, is_one: bool) -> dict[int, int]:
-    """Return the cuts by number of the input; a request to score is one item, and its cuts have their numbers."""
-    if is_one:
-        return dict(results[0].cuts)
-    return {index: next(iter(result.cuts.values())) for index, result in enumerate(results) if result.cuts}
+def _cuts_of(pieces: Sequence[Piece], results: Sequence[Result]) -> dict[int, int]:
+    """Return the cuts by number of the input; a result counts from its item's first."""
+    return {
+        piece.first + number: limit
+        for piece, result in zip(pieces, results, strict=True) if result.cuts
+        for number, limit in result.cuts.items()
+    }  # fmt: skip
