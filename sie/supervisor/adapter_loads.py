@@ -27,18 +27,25 @@ Spawn = Callable[[Coroutine[Any, Any, None]], None]
 class AdapterLoads:
     """Sends adapter loads and unloads to the workers of one server."""
 
-    def __init__(self, settings: Settings, specs: list[AdapterSpec], progress: Progress, spawn: Spawn) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        specs: list[AdapterSpec],
+        children: Children,
+        broadcast: Callable[[], None],
+        *,
+        progress: Progress,
+        spawn: Spawn,
+    ) -> None:
+        """Broadcast sends the state of all models to all frontends."""
+        self._children = children
+        self._broadcast = broadcast
         self._registry = AdapterRegistry(specs, settings.models.max_loras, settings.models.load_retry_s)
         self._timeout_s = settings.models.load_timeout_s
         self._preparer = Preparer(settings, progress)
         self._spawn = spawn
         self._places: dict[str, set[int]] = {}
         """The slots of the workers that have each model."""
-
-    def bind(self, children: Children, broadcast: Callable[[], None]) -> None:
-        """Set the children to talk to; broadcast sends the state of all models to all frontends."""
-        self._children = children
-        self._broadcast = broadcast
 
     def reconfigure(self, settings: Settings) -> None:
         """Apply reloaded settings. Running cool-downs stay as they are."""

@@ -13,10 +13,12 @@ import msgspec
 
 from sie.ipc.channel import Channel
 from sie.ipc.messages import Launch, Protocol, Role
+from sie.runtime.child_setup import THREAD_VARIABLES
 from sie.runtime.own_modules import run_module
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.losses import DeviceLosses
 from sie.supervisor.restart import StartHistory
+from sie.supervisor.worker_template import Process, WorkerTemplate
 
 ChildState = Literal["waiting", "starting", "ready", "lost", "gone"]
 _MODULES = {"worker": "sie.workers.main", "agent": "sie.agents.host.main"}
@@ -53,7 +55,7 @@ class Child:
         self.max_step_tokens = 0
         """For a worker; see `Launch`. So is without_graphs."""
         self.without_graphs = False
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Process | None = None
         self.pidfd = -1
         self.channel: Channel | None = None
         self.peer_pid = 0
@@ -71,24 +73,39 @@ class Child:
         """The slot's name in logs and metrics, such as `frontend-0` or `worker-1`."""
         return f"{self.role}-{self.slot}"
 
-    def start(self, launch: Launch, num_threads: int, now_s: float, tls_fds: tuple[int, ...] = ()) -> None:
+    def start(
+        self,
+        launch: Launch,
+        num_threads: int,
+        now_s: float,
+        tls_fds: tuple[int, ...] = (),
+        template: WorkerTemplate | None = None,
+    ) -> None:
         """Start the process in its own process group, so that Ctrl-C at a terminal reaches only the supervisor.
 
-        tls_fds: the descriptors behind the paths of a frontend's TLS files.
+        tls_fds: the descriptors behind the paths of a frontend's TLS files. template: forks a worker. Raises OSError,
+        and TemplateError if the template cannot fork.
         """
         self.incarnation = launch.incarnation
         self.started_s = now_s
         self.is_faulty = self.is_retired = self.is_late = False
+        record = msgspec.json.encode(launch).decode()
+        if template is not None:
+            self.process = template.fork(record, num_threads)
+        else:
+            self.process = self._spawn(launch, record, num_threads, tls_fds)
+        self.state = "starting"
+        self.pidfd = os.pidfd_open(self.process.pid)
+
+    def _spawn(self, launch: Launch, record: str, num_threads: int, tls_fds: tuple[int, ...]) -> Process:
         module = _FRONTENDS[self.protocol] if self.role == "frontend" else _MODULES[self.role]
-        command = [*run_module(module), msgspec.json.encode(launch).decode()]
         is_http = self.role == "frontend" and self.protocol in ("http", "gateway")
         inherited = (launch.listen_fd,) if is_http and launch.listen_fd >= 0 else ()
         inherited += tls_fds if self.role == "frontend" else ()
-        self.process = subprocess.Popen(  # noqa: S603  # our own interpreter, module and launch record
-            command, stdin=subprocess.DEVNULL, env=_environment(num_threads), process_group=0, pass_fds=inherited
-        )
-        self.state = "starting"
-        self.pidfd = os.pidfd_open(self.process.pid)
+        return subprocess.Popen(  # noqa: S603  # our own interpreter, module and launch record
+            [*run_module(module), record],
+            stdin=subprocess.DEVNULL, env=child_environment(num_threads), process_group=0, pass_fds=inherited,
+        )  # fmt: skip
 
     def adopt(self, channel: Channel, pid: int) -> None:
         """Attach the control connection that this slot's process opened."""
@@ -165,11 +182,11 @@ def _is_frozen(pid: int) -> bool:
     return False
 
 
-def _environment(num_threads: int) -> dict[str, str]:
+def child_environment(num_threads: int) -> dict[str, str]:
     """Return the child's environment. Thread pools must be sized before their libraries are imported.
 
     OpenMP's threads spin only briefly before they sleep, because workers and frontends share cores. With libgomp's
     default spin count, a busy neighbour made a 4 ms step take 60 ms and more (`bench peers`).
     """
-    threads = {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    threads = dict.fromkeys(THREAD_VARIABLES, str(num_threads))
     return {"GOMP_SPINCOUNT": "1000", **os.environ, **threads, "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}

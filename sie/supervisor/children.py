@@ -1,4 +1,4 @@
-"""Manages the child processes: starts and restarts them, accepts their control connections, and pairs their memory.
+"""Manages the child processes: starts and restarts them, and accepts their control connections.
 
 It does not decide what a message or a death means for models and clients; it passes both to `ChildEvents`.
 """
@@ -26,18 +26,20 @@ from sie.ipc.exit_statuses import DEVICE_LOST_STATUS, WORN_STATUS
 from sie.ipc.messages import Message
 from sie.metrics import definitions
 from sie.runtime.logs import get_logger
-from sie.shm.core_board import CoreBoard
-from sie.shm.inflight import InflightPage, InflightStatus
+from sie.shm.inflight import InflightStatus
 from sie.shm.pages import CounterPage
+from sie.supervisor.attachments import Attachments
 from sie.supervisor.certificates import CertificateFiles
-from sie.supervisor.child import Child
+from sie.supervisor.child import Child, child_environment
 from sie.supervisor.core_lending import plan_lending
 from sie.supervisor.core_shares import read_places
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.host_resources import usable_cores
-from sie.supervisor.losses import plan_after_loss, tokens_after_kill
+from sie.supervisor.losses import FORGET_KILL_S, plan_after_loss, tokens_after_kill
 from sie.supervisor.oom_kills import OomKills
 from sie.supervisor.restart import RestartPolicy, plan_restart
+from sie.supervisor.server_page import ServerPage
+from sie.supervisor.worker_template import TemplateError, WorkerTemplate
 
 _log = get_logger(__name__)
 _HELLO_TIMEOUT_S = 1.0
@@ -84,11 +86,13 @@ class Children:
         *,
         grpc: tuple[str, int] | None = None,
         is_gateway: bool = False,
+        has_template: bool = False,
         certificates: CertificateFiles | None = None,
     ) -> None:
         """`launch` is the launch record that all children share; grpc is the (host, port) of an extra gRPC frontend.
 
-        is_gateway: the frontends have no workers; their operations run on the hosts of a cluster.
+        is_gateway: the frontends have no workers; their operations run on the hosts of a cluster. has_template: workers
+        are forked from a process that has imported the libraries.
         """
         self._certificates = certificates
         self._grpc = grpc
@@ -97,11 +101,12 @@ class Children:
         self._launch = launch
         self.workers = [Child("worker", slot, place) for slot, place in enumerate(places)]
         self._http: messages.Protocol = "gateway" if is_gateway else "http"
-        self.frontends = [Child("frontend", slot, WorkerSlot(""), self._http) for slot in range(num_frontends)]
+        protocols: list[messages.Protocol] = [self._http] * num_frontends
         if grpc is not None:
-            self.frontends.append(Child("frontend", num_frontends, WorkerSlot(""), "grpc"))
+            protocols.append("grpc")
         if settings.cluster.nats and not is_gateway:
-            self.frontends.append(Child("frontend", len(self.frontends), WorkerSlot(""), "nats"))
+            protocols.append("nats")
+        self.frontends = [Child("frontend", slot, WorkerSlot(""), protocol) for slot, protocol in enumerate(protocols)]
         has_agent = settings.agents.is_on and not settings.agents.agent_socket and not is_gateway
         self.agents = [Child("agent", 0, WorkerSlot(""))] if has_agent else []
         """The agent process, if tools may run and no other service runs it."""
@@ -112,17 +117,16 @@ class Children:
             self.stand_in.state = "gone"
             self.frontends.append(self.stand_in)
         page_bytes = settings.memory.counter_page_bytes
-        self._page = CounterPage.create(page_bytes)
+        self.page = ServerPage(page_bytes)
         self._pages = {child.name: CounterPage.create(page_bytes) for child in self.all}
-        self._inflight = [InflightPage.create(settings.scheduler.max_step_items) for _ in self.workers]
+        self.attachments = Attachments(self.send, self.frontends, self.workers, settings.scheduler.max_step_items)
         self._lent_cores = plan_lending(places, read_places(usable_cores())) if settings.devices.max_lent_cores else {}
         # Steps of up to so many rows take as long as one of one row where lent cores share their work. Frontends do not know
         # of each other's streams.
         self._streams_together = _STREAMS_TOGETHER // len(self.frontends) if any(self._lent_cores.values()) else 0
-        self._board = CoreBoard.create(len(places), sum(len(place.cores) for place in places))
-        self._pairs: dict[tuple[int, int], int] = {}
-        self._num_generations = 0
         self._loop = asyncio.get_running_loop()
+        self._has_template = has_template
+        self._template: WorkerTemplate | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._death = asyncio.Event()
         self.oom_kills = OomKills()
@@ -155,12 +159,15 @@ class Children:
         self._listener.listen(64)
         self._listener.setblocking(False)
         self._loop.add_reader(self._listener, self._on_connect)
+        if self._has_template:
+            self._open_template()
         for child in self.all:
-            if child is not self.stand_in:
+            if child is not self.stand_in and not (child.role == "worker" and self._template is not None):
                 self._start(child)
 
     def close(self) -> None:
         """Stop listening. Call it after every child has ended."""
+        self._close_template()
         self._loop.remove_reader(self._listener)
         self._listener.close()
 
@@ -177,17 +184,10 @@ class Children:
         self._launch = msgspec.structs.replace(self._launch, log_level=settings.server.log_level)
         self.send_all(self.all, messages.Configure(settings))
 
-    def count_reload(self, *, is_refused: bool) -> None:
-        """Count a reload of the settings by its outcome."""
-        labels = definitions.CONFIG_RELOADS.label_pairs("refused" if is_refused else "applied")
-        self._page.counter(definitions.CONFIG_RELOADS.name, labels).add(1)
-        self._page.gauge(definitions.CONFIG_REFUSED.name, ()).set(float(is_refused))
-
     def set_keys(self, keys: messages.Keys) -> None:
         """Send new API keys to every frontend, also to those that start later."""
         self._keys = keys
-        self._page.gauge(definitions.API_KEYS.name).set(len(keys.keys))
-        self._page.gauge(definitions.API_KEYS_REFUSED.name).set(float(bool(keys.problem)))
+        self.page.show_keys(keys)
         self.send_all(self.frontends, keys)
 
     def restart(self, frontend: Child) -> None:
@@ -202,10 +202,6 @@ class Children:
                 while any(child.process is not None for child in children):
                     self._death.clear()
                     await self._death.wait()
-
-    def running(self, worker: Child) -> InflightStatus:
-        """Return the in-flight status that a worker publishes."""
-        return self._inflight[worker.slot].read()
 
     def send(self, child: Child, message: Message, fds: list[int] | None = None) -> None:
         """Send to a connected child. A child that does not read its channel is killed and restarted."""
@@ -228,25 +224,60 @@ class Children:
         """Mark a child as ready."""
         child.state = "ready"
         child.pong_s = time.monotonic()
-        self._show(child)
-
-    def _show(self, child: Child) -> None:
-        """Publish the gauges of a worker slot."""
         if child.role == "worker":
-            labels = definitions.WORKER_UP.label_pairs(str(child.slot))
-            self._page.gauge(definitions.WORKER_UP.name, labels).set(float(child.state == "ready"))
-            self._page.gauge(definitions.DEVICE_LOST.name, labels).set(float(child.state == "lost"))
-
-    def count(self, family: definitions.Family, *labels: str) -> None:
-        """Increment a counter of the server itself, not of a child."""
-        self._page.counter(family.name, family.label_pairs(*labels)).add(1)
+            self.page.show_worker(child)
 
     @property
     def pages(self) -> list[CounterPage]:
         """The counter pages of all processes, our own first."""
-        return [self._page, *self._pages.values()]
+        return [self.page.page, *self._pages.values()]
 
     # --- start ----------------------------------------------------------------------------------------------------
+
+    def _open_template(self) -> None:
+        """Start the process that forks workers. They start when it is ready, or when it turns out that it will not be."""
+        try:
+            self._template = WorkerTemplate(child_environment(num_threads=1))
+        except OSError as error:
+            _log.warning("the template of the workers cannot be started: %s", error)
+            return
+        self._loop.add_reader(self._template.fileno(), self._on_template)
+        self._loop.call_later(self._settings.supervisor.start_timeout_s, self._on_template_late)
+
+    def _on_template(self) -> None:
+        if self._template is not None and not self._template.read():
+            if not self.is_stopping:
+                _log.warning("the template of the workers has ended; they import for themselves from now on")
+            self._close_template()
+        self._start_first_workers()
+
+    def _on_template_late(self) -> None:
+        if self._template is not None and not self._template.is_ready:
+            _log.warning("the template of the workers was not ready within start_timeout_s; they import for themselves")
+            self._close_template()
+            self._start_first_workers()
+
+    def _start_first_workers(self) -> None:
+        for worker in self.workers:
+            if worker.state == "waiting" and not worker.incarnation:
+                self._start(worker)
+
+    def _close_template(self) -> None:
+        if self._template is not None:
+            self._loop.remove_reader(self._template.fileno())
+            self._template.close()
+            self._template = None
+
+    def _run(self, child: Child, launch: messages.Launch) -> None:
+        """Start a child's process. Raises OSError."""
+        tls_fds = self._certificates.fds if self._certificates is not None else ()
+        template = self._template if child.role == "worker" else None
+        try:
+            child.start(launch, self._num_threads(child), time.monotonic(), tls_fds, template)
+        except TemplateError as error:
+            _log.warning("the template of the workers did not fork (%s); they import for themselves from now on", error)
+            self._close_template()
+            child.start(launch, self._num_threads(child), time.monotonic(), tls_fds)
 
     def _start(self, child: Child) -> None:
         if self.is_stopping or (self.is_draining and child.role == "frontend"):
@@ -272,14 +303,11 @@ class Children:
             launch = msgspec.structs.replace(launch, protocol="grpc", host=host, port=port, listen_fd=-1)
         elif child.role == "frontend":
             launch = msgspec.structs.replace(launch, protocol=child.protocol)
-        if child.role == "worker":  # created as 0: a scraper sees an increase only of a counter that it saw before
-            self._page.counter(
-                definitions.WORKER_RESTARTS.name, definitions.WORKER_RESTARTS.label_pairs(str(child.slot))
-            )
-            self._show(child)
+        if child.role == "worker":
+            self.page.create_restarts(child)
+            self.page.show_worker(child)
         try:
-            tls_fds = self._certificates.fds if self._certificates is not None else ()
-            child.start(launch, self._num_threads(child), time.monotonic(), tls_fds)
+            self._run(child, launch)
         except OSError as error:  # for example a process limit
             _log.error("%s cannot be started: %s", child.name, error)
             self._plan_restart(child, was_ready=False, was_killed=False)
@@ -332,30 +360,16 @@ class Children:
             self.send(child, messages.Configure(self._settings))
             return
         if child.role == "worker":
-            self.send(
-                child, messages.Configure(self._settings), [own.fd, self._inflight[child.slot].fd, self._board.fd]
-            )
+            self.send(child, messages.Configure(self._settings), [own.fd, *self.attachments.worker_fds(child)])
         else:
-            others = [self._page, *(page for page in self._pages.values() if page is not own)]
-            read_only = [self._board.read_only_fd(), *(page.read_only_fd() for page in others)]
+            others = [self.page.page, *(page for page in self._pages.values() if page is not own)]
+            read_only = [self.attachments.read_only_board_fd(), *(page.read_only_fd() for page in others)]
             self.send(child, messages.Configure(self._settings), [own.fd, *read_only])
             if self._keys is not None:
                 self.send(child, self._keys)
             for fd in read_only:
                 os.close(fd)
-        for worker in [child] if child.role == "worker" else self.workers:
-            for frontend in [child] if child.role == "frontend" else self.frontends:
-                if worker.channel is not None and frontend.channel is not None:
-                    self._attach(frontend, worker)
-
-    def _attach(self, frontend: Child, worker: Child) -> None:
-        """Send each side one end of a new socketpair. The two then exchange their memory without the supervisor."""
-        self._num_generations += 1
-        generation = self._pairs[frontend.slot, worker.slot] = self._num_generations
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours, theirs:
-            self.send(frontend, messages.Attach(worker.slot, generation), [ours.fileno(), worker.peer_pidfd])
-            self.send(worker, messages.Attach(frontend.slot, generation), [theirs.fileno(), frontend.peer_pidfd])
+        self.attachments.pair(child)
 
     def _on_readable(self, child: Child) -> None:
         channel = child.channel
@@ -394,7 +408,8 @@ class Children:
             else:
                 was_killed = status == -signal.SIGKILL and not (child.is_faulty or was_oom_killed)
                 self._plan_restart(child, was_ready, was_killed)
-        self._show(child)
+        if child.role == "worker":
+            self.page.show_worker(child)
         self._death.set()
         self._events.on_changed()
 
@@ -403,31 +418,14 @@ class Children:
         return self.is_stopping or child.is_retired or (self.is_draining and child.role == "frontend")
 
     def _report_worker_death(self, worker: Child, status: int, was_oom_killed: bool) -> None:
-        """Tell the frontends to drain the dead worker's rings one last time, and name the suspect requests."""
-        page = self._inflight[worker.slot]
-        running = page.read()
+        """Report a worker's death, and limit its next process's steps if it was killed for lack of memory."""
+        running = self.attachments.running(worker)
         suspects = self._events.on_worker_death(worker, status, running, was_oom_killed=was_oom_killed)
+        if time.monotonic() - worker.started_s >= FORGET_KILL_S:
+            worker.max_step_tokens = 0
         if was_oom_killed:
             worker.max_step_tokens = tokens_after_kill(worker.max_step_tokens, running.num_tokens)
-        page.reset()
-        self._board.forget(worker.slot)
-        for frontend in self.frontends:
-            generation = self._pairs.pop((frontend.slot, worker.slot), None)
-            if generation is not None:
-                ids = tuple(request_id for slot, request_id in suspects if slot == frontend.slot)
-                self.send(frontend, messages.WorkerDown(worker.slot, generation, ids))
-
-    def set_late(self, worker: Child, *, is_late: bool) -> None:
-        """Tell the frontends that a worker is late, and their requests in its step, or that it is no longer late."""
-        if worker.is_late == is_late:
-            return
-        worker.is_late = is_late
-        entries = self.running(worker).entries if is_late else []
-        for frontend in self.frontends:
-            generation = self._pairs.get((frontend.slot, worker.slot))
-            if generation is not None:
-                ids = tuple(entry.request_id for entry in entries if entry.frontend == frontend.slot)
-                self.send(frontend, messages.WorkerLate(worker.slot, generation, is_late, ids))
+        self.attachments.end(worker, suspects)
 
     def _plan_restart(self, child: Child, was_ready: bool, was_killed: bool) -> None:
         s = self._settings.supervisor
@@ -458,7 +456,7 @@ class Children:
     def _start_after(self, child: Child, delay_s: float) -> None:
         child.num_restarts += 1
         if child.role == "worker":
-            self.count(definitions.WORKER_RESTARTS, str(child.slot))
+            self.page.count(definitions.WORKER_RESTARTS, str(child.slot))
         if delay_s:
             self._loop.call_later(delay_s, self._start, child)
         else:

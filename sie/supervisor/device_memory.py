@@ -23,8 +23,8 @@ from sie.supervisor.evictions import (
     needed_bytes,
     plan_evictions,
 )
+from sie.supervisor.load_placement import Place, choose_places, leading_slots, names_of
 from sie.supervisor.model_registry import Record
-from sie.supervisor.placement import Place, choose_places, leading_slots, names_of
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):

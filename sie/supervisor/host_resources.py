@@ -107,7 +107,11 @@ def reserve_port(host: str, port: int, runtime_dir: Path | None = None, *, setti
     except OSError as error:
         reason = error.strerror or error
         pid = None if runtime_dir is None else lock_holder(runtime_dir, port)
-        holder = "" if pid is None else f"; another sie server (pid {pid}) has it"
+        holder = (
+            ""
+            if pid is None
+            else f"; another sie server (pid {pid}) has it: `sie stop --port {port}` stops it, `--port` chooses another"
+        )
         raise StartError(f"{setting}: cannot listen on {host}:{port}: {reason}{holder}") from error
     return held
 

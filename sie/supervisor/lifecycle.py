@@ -33,7 +33,7 @@ class Place(Enum):
 
     @property
     def is_there(self) -> bool:
-        """Whether the worker has it, or will soon have it."""
+        """Whether the worker has it in memory, or was asked to load it."""
         return self not in (Place.ABSENT, Place.FAILED)
 
 
@@ -86,7 +86,7 @@ class LifeStage(Enum):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether workers should have it."""
+        """Whether workers should have the model or adapter."""
         return self in _WANTED
 
     @property

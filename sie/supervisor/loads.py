@@ -1,11 +1,10 @@
-"""Applies the decisions of the model registry: prepares, loads and unloads models, and keeps all frontends informed."""
+"""Applies the decisions of the model registry: prepares, loads and unloads models."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine
-from typing import Any, Final, Literal
+from typing import Any
 
 import msgspec
 
@@ -17,25 +16,25 @@ from sie.metrics import definitions
 from sie.runtime.logs import get_logger
 from sie.runtime.progress import Progress
 from sie.supervisor.card_helper import Preparer, failed
-from sie.supervisor.child import Child, ChildState
+from sie.supervisor.child import Child
 from sie.supervisor.children import Children
+from sie.supervisor.configured_models import Models
 from sie.supervisor.device_memory import DeviceMemories
 from sie.supervisor.evictions import Memory
 from sie.supervisor.lifecycle import Event
 from sie.supervisor.model_registry import ModelRegistry, Record
 from sie.supervisor.staged_reloads import StagedReloads
+from sie.supervisor.state_broadcast import StateBroadcast
 from sie.values.card import ModelCard
 from sie.values.errors import SieError, WireError
 
 _log = get_logger(__name__)
-_SHOWN_STATES: Final[dict[ChildState, Literal["starting", "ready", "lost", "dead"]]] = {
-    "waiting": "starting", "starting": "starting", "ready": "ready", "lost": "lost", "gone": "dead",
-}  # fmt: skip
 _PRESSURE_GAP_S = 2.0
 """Pause between two evictions under memory pressure: the memory that the first one frees must show up first."""
 
-Models = list[tuple[ModelSpec, bool, ModelCard | None]]
-"""For each model its spec, whether it is loaded at the start, and its card if known."""
+_MAX_WAIT_S = 1e9
+"""A longer wait has no end."""
+
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 
@@ -46,45 +45,35 @@ class Loads:
         self,
         settings: Settings,
         registry: ModelRegistry,
+        children: Children,
+        state: StateBroadcast,
+        *,
         progress: Progress,
         spawn: Spawn,
-        preparer: Preparer | None = None,
+        preparer: Preparer,
     ) -> None:
         self._settings = settings.models
         self._generation = settings.generation
         self._idle_s = settings.models.idle_unload_s
         self._timeout_s = settings.models.load_timeout_s
         self._registry = registry
-        self._progress = progress
-        self._preparer = preparer or Preparer(settings, progress)
-        self._spawn = spawn
-        self._is_broadcast_due = False
-        self._relieved_s = 0.0
-        self._not_ready_reason: Callable[[], str] = str
-        self._with_adapters: Callable[[tuple[messages.ModelEntry, ...]], tuple[messages.ModelEntry, ...]] = tuple
-        self._on_settled: Callable[[], None] = lambda: None
-        self.was_ready = False
-        """Whether everything was ready at least once."""
-        self.config_error = self.tls_error = ""
-        """The reason why the latest reload of settings or TLS files was refused; every frontend gets it."""
-
-    def bind(self, children: Children, not_ready_reason: Callable[[], str], on_first_ready: Callable[[], None]) -> None:
-        """Set the children to talk to, and the source of reasons, other than models, for not being ready."""
         self._children = children
+        self._state = state
+        self._progress = progress
+        self._preparer = preparer
+        self._spawn = spawn
+        self._relieved_s = 0.0
+        self._on_settled: Callable[[], None] = lambda: None
+        self._on_lost_causes: Callable[[list[WireError]], None] = lambda _errors: None
         places = [worker.place for worker in children.workers]
         self._device_memories = DeviceMemories(self._settings, self._generation, places)
         self._staged_reloads = StagedReloads(
             children, self._preparer, self._spawn, on_complete=self._reload, on_failed=self.keep
         )
-        self._not_ready_reason = not_ready_reason
-        self._on_first_ready = on_first_ready
 
-    def bind_adapters(
-        self,
-        with_adapters: Callable[[tuple[messages.ModelEntry, ...]], tuple[messages.ModelEntry, ...]],
-    ) -> None:
-        """Set the function that adds adapters to model entries."""
-        self._with_adapters = with_adapters
+    def bind_lost_causes(self, on_lost_causes: Callable[[list[WireError]], None]) -> None:
+        """Set the callback for a start that cannot succeed: it gets the errors of the models at fault."""
+        self._on_lost_causes = on_lost_causes
 
     def bind_repositories(self, on_settled: Callable[[], None]) -> None:
         """Set the callback for a model that has been loaded, unloaded or failed."""
@@ -96,23 +85,12 @@ class Loads:
             if record.wanted:
                 self._load(record)
 
-    @property
-    def num_loaded(self) -> int:
-        """The number of models loaded on at least one worker."""
-        return sum(entry.state == "loaded" for entry in self._registry.entries())
-
-    def is_progressing(self) -> bool:
-        """Return whether something that readiness needs is in progress, not only waiting for a retry."""
-        return bool(self._not_ready_reason()) or any(
-            self._registry.records[name].wanted for name in self._registry.missing()
-        )
-
     def reconfigure(self, settings: Settings) -> None:
         """Apply reloaded settings."""
         self._settings = settings.models
         self._idle_s = settings.models.idle_unload_s
         self._timeout_s = settings.models.load_timeout_s
-        self._registry.set_retry(settings.models.load_retry_s)
+        self._registry.reconfigure(settings.models.load_retry_s, is_strict=settings.models.strict_readiness)
         self._preparer.reconfigure(settings)
 
     def replace(self, models: Models) -> tuple[str, ...]:
@@ -136,13 +114,13 @@ class Loads:
         for name in from_settings - {spec.id for spec, _, _ in models}:
             self._registry.remove(name)
             self._children.send_all(self._children.workers, messages.Unload(name))
-        self.broadcast()
+        self._state.broadcast()
         return tuple(left)
 
     def greet(self, child: Child) -> None:
         """Send a child that has just joined the current state."""
         if child.role == "frontend":
-            self._children.send(child, self.message())
+            self._children.send(child, self._state.message())
             return
         now_s = time.monotonic()
         for record in self._registry.records.values():
@@ -161,7 +139,7 @@ class Loads:
         record = self._registry.want(model, time.monotonic())
         if record is not None:
             self._load(record)
-            self.broadcast()
+            self._state.broadcast()
 
     def manage(self, action: messages.ManageAction, model: str) -> None:
         """Apply an administrator's request. An action that is already done changes nothing."""
@@ -180,7 +158,7 @@ class Loads:
         else:
             self.cancel_staged(model)
             self._reload(record)
-        self.broadcast()
+        self._state.broadcast()
 
     def cancel_staged(self, model: str) -> None:
         """Cancel a model's staged reload, if there is one."""
@@ -201,7 +179,7 @@ class Loads:
             self._children.send_all(self._children.workers, messages.Unload(record.spec.id))
         else:
             self._reload_due()
-        self.broadcast()
+        self._state.broadcast()
 
     def keep(self, record: Record, error: WireError) -> None:
         """Record the reason why a model cannot be reloaded, and keep serving the loaded copy."""
@@ -232,9 +210,9 @@ class Loads:
         if report.state == "loaded":
             self._progress.done(report.model, f"{worker.place.device} {report.dtype}".strip(), worker.name)
         elif report.state == "failed" and report.error is not None:
-            self._progress.fail(report.model, report.error.message, worker.name)
-        self._on_settled()
-        self.broadcast()
+            record = self._registry.records[report.model]
+            self._progress.fail(report.model, f"{report.error.message}{_next_try(record)}", worker.name)
+        self._settle()
 
     def on_worker_message(
         self,
@@ -285,9 +263,9 @@ class Loads:
             self._registry.release(record)
         where = f" from {', '.join(worker.place.device for worker in workers)}" if kept else ""
         _log.warning("%s is unloaded%s: %s", model, where, reason)
-        self._children.count(family, model)
+        self._children.page.count(family, model)
         self._children.send_all(workers, messages.Unload(model))
-        self.broadcast()
+        self._state.broadcast()
 
     def forget_worker(self, slot: int, *, blame: bool, is_lost: bool = False) -> None:
         """Forget the models of a dead worker; blame: a load may have caused the death. is_lost: it lost its device."""
@@ -298,7 +276,7 @@ class Loads:
         """Do the work that is due: retries, timeouts of loads, unloads of idle models."""
         for record in self._registry.due_again(now_s):
             self._load(record)
-            self.broadcast()
+            self._state.broadcast()
         self._reload_due()
         self._move_stranded()
         self._end_overdue(now_s)
@@ -308,7 +286,7 @@ class Loads:
     def _reload_due(self) -> None:
         for record in self._registry.due_reloads():
             self._load(record)
-            self.broadcast()
+            self._state.broadcast()
 
     def _away(self) -> set[int]:
         """Return the slots of the workers that will not be there for a while."""
@@ -334,47 +312,6 @@ class Loads:
         for record, slot in overdue:
             del record.loading_since_s[slot]
             self._children.workers[slot].kill()  # only the end of the process ends the load's thread
-
-    def set_tls_error(self, problem: str) -> None:
-        """Tell all frontends why new TLS files were refused; empty if they were accepted."""
-        self.tls_error = problem
-        self.broadcast()
-
-    def broadcast(self) -> None:
-        """Send the state of all models to all frontends, once per loop iteration for any number of changes."""
-        if not self._is_broadcast_due:
-            self._is_broadcast_due = True
-            asyncio.get_running_loop().call_soon(self._broadcast_now)
-
-    def message(self) -> messages.Models:
-        """Return the state of all models and workers, as sent to frontends."""
-        reason = self.reason()
-        workers = tuple(
-            messages.WorkerEntry(
-                slot=worker.slot,
-                device=worker.place.device,
-                pid=worker.peer_pid,
-                state=_SHOWN_STATES[worker.state],
-                restarts=worker.num_restarts,
-            )
-            for worker in self._children.workers
-        )
-        entries = self._with_adapters(self._registry.entries())
-        return messages.Models(entries, not reason, reason, workers, self.config_error, self.tls_error)
-
-    def reason(self) -> str:
-        """Return why the server is not ready, or an empty text if it is."""
-        missing = self._registry.missing_reasons()
-        reasons = (self._not_ready_reason(), f"not loaded: {missing}" if missing else "")
-        return "; ".join(filter(None, reasons))
-
-    def _broadcast_now(self) -> None:
-        self._is_broadcast_due = False
-        message = self.message()
-        self._children.send_all(self._children.frontends, message)
-        if message.ready and not self.was_ready:
-            self.was_ready = True
-            self._on_first_ready()
 
     def _load(self, record: Record) -> None:
         """Send a model to the workers once it is prepared and fits in memory."""
@@ -416,13 +353,27 @@ class Loads:
             record.card = _with_own_profiles(prepared, record)
             if record.wanted:  # it may have been unloaded during its preparation
                 self._load(record)
-        self.broadcast()
+        self._state.broadcast()
 
     def _refuse(self, record: Record, error: WireError) -> None:
         self._registry.fail(record, error, time.monotonic())
-        self._progress.fail(record.spec.id, error.message)
+        self._progress.fail(record.spec.id, f"{error.message}{_next_try(record)}")
+        self._settle()
+
+    def _settle(self) -> None:
+        """Tell the others that a model has been loaded, unloaded or failed."""
         self._on_settled()
-        self.broadcast()
+        self._state.broadcast()
+        if not self._state.was_ready and (errors := self._registry.lost_causes()):
+            self._on_lost_causes(errors)
+
+
+def _next_try(record: Record) -> str:
+    """Return when a model is tried again that readiness waits for, as the end of the line about its failed load."""
+    if record.error is None or not record.preload or record.may_fail:
+        return ""
+    wait_s = record.retry_at_s - time.monotonic()
+    return f"; the next try is in {wait_s:.0f} s" if wait_s < _MAX_WAIT_S else "; it is not tried again"
 
 
 def _take_profiles(record: Record, spec: ModelSpec) -> bool:

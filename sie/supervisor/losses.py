@@ -9,6 +9,9 @@ import msgspec
 MAX_LOSSES: Final = 3
 WINDOW_S: Final = 60.0
 _MAX_WAIT_S: Final = 3600.0
+_LEAST_TOKENS: Final = 32
+FORGET_KILL_S: Final = 600.0
+"""A worker that lives so long ends the limit on its steps that an earlier kill for memory set."""
 
 
 class DeviceLosses(msgspec.Struct):
@@ -42,7 +45,7 @@ def tokens_after_kill(before: int, killed_tokens: int) -> int:
     """Return the token limit of the next worker's steps after the kernel killed one for memory during a step.
 
     It is a quarter of the killed step's tokens, since each try costs a worker, and never above the limit in force. It
-    is 0 if neither is known.
+    is at least _LEAST_TOKENS, since memory that so small a step does not find was taken by something else. It is 0 if neither is known.
     """
-    quarter = max(1, killed_tokens // 4) if killed_tokens else 0
+    quarter = max(_LEAST_TOKENS, killed_tokens // 4) if killed_tokens else 0
     return min(filter(None, (before, quarter)), default=0)

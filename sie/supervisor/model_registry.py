@@ -39,9 +39,9 @@ class Record(msgspec.Struct):
 
     The booleans are facts that hold in any stage. From settings or an administrator: preload, readiness waits for it;
     is_pinned, only an explicit unload removes it; may_fail, readiness stops waiting for it after a failed load;
-    is_excused, it was unloaded, so readiness does not wait for it until it is loaded again. About its files: is_stale,
-    the next load reads them again; preparing, a helper reads them now. reports: those of the workers that have it
-    loaded.
+    is_excused, it was unloaded, so readiness does not wait for it until it is loaded again. About its loads: has_failed,
+    the last one that ended failed. About its files: is_stale, the next load reads them again; preparing, a helper reads
+    them now. reports: those of the workers that have it loaded.
     """
 
     spec: ModelSpec
@@ -50,6 +50,7 @@ class Record(msgspec.Struct):
     is_pinned: bool = False
     may_fail: bool = False
     is_excused: bool = False
+    has_failed: bool = False
     stage: LifeStage = LifeStage.IDLE
     slots: tuple[int, ...] | None = None
     """The workers that were chosen to load it, once they are."""
@@ -116,8 +117,10 @@ class Record(msgspec.Struct):
 class ModelRegistry:
     """Every model of this server, in the order of the settings."""
 
-    def __init__(self, retry_s: float) -> None:
+    def __init__(self, retry_s: float, *, is_strict: bool = True) -> None:
+        """is_strict is the setting `strict_readiness`."""
         self._retry_s = retry_s
+        self._is_strict = is_strict
         self.records: dict[str, Record] = {}
 
     def add(self, spec: ModelSpec, preload: bool, card: ModelCard | None, *, is_pinned: bool = False) -> Record:
@@ -131,9 +134,9 @@ class ModelRegistry:
         """Remove a model."""
         del self.records[model]
 
-    def set_retry(self, retry_s: float) -> None:
-        """Change the wait after a failed load. Running cool-downs stay as they are."""
-        self._retry_s = retry_s
+    def reconfigure(self, retry_s: float, *, is_strict: bool) -> None:
+        """Change the wait after a failed load, and the meaning of readiness. Running cool-downs stay as they are."""
+        self._retry_s, self._is_strict = retry_s, is_strict
 
     def want(self, model: str, now_s: float) -> Record | None:
         """Record a request for a model. Return its record if a load must start now, else None."""
@@ -247,7 +250,7 @@ class ModelRegistry:
             self.fail(record, report.error, now_s)  # one attempt for all workers together
 
     def _note_success(self, record: Record, now_s: float) -> None:
-        record.is_excused = False
+        record.is_excused = record.has_failed = False
         record.last_used_s = max(record.last_used_s, now_s)
         if not record.is_stale:  # a stale model's error is about newer files than the loaded ones
             record.error, record.num_attempts = None, 0
@@ -256,8 +259,10 @@ class ModelRegistry:
     def fail(self, record: Record, error: WireError, now_s: float) -> None:
         """Record a failed load and the time of its next try. Workers that have the model keep serving it."""
         record.num_attempts += 1
+        record.has_failed = True
         error_class = str(error.extras.get("error_class", "UNKNOWN"))
-        permanent = error_class in _PERMANENT_CLASSES or record.num_attempts >= _PERMANENT_ATTEMPTS
+        is_last = record.num_attempts >= _PERMANENT_ATTEMPTS or not self._retry_s
+        permanent = is_last or error_class in _PERMANENT_CLASSES
         extras: dict[str, Any] = {
             **error.extras, "error_class": error_class, "attempts": record.num_attempts, "permanent": permanent,
         }  # fmt: skip
@@ -315,12 +320,40 @@ class ModelRegistry:
 
     def missing(self) -> list[str]:
         """Return the models that readiness still waits for."""
-        return [
+        return [name for name in self._absent() if not self._is_left_out(self.records[name])]
+
+    def left_out(self) -> list[str]:
+        """Return the models that failed to load and that readiness does not wait for."""
+        return [name for name in self._absent() if self._is_left_out(self.records[name])]
+
+    def _absent(self) -> list[str]:
+        """Return the models to load before readiness that no worker has and nobody unloaded."""
+        records = self.records.items()
+        return [name for name, record in records if record.preload and not (record.is_excused or record.loaded_on)]
+
+    def _is_left_out(self, record: Record) -> bool:
+        """Return whether readiness does without a model: its load failed, and may fail, or another model can serve."""
+        return record.has_failed and (record.may_fail or (not self._is_strict and self._has_hope_beside_failures()))
+
+    def _has_hope_beside_failures(self) -> bool:
+        return any(record.loaded_on or not record.has_failed for record in self.records.values())
+
+    def failed(self) -> set[str]:
+        """Return the models whose last load failed, unless a worker has them or they were unloaded since."""
+        return {
             name
             for name, record in self.records.items()
-            if record.preload
-            and not (record.is_excused or record.loaded_on or (record.may_fail and record.num_attempts))
-        ]
+            if record.has_failed and not (record.loaded_on or record.is_excused)
+        }
+
+    def lost_causes(self) -> list[WireError]:
+        """Return the errors for which the server can never become ready; none as long as it can.
+
+        They are those of models that readiness waits for and that are not tried again: one is enough, or all models of
+        the server without `strict_readiness`.
+        """
+        errors = [record.error for record in self.records.values() if _has_no_hope(record) and record.error]
+        return errors if self._is_strict or len(errors) == len(self.records) else []
 
     def missing_reasons(self) -> str:
         """Return the models that readiness still waits for, each with the reason, or an empty text."""
@@ -329,6 +362,17 @@ class ModelRegistry:
     def entries(self) -> tuple[ModelEntry, ...]:
         """Return all models for frontends."""
         return tuple(_entry(record) for record in self.records.values())
+
+
+def _has_no_hope(record: Record) -> bool:
+    """Return whether readiness waits for a model that is not tried again."""
+    is_awaited = record.preload and not (record.is_excused or record.may_fail or record.loaded_on)
+    return is_awaited and record.error is not None and bool(record.error.extras.get("permanent"))
+
+
+def is_refused(error: WireError) -> bool:
+    """Return whether a load failed for a reason that the next start would find, too: its files, its name, a library."""
+    return error.extras.get("error_class") in _PERMANENT_CLASSES
 
 
 def _why_missing(record: Record) -> str:

@@ -95,6 +95,11 @@ class SystemdReporter:
             self._notifier.send("READY=1")
 
 
+def open_reporter(environ: dict[str, str]) -> SystemdReporter:
+    """Return the reporter for the service manager that the environment names, or one that reports to nobody."""
+    return SystemdReporter(Notifier(environ.get("NOTIFY_SOCKET", "")), watchdog_interval_s(environ))
+
+
 def watchdog_interval_s(environ: dict[str, str]) -> float | None:
     """Return how often to send `WATCHDOG=1` (a quarter of systemd's limit), or None without a watchdog."""
     usec = environ.get("WATCHDOG_USEC", "")

@@ -14,8 +14,8 @@ from sie.config.reloadable import Plan, plan_reload
 from sie.config.settings import Settings
 from sie.config.sources import SettingsError
 from sie.runtime.logs import get_logger
+from sie.supervisor.configured_models import Models
 from sie.supervisor.host_resources import StartError
-from sie.supervisor.loads import Models
 from sie.supervisor.notify import SystemdReporter
 
 _log = get_logger(__name__)

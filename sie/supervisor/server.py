@@ -1,7 +1,7 @@
 """Runs the server from start to stop: connects the other parts, watches for hangs, drains on SIGTERM.
 
-It only performs effects. `model_registry` decides on loads, `restart` on restarts, and `watch` on hangs and suspects. No
-torch, no HTTP.
+It only performs effects. `model_registry` decides on loads, `restart` on restarts, and `hang_detector` on hangs and suspects.
+No torch, no HTTP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from sie.config.reloadable import Plan
 from sie.config.settings import Settings
 from sie.ipc import messages
-from sie.ipc.exit_statuses import DEVICE_LOST_STATUS, WORN_STATUS
+from sie.ipc.exit_statuses import CONFIG_STATUS, DEVICE_LOST_STATUS, WORN_STATUS
 from sie.ipc.messages import Message
 from sie.runtime.logs import get_logger, set_level
 from sie.runtime.progress import Progress
@@ -28,19 +28,22 @@ from sie.supervisor.card_helper import Preparer
 from sie.supervisor.certificates import CertificateFiles
 from sie.supervisor.child import Child
 from sie.supervisor.children import Children
+from sie.supervisor.configured_models import Models
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.history import LoadHistory
 from sie.supervisor.key_file import POLL_S, KeyFileWatch
 from sie.supervisor.listen import Listener
-from sie.supervisor.loads import Loads, Models
-from sie.supervisor.model_registry import ModelRegistry
-from sie.supervisor.notify import Notifier, SystemdReporter, watchdog_interval_s
+from sie.supervisor.loads import Loads
+from sie.supervisor.model_registry import ModelRegistry, is_refused
+from sie.supervisor.notify import open_reporter
 from sie.supervisor.reload import Reading, Reloader
 from sie.supervisor.renewal import Renewal
-from sie.supervisor.repository import Repositories
+from sie.supervisor.repositories import Repositories
 from sie.supervisor.shared_configs import add_configs
-from sie.supervisor.watch import Watch
+from sie.supervisor.state_broadcast import StateBroadcast
+from sie.supervisor.watchdog import Watchdog
 from sie.values.card import AdapterSpec
+from sie.values.errors import WireError
 
 _log = get_logger(__name__)
 _TICK_S = 0.1
@@ -78,29 +81,28 @@ class Supervisor:
         self._listener = listener
         self._grpc_listener = grpc_listener
         self._progress = progress
-        self._registry = ModelRegistry(settings.models.load_retry_s)
-        for spec, preload, card in models:
-            self._registry.add(spec, preload, card, is_pinned=spec.id in settings.models.pinned)
+        self._registry = _registry(settings, models)
         self._key_file = key_file
         self._started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         grpc = (grpc_listener.address, grpc_listener.port) if grpc_listener is not None else None
         num_children = len(places) + num_frontends + (grpc is not None) + bool(settings.cluster.nats)
         self._children = Children(settings, places, num_frontends, self._launch(num_children), self,
-                          grpc=grpc, certificates=certificates, is_gateway=is_gateway)  # fmt: skip
-        self._adapters = AdapterLoads(settings, adapters, progress, self._spawn)
+                          grpc=grpc, certificates=certificates, is_gateway=is_gateway,
+                          has_template=_needs_template(settings, models, places))  # fmt: skip
+        self._state = StateBroadcast(self._registry, self._children, self._not_ready_reason, self._announce)
+        self._adapters = AdapterLoads(settings, adapters, self._children, self._state.broadcast,
+                                      progress=progress, spawn=self._spawn)  # fmt: skip
+        self._state.bind_adapters(self._adapters.entries)
         preparer = Preparer(settings, progress)
-        self._loads = Loads(settings, self._registry, progress, self._spawn, preparer)
-        self._repositories = Repositories(settings, self._registry, self._loads, preparer, self._spawn)
-        self._repositories.bind(self._children)
-        self._loads.bind(self._children, self._not_ready_reason, self._announce)
-        self._loads.bind_adapters(self._adapters.entries)
-        self._adapters.bind(self._children, self._loads.broadcast)
+        self._loads = Loads(settings, self._registry, self._children, self._state,
+                            progress=progress, spawn=self._spawn, preparer=preparer)  # fmt: skip
+        self._loads.bind_lost_causes(self._on_lost_causes)
+        self._repositories = Repositories(settings, self._registry, self._children, self._state, self._loads,
+                                          preparer=preparer, spawn=self._spawn)  # fmt: skip
         self._history = LoadHistory()
-        self._watch = Watch(settings.supervisor.watchdog_s)
-        self._systemd = SystemdReporter(
-            Notifier(os.environ.get("NOTIFY_SOCKET", "")), watchdog_interval_s(dict(os.environ))
-        )
+        self._watchdog = Watchdog(settings.supervisor, self._children)
+        self._systemd = open_reporter(dict(os.environ))
         self._own_models = models
         self._shared = messages.TakeConfigs("", ())
         """What the cluster shares, as its puller told last."""
@@ -108,7 +110,7 @@ class Supervisor:
         """Held from before a list of models is read until it is in force: one read beside it would be undone."""
         self._reloader = Reloader(lambda: self._with_shared(reread()), self._apply, self._systemd, self._reading)
         self._renewal = None if certificates is None else Renewal(
-            certificates, self._children, on_problem=self._loads.set_tls_error, timeouts_s=self._timeouts_s
+            certificates, self._children, on_problem=self._state.set_tls_error, timeouts_s=self._timeouts_s
         )  # fmt: skip
         self._exit_status = 0
         self._stopped = asyncio.Event()
@@ -171,8 +173,24 @@ class Supervisor:
             _log.error("the supervisor failed: %s", error, exc_info=error)
             self._fail()
 
-    def _fail(self) -> None:
-        self._exit_status = 1
+    def _on_lost_causes(self, errors: list[WireError]) -> None:
+        """Stop a server that would never be ready, unless a cluster or a repository can give it models to serve."""
+        is_strict = self._settings.models.strict_readiness
+        has_others = self._settings.cluster.nats or (self._settings.models.repositories and not is_strict)
+        if has_others or self._children.is_draining or self._children.is_stopping:
+            return
+        reasons = "; ".join(error.message for error in errors)
+        is_partial = len(errors) < len(self._registry.records)
+        what = "no model can be served"
+        if is_partial:
+            what = "not every model can be served (strict_readiness = false serves the others)"
+        _log.error("%s: stopping: %s", what, reasons)
+        self._systemd.set_status(f"stopped: {what}: {reasons}")
+        will_fail_again = any if is_strict else all
+        self._fail(CONFIG_STATUS if will_fail_again(map(is_refused, errors)) else 1)
+
+    def _fail(self, status: int = 1) -> None:
+        self._exit_status = status
         self._children.is_stopping = True
         self._stopped.set()
 
@@ -189,7 +207,7 @@ class Supervisor:
         match message:
             case messages.Ready():
                 self._children.set_ready(child)
-                self._loads.broadcast()
+                self._state.broadcast()
             case messages.ModelReport():
                 self._adapters.on_model(child, message)
                 self._loads.report(child, message)
@@ -201,7 +219,7 @@ class Supervisor:
                 self._loads.want(model)
             case messages.Manage(number, action, model):
                 self._loads.manage(action, model)
-                self._children.send(child, self._loads.message())
+                self._children.send(child, self._state.message())
                 self._children.send(child, messages.Managed(number))
             case messages.ManageRepository():
                 self._repositories.manage(child, message)
@@ -219,7 +237,7 @@ class Supervisor:
             case messages.Silence(seconds):
                 child.pong_s = time.monotonic() + seconds
                 if child.role == "worker":
-                    self._watch.excuse(child.slot, child.pong_s)
+                    self._watchdog.hangs.excuse(child.slot, child.pong_s)
             case messages.Quarantine():
                 # The sender comes last: it answers its client when this message comes back.
                 self._children.send_all(
@@ -232,8 +250,8 @@ class Supervisor:
         self, worker: Child, status: int, running: InflightStatus, *, was_oom_killed: bool
     ) -> tuple[tuple[int, int], ...]:
         """Forget the worker's models. Return its running requests as suspects if their input may be the cause."""
-        is_suspect = self._watch.blames_input(status, worker.slot, was_oom_killed=was_oom_killed)
-        self._watch.forget(worker.slot)
+        is_suspect = self._watchdog.hangs.blames_input(status, worker.slot, was_oom_killed=was_oom_killed)
+        self._watchdog.hangs.forget(worker.slot)
         is_lost = status == DEVICE_LOST_STATUS
         blames_load = is_suspect and not is_lost and status != WORN_STATUS
         self._loads.forget_worker(worker.slot, blame=blames_load, is_lost=is_lost)
@@ -242,7 +260,7 @@ class Supervisor:
 
     def on_changed(self) -> None:
         """Send the new state to all frontends."""
-        self._loads.broadcast()
+        self._state.broadcast()
 
     def on_given_up(self, role: messages.Role) -> None:
         """Stop the server: without any worker or any frontend it cannot serve. Without agents it can."""
@@ -254,7 +272,7 @@ class Supervisor:
     def _not_ready_reason(self) -> str:
         if self._children.is_draining or self._children.is_stopping:
             return "stopping"
-        if not self._loads.was_ready and not self._children.are_frontends_ready:
+        if not self._state.was_ready and not self._children.are_frontends_ready:
             return "frontends are starting"
         workers = self._children.workers
         if workers and not any(worker.state == "ready" for worker in workers):
@@ -279,19 +297,20 @@ class Supervisor:
     def _status(self) -> str:
         """Return the status line for `systemctl status`."""
         is_reachable = any(frontend.state == "ready" for frontend in self._children.frontends)
-        reason = self._loads.reason() or ("" if is_reachable else "no frontend is running")
-        if not self._loads.was_ready:
+        reason = self._state.reason() or ("" if is_reachable else "no frontend is running")
+        if not self._state.was_ready:
             return f"starting: {reason}"
         state = f"not ready: {reason}" if reason else f"serving on {self._listener.url}"
-        hung = self._hung(time.monotonic())
+        failed = f"; failed: {', '.join(self._registry.left_out())}" if self._registry.left_out() else ""
+        hung = self._watchdog.hung(time.monotonic(), self._systemd.grace_s)
         hangs = f"; not answering: {', '.join(hung)}" if hung else ""
         lost = [worker.place.device for worker in self._children.workers if worker.state == "lost"]
         gone = f"; devices lost: {', '.join(lost)}" if lost else ""
         kept = f"; settings not reloaded: {self._reloader.error}" if self._reloader.error else ""
         problem = self._key_file.message.problem if self._key_file is not None else ""
         keys = f"; API keys not reloaded: {problem}" if problem else ""
-        tls = f"; certificate not renewed: {self._loads.tls_error}" if self._loads.tls_error else ""
-        return f"{state}, models loaded: {self._loads.num_loaded}{hangs}{gone}{kept}{keys}{tls}"
+        tls = f"; certificate not renewed: {self._state.tls_error}" if self._state.tls_error else ""
+        return f"{state}, models loaded: {self._state.num_loaded}{failed}{hangs}{gone}{kept}{keys}{tls}"
 
     # --- reloading ------------------------------------------------------------------------------------------------
 
@@ -308,7 +327,7 @@ class Supervisor:
         """Apply the settings that a running server can change. Return the changes of models that it cannot."""
         self._settings = plan.settings
         set_level(plan.settings.server.log_level)
-        self._watch.watchdog_s = plan.settings.supervisor.watchdog_s
+        self._watchdog.reconfigure(plan.settings.supervisor)
         self._children.reconfigure(plan.settings)
         self._loads.reconfigure(plan.settings)
         self._adapters.reconfigure(plan.settings)
@@ -334,22 +353,20 @@ class Supervisor:
         self._children.send(child, messages.TookConfigs(message.hash, refused))
 
     def _on_reloaded(self) -> None:
-        self._children.count_reload(is_refused=bool(self._reloader.error))
-        self._loads.config_error = self._reloader.error
-        self._loads.broadcast()
+        self._children.page.count_reload(is_refused=bool(self._reloader.error))
+        self._state.set_config_error(self._reloader.error)
         self._systemd.set_status(self._status())
 
     # --- watching -------------------------------------------------------------------------------------------------
 
     async def _tick_forever(self) -> None:
+        self._watchdog.start(time.monotonic())
         pinged_s = 0.0
         while True:
             await asyncio.sleep(_TICK_S)
             now_s = time.monotonic()
-            late_s = self._watch.tick(now_s)
             self._children.oom_kills.tick(now_s)
-            self._watch_workers(now_s, late_s)
-            self._watch_frontends(now_s, late_s)
+            self._watchdog.tick(now_s)
             self._loads.tick(now_s)
             self._adapters.tick(now_s)
             if (point := self._history.tick(now_s, self._children.pages)) is not None:
@@ -359,19 +376,10 @@ class Supervisor:
                 self._children.send_all(pinged, messages.Ping(int(now_s * 1e3)))
                 pinged_s = now_s
                 self._systemd.set_status(self._status())
-            if not self._hung(now_s):
+            if not self._watchdog.hung(now_s, self._systemd.grace_s):
                 self._systemd.feed_watchdog(now_s)
-            if not self._loads.was_ready and self._loads.is_progressing():
+            if not self._state.was_ready and self._state.is_progressing():
                 self._systemd.extend_timeout(now_s)
-
-    def _hung(self, now_s: float) -> list[str]:
-        """Return the names of ready processes whose loop does not run, including those about to be killed for it."""
-        grace_s = self._systemd.grace_s
-        timeout_s = self._settings.supervisor.tick_timeout_s
-        patience_s = timeout_s - min(grace_s, timeout_s / 2)
-        workers = [child for child in self._children.workers if self._watch.is_hung(child.slot, grace_s)]
-        frontends = [child for child in self._children.frontends if now_s - child.pong_s > patience_s]
-        return [child.name for child in (*workers, *frontends) if child.state == "ready"]
 
     async def _watch_keys(self, key_file: KeyFileWatch) -> None:
         """Apply changes of the API key file. It is read on a thread, because the disk may be slow."""
@@ -379,43 +387,6 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
             if await asyncio.to_thread(key_file.poll):
                 self._children.set_keys(key_file.message)
-
-    def _watch_workers(self, now_s: float, late_s: float) -> None:
-        if self._children.is_stopping:  # they were told to end, and are killed soon
-            return
-        for worker in self._children.workers:
-            if worker.state == "starting":
-                self._check_start(worker, now_s)
-            elif worker.state == "ready":
-                verdict = self._watch.judge_worker(worker.slot, self._children.running(worker), now_s, late_s)
-                is_late = self._watch.is_late(worker.slot)
-                if is_late:
-                    self._watch.note_run_state(worker.slot, *worker.run_state(), now_s)
-                if is_late != worker.is_late:
-                    text = "%s is late: other workers get its requests, too" if is_late else "%s is no longer late"
-                    _log.warning(text, worker.name)
-                self._children.set_late(worker, is_late=is_late)
-                if verdict == "abort":
-                    _log.error("%s hangs: its step exceeds its allowance by watchdog_s; aborting it", worker.name)
-                    worker.signal(signal.SIGABRT)
-                elif verdict == "kill":
-                    worker.kill()
-
-    def _watch_frontends(self, now_s: float, late_s: float) -> None:
-        timeout_s = self._settings.supervisor.tick_timeout_s
-        for frontend in (*self._children.frontends, *self._children.agents):
-            if frontend.state == "starting":
-                self._check_start(frontend, now_s)
-            elif frontend.state == "ready":
-                frontend.pong_s += late_s
-                if now_s - frontend.pong_s > timeout_s and not self._children.is_draining:
-                    _log.error("%s did not answer for tick_timeout_s; killing it", frontend.name)
-                    frontend.kill()
-
-    def _check_start(self, child: Child, now_s: float) -> None:
-        if now_s - child.started_s > self._settings.supervisor.start_timeout_s:
-            _log.error("%s did not start within start_timeout_s; killing it", child.name)
-            child.kill_as_faulty()
 
     # --- stopping -------------------------------------------------------------------------------------------------
 
@@ -453,3 +424,16 @@ class Supervisor:
         for child in self._children.all:
             child.kill()
         await self._children.until_gone(self._children.all, _KILL_S)
+
+
+def _registry(settings: Settings, models: Models) -> ModelRegistry:
+    registry = ModelRegistry(settings.models.load_retry_s, is_strict=settings.models.strict_readiness)
+    for spec, preload, card in models:
+        registry.add(spec, preload, card, is_pinned=spec.id in settings.models.pinned)
+    return registry
+
+
+def _needs_template(settings: Settings, models: Models, places: list[WorkerSlot]) -> bool:
+    """Return whether CPU workers import torch at the start: where a model needs it that readiness waits for."""
+    has_weights = any(preload and spec.stub is None and spec.tensor is None for spec, preload, _ in models)
+    return settings.devices.fork_workers and has_weights and {place.device for place in places} == {"cpu"}

@@ -12,10 +12,10 @@ from sie.catalog.profiles import DEFAULT_PROFILE, config_profiles, known_profile
 from sie.catalog.spec import ModelSpec, check_model_id, check_revision
 from sie.config.settings import Settings
 from sie.runtime.logs import get_logger
-from sie.supervisor.loads import Models
+from sie.supervisor.configured_models import Models
 from sie.supervisor.local_cards import read_local_card
 from sie.values.errors import BadRequest, SieError
-from sie.values.model_config import ModelConfig
+from sie.values.shared_config import ModelConfig
 
 _log = get_logger(__name__)
 

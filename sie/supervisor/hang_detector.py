@@ -24,7 +24,7 @@ _STARVED_SHARE: Final = 0.1
 Verdict = Literal["fine", "abort", "kill"]
 
 
-class Watch:
+class HangDetector:
     """The state of the watchdog between ticks."""
 
     def __init__(self, watchdog_s: float) -> None:

@@ -22,6 +22,7 @@ from sie.supervisor.child import Child
 from sie.supervisor.children import Children
 from sie.supervisor.loads import Loads
 from sie.supervisor.model_registry import ModelRegistry, Record
+from sie.supervisor.state_broadcast import StateBroadcast
 from sie.values.errors import BadRequest, SieError, Unavailable, WireError, from_wire, to_wire
 
 _log = get_logger(__name__)
@@ -40,7 +41,15 @@ class Repositories:
     """The model repositories of one server."""
 
     def __init__(
-        self, settings: Settings, registry: ModelRegistry, loads: Loads, preparer: Preparer, spawn: Spawn
+        self,
+        settings: Settings,
+        registry: ModelRegistry,
+        children: Children,
+        state: StateBroadcast,
+        loads: Loads,
+        *,
+        preparer: Preparer,
+        spawn: Spawn,
     ) -> None:
         models = settings.models
         self._directories = tuple(str(Path(directory).absolute()) for directory in models.repositories)
@@ -48,6 +57,8 @@ class Repositories:
         self._default_max_batch_size = models.default_max_batch_size
         self._probes_batching = models.probe_batching
         self._registry = registry
+        self._children = children
+        self._state = state
         self._loads = loads
         self._preparer = preparer
         self._spawn = spawn
@@ -57,11 +68,7 @@ class Repositories:
         """Held while a request reads the repositories and is applied, so that a late answer never undoes a newer one."""
         self.is_reading = bool(self._directories)
         """Whether the first read of the repositories is in progress; readiness waits for it."""
-
-    def bind(self, children: Children) -> None:
-        """Set the children to answer."""
-        self._children = children
-        self._loads.bind_repositories(self._retire)
+        loads.bind_repositories(self._retire)
 
     def start(self) -> None:
         """Start to read the repositories."""
@@ -80,7 +87,7 @@ class Repositories:
                 answer = messages.Managed(message.number, to_wire(error))
             else:
                 answer = messages.Managed(message.number, None, tuple(begun.models), begun.has_changed)
-            self._children.send(child, self._loads.message())
+            self._children.send(child, self._state.message())
             self._children.send(child, answer)
 
     async def _begin(self, message: messages.ManageRepository) -> _Begun:
@@ -119,7 +126,7 @@ class Repositories:
                 for record in self._take(model):
                     if not self._is_explicit:
                         self._loads.load(record)
-        self._loads.broadcast()
+        self._state.broadcast()
 
     def _reload(self, found: list[RepositoryModel]) -> _Begun:
         """Remove, reload and add models as the repositories have them now. New models start as at the start."""

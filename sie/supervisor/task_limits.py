@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 
 from sie.supervisor.host_resources import StartError
 
-_SUPERVISOR: Final = 4
+_SUPERVISOR: Final = 6
+"""With the template of the workers, and the process between it and a worker that it forks."""
 _FRONTEND: Final = 12
 """Granian and its child: the event loop, the threads that read and decode bodies, and its own runtime."""
 _IMAGE_READERS: Final = 4
