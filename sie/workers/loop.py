@@ -9,14 +9,12 @@ import contextlib
 import os
 import select
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from sie.config.settings import Settings
 from sie.ipc import messages
 from sie.ipc.channel import Channel, ChannelClosedError
 from sie.ipc.messages import Load, Stage, Unload, Unstage
-from sie.native import team
-from sie.runtime import failpoints
 from sie.runtime.child_setup import calm_collector
 from sie.runtime.logs import get_logger, set_level
 from sie.shm.inflight import InflightPage
@@ -29,35 +27,28 @@ from sie.workers.device.memory import is_worn
 from sie.workers.generation.engines import Generators
 from sie.workers.loading.adapters import AdapterHost
 from sie.workers.loading.hosting import Host
-from sie.workers.model_api import Runner
 from sie.workers.operations import (
-    begin_again,
     by_operation,
-    forward,
     refusal,
     row_layout,
-    take_unfinished,
     waiting_items,
 )
-from sie.workers.recovery import Recovery
 from sie.workers.requests.frontend_link import FrontendLink
 from sie.workers.requests.joining import Joining
 from sie.workers.requests.reply_writer import NEVER_FITS, ReplyWriter
 from sie.workers.requests.worker_request import Request, send_error
 from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown
-from sie.workers.scheduling.pace import Pace
 from sie.workers.scheduling.scheduler import State, plan_step
 from sie.workers.scheduling.waiting import Budget, Step, WaitingItem
+from sie.workers.steps import Steps
 from sie.workers.telemetry import WorkerMetrics
-from sie.workers.tensor_statistics import TensorStatistics, compute_times
+from sie.workers.tensor_statistics import TensorStatistics
 
 _log = get_logger(__name__)
 _IDLE_WAIT_S = 0.2
 _CREDIT_WAIT_S = 0.005
 _HEARTBEAT_NS = 200_000_000
 _PERIODIC_NS = 1_000_000_000
-_IDLE_ALLOWED_NS = 350_000_000
-"""Allowed time of an iteration without a step: over the idle wait, but hangs show within watchdog_s + 0.5 s."""
 
 
 class Loop:
@@ -89,7 +80,6 @@ class Loop:
         self._channel = channel
         self._host = host
         self._adapters = AdapterHost(host, channel.send, metrics.set_adapters)
-        self._page = page
         self._metrics = metrics
         self._tensors = TensorStatistics(metrics.page)
         self._budget = budget
@@ -97,25 +87,19 @@ class Loop:
         self._parked: dict[str, list[WaitingItem]] = {}
         """Items by model whose replies found no memory. They are not in the queues, where they would block others."""
         self._replies = ReplyWriter(settings)
-        self._recovery = Recovery(
-            self._attempt,
-            ceilings=self._state.ceilings,
-            metrics=metrics,
-            retry_after_s=settings.limits.oom_retry_after_s,
-            ask_for_memory=lambda model: channel.send(messages.MemoryShort(model)),
-        )
+        self._steps = Steps(
+            settings, page=page, state=self._state, replies=self._replies, metrics=metrics, tensors=self._tensors,
+            is_cpu=host.device == "cpu", flush=self._send_replies, ask_for_memory=self._ask_for_memory,
+        )  # fmt: skip
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._joining = Joining(settings, large, watch=self._watch, unwatch=self._unwatch, on_link=self._attach)
         self._generators = Generators(
             settings, device=host.device, state=self._state, metrics=metrics, max_suspects=page.max_entries,
-            announce=self._announce, ask_for_memory=self._recovery.ask_for_memory,
+            announce=self._steps.announce, ask_for_memory=self._ask_for_memory,
         )  # fmt: skip
-        self._pace = Pace(self._state.max_tokens, int(settings.scheduler.max_step_ms * 1e6))
-        # On a busy machine every CPU step takes longer, whatever its size, so its processor time counts there.
-        self._busy_ns = time.thread_time_ns if host.device == "cpu" else time.monotonic_ns
-        self._num_steps = self._heartbeat_ns = self._periodic_ns = 0
+        self._heartbeat_ns = self._periodic_ns = 0
         self._watch(channel.fileno(), self._on_control)
         self._watch(host.event_fd, self._on_loaded)
         self._watch(self._adapters.event_fd, self._adapters.collect)
@@ -134,7 +118,7 @@ class Loop:
 
         Raises ChannelClosedError if the supervisor is gone.
         """
-        if self._state:
+        if self._state or self._steps.begun_model is not None:
             self._poll(0.0)
         else:
             self._wait(self._idle_wait_s(wait_s))
@@ -150,18 +134,28 @@ class Loop:
         if self._generators.engines:
             self._generators.tend(now_ns)
         step = plan_step(self._state, self._budget, now_ns)
-        if step is not None and step.is_own:
+        if self._steps.begun_model is not None and not self._is_full(step):
+            self._steps.settle()  # what arrives until then joins the next step
+        elif step is None:
+            pass
+        elif step.is_own:
             self._generators.step(step.model)
             self._publish_heartbeat(time.monotonic_ns())
-        elif step is not None:
+        else:
+            self._generators.settle()
             self._state.remove(step)
             self._apply(step)
         self._finish_iteration()
 
+    def _is_full(self, step: Step | None) -> bool:
+        """Return whether more items wait than a step takes, so that waiting would not make it larger."""
+        if step is None or step.is_own:
+            return False
+        return len(step.items) + len(step.expired) + len(step.refused) < len(self._state.queues[step.model])
+
     def _publish_heartbeat(self, now_ns: int) -> None:
-        """Publish that the loop runs. A worker that hangs between steps must be detected, too."""
         self._heartbeat_ns = now_ns
-        self._page.write(self._num_steps, now_ns, _IDLE_ALLOWED_NS, "idle")
+        self._steps.publish(now_ns, self._generators.under_way)
 
     def _run_periodic(self, now_ns: int) -> None:
         """Do the work that is due once a second."""
@@ -176,8 +170,8 @@ class Loop:
 
     def _is_idle(self) -> bool:
         """Return whether nothing would be lost or repeated if the worker ended now."""
-        is_busy = self._state or self._parked or self._replies or self._host.is_loading
-        return not is_busy and not any(engine.jobs for engine in self._generators.engines.values())
+        is_busy = self._state or self._parked or self._replies or self._host.is_loading or self._steps.begun_model
+        return not is_busy and not any(map(self._generators.is_busy, self._generators.engines))
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -262,6 +256,7 @@ class Loop:
 
     def _detach(self, link: FrontendLink) -> None:
         """Drop a dead frontend: its queued work never runs, and its memory is unmapped."""
+        self._steps.settle()  # a step under way writes its rows to that memory
         for fd in (link.attachment.bell_fd, link.attachment.sock_fd, link.attachment.pidfd):
             self._unwatch(fd)
         self._unpark()  # the other parked items may find the memory that is now free
@@ -344,24 +339,24 @@ class Loop:
                 item.request.cancel()
         items = [item for item in step.items if self._may_run(item.request, hosted.card, now_ns)]
         if len(items) < len(step.items):
-            blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
+            blocked = [item for item in step.items if not item.request.ended and not item.request.may_run]
             if blocked:
                 self._park(step.model, blocked)
         self._send_replies()  # the replies to items that do not run
         for same in by_operation(items):
-            self._run(runner, hosted.card, same)
+            self._steps.run(runner, hosted.card, same)
 
     def _may_run(self, request: Request, card: ModelCard, now_ns: int) -> bool:
         if request.ended:
             return False
-        if request.has_started:
+        if request.may_run:
             return True
         try:
             code, width = row_layout(request.header, card)
         except SieError as error:
             request.fail(error)
             return False
-        return self._replies.try_start(request, code, width, now_ns)
+        return self._replies.try_reserve(request, code, width, now_ns)
 
     def _may_get_memory(self) -> bool:
         """Return whether a frontend still holds a reply that it will release."""
@@ -386,71 +381,20 @@ class Loop:
         for model, items in parked.items():
             self._state.requeue(model, items)
 
-    def _run(self, runner: Runner, card: ModelCard, items: list[WaitingItem]) -> None:
-        num_tokens = sum([item.num_tokens for item in items])
-        started_ns, started_busy_ns, before_ns = time.monotonic_ns(), self._busy_ns(), team.saved_ns()
-        is_usual = True
-        try:
-            self._forward(runner, card, items, num_tokens)
-        except Exception as error:
-            is_usual = False
-            begin_again(items)
-            self._recovery.recover(runner, card, items, error)
-        # Skipped if an error ends the worker: its page must still name the running step.
-        ended_ns = time.monotonic_ns()
-        self._publish_heartbeat(ended_ns)
-        self._measure(card, items, num_tokens, ended_ns - started_ns)
-        if card.tensor is not None:
-            for item in items:
-                if item.request.has_failed:
-                    self._tensors.observe_failure(card.id, item, ended_ns)
-        saved_ns = team.saved_ns() - before_ns  # the next step may have no lent cores
-        if is_usual:  # a failed run's time would make the next allowance far too long
-            self._pace.record(card.id, num_tokens, ended_ns - started_ns + saved_ns)
-        self._pace.adapt(card.id, num_tokens, self._busy_ns() - started_busy_ns + saved_ns)
-
-    def _attempt(self, runner: Runner, card: ModelCard, items: list[WaitingItem]) -> None:
-        """Run items of a failed step once more. Raises the runner's errors."""
-        self._forward(runner, card, items, sum(item.num_tokens for item in items))
-
-    def _forward(self, runner: Runner, card: ModelCard, items: list[WaitingItem], num_tokens: int) -> None:
-        """Run one forward pass and answer it. Raises the runner's errors."""
-        running = {id(item.request): item.request.inflight_entry for item in items}
-        started_ns = self._announce(self._pace.allowed_ns(card.id, num_tokens), running.values(), num_tokens)
-        outputs = forward(runner, items)
-        ran_ns = time.monotonic_ns() - started_ns
-        self._replies.put(card, items, outputs, ran_ns)
-        if outputs.generated is not None and (unfinished := take_unfinished(items, outputs.generated)):
-            self._state.requeue(card.id, unfinished)
-        self._send_replies()
-        if outputs.tensors is not None:
-            times = compute_times(outputs.tensors, ran_ns, time.monotonic_ns() - started_ns)
-            self._tensors.observe_step(card.id, items, times, started_ns)
-
     def _send_replies(self) -> None:
         """Send the queued replies, with one doorbell for each frontend. Unsent ones are retried when idle."""
         for link in self._links.values():
             link.flush()
 
-    def _announce(self, allowed_ns: int, running: Collection[tuple[int, int]], num_tokens: int = 0) -> int:
-        """Publish the next step, its time allowance and its requests (the suspects of a death). Return the time."""
-        self._num_steps += 1
-        started_ns = time.monotonic_ns()
-        self._page.write(self._num_steps, started_ns, allowed_ns, "step", running, num_tokens=num_tokens)
-        failpoints.reach("worker.before_step")
-        return started_ns
-
-    def _measure(self, card: ModelCard, items: list[WaitingItem], num_tokens: int, took_ns: int) -> None:
-        self._state.charge(card.id, took_ns)
-        num_rows = len(items) if card.tensor is None else sum(item.num_rows for item in items)
-        self._metrics.observe_step(took_ns / 1e9, num_tokens)
-        self._metrics.observe_batch(card.id, num_rows, num_tokens, took_ns / 1e9)
+    def _ask_for_memory(self, model: str) -> None:
+        self._channel.send(messages.MemoryShort(model))
 
     def _finish_iteration(self) -> None:
         """Send remaining replies, free unloading models without work, and publish metrics."""
         self._send_replies()
         for model in self._host.unloading():
-            if not (model in self._state.queues or model in self._parked or self._generators.is_busy(model)):
+            is_used = model in self._state.queues or model in self._parked or model == self._steps.begun_model
+            if not (is_used or self._generators.is_busy(model)):
                 self._adapters.forget(model)  # these two refer to its memory, which `finish_unload` frees
                 self._generators.forget(model)
                 self._host.finish_unload(model)

@@ -6,13 +6,14 @@ to `sie.workers.requests.postprocess`. One thread at a time calls it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sie.values.card import AdapterSpec, ModelCard
+from sie.values.errors import SieError
 from sie.values.extract import Extraction, ExtractTask
 from sie.values.generate import Sampling, TokenLogprob
 from sie.values.work import TensorForm, TensorTask, WorkHeader
@@ -139,7 +140,7 @@ class StepOutputs(NamedTuple):
     (r, d) float32, not normalised (`multivector`). scores (n, 1) float32, from pairs or comparisons, come without other
     outputs. So do an extractor's outputs: extract with one value an item, token_logits (t_i, classes) float32 for each
     item, boxes (b_i, 5 + k) float32 for each item, logits (n, classes) float32, or generated with the token ids (t_i,)
-    int32 of each item whose answer is complete; the other items, with None, are to run again. tensors, also alone,
+    int32 of each item whose answer is complete, or the error that ends it; the other items, with None, are to run again. tensors, also alone,
     holds the wanted outputs of each infer request.
     """
 
@@ -151,7 +152,7 @@ class StepOutputs(NamedTuple):
     logits: NDArray[np.float32] | None = None
     tensors: TensorOutputs | None = None
     boxes: Sequence[NDArray[np.float32]] | None = None
-    generated: Sequence[NDArray[np.int32] | None] | None = None
+    generated: Sequence[NDArray[np.int32] | SieError | None] | None = None
 
 
 Forward = Literal["encode", "score", "compare", "extract"]
@@ -183,14 +184,31 @@ class RowRunner(Protocol):
     def run(self, step: RowStep) -> StepOutputs:
         """Return the outputs that the items want, from one forward pass; the caller owns the arrays.
 
-        Items without an answer in `StepOutputs.generated` come again in the next step. Those of them that do not are
-        wanted no more.
+        Items without an answer in `StepOutputs.generated` come again in the next step. If one does not, nobody wants it
+        any more.
 
         Dense rows come without the checkpoint's last normalisation. An item without tokens gets zeros, no entries and
         no vectors. A comparison keeps its query for the documents of later steps; the query's own score is 0, and a
         document without a vector to compare has -inf. An extractor puts an error of one item into that item's
         `Extraction.error`, and groups the inputs that must run together itself. Raises BadRequest, for example for an
         id outside the vocabulary; an exception fails the whole step.
+        """
+        ...
+
+
+class AheadRunner(RowRunner, Protocol):
+    """A model whose steps can begin before the one before has been read."""
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether `launch` may be called now, and returns before the device has computed."""
+        ...
+
+    def launch(self, step: RowStep) -> Callable[[], StepOutputs] | None:
+        """Begin a step, and return a function that waits for its outputs; None for a step that has to run whole.
+
+        The step's inputs are not read afterwards.
+        Raises the errors of `run`; those of the device may come from the returned function instead.
         """
         ...
 
@@ -231,11 +249,18 @@ class Matcher(Protocol):
         ...
 
 
+class Seen(NamedTuple):
+    """The distinct tokens of a sequence: their ids (s,) int32, in any order, and how often each occurs, (s,) int32."""
+
+    ids: NDArray[np.int32]
+    counts: NDArray[np.int32]
+
+
 class Draw(NamedTuple):
     """One token to choose from a slot's last logits.
 
     position is the index of the token to choose in the whole sequence. With the seed and the choice it gives the random
-    number (`Sampling`). history holds the ids (t,) of prompt and answer that penalties count, or None without
+    number (`Sampling`). seen holds the tokens of prompt and answer, which penalties count, or None without
     penalties. forbidden: tokens that must not be chosen, such as end of text while it is ignored. logprobs as in
     `GenerateTask`. num_prompt: the number of prompt tokens; the answer follows them.
     """
@@ -243,7 +268,7 @@ class Draw(NamedTuple):
     sampling: Sampling
     choice: int
     position: int
-    history: NDArray[np.int32] | None = None
+    seen: Seen | None = None
     forbidden: tuple[int, ...] = ()
     logprobs: int | None = None
     matcher: Matcher | None = None
@@ -272,7 +297,8 @@ class Slot(NamedTuple):
     // block_tokens], row p % block_tokens; those before start exist already. Without draws no token is chosen, as after
     every prefill chunk except the last. When the prompt is complete, the choices of a request have one draw each, from
     one slot. scored: the log probabilities to compute for the tokens themselves. rotary_length: a position has the
-    rotary factors of a sequence of this length, or of one that ends with the position if that is longer.
+    rotary factors of a sequence of this length, or of one that ends with the position if that is longer. drawn: the one
+    entry of token_ids is a placeholder for the token of this draw of the step launched before, counted over its slots.
     """
 
     token_ids: NDArray[np.int32]
@@ -281,6 +307,7 @@ class Slot(NamedTuple):
     draws: tuple[Draw, ...] = ()
     scored: Scored | None = None
     rotary_length: int = 0
+    drawn: int | None = None
 
 
 class Chosen(NamedTuple):
@@ -288,6 +315,10 @@ class Chosen(NamedTuple):
 
     token_id: int
     logprob: TokenLogprob | None = None
+
+
+SlotResult = tuple[Chosen, ...] | SieError
+"""The tokens of a slot's draws, or the error of one of them."""
 
 
 @runtime_checkable
@@ -309,15 +340,41 @@ class GenerateRunner(Protocol):
         """Return the least length with the rotary factors of a sequence of this length; 0: those of the shortest."""
         ...
 
-    def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Sequence[tuple[Chosen, ...]]:
+    def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Sequence[SlotResult]:
         """Copy blocks (from, to), run all slots in one forward pass, and return the tokens of each slot's draws.
 
-        Sharing a step changes results only by rounding. Raises the library's errors.
+        Sharing a step changes results only by rounding. The error of a draw is the result of its slot alone. Raises the
+        library's errors.
         """
+        ...
+
+    def prepare_grammars(self) -> None:
+        """Read what every grammar needs; return at once if that was read. Runs on any thread. Raises BadRequest."""
         ...
 
     def compile_grammar(self, kind: str, text: str) -> Matcher:
         """Return a new matcher (`sie.values.generate.GrammarKind`). Runs on any thread. Raises BadRequest."""
+        ...
+
+
+class AheadGenerateRunner(GenerateRunner, Protocol):
+    """A model that generates text, whose steps can begin before the one before has been read."""
+
+    @property
+    def generates_ahead(self) -> bool:
+        """Whether `launch_step` may be called now, and returns before the device has computed."""
+        ...
+
+    def launch_step(
+        self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()
+    ) -> Callable[[], Sequence[SlotResult | None]]:
+        """Begin what `run_step` does, and return a function that waits for its result.
+
+        No slot is scored, and no draw has a matcher or `seen`. Slots and copies are not read afterwards. A slot may
+        take its token from the step launched before (`Slot.drawn`). The result of a slot is None if only the host can
+        finish its draw: run it again with `run_step`.
+        Raises the errors of `run_step`; those of the device may come from the returned function instead.
+        """
         ...
 
 

@@ -5,7 +5,7 @@ Pure except for the call of the runner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from sie.values.errors import BadRequest, Overloaded, SieError, Unavailable
 from sie.values.extract import ExtractTask, TextClassification, TokenClassification, ZeroShot
 from sie.values.work import WorkHeader
 from sie.workers.model_api import RowStep, Side, StepOutputs
+from sie.workers.requests.fixed_encoding import encoding_cost
 from sie.workers.requests.quantise import output_layout
 from sie.workers.requests.tensors import grouping
 from sie.workers.requests.worker_request import Request
@@ -73,7 +74,16 @@ def _num_classes(header: WorkHeader, card: ModelCard) -> int:
 
 
 def costs_of(request: Request, card: ModelCard) -> list[int]:
-    """Return the tokens of each item as the runner sees them, after it pads short queries."""
+    """Return the tokens of each item as the runner sees them, with those that its fixed encoding takes the time of."""
+    costs, header = _padded_costs(request, card), request.header
+    if header.muvera is None or "multivector" not in card.dims:
+        return costs
+    dims = card.dims["multivector"]
+    return [cost + encoding_cost(header.muvera, cost, dims, is_query=header.is_query) for cost in costs]
+
+
+def _padded_costs(request: Request, card: ModelCard) -> list[int]:
+    """Return the tokens of each item, after the runner pads short queries."""
     costs = request.costs
     if card.late is None:
         return costs
@@ -111,18 +121,27 @@ def refusal(refused: Refused) -> SieError:
 
 def forward(runner: Any, items: list[WaitingItem]) -> StepOutputs:
     """Run one forward pass of one operation. runner is a `sie.workers.model_api.Runner`."""
+    if items[0].request.header.operation == "infer":
+        return StepOutputs(tensors=runner.run_tensors([item.request.inputs[item.index] for item in items]))
+    return runner.run(_row_step(runner, items))
+
+
+def launch(runner: Any, items: list[WaitingItem]) -> Callable[[], StepOutputs] | None:
+    """Begin one forward pass of one operation. runner is a `sie.workers.model_api.AheadRunner`."""
+    return runner.launch(_row_step(runner, items))
+
+
+def _row_step(runner: Any, items: list[WaitingItem]) -> RowStep:
     inputs = [item.request.inputs[item.index] for item in items]
     headers = [item.request.header for item in items]
     operation = headers[0].operation
-    if operation == "infer":
-        return StepOutputs(tensors=runner.run_tensors(inputs))
     if operation == "score" and items[0].request.comparison is not None:
         sides = [Side(item.request.comparison, item.leads) for item in items]
-        return runner.run(RowStep("compare", inputs, sides))
+        return RowStep("compare", inputs, sides)
     loras = _loras(headers) if operation == "encode" and getattr(runner, "adapters", None) else ()
     tasks = [_task_of(header.task) for header in headers] if operation == "extract" and headers[0].task else ()
     wants = [header if header.muvera is None else _without_encoding(header) for header in headers]
-    return runner.run(RowStep(operation, inputs, wants, loras, tasks))
+    return RowStep(operation, inputs, wants, loras, tasks)
 
 
 def _run_outputs(header: WorkHeader) -> tuple[str, ...]:

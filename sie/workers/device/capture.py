@@ -6,6 +6,8 @@ whole process, and the thread keeps the capture's stream (docs/decisions/036).
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -27,6 +29,11 @@ _INDEXING = {
     torch.ops.aten._index_put_impl_.default,
 }  # fmt: skip
 
+_POOL_STREAMS = 32
+"""torch gives out the streams of a device in turn, from so many."""
+_users: Counter[tuple[int, int]] = Counter()
+"""Capturers and graphs of each (device, stream), while they live."""
+
 ResultT = TypeVar("ResultT")
 
 
@@ -35,17 +42,22 @@ class CaptureRefusedError(Exception):
 
 
 class Capturer:
-    """Captures graphs of one device, which share their memory."""
+    """Captures graphs of one device, which share their memory.
+
+    Keep all of its graphs as long as one of them is used. The products of one stream share a workspace, which torch
+    frees with the first of its graphs. It is in the memory of the graphs, whose addresses stay valid until the last one ends.
+    """
 
     forbidden = ""
     """Why this process captures nothing; empty if it may."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises CaptureRefusedError in a process that captures nothing."""
+        """Raises CaptureRefusedError in a process that captures nothing, or if other graphs have all streams."""
         if Capturer.forbidden:
             raise CaptureRefusedError(Capturer.forbidden)
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _unused_stream(device)
+        self._use_stream(self)
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], ResultT]) -> tuple[torch.cuda.CUDAGraph, ResultT]:
@@ -54,8 +66,9 @@ class Capturer:
         Raises CaptureRefusedError for work that waits for the device, and any error of `run`. After an error other work
         of this process goes on; `memory.is_worn` tells if it should end all the same.
         """
-        self._warm_up(run)
+        _warm_up(run)
         graph = torch.cuda.CUDAGraph()
+        self._use_stream(graph)
         with keeping_cached(), torch.cuda.stream(self._stream):
             torch.cuda.synchronize(self._device)
             try:
@@ -68,18 +81,11 @@ class Capturer:
                 raise
         return graph, result
 
-    def _warm_up(self, run: Callable[[], object]) -> None:
-        """Run the work on the stream of the capture without capturing: its kernels really run."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                for _ in range(_WARM_UPS - 1):
-                    run()
-                with refusing_waits():
-                    run()
-        finally:  # eager steps follow, which must not overtake what was launched
-            current.wait_stream(self._stream)
+    def _use_stream(self, user: object) -> None:
+        """Leave the stream to this user as long as it lives."""
+        key = self._device.index or 0, self._stream.cuda_stream
+        _users[key] += 1
+        weakref.finalize(user, _users.subtract, (key,))
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a failed capture on its stream and in the allocator."""
@@ -91,6 +97,26 @@ class Capturer:
             torch._C._cuda_releasePool(index, self._pool)
         if not can_release():
             Capturer.forbidden = "an earlier capture failed and could not be undone"
+
+
+def _unused_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream on which no graph that lives was captured: its workspace ends with the first of its graphs."""
+    for _ in range(_POOL_STREAMS):
+        stream = torch.cuda.Stream(device)
+        if not _users[device.index or 0, stream.cuda_stream]:
+            return stream
+    raise CaptureRefusedError("the graphs of other models have all streams of the device")
+
+
+def _warm_up(run: Callable[[], object]) -> None:
+    """Run the work without capturing: its kernels really run.
+
+    Not on the capture's stream: products would get a workspace there that is outside of the graphs' memory.
+    """
+    for _ in range(_WARM_UPS - 1):
+        run()
+    with refusing_waits():
+        run()
 
 
 @contextmanager

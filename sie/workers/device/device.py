@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -29,9 +30,8 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
         raise BadRequest(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} GPUs")
-    torch.cuda.set_device(
-        int(index or 0)
-    )  # torch's operations use their tensors' device, Triton's kernels use the current one
+    # torch's operations use their tensors' device, but Triton's kernels use the current one.
+    torch.cuda.set_device(int(index or 0))
     return torch.device("cuda", int(index or 0))
 
 
@@ -69,12 +69,34 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 def read(tensor: Tensor) -> Tensor:
     """Return a tensor on the CPU once its device has computed it: one copy, one wait."""
+    return read_later(tensor)()
+
+
+def read_later(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the CPU. Return a function that waits until its device has computed it, and returns it."""
     if tensor.device.type != "cuda":
-        return tensor
+        return lambda: tensor
     found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     found.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return found
+    wait_copied = wait_later(tensor.device)
+
+    def wait() -> Tensor:
+        wait_copied()
+        return found
+
+    return wait
+
+
+def wait_later(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits until a device has computed all that this thread has launched up to now.
+
+    It raises the errors of what was launched.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    computed = torch.cuda.Event()
+    computed.record(torch.cuda.current_stream(device))
+    return computed.synchronize
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

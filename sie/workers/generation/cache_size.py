@@ -30,8 +30,8 @@ MIN_BLOCKS: Final = 6
 """Blocks that the comparison needs, with the smallest blocks."""
 _RESERVED_PART: Final = 64
 """One part of so many of a device stays free for CUDA graphs and libraries' workspaces."""
-_SAMPLED: Final = Draw(Sampling(temperature=1.0, top_k=50, top_p=0.9), 0, 0)
-"""A draw with the steps that need most memory."""
+_SAMPLED: Final = Sampling(temperature=1.0, top_k=50, top_p=0.9)
+"""The sampling whose steps need most memory."""
 
 RunStep = Callable[[int, Sequence[Slot]], object]
 """Takes a number of blocks and the slots of a step; runs the step with a cache of its own, which it frees."""
@@ -88,13 +88,23 @@ def plan_cache_bytes(memory: MemoryReport, step_bytes: int, share: float, pressu
 def largest_step(card: ModelCard, settings: Generation) -> tuple[int, list[Slot]]:
     """Return the largest step that the settings allow, and the number of blocks that it needs.
 
-    A prompt fills the step's prompt tokens, and all other choices decode their first token.
+    A prompt fills the step's prompt tokens, and all other choices decode their first token. Prompts for an encoder are
+    as long as the context, as many as the step may have.
     """
-    num_tokens = min(settings.max_prefill_tokens or GPU_PREFILL_TOKENS, _context(card, settings))
+    rule = card.generate
+    is_encoded = rule is not None and rule.decoder_start_id is not None
+    budget, context = settings.max_prefill_tokens or GPU_PREFILL_TOKENS, _context(card, settings)
+    num_tokens = context if is_encoded else min(budget, context)
+    num_prompts = max(1, budget // context) if is_encoded else 1
     num_blocks = -(-num_tokens // settings.kv_block_tokens)
-    prompt = Slot(np.zeros(num_tokens, np.int32), 0, tuple(range(num_blocks)), (_SAMPLED,))
-    other = Slot(np.zeros(1, np.int32), 0, (num_blocks,), (_SAMPLED,))
-    return num_blocks + 1, [*[other] * (settings.max_sequences - 1), prompt]
+    prompt = Slot(np.zeros(num_tokens, np.int32), 0, tuple(range(num_blocks)), (_drawn(num_tokens),))
+    start = int(is_encoded)  # behind the shortest prompt
+    other = Slot(np.zeros(1, np.int32), start, (num_blocks,), (_drawn(1 + start),))
+    return num_blocks + 1, [*[other] * (settings.max_sequences - num_prompts), *[prompt] * num_prompts]
+
+
+def _drawn(num_prompt: int) -> Draw:
+    return Draw(_SAMPLED, 0, 0, num_prompt=num_prompt)
 
 
 def _run_largest_step(

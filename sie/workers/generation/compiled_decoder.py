@@ -121,7 +121,7 @@ class CompiledDecoder:
         blocks: list[int] = []
         kept: list[int] = []
         num_tokens = num_positions = 0
-        for token_ids, start, own, draws, scored, _ in slots:
+        for token_ids, start, own, draws, scored, *_ in slots:
             length = len(token_ids)
             table.append((start, length, num_tokens, len(blocks)))
             if scored is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,9 +20,9 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong, SieError
 from sie.values.generate import MAX_CHOICES, MAX_PROMPT_LOGPROBS, GenerateTask
 from sie.workers.generation.grammars import Compiled, Compiler
-from sie.workers.generation.model_engine import Begin, Engine, EngineLimits
+from sie.workers.generation.model_engine import Ended, Engine, EngineLimits
 from sie.workers.generation.sequences import Job
-from sie.workers.generation.step import StepSize
+from sie.workers.generation.step import Begin, StepSize
 from sie.workers.generation.step_metrics import GenerationMetrics
 from sie.workers.model_api import GenerateRunner, Runner
 from sie.workers.requests.worker_request import Link, Request
@@ -37,6 +38,13 @@ _decoder = msgspec.msgpack.Decoder(GenerateTask)
 
 Announce = Callable[[int, Collection[tuple[int, int]]], object]
 """Takes the time limit of a forward pass in nanoseconds, and the (frontend, request id) of each suspect."""
+
+
+class UnderWay(NamedTuple):
+    """The time limit of the steps under way in nanoseconds, and the (frontend, request id) of each suspect."""
+
+    allowed_ns: int
+    suspects: Collection[tuple[int, int]]
 
 
 class Generators:
@@ -65,8 +73,8 @@ class Generators:
             token_gap_ns=int(generation.token_gap_ms * 1e6),
             first_token_ns=int(generation.first_token_ms * 1e6),
             max_context_tokens=generation.max_context_tokens,
-            # The suspects of a step are in their prompt or in the first step after it.
-            max_prefills=max(1, max_suspects // 2),
+            # The suspects of a step are in their prompt or in the first step after it. On a GPU two steps are under way.
+            max_prefills=max(1, max_suspects // (2 if device == "cpu" else 3)),
             is_sharing=generation.prefix_cache,
             prompt_logits_bytes=generation.prompt_logits_bytes,
             oom_retry_after_s=settings.limits.oom_retry_after_s,
@@ -98,9 +106,17 @@ class Generators:
         return self._compiler.num_threads
 
     def is_busy(self, model: str) -> bool:
-        """Whether a model has unanswered requests."""
+        """Whether a model has unanswered requests, or a step under way."""
         engine = self.engines.get(model)
-        return engine is not None and bool(engine.jobs)
+        return engine is not None and bool(engine.jobs or engine.has_begun)
+
+    @property
+    def under_way(self) -> UnderWay | None:
+        """The step that was launched and is not read, or None; only one model has one."""
+        for model, engine in self.engines.items():
+            if (step := engine.under_way) is not None:
+                return self._allowance(model, step)
+        return None
 
     def add(self, runner: Runner) -> Engine | None:
         """Return a new engine for a loaded model, and publish its metrics from now on; None if it does not generate."""
@@ -124,7 +140,7 @@ class Generators:
             return
         engine.add(job)
         if job.task.grammar:
-            self._compiler.add(job, engine.runner, self._start, now_ns)
+            self._compiler.add(job, engine.runner, self._start)
         else:
             self._start(job, [])
 
@@ -134,15 +150,17 @@ class Generators:
         assert card.generate is not None
         self._num_jobs += 1
         task, prompt = read_task(request, card), request.inputs[0]
-        if len(prompt) + min(1, task.max_tokens) > engine.max_tokens:
+        start_id = card.generate.decoder_start_id
+        limit = engine.max_tokens - (start_id is not None)
+        if len(prompt) + min(1, task.max_tokens) > limit:
             raise InputTooLong(
                 f"Model '{card.id}': a prompt of {len(prompt)} tokens leaves no room for an answer within "
-                f"{engine.max_tokens} tokens",
+                f"{limit} tokens",
                 code="CONTEXT_LENGTH_EXCEEDED",
             )
         return Job(
-            request, task, len(prompt), number=self._num_jobs,
-            eos_token_ids=card.generate.eos_token_ids, is_alone=request.is_alone, arrived_ns=now_ns,
+            request, task, len(prompt), number=self._num_jobs, eos_token_ids=card.generate.eos_token_ids,
+            decoder_start_id=start_id, is_alone=request.is_alone, arrived_ns=now_ns,
         )  # fmt: skip
 
     def _start(self, job: Job, compiled: Compiled) -> None:
@@ -169,23 +187,42 @@ class Generators:
                 self._update_active(engine)
 
     def step(self, model: str) -> None:
-        """Run one step of a model, if it still has something to run. Raises DeviceLostError."""
+        """Run one step of a model, if it still has something to run, or begin it ahead (`Engine.step`).
+
+        The step of another model that was begun is read first. Raises DeviceLostError.
+        """
+        self.settle(but=model)
+        ooms: list[bool] = []
+        ended = self._turn(
+            model, lambda engine: engine.step(time.monotonic_ns, lambda step: self._begin(model, step), ooms.append)
+        )
+        if ended is not None:
+            self._count_oom(model, ooms)
+
+    def settle(self, *, but: str = "") -> None:
+        """Read the step that was begun, unless it is this model's. Raises DeviceLostError."""
+        for model, engine in self.engines.items():
+            if engine.has_begun and model != but:
+                self._turn(model, lambda own: own.settle(time.monotonic_ns))
+
+    def _turn(self, model: str, run: Callable[[Engine], Ended | None]) -> Ended | None:
+        """Let an engine work, and measure it; return the step that has ended."""
         engine = self.engines[model]
         started_ns, before_ns = time.monotonic_ns(), team.saved_ns()
-        ooms: list[bool] = []
-        size = engine.step(time.monotonic_ns, lambda step: self._begin(model, step), ooms.append)
+        ended = run(engine)
         self._update_active(engine)
-        took_ns = time.monotonic_ns() - started_ns
-        self._state.charge(own_name(model), took_ns)
-        if size is not None:
+        now_ns = time.monotonic_ns()
+        self._state.charge(own_name(model), now_ns - started_ns)
+        if ended is not None:
+            size, took_ns = ended.size, now_ns - ended.began_ns
             self._learn(model, size, took_ns + team.saved_ns() - before_ns)  # the next step may have no lent cores
             self._metrics[model].observe_step(took_ns / 1e9)
             self._worker_metrics.observe_step(took_ns / 1e9, size.num_tokens)
             self._worker_metrics.observe_batch(model, size.num_sequences, size.num_tokens, took_ns / 1e9)
-            self._count_oom(model, ooms)
         if engine.num_non_finite:
             self._worker_metrics.count_non_finite(model, engine.num_non_finite)
             engine.num_non_finite = 0
+        return ended
 
     def drop(self, link: Link) -> None:
         """Remove the requests of a frontend that is gone."""
@@ -208,9 +245,13 @@ class Generators:
         self._metrics[model].publish()
 
     def _begin(self, model: str, step: Begin) -> None:
-        """Announce a step: it reads the weights once for any number of choices, plus a time for each prompt token."""
-        allowed_ns = self._pace.allowed_ns(_decode(model), 1) + self._pace.allowed_ns(model, step.size.num_prefill)
-        self._announce(allowed_ns, list(step.suspects)[: self._max_suspects])
+        self._announce(*self._allowance(model, step))
+
+    def _allowance(self, model: str, step: Begin) -> UnderWay:
+        """Return a step's time: it reads the weights once for any number of choices, plus a time for each prompt token."""
+        decode_ns = self._pace.allowed_ns(_decode(model), step.num_steps)
+        allowed_ns = decode_ns + self._pace.allowed_ns(model, step.size.num_prefill)
+        return UnderWay(allowed_ns, list(step.suspects)[: self._max_suspects])
 
     def _learn(self, model: str, size: StepSize, took_ns: int) -> None:
         if size.num_prefill:
@@ -244,6 +285,9 @@ def read_task(request: Request, card: ModelCard) -> GenerateTask:
         raise BadRequest("the request is not a generation request") from error
     if task.max_tokens < 0:
         raise BadRequest(f"max_tokens is {task.max_tokens}, but must be at least 0")
+    is_encoded = card.generate is not None and card.generate.decoder_start_id is not None
+    if task.prompt_logprobs is not None and is_encoded:
+        raise BadRequest("prompt_logprobs is not served by a model whose encoder reads the prompt")
     if task.prompt_logprobs is not None and not 0 <= task.prompt_logprobs <= MAX_PROMPT_LOGPROBS:
         raise BadRequest(f"prompt_logprobs is {task.prompt_logprobs}, but must be 0 to {MAX_PROMPT_LOGPROBS}")
     if not 1 <= task.num_choices <= MAX_CHOICES:

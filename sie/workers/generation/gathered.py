@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from sie.workers.device.device import move
 from sie.workers.generation.paged_cache import LayerCache, Rule
 from sie.workers.generation.step_layout import DecodeGroup, PromptPart, StepLayout
 
@@ -58,7 +59,7 @@ class GatheredStep:
     def __init__(self, layout: StepLayout, device: torch.device, dtype: torch.dtype) -> None:
         """Take the step's layout and the format of keys and values."""
         self._layout = layout
-        self._rows = torch.from_numpy(layout.rows).to(device)
+        self._rows = move(torch.from_numpy(layout.rows), device)
         self._device = device
         self._dtype = dtype
         self._is_bf16_cpu = device.type == "cpu" and dtype == torch.bfloat16
@@ -94,7 +95,7 @@ class GatheredStep:
         columns = np.arange(width * self._layout.block_tokens)
         hidden = (columns < group.starts[:, None]) | (columns >= group.ends[:, None])
         mask = self._mask(hidden)[:, None, None, :] if hidden.any() else None
-        table = torch.from_numpy(group.table.reshape(-1)).to(self._device)
+        table = move(torch.from_numpy(group.table.reshape(-1)), self._device)
         return _Group(group.first, count, _Source(table, slice(None)), mask)
 
     def _part(self, part: PromptPart) -> _Part:
@@ -112,11 +113,11 @@ class GatheredStep:
         if (np.diff(blocks) == 1).all():
             first = int(blocks[0]) * self._layout.block_tokens
             return _Source(None, slice(first + start, first + end))
-        return _Source(torch.from_numpy(blocks).to(self._device), slice(start, end))
+        return _Source(move(torch.from_numpy(blocks), self._device), slice(start, end))
 
     def _mask(self, hidden: NDArray[np.bool_]) -> Tensor:
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(torch.from_numpy(hidden).to(self._device), -torch.inf)
+        return mask.masked_fill_(move(torch.from_numpy(hidden), self._device), -torch.inf)
 
 
 def band_mask(length: int, window: int, like: Tensor) -> Tensor:

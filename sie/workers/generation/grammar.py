@@ -29,9 +29,14 @@ _FORMS: dict[str, Any] = {
 _LIMITS = LLParserLimits(
     verbose_errors=False,  # verbose errors show the parser's internals
     initial_lexer_fuel=100_000,  # a tenth of the default, with which one mask can delay every stream by seconds
+    # A fifth of the default, for the same reason. An object of 495 optional properties needs over 7,000 items, and one
+    # of more has too many for the limit of a row.
+    step_max_items=10_000,
 )
 _TOO_COMPLEX: Final = "lexer error"
 """The start of the library's message when a regular expression reaches a limit after its first token."""
+_START_S: Final = 3.0
+"""Before the vocabulary is read beside steps: frontends read their tokenizers then, and other workers import torch."""
 _MAX_THREADS: Final = 4
 """For the masks of a step: they are done before more threads could start."""
 
@@ -127,8 +132,12 @@ class GrammarCompiler:
         self._vocabulary(vocab_size)
 
     def start_reading(self, vocab_size: int) -> None:
-        """Read the tokens on a thread of their own, for a model that must answer now; a grammar waits for them."""
-        reading = threading.Thread(target=self._try_reading, args=(vocab_size,), name="read-vocabulary", daemon=True)
+        """Read the tokens on a thread of their own soon, for a model that must answer now.
+
+        A grammar that comes earlier reads them at once.
+        """
+        reading = threading.Timer(_START_S, self._try_reading, (vocab_size,))
+        reading.name, reading.daemon = "read-vocabulary", True
         with suppress(RuntimeError):  # for example a thread limit: the first grammar reads them
             reading.start()
 

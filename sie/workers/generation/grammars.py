@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -31,13 +32,13 @@ class Compiler:
     """Compiles the grammars of one worker on threads, and queues the rest. Its methods run in the loop's thread."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Allow each grammar timeout_s from the start of its compilation."""
+        """Allow each grammar timeout_s from the time when its model's vocabulary has been read."""
         self._timeout_s = timeout_s
         self._waiting: deque[_Task] = deque()
-        self._under_way: dict[Job, tuple[_Task, int]] = {}
-        """Each with its deadline, CLOCK_MONOTONIC."""
+        self._under_way: dict[Job, tuple[_Task, float]] = {}
+        """Each with its deadline, CLOCK_MONOTONIC; without one while it waits for its model's vocabulary."""
         self.num_threads = 0
-        self._done: queue.SimpleQueue[tuple[Job, Compiled]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Job, Compiled | None]] = queue.SimpleQueue()
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable: call `collect`."""
 
@@ -45,24 +46,28 @@ class Compiler:
         """Whether `tend` has work to do."""
         return bool(self._under_way or self._waiting)
 
-    def add(self, job: Job, runner: GenerateRunner, on_done: Callable[[Job, Compiled], None], now_ns: int) -> None:
+    def add(self, job: Job, runner: GenerateRunner, on_done: Callable[[Job, Compiled], None]) -> None:
         """Compile a job's grammar; `collect` or `tend` calls on_done(job, matchers or error) at most once.
 
         The job's request may have ended by then. If it ends before compilation starts, on_done is not called.
         """
         self._waiting.append(_Task(job, runner, on_done))
-        self._start_next(now_ns)
+        self._start_next()
 
     def collect(self, now_ns: int) -> None:
         """Hand over the compiled grammars."""
         os.eventfd_read(self.event_fd)
         while not self._done.empty():
             job, compiled = self._done.get()
+            if compiled is None:  # its compilation starts now
+                if job in self._under_way:
+                    self._under_way[job] = self._under_way[job][0], now_ns + self._timeout_s * 1e9
+                continue
             self.num_threads -= 1
             task, _ = self._under_way.pop(job, (None, 0))
             if task is not None:
                 task.on_done(job, compiled)
-        self._start_next(now_ns)
+        self._start_next()
 
     def tend(self, now_ns: int) -> None:
         """Fail the grammars that have taken too long."""
@@ -72,19 +77,21 @@ class Compiler:
                 text = f"grammar: it did not compile within grammar_timeout_s ({self._timeout_s:g} s)"
                 task.on_done(task.job, BadRequest(text))
 
-    def _start_next(self, now_ns: int) -> None:
+    def _start_next(self) -> None:
         while self._waiting and self.num_threads < _MAX_THREADS:
             task = self._waiting.popleft()
             if task.job.request.ended:
                 continue
             self.num_threads += 1
-            self._under_way[task.job] = task, now_ns + int(self._timeout_s * 1e9)
+            self._under_way[task.job] = task, math.inf  # the request's own deadline ends a longer wait
             threading.Thread(target=self._compile, args=(task.job, task.runner), name="grammar", daemon=True).start()
 
     def _compile(self, job: Job, runner: GenerateRunner) -> None:
         compiled: Compiled
         try:
             task = job.task
+            runner.prepare_grammars()
+            self._tell(job, None)
             first = runner.compile_grammar(task.grammar_kind, task.grammar)
             compiled = [first, *(first.fork() for _ in range(1, task.num_choices))]
         except SieError as error:
@@ -92,5 +99,8 @@ class Compiler:
         except Exception:  # an error of the library on a client's grammar
             _log.exception("a grammar for %s could not be compiled", runner.card.id)
             compiled = Internal("internal error while a grammar was compiled")
+        self._tell(job, compiled)
+
+    def _tell(self, job: Job, compiled: Compiled | None) -> None:
         self._done.put((job, compiled))
         os.eventfd_write(self.event_fd, 1)

@@ -3,7 +3,8 @@
 When sequences are few, launching a model's kernels one by one takes longer than running them. All graphs are captured
 at load, for sequence counts that are powers of two. A step takes the next larger graph and pads it with sequences of
 one token in the spare block, which nobody reads. The graph includes each sequence's likeliest token. So a greedy step
-is two copies in, one launch and one copy out. All other sampling runs outside the graph.
+is two copies in, one launch and one copy out. All other sampling runs outside the graph. A step that begins before the
+one before has been read takes tokens from that step's result on the device (`feed`).
 """
 
 from __future__ import annotations
@@ -43,17 +44,19 @@ class StepInputs:
         """Allocate room for sequences of up to max_blocks blocks."""
         is_locked = device.type == "cuda"
         self.size = size
-        self._numbers = torch.zeros(4, size, dtype=torch.int64, pin_memory=is_locked)
+        self._numbers = torch.zeros(5, size, dtype=torch.int64, pin_memory=is_locked)
         self._blocks = torch.zeros(max_blocks, size, dtype=torch.int32, pin_memory=is_locked)
-        self.numbers = torch.zeros(4, size, dtype=torch.int64, device=device)
+        self._on_device = torch.zeros(5, size, dtype=torch.int64, device=device)
+        self.numbers = self._on_device[:4]
         """Token ids, positions, their rows in the key/value cache, and their rotary lengths (`Slot`)."""
         self.blocks = torch.zeros(max_blocks, size, dtype=torch.int32, device=device)
         """As in `kernels.Tables`."""
 
-    def fill(self, slots: Sequence[Slot], block_tokens: int, spare_block: int) -> None:
+    def fill(self, slots: Sequence[Slot], block_tokens: int, spare_block: int, drawn: Tensor | None = None) -> None:
         """Write the slots' values, one token each, and the padding, in the order of the stream.
 
-        The previous copies must have finished; they have once the caller has read that step's result.
+        drawn (n,) int64 are the tokens that the draws of the step before chose, for `Slot.drawn`. The copies of the
+        previous call must have finished.
         """
         numbers, blocks = self._numbers.numpy(), self._blocks.numpy()
         count = len(slots)
@@ -64,12 +67,20 @@ class StepInputs:
             slot.blocks[slot.start // block_tokens] * block_tokens + slot.start % block_tokens for slot in slots
         ]
         numbers[3, :count] = [max(slot.start + 1, slot.rotary_length) for slot in slots]
-        numbers[:, count:] = [[0], [0], [spare_block * block_tokens], [1]]
+        numbers[4, :count] = [-1 if slot.drawn is None else slot.drawn for slot in slots]
+        numbers[:, count:] = [[0], [0], [spare_block * block_tokens], [1], [-1]]
         fill_blocks(blocks, slots, block_tokens)
         blocks[0, count:] = spare_block
         num_seen = max(starts) // block_tokens + 1  # copy only this much of a table that may hold a very long context
-        self.numbers.copy_(self._numbers, non_blocking=True)
+        self._on_device.copy_(self._numbers, non_blocking=True)
         self.blocks[:num_seen].copy_(self._blocks[:num_seen], non_blocking=True)
+        if drawn is not None and any(slot.drawn is not None for slot in slots):
+            feed(self._on_device[0], self._on_device[4], drawn)
+
+
+def feed(token_ids: Tensor, places: Tensor, drawn: Tensor) -> None:
+    """Replace the token ids (t,) that have a place (t,) among drawn tokens (n,); -1: the token id is known."""
+    token_ids.copy_(torch.where(places < 0, token_ids, drawn[places.clamp(min=0)]))
 
 
 class _Captured(NamedTuple):
@@ -102,17 +113,17 @@ class DecodeGraphs:
         """The numbers of sequences with a graph, largest first."""
         return list(self._captured)
 
-    def run(self, slots: Sequence[Slot]) -> Answers | None:
+    def run(self, slots: Sequence[Slot], drawn: Tensor | None = None) -> Answers | None:
         """Return the answers to a step of slots with one token each, in their order, or None if no graph fits.
 
-        The next step overwrites them.
+        drawn as in `StepInputs.fill`. The next step overwrites the answers.
         """
         count = len(slots)
         captured = self._captured.get(1 << max(count - 1, 0).bit_length())
         if captured is None or any(len(slot.token_ids) > 1 for slot in slots):
             return None
-        self._copied.synchronize()
-        captured.inputs.fill(slots, self._cache.block_tokens, self._cache.num_blocks)
+        self._copied.synchronize()  # a moment: the step before the one under way, which they waited for, has been read
+        captured.inputs.fill(slots, self._cache.block_tokens, self._cache.num_blocks, drawn)
         self._copied.record()
         captured.graph.replay()
         answers = captured.answers

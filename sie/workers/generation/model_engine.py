@@ -1,33 +1,31 @@
 """Runs one generating model: each job from its request to its end, one step at a time.
 
-The planner decides what runs, the runner computes it, and `step` recovers from failures. Nothing here waits: unsent
-tokens stay in their sequence, and the next frame carries everything since the last one.
+The planner decides what runs, the runner computes it, and `step` recovers from failures. If the runner can, the next step
+is launched before the tokens of the one before are read (docs/decisions/085): at most two are under way. `token_sender`
+sends the tokens; nothing here waits for a frontend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import msgspec
 
 from sie.runtime.logs import get_logger
-from sie.shm.extent import begin_extent
 from sie.values.errors import BadRequest, Internal, NonFinite, ResourceExhausted, SieError
-from sie.values.generate import GenerateTotals, TokenFrame
-from sie.values.work_bytes import extent_bytes
+from sie.workers.device.faults import raise_if_lost
 from sie.workers.generation.kv import BlockPool
-from sie.workers.generation.planner import Limits, Part, Planner
-from sie.workers.generation.sequences import Job, Sequence, Tokens
-from sie.workers.generation.step import StepSize, run_parts
-from sie.workers.generation.token_frames import note_sent, take_records
-from sie.workers.model_api import Chosen, GenerateRunner, Matcher
+from sie.workers.generation.planner import Limits, Plan, Planner
+from sie.workers.generation.sequences import Job, Part, Sequence, Tokens
+from sie.workers.generation.step import Begin, Begun, StepSize, run_parts, try_launch
+from sie.workers.generation.token_sender import TokenSender
+from sie.workers.model_api import AheadGenerateRunner, Chosen, GenerateRunner, Matcher, SlotResult
 from sie.workers.requests.worker_request import Link
 from sie.workers.scheduling.ceilings import Ceiling, lower_ceiling
 from sie.workers.scheduling.pace import Pace
 
 _log = get_logger(__name__)
-_to_msgpack = msgspec.msgpack.Encoder().encode
 _LEAST_CHUNK: Final = 16
 """Prompt tokens that cost a step little more than one does. A smaller chunk would delay its prompt for nothing."""
 REASONS: Final = ("stop", "length", "stopped", "cancelled", "failed")
@@ -54,12 +52,11 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     oom_retry_after_s: int = 5
 
 
-class Begin(NamedTuple):
-    """Announces a step before it runs."""
+class Ended(NamedTuple):
+    """A step that has ended: its size, and since when the device has worked on it alone."""
 
     size: StepSize
-    suspects: Collection[tuple[int, int]]
-    """(frontend, request id) of each request to blame if the worker dies in this step."""
+    began_ns: int
 
 
 class Engine:
@@ -70,16 +67,20 @@ class Engine:
         assert rule is not None
         self.runner = runner
         self.limits = limits
+        is_encoded = rule.decoder_start_id is not None
         pool_tokens = runner.num_blocks * runner.block_tokens
-        self.max_tokens = min(limits.max_context_tokens or rule.context_length, rule.context_length, pool_tokens)
-        """Most tokens of a prompt and its answer together."""
+        context_length = min(limits.max_context_tokens or rule.context_length, rule.context_length)
+        self.max_tokens = min(context_length + is_encoded, pool_tokens)
+        """Most tokens of a prompt and its answer together, with the token between them that starts a decoder."""
         self.planner = Planner(
             BlockPool(runner.num_blocks),
             Limits(
                 block_tokens=runner.block_tokens,
                 max_prefills=limits.max_prefills,
-                is_sharing=limits.is_sharing,
+                is_sharing=limits.is_sharing and not is_encoded,  # each key of an encoder depends on the whole prompt
+                is_whole=is_encoded,
                 max_scored=max(1, limits.prompt_logits_bytes // (4 * runner.vocab_size)),
+                max_tokens=self.max_tokens,
             ),
         )
         self.jobs: list[Job] = []
@@ -89,17 +90,28 @@ class Engine:
         self.num_prompt_tokens = self.num_generated = 0
         self.num_non_finite = 0
         """Sequences that failed because a value was not finite."""
+        self._begun: Begun | None = None
+        self._ended_ns = 0
         self._chunks: dict[str, float] = {}
         self._chunk_pace = Pace(self._chunks, limits.token_gap_ns)
         self._prefill_ceiling: Ceiling | None = None
         self._sequence_ceiling: Ceiling | None = None
-        self._unsent: dict[Link, dict[Job, None]] = {}
-        """Jobs with something to send, by their link."""
+        self._sender = TokenSender(self.jobs.remove)
 
     @property
     def can_run(self) -> bool:
-        """Whether `step` has something to run."""
-        return bool(self.planner.running or self.planner.waiting)
+        """Whether `step` has something to run or to read."""
+        return bool(self.planner.running or self.planner.waiting or self._begun)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step was launched and is not read."""
+        return self._begun is not None
+
+    @property
+    def under_way(self) -> Begin | None:
+        """The step that was launched and is not read, or None."""
+        return None if self._begun is None else Begin.of(self._begun.parts)
 
     @property
     def num_waiting(self) -> int:
@@ -110,7 +122,7 @@ class Engine:
     @property
     def is_unsent(self) -> bool:
         """Whether output waits for room or credit."""
-        return bool(self._unsent)
+        return self._sender.is_unsent
 
     # --- jobs -----------------------------------------------------------------------------------------------------
 
@@ -122,6 +134,8 @@ class Engine:
         """Queue a job's prompt for its first step. matchers is empty or has one for each choice."""
         job.matchers = matchers
         prompt = Tokens(job.request.inputs[0])
+        if job.decoder_start_id is not None:
+            prompt.append(job.decoder_start_id)
         sequence = Sequence(job, 0, prompt, self.runner.least_length(len(prompt)))
         job.sequences.append(sequence)
         self.planner.add(sequence)
@@ -133,7 +147,7 @@ class Engine:
 
     def drop(self, link: Link) -> None:
         """Remove the jobs of a frontend that is gone."""
-        self._unsent.pop(link, None)
+        self._sender.drop(link)
         for job in [job for job in self.jobs if job.request.link is link]:
             self._forget(job, "cancelled")
             job.request.drop()
@@ -149,9 +163,7 @@ class Engine:
                 self._count(reason, sequence.num_choices)
         job.sequences.clear()
         self.jobs.remove(job)
-        unsent = self._unsent.get(job.request.link)
-        if unsent is not None:
-            unsent.pop(job, None)
+        self._sender.forget(job)
 
     def _count(self, reason: str, count: int = 1) -> None:
         self.num_ended[reason] += count
@@ -165,7 +177,7 @@ class Engine:
             elif job.first_token_ns:
                 for sequence in [found for found in job.sequences if request.is_stopped(found.choice)]:
                     self._stop(sequence)
-        self.send()
+        self._sender.send()
 
     def _stop(self, sequence: Sequence) -> None:
         """End a choice that its frontend has stopped, without a record to say so."""
@@ -173,41 +185,101 @@ class Engine:
             self.planner.remove(sequence)
             self._count("stopped")
         sequence.job.sequences.remove(sequence)
-        self._mark_unsent(sequence.job)
+        self._sender.mark(sequence.job)
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
     def step(
         self, now_ns: Callable[[], int], begin: Callable[[Begin], None], on_oom: Callable[[bool], None]
-    ) -> StepSize | None:
-        """Run one step and return its size, or None if there is nothing to run. Call `tend` right before it.
+    ) -> Ended | None:
+        """Run one step; or only launch it, if the runner can, and read the one launched before.
 
-        begin is called before each forward pass. on_oom is called after each one that ran out of memory, with True if a
-        request failed because of it. Raises DeviceLostError when the device is lost.
+        Return the step that has ended, or None. Call `tend` right before. begin is called before each forward pass.
+        on_oom is called after each one that ran out of memory, with True if a request failed because of it. Raises
+        DeviceLostError when the device is lost.
         """
         now = now_ns()
-        plan = self.planner.plan(
-            _capped(self._max_prefill_tokens(now), self._prefill_ceiling, now),
-            _capped(self.limits.max_sequences, self._sequence_ceiling, now),
-        )
-        if plan is None:
+        before, self._begun = self._begun, None
+        plan = self._plan(now) if before is None or self.planner.can_plan_ahead() else None
+        if plan is not None and self._may_begin(plan):
+            self._begun = self._launch(plan, before, now, begin)
+        if before is not None:
+            return self._read(before, now_ns)
+        if plan is None or self._begun is not None:
             return None
-        for part in plan.parts:
-            part.sequence.job.started_ns = part.sequence.job.started_ns or now
+        return self._run_whole(plan, now, now_ns, begin, on_oom)
+
+    def settle(self, now_ns: Callable[[], int]) -> Ended | None:
+        """Read the step that was launched, if there is one: nothing is under way afterwards. Raises DeviceLostError."""
+        before, self._begun = self._begun, None
+        return None if before is None else self._read(before, now_ns)
+
+    def _plan(self, now_ns: int) -> Plan | None:
+        plan = self.planner.plan(
+            _capped(self._max_prefill_tokens(now_ns), self._prefill_ceiling, now_ns),
+            _capped(self.limits.max_sequences, self._sequence_ceiling, now_ns),
+        )
+        for part in () if plan is None else plan.parts:
+            part.sequence.job.started_ns = part.sequence.job.started_ns or now_ns
+        return plan
+
+    def _may_begin(self, plan: Plan) -> bool:
+        """Return whether a step may be launched and read later. If not, it runs whole, with no other step under way."""
+        return getattr(self.runner, "generates_ahead", False) and not any(_must_run_whole(part) for part in plan.parts)
+
+    def _launch(self, plan: Plan, before: Begun | None, now_ns: int, begin: Callable[[Begin], None]) -> Begun | None:
+        announced = Begin.of(plan.parts)
+        begin(announced if before is None else announced.behind(Begin.of(before.parts)))
+        begun = try_launch(cast("AheadGenerateRunner", self.runner), plan, before, now_ns)
+        if begun is not None:
+            self.planner.begin(plan)
+        return begun
+
+    def _read(self, begun: Begun, now_ns: Callable[[], int]) -> Ended:
+        """Wait for the tokens of a step, and take those that still count."""
+        began_ns = max(begun.began_ns, self._ended_ns)  # the device computed the step before until then
+        try:
+            results = begun.read()
+        except Exception as error:
+            raise_if_lost(error)
+            _log.error("the tokens of a step of %s could not be read", self.runner.card.id, exc_info=error)
+            self._repeat(begun.parts)
+            results = [()] * len(begun.parts)
+        self._ended_ns = now_ns()
+        return self._take_all(begun.parts, results, began_ns, self._ended_ns)
+
+    def _repeat(self, parts: Collection[Part]) -> None:
+        """Let the sequences of a step that could not be read begin again, in steps that run whole."""
+        for part in parts:
+            if part.is_current:
+                part.sequence.job.is_redrawn = True
+                self.planner.preempt(part.sequence)
+
+    def _run_whole(
+        self, plan: Plan, started_ns: int, now_ns: Callable[[], int], begin: Callable[[Begin], None],
+        on_oom: Callable[[bool], None],
+    ) -> Ended:  # fmt: skip
+        results = run_parts(self.runner, plan, begin)
+        if results is not None:
+            self.planner.begin(plan)
+            return self._take_all(plan.parts, results, started_ns, now_ns())
         size = StepSize.of(plan.parts)
-        results = run_parts(self.runner, plan, begin=lambda parts: begin(Begin(StepSize.of(parts), _suspects(parts))))
-        if results is None:
-            on_oom(self._shrink(plan.parts, size.num_prefill, now_ns()))
-        else:
-            self.planner.copied(plan)
-            started_ns, now = now, now_ns()
-            if size.num_decode:
-                self._chunk_pace.adapt("", size.num_prefill, now - started_ns)
-            for part, result in zip(plan.parts, results, strict=True):
-                if not part.sequence.job.request.ended:
-                    self._apply(part, result, now)
-        self.send()
-        return size
+        on_oom(self._shrink(plan.parts, size.num_prefill, now_ns()))
+        self._sender.send()
+        return Ended(size, started_ns)
+
+    def _take_all(
+        self, parts: Collection[Part], results: Collection[SlotResult | None], began_ns: int, ended_ns: int
+    ) -> Ended:
+        """Take the results of a step that has ended, and send what is new."""
+        size = StepSize.of(parts)
+        if size.num_decode:
+            self._chunk_pace.adapt("", size.num_prefill, ended_ns - began_ns)
+        for part, result in zip(parts, results, strict=True):
+            if part.is_current:
+                self._apply(part, result, ended_ns)
+        self._sender.send()
+        return Ended(size, began_ns)
 
     def _max_prefill_tokens(self, now_ns: int) -> int:
         """Return the most prompt tokens that the next step may have."""
@@ -219,14 +291,18 @@ class Engine:
         chunk = limits.max_prefill_tokens if is_late else int(self._chunks.get("", limits.max_prefill_tokens))
         return min(limits.max_prefill_tokens, max(chunk, _LEAST_CHUNK))
 
-    def _apply(self, part: Part, result: tuple[Chosen, ...] | SieError, now_ns: int) -> None:
+    def _apply(self, part: Part, result: SlotResult | None, now_ns: int) -> None:
         sequence, job = part.sequence, part.sequence.job
+        if result is None:
+            job.is_redrawn = True
+            self.planner.undo(part)
+            return
         if isinstance(result, SieError):
             self.num_non_finite += isinstance(result, NonFinite)
             self.fail(job, result)
             return
         if job.scores is not None:
-            job.scores.note_read(sequence.num_computed + part.count)
+            job.scores.note_read(part.start + part.count)
         self.planner.advance(part)
         if not sequence.num_generated:
             self.num_prompt_tokens += part.count
@@ -254,7 +330,7 @@ class Engine:
             _log.exception("a token of %s could not be processed", self.runner.card.id)
             self.fail(job, Internal("internal error during generation"))
             return
-        self._mark_unsent(job)
+        self._sender.mark(job)
 
     def _take(self, sequence: Sequence, chosen: Chosen) -> None:
         """Add a token to a choice, and end the choice if the token completes it."""
@@ -290,6 +366,10 @@ class Engine:
 
         It first reduces the prompt tokens, then the choices. The newest choices are preempted.
         """
+        reading = [part for part in parts if part.count > 1]
+        if self.planner.limits.is_whole and len(reading) == 1:
+            self._fail_for_memory(reading[0], f"a prompt of {reading[0].count} tokens")
+            return True
         if num_prefill > 1:
             self._prefill_ceiling = lower_ceiling(self._prefill_ceiling, num_prefill, now_ns)
         elif len(parts) > 1:
@@ -297,70 +377,21 @@ class Engine:
             for part in sorted(parts, key=lambda part: part.sequence.age)[self._sequence_ceiling.num_tokens :]:
                 self.planner.preempt(part.sequence)
         else:
-            text = f"Model '{self.runner.card.id}': no memory for a step of one token"
-            self.fail(parts[0].sequence.job, ResourceExhausted(text, retry_after_s=self.limits.oom_retry_after_s))
+            self._fail_for_memory(parts[0], "a step of one token")
             return True
         return False
 
-    # --- output ---------------------------------------------------------------------------------------------------
-
-    def _mark_unsent(self, job: Job) -> None:
-        self._unsent.setdefault(job.request.link, {})[job] = None
-
-    def send(self) -> None:
-        """Send all waiting output, a frame for each frontend; without room or credit it keeps waiting."""
-        for link in list(self._unsent):
-            self._send(link)
-
-    def _send(self, link: Link) -> None:
-        jobs = self._unsent[link]
-        if not self._try_frames(link, jobs):
-            return
-        for job in list(jobs):
-            if job.sequences or self._try_end(job):
-                del jobs[job]
-        if not jobs:
-            del self._unsent[link]
-
-    def _try_frames(self, link: Link, jobs: Collection[Job]) -> bool:
-        """Send all unsent tokens of these jobs to a frontend; return False if room or credit runs out."""
-        while True:
-            records, is_all = take_records(jobs)
-            if records:
-                header = _to_msgpack(TokenFrame(tuple([record for _, record in records])))
-                nbytes = extent_bytes(len(header), 0)
-                lease = link.lease(nbytes)
-                if lease is None:
-                    return False
-                begin_extent(lease.view, header)
-                if not link.try_tokens(lease, nbytes):
-                    return False
-                for sequence, record in records:
-                    note_sent(sequence, record)
-            if is_all:
-                return True
-
-    def _try_end(self, job: Job) -> bool:
-        """Send the terminal reply of a job whose choices have all ended; return False without room."""
-        totals = GenerateTotals(
-            job.num_cached,
-            job.num_generated,
-            job.started_ns,
-            job.first_token_ns - job.started_ns,
-            job.last_token_ns - job.first_token_ns,
-        )
-        # ORDER: after the last record of each choice; the frontend forgets the request when it reads this.
-        if not job.request.try_end(_to_msgpack(totals)):
-            return False
-        self.jobs.remove(job)
-        return True
+    def _fail_for_memory(self, part: Part, step: str) -> None:
+        text = f"Model '{self.runner.card.id}': no memory for {step}"
+        self.fail(part.sequence.job, ResourceExhausted(text, retry_after_s=self.limits.oom_retry_after_s))
 
 
 def _capped(limit: int, ceiling: Ceiling | None, now_ns: int) -> int:
     return limit if ceiling is None else min(limit, ceiling.max_tokens(now_ns))
 
 
-def _suspects(parts: Collection[Part]) -> Collection[tuple[int, int]]:
-    """Return the requests that have not yet survived a decode step: only these can have harmed a step."""
-    jobs = {part.sequence.job.number: part.sequence.job for part in parts}
-    return [job.request.inflight_entry for job in jobs.values() if not job.is_proven]
+def _must_run_whole(part: Part) -> bool:
+    """Return whether a part scores its prompt, or draws a token that the host must see before the next one."""
+    job = part.sequence.job
+    is_scored = job.scores is not None and not job.first_token_ns
+    return is_scored or (part.is_last and job.needs_host)

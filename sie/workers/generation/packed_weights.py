@@ -8,7 +8,6 @@ an output. Without the kernels, torch computes with the same rounded weights.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from sie.native.encoder import empty_aligned
 from sie.native.linear import (
     GROUP_INPUTS,
+    TILE_OUTPUTS,
     LinearCall,
     Matrix,
     WeightFormat,
@@ -26,9 +26,11 @@ from sie.native.linear import (
     pack_bf16,
     pack_int4,
     pack_int8,
+    packed_bytes,
     run_linear,
     scratch_bytes,
 )
+from sie.workers.device.cores import on_all_cores
 from sie.workers.packed.sharing import SharedLinear
 from sie.workers.prepared import session
 
@@ -51,7 +53,7 @@ _STARTS = (-1.0, -0.9, 1.0, 0.9)
 """Scales to try, relative to a group's largest weight. The best one is then refined once for its own codes.
 More scales would reduce the error by only 3 %."""
 _CHUNK_OUTPUTS = 512
-"""Rows packed at a time, so that the temporary copies of an output head stay small and in cache."""
+"""Rows packed at a time, so that the temporary copies of an output head stay small and in cache. A multiple of a tile's."""
 _local = threading.local()
 
 
@@ -66,22 +68,25 @@ class Quantised:
 
 
 def _pack(weight: Tensor, bits: Bits) -> NDArray[np.uint8]:
-    packed: list[NDArray[np.uint8]] = []
-    for rows in _chunks(weight):
-        if bits == 16:
-            packed.append(pack_bf16(rows.to(torch.bfloat16).contiguous().view(torch.uint16).numpy()))
-        elif bits == 8:
-            packed.append(pack_int8(*round_int8(rows.float())))
-        else:
-            packed.append(pack_int4(*round_int4(rows.float())))
-    whole = empty_aligned(sum(part.nbytes for part in packed))
-    np.concatenate(packed, out=whole)
+    outputs, inputs = weight.shape
+    whole = empty_aligned(packed_bytes(outputs, inputs, _FORMATS[bits]))
+    tile_bytes = packed_bytes(1, inputs, _FORMATS[bits])
+
+    def pack(start: int) -> None:
+        part = _pack_rows(weight[start : start + _CHUNK_OUTPUTS], bits)
+        first = start // TILE_OUTPUTS * tile_bytes
+        whole[first : first + part.nbytes] = part
+
+    on_all_cores(pack, range(0, outputs, _CHUNK_OUTPUTS))
     return whole
 
 
-def _chunks(weight: Tensor) -> Iterator[Tensor]:
-    for start in range(0, weight.shape[0], _CHUNK_OUTPUTS):
-        yield weight[start : start + _CHUNK_OUTPUTS]
+def _pack_rows(rows: Tensor, bits: Bits) -> NDArray[np.uint8]:
+    if bits == 16:
+        return pack_bf16(rows.to(torch.bfloat16).contiguous().view(torch.uint16).numpy())
+    if bits == 8:
+        return pack_int8(*round_int8(rows.float()))
+    return pack_int4(*round_int4(rows.float()))
 
 
 def round_int8(weight: Tensor) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
@@ -146,6 +151,9 @@ class PackedLinear(nn.Module):
 
     Its input is (..., inputs) float32 or bfloat16, and so is its output (..., outputs). Not for two threads at once.
     """
+
+    weight = None
+    """transformers' T5 asks for the format of a layer's weight, if that is a tensor."""
 
     def __init__(self, quantised: Quantised, bias: Tensor | None, num_threads: int) -> None:
         super().__init__()

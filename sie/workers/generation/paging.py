@@ -30,7 +30,7 @@ from sie.workers.generation.block_attention import Recorder
 from sie.workers.generation.cache_size import blocks_of_a_choice, count_blocks
 from sie.workers.generation.decoder_probe import choose_decoder, relative_distance
 from sie.workers.generation.paged_cache import LayerForm, PagedCache
-from sie.workers.generation.runner import TextGenerator
+from sie.workers.generation.runner import TextGenerator, takes_rows
 from sie.workers.generation.varlen import why_gathered
 from sie.workers.model_api import Draw, Slot
 from sie.workers.prepared import session
@@ -44,6 +44,8 @@ In 16 bits a single token may be far off: after meaningless tokens a few activat
 under any attention. With wrong keys, most tokens are off by about 1.
 """
 _NUM_DECODED = 8
+_NUM_RECORDED = 4
+"""Tokens that show which layers call the attention function, where a comparison was made before."""
 _DRAWN = (Draw(Sampling(temperature=0.0), 0, 0),)
 
 
@@ -67,7 +69,7 @@ def make_pageable(
     is_proved: bool | None = session.recall("is_pageable")
     with torch.inference_mode():
         expected = None if is_proved else _run_whole(card.id, model, sequence, device)
-        recorder = _record(card.id, model, sequence, device)
+        recorder = _record(card.id, model, sequence[:_NUM_RECORDED] if is_proved else sequence, device)
     layers = recorder.layers
     forms = [form for _, form in layers]
     _check_layers(card.id, model.config.get_text_config(), forms)
@@ -181,11 +183,12 @@ def _record(model_id: str, model: Any, sequence: NDArray[np.int32], device: torc
     ids = torch.from_numpy(sequence.astype(np.int64))[None].to(device)
     positions = torch.arange(len(sequence), device=device)[None]
     modules = list(model.modules())
+    rows = {"logits_to_keep": 1} if takes_rows(model) else {}  # the head may be most of a small model
     attention.register()
     recorder = attention.start_recording(modules)
     try:
         model.set_attn_implementation(attention.NAME)
-        model(input_ids=ids, position_ids=positions, use_cache=False)
+        model(input_ids=ids, position_ids=positions, use_cache=False, **rows)
     except Exception as error:  # as above
         raise _cannot_page(model_id, model, f"{type(error).__name__}: {error}") from error
     finally:

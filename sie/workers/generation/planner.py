@@ -2,7 +2,7 @@
 
 Every choice whose prompt has been read decodes in each step. Prefill chunks run beside them, up to a token budget. Half
 of it goes to the shortest prompts, so that a short prompt does not wait for a long one. The rest goes to the oldest, so
-that none waits for ever. A sequence is admitted when there are free blocks for all its tokens, plus one for each choice
+that none waits for ever. A model whose encoder reads prompts gets each prompt in one step. A sequence is admitted when there are free blocks for all its tokens, plus one for each choice
 that then runs. When a decoding choice finds no block, the newest sequence is preempted: its blocks are released, and
 its tokens are read again later. So the oldest always runs to its end.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from sie.workers.generation.kv import BlockPool, block_key
-from sie.workers.generation.sequences import Job, Sequence
+from sie.workers.generation.sequences import Job, Part, Sequence
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,18 +29,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Whether sequences with equal beginnings share blocks."""
     max_scored: int = 1 << 30
     """Most prompt tokens that a step scores."""
-
-
-class Part(NamedTuple):
-    """The next `count` tokens of a sequence. is_last: no more follow, so a token is drawn."""
-
-    sequence: Sequence
-    count: int
-    is_last: bool
+    is_whole: bool = False
+    """Whether a prompt is read in one step, even if it is over the step's budget."""
+    max_tokens: int = 1 << 62
+    """Most tokens of a sequence."""
 
 
 class Plan(NamedTuple):
-    """One step: its parts, and the blocks (from, to) to copy first. Copies are planned again until `Planner.copied`."""
+    """One step: its parts, and the blocks (from, to) to copy first. Copies are planned again until `Planner.begin`."""
 
     parts: list[Part]
     copies: list[tuple[int, int]]
@@ -77,18 +73,32 @@ class Planner:
         self._let_go(sequence)
         (self.running if sequence in self.running else self.waiting).remove(sequence)
 
-    def copied(self, plan: Plan) -> None:
-        """Note that the copies of a plan were made, or that their sequences have failed."""
+    def begin(self, plan: Plan) -> None:
+        """Note that a step was launched, so that the next one can be planned: its copies are made, its parts run."""
+        for part in plan.parts:
+            part.sequence.begun.append(part)
+            part.sequence.num_computed += part.count
         self.pool.let_go([self._copies.pop(target) for _, target in plan.copies])
 
     def advance(self, part: Part) -> None:
-        """Note that a part has run: the blocks that it filled can be shared from now on."""
+        """Note that a current part has run: the blocks that it filled can be shared from now on."""
         sequence = part.sequence
-        before, sequence.num_computed = sequence.num_computed, sequence.num_computed + part.count
+        del sequence.begun[0]
         if self.limits.is_sharing:
             block_tokens = self.limits.block_tokens
-            for index in range(before // block_tokens, sequence.num_computed // block_tokens):
+            for index in range(part.start // block_tokens, (part.start + part.count) // block_tokens):
                 self.pool.enter(sequence.blocks[index], self._key(sequence, index))
+
+    def undo(self, part: Part) -> None:
+        """Let a current part run again, as if it had not run; what is under way behind it counts no more."""
+        part.sequence.begun.clear()
+        part.sequence.num_computed = part.start
+
+    def can_plan_ahead(self) -> bool:
+        """Return whether a step can be planned while one is under way: not while a job must run alone."""
+        return not any(
+            sequence.job.must_be_alone for sequences in (self.running, self.waiting) for sequence in sequences
+        )
 
     def plan(self, max_prefill_tokens: int, max_sequences: int) -> Plan | None:
         """Return the next step, with at most max_prefill_tokens prompt tokens, or None when nothing can run.
@@ -97,7 +107,7 @@ class Planner:
         gets every other step, so that other sequences progress while its long prompt is read.
         """
         for turn in ("others", "alone") if self._was_alone else ("alone", "others", "alone"):
-            alone = next((sequence.job for sequence in self.running if _must_be_alone(sequence.job)), None)
+            alone = next((sequence.job for sequence in self.running if sequence.job.must_be_alone), None)
             if turn == "alone" and alone is None:
                 continue
             admitted = self._admit(max_sequences) if turn == "others" else ()
@@ -122,14 +132,17 @@ class Planner:
             # No blocks: an older sequence has just taken them.
             if sequence.num_left != 1 or not sequence.blocks or not _is_turn(sequence.job, alone):
                 continue
+            if sequence.begun and self._may_end(sequence):
+                continue
             if sequence not in admitted and self._make_room(sequence):
-                parts.append(Part(sequence, 1, is_last=True))
+                parts.append(Part(sequence, 1, True, sequence.num_computed))
         reading = [
             sequence
             for sequence in self.running
             if (sequence.num_left > 1 or sequence in admitted) and _is_turn(sequence.job, alone)
         ]
-        counts = share_budget([sequence.num_left for sequence in reading], max_prefill_tokens, self.limits.max_prefills)
+        share = whole_prompts if self.limits.is_whole else share_budget
+        counts = share([sequence.num_left for sequence in reading], max_prefill_tokens, self.limits.max_prefills)
         num_scored = 0
         for sequence, planned in zip(reading, counts, strict=True):
             count, scores = planned, sequence.job.scores
@@ -137,8 +150,16 @@ class Planner:
                 count = scores.limit(sequence.num_computed, planned, self.limits.max_scored - num_scored)
                 num_scored += scores.count_rows(sequence.num_computed, count)
             if count:
-                parts.append(Part(sequence, count, is_last=count == sequence.num_left))
+                parts.append(Part(sequence, count, count == sequence.num_left, sequence.num_computed))
         return parts
+
+    def _may_end(self, sequence: Sequence) -> bool:
+        """Return whether a step under way draws a sequence's last token, by its length, or a token for each choice."""
+        if not sequence.num_drawing:
+            return False
+        length, job = len(sequence.tokens) + 1, sequence.job
+        is_last = length - job.num_prompt >= job.task.max_tokens or length >= self.limits.max_tokens
+        return is_last or sequence.num_choices > 1
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Give a sequence its own block for its next position; return False if it was preempted itself."""
@@ -184,6 +205,7 @@ class Planner:
             if block in self._copies:
                 self.pool.let_go((self._copies.pop(block),))
         self.pool.let_go_sequence(sequence.blocks)
+        sequence.begun.clear()
         sequence.blocks = []
         sequence.num_computed = 0
 
@@ -258,6 +280,18 @@ def share_budget(lengths: list[int], max_tokens: int, max_parts: int) -> list[in
     return counts
 
 
+def whole_prompts(lengths: list[int], max_tokens: int, max_parts: int) -> list[int]:
+    """Return how many tokens of each prompt run: all of the oldest, and all or none of each other. As `share_budget`."""
+    counts = [0] * len(lengths)
+    left = max(max_tokens, lengths[0]) if lengths else 0
+    for index, length in enumerate(lengths):
+        if length <= left and max_parts:
+            counts[index] = length
+            left -= length
+            max_parts -= 1
+    return counts
+
+
 def _give(counts: list[int], lengths: list[int], order: Iterable[int], budget: int, max_parts: int) -> None:
     """Add to counts: give each sequence, in this order, what it still lacks of lengths, until the budget is spent.
 
@@ -273,12 +307,8 @@ def _give(counts: list[int], lengths: list[int], order: Iterable[int], budget: i
         budget -= count
 
 
-def _must_be_alone(job: Job) -> bool:
-    return job.is_alone and not job.is_proven
-
-
 def _is_turn(job: Job, alone: Job | None) -> bool:
-    return job is alone if alone is not None else not _must_be_alone(job)
+    return job is alone if alone is not None else not job.must_be_alone
 
 
 def _age(sequence: Sequence) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -16,21 +16,20 @@ from torch import Tensor, nn
 
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
-from sie.workers.device.device import move
+from sie.workers.device.device import move, wait_later
 from sie.workers.device.faults import GroupLostError, raise_if_lost
-from sie.workers.generation.compiled_decoder import CompiledDecoder
 from sie.workers.generation.embedding import Embedder
 from sie.workers.generation.gathered import GatheredStep
 from sie.workers.generation.given_tokens import drawing_rows, kept_tokens, score
 from sie.workers.generation.grammar import GrammarCompiler, GrammarMatcher
-from sie.workers.generation.graphs import Answers, DecodeGraphs, try_capture
+from sie.workers.generation.graphs import Answers, DecodeGraphs, feed, try_capture
 from sie.workers.generation.masks import FindHidden, MaskThread, find_hidden
 from sie.workers.generation.packed_weights import PackedLinear
 from sie.workers.generation.paged_cache import PagedCache
-from sie.workers.generation.sampling import can_leave_out_logits, choose, chosen_tokens
+from sie.workers.generation.sampling import by_slot, can_leave_out_logits, choose, chosen_tokens, launch_choice
 from sie.workers.generation.step_layout import StepLayout, lay_out
 from sie.workers.generation.varlen import MixedStep, can_attend
-from sie.workers.model_api import Chosen, Draw, Matcher, RowStep, Slot, StepOutputs
+from sie.workers.model_api import Draw, Matcher, RowStep, Slot, SlotResult, StepOutputs
 from sie.workers.packed.rotation import Lengths, find_rotations
 
 
@@ -46,8 +45,20 @@ class Followers(Protocol):
         ...
 
 
+class StepDecoder(Protocol):
+    """Computes a model's steps in place of the library's forward pass: of a compiled form, or of an encoder-decoder."""
+
+    def run(self, slots: Sequence[Slot]) -> Tensor:
+        """Return the logits (k, vocabulary) after the `kept_tokens` of each slot, valid until the next run."""
+        ...
+
+    def likeliest(self, slots: Sequence[Slot]) -> NDArray[np.int32] | Tensor:
+        """Return the likeliest allowed token (k,) of each slot with draws, none of which is scored; -1 if not finite."""
+        ...
+
+
 class TextGenerator:
-    """A causal transformers model under paged attention; a `GenerateRunner`.
+    """A transformers model under paged attention; a `GenerateRunner`.
 
     A step can be repeated: it writes the same keys and values, and draws the same numbers.
     """
@@ -66,42 +77,65 @@ class TextGenerator:
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._rotations = find_rotations(model)
         self.restart_length = 0 if self._rotations is None else _restart_length(model)
-        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._takes_rows = takes_rows(model)
         self._grammars = GrammarCompiler(card)
         self._masks = MaskThread()
         self._graphs: DecodeGraphs | None = None
-        self.decoder: CompiledDecoder | None = None
-        """Runs the steps of a model that has a compiled form."""
+        self.decoder: StepDecoder | None = None
+        """Runs the steps of a model that has a compiled form, or an encoder."""
         self.reads_in_place = can_attend(
             cache.device, cache.dtype, {width for form in cache.layers for width in form.widths}
         )
         """Whether a GPU's kernels read the blocks in place; if not, the blocks are gathered."""
         self.followers: Followers | None = None
         """The other members of the group that this runner leads."""
+        self._drawn: Tensor | None = None
+        """The tokens of the step that was launched last (n,) int64, on the device; 0 in place of none."""
         self._embedder = Embedder(card, model, cache, self._rotations) if "dense" in card.outputs else None
 
-    def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> list[tuple[Chosen, ...]]:
+    def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Sequence[SlotResult]:
         """Return the tokens that each slot's draws chose (`GenerateRunner`).
 
-        Raises BadRequest for an id outside the vocabulary or a grammar that allows no token, NonFinite when a draw's
-        logits are not finite.
+        The result of a slot is BadRequest for a grammar that allows no token, NonFinite for logits that are not finite.
+        Raises BadRequest for an id outside the vocabulary, NonFinite for scored tokens.
         """
-        drawing = [slot for slot in slots if slot.draws]
-        draws: list[Draw] = [draw for slot in drawing for draw in slot.draws]
-        rows = [row for row, slot in enumerate(drawing) for _ in slot.draws]
+        draws, rows = _draws_of(slots)
         if self.decoder is not None and can_leave_out_logits(slots):
             with torch.inference_mode():
                 self._prepare(slots, copies)
                 best = self.decoder.likeliest(slots).tolist()
-            chosen = iter(chosen_tokens(best, rows))
-            return [tuple(next(chosen) for _ in slot.draws) for slot in slots]
+            return by_slot(chosen_tokens(best, rows), slots)
         with torch.inference_mode(), self._hiding(draws) as hidden:
             answers = self._run(slots, copies)
             if any(slot.scored is not None for slot in slots):
                 score(answers.logits, slots)
                 answers = Answers(answers.logits[drawing_rows(slots)])
-            chosen = iter(choose(answers.logits, rows, draws, answers.best, hidden) if draws else ())
-        return [tuple(next(chosen) for _ in slot.draws) for slot in slots]
+            chosen = choose(answers.logits, rows, draws, answers.best, hidden) if draws else []
+        return by_slot(chosen, slots)
+
+    @property
+    def generates_ahead(self) -> bool:
+        """Whether `launch_step` may be called now (`AheadGenerateRunner`).
+
+        A model that could be captured does not wait for the device within its steps. Followers draw no tokens.
+        """
+        return self._graphs is not None and self.decoder is None and self.followers is None
+
+    def launch_step(
+        self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()
+    ) -> Callable[[], Sequence[SlotResult | None]]:
+        """Begin a step, and return a function that waits for its result (`AheadGenerateRunner`)."""
+        draws, rows = _draws_of(slots)
+        if not draws:
+            with torch.inference_mode():
+                self._run(slots, copies)
+            return _nothing_once(wait_later(self.cache.device), len(slots))
+        with torch.inference_mode():
+            answers = self._run(slots, copies)
+            choosing = launch_choice(answers.logits, rows, draws, answers.best)
+            self._drawn = choosing.token_ids.clamp(min=0)
+        read = choosing.read
+        return lambda: by_slot(read(), slots)
 
     def _hiding(self, draws: Sequence[Draw]) -> AbstractContextManager[FindHidden | None]:
         """Return a function that gives the grammar masks of a step; it starts at once if a core is free.
@@ -138,7 +172,7 @@ class TextGenerator:
     def _run_here(self, slots: Sequence[Slot]) -> Answers:
         if self.decoder is not None:
             return Answers(self.decoder.run(slots))
-        captured = None if self._graphs is None else self._graphs.run(slots)
+        captured = None if self._graphs is None else self._graphs.run(slots, self._drawn)
         if captured is not None and all(slot.draws for slot in slots):
             return captured
         if captured is not None:
@@ -232,6 +266,9 @@ class TextGenerator:
                     torch.from_numpy, (layout.token_ids[None], layout.positions[None], np.array(rows, np.int64))
                 )
             )
+            if layout.drawn is not None:
+                assert self._drawn is not None
+                feed(token_ids[0], move(torch.from_numpy(layout.drawn), cache.device), self._drawn)
             lengths = None if self._rotations is None else layout.rotary_lengths()
             return self._run_model(token_ids, positions, kept, lengths)
         finally:
@@ -247,6 +284,29 @@ class TextGenerator:
         with nullcontext() if rotations is None or lengths is None else rotations.row(lengths):
             logits = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **rows).logits[0]
         return logits if self._takes_rows or kept is None else logits[kept]
+
+
+def takes_rows(model: Any) -> bool:
+    """Return whether a model's forward pass can leave out the logits of tokens that nobody reads."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def _draws_of(slots: Sequence[Slot]) -> tuple[list[Draw], list[int]]:
+    """Return all draws of a step, and the index of each one's slot among those with draws."""
+    drawing = [slot for slot in slots if slot.draws]
+    return [draw for slot in drawing for draw in slot.draws], [
+        row for row, slot in enumerate(drawing) for _ in slot.draws
+    ]
+
+
+def _nothing_once(wait: Callable[[], None], num_slots: int) -> Callable[[], Sequence[SlotResult]]:
+    """Return a function that waits for a step without draws. Else all parts of a long prompt would be under way at once."""
+
+    def read() -> Sequence[SlotResult]:
+        wait()
+        return [()] * num_slots
+
+    return read
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Turns a step's logits into tokens: penalties, bias, temperature, filters and the draw, in the order of `Sampling`.
 
-All draws of a step run together on the device, with one wait for it. Log probabilities, and a nucleus of very many
-tokens, cost a second wait. The result of a draw depends only on its own logits and `Sampling`: its random number comes
+All draws of a step run together on the device, with one copy from it and one wait for it. A nucleus of very many tokens
+costs a second wait. The result of a draw depends only on its own logits and `Sampling`: its random number comes
 from (seed, choice, position), and its code path never depends on other draws.
 Source: the generation sheet, section 3.1 (the meaning of each field, and their order).
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 import torch
@@ -20,9 +20,9 @@ from torch import Tensor
 from sie.native import draw as native_draw
 from sie.values.errors import NonFinite, SieError
 from sie.values.generate import Sampling, TokenLogprob
-from sie.workers.device.device import move, read
+from sie.workers.device.device import move, read_later
 from sie.workers.generation.masks import FindHidden, Hidden, find_hidden
-from sie.workers.model_api import Chosen, Draw, Slot
+from sie.workers.model_api import Chosen, Draw, Slot, SlotResult
 
 _GREEDY_BELOW = 1e-7
 """Below this temperature, a draw takes the likeliest token."""
@@ -33,6 +33,9 @@ _NOT_FINITE = -1
 _FURTHER = -2
 """Replaces a token when the candidates do not include every token that the draw keeps."""
 _MASK64 = (1 << 64) - 1
+
+Drawn = Chosen | SieError
+"""The token of a draw, or its own error: NonFinite, or BadRequest for a grammar that allows no token."""
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -55,24 +58,69 @@ def choose(
     draws: Sequence[Draw],
     best: Tensor | None = None,
     hidden: FindHidden | None = None,
-) -> list[Chosen]:
-    """Choose one token for each draw; draws[i] is from logits[rows[i]].
+) -> list[Drawn]:
+    """Choose one token for each draw; draws[i] is from logits[rows[i]]. An error is the result of its own draw.
 
     logits (k, vocabulary), any float. best (k,): the result of `likeliest`, if already computed. hidden: returns the
-    grammar masks, if their computation has started. Raises NonFinite when a draw's logits are not finite, BadRequest
-    for a grammar that allows no token.
+    grammar masks, if their computation has started.
     """
     if all(_is_plain(draw) for draw in draws):
-        found = read(likeliest(logits) if best is None else best).tolist()
-        return chosen_tokens(found, rows)
+        found = read_later(likeliest(logits) if best is None else best)()
+        return chosen_tokens(found.tolist(), rows)
     if _can_draw_compiled(logits):
         return _choose_compiled(logits, rows, draws, hidden)
     return _choose_by_torch(logits, rows, draws, hidden)
 
 
-def chosen_tokens(found: Sequence[int], rows: Sequence[int]) -> list[Chosen]:
-    """Return the token of each draw; draws[i] is from row rows[i]. Raises NonFinite for -1."""
-    return [Chosen(token_id) for token_id in _checked([found[row] for row in rows])]
+class Choosing(NamedTuple):
+    """Draws that were launched. token_ids (n,) int64 are theirs on the device; a negative one is none.
+
+    read waits for them, and returns them as `choose`, with None for a draw that only the host can finish.
+    """
+
+    token_ids: Tensor
+    read: Callable[[], list[Drawn | None]]
+
+
+def launch_choice(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw], best: Tensor | None = None) -> Choosing:
+    """Begin what `choose` does, without a wait for the device; no draw has a matcher.
+
+    The logits may be overwritten as soon as this returns.
+    """
+    if all(_is_plain(draw) for draw in draws):
+        token_ids = _rows_of(likeliest(logits) if best is None else best, rows)
+        return Choosing(token_ids, _launch_read(logits, token_ids, draws))
+    raw = _rows_of(logits, rows).float()
+    token_ids = _first_drawn(_adjusted(raw, draws, ()), draws)
+    return Choosing(token_ids, _launch_read(raw, token_ids, draws))
+
+
+def chosen_tokens(found: Sequence[int], rows: Sequence[int]) -> list[Drawn]:
+    """Return the token of each draw, NonFinite for -1; draws[i] is from row rows[i]."""
+    return [_drawn_token(found[row]) for row in rows]
+
+
+@overload
+def by_slot(drawn: Sequence[Drawn], slots: Sequence[Slot]) -> Sequence[SlotResult]: ...
+
+
+@overload
+def by_slot(drawn: Sequence[Drawn | None], slots: Sequence[Slot]) -> Sequence[SlotResult | None]: ...
+
+
+def by_slot(drawn: Sequence[Drawn | None], slots: Sequence[Slot]) -> Sequence[SlotResult | None]:
+    """Return the tokens of each slot, its first error, or None if one has no token, from those of all draws in order."""
+    rest = iter(drawn)
+    return [_joined([next(rest) for _ in slot.draws]) for slot in slots]
+
+
+def _joined(drawn: Sequence[Drawn | None]) -> SlotResult | None:
+    chosen: list[Chosen] = []
+    for one in drawn:
+        if not isinstance(one, Chosen):
+            return one
+        chosen.append(one)
+    return tuple(chosen)
 
 
 def can_leave_out_logits(slots: Sequence[Slot]) -> bool:
@@ -89,23 +137,32 @@ def can_leave_out_logits(slots: Sequence[Slot]) -> bool:
 
 def _choose_by_torch(
     logits: Tensor, rows: Sequence[int], draws: Sequence[Draw], hidden: FindHidden | None
-) -> list[Chosen]:
-    raw = logits[_to(rows, logits.device)] if list(rows) != list(range(len(logits))) else logits
-    raw = raw.float()
-    scores = _adjusted(raw, draws, hidden() if hidden is not None else find_hidden(draws, raw.shape[1]))
+) -> list[Drawn]:
+    raw = _rows_of(logits, rows).float()
+    masks = hidden() if hidden is not None else find_hidden(draws, raw.shape[1])
+    scores = _adjusted(raw, draws, masks)
+    token_ids = _first_drawn(scores, draws)
+    drawn = _launch_read(raw, token_ids, draws)()
+    further = [i for i, one in enumerate(drawn) if one is None]
+    if further:
+        token_ids = _drawn(token_ids, scores, further, draws, _draw_sorted)
+        drawn = _launch_read(raw, token_ids, draws)()
+    return _with_errors([one for one in drawn if one is not None], draws, masks)
+
+
+def _rows_of(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    return tensor if list(rows) == list(range(len(tensor))) else tensor[_to(rows, tensor.device)]
+
+
+def _first_drawn(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Return the token of each row of scores (n, vocabulary) as (n,) int64; -1 if not finite, -2 as `_draw_filtered`."""
     token_ids = likeliest(scores)
     sampled = [i for i, draw in enumerate(draws) if not is_greedy(draw.sampling)]
     for is_filtered in (False, True):
         own = [i for i in sampled if _is_filtered(draws[i].sampling) == is_filtered]
         if own:
             token_ids = _drawn(token_ids, scores, own, draws, _draw_filtered if is_filtered else _draw_unfiltered)
-    # One wait for everything launched so far.
-    chosen = _checked(read(token_ids).tolist())
-    further = [i for i, token_id in enumerate(chosen) if token_id == _FURTHER]
-    if further:
-        token_ids = _drawn(token_ids, scores, further, draws, _draw_sorted)
-        chosen = read(token_ids).tolist()
-    return _with_logprobs(raw, chosen, draws)
+    return token_ids
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -118,10 +175,19 @@ def likeliest(logits: Tensor) -> Tensor:
     return token_ids.masked_fill_(~(best.abs() < torch.inf), _NOT_FINITE)
 
 
-def _checked(token_ids: list[int]) -> list[int]:
-    if _NOT_FINITE in token_ids:
-        raise NonFinite("the model's logits are not finite")
-    return token_ids
+def _drawn_token(token_id: int, logprob: TokenLogprob | None = None) -> Drawn:
+    if token_id == _NOT_FINITE:
+        return NonFinite("the model's logits are not finite")
+    return Chosen(token_id, logprob)
+
+
+def _with_errors(drawn: list[Drawn], draws: Sequence[Draw], masks: Sequence[Hidden]) -> list[Drawn]:
+    """Replace the tokens of draws whose grammar has failed."""
+    by_grammar = iter(masks)
+    for i, draw in enumerate(draws):
+        if draw.matcher is not None and isinstance(mask := next(by_grammar), SieError):
+            drawn[i] = mask
+    return drawn
 
 
 def _drawn(
@@ -150,7 +216,7 @@ def _is_simple(draw: Draw) -> bool:
 
 def _has_penalty(draw: Draw) -> bool:
     sampling = draw.sampling
-    return draw.history is not None and (
+    return draw.seen is not None and (
         sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
     )
 
@@ -173,17 +239,17 @@ def _can_draw_compiled(logits: Tensor) -> bool:
 
 def _choose_compiled(
     logits: Tensor, rows: Sequence[int], draws: Sequence[Draw], hidden: FindHidden | None
-) -> list[Chosen]:
+) -> list[Drawn]:
     """Choose like `choose`: the library draws what is simple, torch the rest."""
     simple = [i for i, draw in enumerate(draws) if _is_simple(draw)]
     others = [i for i, draw in enumerate(draws) if not _is_simple(draw)]
-    chosen: dict[int, Chosen] = {}
+    chosen: dict[int, Drawn] = {}
     if simple:
         logits = logits.contiguous()
         forbidden = {i: np.array(draws[i].forbidden, np.int32) for i in simple}
         records = [_record(logits[rows[i]], draws[i], forbidden[i]) for i in simple]
         found = native_draw.draw_tokens(records, torch.get_num_threads())
-        chosen.update(zip(simple, map(Chosen, _checked(found)), strict=True))
+        chosen.update(zip(simple, map(_drawn_token, found), strict=True))
     if others:
         found_others = _choose_by_torch(logits, [rows[i] for i in others], [draws[i] for i in others], hidden)
         chosen.update(zip(others, found_others, strict=True))
@@ -237,17 +303,15 @@ class _Edit(NamedTuple):
 
 
 def _edit(draw: Draw, vocab_size: int, by_grammar: Hidden | None) -> _Edit | None:
-    if isinstance(by_grammar, SieError):
-        raise by_grammar
     seen = biased = hidden = forbidden = None
-    if _has_penalty(draw):
-        ids, counts = np.unique(np.asarray(draw.history), return_counts=True)
+    if draw.seen is not None and _has_penalty(draw):
+        ids, counts = draw.seen
         known = ids < vocab_size
         seen = torch.from_numpy(ids[known].astype(np.int64)), torch.from_numpy(counts[known].astype(np.float32))
     bias = [(token_id, value) for token_id, value in draw.sampling.logit_bias if 0 <= token_id < vocab_size]
     if bias:
         biased = torch.tensor([i for i, _ in bias]), torch.tensor([value for _, value in bias], dtype=torch.float32)
-    if by_grammar is not None:
+    if isinstance(by_grammar, np.ndarray):  # not an error
         hidden = torch.from_numpy(by_grammar)
     elif ids := [token_id for token_id in draw.forbidden if token_id < vocab_size]:
         forbidden = torch.tensor(ids)
@@ -255,7 +319,7 @@ def _edit(draw: Draw, vocab_size: int, by_grammar: Hidden | None) -> _Edit | Non
 
 
 def _penalise(row: Tensor, seen: tuple[Tensor, Tensor], sampling: Sampling) -> None:
-    """Apply the presence, frequency and repetition penalties, in this order, to the tokens in the history."""
+    """Apply the presence, frequency and repetition penalties, in this order, to the tokens seen."""
     ids, counts = (move(numbers, row.device) for numbers in seen)
     values = row[ids] - sampling.presence_penalty - sampling.frequency_penalty * counts
     factor = sampling.repetition_penalty
@@ -338,20 +402,35 @@ def _invert(weights: Tensor, draws: Sequence[Draw]) -> Tensor:
     return torch.minimum(places, last)[:, 0].clamp_(max=weights.shape[1] - 1)
 
 
-# --- log probabilities ----------------------------------------------------------------------------------------------
+# --- the copy to the host ---------------------------------------------------------------------------------------------
 
 
-def _with_logprobs(raw: Tensor, chosen: Sequence[int], draws: Sequence[Draw]) -> list[Chosen]:
+def _launch_read(raw: Tensor, token_ids: Tensor, draws: Sequence[Draw]) -> Callable[[], list[Drawn | None]]:
+    """Begin to copy the tokens (n,) of draws, with the log probabilities that they ask for, from raw (n, vocabulary).
+
+    The function waits for the copy. It returns None for a draw that needs all tokens sorted.
+    """
     wanted = [i for i, draw in enumerate(draws) if draw.logprobs is not None]
-    found: dict[int, TokenLogprob] = {}
-    if wanted:
-        logprobs = raw[_to(wanted, raw.device)].log_softmax(-1)
-        own = logprobs.gather(1, _to([chosen[i] for i in wanted], raw.device)[:, None])
-        values, ids = logprobs.topk(min(max(draws[i].logprobs or 0 for i in wanted), raw.shape[1]), dim=-1)
-        # A float64 holds every id and every float32, so one copy is enough.
-        rows = read(torch.cat((own.double(), values.double(), ids.double()), 1)).tolist()
-        width = values.shape[1]
-        for i, (logprob, *best) in zip(wanted, rows, strict=True):
+    if not wanted:
+        found = read_later(token_ids)
+        return lambda: [None if token_id == _FURTHER else _drawn_token(token_id) for token_id in found().tolist()]
+    width = min(max(draws[i].logprobs or 0 for i in wanted), raw.shape[1])
+    own = token_ids if len(wanted) == len(draws) else token_ids[_to(wanted, raw.device)]
+    logprobs = _rows_of(raw, wanted).log_softmax(-1)
+    values, ids = logprobs.topk(width, dim=-1)
+    # A float64 holds every id and every float32, so one copy is enough.
+    table = torch.cat((logprobs.gather(1, own.clamp(min=0)[:, None]).double(), values.double(), ids.double()), 1)
+    numbers = read_later(torch.cat((token_ids.double(), table.flatten())))
+
+    def read() -> list[Drawn | None]:
+        chosen, rows = numbers().tensor_split((len(draws),))
+        found: dict[int, TokenLogprob] = {}
+        for i, (logprob, *best) in zip(wanted, rows.view(len(wanted), 1 + 2 * width).tolist(), strict=True):
             top = zip(map(int, best[width:]), best[:width], strict=True)
             found[i] = TokenLogprob(logprob, tuple(top)[: draws[i].logprobs])
-    return [Chosen(token_id, found.get(i)) for i, token_id in enumerate(chosen)]
+        return [
+            None if token_id == _FURTHER else _drawn_token(int(token_id), found.get(i))
+            for i, token_id in enumerate(chosen.tolist())
+        ]
+
+    return read

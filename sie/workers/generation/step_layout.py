@@ -53,7 +53,8 @@ class StepLayout(NamedTuple):
     """One step's row: token_ids, positions and rows (t,) int64; rows are numbered across all blocks.
 
     ends[i] is the index of the i-th slot's last token in the row. unfilled are the blocks that the step starts but does
-    not fill. decodes and prompts are the slots in the row's order.
+    not fill. decodes and prompts are the slots in the row's order. drawn (t,) int64 has the places of tokens among the
+    draws of the step before (`Slot.drawn`), -1 for a token that is known; None if all are.
     """
 
     token_ids: NDArray[np.int64]
@@ -65,6 +66,7 @@ class StepLayout(NamedTuple):
     prompts: tuple[Slot, ...]
     block_tokens: int
     spare_block: int
+    drawn: NDArray[np.int64] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -123,7 +125,15 @@ def lay_out(slots: Sequence[Slot], block_tokens: int, spare_block: int) -> StepL
         prompts=tuple(slots[i] for i in order[num_decodes:]),
         block_tokens=block_tokens,
         spare_block=spare_block,
+        drawn=_drawn([slots[i] for i in order]),
     )
+
+
+def _drawn(slots: Sequence[Slot]) -> NDArray[np.int64] | None:
+    if all(slot.drawn is None for slot in slots):
+        return None
+    places = [-1 if slot.drawn is None else slot.drawn for slot in slots]
+    return np.repeat(np.array(places, np.int64), [len(slot.token_ids) for slot in slots])
 
 
 def _first_seen(position: int, window: int | None) -> int:

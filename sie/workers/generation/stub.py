@@ -80,6 +80,9 @@ class StubGenerator:
         del length
         return 0
 
+    def prepare_grammars(self) -> None:
+        """Do nothing: a stub has no vocabulary to read."""
+
     def compile_grammar(self, kind: str, text: str) -> Matcher:
         """Return a matcher of the grammar's literal text, for any kind, after `grammar_ms`; a scripted stub is free."""
         time.sleep(self._options.grammar_ms / 1e3)

@@ -58,7 +58,8 @@ def unpacked(card: ModelCard, form: Format) -> Format:
 
 def join_and_pack(model: Any, form: Format) -> None:
     """Join the linear layers of a model, and pack them on a CPU, in place; other parameters keep their format."""
-    sample = torch.arange(1, 5, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
-    share_inputs(model, sample, joins=form.bits is None)
+    if not model.config.is_encoder_decoder:  # one sample does not run both of its halves
+        ids = torch.arange(1, 5)[None] % model.get_input_embeddings().weight.shape[0]
+        share_inputs(model, ids.to(model.device), joins=form.bits is None)
     if form.bits is not None:
         pack_linears(model, form.bits, form.dtype, model.get_output_embeddings())

@@ -85,7 +85,7 @@ class _Layer:
     def __init__(
         self, model_id: str, found: Quantisation, weight: QuantisedWeight, tensors: dict[str, LazyTensor]
     ) -> None:
-        """Read the values that say where others are. Raises ModelLoadFailed if they point to none."""
+        """Read the indices among the weight's tensors. Raises ModelLoadFailed for an index outside of its range."""
         self._found = found
         self._parts = {role: tensors[name] for role, name in weight.parts.items()}
         self._block = weight.block

@@ -41,6 +41,8 @@ class Hosted(msgspec.Struct, eq=False):
     state: LoadState = LoadState.ABSENT
     runner: Runner | None = None
     fallbacks: tuple[Fallback, ...] = ()
+    next: ModelCard | None = None
+    """The card to load once this one is gone: the model was removed, and is wanted again with another definition."""
 
 
 class _Ended(msgspec.Struct):
@@ -100,11 +102,15 @@ class Host:
                 self._free(successor, LoadEvent.FREE)
 
     def load(self, card: ModelCard) -> None:
-        """Start loading a model, unless it is loading or loaded. An unloading model stays loaded.
+        """Start loading a model, unless it is loading or loaded. An unloading model stays loaded if it has the same card.
 
         A successor staged with the same card is loaded at once.
         """
         hosted = self.models.setdefault(card.id, Hosted(card))
+        is_leaving = hosted.state in (LoadState.UNLOADING, LoadState.CANCELLED)
+        hosted.next = card if is_leaving and hosted.card != card else None
+        if hosted.next is not None:
+            return
         is_new = hosted.state.is_gone
         self._change(hosted, LoadEvent.LOAD)
         if not is_new:
@@ -138,6 +144,7 @@ class Host:
         """
         hosted = self.models.get(model)
         if hosted is not None:
+            hosted.next = None
             self._change(hosted, LoadEvent.UNLOAD)
 
     @property
@@ -202,6 +209,8 @@ class Host:
             del own[hosted.card.id]
         if hosted.number is None and hosted.state.report != before.report:
             self._report(hosted, error=error)
+        if hosted.state.is_gone and hosted.next is not None:
+            self.load(hosted.next)
 
     def _report(self, hosted: Hosted, **details: Any) -> None:
         runner = hosted.runner if hosted.state is LoadState.LOADED else None

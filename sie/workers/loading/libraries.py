@@ -1,4 +1,4 @@
-"""Loads models of the optional libraries `gliner`, `gliner2` and `gliclass`, which users install themselves.
+"""Loads models of the optional libraries `gliner`, `gliner2` and `gliclass`, which users install themselves, and GLiREL.
 
 The error for a missing library names the command that installs it. Everything is read from the model's directory: the
 encoder's configuration from the library's own, the tokenizers from their files. It never looks on a hub and runs no
@@ -20,23 +20,26 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from sie.catalog.architecture import plain_config
 from sie.catalog.files import refuse
-from sie.catalog.gli import GLINER2_ENCODER, GLINER_CONFIG, LABELS_TOKENIZER
+from sie.catalog.gli import GLINER2_ENCODER, GLINER_CONFIG, GLIREL_CONFIG, LABELS_TOKENIZER
 from sie.config.limits import Limits
 from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
-from sie.values.extract import ExtractTask, Gliclass, Gliner, GlinerUnion
+from sie.values.extract import ExtractTask, Gliclass, Gliner, GlinerUnion, Glirel
+from sie.values.glirel_items import GlirelItem
 from sie.workers.device.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.runners.gliclass import GliclassRunner
 from sie.workers.runners.gliner import GlinerRunner
 from sie.workers.runners.gliner2 import Gliner2Runner
 from sie.workers.runners.gliner_union import GlinerUnionRunner
-from sie.workers.stall_notices import reading
+from sie.workers.runners.glirel import GlirelRunner
+from sie.workers.runners.glirel_model import GlirelModel
+from sie.workers.stall_notices import read_tokenizer, reading
 
 _log = get_logger(__name__)
 _INSTALL = {
@@ -132,6 +135,33 @@ def load_gliner2(card: ModelCard, device_name: str, on_progress: Progress, limit
         return True
 
     return _try_formats(card, build, probe, torch.float32, on_progress)
+
+
+def load_glirel(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress) -> GlirelRunner:
+    """Return a GLiREL model, which needs no library, ready for its first step. Arguments and errors as in `load_gliner`."""
+    assert isinstance(card.extract, Glirel)
+    device, dtype = resolve_device(device_name), choose_dtype(dtype_setting, resolve_device(device_name))
+    on_progress(0.1, "reading weights")
+    with _faults(card):
+        settings = _settings(card, GLIREL_CONFIG)
+        config = AutoConfig.for_model(**settings["encoder_config"])
+        model = GlirelModel(settings, AutoModel.from_config(config), config.hidden_size)
+        _read_weights(card, model)
+        tokenizer = read_tokenizer(card.tokenizer_file)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    model.eval().requires_grad_(requires_grad=False)
+    distance = settings.get("max_entity_pair_distance")
+
+    def build(chosen: torch.dtype) -> GlirelRunner:
+        return GlirelRunner(card, model.to(device, chosen), tokenizer, max_distance=distance, dtype=_name(chosen))
+
+    def probe(runner: GlirelRunner) -> bool:
+        item = np.frombuffer(msgspec.json.encode(GlirelItem(["a", "b"], [(0, 0), (1, 1)])), np.uint8)
+        found = runner.run_extract([item], [ExtractTask(labels=("a",), threshold=0.0)])
+        return all(np.isfinite(one.score) for one in found[0].relations)
+
+    return _try_formats(card, build, probe, dtype, on_progress)
 
 
 def load_gliclass(

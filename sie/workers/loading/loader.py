@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
@@ -25,15 +25,15 @@ from sie.catalog.architecture import (
     classifier_class,
     detector_class,
     dual_encoder_class,
+    encoder_decoder_class,
     image_to_text_class,
     masked_lm_class,
     read_model_config,
     text_encoder_class,
     token_classifier_class,
 )
-from sie.catalog.files import open_checkpoint, refuse
+from sie.catalog.files import refuse
 from sie.catalog.gguf_reader import WeightsReader, reading_with
-from sie.catalog.weights import weight_files
 from sie.config.generation_settings import Generation
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
@@ -41,6 +41,7 @@ from sie.values.extract import Detection, TokenClassification
 from sie.workers.device.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.device.fallbacks import note
 from sie.workers.device.faults import is_out_of_memory
+from sie.workers.generation.encoder_decoder_probe import make_encoder_decoder
 from sie.workers.generation.fused import fuse_layers
 from sie.workers.generation.norms import compile_norms
 from sie.workers.generation.one_row import choose_products
@@ -49,7 +50,9 @@ from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.weight_formats import choose_format, join_and_pack, unpacked
 from sie.workers.loading.dequantised import LazyTensor, open_dequantised
 from sie.workers.loading.direct_weights import direct_weights, is_kept
+from sie.workers.loading.encoder_heads import build_heads, read_projector
 from sie.workers.loading.gguf_weights import open_gguf
+from sie.workers.loading.light_imports import counting_on_cpu, register_metas
 from sie.workers.loading.renamed_weights import read_renamed_weights
 from sie.workers.prepared import session
 from sie.workers.prepared.placing import place_weights
@@ -64,22 +67,22 @@ from sie.workers.runners.encoder_formats import (
     note_without_kernels,
     round_encoder,
 )
+from sie.workers.runners.graph_probe import capture_small_steps
 from sie.workers.runners.grounding import GroundingRunner, build_grounding_runner
-from sie.workers.runners.head import Head, build_activation
+from sie.workers.runners.head import build_activation
 from sie.workers.runners.image_to_text import ImageToTextRunner, build_image_to_text_runner
-from sie.workers.runners.outputs import Heads, OutputsRunner
+from sie.workers.runners.outputs import OutputsRunner
 from sie.workers.runners.owl import FLOAT32_HEADS, OwlRunner, build_owl_runner
 from sie.workers.runners.probe import choose_execution, choose_scoring, choose_token_classification
 from sie.workers.runners.score import ScoreModel, ScoreRunner
-from sie.workers.runners.splade import LanguageHead, LexicalHead, SparseHead, SpladeHead, StaticTable, take_head
+from sie.workers.runners.splade import take_head
 from sie.workers.runners.static_vectors import StaticRunner
-from sie.workers.runners.tokens import QueryExpansion, TokenHead
 from sie.workers.sharded.group import Group
 from sie.workers.sharded.shards import Shards
-from sie.workers.stall_notices import read_tokenizer
 
 Progress = Callable[[float, str], None]
 """Takes the fraction done, 0 to 1, and the current activity."""
+BuiltT = TypeVar("BuiltT")
 ChooseClass = Callable[[str, PretrainedConfig], type[Any]]
 _CPU: Final = torch.device("cpu")
 _BUILD_ERRORS: Final = (
@@ -109,47 +112,18 @@ def load_encoder(
             model, language_head = take_head(card.id, _read_model(card, masked_lm_class))
         else:
             model = _read_model(card, text_encoder_class, unused="pooler.", dtype=form.read_dtype, device=device)
-        heads = _build_heads(card, language_head, device)
+        heads = build_heads(card, language_head, device)
     if language_head is not None:
         _convert(language_head.model, form.dtype, device)
     _convert_encoder(card.id, model, form, device, on_progress)
     backbone = Backbone(model, device)
     execution = choose_execution(card.id, backbone)
     note_without_kernels(backbone)
+    capture_small_steps(backbone, execution)
     on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
     if heads.dense is not None and card.outputs == ("dense",):
         return EncodeRunner(card, backbone, heads.dense, execution, form.name)
     return OutputsRunner(card, backbone, heads, execution, form.name)
-
-
-def _build_heads(card: ModelCard, language_head: LanguageHead | None, device: torch.device) -> Heads:
-    """Build the heads that the card's outputs need besides the transformer."""
-    sparse: SparseHead | None = None
-    if card.sparse is not None:
-        if language_head is not None:
-            sparse = SpladeHead(card.sparse, language_head, card.dims["sparse"])
-        else:
-            sparse = LexicalHead(card.sparse, _special_ids(card), device)
-    expansion = None
-    if card.late is not None and card.late.expand_to:
-        expansion = QueryExpansion(card.id, card.late, read_tokenizer(card.tokenizer_file))
-    return Heads(
-        dense=Head(card.id, card.pipeline, device) if "dense" in card.outputs else None,
-        sparse=sparse,
-        multivector=TokenHead(card, device) if card.late is not None else None,
-        expansion=expansion,
-        static_queries=StaticTable(card.static_queries.weights_file) if card.static_queries is not None else None,
-    )
-
-
-def _special_ids(card: ModelCard) -> list[int]:
-    """Return the ids without lexical weight: begin, end, padding and unknown, if the tokenizer has them."""
-    names = ("bos_token", "cls_token", "eos_token", "sep_token", "pad_token", "unk_token")
-    tokenizer = read_tokenizer(card.tokenizer_file)
-    settings = open_checkpoint(card.id, card.directory).read_object("tokenizer_config.json")
-    tokens = (settings.get(name) for name in names)
-    ids = (tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token) for token in tokens if token)
-    return [token_id for token_id in ids if token_id is not None]
 
 
 def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress) -> ScoreRunner:
@@ -160,7 +134,7 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
-        # The library has no classifier for the architecture of `layers`, whose class is one.
+        # A class of `layers` scores by itself, and the library has no classifier for its architecture.
         choose_class = classifier_class if rule.true_token_id is None and not card.layers else causal_class
         model = _read_model(card, choose_class, dtype=form.read_dtype, device=device)
     activation = build_activation(card.id, rule.activation)
@@ -168,6 +142,7 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     scorer = ScoreModel(model, device, rule)
     execution, view = choose_scoring(card.id, scorer)
     note_without_kernels(scorer.backbone)
+    capture_small_steps(scorer.backbone, execution)
     on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
     return ScoreRunner(card, scorer, activation, execution=execution, view=view, dtype=form.name)
 
@@ -181,30 +156,14 @@ def load_list_scorer(
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
         model = _read_model(card, text_encoder_class, dtype=form.read_dtype, device=device)
-        projector = _read_projector(card, device)
+        projector = read_projector(card, device)
     _convert_encoder(card.id, model, form, device, on_progress)
     backbone = Backbone(model, device)
     execution = choose_execution(card.id, backbone)
     note_without_kernels(backbone)
+    capture_small_steps(backbone, execution)
     on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
     return ListScoreRunner(card, backbone, projector, execution, form.name)
-
-
-def _read_projector(card: ModelCard, device: torch.device) -> torch.nn.Sequential:
-    """Return the two linear layers behind a reranker of lists, in float32. Raises ModelLoadFailed without them."""
-    found: dict[str, Tensor] = {}
-    for path in weight_files(open_checkpoint(card.id, card.directory)):
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            names = [name for name in file.keys() if name.startswith("projector.")]  # noqa: SIM118 -- not a mapping
-            found |= {name.removeprefix("projector."): file.get_tensor(name).float() for name in names}
-    if set(found) != {"0.weight", "2.weight"}:
-        raise refuse(card.id, f"its projector has the weights {sorted(found)}, not those of two linear layers")
-    first, last = (
-        torch.nn.Linear(*own.shape[::-1], bias=False, device="meta") for own in (found["0.weight"], found["2.weight"])
-    )
-    projector = torch.nn.Sequential(first, torch.nn.ReLU(), last)
-    projector.load_state_dict(found, assign=True)
-    return projector.requires_grad_(requires_grad=False)
 
 
 def _read_converted(
@@ -257,7 +216,9 @@ def load_extractor(
         if not is_one and device.type != "cpu":
             note("unpacked", "it has an encoder and a decoder")
         runner = PairClassifyRunner(card, pairs, execution=execution, view=view, dtype=form.name)
-    note_without_kernels(tokens.backbone if is_tokens else pairs.backbone)
+    backbone = tokens.backbone if is_tokens else pairs.backbone
+    note_without_kernels(backbone)
+    capture_small_steps(backbone, runner.execution)
     on_progress(1.0, "packed" if runner.execution.packed else "in batches of equal length")
     return runner
 
@@ -320,6 +281,7 @@ def load_generator(
     device = resolve_device(device_name)
     form = choose_format(settings.weights, dtype_setting, device)
     assert card.generate is not None
+    is_encoded = card.generate.decoder_start_id is not None
     shards = None if group is None else Shards(card.id, group)
     if shards is not None:
         form = unpacked(card, form)
@@ -328,7 +290,10 @@ def load_generator(
         if card.gguf_file and not card.weight_names:
             model = _read_gguf(card)
         else:
-            model = _read_model(card, causal_class, dtype=form.read_dtype, device=device, shards=shards)
+            choose_class = encoder_decoder_class if is_encoded else causal_class
+            model = _read_model(card, choose_class, dtype=form.read_dtype, device=device, shards=shards)
+    if is_encoded:
+        _untie_head(model)
     on_progress(0.6, f"converting weights to {form.name} on {device}")
     join_and_pack(model, form)
     _convert(model, form.dtype, device)
@@ -338,7 +303,10 @@ def load_generator(
         fuse_layers(model)
         choose_products(model)
     on_progress(0.8, "comparing paged with whole sequences")
-    runner = make_pageable(card, model, device, settings, form.name, pressure_pct=pressure_pct, group=group)
+    if is_encoded:
+        runner = make_encoder_decoder(card, model, device, settings, form, pressure_pct=pressure_pct)
+    else:
+        runner = make_pageable(card, model, device, settings, form.name, pressure_pct=pressure_pct, group=group)
     if session.is_skeleton():  # a restarted worker should serve at once
         runner.start_grammars()
     elif not session.is_trial():
@@ -384,7 +352,7 @@ def _read_model(
         return _build_skeleton(card, config, auto)
     tensors: Mapping[str, LazyTensor] | None = None
     if card.gguf_file:
-        tensors = open_gguf(card)
+        tensors = open_gguf(card, dtype)
     elif card.quantised:
         tensors = open_dequantised(card, dtype, device if shards is None else _CPU)
     try:
@@ -392,17 +360,7 @@ def _read_model(
             reading_with(WeightsReader) if card.gguf_file else nullcontext(),
             direct_weights(dtype, device, shards, tensors),
         ):
-            if card.weight_names:
-                model, report = _build_renamed(card, config, auto, tensors)
-            else:
-                model, report = auto.from_pretrained(
-                    card.directory,
-                    config=config,
-                    dtype=torch.float32,
-                    use_safetensors=True,
-                    local_files_only=True,
-                    output_loading_info=True,
-                )
+            model, report = _with_metas(lambda: _read_weights(card, config, auto, tensors))
     except _BUILD_ERRORS as error:
         if is_out_of_memory(error):
             raise
@@ -412,6 +370,31 @@ def _read_model(
         shards.install(model)
     torch.nn.Module.to(model, device)  # its buffers
     return model.eval().requires_grad_(False)
+
+
+def _with_metas(build: Callable[[], BuiltT]) -> BuiltT:
+    """Return what build returns. If torch cannot build it with compiled code alone, it is built with its Python code."""
+    try:
+        return build()
+    except NotImplementedError:
+        if not register_metas():
+            raise
+        return build()
+
+
+def _read_weights(
+    card: ModelCard, config: PretrainedConfig, auto: Any, tensors: Mapping[str, LazyTensor] | None
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    if card.weight_names:
+        return _build_renamed(card, config, auto, tensors)
+    return auto.from_pretrained(
+        card.directory,
+        config=config,
+        dtype=torch.float32,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+    )
 
 
 def _build_renamed(
@@ -434,15 +417,24 @@ def _build_renamed(
 
 def _build_skeleton(card: ModelCard, config: PretrainedConfig, auto: Any) -> PreTrainedModel:
     """Build a model without weights, on the meta device: `_convert` puts prepared ones in their places."""
-    with torch.device("meta"), meta_device_safe_creation_ops():
-        if card.layers:
-            from sie.workers.loading.variants import VARIANTS  # as above
+    if card.layers:
+        from sie.workers.loading.variants import VARIANTS  # as above
 
-            config.qk_norm = session.recall("qk_norm")  # type: ignore[attr-defined]
-            model = VARIANTS[card.layers](config)
-        else:
-            model = auto.from_config(config, dtype=torch.float32)
+        config.qk_norm = session.recall("qk_norm")  # type: ignore[attr-defined]
+    with torch.device("meta"), meta_device_safe_creation_ops(), counting_on_cpu():
+        model = _with_metas(
+            lambda: VARIANTS[card.layers](config) if card.layers else auto.from_config(config, dtype=torch.float32)
+        )
     return model.eval().requires_grad_(False)
+
+
+def _untie_head(model: Any) -> None:
+    """Give a skeleton a head of its own if its checkpoint has one: in transformers every T5's configuration ties it."""
+    table = model.get_input_embeddings().weight
+    if not session.is_skeleton():
+        session.remember("has_own_head", model.lm_head.weight is not table)
+    elif session.recall("has_own_head"):
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(table), requires_grad=False)
 
 
 def _read_gguf(card: ModelCard) -> PreTrainedModel:
@@ -455,12 +447,14 @@ def _read_gguf(card: ModelCard) -> PreTrainedModel:
         return _build_skeleton(card, AutoConfig.for_model(**session.recall("config")), auto)
     try:
         with reading_with(WeightsReader):
-            model, report = auto.from_pretrained(
-                str(path.parent),
-                gguf_file=path.name,
-                dtype=torch.float32,
-                local_files_only=True,
-                output_loading_info=True,
+            model, report = _with_metas(
+                lambda: auto.from_pretrained(
+                    str(path.parent),
+                    gguf_file=path.name,
+                    dtype=torch.float32,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
             )
     except _BUILD_ERRORS as error:
         if is_out_of_memory(error):
@@ -473,12 +467,22 @@ def _read_gguf(card: ModelCard) -> PreTrainedModel:
 
 
 def _check_complete(card: ModelCard, report: dict[str, Any], unused: str | None = None) -> None:
-    """Refuse invented weights, about which transformers only warns. unused is the name prefix of unneeded ones."""
+    """Refuse invented weights, and those of a GGUF file that are not read: transformers only warns.
+
+    unused is the name prefix of unneeded ones.
+    """
     missing = sorted(name for name in report["missing_keys"] if unused is None or not name.startswith(unused))
     wrong = sorted(str(key) for key in report["mismatched_keys"])
     if missing or wrong:
         some = ", ".join((missing + wrong)[:5])
         raise refuse(card.id, f"{len(missing) + len(wrong)} weights are missing or of the wrong shape: {some}")
+    if card.gguf_file and card.weight_names:
+        others = [name for name in report["unexpected_keys"] if not name.startswith("lm_head.")]  # an encoder's
+        if others:
+            some = ", ".join(sorted(others)[:5])
+            raise refuse(
+                card.id, f"it has weights that its architecture {card.architecture!r} does not have here: {some}"
+            )
 
 
 def _convert_encoder(

@@ -24,13 +24,13 @@ _ORIGINAL: Final = ".original"
 def read_renamed_weights(
     card: ModelCard, quantised: Mapping[str, LazyTensor] | None = None
 ) -> dict[str, Tensor | LazyTensor]:
-    """Return all weights of a card's directory, by the names that its `weight_names` make of theirs.
+    """Return all weights of a card's directory. The card's `weight_names` map their names to the returned ones.
 
-    quantised are those of a checkpoint with quantised weights. A weight with a name for each of several parts, or a
-    part of a name, is dequantised here, and others when they are indexed.
+    quantised are the weights of a quantised checkpoint, by name. Most are dequantised when they are indexed, but a
+    weight that is split or joined is dequantised here.
 
-    `NAME[0]` is the first row of a weight, `NAME^T` its transpose, `NAME|0` and `NAME|1` are joined to one. A number
-    becomes a row of one.
+    `NAME[0]` is the first row of a weight, `NAME^T` its transpose, and `NAME|0` and `NAME|1` are joined to one weight.
+    A single number becomes a row of one element.
 
     Raises ModelLoadFailed if a weight cannot be split evenly, or two have one name, and for adapters beside quantised
     weights.
@@ -45,7 +45,8 @@ def read_renamed_weights(
     for name, names, weight in chain(_rename_quantised(quantised or {}, rules), *read):
         if len(names) > 1 and weight.shape[0] % len(names):
             raise refuse(
-                card.id, f"its weight {name!r} of shape {tuple(weight.shape)} has not {len(names)} equal parts"
+                card.id,
+                f"its weight {name!r} of shape {tuple(weight.shape)} cannot be cut into {len(names)} equal parts",
             )
         parts = weight[...].chunk(len(names)) if len(names) > 1 else [weight]
         for new, part in zip(names, parts, strict=True):

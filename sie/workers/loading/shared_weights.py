@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
-from contextlib import closing, suppress
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 from sie.config.sections import Models
@@ -30,12 +31,18 @@ _MARK_BYTES: Final = 1 << 20
 
 
 def load_shared(
-    card: ModelCard, models: Models, weights: Any, load: Callable[[], RunnerT], on_progress: Progress
+    card: ModelCard,
+    models: Models,
+    weights: Any,
+    load: Callable[[], RunnerT],
+    on_progress: Progress,
+    *,
+    lent_cores: Collection[int] = (),
 ) -> RunnerT:
     """Return what load returns, with its weights in a file that other workers map, too, if that is possible.
 
     weights are further settings, of JSON's types, that the weights depend on. load may be called up to three times.
-    Raises what load raises.
+    Its threads use lent_cores, too, while other workers wait for the file. Raises what load raises.
     """
     folder = Folder(weights_folder(models))
     try:
@@ -48,7 +55,7 @@ def load_shared(
     except OSError as error:
         _log.warning("%s: its weights are not shared: %s", card.id, error)
         return load()
-    shared = _Shared(card, folder, name, load)
+    shared = _Shared(card, folder, name, load, lent_cores)
     runner = shared.from_file()
     if runner is None and not shared.must_load_alone:
         if is_writable:
@@ -65,12 +72,15 @@ def load_shared(
 class _Shared:
     """One load."""
 
-    def __init__(self, card: ModelCard, folder: Folder, name: Name, load: Callable[[], Any]) -> None:
+    def __init__(
+        self, card: ModelCard, folder: Folder, name: Name, load: Callable[[], Any], lent_cores: Collection[int]
+    ) -> None:
         self._card = card
         self._folder = folder
         self._name = name
         self._path = folder.file_of(name)
         self._load = load
+        self._lent_cores = lent_cores
         self._lasting_fault = ""
         self.must_load_alone = False
         """Whether the model cannot be served from the file, always or at this moment."""
@@ -131,7 +141,7 @@ class _Shared:
         """Load, and write the weights; return the runner of the file, or that of the load where there is no file."""
         with suppress(OSError):
             self._path.unlink()  # a damaged file: nobody else replaces it while the lock is held
-        with closing(Writer(self._path, max_bytes)) as writer:
+        with using_cores(self._lent_cores), closing(Writer(self._path, max_bytes)) as writer:
             session = Writing(writer, lock.give_up)
             with entered(session):
                 runner = self._load()
@@ -161,11 +171,24 @@ class _Shared:
             _publish(writer)
 
 
+@contextmanager
+def using_cores(lent: Collection[int]) -> Iterator[None]:
+    """Let this thread, and those that it starts within the block, run on lent cores besides its own."""
+    own = os.sched_getaffinity(0)
+    with suppress(OSError):  # the cores of this process have changed since it started
+        os.sched_setaffinity(0, own.union(lent))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, own)
+
+
 def _publish(writer: Writer) -> Exception | None:
     """Publish a file; return the error if that is impossible."""
     try:
         writer.publish()
-    except (OSError, TypeError) as error:  # a fact may be of a type that JSON has not
+    except (OSError, TypeError) as error:  # a fact may be of a type that JSON does not have
         return error
     return None
 

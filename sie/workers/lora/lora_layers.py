@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sie.values.card import AdapterSpec
 from sie.values.errors import Internal
+from sie.workers.device.device import move
 from sie.workers.lora.lora_weights import read_lora
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.packed.rounded_linear import RoundedLinear
@@ -80,7 +81,7 @@ class StepRows:
             rows = np.flatnonzero(owners == number)
             if len(rows):
                 everywhere = len(rows) == len(owners)
-                self.parts.append((name, None if everywhere else torch.from_numpy(rows).to(self._device)))
+                self.parts.append((name, None if everywhere else move(torch.from_numpy(rows), self._device)))
 
     def fill(self, num_rows: int) -> None:
         """Add num_rows padding rows after the step's rows. An adapter of all rows changes them too."""

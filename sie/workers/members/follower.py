@@ -33,6 +33,7 @@ def main() -> int:
     launch = msgspec.json.decode(sys.argv[1], type=FollowerLaunch)
     child_setup.die_with_parent(launch.leader_pid)
     child_setup.dump_stacks_on_abort()
+    child_setup.die_before_siblings()
     child_setup.pin_to(launch.cores)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends with its leader

@@ -49,7 +49,7 @@ class AttentionRule(NamedTuple):
 class Boundaries:
     """The sequence boundaries of the running step, on its device, and the number of attention calls.
 
-    cu_seqlens (n + 1,) int32 on the device of the step. attended (n,), if given, is the number of attended tokens of
+    cu_seqlens (n + 1,) int32 on the device of the step; runs are empty if only the device knows the lengths. attended (n,), if given, is the number of attended tokens of
     each sequence (`sie.workers.packed.batch.PackedBatch`). Masks are built once a step, not once a layer.
     """
 
@@ -208,6 +208,8 @@ def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
 
 def _attend_runs(query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, rule: _Rule) -> Tensor:
     """Attend run by run: sequences of one length already form a rectangle. Takes (h, t, d), returns (t, h, d)."""
+    if not boundaries.runs:
+        raise NotPackableError("attention runs by length, and the device alone knows the lengths of a captured step")
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
     grouped = key.shape[0] != query.shape[0]
     first = 0

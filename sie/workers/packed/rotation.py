@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from sie.workers.device.device import move
+
 Factors = tuple[Tensor, Tensor]
 """Cosines and sines (1, t, width)."""
 Ask = Callable[[Tensor, Tensor], Factors]
@@ -112,9 +114,9 @@ def _rotate_parts(ask: Ask, x: Tensor, position_ids: Tensor, lengths: NDArray[np
         return _ask_as(ask, x, position_ids, each[0])
     parts: list[Factors] = []
     for length in each:  # ascending, since a dynamic module only grows
-        rows = torch.from_numpy(np.flatnonzero(lengths == length)).to(position_ids.device)
+        rows = move(torch.from_numpy(np.flatnonzero(lengths == length)), position_ids.device)
         parts.append(_ask_as(ask, x, position_ids[:, rows], length))
-    order = torch.from_numpy(np.argsort(np.argsort(lengths, kind="stable"))).to(position_ids.device)
+    order = move(torch.from_numpy(np.argsort(np.argsort(lengths, kind="stable"))), position_ids.device)
     cosines, sines = (torch.cat(tensors, 1)[:, order] for tensors in zip(*parts, strict=True))
     return cosines, sines
 

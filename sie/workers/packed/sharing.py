@@ -39,12 +39,12 @@ class SharedLinear(nn.Module):
         if not isinstance(self.layer, _OneByOne):
             return
         layers = self.layer.layers
-        weights = torch.cat([layer.weight.data for layer in layers])
+        weights = _cat([layer.weight.data for layer in layers])
         has_bias = layers[0].bias is not None
         joined = nn.Linear(weights.shape[1], weights.shape[0], bias=has_bias, device="meta")
         joined.weight = nn.Parameter(weights, requires_grad=False)
         if has_bias:
-            joined.bias = nn.Parameter(torch.cat([layer.bias.data for layer in layers]), requires_grad=False)
+            joined.bias = nn.Parameter(_cat([layer.bias.data for layer in layers]), requires_grad=False)
         first = 0
         for layer in layers:
             layer.weight.data = weights[first : first + layer.out_features]
@@ -116,6 +116,14 @@ def common_layer(parts: Sequence[Any]) -> nn.Module | None:
     is_whole = all(share.outputs.start == end for share, end in zip(shares, ends[:-1], strict=True))
     is_one = all(share.source is shared for share in shares) and ends[-1] == getattr(shared.layer, "out_features", None)
     return shared.layer if is_whole and is_one else None
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    """Join tensors by their first dimension. On the meta device torch would import sympy for that."""
+    first = parts[0]
+    if not first.is_meta:
+        return torch.cat(parts)
+    return first.new_empty((sum(len(part) for part in parts), *first.shape[1:]))
 
 
 def share_inputs(model: Any, sample: Tensor, *, joins: bool = True) -> int:

@@ -22,6 +22,7 @@ import sie
 from sie import native
 from sie.native.build import digest
 from sie.values.card import ModelCard
+from sie.values.generate import GenerateRule
 from sie.workers.prepared.folder import DIGITS, Name
 
 _LIBRARIES: Final = ("torch", "transformers", "numpy", "gguf", "safetensors")
@@ -34,9 +35,26 @@ _PROCESSOR: Final = ("model name", "flags", "features", "cpu implementer", "cpu 
 
 def name_of(card: ModelCard, *settings: Any) -> Name:
     """Return the name of a card's weights under settings, of JSON's types, that change them. Raises OSError."""
-    nameless = msgspec.structs.replace(card, id="")  # the same files under another name have the same weights
-    parts = (msgspec.json.encode(nameless), msgspec.json.encode(settings), msgspec.json.encode(_identities(card)))
+    parts = (
+        msgspec.json.encode(_weights_part(card)),
+        msgspec.json.encode(settings),
+        msgspec.json.encode(_identities(card)),
+    )
     return Name(_digest(*parts), _digest(_version(), _host().encode()))
+
+
+def _weights_part(card: ModelCard) -> ModelCard:
+    """Return a card without the facts that only frontends, sampling and `/v1/models` read.
+
+    So an operator may change a prompt, a template, a profile or a limit, and the prepared weights stay.
+    """
+    rule = card.generate
+    if rule is not None:
+        rule = GenerateRule(context_length=rule.context_length, kv_token_bytes=rule.kv_token_bytes)
+    return msgspec.structs.replace(
+        card, id="", generate=rule, max_sequence_length=None, prompts={}, default_prompt=None, profiles={},
+        similarity="cosine", matryoshka=False, missing_outputs={},
+    )  # fmt: skip
 
 
 def source_bytes(card: ModelCard) -> int:

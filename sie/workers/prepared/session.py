@@ -85,9 +85,10 @@ class Writing:
     is_trial = True
 
     def __init__(self, writer: Writer, on_error: Callable[[], None]) -> None:
-        """on_error is called once, as soon as there will be no file."""
+        """on_error is called once, perhaps on another thread, as soon as there will be no file."""
         self._writer = writer
         self._on_error = on_error
+        writer.on_error = self.abandon
         self._names = _Names()
         self._watched: list[tuple[Tensor, int]] = []
         self.error: OSError | None = None
@@ -120,12 +121,8 @@ class Writing:
         return any(tensor._version != version for tensor, version in self._watched)
 
     def _add(self, name: str, data: NDArray[np.uint8], form: str, shape: tuple[int, ...]) -> None:
-        if self.error is not None:
-            return
-        try:
+        if self.error is None:
             self._writer.add(self._names.next(name), data.reshape(-1), form, shape)
-        except OSError as error:
-            self.abandon(error)
 
     def abandon(self, error: OSError) -> None:
         """Write nothing more: there will be no file."""
@@ -222,7 +219,7 @@ def tensor(name: str, make: Callable[[], Tensor], *, is_table: bool = False) -> 
 
 
 def watch(tensor: Tensor) -> None:
-    """Notice if the load or its trial steps write into a tensor of the model, which others will only map."""
+    """Notice if the load or its trial steps write into a tensor of the model. Other workers will map it read-only."""
     _session.get().watch(tensor)
 
 

@@ -64,19 +64,15 @@ class FrontendLink:
         self._unsent: deque[tuple[int, int, Lease | None, int]] = deque()
         self._to_retry: deque[Callable[[], bool]] = deque()
         self._fault: Exception | None = None
+        self.view = attachment.view
+        """Return the read-only extent that a descriptor names. Raises ProtocolError."""
+        self.lease = space.lease
+        """Return a lease for a reply; None while the memory for replies is full."""
 
     @property
     def num_leased(self) -> int:
         """Reply extents that the frontend has not released."""
         return self._space.num_leased
-
-    def view(self, descriptor: Descriptor) -> memoryview:
-        """Return the read-only extent that a descriptor names. Raises ProtocolError."""
-        return self.attachment.view(descriptor)
-
-    def lease(self, nbytes: int) -> Lease | None:
-        """Return a lease for a reply, or None if there is no free memory now."""
-        return self._space.lease(nbytes)
 
     def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
         """Queue a terminal descriptor for the next `flush`, which the loop calls once for all replies of a step."""

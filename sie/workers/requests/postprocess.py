@@ -87,7 +87,7 @@ def finish_ragged(
         _check_finite(card, boxes)
         yield item, "boxes", (boxes,)
     for item, token_ids in enumerate(outputs.generated or ()):
-        if token_ids is not None:
+        if isinstance(token_ids, np.ndarray):
             yield item, "generated", (token_ids,)
 
 

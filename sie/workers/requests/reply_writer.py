@@ -36,15 +36,15 @@ class ReplyWriter:
         """Whether complete replies wait for memory."""
         return bool(self._waiting)
 
-    def try_start(self, request: Request, code: str, width: int, now_ns: int) -> bool:
-        """Allow a request's items to run. Return False if its fixed-size reply finds no memory now.
+    def try_reserve(self, request: Request, code: str, width: int, now_ns: int) -> bool:
+        """Reserve the reply of a request, so that its items may run. Return False if it finds no memory now.
 
-        code and width are those of its rows, as `operations.row_layout` returns them.
+        A reply of unknown size needs none yet. code and width describe its rows, as `operations.row_layout` returns them.
         """
         if request.is_ragged:
             request.start_ragged(self._kept, self._max_reply_bytes, now_ns)
             return True
-        return request.try_start(code, width, now_ns)
+        return request.try_reserve(code, width, now_ns)
 
     def put(self, card: ModelCard, items: list[WaitingItem], outputs: StepOutputs, ran_ns: int) -> None:
         """Convert outputs for each request, and send the complete replies.
@@ -102,6 +102,8 @@ def _put_rows(items: list[WaitingItem], finished: Finished) -> None:
     row_bytes = len(data) // len(members)
     for place, row in enumerate(members):
         item = items[row]
+        if item.request.ended:  # by another step of it, while this one was under way
+            continue
         if item.request.ragged is None:
             item.request.put_row(item.index, data[place * row_bytes : (place + 1) * row_bytes])
         else:

@@ -50,7 +50,7 @@ class Link(Protocol):
         ...
 
     def lease(self, nbytes: int) -> Lease | None:
-        """Return a lease for a reply, or None if there is no free memory now."""
+        """Return a lease for a reply; None while the memory for replies is full."""
         ...
 
     def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
@@ -151,11 +151,11 @@ class Request:
         return is_stopped(self._view, choice)
 
     @property
-    def has_started(self) -> bool:
+    def may_run(self) -> bool:
         """Whether its items may run: its reply has memory, or will look for it when complete."""
         return self.started_ns != 0
 
-    def try_start(self, code: str, width: int, now_ns: int) -> bool:
+    def try_reserve(self, code: str, width: int, now_ns: int) -> bool:
         """Lease the reply extent for rows of width elements of dtype `code`. Return False without free memory."""
         layout = reply_layout(self.header.num_items, code, width, _ROWS[self.header.operation])
         lease = self.link.lease(layout.nbytes)

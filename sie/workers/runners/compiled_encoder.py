@@ -63,7 +63,7 @@ class ObservedForms(NamedTuple):
     tables: Sequence[RotaryTable | None]
     embedding_scale: float
     biases: Tensor | None = None
-    """What scores get by the distance of two tokens, (heads, 2 n), with n in its middle; None: nothing."""
+    """The bias of a score by the distance of two tokens, (heads, 2 n), with n in its middle; None: no biases."""
 
 
 class CompiledEncoder:

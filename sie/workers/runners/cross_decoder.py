@@ -19,7 +19,7 @@ _FIRST_CAPACITY: Final = 32
 class Memory:
     """The keys and values of n sequences: those of their own tokens, and those of their encoders' hidden states.
 
-    own: for each layer keys and values (2, n, heads, capacity, width), of which each sequence has filled as many as it
+    own: for each layer keys and values (2, n, heads, capacity, width). Each sequence has filled as many places as it
     has tokens. seen: for each layer keys and values (2, n, heads, s, width). num_seen (n,) says how many of the s count.
     """
 
@@ -101,7 +101,7 @@ class CrossDecoder:
         return Memory(own, seen, torch.tensor(num_seen, device=hidden.device))
 
     def step(self, memory: Memory, token_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Return the logits (n, v) behind one more token of each sequence, which is at its position."""
+        """Return the logits (n, v) after one more token of each sequence."""
         length = max(positions) + 1
         memory.grow(length)
         ids, places = torch.tensor([token_ids, positions], device=memory.num_seen.device)

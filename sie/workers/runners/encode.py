@@ -7,8 +7,9 @@ registry. `sie.workers.runners.probe` chooses the way for a model.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
 import msgspec
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong
-from sie.workers.device.device import move, read
+from sie.workers.device.device import move, read_later
 from sie.workers.lora.lora_layers import LoraAdapters, StepRows
 from sie.workers.model_api import RowStep, StepOutputs
 from sie.workers.packed.attention import Boundaries, packed_step
@@ -28,6 +29,7 @@ from sie.workers.packed.batch import PackedBatch, pack_sequences, rounded_tokens
 from sie.workers.packed.rotation import find_rotations
 from sie.workers.packed.rounded_linear import RoundedLinear
 from sie.workers.runners.compiled_encoder import CompiledEncoder
+from sie.workers.runners.encoder_graphs import EncoderGraphs
 from sie.workers.runners.head import Head
 
 
@@ -53,6 +55,8 @@ class Backbone:
         """Runs the steps without adapters, if the model has a compiled form."""
         self.compiled_tokens = 0
         """Most tokens of a step in the compiled form."""
+        self.graphs: EncoderGraphs | None = None
+        """Runs small packed steps without adapters on a GPU, if they were captured."""
         rounded = [module for module in model.modules() if isinstance(module, RoundedLinear)]
         self.rounded_bytes = sum(linear.nbytes for linear in rounded)
         """Bytes of 8-bit linear layers; 0 if it has none."""
@@ -61,6 +65,8 @@ class Backbone:
         """Return (t, d) hidden states in the model's format, in the batch's order."""
         if self.compiled is not None and self._is_for_compiled(batch):
             return self.compiled.run(batch, execution.position_offset)
+        if self.graphs is not None and not self.lora_rows.parts and (hidden := self.graphs.run(batch)) is not None:
+            return hidden
         return self.run_packed(batch, execution.position_offset)[0] if execution.packed else self.run_rectangles(batch)
 
     def use_compiled(self, compiled: CompiledEncoder, max_tokens: int | None) -> None:
@@ -92,13 +98,26 @@ class Backbone:
         positions = batch.position_ids + position_offset if position_offset else batch.position_ids
         rotations = self._rotations
         own = nullcontext() if rotations is None else rotations.row(token_lengths(batch))
+        types = self.type_arguments(batch, 0, 1)
         with packed_step(boundaries), own:
-            hidden = self.model(
-                input_ids=self.move(batch.input_ids)[None],
-                position_ids=self.move(positions)[None],
-                **self.type_arguments(batch, 0, 1),
-            ).last_hidden_state
+            hidden = self.run_row(self.move(batch.input_ids)[None], self.move(positions)[None], **types)
         return hidden[0, :num_tokens], boundaries.num_calls
+
+    def run_row(self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """Return the hidden states (1, t, d) of a row within `packed_step`; arguments (1, t) on the device."""
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        return self.model(input_ids=input_ids, position_ids=position_ids, **types).last_hidden_state
+
+    @property
+    def has_types(self) -> bool:
+        """Whether tokens have types that differ."""
+        takes = "token_type_ids" in inspect.signature(self.model.forward).parameters
+        return takes and getattr(self.model.config, "type_vocab_size", 0) > 1
+
+    @property
+    def rotates_by_length(self) -> bool:
+        """Whether a token's rotary factors depend on the length of its sequence."""
+        return self._rotations is not None
 
     def run_rectangles(self, batch: PackedBatch) -> Tensor:
         """Run a separate batch for each sequence length, with the library's own attention and positions."""
@@ -157,10 +176,20 @@ class EncodeRunner:
         self.adapters = lora_adapters(backbone, execution)
         self.memory_bytes = weight_bytes(backbone.model.parameters()) + backbone.extra_bytes + head.memory_bytes
 
+    @property
+    def works_ahead(self) -> bool:
+        """Whether a step can begin before the one before has been read; see `AheadRunner`."""
+        return self._backbone.device.type == "cuda" and not self.adapters
+
     def run(self, step: RowStep) -> StepOutputs:
         """Return the dense rows of a step; see `RowRunner`."""
+        return self.launch(step)()
+
+    def launch(self, step: RowStep) -> Callable[[], StepOutputs]:
+        """Begin a step; see `AheadRunner`."""
         skips = [want.skipped_tokens for want in step.wants] if self.card.skips_prompt else ()
-        return StepOutputs(self.run_tokens(step.inputs, step.loras, skips))
+        rows = self._launch_tokens(step.inputs, step.loras, skips)
+        return lambda: StepOutputs(rows())
 
     def run_tokens(
         self, token_ids: Sequence[NDArray[np.int32]], loras: Sequence[str] = (), skips: Sequence[int] = ()
@@ -174,13 +203,20 @@ class EncodeRunner:
         sentence-transformers. Raises BadRequest for an id outside the vocabulary, and InputTooLong for a sequence with
         more tokens than the model has positions: on a GPU either would end the process.
         """
+        return self._launch_tokens(token_ids, loras, skips)()
+
+    def _launch_tokens(
+        self, token_ids: Sequence[NDArray[np.int32]], loras: Sequence[str], skips: Sequence[int]
+    ) -> Callable[[], NDArray[np.float32]]:
+        """Begin what `run_tokens` does."""
         lengths = [len(ids) for ids in token_ids]
         if not all(lengths) or not lengths:
-            return self._run_some(token_ids, [row for row, length in enumerate(lengths) if length], loras, skips)
+            rows = self._run_some(token_ids, [row for row, length in enumerate(lengths) if length], loras, skips)
+            return lambda: rows
         batch = pack_sequences(token_ids)
         self._backbone.check(self.card.id, batch)
         with torch.inference_mode(), self._backbone.lora_rows.step(loras, batch):
-            return dense_rows(self._head, self._backbone.run(batch, self.execution), batch, skips)
+            return launch_rows(self._head, self._backbone.run(batch, self.execution), batch, skips)
 
     def _run_some(
         self, token_ids: Sequence[NDArray[np.int32]], filled: list[int], loras: Sequence[str], skips: Sequence[int]
@@ -193,19 +229,33 @@ class EncodeRunner:
         return rows
 
 
-def dense_rows(head: Head, hidden: Tensor, batch: PackedBatch, skips: Sequence[int] = ()) -> NDArray[np.float32]:
-    """Return the head's (n, d) float32 rows of a packed step's hidden states (t, d), in the order of its items.
+def dense_rows(head: Head, hidden: Tensor, batch: PackedBatch) -> NDArray[np.float32]:
+    """Return the head's (n, d) float32 rows of a packed step's hidden states (t, d), in the order of its items."""
+    return launch_rows(head, hidden, batch)()
 
-    skips as in `EncodeRunner.run_tokens`.
-    """
+
+def launch_rows(
+    head: Head, hidden: Tensor, batch: PackedBatch, skips: Sequence[int] = ()
+) -> Callable[[], NDArray[np.float32]]:
+    """Begin what `dense_rows` does, and return a function that waits for it. skips as in `EncodeRunner.run_tokens`."""
     bounds = batch.cu_seqlens
     if any(skips):
         hidden, bounds = _without_prompts(hidden, batch, skips)
     cu_seqlens = move(torch.from_numpy(bounds), hidden.device)
-    rows = read(head(hidden, cu_seqlens)).numpy()
-    answer = np.empty_like(rows)
-    answer[batch.order] = rows
-    return answer
+    return in_order_later(head(hidden, cu_seqlens), batch)
+
+
+def in_order_later(rows: Tensor, batch: PackedBatch) -> Callable[[], NDArray[np.float32]]:
+    """Begin to read rows (n, d) in the batch's order. Return a function that waits, and returns them in that of its items."""
+    wait = read_later(rows)
+
+    def place() -> NDArray[np.float32]:
+        found = wait().numpy()
+        answer = np.empty_like(found)
+        answer[batch.order] = found
+        return answer
+
+    return place
 
 
 def _without_prompts(hidden: Tensor, batch: PackedBatch, skips: Sequence[int]) -> tuple[Tensor, NDArray[np.int32]]:

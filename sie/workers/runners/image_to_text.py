@@ -20,12 +20,14 @@ from torch import Tensor
 
 from sie.catalog.files import refuse
 from sie.values.card import ModelCard
-from sie.values.errors import NonFinite
+from sie.values.errors import NonFinite, SieError
 from sie.values.extract import ExtractTask, ImageToText
+from sie.workers.device.faults import is_out_of_memory
 from sie.workers.model_api import RowStep, SearchedImage, StepOutputs
 from sie.workers.runners.cross_decoder import CrossDecoder, Memory
 from sie.workers.runners.detect import PixelScale, check_queries, stack_pixels
 from sie.workers.runners.encode import weight_bytes
+from sie.workers.scheduling.ceilings import Ceiling, lower_ceiling
 
 _STEP_NS: Final = 50_000_000
 """After this time a step adds no further token."""
@@ -50,16 +52,17 @@ class Answer:
         self._rule = rule
         self._num_prompt = num_prompt
         self._end = end
+        self._error: SieError | None = None
         self._followers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        """By the first tokens of each sequence of no_repeat_ngram tokens, those that were the last."""
+        """For each n-gram so far (n is no_repeat_ngram): by its tokens but the last, the last tokens that followed them."""
         for token in start[:end]:
             self._append(token)
         self.is_complete = len(self.tokens) == end
 
     @property
-    def token_ids(self) -> NDArray[np.int32]:
-        """The answer (t,) without its prompt and its end."""
-        return np.array(self.tokens[self._num_prompt :], np.int32)
+    def found(self) -> NDArray[np.int32] | SieError:
+        """The answer (t,) without its prompt and its end, or the error that ended it."""
+        return self._error or np.array(self.tokens[self._num_prompt :], np.int32)
 
     @property
     def forced(self) -> int | None:
@@ -82,6 +85,10 @@ class Answer:
             return
         self._append(token)
         self.is_complete = len(self.tokens) == self._end
+
+    def fail(self, error: SieError) -> None:
+        """End the answer with an error."""
+        self._error, self.is_complete = error, True
 
     def _append(self, token: int) -> None:
         self.tokens.append(token)
@@ -113,16 +120,22 @@ class ImageToTextRunner:
         self._decoder = CrossDecoder(decoder, head)
         self._answers: list[Answer] = []
         self._memory: Memory | None = None
+        self._num_tried = 0
+        """Answers that the newest step held, or tried to hold."""
+        self._ceiling: Ceiling | None = None
+        """The most answers at once since memory ran out."""
 
     def run(self, step: RowStep) -> StepOutputs:
         """Return the complete answers of a step; see `RowRunner`."""
         return StepOutputs(generated=self.advance(step.inputs, step.tasks))
 
-    def advance(self, images: Sequence[SearchedImage], tasks: Sequence[ExtractTask]) -> list[NDArray[np.int32] | None]:
+    def advance(
+        self, images: Sequence[SearchedImage], tasks: Sequence[ExtractTask]
+    ) -> list[NDArray[np.int32] | SieError | None]:
         """Add tokens to the answers for these images, and drop all others. Return the answers that are complete.
 
-        Raises BadRequest for a token id outside the vocabulary, NonFinite for values that are not finite. An error drops
-        all answers.
+        An answer with values that are not finite is a NonFinite. Raises BadRequest for a token id outside the vocabulary.
+        An error that is raised drops all answers; for want of memory, fewer are held at once from then on.
         """
         began_ns = time.monotonic_ns()
         try:
@@ -134,7 +147,9 @@ class ImageToTextRunner:
                     if time.monotonic_ns() - began_ns > _STEP_NS:
                         break
             return self._take_complete(images)
-        except BaseException:
+        except BaseException as error:
+            if is_out_of_memory(error):
+                self._ceiling = lower_ceiling(self._ceiling, self._num_tried, time.monotonic_ns())
             self._drop_all()
             raise
 
@@ -160,7 +175,8 @@ class ImageToTextRunner:
 
     def _add_new(self, images: Sequence[SearchedImage], tasks: Sequence[ExtractTask]) -> None:
         new = [(image, task) for image, task in zip(images, tasks, strict=True) if not image.is_running]
-        new = new[: _MAX_ANSWERS - len(self._answers)]
+        new = new[: max(0, self._max_answers() - len(self._answers))]
+        self._num_tried = len(self._answers) + len(new)
         if not new:
             return
         check_queries([image.queries[0] for image, _ in new], self._vocab_size)
@@ -172,6 +188,12 @@ class ImageToTextRunner:
         for image, task in new:
             self._answers.append(self._begin(image, task.max_new_tokens or self._rule.max_new_tokens))
             image.is_running = True
+
+    def _max_answers(self) -> int:
+        """Return how many answers may be held at once; fewer for some minutes after so many found no memory."""
+        if self._ceiling is None:
+            return _MAX_ANSWERS
+        return min(_MAX_ANSWERS, self._ceiling.max_tokens(time.monotonic_ns()))
 
     def _begin(self, image: SearchedImage, max_new_tokens: int) -> Answer:
         start: list[int] = list(self._rule.start_ids) or image.queries[0].tolist()
@@ -200,15 +222,17 @@ class ImageToTextRunner:
             rows, columns = torch.tensor(banned, device=logits.device).T
             logits[rows, columns] = -torch.inf
         best = logits.max(dim=-1)
-        if not bool(torch.isfinite(best.values).all()):
-            raise NonFinite(f"Model '{self.card.id}' produced non-finite logits")
+        is_finite: list[bool] = torch.isfinite(best.values).tolist()
         chosen: list[int] = best.indices.tolist()
         for place in choosing:
+            if not is_finite[place]:
+                answers[place].fail(NonFinite(f"Model '{self.card.id}' produced non-finite logits"))
+                continue
             forced = answers[place].forced
             answers[place].add(chosen[place] if forced is None else forced)
 
-    def _take_complete(self, images: Sequence[SearchedImage]) -> list[NDArray[np.int32] | None]:
-        complete = {id(answer.image()): answer.token_ids for answer in self._answers if answer.is_complete}
+    def _take_complete(self, images: Sequence[SearchedImage]) -> list[NDArray[np.int32] | SieError | None]:
+        complete = {id(answer.image()): answer.found for answer in self._answers if answer.is_complete}
         self._keep([place for place, answer in enumerate(self._answers) if not answer.is_complete])
         for image in images:
             if id(image) in complete:
@@ -250,9 +274,8 @@ def build_image_to_text_runner(card: ModelCard, model: Any, device: torch.device
     runner = ImageToTextRunner(card, model, device, dtype)
     prompt = np.ones(1, np.int32)
     grey = SearchedImage(np.full((card.image.height, card.image.width, 3), 128, np.uint8), (prompt,), b"")
-    try:
-        while runner.advance([grey], [_TRIAL])[0] is None:
-            pass
-    except NonFinite:
-        raise refuse(card.id, f"its values overflow in {dtype}; choose another dtype") from None
+    while (found := runner.advance([grey], [_TRIAL])[0]) is None:
+        pass
+    if isinstance(found, NonFinite):
+        raise refuse(card.id, f"its values overflow in {dtype}; choose another dtype")
     return runner

@@ -19,7 +19,7 @@ from sie.workers.device.device import move
 from sie.workers.model_api import RowStep, Side, StepOutputs, Want
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.runners.compare import TextVectors, compare
-from sie.workers.runners.encode import Backbone, Execution, dense_rows, lora_adapters, weight_bytes
+from sie.workers.runners.encode import Backbone, Execution, launch_rows, lora_adapters, weight_bytes
 from sie.workers.runners.head import Head
 from sie.workers.runners.splade import Entries, SparseHead, StaticTable
 from sie.workers.runners.tokens import QueryExpansion, TokenHead
@@ -60,6 +60,19 @@ class OutputsRunner:
             return StepOutputs(scores=self.run_comparisons(step.inputs, cast("Sequence[Side]", step.wants)))
         return self.run_wants(step.inputs, step.wants, step.loras)
 
+    @property
+    def works_ahead(self) -> bool:
+        """Whether some steps can begin before the one before has been read; see `AheadRunner`."""
+        return self._backbone.device.type == "cuda" and not self.adapters
+
+    def launch(self, step: RowStep) -> Callable[[], StepOutputs] | None:
+        """Begin a step; None for a comparison, and for sparse outputs whose sizes the host has to wait for."""
+        sparse = self._heads.sparse
+        must_wait = sparse is not None and not sparse.can_launch and _wanted("sparse", step.wants)
+        if step.operation == "compare" or must_wait:
+            return None
+        return self._launch_wants(step.inputs, step.wants, step.loras)
+
     def run_wants(
         self, inputs: Sequence[NDArray[np.int32]], wants: Sequence[Want], loras: Sequence[str] = ()
     ) -> StepOutputs:
@@ -69,21 +82,31 @@ class OutputsRunner:
 
         Raises the errors of `Backbone.check`, and NonFinite.
         """
+        return self._launch_wants(inputs, wants, loras)()
+
+    def _launch_wants(
+        self, inputs: Sequence[NDArray[np.int32]], wants: Sequence[Want], loras: Sequence[str]
+    ) -> Callable[[], StepOutputs]:
+        """Begin what `run_wants` does."""
         table, filled = self._heads.static_queries, self._filled(inputs, wants)
         looked_up = [item for item, want in enumerate(wants) if table is not None and want.is_query]
         run = [item for item in range(len(inputs)) if len(filled[item][0]) and item not in looked_up]
         if len(run) == len(inputs):
-            return self._run(filled, wants, loras)
+            return self._launch_all(filled, wants, loras)
         own_loras = [loras[item] for item in run] if loras else ()
         own = [filled[item] for item in run], [wants[item] for item in run], own_loras
-        outputs = self._run(*own) if run else StepOutputs()
-        spread = self._spread(outputs, run, wants)
-        if table is not None and "sparse" in spread.ragged:
-            sparse = list(spread.ragged["sparse"])
-            for item in looked_up:
-                sparse[item] = table(inputs[item])
-            spread = spread._replace(ragged={**spread.ragged, "sparse": sparse})
-        return spread
+        wait = self._launch_all(*own) if run else StepOutputs
+
+        def finish() -> StepOutputs:
+            spread = self._spread(wait(), run, wants)
+            if table is not None and "sparse" in spread.ragged:
+                sparse = list(spread.ragged["sparse"])
+                for item in looked_up:
+                    sparse[item] = table(inputs[item])
+                spread = spread._replace(ragged={**spread.ragged, "sparse": sparse})
+            return spread
+
+        return finish
 
     def _filled(
         self, inputs: Sequence[NDArray[np.int32]], wants: Sequence[Want]
@@ -112,19 +135,24 @@ class OutputsRunner:
                     spread[item] = value
         return StepOutputs(dense, ragged)
 
-    def _run(
+    def _launch_all(
         self, filled: Sequence[tuple[NDArray[np.int32], int]], wants: Sequence[Want], loras: Sequence[str]
-    ) -> StepOutputs:
-        """Run the transformer over all inputs at once; none is empty."""
+    ) -> Callable[[], StepOutputs]:
+        """Begin to run the transformer over all inputs at once; none is empty."""
+        head = self._heads.multivector
         with torch.inference_mode():
             hidden, batch = self._hidden(filled, loras)
-            head = self._heads.multivector
-            found = {
-                "sparse": self._sparse(hidden, batch, wants),
-                "multivector": None if head is None else self._vectors(head, hidden, batch, wants),
+            sparse = self._sparse(hidden, batch, wants)
+            vectors = None if head is None else self._vectors(head.launch, hidden, batch, wants)
+            dense = self._dense(hidden, batch, wants)
+
+        def finish() -> StepOutputs:
+            ragged = {
+                output: wait() for output, wait in (("sparse", sparse), ("multivector", vectors)) if wait is not None
             }
-            ragged = {output: values for output, values in found.items() if values is not None}
-            return StepOutputs(self._dense(hidden, batch, wants), ragged)
+            return StepOutputs(None if dense is None else dense(), ragged)
+
+        return finish
 
     def _hidden(
         self, filled: Sequence[tuple[NDArray[np.int32], int]], loras: Sequence[str] = ()
@@ -162,32 +190,39 @@ class OutputsRunner:
         if self._heads.dense is not None and (wanted := _wanted("dense", sides)):
             rows = self._heads.dense(hidden, self._backbone.move(batch.cu_seqlens))
             dense = _place([row for item, row in zip(batch.order, rows, strict=True) if item in wanted], batch, wanted)
-        vectors = None if token_head is None else self._vectors(token_head.tensors, hidden, batch, sides)
+        vectors = None if token_head is None else self._vectors(token_head.launch_tensors, hidden, batch, sides)
         sparse = self._sparse(hidden, batch, sides)
-        return map(TextVectors, dense or nothing, sparse or nothing, vectors or nothing)
+        found = (nothing if wait is None else wait() for wait in (sparse, vectors))
+        return map(TextVectors, dense or nothing, *found)
 
-    def _dense(self, hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]) -> NDArray[np.float32] | None:
+    def _dense(
+        self, hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]
+    ) -> Callable[[], NDArray[np.float32]] | None:
         head = self._heads.dense
         if head is None or not _wanted("dense", wants):
             return None
-        return dense_rows(head, hidden, batch)
+        return launch_rows(head, hidden, batch)
 
-    def _sparse(self, hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]) -> list[Entries | None] | None:
+    def _sparse(
+        self, hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]
+    ) -> Callable[[], list[Entries | None]] | None:
+        """Begin the entries of each item that requests them."""
         head = self._heads.sparse
         if head is None or not (wanted := _wanted("sparse", wants)):
             return None
-        own, sequences = _select(hidden, batch, wanted)
-        return _place(head(own, sequences), batch, wanted)
+        wait = head.launch(*_select(hidden, batch, wanted))
+        return lambda: _place(wait(), batch, wanted)
 
     def _vectors(
-        self, head: Callable[..., list[T]], hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]
-    ) -> list[T | None] | None:
-        """Return the rows of each item that requests them, in the head's own form."""
+        self, launch: Callable[..., Callable[[], list[T]]], hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]
+    ) -> Callable[[], list[T | None]] | None:
+        """Begin the rows of each item that requests them, in launch's own form."""
         if not (wanted := _wanted("multivector", wants)):
             return None
         own, sequences = _select(hidden, batch, wanted)
         is_query = np.array([wants[item].is_query for item in batch.order if item in wanted], np.bool_)
-        return _place(head(own, sequences, is_query), batch, wanted)
+        wait = launch(own, sequences, is_query)
+        return lambda: _place(wait(), batch, wanted)
 
 
 def _wanted(output: str, wants: Sequence[Want]) -> set[int]:

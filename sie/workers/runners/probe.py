@@ -40,7 +40,7 @@ _MAX_ROUNDED_DIFFERENCE = 0.2
 _SHORT_STEP_TOKENS = 32
 _TIMED_RUNS = 3
 _MAX_HEAD_DIFFERENCE = 0.1
-# Of logits, relative to their spread; a head that lacks a row that it needs is off by about the whole spread.
+# Difference of logits, relative to their spread. A head that does not get all the rows it needs differs by about 1.
 
 
 def choose_execution(model_id: str, backbone: Backbone) -> Execution:

@@ -7,7 +7,7 @@ token. If the probe confirms this, the head gets only the two ends of every sequ
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -20,7 +20,7 @@ from sie.values.card import ModelCard, ScoreRule
 from sie.values.work import WorkHeader
 from sie.workers.model_api import Pair, RowStep, StepOutputs
 from sie.workers.packed.batch import PackedBatch, pack_sequences
-from sie.workers.runners.encode import Backbone, Execution
+from sie.workers.runners.encode import Backbone, Execution, in_order_later
 from sie.workers.runners.stand_in import ModelHead
 
 HeadView = Literal["ends", "all", "model"]
@@ -130,28 +130,43 @@ class ScoreRunner:
         self._activation = activation
         self._divisor = 1.0 if card.score is None else card.score.divisor
 
+    @property
+    def works_ahead(self) -> bool:
+        """Whether a step can begin before the one before has been read; see `AheadRunner`."""
+        return self._model.backbone.device.type == "cuda"
+
     def run(self, step: RowStep) -> StepOutputs:
         """Return the scores of a step; see `RowRunner`."""
+        return self.launch(step)()
+
+    def launch(self, step: RowStep) -> Callable[[], StepOutputs]:
+        """Begin a step; see `AheadRunner`."""
         raw = [index for index, want in enumerate(step.wants) if isinstance(want, WorkHeader) and want.is_raw]
-        return StepOutputs(scores=self.run_pairs(step.inputs, raw))
+        scores = self._launch_pairs(step.inputs, raw)
+        return lambda: StepOutputs(scores=scores())
 
     def run_pairs(self, pairs: Sequence[Pair], raw: Sequence[int] = ()) -> NDArray[np.float32]:
         """Return (n, 1) float32 scores, owned by the caller; raw lists the pairs whose activation is left out.
 
         Raises the errors of `Backbone.check`.
         """
+        return self._launch_pairs(pairs, raw)()
+
+    def _launch_pairs(self, pairs: Sequence[Pair], raw: Sequence[int]) -> Callable[[], NDArray[np.float32]]:
         batch = pack_pairs(pairs)
         self._model.backbone.check(self.card.id, batch)
         with torch.inference_mode():
             logits = self._model.run(batch, self.execution, self.view)[:, None] / self._divisor
-            scores = self._activation(logits).cpu().numpy()
-        answer = np.empty_like(scores)
-        answer[batch.order] = scores
-        if raw:
-            plain = np.empty_like(scores)
-            plain[batch.order] = logits.cpu().numpy()
-            answer[raw] = plain[raw]
-        return answer
+            scores = in_order_later(self._activation(logits), batch)
+            plain = in_order_later(logits, batch) if raw else None
+
+        def finish() -> NDArray[np.float32]:
+            answer = scores()
+            if plain is not None:
+                answer[raw] = plain()[raw]
+            return answer
+
+        return finish
 
 
 def pack_pairs(pairs: Sequence[Pair]) -> PackedBatch:

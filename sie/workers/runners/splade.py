@@ -7,7 +7,7 @@ v2, arXiv 2109.10086, section 3 (max), arXiv 2107.05720 (sum); M3-Embedding, arX
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from sie.catalog.files import refuse
 from sie.values.card import SparseOutput
 from sie.values.errors import NonFinite
-from sie.workers.device.device import read
+from sie.workers.device.device import read, read_later
 from sie.workers.packed.batch import PackedBatch
 from sie.workers.runners.stand_in import ModelHead
 
@@ -38,14 +38,17 @@ _MAX_DIFFERENCE = 1e-3
 class SparseHead(Protocol):
     """Turns packed hidden states into sparse vectors."""
 
+    can_launch: bool
+    """Whether `launch` returns before the device has computed."""
+
     def weights(self) -> Iterable[Tensor]:
         """Return its weights, which may include some of the encoder's."""
         ...
 
-    def __call__(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
-        """Return the vectors of the batch's sequences, in the batch's order; hidden is (t, d).
+    def launch(self, hidden: Tensor, batch: PackedBatch) -> Callable[[], list[Entries]]:
+        """Return a function that waits for the vectors of the batch's sequences, in the batch's order; hidden is (t, d).
 
-        Raises NonFinite if a value is not finite.
+        Either raises NonFinite if a value is not finite.
         """
         ...
 
@@ -87,6 +90,9 @@ def take_head(model_id: str, model: PreTrainedModel) -> tuple[PreTrainedModel, L
 class SpladeHead:
     """Pools log1p(relu(logit)), or log1p of that, over each sequence's tokens."""
 
+    can_launch = False
+    """The host waits for the number of entries before it can ask for them."""
+
     def __init__(self, options: SparseOutput, head: LanguageHead, vocab_size: int) -> None:
         self._head = head
         self._is_max = options.pooling == "max"
@@ -97,8 +103,13 @@ class SpladeHead:
         """Return all weights of the language model; the head's last layer often shares the embeddings."""
         return self._head.model.parameters()
 
-    def __call__(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
-        """Return the vectors; see `SparseHead`."""
+    def launch(self, hidden: Tensor, batch: PackedBatch) -> Callable[[], list[Entries]]:
+        """See `SparseHead`."""
+        entries = self.run(hidden, batch)
+        return lambda: entries
+
+    def run(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
+        """Return the vectors of the batch's sequences, in the batch's order."""
         kind = hidden.device.type
         chunk_tokens = max(16, _CHUNK_BYTES[kind] // self._row_bytes)
         most_rows = _POOLED_BYTES[kind] // self._row_bytes
@@ -125,7 +136,7 @@ class SpladeHead:
             yield self._finish(torch.cat([self._pool(same) for same in _by_length(logits, bounds[first : last + 1])]))
 
     def _pool(self, logits: Tensor) -> Tensor:
-        """Pool (k, length, vocabulary) over the length: the largest raw logits, or the sum of their weights."""
+        """Pool (k, length, vocabulary) over the length: the maximum of the raw logits, or the sum of their weights."""
         return logits.amax(1).float() if self._is_max else self._weights(logits.float()).sum(1)
 
     def _join(self, pooled: Tensor) -> Tensor:
@@ -145,6 +156,8 @@ class SpladeHead:
 class LexicalHead:
     """Gives each token id the largest relu(linear(hidden)) of its tokens; special tokens get no weight."""
 
+    can_launch = True
+
     def __init__(self, options: SparseOutput, special_ids: Sequence[int], device: torch.device) -> None:
         weights = load_file(Path(options.weights_file), device=str(device))
         self._weight = weights["weight"].float()
@@ -155,9 +168,13 @@ class LexicalHead:
         """Return the linear layer's weights."""
         return [self._weight] if self._bias is None else [self._weight, self._bias]
 
-    def __call__(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
-        """Return the vectors; see `SparseHead`."""
-        weights = nn.functional.linear(hidden.float(), self._weight, self._bias).relu()[:, 0].cpu().numpy()
+    def launch(self, hidden: Tensor, batch: PackedBatch) -> Callable[[], list[Entries]]:
+        """See `SparseHead`."""
+        wait = read_later(nn.functional.linear(hidden.float(), self._weight, self._bias).relu()[:, 0])
+        return lambda: self._entries(wait().numpy(), batch)
+
+    def _entries(self, weights: NDArray[np.float32], batch: PackedBatch) -> list[Entries]:
+        """Return the vectors from each token's weight (t,)."""
         if not np.isfinite(weights).all():
             raise _non_finite()
         weights[np.isin(batch.input_ids, self._special_ids)] = 0

@@ -66,11 +66,11 @@ def _read_table(model_id: str, weights_file: str) -> Tensor:
     tensors = load_file(Path(weights_file))
     table = tensors["embedding.weight"] if "embedding.weight" in tensors else tensors["embeddings"]
     if not table.is_floating_point():
-        raise refuse(model_id, f"its table is of {table.dtype}, which needs scales that its file has not")
+        raise refuse(model_id, f"its table is of {table.dtype}, which needs scales that its file does not have")
     table = table.float()
     if (mapping := tensors.get("mapping")) is not None:
         if len(mapping) and not 0 <= int(mapping.min()) <= int(mapping.max()) < len(table):
-            raise refuse(model_id, "its mapping names rows that its table has not")
+            raise refuse(model_id, "its mapping names rows that its table does not have")
         table = table[mapping.long()]
     weights = tensors.get("weights")
     return table if weights is None else table * weights.float()[:, None]

@@ -175,7 +175,7 @@ class StubAdapters:
         return name in self._names
 
     def read(self, spec: AdapterSpec) -> None:
-        """Take the adapter's `load_ms`. Raises Internal for an adapter with files, which a stub cannot run."""
+        """Wait for the adapter's `load_ms`. Raises Internal for an adapter with files, which a stub cannot run."""
         if spec.stub is None:
             raise Internal(f"Adapter '{spec.id}' cannot be loaded: model '{spec.model}' is a stub")
         time.sleep(spec.stub.load_ms / 1e3)

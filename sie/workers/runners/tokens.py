@@ -7,6 +7,7 @@ decides whether the text attends to them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from sie.catalog.files import refuse
 from sie.values.card import LateInteraction, ModelCard
-from sie.workers.device.device import move, read
+from sie.workers.device.device import move, read_later
 from sie.workers.packed.batch import PackedBatch
 from sie.workers.runners.head import build_layers
 from sie.workers.stall_notices import read_tokenizer
@@ -59,18 +60,23 @@ class TokenHead:
         self._skipped = np.array(_skipped_ids(card), np.int64)
         self.memory_bytes = sum(weight.nbytes for weight in self._layers.parameters())
 
-    def __call__(self, hidden: Tensor, batch: PackedBatch, is_query: NDArray[np.bool_]) -> list[NDArray[np.float32]]:
-        """Return each sequence's rows (r, d) float32, in the batch's order.
+    def launch(
+        self, hidden: Tensor, batch: PackedBatch, is_query: NDArray[np.bool_]
+    ) -> Callable[[], list[NDArray[np.float32]]]:
+        """Return a function that waits for each sequence's rows (r, d) float32, in the batch's order.
 
         hidden is (t, width), is_query (n,) in the batch's order.
         """
         rows, counts = self._project(hidden, batch, is_query)
-        return np.split(read(rows).numpy(), counts.cumsum()[:-1])
+        wait = read_later(rows)
+        return lambda: np.split(wait().numpy(), counts.cumsum()[:-1])
 
-    def tensors(self, hidden: Tensor, batch: PackedBatch, is_query: NDArray[np.bool_]) -> list[Tensor]:
-        """Return the same as views of one tensor on the model's device."""
+    def launch_tensors(
+        self, hidden: Tensor, batch: PackedBatch, is_query: NDArray[np.bool_]
+    ) -> Callable[[], list[Tensor]]:
+        """Return a function that gives the same, without a wait, as views of one tensor on the model's device."""
         rows, counts = self._project(hidden, batch, is_query)
-        return list(rows.split(counts.tolist()))
+        return lambda: list(rows.split(counts.tolist()))
 
     def _project(
         self, hidden: Tensor, batch: PackedBatch, is_query: NDArray[np.bool_]

@@ -105,13 +105,13 @@ class State:
         self.served_ns[model] += took_ns
 
     def requeue(self, model: str, items: list[WaitingItem]) -> None:
-        """Return items without capacity for their reply to the front of the queue, in order."""
+        """Put items back at the front of the queue, in order, because there was no capacity for their reply."""
         if model not in self.queues:
             self._add_queue(model)
         self.queues[model].extendleft(reversed(items))
 
     def drop_where(self, is_gone: Callable[[Any], bool]) -> list[WaitingItem]:
-        """Remove and return the items for whose request `is_gone(request)` holds (its client's process died)."""
+        """Remove and return the items whose request is gone, because its frontend died."""
         gone: list[WaitingItem] = []
         for model, queue in list(self.queues.items()):
             gone.extend(item for item in queue if is_gone(item.request))
@@ -169,10 +169,12 @@ def _choose(live: list[WaitingItem], budget: Budget, now_ns: int) -> list[Waitin
     if head.alone:
         return _fill([item for item in live if item.request is head.request], budget)
     running = [item for item in live if item.is_running and not item.alone]
-    together = [item for item in live if not item.alone]
     if running:
-        return running + _choose_new([item for item in together if not item.is_running], budget, now_ns)
-    return _choose_new(together, budget, now_ns)
+        waiting = [item for item in live if not item.is_running]
+        if waiting and waiting[0].alone:
+            return running  # its turn comes when they are complete; new ones would put that off for ever
+        return running + _choose_new([item for item in waiting if not item.alone], budget, now_ns)
+    return _choose_new([item for item in live if not item.alone], budget, now_ns)
 
 
 def _choose_new(together: list[WaitingItem], budget: Budget, now_ns: int) -> list[WaitingItem]:

@@ -118,7 +118,7 @@ def _check_heads(model_id: str, model: Any, styles: Mapping[str, Style], size: i
 
 
 class _Divided(nn.Module):
-    """A linear layer of which each member has a part."""
+    """A linear layer, divided: each member has a part of it."""
 
     def __init__(self, layer: nn.Linear, group: Group, *, splits: bool) -> None:
         """splits: the input is whole, and each member takes its own part of it."""
