@@ -67,17 +67,20 @@ class App:
         handlers = self._handlers = Handlers(self._process, self._identity, TABLE)
         self._handler_of: dict[Route, Handler] = {}
         submitters: dict[Route, TrySubmit] = {}
-        if self._process.remote is None:  # a request to another host waits for more than a reply, so it is a task
-            submitters = {
-                ENCODE: EncodeFastPath(self._process, handlers.inference),
-                INFER: InferFastPath(self._process, handlers.kserve),
-            }
+        remote, has_keys = self._process.remote, self._process.access is not None
+        if remote is None or not has_keys:  # a gateway leases a key's limits before it serves, so that waits in a task
+            submitters[ENCODE] = EncodeFastPath(self._process, handlers.inference)
+        if remote is None:
+            submitters[INFER] = InferFastPath(self._process, handlers.kserve)
         self._fast_path = FastPath(self, self._process, submitters)
         calm_collector()
 
     def scheduler(self, loop: asyncio.AbstractEventLoop, serve: Any, **_options: Any) -> Scheduler:
         """Return the replacement for Granian's own scheduler of incoming requests (granian 2.8, `_new_cbscheduler`)."""
-        intake = Intake(loop, self._fast_path.take, serve, self._fast_path.spawn)
+        path = self._fast_path
+        intake = Intake(
+            loop, path.take if self._process.remote is None else path.take_in_own_context, serve, path.spawn
+        )
         return Scheduler(loop, intake.schedule)
 
     def __rsgi_del__(self, _loop: asyncio.AbstractEventLoop) -> None:
@@ -138,7 +141,7 @@ class App:
 
     async def _serve_websocket(self, scope: Any, protocol: Any) -> None:
         process = self._process
-        of_cluster = process.cluster_status if scope.path == CLUSTER_STATUS else None
+        of_cluster = process.status.cluster_hub if scope.path == CLUSTER_STATUS else None
         need = "metrics" if of_cluster is not None else WEBSOCKETS.get(scope.path)
         may_go_on = None
         try:
@@ -152,7 +155,7 @@ class App:
         if need is None:
             protocol.close(404)
             return
-        await (of_cluster or process.status).serve(protocol, may_go_on)
+        await (of_cluster or process.status.hub).serve(protocol, may_go_on)
 
     async def _dispatch_for_holder(self, exchange: Exchange, access: Access) -> None:
         """Dispatch a request if its key allows it. Unknown paths and wrong methods need a key, too."""
@@ -273,9 +276,8 @@ class App:
         settings = self._process.settings
         admin_from = settings.server.admin_from
         if self._process.access is None or admin_from == "nobody":
-            client = (
-                "localhost" if settings.access.uds else exchange.scope.client
-            )  # the clients of a Unix socket are on this host
+            # The clients of a Unix socket are on this host.
+            client = "localhost" if settings.access.uds else exchange.scope.client
             has_body = route.envelope == "sie" and route.method == "POST" and exchange.has_body
             check_admin(admin_from, client, exchange.headers, has_body=has_body)
 

@@ -18,7 +18,8 @@ from granian.server import mp
 from granian.server.mp import MPServer
 
 from sie.frontend.app import App
-from sie.frontend.process import MakeRemote, connect
+from sie.frontend.connect import connect
+from sie.frontend.process import MakeRemote
 from sie.ipc.messages import Launch
 from sie.runtime import child_setup
 from sie.runtime.logs import LOG_CONFIG, configure

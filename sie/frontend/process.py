@@ -1,17 +1,14 @@
-"""Runs the parts of a frontend process besides HTTP: its control channel, memory, attachments and clock.
+"""Makes the parts of a frontend process, and runs them by the supervisor's messages and a clock. Serves no protocol itself.
 
-Everything runs on Granian's event loop, except the few calls of `connect` before that loop runs.
+Everything runs on the event loop, except the constructor and `start`, which `sie.frontend.connect` calls before it runs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
-import signal
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sie.agents.paths import socket_path
 from sie.agents.store import has_store
+from sie.config.sections import Memory
 from sie.config.settings import Settings
 from sie.frontend.access.gate import open_access
 from sie.frontend.access.host_check import open_host_check
@@ -28,7 +26,7 @@ from sie.frontend.engine.engine import ShmEngine
 from sie.frontend.http.body import BodyReader, body_limits
 from sie.frontend.http.cors import Cors
 from sie.frontend.http.held_bytes import HeldBytes
-from sie.frontend.http.listeners import limit_unread_time, steer_to, stop_steering
+from sie.frontend.http.listeners import limit_unread_time, steer_to, stop_steering, until_accepting
 from sie.frontend.http.response import Headers
 from sie.frontend.http.unread import UnreadAnswers
 from sie.frontend.inputs.image_reader import ImageReader
@@ -40,22 +38,19 @@ from sie.frontend.operations.extraction.extract import Extractor
 from sie.frontend.operations.interface import EncodeOperation, ExtractOperation, ScoreOperation
 from sie.frontend.operations.score import Scorer
 from sie.frontend.retirement import Leaving
+from sie.frontend.supervisor_link import SupervisorLink
 from sie.frontend.telemetry.access_log import AccessLog
 from sie.frontend.telemetry.generation_metrics import GenerationMetrics
-from sie.frontend.telemetry.metrics import FrontendMetrics, merge
-from sie.frontend.telemetry.status_frame import StatusInputs, add_history, build_status, encode_frame, server_facts
-from sie.frontend.telemetry.status_hub import StatusHub
+from sie.frontend.telemetry.metrics import FrontendMetrics
+from sie.frontend.telemetry.process_status import ProcessStatus
 from sie.frontend.tensors.encoded_images import TensorImages
 from sie.frontend.tensors.infer import Tensors
 from sie.frontend.tensors.regions import Regions
 from sie.frontend.tensors.text_models import TextTensors, Watch
-from sie.ipc import channel as control
 from sie.ipc import messages
-from sie.ipc.channel import Channel, ChannelClosedError
+from sie.ipc.channel import Channel
 from sie.ipc.messages import Launch, Models
-from sie.runtime import child_setup, failpoints
 from sie.runtime.logs import get_logger, set_level
-from sie.shm.core_board import CoreBoard
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
@@ -75,11 +70,10 @@ Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
 MakeRemote = Callable[["FrontendProcess"], "Remote"]
 
 _log = get_logger(__name__)
-_CONFIGURE_TIMEOUT_S: Final = 10.0
 _TICK_S: Final = 0.02
 _MAX_TOUCH_S: Final = 5.0
-_CLUSTER_FRAME_S: Final = 1.0
 _MS_PER_DAY: Final = 86_400_000
+_MS_DIGITS: Final = 12
 _MAX_ENCODED: Final = 2
 """Large answers at a time that are encoded, or encoded and not yet counted as held. Else a late loop would let them pile up."""
 _HTTP: Final = ("http", "gateway")
@@ -106,25 +100,19 @@ class FrontendProcess:
         """Called when the supervisor has taken over the cluster's configuration."""
         self._launch = launch
         self._loop = loop
-        self._channel = channel
+        self._supervisor = SupervisorLink(channel, self._on_message)
         self._pool = ThreadPoolExecutor(2, "tokenize")
         self.decode_pool = ThreadPoolExecutor(2, "decode")
         """Threads for large bodies of all dialects."""
         self.encoding = asyncio.Semaphore(_MAX_ENCODED)
         """Held from before an answer is encoded on a thread until it is handed to its client's connection."""
-        self.models = ModelTable(
-            self._pool, self.request_load, loading_retry_after_s=settings.models.loading_retry_after_s
-        )
-        self.models.on_stall = lambda seconds: self._send(messages.Silence(seconds))
-        self.adapters = AdapterTable(self.models, self._send)
-        self.admin = ModelAdmin(self.models, self._send)
-        memory = settings.memory
-        budget = LargeBudget(launch.max_large_bytes)
-        self._space = OutboundSpace.create(
-            "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
-        )
+        send = self._supervisor.send
+        self.models = self._make_models(settings.models.loading_retry_after_s)
+        self.adapters = AdapterTable(self.models, send)
+        self.admin = ModelAdmin(self.models, send)
+        self._space = _request_space(launch, settings.memory)
         self.engine = ShmEngine(
-            settings, self._space, self.models.hosted, self._send,
+            settings, self._space, self.models.hosted, send,
             streams_together=launch.streams_together, needs_cores=needs_cores,
         )  # fmt: skip
         self.remote = make_remote(self) if make_remote is not None else None
@@ -146,23 +134,13 @@ class FrontendProcess:
         self.access = open_access(settings.access, pages, self.metrics.record_auth_failure, self.unread.settle)
         self.host_check = open_host_check(settings, launch)
         self.cors = Cors(settings.access.cors_origins) if settings.access.cors_origins else None
-        self._history: deque[messages.LoadPoint] = deque(maxlen=messages.HISTORY_POINTS)
-        self.status = self._make_status_hub(self._frame, self.settings.status.interval_ms / 1e3, self._with_history)
-        self.cluster_status = (
-            self._make_status_hub(self.remote.status_frame, _CLUSTER_FRAME_S) if self.remote is not None else None
-        )
-        """The sender of frames about all hosts, of a process without workers."""
+        self.status = self._make_status()
         self.tracing = _start_tracing(settings, launch)
-        self._facts = server_facts(settings, launch)
-        self._asked_load: dict[str, float] = {}
         self._derive(settings)
         self.requests: set[asyncio.Task[None]] = set()
         """The tasks that serve requests."""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._leaving = Leaving(
-            lambda: not (self.requests or self.num_pending), self._turn_away, settings.server.drain_timeout_s,
-            in_granian=launch.protocol in _HTTP,
-        )  # fmt: skip
+        self._leaving = self._make_leaving()
         self._attaching = Attaching(loop, self._space, settings.memory.ring_capacity, self.engine.attach)
 
     def _set_operations(self, settings: Settings) -> None:
@@ -175,6 +153,11 @@ class FrontendProcess:
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, settings.limits, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
+
+    def _make_models(self, wait_s: int) -> ModelTable:
+        models = ModelTable(self._pool, self.request_load, loading_retry_after_s=wait_s)
+        models.on_stall = lambda seconds: self._supervisor.send(messages.Silence(seconds))
+        return models
 
     @property
     def num_pending(self) -> int:
@@ -194,18 +177,19 @@ class FrontendProcess:
             served=self.metrics.record_last_inference, regions=Regions(Path(self._launch.control_path).parent / "regions", lambda: self.settings.limits),
         )  # fmt: skip
 
-    def _make_status_hub(
-        self, frame: Callable[[], str], interval_s: float, first: Callable[[str], str] | None = None
-    ) -> StatusHub:
-        """Return a sender of this process's status frames."""
-        return StatusHub(
-            frame,
-            first=first,
-            interval_s=interval_s,
-            max_watchers=self.settings.status.max_watchers,
-            watchers_on_host=self._count_watchers,
+    def _make_leaving(self) -> Leaving:
+        return Leaving(
+            lambda: not (self.requests or self.num_pending), self._turn_away, self.settings.server.drain_timeout_s,
+            in_granian=self._launch.protocol in _HTTP,
+        )  # fmt: skip
+
+    def _make_status(self) -> ProcessStatus:
+        return ProcessStatus(
+            self.settings, self._launch, self.pages, self.models,
+            access=self.access, is_draining=lambda: self.is_draining, check_open=(self.remote or self.engine).check_open,
             publish_watchers=self.metrics.set_watchers,
-        )
+            cluster_frame=self.remote.status_frame if self.remote is not None else None,
+        )  # fmt: skip
 
     @functools.cached_property
     def generator(self) -> TextStarter:
@@ -235,12 +219,12 @@ class FrontendProcess:
     @property
     def is_ready(self) -> bool:
         """Whether `/readyz` is green."""
-        return self.models.is_ready and not self.is_draining
+        return self.status.is_ready
 
     @property
     def uptime_s(self) -> float:
         """Seconds since the server started, on a monotonic clock."""
-        return time.monotonic() - self._launch.started_s
+        return self.status.uptime_s
 
     def _derive(self, settings: Settings) -> None:
         """Compute the state that depends on settings which a reload may change."""
@@ -273,7 +257,9 @@ class FrontendProcess:
         """Return a request's time limit; `X-SIE-Timeout-Ms` may only lower the setting. Raises BadRequest."""
         if header is None:
             return self._timeout_ns
-        if not header.isascii() or not header.isdigit() or not 1 <= int(header[:12]) <= _MS_PER_DAY:
+        if not (
+            header.isascii() and header.isdigit() and len(header) <= _MS_DIGITS and 1 <= int(header) <= _MS_PER_DAY
+        ):
             raise BadRequest("Header 'X-SIE-Timeout-Ms' must be a whole number of milliseconds, at least 1")
         return min(self._timeout_ns, int(header) * 1_000_000)
 
@@ -302,11 +288,16 @@ class FrontendProcess:
                 extras={"requested_profile": wanted, "worker_identity": own},
             )
 
+    def gpu_type(self) -> str:
+        """Return the type of this host's GPU, or an empty text."""
+        labels = (label for page in self.pages for record in page.records() for label in record.labels)
+        return next((value for key, value in labels if key == "gpu_type"), "")
+
     # --- the supervisor -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start to listen to the supervisor. Called before the event loop runs."""
-        self._loop.add_reader(self._channel.fileno(), self._on_control)
+        self._supervisor.start(self._loop)
         self._loop.call_soon(lambda: self._spawn(self._run_clock()))
         self._loop.call_soon(lambda: self._spawn(self._report_ready()))
         if self._launch.protocol == "http" and has_store(self.settings.store_dir):
@@ -317,12 +308,12 @@ class FrontendProcess:
 
     def close(self) -> None:
         """Release the resources of the process. Called when no request is under way."""
-        self._close_status()
+        self.status.close()
         if self.remote is not None:
             self.remote.close()
         if self.tracing is not None:
             self.tracing.close()
-        self._channel.close()
+        self._supervisor.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._images.close()
         if "generator" in vars(self):
@@ -342,35 +333,17 @@ class FrontendProcess:
             _log.critical("a task of this process failed; ending it", exc_info=error)
             os._exit(1)
 
-    def _send(self, message: messages.Message) -> None:
-        with contextlib.suppress(ChannelClosedError):  # its end of file ends this process from `_on_control`
-            self._channel.send(message)
-
     def request_load(self, model: str) -> None:
         """Ask for a load, at most once a second for each model."""
-        self.request_load_once(model, self.remote.request_load if self.remote is not None else self._ask_supervisor)
-
-    def send_configs(self, shared: messages.TakeConfigs) -> None:
-        """Have the supervisor take over the cluster's configuration; `on_configs` follows."""
-        self._send(shared)
-
-    def _ask_supervisor(self, model: str) -> None:
-        self._send(messages.LoadModel(model))
+        self.request_load_once(model, self._supervisor.ask_load if self.remote is None else self.remote.request_load)
 
     def request_load_once(self, model: str, ask: Callable[[str], None]) -> None:
         """Call ask with a model, unless a load of it was asked for within the last second."""
-        now_s = time.monotonic()
-        if now_s - self._asked_load.get(model, 0.0) >= 1.0:
-            self._asked_load[model] = now_s
-            ask(model)
+        self._supervisor.ask_once(model, ask)
 
-    def _on_control(self) -> None:
-        try:
-            while (received := self._channel.try_receive()) is not None:
-                self._on_message(*received)
-        except ChannelClosedError:
-            _log.warning("the supervisor is gone: stopping")
-            os._exit(1)  # an orphan must not answer, and Granian would wait for requests under way
+    def send_configs(self, shared: messages.TakeConfigs) -> None:
+        """Have the supervisor take over the cluster's configuration; `on_configs` follows."""
+        self._supervisor.send(shared)
 
     def _on_message(self, message: messages.Message, fds: list[int]) -> None:
         match message:
@@ -397,9 +370,9 @@ class FrontendProcess:
             case messages.Keys() if self.access is not None:
                 self.access.replace(message)
             case messages.History(points):
-                self._history.extend(points)
+                self.status.extend_history(points)
             case messages.Ping(number):
-                self._send(messages.Pong(number))
+                self._supervisor.send(messages.Pong(number))
             case messages.Certificates():
                 self.certificates = message
             case messages.TookConfigs():
@@ -420,27 +393,17 @@ class FrontendProcess:
     def _turn_away(self) -> None:
         """Close connections after their next response, so that clients connect to another process."""
         self.closes_connections = True
-        self._close_status()
-
-    def _close_status(self) -> None:
-        for hub in filter(None, (self.status, self.cluster_status)):
-            hub.close()
+        self.status.close()
 
     async def _report_ready(self) -> None:
-        """Tell the supervisor when our listener answers. The server opens it at about the time the loop starts."""
-        while self._launch.listen_fd < 0 and self._launch.protocol != "nats":  # else the supervisor already listens
-            try:
-                _, writer = await asyncio.open_connection(self._launch.host, self._launch.port)
-            except OSError:
-                await asyncio.sleep(0.01)
-                continue
-            writer.close()
+        """Tell the supervisor when our listener answers."""
+        if self._launch.listen_fd < 0 and self._launch.protocol != "nats":  # else the supervisor already listens
+            await until_accepting(self._launch.host, self._launch.port)
             stop_steering()  # the frontend that we replace steered connections away from itself
-            break
         self._limit_unread_time()
         if self.remote is not None:
             await self.remote.wait_settled()
-        self._send(messages.Ready())
+        self._supervisor.send(messages.Ready())
 
     def _limit_unread_time(self) -> None:
         if self._launch.protocol in _HTTP:  # the gRPC transport has a limit of its own
@@ -469,43 +432,15 @@ class FrontendProcess:
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
                 if used := self.models.take_used():
-                    self._send(messages.Touch(used, self.adapters.take_used()))
+                    self._supervisor.send(messages.Touch(used, self.adapters.take_used()))
 
-    # --- status ---------------------------------------------------------------------------------------------------
 
-    def _frame(self) -> str:
-        inputs = StatusInputs(
-            server=self._facts,
-            uptime_s=self.uptime_s,
-            ready=self.is_ready,
-            models=tuple(self.models.entries.values()),
-            workers=self.models.workers,
-            metrics=merge(self.pages),
-            saturated=self._is_saturated(),
-            reason="draining" if self.is_draining else self.models.reason,
-            keys_error=self.access.problem if self.access is not None else "",
-            config_error=self.models.config_error,
-            tls_error=self.models.tls_error,
-        )
-        return encode_frame(build_status(inputs, time.time()))
-
-    def _with_history(self, frame: str) -> str:
-        return add_history(frame, self._history)
-
-    def _is_saturated(self) -> bool:
-        try:
-            (self.remote or self.engine).check_open()
-        except SieError:
-            return True
-        return False
-
-    def _count_watchers(self) -> int:
-        return int(sum(values[0] for values in merge(self.pages)["sie_status_watchers"].values()))
-
-    def gpu_type(self) -> str:
-        """Return the type of this host's GPU, or an empty text."""
-        labels = (label for page in self.pages for record in page.records() for label in record.labels)
-        return next((value for key, value in labels if key == "gpu_type"), "")
+def _request_space(launch: Launch, memory: Memory) -> OutboundSpace:
+    """Return the memory for this process's requests to workers."""
+    budget = LargeBudget(launch.max_large_bytes)
+    return OutboundSpace.create(
+        "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
+    )
 
 
 def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:
@@ -515,33 +450,3 @@ def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:
     from sie.frontend.telemetry.tracing import RequestTracing
 
     return RequestTracing(settings.tracing, launch)
-
-
-def connect(
-    launch: Launch, make_remote: MakeRemote | None = None
-) -> Callable[[asyncio.AbstractEventLoop], FrontendProcess]:
-    """Return a function that joins the supervisor from Granian's child process, given its event loop."""
-
-    def join(loop: asyncio.AbstractEventLoop) -> FrontendProcess:
-        child_setup.die_with_parent()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        channel = control.connect(launch)
-        message, fds = channel.receive(_CONFIGURE_TIMEOUT_S)
-        if not isinstance(message, messages.Configure):
-            raise ChannelClosedError(f"expected Configure, got {type(message).__name__}")
-        failpoints.arm(message.settings.testing.failpoints)
-        own_fd, board_fd, *page_fds = fds
-        pages = [CounterPage.open(own_fd, writable=True), *(CounterPage.open(fd, writable=False) for fd in page_fds)]
-        needs_cores = CoreBoard.open(board_fd, writable=False).is_needed
-        frontend = FrontendProcess(
-            launch, message.settings, channel, pages, loop, make_remote=make_remote, needs_cores=needs_cores
-        )
-        if frontend.access is not None:
-            first, _ = channel.receive(_CONFIGURE_TIMEOUT_S)
-            if not isinstance(first, messages.Keys):
-                raise ChannelClosedError(f"expected Keys, got {type(first).__name__}")
-            frontend.access.replace(first)  # valid keys work from the first connection on
-        frontend.start()
-        return frontend
-
-    return join

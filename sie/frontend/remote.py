@@ -149,7 +149,7 @@ class Remote(Protocol):
         ...
 
     def check_route(self, route: Route) -> None:
-        """Refuse a route that only a host of its own can serve. Raises SieError, which names it."""
+        """Refuse a route that only a host itself can serve. Raises SieError, which names the route."""
         ...
 
     def check_placement(self, exchange: Exchange) -> None:

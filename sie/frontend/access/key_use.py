@@ -20,7 +20,7 @@ _RESCAN_NS: Final = 500_000_000
 
 
 class Lease:
-    """What a key may use in this process until ends_ns, where all gateways of a cluster share its limits."""
+    """The part of a key's limits that this process may use until ends_ns. All gateways of a cluster share these limits."""
 
     __slots__ = ("ends_ns", "max_running", "num_requests", "num_tokens")
 

@@ -21,10 +21,12 @@ from sie.config.limits import Limits
 from sie.config.settings import Settings
 from sie.frontend.engine import admission
 from sie.frontend.engine.hedging import make_copy, may_run_twice, pair, unpair
+from sie.frontend.engine.held import HeldRequests
 from sie.frontend.engine.interface import Pending
+from sie.frontend.engine.links import WorkerLinks, unwatch
 from sie.frontend.engine.placement import choose_for_stream, choose_worker, max_gathered_tokens, measure_slowness
 from sie.frontend.engine.quarantine import QuarantinedInputs, poison
-from sie.frontend.engine.reply_drain import Answers, end, overdue
+from sie.frontend.engine.reply_drain import ReplyDrain, end, overdue
 from sie.frontend.engine.request_layout import RequestLayout, lay_out, lay_out_once
 from sie.frontend.engine.token_stream import TokenStream
 from sie.frontend.engine.worker_link import ShmPending, WorkerLink
@@ -65,7 +67,6 @@ class ShmEngine:
 
         needs_cores tells whether the worker of a slot uses its cores now, for any process.
         """
-        self._needs_cores = needs_cores
         self._streams_together = streams_together
         self._limits = settings.limits
         self._max_per_link = settings.memory.ring_capacity // 2
@@ -73,19 +74,21 @@ class ShmEngine:
         self._space = space
         self._find_model = find_model
         self._send = send
-        self._links: dict[int, WorkerLink] = {}
-        self._dying: dict[int, WorkerLink] = {}
-        self._held: dict[int, ShmPending] = {}
+        self._workers = WorkerLinks(self._on_bell, send, needs_cores)
+        self._links = self._workers.live
+        self._held = HeldRequests()
+        self._may_place = False
+        """Whether a held request may find a worker without news of models or workers."""
         self._ids = itertools.count(1)
         self._quarantined = QuarantinedInputs()
-        self._answers = Answers(find_model, self._requeue)
+        self._replies = ReplyDrain(find_model, self._requeue)
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
     @property
     def num_pending(self) -> int:
         """Number of requests at a worker or waiting for one."""
-        return len(self._held) + sum(len(link.pending) for link in self._all_links())
+        return len(self._held) + sum(len(link.pending) for link in self._workers)
 
     @property
     def num_extents(self) -> int:
@@ -104,7 +107,7 @@ class ShmEngine:
     @property
     def tokens_per_s(self) -> float:
         """The rate at which answers come back, smoothed. `Retry-After` is computed from it."""
-        return self._answers.tokens_per_s
+        return self._replies.tokens_per_s
 
     def reconfigure(self, limits: Limits) -> None:
         """Apply reloaded limits to requests submitted from now on."""
@@ -169,8 +172,7 @@ class ShmEngine:
         the errors of `submit`.
         """
         layout = lay_out_once(header, arrays)
-        held = sum(pending.lease.nbytes for pending in self._held.values() if pending.stream is not None)
-        held += sum(link.stream_bytes for link in self._all_links())
+        held = self._held.stream_bytes + sum(link.stream_bytes for link in self._workers)
         if held + layout.nbytes > self._max_stream_bytes:
             raise self._overloaded("half of the request memory holds prompts")
         with self._lease(layout) as lease:
@@ -244,10 +246,10 @@ class ShmEngine:
             if link.try_submit(pending):
                 return True
         except ConnectionError:  # only for a large payload: its memory is announced on the socket
-            self._set_aside(link)
+            self._workers.set_aside(link)
             return False
         except ProtocolError as error:
-            self._report_fault(link, error)
+            self._workers.report_fault(link, error)
             return False
         raise self._overloaded("the ring is full")
 
@@ -273,9 +275,9 @@ class ShmEngine:
             raise Unavailable(f"Model '{pending.model}' is not loaded", code="MODEL_NOT_LOADED")
         if not is_coming(entry, pending.adapter):
             raise loading(pending.model, pending.adapter)
-        held_tokens = sum(other.num_tokens for other in self._held.values()) if self._held else 0
+        held_tokens = self._held.num_tokens
         admission.check_queue(held_tokens, pending.num_tokens, self._limits.max_queued_tokens, self.tokens_per_s)
-        self._held[pending.request_id] = pending
+        self._held.add(pending)
 
     def _overloaded(self, reason: str) -> SieError:
         return admission.overloaded(reason, self.queued_tokens, self.tokens_per_s)
@@ -287,7 +289,7 @@ class ShmEngine:
         assert isinstance(pending, ShmPending)
         if not pending.future.done():
             pending.future.set_exception(error)
-        if self._held.pop(pending.request_id, None) is not None:
+        if self._held.remove(pending):
             pending.lease.end()
         elif pending.link is not None and pending.request_id in pending.link.pending:
             set_cancelled(pending.lease.view)
@@ -311,14 +313,11 @@ class ShmEngine:
             link.give_back()
             if link.is_late:
                 self._hedge(link)
-        self._answers.measure(now_ns, is_busy=self.queued_tokens > 0)
-
-    def _all_links(self) -> list[WorkerLink]:
-        return [*self._links.values(), *self._dying.values()]
+        self._replies.measure(now_ns, is_busy=self.queued_tokens > 0)
 
     def _all_pending(self) -> list[ShmPending]:
-        pending = list(self._held.values())
-        for link in self._all_links():
+        pending = list(self._held)
+        for link in self._workers:
             pending += link.pending.values()
         return pending
 
@@ -326,24 +325,33 @@ class ShmEngine:
 
     def attach(self, slot: int, attachment: Attachment) -> None:
         """Start to use a worker. Its replies are read whenever its bell rings."""
-        link = WorkerLink(slot, attachment, self._report_fault, self._needs_cores)
-        self._links[slot] = link
-        loop = asyncio.get_running_loop()
-        loop.add_reader(attachment.bell_fd, self._on_bell, link)
-        loop.add_reader(attachment.sock_fd, self._on_socket, link)
+        self._workers.add(slot, attachment)
         self.place_held()
 
     def place_held(self) -> None:
         """Submit waiting requests to workers that now have their model; call when models or workers changed."""
-        for pending in [held for held in self._held.values() if not held.future.done()]:  # `expire` ends the others
-            link = choose_worker(filter(self._has_room, self._candidates(pending)))
-            with contextlib.suppress(Overloaded):  # it keeps waiting
-                if link is not None and self._try_submit(link, pending):
-                    del self._held[pending.request_id]
+        self._may_place = False
+        for group in self._held.groups():
+            for pending in group:
+                if pending.future.done() or pending.num_deaths >= _MAX_DEATHS:
+                    continue  # `expire` and `quarantine` end these
+                candidates = self._candidates(pending)
+                if not self._try_place(candidates, pending):
+                    self._may_place |= bool(candidates)  # there will be room
+                    break  # the others of the group have the same candidates
+
+    def _try_place(self, candidates: list[WorkerLink], pending: ShmPending) -> bool:
+        """Submit a waiting request to one of these workers. Return False if none has room."""
+        link = choose_worker(filter(self._has_room, candidates))
+        with contextlib.suppress(Overloaded):  # it keeps waiting
+            if link is not None and self._try_submit(link, pending):
+                self._held.remove(pending)
+                return True
+        return False
 
     def fail_held(self) -> None:
         """End the requests whose model will not come back. `quarantine` ends those with too many deaths."""
-        for pending in [held for held in self._held.values() if held.num_deaths < _MAX_DEATHS]:
+        for pending in [held for held in self._held if held.num_deaths < _MAX_DEATHS]:
             entry = self._find_model(pending.model)
             if entry is None or not (entry.recovering or entry.workers):
                 self.abandon(pending, WorkerLost(f"Model '{pending.model}' was lost with its worker"))
@@ -352,9 +360,7 @@ class ShmEngine:
 
     def set_late(self, slot: int, generation: int, running: tuple[int, ...], *, is_late: bool) -> None:
         """Record whether a worker is late. running: the requests of its late step."""
-        link = self._links.get(slot)
-        if link is not None and link.generation == generation:
-            link.is_late, link.late_step = is_late, frozenset(running)
+        self._workers.set_late(slot, generation, running, is_late=is_late)
 
     def _hedge(self, link: WorkerLink) -> None:
         """Copy requests of a late worker to others, as memory and queues allow. The rest waits for the next tick."""
@@ -374,51 +380,20 @@ class ShmEngine:
                     lease.hand_over(copy.request_id)
                     pair(pending, copy)
 
-    def _on_socket(self, link: WorkerLink) -> None:
-        """Read announcements. At the end of file, give the worker no more work until its death is confirmed."""
-        try:
-            if link.attachment.read_socket():
-                return
-        except ProtocolError as error:
-            self._report_fault(link, error)
-            return
-        asyncio.get_running_loop().remove_reader(link.attachment.sock_fd)
-        self._set_aside(link)
-
-    def _report_fault(self, link: WorkerLink, error: ProtocolError) -> None:
-        """Stop reading from this worker and report it; its requests wait until the supervisor has ended it."""
-        _log.error("worker-%d broke the protocol: %s", link.slot, error)
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(link.attachment.bell_fd)
-        loop.remove_reader(link.attachment.sock_fd)
-        self._set_aside(link)
-        self._send(PeerFault(link.slot))
-
-    def _set_aside(self, link: WorkerLink) -> None:
-        """Give a worker no more work; `fail_over` follows when its death is confirmed."""
-        if self._links.get(link.slot) is link:
-            del self._links[link.slot]
-            self._dying[link.generation] = link
-
     def fail_over(self, slot: int, generation: int, suspects: tuple[int, ...]) -> None:
         """Take back the requests of a worker that is proven dead. `place_held` gives them to other workers.
 
         suspects: its requests in the fatal step, if they may have caused the death. ORDER: its ring is drained a last
         time first, since an answered request must not run again.
         """
-        link = self._dying.pop(generation, None)
+        link = self._workers.take_dead(slot, generation)
         if link is None:
-            link = self._links.get(slot)
-            if link is None or link.generation != generation:
-                return
-            del self._links[slot]
+            return
         try:
-            self._answers.drain(link)
+            self._replies.drain(link)
         except ProtocolError as error:
             _log.error("worker-%d died while it wrote: %s", slot, error)
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(link.attachment.bell_fd)
-        loop.remove_reader(link.attachment.sock_fd)
+        unwatch(link)
         link.is_alive = False
         orphans, link.pending = list(link.pending.values()), {}
         for pending in orphans:
@@ -448,7 +423,8 @@ class ShmEngine:
 
     def _requeue(self, pending: ShmPending) -> None:
         pending.link = None
-        self._held[pending.request_id] = pending
+        self._held.add(pending)
+        self._may_place = True
 
     def _mark_suspect(self, pending: ShmPending) -> None:
         """Count a worker's death against a request.
@@ -464,13 +440,13 @@ class ShmEngine:
     def quarantine(self, digest: bytes) -> None:
         """Refuse an input from now on: it killed two workers, the second alone. The supervisor tells all frontends."""
         self._quarantined.add(digest)
-        for pending in [held for held in self._held.values() if held.num_deaths and held.digest() == digest]:
+        for pending in [held for held in self._held if held.num_deaths and held.digest() == digest]:
             self.abandon(pending, poison())
 
     def _on_bell(self, link: WorkerLink) -> None:
         try:
-            self._answers.drain(link)
+            self._replies.drain(link)
         except ProtocolError as error:
-            self._report_fault(link, error)
-        if self._held:
+            self._workers.report_fault(link, error)
+        if self._may_place:
             self.place_held()  # a dead worker's requests may have been more than the others' rings could take

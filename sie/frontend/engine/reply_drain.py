@@ -25,8 +25,8 @@ _RATE_WEIGHT = 0.2
 _MIN_RATE_SPAN_S = 0.5
 
 
-class Answers:
-    """The answers of one engine's workers. `requeue` is called with a request that must wait for a worker again."""
+class ReplyDrain:
+    """Reads what the workers of one engine answer. `requeue` is called with a request that must wait for a worker again."""
 
     def __init__(self, find_model: Callable[[str], ModelEntry | None], requeue: Callable[[ShmPending], None]) -> None:
         self._find_model = find_model

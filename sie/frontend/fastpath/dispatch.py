@@ -1,13 +1,14 @@
 """Serves small requests in two event-loop callbacks: one submits the request, one sends the answer. Must never wait.
 
-The fast path takes only requests that wait for nothing but a worker: encode requests and tensors for a loaded model.
-A task serves every other request, and also a request whose model is unloaded meanwhile. Both paths check, count and
-answer in the same way.
+The fast path takes only requests that wait for a worker alone (in a gateway: for a host). These are encode and tensor
+requests for a loaded model. A task serves every other request, and also a request whose model is unloaded meanwhile.
+Both paths check, count and answer in the same way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Work(Protocol):
-    """A request that was submitted to a worker."""
+    """A request that was submitted to a worker, or to hosts."""
 
     pending: Pending
 
@@ -82,6 +83,10 @@ class FastPath:
             self._boundary.fail(exchange, error)
             return
         self._submit(exchange, try_submit)
+
+    def take_in_own_context(self, exchange: Exchange) -> None:
+        """Take a request in a context of its own, as a task would have. A gateway keeps the request's placement there."""
+        contextvars.copy_context().run(self.take, exchange)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run work in a task, and hold a reference to it: the event loop keeps only weak ones."""

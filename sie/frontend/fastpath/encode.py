@@ -18,6 +18,7 @@ from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import Response
 from sie.frontend.http.threads import LARGE_BYTES
 from sie.frontend.models.adapter_lookup import requested_adapter
+from sie.frontend.operations.interface import TimedSubmission
 from sie.frontend.operations.resolve import resolve_encode
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.decode_body import add_hint
@@ -32,22 +33,21 @@ _CODEC: Final[Codec] = ENCODE.codec
 class EncodeWork:
     """A submitted encode request; implements `sie.frontend.fastpath.dispatch.Work`."""
 
-    __slots__ = ("_exchange", "_inference", "_request", "_took_ns", "entry", "pending")
+    __slots__ = ("_exchange", "_inference", "_request", "_started", "entry", "pending")
 
-    def __init__(  # noqa: PLR0917  # one for each request: keywords cost
-        self, inference: Inference, exchange: Exchange, entry: ModelEntry, request: EncodeRequest, took_ns: int,
-        pending: Pending,
+    def __init__(
+        self, inference: Inference, exchange: Exchange, entry: ModelEntry, request: EncodeRequest, started: TimedSubmission
     ) -> None:  # fmt: skip
         self._inference = inference
         self._exchange = exchange
         self.entry = entry
         self._request = request
-        self._took_ns = took_ns
-        self.pending = pending
+        self._started = started
+        self.pending: Pending = started.pending
 
     def answer(self, raw: Reply) -> Response | Awaitable[Response]:
         exchange, request = self._exchange, self._request
-        reply = read_rows(exchange, self.entry, request, self._took_ns, raw)
+        reply = read_rows(exchange, self.entry, request, self._started.tokenization_ns, raw)
         is_large = len(raw.view) >= LARGE_BYTES
         return self._inference.answer(_CODEC, exchange, (request, None, reply), raw, is_large=is_large)
 
@@ -88,6 +88,5 @@ class EncodeFastPath:
         started = process.encoder.try_start(entry, request, exchange.deadline_ns)
         if started is None:
             return None
-        pending, took_ns = started
-        process.watch_client(pending, exchange.protocol)
-        return EncodeWork(inference, exchange, entry, request, took_ns, pending)
+        process.watch_client(started.pending, exchange.protocol)
+        return EncodeWork(inference, exchange, entry, request, started)

@@ -25,7 +25,7 @@ from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.kserve import LENGTH_HEADER, KServe
 from sie.frontend.routes.table import INFER, find_route
 from sie.frontend.tensors.held_reply import hold
-from sie.frontend.tensors.infer import deadline_of
+from sie.frontend.tensors.infer import deadline_of, encoding_cost
 from sie.frontend.tensors.lookup import is_servable
 from sie.frontend.tensors.states import rule_of
 from sie.frontend.tensors.text_models import TEXT_PLATFORMS
@@ -59,8 +59,9 @@ class InferWork:
         header = header_of(raw) if cached.places else b""
         held = hold(raw, call.request.model, exchange.began_ns, 0)
         tensors, encode, rule = self._kserve.tensors, partial(infer.encode_infer, call), rule_of(cached.entry)
-        if held.nbytes >= LARGE_BYTES:
-            return self._kserve.finished(exchange, tensors.encoded(exchange, held, rule, encode))
+        num_classes = call.request.num_classes
+        if encoding_cost(held, rule, num_classes) >= LARGE_BYTES:
+            return self._kserve.finished(exchange, tensors.encoded(exchange, held, rule, encode, num_classes))
         body, json_bytes = tensors.encoded_now(exchange, held, rule, encode)
         if header and json_bytes is not None:
             cache_answer(cached.answers, header, body, json_bytes)
@@ -69,7 +70,7 @@ class InferWork:
     async def retry(self, error: Unavailable) -> Response:
         exchange, entry = self._exchange, self._cached.entry
         _, name, version = self._cached.found
-        await self._kserve.tensors.after(entry, error, name, version, exchange.deadline_ns)
+        await self._kserve.tensors.entry_to_retry(entry, error, name, version, exchange.deadline_ns)
         return await self._kserve.serve(exchange, name, version, self._body)
 
 

@@ -7,7 +7,7 @@ wrong, and why, before its request is queued. A worker compiles them over its mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from sie.frontend.generation.choose_parser import callable_tools
 from sie.frontend.generation.ebnf import read_ebnf
 from sie.frontend.generation.lark import refusal_of, refusal_of_composed
+from sie.frontend.generation.multiples import refusal_of_json, refusal_of_schema
 from sie.values.errors import BadRequest
 from sie.values.generate import JSON_SPACE, GenerateRequest, GenerateRule, Grammar, Tool
 
@@ -25,6 +26,10 @@ _DATA: Final = frozenset({"const", "default", "enum", "example", "examples"})
 _NAMED: Final = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 """Keywords whose values map names to schemas."""
 _MAX_ERROR_CHARS: Final = 400
+_REFUSALS: Final[dict[str, Callable[[str], str]]] = {
+    "json_schema": refusal_of_json, "lark": refusal_of, "llguidance": refusal_of_composed,
+}  # fmt: skip
+"""Return the reason not to compile a grammar of a kind, or an empty text."""
 
 
 def constrain(request: GenerateRequest, rule: GenerateRule) -> Grammar | None:
@@ -116,7 +121,8 @@ class _Calls:
     def _schema(self, tool: Tool) -> dict[str, Any]:
         """Return the schema of one tool's call. Without strict, parameters that do not compile become any object."""
         parameters = _as_object(tool)
-        problem = problem_of(Grammar(kind="json_schema", value=_to_json(parameters)))
+        text = _to_json(parameters)
+        problem = refusal_of_schema(parameters) or problem_of(Grammar(kind="json_schema", value=text))
         if problem and tool.strict:
             raise _wrong_parameters(tool, problem)
         moved = _ANY_OBJECT if problem else _move(parameters, f"#/properties/{self._key}")
@@ -169,12 +175,8 @@ def _checked(grammar: Grammar) -> Grammar:
     _refuse(grammar, "" if grammar.value.strip() else "it is empty, which would bind nothing")
     if grammar.kind == "ebnf":
         grammar = read_ebnf(grammar)
-    problem = ""
-    if grammar.kind == "lark":
-        problem = refusal_of(grammar.value)
-    elif grammar.kind == "llguidance":
-        problem = refusal_of_composed(grammar.value)
-    _refuse(grammar, problem or problem_of(grammar))
+    check = _REFUSALS.get(grammar.kind)
+    _refuse(grammar, (check(grammar.value) if check is not None else "") or problem_of(grammar))
     return grammar
 
 

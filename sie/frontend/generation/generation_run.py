@@ -78,7 +78,7 @@ class Run:
         self._is_started = False
         self._error: SieError | None = None
         self._choices: dict[int, ChoiceReply] | None = None
-        self._scored: dict[int, tuple[LogprobText, ...]] = {}
+        self._scored: dict[int, Sequence[LogprobText]] = {}
         self._submitted_ns = min(part.pending.submitted_ns for part in parts)
 
     @property

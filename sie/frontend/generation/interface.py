@@ -27,12 +27,12 @@ class TextRun(Protocol):
 
     @property
     def num_prompts(self) -> int:
-        """The number of its prompts."""
+        """The number of the request's prompts."""
         ...
 
     @property
     def pendings(self) -> Sequence[Pending]:
-        """Its requests on the engine, of which a client that leaves abandons each."""
+        """The request's parts on the engine. Each is abandoned when the client leaves."""
         ...
 
     async def wait(self, timeout_s: float) -> list[GenerateEvent]:

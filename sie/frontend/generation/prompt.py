@@ -144,14 +144,14 @@ def _source(request: GenerateRequest, rule: GenerateRule) -> str:
     return (rule.tool_chat_template if request.tools else "") or rule.chat_template
 
 
-def chat_ids(rendered: Rendered, vocabulary: Vocabulary) -> list[int]:
-    """Return the token ids of a rendered prompt."""
+def chat_ids(rendered: Rendered, vocabulary: Vocabulary, *, whole: bool = False) -> list[int]:
+    """Return the token ids of a rendered prompt; whole as in `Vocabulary.encode`, for texts without special ones."""
     ids: list[int] = []
     for piece, is_marked in rendered.marks.cut(rendered.text):
         if ids or is_marked:
             ids += vocabulary.encode_behind(piece, plain=is_marked)
         else:
-            ids = vocabulary.encode(piece, whole=False)
+            ids = vocabulary.encode(piece, whole=whole)
     return ids
 
 

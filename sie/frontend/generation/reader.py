@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 from sie.frontend.generation.parsers import OutputParser, ParserFactory, Piece, Reasoning, Text
-from sie.frontend.generation.prompt_reader import PromptReader
+from sie.frontend.generation.prompt_reader import PromptReader, text_of
 from sie.frontend.generation.stops import StopFilter
 from sie.frontend.generation.vocabulary import Vocabulary
 from sie.values.generate import (
@@ -125,7 +125,7 @@ class ChoiceReader:
 
     def _named(self, token_id: int, value: float, top: tuple[LogprobText, ...] = ()) -> LogprobText:
         raw = self._vocabulary.token_bytes(token_id)
-        return LogprobText(text=raw.decode(errors="replace"), raw=raw, logprob=value, top=top)
+        return LogprobText(text=text_of(raw), raw=raw, logprob=value, top=top)
 
 
 class Reader:

@@ -52,7 +52,7 @@ def write_sampling(fields: SamplingNumbers, request: GenerateRequest) -> None:
 
 
 def wrong(field: str, reason: str) -> BadRequest:
-    """Return the refusal of a field's value."""
+    """Return the error for a field with a wrong value; reason follows the field's name."""
     return BadRequest(f"Field '{field}' {reason}", extras={"param": field})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
@@ -20,6 +21,7 @@ from sie.frontend.generation.choose_parser import choose_parser
 from sie.frontend.generation.constraints import constrain, schema_bytes
 from sie.frontend.generation.fill_in import GapMarks, gap_ids, require_marks
 from sie.frontend.generation.generation_run import Part, Run, TokenMeter
+from sie.frontend.generation.logprob_limit import limit_logprobs
 from sie.frontend.generation.prompt import chat_ids, check_ids, draft_chat, finish_chat, fit
 from sie.frontend.generation.prompt_reader import PromptReader
 from sie.frontend.generation.reader import Reader
@@ -30,7 +32,7 @@ from sie.frontend.models.model_table import ModelTable
 from sie.ipc.messages import ModelEntry
 from sie.native.preempt import free
 from sie.values.card import ModelCard
-from sie.values.errors import BadRequest
+from sie.values.errors import BadRequest, DeadlineExceeded
 from sie.values.generate import GenerateRequest, GenerateRule, GenerateTask, Grammar, Sampling
 from sie.values.work import WorkHeader
 
@@ -38,6 +40,8 @@ _encode_task: Final = msgspec.msgpack.Encoder().encode
 _EXPECTED_TOKENS: Final = 256
 """Most tokens that a choice counts for, besides its prompt, when a worker is chosen: few use all they may."""
 _GREEDY_BELOW: Final = 1e-7
+_MANY_TOKENS: Final = 4096
+"""Prompts with so many tokens are decoded on a thread."""
 _MAX_SEED: Final = (1 << 63) - 1
 _PROMPT_END_CHARS: Final = 64
 _T = TypeVar("_T")
@@ -70,16 +74,18 @@ class Generator:
         """
         rule = generate_rule(entry.card)
         check_request(request, self._settings)
+        check_encoded(request, rule)
         vocabulary = await self.vocabulary(entry)
         marks = require_marks(vocabulary, entry.card.id) if request.suffix else None
         prompts, prompt_end = await self._prompts(model_of(entry.card.id), request, rule, vocabulary, marks)
-        fitted = [self._fit(ids, request, rule) for ids in prompts]
-        grammar = None
-        if request.grammar is not None or request.tools:
-            grammar = await asyncio.get_running_loop().run_in_executor(self._grammars, constrain, request, rule)
+        fitted = limit_logprobs(
+            [self._fit(ids, request, rule) for ids in prompts], request, self._settings.max_answer_logprobs
+        )
+        grammar = await self._constrain(request, rule, deadline_ns)
         task = plan_task(request, rule, vocabulary.size, salt, grammar)
         if marks is not None and not request.ignore_eos:
             task = msgspec.structs.replace(task, stop_token_ids=marks.ends)
+        texts = await self._echoes(request, vocabulary, prompts, [ids for ids, _ in fitted]) if echoes else ()
         news = asyncio.Event()
         new_readers = _readers(request, rule, vocabulary, [ids for ids, _ in fitted], prompt_end)
         parts: list[Part] = []
@@ -97,7 +103,6 @@ class Generator:
             for part in parts:
                 self._engine.finish(part.pending)
             raise
-        texts = _echoes(request, vocabulary, prompts, [ids for ids, _ in fitted]) if echoes else ()
         return Run(self._engine, entry.card.id, parts, news, meter=self._meter, prompts=texts)
 
     def close(self) -> None:
@@ -111,6 +116,7 @@ class Generator:
         """
         rule = generate_rule(entry.card)
         check_request(request, self._settings)
+        check_encoded(request, rule)
         prompts, _ = await self._prompts(model_of(entry.card.id), request, rule, await self.vocabulary(entry))
         return [self._fit(ids, request, rule)[0] for ids in prompts] if request.truncate_prompt else prompts
 
@@ -153,9 +159,28 @@ class Generator:
             return (await self._read(vocabulary, encode, is_long=is_large)), ""
         draft = await self._on_thread(draft_chat, request, rule)
         rendered = finish_chat(draft, await self._templates.render(model, draft.packed), rule)
-        tokenise = functools.partial(chat_ids, rendered, vocabulary)
+        tokenise = functools.partial(chat_ids, rendered, vocabulary, whole=rule.decoder_start_id is not None)
         ids = await self._read(vocabulary, tokenise, is_long=rendered.is_long)
         return [ids], rendered.text[-_PROMPT_END_CHARS:]
+
+    async def _constrain(self, request: GenerateRequest, rule: GenerateRule, deadline_ns: int) -> Grammar | None:
+        """Return the grammar of an answer, or None. Raises BadRequest, and DeadlineExceeded."""
+        if request.grammar is None and not request.tools:
+            return None
+        checked = asyncio.get_running_loop().run_in_executor(self._grammars, constrain, request, rule)
+        try:
+            async with asyncio.timeout(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)):
+                return await checked
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed before its grammar was checked") from None
+
+    async def _echoes(
+        self, request: GenerateRequest, vocabulary: Vocabulary, prompts: Sequence[list[int]], read: Sequence[list[int]]
+    ) -> list[str]:
+        is_long = sum(map(len, read)) >= _MANY_TOKENS
+        return await self._read(
+            vocabulary, functools.partial(_echo_texts, request, vocabulary, prompts, read), is_long=is_long
+        )
 
     async def _read(self, vocabulary: Vocabulary, read: Callable[[], _T], *, is_long: bool) -> _T:
         """Read texts at once, or on the thread that they need."""
@@ -190,6 +215,20 @@ def check_request(request: GenerateRequest, settings: Generation) -> None:
         limit: int = getattr(settings, setting)
         if count > limit:
             raise BadRequest(f"Field '{field}' is over {setting} ({limit})", extras={"param": field})
+
+
+def check_encoded(request: GenerateRequest, rule: GenerateRule) -> None:
+    """Raise BadRequest for a field that is not served by a model whose encoder reads the prompt."""
+    if rule.decoder_start_id is None:
+        return
+    for field, is_given, problem in (
+        ("tools", bool(request.tools), "it was not trained to call tools"),
+        ("messages", request.continues, "its answer cannot continue an assistant's message"),
+        ("suffix", bool(request.suffix), "it does not fill gaps"),
+        ("logprobs", request.prompt_logprobs is not None, "a prompt that an encoder reads has no log probabilities"),
+    ):
+        if is_given:
+            raise BadRequest(f"Field '{field}' is not served by '{request.model}': {problem}", extras={"param": field})
 
 
 def plan_task(
@@ -239,7 +278,7 @@ def _readers(
     ]  # fmt: skip
 
 
-def _echoes(
+def _echo_texts(
     request: GenerateRequest, vocabulary: Vocabulary, prompts: Sequence[list[int]], read: Sequence[list[int]]
 ) -> list[str]:
     """Return the texts of prompts: as given, or decoded from the tokens if tokens were given or the prompt was cut."""

@@ -100,7 +100,7 @@ class TaggedCalls:
         """White space before the call that is being read. It becomes text again if the call is not valid."""
         self._is_inside = False
         self._num_passed = 0
-        """Characters of the call that is being read, up to the last closing tag within a string; 0 without one."""
+        """Characters of the current call up to the end of the last closing tag inside a string; 0 without such a tag."""
         self._is_behind_call = False
 
     def push(self, text: str) -> list[Piece]:

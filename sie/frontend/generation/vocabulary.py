@@ -18,7 +18,8 @@ from tokenizers import decoders
 
 from sie.frontend.generation.detokenise import ByteDecoder, TextDecoder, TokenDecoder
 from sie.frontend.inputs.text_bounds import check_chars, max_chars
-from sie.frontend.inputs.tokenize import own_pool, unicode_error
+from sie.frontend.inputs.tokenize import unicode_error
+from sie.frontend.inputs.tokenizer_files import own_pool
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 
@@ -141,9 +142,8 @@ class FileVocabulary:
         self._special = frozenset(self._special_ids.values())
         self._bytes_of = _byte_tokens(tokenizer) if "ByteFallback" in steps else {}
         self._anchors = [(text, self._ids(text, whole=False)) for text in _ANCHORS]
-        spell = functools.partial(
-            _token_bytes, tokenizer, self._is_byte_level
-        )  # not a method: that would make a reference cycle, which only the garbage collector frees
+        # Not a method: that would make a reference cycle, which only the garbage collector frees.
+        spell = functools.partial(_token_bytes, tokenizer, self._is_byte_level)
         self.token_bytes = functools.lru_cache(maxsize=65536)(spell)
 
     def encode(self, text: str, *, whole: bool) -> list[int]:

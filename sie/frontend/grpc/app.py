@@ -65,11 +65,11 @@ class Service:
 
     def begin(self, call: Call, message: Message) -> None:
         """Start to answer a call with one message."""
-        call.started((self._watch if _method(call).is_watch else self._answer)(call, message))
+        call.start((self._watch if _method(call).is_watch else self._answer)(call, message))
 
     def begin_stream(self, call: Call) -> None:
         """Start to answer a call with a stream of messages."""
-        call.started(self._stream(call))
+        call.start(self._stream(call))
 
     def end_streams(self) -> None:
         """End every stream after its received requests are answered."""
@@ -105,7 +105,9 @@ class Service:
         unread = _UnreadReplies()
         try:
             await self._streams.run(
-                messages(), unread.counted(functools.partial(self._serve, call)), unread.told(call.write)
+                messages(),
+                unread.keeping_keys(functools.partial(self._serve, call)),
+                unread.ending_requests(call.write),
             )
             call.finish()
         except Exception as error:
@@ -217,8 +219,8 @@ class _UnreadReplies:
         """For each message in order that has no written reply, its key once it is identified."""
         self._is_over = False
 
-    def counted(self, serve: Callable[[bytes, list[KeyHolder]], Awaitable[bytes]]) -> Callable[[bytes], Any]:
-        """Return a function that serves a message and keeps its key. It must be called in the order of the messages."""
+    def keeping_keys(self, serve: Callable[[bytes, list[KeyHolder]], Awaitable[bytes]]) -> Callable[[bytes], Any]:
+        """Return a function that serves a message and keeps its key. Call that function in the order of the messages."""
 
         async def answer(message: bytes) -> bytes:
             keys: list[KeyHolder] = []
@@ -231,7 +233,7 @@ class _UnreadReplies:
 
         return answer
 
-    def told(self, write: Callable[[bytes], Awaitable[None]]) -> Callable[[bytes], Awaitable[None]]:
+    def ending_requests(self, write: Callable[[bytes], Awaitable[None]]) -> Callable[[bytes], Awaitable[None]]:
         """Return a function that writes the next reply, and ends its request when it has left."""
 
         async def write_one(reply: bytes) -> None:

@@ -46,9 +46,8 @@ class Health:
         """
         service, told = message.service, b""
         while not self._process.is_draining:
-            changed = (
-                self._process.models.changed
-            )  # ORDER: before the status, or a change during the write would be missed
+            # ORDER: before the status, or a change during the write would be missed.
+            changed = self._process.models.changed
             status = self._encoded(service)
             if status != told:
                 await exchange.protocol.write(status)

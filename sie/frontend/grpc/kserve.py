@@ -16,12 +16,13 @@ from sie.frontend.dialects.kserve.infer_protobuf import InferMessage
 from sie.frontend.dialects.kserve.trace_settings import check_unchanged
 from sie.frontend.grpc.transport.status_codes import details
 from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.threads import LARGE_BYTES, offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.services.kserve_service import KServeService, check_repository
 from sie.frontend.tensors.infer import Encode
 from sie.frontend.tensors.lookup import is_servable
 from sie.proto import message_class
-from sie.values.errors import BadRequest, NotFound, SieError
+from sie.values.errors import NotFound, SieError
 from sie.values.tensor import RegionPart, TensorRequest, TensorRule
 
 Values = dict[str, Any]
@@ -38,11 +39,7 @@ class KServeGrpc:
         """Return a stream's reply to a failed request, which does not end the stream; otherwise None."""
         if not is_stream or error.http_status in (401, 403, 429):
             return None
-        try:
-            request_id = infer_protobuf.parse_infer(message).message.id
-        except BadRequest:
-            request_id = ""
-        return infer_protobuf.stream_error(details(error), request_id)
+        return infer_protobuf.stream_error(details(error), infer_protobuf.id_of(message))
 
     # --- inference ------------------------------------------------------------------------------------------------
 
@@ -50,11 +47,21 @@ class KServeGrpc:
 
     def infer(self, exchange: Exchange, message: bytes) -> Awaitable[bytes]:
         """Answer `ModelInfer`."""
-        return self._infer(exchange, infer_protobuf.parse_infer(message), is_final=False)
+        rest, raw = infer_protobuf.cut_raw(message)
+        if len(rest) >= LARGE_BYTES:
+            return self._infer_large(exchange, rest, raw)
+        return self._infer(exchange, infer_protobuf.parse_infer(rest, raw), is_final=False)
+
+    async def _infer_large(self, exchange: Exchange, rest: bytes, raw: list[memoryview]) -> bytes:
+        return await self._infer(exchange, await self._parsed(rest, raw), is_final=False)
+
+    async def _parsed(self, rest: bytes, raw: list[memoryview]) -> InferMessage:
+        """Parse a message, in a thread if it is large without its raw contents. Raises BadRequest."""
+        return await offload(self._process.decode_pool, len(rest), infer_protobuf.parse_infer, rest, raw)
 
     async def stream_infer(self, exchange: Exchange, message: bytes) -> bytes:
         """Answer one request of `ModelStreamInfer`."""
-        parsed = infer_protobuf.parse_infer(message)
+        parsed = await self._parsed(*infer_protobuf.cut_raw(message))
         is_final = infer_protobuf.wants_final_response(parsed.message)
         return infer_protobuf.stream_reply(await self._infer(exchange, parsed, is_final=is_final))
 

@@ -9,6 +9,7 @@ import sys
 import msgspec
 import uvloop
 
+from sie.frontend.connect import connect
 from sie.frontend.grpc.app import Dialect, Service
 from sie.frontend.grpc.health import Health
 from sie.frontend.grpc.kserve import KServeGrpc
@@ -17,7 +18,7 @@ from sie.frontend.grpc.reflection import Reflection
 from sie.frontend.grpc.transport.listener import Listener
 from sie.frontend.grpc.transport.tls import tls_context
 from sie.frontend.grpc.trtis import TrtisGrpc
-from sie.frontend.process import FrontendProcess, connect
+from sie.frontend.process import FrontendProcess
 from sie.frontend.services.kserve_service import KServeService
 from sie.frontend.services.trtis_service import TrtisService
 from sie.ipc.messages import Launch

@@ -15,7 +15,7 @@ from sie.frontend.dialects.trtis.status import repository_index, request_status,
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.services.trtis_service import TrtisService
 from sie.frontend.tensors.infer import Encode
-from sie.frontend.tensors.paths import check_version
+from sie.frontend.tensors.model_paths import check_version
 from sie.proto import message_class
 from sie.values.errors import BadRequest, SieError
 from sie.values.tensor import TensorRequest, TensorRule

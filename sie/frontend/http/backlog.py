@@ -28,6 +28,9 @@ _NEARLY_BYTES: Final = 64 * 1024
 """A client may have read this little: it may delay an acknowledgement for 40 ms, and send its next request before that."""
 _QUEUE_BYTES: Final = 4 << 20
 """The kernel's queues of a connection may take an answer up to this size at once."""
+_SMALL_PART: Final = 8
+_SMALL_BYTES: Final = 64 * 1024
+"""Events of tokens that are sent together are below this, and below an eighth of any limit that is set with sense."""
 _MAX_FILES: Final = 1 << 16
 _Address = tuple[str, int]
 _T = TypeVar("_T")
@@ -39,6 +42,9 @@ class Backlog:
     The kernel is first queried when half of the limit may be unacknowledged; a smaller backlog needs no query. That
     first query does not tell how many bytes were acknowledged before it. So a client that has not caught up by then is
     cut at a backlog between half of the limit and the limit.
+
+    The limit is for what gathers while the client does not read. A large part, such as a prompt that is repeated, comes
+    at once however fast the client reads. So it raises the limit until it is read.
     """
 
     def __init__(self, client: str, limit_bytes: int, sockets: Sockets | None = None) -> None:
@@ -49,6 +55,9 @@ class Backlog:
         self._client = _parse(client)
         self._sockets = sockets if sockets is not None else Sockets()
         self._limit_bytes = limit_bytes
+        self._large_bytes = max(_SMALL_BYTES, limit_bytes // _SMALL_PART)
+        self._allowed = 0
+        """The bytes of large parts that may be unread beside the limit."""
         self._query_at = limit_bytes // 2
         self._unacked = 0
         self._acked_before: int | None = None
@@ -62,9 +71,11 @@ class Backlog:
         """Record that nbytes more were handed to Granian. Return whether the backlog is over the limit now."""
         self._unacked += nbytes
         self._added_ns = time.monotonic_ns()
+        if nbytes > self._large_bytes:
+            self._allowed += nbytes
         if self._unacked < self._query_at or self._client is None:
             return False
-        return self.measure() > self._limit_bytes
+        return self.measure() > self._limit_bytes + self._allowed
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +93,9 @@ class Backlog:
         if not self._check_empty(taken) and self._acked_before is not None:
             self._unacked -= min(self._unacked, taken.acked - self._acked_before)
         self._acked_before = taken.acked
-        self._query_at = max(self._limit_bytes // 2, (self._unacked + self._limit_bytes) // 2)
+        self._allowed = min(self._allowed, self._unacked)
+        limit = self._limit_bytes + self._allowed
+        self._query_at = max(limit // 2, (self._unacked + limit) // 2)
         return self._unacked
 
     @property

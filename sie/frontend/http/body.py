@@ -131,7 +131,7 @@ class BodyReader:
             other.reconfigure(other._max_bytes, idle_timeout_s, min_bytes_per_s)
 
     def with_limit(self, section: object, setting: str, more_bytes: int = 0) -> BodyReader:
-        """Return a reader with its own size limit: a setting of section, and more_bytes for what is around the content.
+        """Return a reader with its own size limit: a setting of section, and more_bytes for the form around the content.
 
         `end_stalled` covers its reads, too.
         """

@@ -54,7 +54,7 @@ class Exchange:
         self.num_items = 0
         self.input_tokens = 0
         self.output_tokens = 0
-        """Tokens read and generated for the request so far; tensor requests count none."""
+        """Tokens read and generated for the request so far; requests to models of tensors count none."""
         self.timing: Any = None
         self.run: Generated | None = None
         """The run of a request that generates, once it was submitted."""

@@ -1,7 +1,8 @@
 """Bounds the bytes that one process holds for its clients: bodies that arrive, and answers that wait to be read.
 
-Over the limit the connection that holds most is cut first. Bytes of requests that a worker has count as well, but are
-freed without a cut. The sum may be out of date, so each holding is measured again before a cut.
+Over the limit the connection that holds most is cut first. The bytes of a request that a worker runs count, too, but its
+connection is not cut, because the answer frees them. The sum may be out of date, so each holding is measured again before
+a cut.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import socket
 import struct
@@ -9,6 +10,7 @@ from typing import Final
 
 from sie.frontend.http.backlog import open_files
 
+_AGAIN_S: Final = 0.01
 _SO_ATTACH_REUSEPORT_CBPF: Final = 51
 _SO_DETACH_REUSEPORT_BPF: Final = 68
 """Source of both: Linux, include/uapi/asm-generic/socket.h."""
@@ -16,6 +18,18 @@ _INSTRUCTION: Final = struct.Struct("=HBBI")
 _PROGRAM: Final = struct.Struct("@HP")
 _RETURN_CONSTANT: Final = 0x06
 """BPF_RET | BPF_K. Source: Linux, include/uapi/linux/filter.h, which has the two structures, too."""
+
+
+async def until_accepting(host: str, port: int) -> None:
+    """Wait until a listener at this address accepts. Granian opens ours a little before or after the event loop starts."""
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(host, port)
+        except OSError:
+            await asyncio.sleep(_AGAIN_S)
+        else:
+            writer.close()
+            return
 
 
 def limit_unread_time(timeout_s: float) -> None:

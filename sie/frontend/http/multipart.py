@@ -54,7 +54,7 @@ class FormReader:
     ) -> None:  # fmt: skip
         """Take the request's content type. setting is the name of the setting behind max_file_bytes.
 
-        Raises BadRequest, 415 for a body that is no form.
+        Raises BadRequest, with status 415 if the body is not a form.
         """
         self.values: dict[str, str] = {}
         self.files: list[FilePart] = []

@@ -6,12 +6,14 @@ becomes an event. Source of the format: HTML standard, section 9.2 (server-sent 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any, Final, NamedTuple, Protocol
 
 from sie.frontend.http.unread import Unread
 from sie.values.errors import ClientGone, SieError
-from sie.values.generate import GenerateEvent, GenerateUsage
+from sie.values.generate import GenerateEvent, GenerateUsage, PromptScored
 from sie.values.inference import Timing
 
 STREAM_HEADERS: Final = (("content-type", "text/event-stream"), ("cache-control", "no-cache"))
@@ -64,6 +66,8 @@ class Streamed(NamedTuple):
     writer: EventWriter
     headers: Sequence[tuple[str, str]] = ()
     """The headers to send besides those of every stream."""
+    pool: Executor | None = None
+    """Its threads write the log probabilities of prompts; None for a stream that never has them."""
 
 
 async def send_stream(
@@ -81,7 +85,10 @@ async def send_stream(
             error = None
             try:
                 events = await run.wait(keep_alive_s)
-                data = writer.write(events) if events else writer.keep_alive
+                if answer.pool is not None and any(isinstance(event, PromptScored) for event in events):
+                    data = await asyncio.get_running_loop().run_in_executor(answer.pool, writer.write, events)
+                else:
+                    data = writer.write(events) if events else writer.keep_alive
             except SieError as raised:
                 if transport is None:
                     raise

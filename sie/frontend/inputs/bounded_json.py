@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 import numpy as np
 
+from sie.values.choices import with_choices
 from sie.values.errors import BadRequest
 
 MAX_CONTAINERS = 65_536 + 64
@@ -55,6 +56,11 @@ _T = TypeVar("_T")
 
 class Decoder(Protocol[_T_co]):
     """A msgspec decoder of either format."""
+
+    @property
+    def type(self) -> Any:
+        """The type that it decodes to."""
+        ...
 
     def decode(self, buf: bytes, /) -> _T_co: ...
 
@@ -97,11 +103,11 @@ def check_utf8(body: bytes) -> None:
 
 
 def decode_typed(decoder: Decoder[_T], body: bytes) -> _T:
-    """Decode a body. Every msgspec error becomes BadRequest with msgspec's text, which contains the path."""
+    """Decode a body. Every msgspec error becomes BadRequest with its text, which contains the path and any choices."""
     try:
         return decoder.decode(body)
     except msgspec.DecodeError as exc:
-        raise BadRequest(str(exc)) from None
+        raise BadRequest(with_choices(exc, decoder.type)) from None
     except UnicodeDecodeError:
         raise BadRequest("Invalid UTF-8 in a string") from None
     except RecursionError:  # a RuntimeError: a handler for DecodeError alone would make it a 500

@@ -31,7 +31,7 @@ def list_arrays(
 ) -> Arrays:  # fmt: skip
     """Return the arrays of a request scored as lists, the items' bounds first: the lists, then each document's number.
 
-    The lists lie back to back, each up to the mark of its query: what the prompt has behind it changes no earlier
+    The lists lie back to back, each up to the mark of its query: the rest of the prompt changes no earlier
     hidden state. cuts gets the documents that were cut, or all documents if the query was cut. Raises InputTooLong for
     lists that together are longer than the model reads, and BadRequest for a text that is not valid Unicode.
     """

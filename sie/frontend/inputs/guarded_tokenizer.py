@@ -23,7 +23,7 @@ _PROCESSOR_S: Final = 0.1
 _PROCESSOR_S_PER_CHAR: Final = 2e-6
 """Real rules take 0.1 to 0.5 us."""
 _WAIT_S: Final = 2.0
-"""A process may wait for a core, so it gets more time than it may use."""
+"""Added to the processor time that an answer may take, because the process may wait for a core."""
 _PATIENCE_S: Final = 60.0
 """Longest wait for an answer, with earlier texts and the start of a process; it ends if the event loop has stopped."""
 _MAX_REPLY_BYTES: Final = 64

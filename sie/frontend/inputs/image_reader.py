@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.config.limits import Limits
-from sie.frontend.inputs.images import decode_image, fitted_size, open_image, prepare_image
+from sie.frontend.inputs.images import decode_image, fitted_size, open_image, prepare_image, silence_decoders
 from sie.values.card import ImageRule
 from sie.values.errors import BadRequest, DeadlineExceeded, Overloaded, SieError
 
@@ -53,6 +53,7 @@ class ImageReader:
     """Decode and resize images of all requests of one frontend."""
 
     def __init__(self, limits: Limits, num_threads: int) -> None:
+        silence_decoders()
         self._limits = limits
         self._pool = ThreadPoolExecutor(num_threads, "images")
         self._num_waiting = 0

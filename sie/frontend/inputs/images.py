@@ -10,19 +10,20 @@ Source of every step after decoding: transformers 5.23 image_processing_backends
 from __future__ import annotations
 
 import io
+import logging
+import warnings
 from typing import IO, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
-from PIL.TiffImagePlugin import ImageFileDirectory_v2
+from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
 
 from sie.values.card import ImageRule
 from sie.values.errors import BadRequest
 
 FORMATS: Final = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
 """Formats that are decoded, detected by content. Pillow calls a JPEG with several pictures MPO; the first is read."""
-_JPEG_START: Final = b"\xff\xd8"
 _SCAN_MARKER: Final = b"\xff\xda"
 _MAX_JPEG_SCANS: Final = 100
 """Every scan processes the whole image, even if it has few bytes; encoders write about ten."""
@@ -31,9 +32,12 @@ _MAX_READS: Final = 100_000
 scanner takes a tenth of this."""
 _MAX_TAG_VALUES: Final = 65_536
 """Pillow makes Python objects of the numbers in a directory of tags: four million strips of a TIFF take 23 s and 1.5 GB."""
-_EXIF_SEGMENT: Final = b"Exif\0\0"
-_MAX_EXIF_SEGMENTS: Final = 64
-"""Pillow copies all EXIF of a JPEG before for each further segment. One segment has up to 64 KiB, most files have one."""
+_MAX_TAGS: Final = 4096
+"""Pillow looks up the name of each tag, and warns of each damaged one: 60,000 take seconds. Cameras write about a hundred."""
+_REPEATED: Final = ((b"\xff\xd8", b"Exif\0\0"), (b"\x89PNG", b"iCCP"))
+"""Parts that cost much each, and the start of their format: Pillow copies all EXIF of a JPEG before for each further segment,
+and decompresses each colour profile of a PNG, up to 1 MiB. Most files have one; one segment of EXIF has up to 64 KiB."""
+_MAX_REPEATED: Final = 64
 _UNBOUNDED_MODES: Final = frozenset(("I", "F"))
 """32-bit integers and floats, for which no value is defined as white."""
 _TILE_SIZE: Final = (322, 323)
@@ -75,7 +79,9 @@ _load_directory: Final = ImageFileDirectory_v2.load
 
 
 def _load_bounded(self: ImageFileDirectory_v2, fp: IO[bytes]) -> None:
-    """Read a directory of a TIFF or of EXIF, and refuse it if it has too many numbers to make objects of."""
+    """Read a directory of a TIFF or of EXIF, and refuse it if it has too many tags, or numbers to make objects of."""
+    if _num_tags(self, fp) > _MAX_TAGS:
+        raise OSError("an image of too many parts")
     _load_directory(self, fp)
     units, values = self._load_dispatch, self._tagdata  # pyright: ignore[reportPrivateUsage]  # `self` is Pillow's
     sizes = ((units[self.tagtype[tag]][0], len(data)) for tag, data in values.items())
@@ -83,7 +89,21 @@ def _load_bounded(self: ImageFileDirectory_v2, fp: IO[bytes]) -> None:
         raise OSError("an image of too many parts")
 
 
+def _num_tags(directory: ImageFileDirectory_v2, fp: IO[bytes]) -> int:
+    """Return the number of tags that a directory announces; the file's position stays."""
+    start = fp.tell()
+    announced = fp.read(8 if directory._bigtiff else 2)  # pyright: ignore[reportPrivateUsage]  # as above
+    fp.seek(start)
+    return int.from_bytes(announced, "big" if directory.prefix == b"MM" else "little")
+
+
 ImageFileDirectory_v2.load = _load_bounded  # Pillow has no limit of its own, and reads these in several places
+
+
+def silence_decoders() -> None:
+    """Let this process ignore Pillow's warnings and debug lines: a client's image can cause thousands of each."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+    logging.getLogger("PIL").setLevel(logging.INFO)
 
 
 def open_image(data: memoryview, path: str, max_pixels: int) -> Image.Image:
@@ -92,7 +112,7 @@ def open_image(data: memoryview, path: str, max_pixels: int) -> Image.Image:
     Raises BadRequest for undecodable data, and for an image or tile of more pixels than max_pixels.
     """
     encoded = bytes(data)
-    if encoded.startswith(_JPEG_START) and encoded.count(_EXIF_SEGMENT) > _MAX_EXIF_SEGMENTS:
+    if any(encoded.startswith(start) and encoded.count(part) > _MAX_REPEATED for start, part in _REPEATED):
         raise _undecodable(path)
     try:
         image: Image.Image = Image.open(_CountedFile(encoded), formats=FORMATS)
@@ -112,6 +132,13 @@ def open_image(data: memoryview, path: str, max_pixels: int) -> Image.Image:
     if not width * height or (is_jpeg and encoded.count(_SCAN_MARKER) > _MAX_JPEG_SCANS):
         raise _undecodable(path)
     return image
+
+
+def keep_position(image: Image.Image) -> None:
+    """Let an opened TIFF be decoded as it is stored, like other formats; Pillow would turn it upright by itself."""
+    if isinstance(image, TiffImageFile):
+        image._size = image._tile_size  # pyright: ignore[reportPrivateUsage]  # Pillow has no option for it
+        image.getexif = Image.Exif  # without a tag, and so without an orientation
 
 
 def _tile_size(image: Image.Image) -> tuple[int, int]:

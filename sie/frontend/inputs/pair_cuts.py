@@ -17,7 +17,7 @@ _MAX_COUNTED_CHARS: Final = 1 << 18
 
 
 class Lengths:
-    """The numbers of tokens of a query, at place 0, and its documents, of which only beginnings are read."""
+    """The token counts of whole texts of which only the beginnings are encoded: a query, at place 0, and its documents."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -25,11 +25,11 @@ class Lengths:
         self._known: dict[int, float] = {}
 
     def any_is_cut(self, heads: Sequence[str]) -> bool:
-        """Return whether any of the first texts is longer than what is read of it."""
+        """Return whether any of the first texts is longer than its head, its encoded beginning."""
         return any(len(head) < len(text) for head, text in zip(heads, self._texts, strict=False))
 
     def of(self, place: int, head: str, num_tokens: int) -> float:
-        """Return the number of tokens of a text whose beginning has num_tokens; an estimate for an immense one."""
+        """Return the number of tokens of a whole text, whose head has num_tokens. For an immense text it is an estimate."""
         text = self._texts[place]
         if len(head) == len(text):
             return num_tokens
@@ -53,9 +53,9 @@ def cut_pairs(
 ) -> list[tokenizers.Encoding]:
     """Return the encodings of pairs with at most limit tokens, special ones included, cut as the library does it.
 
-    Of two texts that are both cut, the one that was longer as a whole keeps the odd token; lengths tells that where texts are
-    beginnings of longer ones. cuts gets the documents whose pairs were cut. Raises TypeError, the library's, for a text
-    that is not valid Unicode.
+    If both texts of a pair are cut and the room is odd, the text that was longer when whole keeps one token more. lengths
+    knows the whole lengths of texts that are given here only in part. cuts gets the documents whose pairs were cut. Raises
+    the library's TypeError for a text that is not valid Unicode.
     """
     lengths = lengths or Lengths(tokenizer, [query, *documents])
     room = limit - tokenizer.num_special_tokens_to_add(True)

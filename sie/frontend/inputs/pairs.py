@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Encoding
 
 from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
 from sie.frontend.inputs.pair_cuts import Cuts
@@ -21,6 +23,21 @@ Arrays = list[tuple[str, NDArray[Any]]]
 
 _PLACEHOLDER: Final = re.compile(r"\{(query|document|instruction)\}")
 _LENGTH: Final = struct.Struct("<I")
+
+
+def pack_encodings(encodings: Iterable[Encoding], *, has_types: bool) -> Arrays:
+    """Return the arrays of encoded sequences; has_types: the model reads token types."""
+    rows: list[list[int]] = []
+    types: list[list[int]] = []
+    for encoding in encodings:
+        rows.append(encoding.ids)  # keep only the ids: an encoding takes 100 bytes and more for each token
+        if has_types:
+            types.append(encoding.type_ids)
+    token_ids, cu_seqlens = pack_ids(rows)
+    arrays: Arrays = [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
+    if has_types:
+        arrays.append(("token_types", np.fromiter(chain.from_iterable(types), np.uint8, len(token_ids))))
+    return arrays
 
 
 def cut_documents(tokenizer: Tokenizer | None, documents: Sequence[str], max_tokens: int) -> list[str]:

@@ -58,7 +58,7 @@ class RulesError(ValueError):
 def rules_to_try(tokenizer: tokenizers.Tokenizer) -> bytes:
     """Return the rules that may take long for a text, as JSON of (normalizer, pre_tokenizer); empty for quick rules.
 
-    Raises RulesError for rules that are not even to be tried.
+    Raises RulesError for rules that must not be tried at all.
     """
     normalizer, splitter, decoder = (
         None if part is None else msgspec.json.decode(part.__getstate__())
@@ -85,7 +85,7 @@ def is_linear(pattern: str) -> bool:
 
 
 def least_chars(pattern: str) -> int:
-    """Return how many characters a match of a regular expression has at least, as far as that is known."""
+    """Return the fewest characters that a match of a regular expression can have; 0 if that is not known."""
     found = _ITEMS.fullmatch(pattern)
     if found is None:
         return 0

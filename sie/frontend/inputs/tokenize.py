@@ -14,18 +14,15 @@ import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, chain
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from sie.frontend.inputs.guarded_tokenizer import GuardedTokenizer
 from sie.frontend.inputs.pair_cuts import Cuts, Lengths, cut_pairs
-from sie.frontend.inputs.text_bounds import GrowthError, groups, max_chars, shorten
-from sie.frontend.inputs.text_rules import RulesError, rules_to_try
-from sie.native.preempt import preempted
-from sie.runtime.ends_of_work import ENDS_OF_WORK
+from sie.frontend.inputs.text_bounds import groups, shorten
+from sie.frontend.inputs.tokenizer_files import filler_of, most_chars, open_tokenizer, own_pool, with_marker
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong, Internal, SieError
 
@@ -79,10 +76,10 @@ class Tokenizer:
         self.card = card
         self.vocab_size = card.vocab_size or tokenizer.get_vocab_size()
         self._document = self._query = _Reader(
-            tokenizer, card.max_sequence_length, max_chars=_most_chars(card, tokenizer)
+            tokenizer, card.max_sequence_length, max_chars=most_chars(card, tokenizer)
         )
         self._is_plain = not (card.strip or card.lowercase or card.drop_punctuation)
-        self._filler = _filler_of(card, tokenizer)
+        self._filler = filler_of(card, tokenizer)
         self._wants_types = card.score is not None and card.score.token_types
 
     @classmethod
@@ -98,7 +95,7 @@ class Tokenizer:
             # `sie.frontend.operations.extraction` cuts an extractor's texts: into windows, or to fit with their label.
             # A generation prompt that is too long is rejected, or loses its oldest tokens.
             limit = card.max_sequence_length if card.extract is None and card.generate is None else None
-            tokenizer = cls(card, _open(card, card.tokenizer_file, limit, loop))
+            tokenizer = cls(card, open_tokenizer(card, card.tokenizer_file, limit, loop))
         else:
             document = _open_late(card, late.document_length, late.document_prefix, loop)
             tokenizer = cls(card, document.tokenizer)
@@ -107,8 +104,8 @@ class Tokenizer:
         if card.static_vectors is not None:
             tokenizer._document = tokenizer._query = tokenizer._document._replace(add_special_tokens=False)
         if static is not None:
-            query = _open(card, static.tokenizer_file, static.max_length, loop)
-            most = _most_chars(card, query)
+            query = open_tokenizer(card, static.tokenizer_file, static.max_length, loop)
+            most = most_chars(card, query)
             tokenizer._query = _Reader(query, static.max_length, add_special_tokens=False, max_chars=most)
         return tokenizer
 
@@ -317,61 +314,10 @@ class Tokenizer:
         return text.lower() if self.card.lowercase else text
 
 
-def _open(
-    card: ModelCard, path: str, limit: int | None, loop: asyncio.AbstractEventLoop | None
-) -> tokenizers.Tokenizer:
-    """Return a file's tokenizer without padding, and truncated only at limit."""
-    try:
-        with preempted("tokenizers"):
-            tokenizer = tokenizers.Tokenizer.from_file(path)
-    except ENDS_OF_WORK:
-        raise
-    except BaseException as exc:  # bare Exception for a missing and for a malformed file, and panics of the library
-        raise Internal(f"Model '{card.id}' has no readable tokenizer") from exc
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    if limit is not None:
-        tokenizer.enable_truncation(limit)  # pyright: ignore[reportUnknownMemberType]  # untyped
-    try:
-        rules = rules_to_try(tokenizer)
-    except RulesError as error:
-        raise _unusable(card, error) from None
-    if not rules or loop is None:
-        return tokenizer
-    return cast("tokenizers.Tokenizer", GuardedTokenizer(card.id, tokenizer, rules, loop))
-
-
-def _unusable(card: ModelCard, error: Exception) -> Internal:
-    return Internal(f"Model '{card.id}' has a tokenizer that cannot be used: {error}")
-
-
-def own_pool(tokenizer: tokenizers.Tokenizer) -> ThreadPoolExecutor | None:
-    """Return the thread on which all texts of a guarded tokenizer must be read; None for any other tokenizer."""
-    return cast("Any", tokenizer).pool if isinstance(cast("object", tokenizer), GuardedTokenizer) else None
-
-
-def _filler_of(card: ModelCard, tokenizer: tokenizers.Tokenizer) -> list[int] | None:
-    """Return the card's length of padding ids, or None without padding. Raises Internal for an unknown token."""
-    padding = card.padding
-    if padding is None:
-        return None
-    token_id = tokenizer.token_to_id(padding.token)
-    if token_id is None:
-        raise Internal(f"Model '{card.id}' has a tokenizer that does not know its padding token {padding.token!r}")
-    return [token_id] * padding.length
-
-
 def _open_late(card: ModelCard, length: int | None, prefix: str, loop: asyncio.AbstractEventLoop | None) -> _Reader:
     limit = length or card.max_sequence_length
-    tokenizer = _with_marker(_open(card, card.tokenizer_file, limit, loop), prefix)
-    return _Reader(tokenizer, limit, prefix, max_chars=_most_chars(card, tokenizer))
-
-
-def _most_chars(card: ModelCard, tokenizer: tokenizers.Tokenizer) -> int:
-    try:
-        return max_chars(tokenizer)
-    except GrowthError as error:
-        raise _unusable(card, error) from None
+    tokenizer = with_marker(open_tokenizer(card, card.tokenizer_file, limit, loop), prefix)
+    return _Reader(tokenizer, limit, prefix, max_chars=most_chars(card, tokenizer))
 
 
 def _note_cuts(encodings: Sequence[tokenizers.Encoding], limit: int, cuts: Cuts) -> None:
@@ -395,23 +341,6 @@ def _encode_short(
             cuts[index] = max_tokens
         encoding.truncate(room)
     return [tokenizer.post_process(encoding, None, reader.add_special_tokens).ids for encoding in encodings]
-
-
-def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tokenizer:
-    """Make the tokenizer read a prefix's marker as one token, if the vocabulary has it.
-
-    Otherwise `[unused0] ` would be split, and a lowercasing normaliser would hide `[Q] `. A marker outside the
-    vocabulary stays ordinary text. Source: sentence_transformers 6.2 multi_vector_encoder/model.py.
-    """
-    words = prefix.split(None, 1)
-    for marker in (prefix, words[0]) if words else ():
-        if tokenizer.token_to_id(marker) is None:
-            continue
-        if tokenizer.encode(marker, add_special_tokens=False).tokens != [marker]:
-            token = tokenizers.AddedToken(marker, normalized=False, special=True)
-            tokenizer.add_special_tokens([token])  # pyright: ignore[reportUnknownMemberType]  # untyped
-        break
-    return tokenizer
 
 
 def is_long(texts: Sequence[str], threshold_bytes: int) -> bool:

@@ -117,7 +117,7 @@ class ModelTable:
         self.used.clear()
         return used
 
-    def able(self, output: str) -> list[str]:
+    def models_for(self, output: str) -> list[str]:
         """Return the ids of the models that give this output to a request without a profile.
 
         Text models also embed. They are listed for other outputs only if no other model gives those.
@@ -137,9 +137,9 @@ class ModelTable:
         if chosen is not None and (not output or not chosen.is_read or gives(chosen.card, output)):
             return chosen.card.id
         if not output:
-            outputs = [served for served in ("generate", "dense") if self.able(served)] or ["score"]
+            outputs = [served for served in ("generate", "dense") if self.models_for(served)] or ["score"]
             return next(filter(None, map(self.default_of, outputs)), None)
-        able = self.able(output)
+        able = self.models_for(output)
         return able[0] if len(able) == 1 else None
 
     def resolve_default(self, model: str, output: str) -> str:
@@ -148,7 +148,7 @@ class ModelTable:
             return model
         default = self.default_of(output)
         if default is None:
-            able = ", ".join(self.able(output))
+            able = ", ".join(self.models_for(output))
             lack = "no served model generates text" if output == "generate" else f"no model gives {output!r}"
             hint = f"; name one of: {able}" if able else f": {lack}"
             raise SieError(f"No default model{hint}", code="MODEL_NOT_FOUND", http_status=404)
@@ -221,9 +221,8 @@ class ModelTable:
 
     async def tokenizer(self, entry: ModelEntry) -> Tokenizer:
         """Return a model's tokenizer. Raises Internal if its file cannot be read."""
-        return await asyncio.shield(
-            self._start_tokenizer(entry)
-        )  # shielded, because other requests may wait for the same future
+        # Shielded, because other requests may wait for the same future.
+        return await asyncio.shield(self._start_tokenizer(entry))
 
     def ready_tokenizer(self, entry: ModelEntry) -> Tokenizer | None:
         """Return a model's tokenizer without waiting, or None if it is not read yet."""

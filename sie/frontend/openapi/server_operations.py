@@ -22,8 +22,8 @@ from sie.frontend.dialects.operation import (
     Reply,
 )
 from sie.frontend.models.admin import ModelBody
-from sie.values.model_config import ModelConfig, ResolveBody
-from sie.values.pool import PoolBody
+from sie.values.host_pool import PoolBody
+from sie.values.shared_config import ModelConfig, ResolveBody
 
 
 class ModelStatus(Reply):
@@ -253,7 +253,11 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _text(
         "/readyz",
         "Whether requests can be served",
-        Answer(200, "`ok`: every model named at the start is loaded.", (TEXT,)),
+        Answer(
+            200,
+            "`ok`: every model named at the start is loaded; without `strict_readiness`, those that can be.",
+            (TEXT,),
+        ),
         Answer(
             503,
             "`not ready: ` and the reason: the models that are not loaded, or that the server is starting or stopping.",

@@ -27,7 +27,7 @@ from sie.frontend.inputs.stub_texts import encode_stub_text, encode_stub_texts
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer
 from sie.frontend.models.adapter_lookup import requested_adapter
 from sie.frontend.models.model_table import ModelTable
-from sie.frontend.operations.interface import Started
+from sie.frontend.operations.interface import Submitted
 from sie.frontend.operations.reply_reader import count_items, dense_dims
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
@@ -56,7 +56,7 @@ class Encoder:
         """Use reloaded limits for later requests."""
         self._limits = limits
 
-    async def start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> Started:
+    async def start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> Submitted:
         """Tokenise and submit a resolved request; return it with the nanoseconds that reading its items took.
 
         Raises the errors of admission, the tokenizer and `ImageReader.read`.
@@ -74,10 +74,10 @@ class Encoder:
         num_tokens = int(arrays[0][1][-1])
         took_ns = time.monotonic_ns() - began_ns
         if request.images is None:
-            return Started(self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns)
-        return Started(await self._engine.submit_large(header, arrays, num_tokens, deadline_ns), took_ns)
+            return Submitted(self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns)
+        return Submitted(await self._engine.submit_large(header, arrays, num_tokens, deadline_ns), took_ns)
 
-    def try_start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> Started | None:
+    def try_start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> Submitted | None:
         """Do the work of `start` at once, or return None when that would block the event loop too long."""
         if request.images is not None:
             return None
@@ -94,7 +94,7 @@ class Encoder:
         header = _with_prompt(header, request)
         num_tokens = int(arrays[0][1][-1])
         took_ns = time.monotonic_ns() - began_ns
-        return Started(self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns)
+        return Submitted(self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns)
 
     def _key_of(self, entry: ModelEntry, request: EncodeRequest) -> TextEncodeKey:
         """Return the layout key of one text without options. Raises BadRequest for a row that is too large."""
@@ -105,7 +105,7 @@ class Encoder:
 
     def _try_start_text(
         self, entry: ModelEntry, request: EncodeRequest, texts: list[str], deadline_ns: int, began_ns: int
-    ) -> Started | None:
+    ) -> Submitted | None:
         """Submit one text with its layout key, or return None as `try_start` does.
 
         The bytes equal those from NumPy arrays, but take less time.
@@ -127,7 +127,7 @@ class Encoder:
             parts = [_pack_bounds(0, cost), text, _pack_bounds(0, len(text))]
             layout = lay_out_text(key, cost, len(text))
         took_ns = time.monotonic_ns() - began_ns
-        return Started(self._engine.submit_parts(layout, parts, cost, deadline_ns), took_ns)
+        return Submitted(self._engine.submit_parts(layout, parts, cost, deadline_ns), took_ns)
 
     def _header(self, entry: ModelEntry, request: EncodeRequest) -> WorkHeader:
         """Return the header for the worker. Raises BadRequest for a request or reply that would be too large."""

@@ -23,8 +23,8 @@ class Submission(Protocol):
         ...
 
 
-class Started(NamedTuple):
-    """The submission of an encode or score request; a `TimedSubmission`."""
+class Submitted(NamedTuple):
+    """A submitted encode or score request, with the time that it took to read its items."""
 
     pending: Pending
     tokenization_ns: int
@@ -90,7 +90,7 @@ class Operation(Protocol[RequestT_contra, SubmissionT_co]):
 class EncodeOperation(Operation[EncodeRequest, TimedSubmission], Protocol):
     """The encode operation of a process."""
 
-    def try_start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> Started | None:
+    def try_start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> TimedSubmission | None:
         """Do the work of `start` at once, or return None when that would block the event loop too long."""
         ...
 

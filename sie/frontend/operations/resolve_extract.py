@@ -11,6 +11,7 @@ from sie.frontend.inputs.profile_options import merge_options, refuse_adapter
 from sie.frontend.operations.extraction.extract import check_task
 from sie.frontend.operations.resolve import check_media
 from sie.values.card import ModelCard
+from sie.values.choices import with_choices
 from sie.values.errors import BadRequest
 from sie.values.extract import (
     ClassFunction,
@@ -157,4 +158,4 @@ def _typed_options(options: dict[str, Any]) -> ExtractOptions:
     try:
         return msgspec.convert(known, ExtractOptions)
     except msgspec.ValidationError as error:
-        raise BadRequest(str(error).replace("`$", f"`{OPTIONS_PATH}")) from None
+        raise BadRequest(with_choices(error, ExtractOptions).replace("`$", f"`{OPTIONS_PATH}")) from None

@@ -24,7 +24,7 @@ from sie.frontend.inputs.prompts import check_prompted, count_prompted
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer
 from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.comparisons import comparison_arrays
-from sie.frontend.operations.interface import Started
+from sie.frontend.operations.interface import Submitted
 from sie.frontend.operations.reply_reader import timing_of
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
@@ -49,7 +49,7 @@ class Scorer:
         """Use reloaded limits for later requests."""
         self._limits = limits
 
-    async def start(self, entry: ModelEntry, request: ScoreRequest, deadline_ns: int) -> Started:
+    async def start(self, entry: ModelEntry, request: ScoreRequest, deadline_ns: int) -> Submitted:
         """Tokenise and submit a resolved request; return its record and the tokenising time in nanoseconds.
 
         Raises the errors of admission and the tokenizer, and InputTooLong with overflow_policy `error`.
@@ -66,8 +66,8 @@ class Scorer:
             header = WorkHeader(entry.card.id, "score", len(request.documents), (), is_raw=request.is_raw)
         num_tokens = int(arrays[0][1][-1])
         if entry.card.listwise is not None:
-            num_tokens -= len(request.documents)  # the numbers of documents are no tokens
-        return Started(self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns)
+            num_tokens -= len(request.documents)  # the numbers of documents do not count as tokens
+        return Submitted(self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns)
 
     async def _prepare(self, entry: ModelEntry, request: ScoreRequest) -> Arrays:
         """Tokenise at once, or on a thread when that would block the event loop too long."""

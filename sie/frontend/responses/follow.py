@@ -14,7 +14,7 @@ from sie.frontend.dialects.openai import text_fields
 from sie.frontend.dialects.responses.replay import end_events, is_terminal, replay
 from sie.frontend.dialects.responses.reply import RUNNING
 from sie.frontend.http.threads import offload
-from sie.frontend.responses.store import Followed
+from sie.frontend.responses.response_store import Followed
 from sie.values.errors import NotFound, SieError
 from sie.values.generate import GenerateEvent, Started
 from sie.values.inference import Timing

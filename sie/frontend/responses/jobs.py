@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from sie.frontend.dialects.responses.reply import CANCELLED, ResponseRecord
+from sie.frontend.generation.reply_size import events_bytes
 from sie.frontend.http.stream import EventSource
+from sie.frontend.http.threads import offload
 from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.runtime.logs import get_logger
 from sie.values.errors import BadRequest, ClientGone, Internal, SieError, Unavailable
@@ -85,11 +88,15 @@ class Follower:
 
 
 class Job:
-    """One response under way. keep stores it at its end, and is awaited before the stream gets its last event."""
+    """One response under way. keep stores it at its end, and is awaited before the stream gets its last event.
+
+    A thread of the pool applies a large answer to the record.
+    """
 
     def __init__(
-        self, record: ResponseRecord, owner: str, keep: Callable[[ResponseRecord], Awaitable[None]], *, outlives: bool
-    ) -> None:
+        self, record: ResponseRecord, owner: str, keep: Callable[[ResponseRecord], Awaitable[None]],
+        pool: ThreadPoolExecutor, *, outlives: bool,
+    ) -> None:  # fmt: skip
         self.record = record
         self.owner = owner
         """The name of the API key that requested it."""
@@ -97,6 +104,7 @@ class Job:
         """Whether the job runs on after its client has left."""
         self.follower = Follower(self._on_gone, counts_usage=not outlives)
         self._keep = keep
+        self._pool = pool
         self._is_ending = False
         self._why: SieError | None = None
         self._task: asyncio.Task[None] | None = None
@@ -143,7 +151,7 @@ class Job:
             _log.exception("response %s failed", self.record.id)
             error = Internal("internal error")
         self._is_ending = True
-        self.record.apply(last, int(time.time()))
+        await offload(self._pool, events_bytes(last), self.record.apply, last, int(time.time()))
         if error is not None:
             self.record.fail(error)
         try:

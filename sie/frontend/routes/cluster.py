@@ -93,7 +93,7 @@ class ClusterRoutes:
         """The cluster of this gateway. Raises NotFound on a server on its own."""
         remote = self._process.remote
         if remote is None:
-            raise NotFound("This server is no gateway; ask `sie gateway`", code="NOT_A_GATEWAY")
+            raise NotFound("This server is not a gateway; ask `sie gateway`", code="NOT_A_GATEWAY")
         return remote
 
     async def _read(self, exchange: Exchange) -> bytes:

@@ -158,7 +158,7 @@ class Conversations:
         check_size(encoded, store.settings.max_session_bytes)
         request.files = [*(InputFile(field="", file_id=file_id, is_past=True) for file_id in past), *request.files]
         kept = await self.prepare(owner, request)
-        # A file that is gone is told to the model once, and then forgotten.
+        # The model learns once that a file is gone; the session does not name the file again.
         files = tuple(dict.fromkeys(file.id for file in kept if file is not None))
         return Turn(self._process, owner, request, messages, files)
 
@@ -207,12 +207,12 @@ class Conversations:
         return {file.id: file.path for file in inputs}
 
     def _check_kept_here(self, field: str) -> None:
-        """Refuse a field on a gateway: another gateway, which the next request may reach, would not have what it kept."""
+        """Refuse a field on a gateway. The next request may reach another gateway, which would not have the stored data."""
         if self._process.remote is not None:
             raise wrong(field, "is not served by a gateway, which keeps no files and sessions; ask a host itself")
 
     async def _keep(self, owner: str, given: InputFile, *, mounts: bool) -> KeptFile | None:
-        """Return a file that a request names; one that it brings is kept first. Without mounts it must be a text."""
+        """Return a file that a request names, or store one that it contains. Without mounts the file must be a text."""
         if given.file_id:
             return await self._find(owner, given, mounts=mounts)
         if given.url:

@@ -65,8 +65,11 @@ def _hint(exchange: Exchange, body: bytes) -> str:
     takes_msgpack = codec is not None and codec.has_msgpack
     start = body[:64].lstrip()[:1]
     if start == b"{":
-        is_other = is_msgpack(kind) if takes_msgpack else "json" not in (kind or "json").lower()
-        return "It looks like JSON: send it with Content-Type: application/json" if is_other else ""
+        return (
+            "It looks like JSON: send it with Content-Type: application/json"
+            if takes_msgpack and is_msgpack(kind)
+            else ""
+        )
     if has_coding(headers) or body.startswith(_GZIP):
         return CODING_NOT_SERVED
     if not start or start[0] not in _MAPS or (takes_msgpack and is_msgpack(kind)):

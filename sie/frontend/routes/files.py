@@ -19,7 +19,7 @@ from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import FileResponse, Headers
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.stored import FORM_BYTES, Shown, Uploads, is_for_anthropic, not_found
+from sie.frontend.routes.store_requests import FORM_BYTES, Shown, Uploads, is_for_anthropic, not_found
 from sie.values.errors import BadRequest, NotFound, SieError
 
 _FENCE: Final = (

@@ -6,6 +6,7 @@ counts the request.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +20,13 @@ from sie.frontend.dialects.kserve import generate as kserve_generate
 from sie.frontend.dialects.native import generate as native_generate
 from sie.frontend.dialects.openai.text_fields import renamed
 from sie.frontend.dialects.responses import request as responses
+from sie.frontend.generation.reply_size import reply_bytes
 from sie.frontend.generation.start import generate_rule
 from sie.frontend.http.compression import refuse_coding
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Answer, Headers, Response
 from sie.frontend.http.stream import EventWriter, Streamed
+from sie.frontend.http.threads import LARGE_BYTES, offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.conversations import Conversations, StoredRun, Turn, said_by
 from sie.frontend.routes.decode_body import decode_body
@@ -193,12 +196,12 @@ class TextRoutes:
             run = await self.service.start(exchange, entry, request, echoes=echoes)
             if request.stream:
                 source = run if turn is None else StoredRun(run, turn)
-                return Streamed(source, make_writer(run.model, run.prompts))
+                return Streamed(source, make_writer(run.model, run.prompts), pool=self._pool)
             try:
                 reply = await run.whole()
                 if turn is not None:
                     await turn.end(said_by(run, reply.choices[0]))
-                return [JSON], encode(reply, run.prompts)
+                return [JSON], await encoded(process.encoding, self._pool, encode, reply, run.prompts)
             except Unavailable as error:
                 if isinstance(run, AgentRun) and run.has_acted:
                     raise
@@ -227,3 +230,14 @@ class TextRoutes:
         process.check_placement(exchange)
         process.check_accepting()
         return await exchange.read_body(process.text_bodies)
+
+
+async def encoded(
+    encoding: asyncio.Semaphore, pool: ThreadPoolExecutor, encode: Encode, reply: GenerateReply, prompts: Sequence[str]
+) -> bytes:
+    """Encode a whole answer: a large one in a thread, and holding `encoding` meanwhile."""
+    size = reply_bytes(reply, prompts)
+    if size < LARGE_BYTES:
+        return encode(reply, prompts)
+    async with encoding:
+        return await offload(pool, size, encode, reply, prompts)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sie.frontend.routes.generate import TextRoutes
     from sie.frontend.routes.sessions import Sessions
     from sie.frontend.routes.skills import Skills
-    from sie.frontend.routes.stored import Uploads
+    from sie.frontend.routes.store_requests import Uploads
     from sie.frontend.routes.trtis import Trtis
 
 
@@ -61,7 +61,7 @@ class Handlers:
     @cached_property
     def uploads(self) -> Uploads:
         """The uploads of files and skills. Their module brings a reader of forms: import it on a thread first."""
-        from sie.frontend.routes.stored import Uploads
+        from sie.frontend.routes.store_requests import Uploads
 
         return Uploads(self._process)
 

@@ -15,9 +15,10 @@ from sie.frontend.dialects.native import negotiate
 from sie.frontend.engine.interface import Reply
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import Headers, Response
-from sie.frontend.http.threads import LARGE_BYTES
+from sie.frontend.http.threads import LARGE_BYTES, offload
 from sie.frontend.models.adapter_lookup import requested_adapter
 from sie.frontend.models.not_found import model_not_found
+from sie.frontend.operations.extraction import glirel
 from sie.frontend.operations.extraction.extract import read_extractions
 from sie.frontend.operations.interface import Operation, Submission
 from sie.frontend.operations.reply_reader import read_reply
@@ -30,6 +31,7 @@ from sie.frontend.telemetry.access_log import id_headers
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Unavailable
+from sie.values.extract import Glirel
 from sie.values.inference import (
     EncodeReply,
     EncodeRequest,
@@ -89,7 +91,8 @@ class Inference:
         reply: Any
         raw = None
         if codec.operation == "score":
-            reply, is_large = await self._run_score(exchange, entry, request), False
+            reply = await self._run_score(exchange, entry, request)
+            is_large = exchange.body_bytes >= LARGE_BYTES  # the answer may repeat documents and ids
         elif codec.operation == "extract":
             reply, is_large = await self._run_extract(exchange, entry, request)
         else:
@@ -187,8 +190,11 @@ class Inference:
         self, exchange: Exchange, entry: ModelEntry, request: ExtractRequest
     ) -> tuple[ExtractReply, bool]:
         """Return the extractions, and whether they are large enough to be encoded in a thread."""
+        if request.metadata and isinstance(entry.card.extract, Glirel):
+            limits, num_bytes = self._process.settings.limits, glirel.num_bytes(request.metadata)
+            request.given = await offload(self.pool, num_bytes, glirel.read_given, request, limits)
         _, submitted, raw = await self._drive(self._process.extractor, exchange, entry, request)
-        arguments = (raw, submitted, request, exchange.began_ns)
+        arguments = (raw, submitted, request, exchange.began_ns, self._process.settings.limits.max_reply_bytes)
         is_large = len(raw.view) >= LARGE_BYTES
         try:
             if is_large:
@@ -198,7 +204,8 @@ class Inference:
         finally:
             raw.release()
         _record(exchange, reply, len(request.texts), request.cuts)
-        return reply, is_large
+        # The answer may repeat texts, as often as its entities overlap, and ids.
+        return reply, is_large or max(reply.num_chars, exchange.body_bytes) >= LARGE_BYTES
 
     async def _drive(
         self, operation: Operation[RequestT, SubmissionT], exchange: Exchange, entry: ModelEntry, request: RequestT,

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qs
 
 import msgspec
@@ -24,6 +24,7 @@ from sie.frontend.dialects.responses.page import read_page, read_stream_query
 from sie.frontend.dialects.responses.reply import ResponseRecord, ResponseWriter, encode_count, encode_deleted
 from sie.frontend.dialects.responses.request import ResponsesCall
 from sie.frontend.generation.interface import TextRun
+from sie.frontend.generation.reply_size import events_bytes
 from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Answer
@@ -32,7 +33,7 @@ from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.responses.follow import POLL_S, ResponseFollower
 from sie.frontend.responses.jobs import Job, cancelled
-from sie.frontend.responses.store import Followed, Kept, ResponseFile, ResponseStore, StoreLimits
+from sie.frontend.responses.response_store import Followed, Kept, ResponseFile, ResponseStore, StoreLimits
 from sie.frontend.routes.conversations import Conversations
 from sie.frontend.routes.text_service import TextService
 from sie.ipc.messages import ModelEntry
@@ -67,6 +68,8 @@ class Responses:
         self._beginning: list[str] = []
         """The owners of the background responses that are not among the jobs yet."""
         self._watcher: asyncio.Task[None] | None = None
+        self._unkept: dict[str, _Unkept] = {}
+        """States of ended responses that could not be stored; the watcher tries again. At most _max_jobs."""
 
     async def create(self, exchange: Exchange, call: ResponsesCall) -> Answer | Streamed:
         """Create a response: at once, as a stream or in the background."""
@@ -89,9 +92,10 @@ class Responses:
             events = await self._gather(
                 exchange.deadline_ns, entry, lambda entry: self._texts.start(exchange, entry, call.request)
             )
-        record.apply(events, int(time.time()))
-        await self._add(exchange.owner, record, call, history)
-        return [JSON], record.to_json()
+        size = events_bytes(events)
+        await offload(self._pool, size, record.apply, events, int(time.time()))
+        await self._add(exchange.owner, record, call, history, size)
+        return [JSON], await offload(self._pool, size, record.to_json)
 
     async def count(self, exchange: Exchange, call: ResponsesCall) -> Answer:
         """Return the number of tokens in a request's prompt, including the previous conversation."""
@@ -148,7 +152,7 @@ class Responses:
         run = await self._texts.start(exchange, entry, call.request)
         with _given_up_on_failure(run):
             await self._add(exchange.owner, record, call, history)
-        job = Job(record, exchange.owner, self._update, outlives=False)
+        job = Job(record, exchange.owner, self._update, self._pool, outlives=False)
         self._begin(job, job.stream(run))
         return Streamed(job.follower, ResponseWriter(record))
 
@@ -159,7 +163,7 @@ class Responses:
         deadline_ns = exchange.began_ns + int(self._process.settings.generation.generation_timeout_s * 1e9)
 
         plan = await self._texts.plan(request)
-        job = Job(record, exchange.owner, self._update, outlives=True)
+        job = Job(record, exchange.owner, self._update, self._pool, outlives=True)
 
         async def start(entry: ModelEntry) -> TextRun | AgentRun:
             if plan is not None:
@@ -249,6 +253,9 @@ class Responses:
         response_id = job.record.id
         self._jobs[response_id] = job
         job.start(work, lambda: self._jobs.pop(response_id, None))
+        self._keep_watch()
+
+    def _keep_watch(self) -> None:
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
@@ -259,7 +266,7 @@ class Responses:
 
     async def _watch(self) -> None:
         """Store the events of running jobs, and stop jobs that were cancelled or deleted through another process."""
-        while self._jobs:
+        while self._jobs or self._unkept:
             await asyncio.sleep(POLL_S)
             kept = [job for job in self._jobs.values() if job.record.is_kept]
             ids = [job.record.id for job in kept]
@@ -268,6 +275,7 @@ class Responses:
                 await self._keep([one.record for one in kept if one.outlives or one.record.num_unkept >= _MANY_EVENTS])
                 for response_id in await self._store.do(lambda file, ids=ids: file.stopped(ids)) if ids else ():
                     self._stop(response_id)
+                await self._keep_late()
 
     # --- stored responses -----------------------------------------------------------------------------------------
 
@@ -302,12 +310,14 @@ class Responses:
             raise wrong("previous_response_id", "names a response that has not ended yet")
         return await offload(self._pool, len(kept.history) + len(kept.input) + len(kept.body), _read_conversation, kept)
 
-    async def _add(self, owner: str, record: ResponseRecord, call: ResponsesCall, history: bytes) -> None:
-        """Store a response if its request asks for it. Raises Unavailable only for a background response."""
+    async def _add(
+        self, owner: str, record: ResponseRecord, call: ResponsesCall, history: bytes, size: int = 0
+    ) -> None:
+        """Store a response of about this size if its request asks for it. Raises Unavailable only for a background response."""
         if not record.is_kept:
             return
         kept = Kept(
-            id=record.id, status=record.status, body=record.to_json(), input=_to_json(call.items), history=history,
+            id=record.id, status=record.status, body=await offload(self._pool, size, record.to_json), input=_to_json(call.items), history=history,
             stream=record.stream_form,
         )  # fmt: skip
         try:
@@ -319,10 +329,33 @@ class Responses:
             record.stop_keeping()
 
     async def _update(self, record: ResponseRecord) -> None:
-        """Store the current state of a response."""
-        if record.is_kept:
-            with contextlib.suppress(Unavailable):  # the store has logged it; clients see the status before this
-                await self._keep([record], is_update=True)
+        """Store the last state of a response, now or as soon as the store can be written again."""
+        if not record.is_kept:
+            return
+        try:
+            await self._keep([record], is_update=True)
+        except Unavailable:  # the store has logged it; until it is stored, clients see the status before this
+            self._unkept[record.id] = _Unkept(record.status, record.to_json(), record.is_newly_cut)
+            if len(self._unkept) > self._max_jobs:
+                del self._unkept[next(iter(self._unkept))]
+            self._keep_watch()
+
+    async def _keep_late(self) -> None:
+        """Store the states that could not be stored when their responses ended. Raises Unavailable."""
+        late = list(self._unkept.items())
+        if not late:
+            return
+
+        def keep(file: ResponseFile) -> None:
+            for response_id, state in late:
+                if state.is_cut:  # ORDER: before the status, as in `_keep`
+                    file.events.cut(response_id)
+                file.update(response_id, state.status, state.body)
+
+        await self._store.do(keep)
+        for response_id, state in late:
+            if self._unkept.get(response_id) is state:  # else a later state failed to be stored meanwhile
+                del self._unkept[response_id]
 
     async def _keep(self, records: Sequence[ResponseRecord], *, is_update: bool = False) -> None:
         """Store the new events of streams; with is_update, also the states of their responses.
@@ -336,9 +369,8 @@ class Responses:
         states = [(record.id, record.status, record.to_json()) for record in records if is_update]
 
         def keep(file: ResponseFile) -> None:
-            file.events.add(
-                news
-            )  # ORDER: before the status; readers in `ResponseFile.follow` read no more events after an end status
+            # ORDER: before the status; readers in `ResponseFile.follow` read no more events after an end status.
+            file.events.add(news)
             for record in cut:
                 file.events.cut(record.id)
             for state in states:
@@ -354,6 +386,15 @@ class Responses:
             raise
         for record in cut:
             record.is_newly_cut = False
+
+
+class _Unkept(NamedTuple):
+    """The last state of a response that could not be stored when it ended."""
+
+    status: str
+    body: bytes
+    is_cut: bool
+    """Whether events of its stream are lost, so that the stored ones must be deleted."""
 
 
 class _Output(msgspec.Struct):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
 
 import msgspec
 
@@ -15,7 +18,8 @@ from sie.frontend.http.routing import RouteTable
 from sie.frontend.openapi import docs_page
 from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.access_log import id_headers
-from sie.frontend.telemetry.metrics import CONTENT_TYPE, OPENMETRICS_TYPE, render
+from sie.frontend.telemetry.exposition import CONTENT_TYPE, OPENMETRICS_TYPE, render_openmetrics, render_text
+from sie.frontend.telemetry.metrics import merge
 
 _to_json: Final = msgspec.json.Encoder().encode
 _TEXT: Final = ("content-type", "text/plain; charset=utf-8")
@@ -27,6 +31,7 @@ class Pages:
     def __init__(self, process: FrontendProcess, table: RouteTable) -> None:
         self._process = process
         self._table = table
+        self._writing = asyncio.Semaphore(1)
 
     async def make_ticket(self, exchange: Exchange) -> Response:
         """Answer `POST /v1/watch-ticket` with a token for the websocket, because a browser can set no header there."""
@@ -61,21 +66,27 @@ class Pages:
 
     async def metrics(self, exchange: Exchange) -> Response:
         """Answer `GET /metrics` with the metrics of all processes, and with exemplars if there are traces and the client can."""
-        tracing = self._process.tracing
+        process, tracing = self._process, self._process.tracing
+        content_type, write = CONTENT_TYPE, render_text
         if tracing is not None and "application/openmetrics-text" in (exchange.headers.get("accept") or ""):
-            return _answer(
-                exchange, [("content-type", OPENMETRICS_TYPE)], render(self._process.pages, tracing.exemplars)
-            )
-        return _answer(exchange, [("content-type", CONTENT_TYPE)], render(self._process.pages))
+            content_type, write = OPENMETRICS_TYPE, partial(render_openmetrics, exemplars=tracing.exemplars)
+        async with self._writing:  # the text of hundreds of models takes long, even on a thread
+            page = await self._on_thread(write, merge(process.pages))
+        return _answer(exchange, [("content-type", content_type)], page)
 
     async def openapi(self, exchange: Exchange) -> Response:
         """Answer `GET /openapi.json`."""
-        return _answer(exchange, [JSON], openapi.document_json(self._table, self._process.settings.limits))
+        body = await self._on_thread(openapi.document_json, self._table, self._process.settings.limits)
+        return _answer(exchange, [JSON], body)
 
     async def docs(self, exchange: Exchange) -> Response:
         """Answer `GET /docs`: the same as a page."""
-        page = docs_page.page(self._table, self._process.settings.limits)
+        page = await self._on_thread(docs_page.page, self._table, self._process.settings.limits)
         return _answer(exchange, page_headers(page), page)
+
+    async def _on_thread(self, write: Callable[..., bytes], *args: Any) -> bytes:
+        """Write a page that takes long, the first time or each time."""
+        return await asyncio.get_running_loop().run_in_executor(self._process.decode_pool, write, *args)
 
     async def chat(self, exchange: Exchange) -> Response:
         """Answer `GET /chat`: a page to talk to a model. It holds nothing, and its requests need a key like any others."""

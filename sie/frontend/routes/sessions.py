@@ -23,7 +23,7 @@ from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.stored import Shown, not_found
+from sie.frontend.routes.store_requests import Shown, not_found
 from sie.values.errors import InputTooLong
 
 _MAX_INLINE_BYTES: Final = 32 << 20

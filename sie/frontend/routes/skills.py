@@ -23,7 +23,7 @@ from sie.frontend.http.multipart import FilePart, FormReader
 from sie.frontend.http.response import FileResponse
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.files import file_gone
-from sie.frontend.routes.stored import FORM_BYTES, Shown, Uploads, is_for_anthropic, not_found
+from sie.frontend.routes.store_requests import FORM_BYTES, Shown, Uploads, is_for_anthropic, not_found
 from sie.values.errors import BadRequest, NotFound
 
 _FIELDS: Final = frozenset({"files", "file", "files[]"})

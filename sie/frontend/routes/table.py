@@ -17,12 +17,12 @@ from sie.frontend.http.routing import Match, Route, RouteTable, Row
 from sie.frontend.http.stream import Streamed
 from sie.frontend.routes.handlers import Handlers
 from sie.frontend.services.kserve_service import KServeService
-from sie.frontend.tensors.paths import split_model_path
+from sie.frontend.tensors.model_paths import split_model_path
 from sie.values.api_key import Need
 
 if TYPE_CHECKING:
     from sie.frontend.routes.generate import TextHandler, TextRoutes
-    from sie.frontend.routes.stored import StoredHandler
+    from sie.frontend.routes.store_requests import StoredHandler
 
 Handler = Callable[[Exchange], Awaitable[Response | FileResponse | Streamed]]
 """Serves one request. Raises; the app's error boundary answers with the error."""
@@ -54,7 +54,7 @@ def _text(
 
 def _kept(module: str, template: str, method: str, handler: Callable[[Handlers], StoredHandler]) -> Row:
     def find(handlers: Handlers) -> Handler:
-        from sie.frontend.routes.stored import served
+        from sie.frontend.routes.store_requests import served
 
         return served(handler(handlers))
 

@@ -40,7 +40,7 @@ class TextService:
         models = self._process.models
         entry = models.find(model)
         if entry is None:
-            able = ", ".join(models.able(_OUTPUT)) or "none"
+            able = ", ".join(models.models_for(_OUTPUT)) or "none"
             hint = model_not_found(model, models.entries).message.rstrip(".")
             raise NotFound(f"{hint}. Models that generate: {able}", extras={"param": "model"})
         self.begin(exchange, entry)

@@ -12,16 +12,22 @@ from typing import Any, Final
 from sie.frontend.dialects.trtis import infer as trtis
 from sie.frontend.dialects.trtis import status as trtis_status
 from sie.frontend.dialects.trtis.infer import InferHead
+from sie.frontend.dialects.trtis.status import ServerState
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import Headers, Response
+from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.services.trtis_service import TrtisService, refuse
 from sie.frontend.tensors.infer import Encode
-from sie.frontend.tensors.paths import split_version
+from sie.frontend.tensors.model_paths import split_version
 from sie.values.errors import BadRequest, SieError
 from sie.values.tensor import TensorRequest, TensorRule
 
 _BINARY: Final = ("content-type", "application/octet-stream")
+_BYTES_PER_CHAR: Final = 64
+"""A character of protobuf's text format takes as long to parse as this many bytes of other bodies: up to 7 microseconds."""
+_STATUS_BYTES: Final = 8192
+"""The status of a model takes as long to write as this many bytes of other bodies: 0.3 ms."""
 _REGION_METHODS: Final = {
     "status": "GET", "register": "POST", "cudaregister": "POST", "unregister": "POST", "unregisterall": "POST",
 }  # fmt: skip
@@ -41,8 +47,9 @@ class Trtis:
 
     async def status(self, exchange: Exchange) -> Response:
         """Answer `GET /api/status[/{model}]`."""
-        message = trtis_status.server_status(self._service.status(exchange.model))
-        return _shown(exchange, message, exchange.headers.get("accept") or "")
+        state, accept = self._service.status(exchange.model), exchange.headers.get("accept") or ""
+        cost = len(state.models) * _STATUS_BYTES
+        return await offload(self._process.decode_pool, cost, _shown_status, exchange, state, accept)
 
     async def repository_index(self, exchange: Exchange) -> Response:
         """Answer `GET /api/repository/index`."""
@@ -77,7 +84,7 @@ class Trtis:
         exchange.model, exchange.version = path.name, path.version
         head = None
         try:
-            head = _head(exchange)
+            head = await self._head(exchange)
             exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
             await self._service.admit(exchange, path.name, path.version)
             body = await exchange.read_body(process.bodies)
@@ -88,17 +95,18 @@ class Trtis:
             error.extras.setdefault("infer_id", head.id if head is not None else 0)
             raise
 
+    async def _head(self, exchange: Exchange) -> InferHead:
+        """Parse `NV-InferRequest`, in a thread if it is long. Raises BadRequest, with `infer_id` if that was readable."""
+        text = exchange.headers.get("nv-inferrequest")
+        if text is None and "nv-inferrequest" in exchange.headers:
+            raise BadRequest("unable to parse NV-InferRequest: it is not ASCII")
+        text = text or ""
+        cost = len(text) * _BYTES_PER_CHAR
+        return await offload(self._process.decode_pool, cost, trtis.parse_infer_head, text)
+
 
 NO_ROUTE: Final = Response(400, [], b"")
 """The API's answer to an unknown path: without 404 and without `NV-Status`."""
-
-
-def _head(exchange: Exchange) -> InferHead:
-    """Parse `NV-InferRequest`. Raises BadRequest, with `infer_id` if that was readable."""
-    text = exchange.headers.get("nv-inferrequest")
-    if text is None and "nv-inferrequest" in exchange.headers:
-        raise BadRequest("unable to parse NV-InferRequest: it is not ASCII")
-    return trtis.parse_infer_head(text or "")
 
 
 def _decode(
@@ -106,6 +114,10 @@ def _decode(
 ) -> tuple[TensorRequest, Encode[tuple[bytes, str]]]:
     as_binary = trtis_status.choose_format(exchange.scope.query_string, "") == "binary"
     return trtis.decode_infer(head, body, model, rule), partial(trtis.encode_infer, head, as_binary=as_binary)
+
+
+def _shown_status(exchange: Exchange, state: ServerState, accept: str) -> Response:
+    return _shown(exchange, trtis_status.server_status(state), accept)
 
 
 def _shown(exchange: Exchange, message: Any, accept: str = "") -> Response:

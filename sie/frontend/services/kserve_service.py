@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 from sie.frontend.dialects.kserve import models, trace_settings
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.process import FrontendProcess
-from sie.frontend.tensors.figures import read_figures
 from sie.frontend.tensors.lookup import is_servable
-from sie.frontend.tensors.paths import check_version
+from sie.frontend.tensors.model_paths import check_version
+from sie.frontend.tensors.model_statistics import read_statistics
 from sie.frontend.tensors.states import rule_of
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import BadRequest, NotFound, SieError
@@ -83,7 +83,7 @@ class KServeService:
         if name and not found:
             where = f"'{name}' version {version}" if version else f"'{name}'"
             raise BadRequest(f"requested model {where} is not available")
-        return models.statistics(read_figures(self._process.pages, found))
+        return models.statistics(read_statistics(self._process.pages, found))
 
     # --- repositories ---------------------------------------------------------------------------------------------
 

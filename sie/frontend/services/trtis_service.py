@@ -8,8 +8,8 @@ from sie.frontend.dialects.trtis.status import Described, ServerState
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.process import FrontendProcess
 from sie.frontend.services.kserve_service import unsupported
-from sie.frontend.tensors.figures import read_figures
 from sie.frontend.tensors.lookup import is_servable
+from sie.frontend.tensors.model_statistics import read_statistics
 from sie.frontend.tensors.states import reason_of
 from sie.values.errors import BadRequest, NotFound, SieError, Unavailable
 
@@ -47,9 +47,9 @@ class TrtisService:
             entry for name in ([model] if model else table.names) for entry in [*table.versions(name).values()][::-1]
         ]
         entries = sorted(newest, key=is_servable, reverse=True)  # a model's configuration is its first entry's
-        figures = read_figures(process.pages, entries)
+        statistics = read_statistics(process.pages, entries)
         described = [
-            Described(rule, entry.state, reason_of(entry), figures[rule.name, rule.version])
+            Described(rule, entry.state, reason_of(entry), statistics[rule.name, rule.version])
             for entry in entries
             if (rule := entry.card.tensor) is not None
         ]

@@ -1,4 +1,4 @@
-"""Counts requests of a frontend, and renders one Prometheus page over all processes. Must keep the set of labels bounded.
+"""Counts requests of a frontend, and merges the metrics of all processes. Must keep the set of labels bounded.
 
 The values are in shared counter pages (`sie.shm.pages`). A page outlives its process, so a sum never falls when a process
 is replaced. Families are defined in `sie.metrics.definitions`; records with other names are not shown.
@@ -10,24 +10,14 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import cast
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.openmetrics import exposition as openmetrics
-from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from sie.metrics import definitions
 from sie.metrics.definitions import FAMILIES, Family
-from sie.shm.pages import CounterPage, Gauge, Labels, Record
+from sie.shm.pages import CounterPage, Gauge, Labels, Record, RecordKind
 from sie.values.inference import Timing
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""The content type of `render`. Every scraper reads version 0.0.4, and our names need no newer one."""
-
-OPENMETRICS_TYPE = openmetrics.CONTENT_TYPE_LATEST
-"""The content type of `render` with exemplars, which the older format does not have."""
 _MAX_EXEMPLAR_LABELS = 1000
 
 UNKNOWN_MODEL = "unknown"
@@ -35,6 +25,7 @@ UNKNOWN_MODEL = "unknown"
 _NO_MODEL = "none"
 """The model label of HTTP requests without a model."""
 
+Pages = Iterable[CounterPage]
 Merged = dict[str, dict[Labels, list[float]]]
 """Values by family name and label tuple: one value, or for a histogram its sum and the count of each bucket."""
 
@@ -231,7 +222,7 @@ class FrontendMetrics:
         return model if not model or model in self._known_models else UNKNOWN_MODEL
 
 
-def merge(pages: Iterable[CounterPage], families: Sequence[Family] = FAMILIES) -> Merged:
+def merge(pages: Pages, families: Sequence[Family] = FAMILIES) -> Merged:
     """Merge the records of these families on all pages: counters and histograms by sum, gauges by their family's rule.
 
     Histograms without observations are left out, as are gauges with the value NaN ("not reported"). Raises ProtocolError
@@ -266,6 +257,12 @@ def _merge_record(samples: dict[Labels, list[float]], family: Family, record: Re
             known[position] += count
 
 
+def count_watchers(pages: Pages) -> int:
+    """Return the status connections of all processes. It reads one gauge of each page: merging all of them takes milliseconds."""
+    name = definitions.STATUS_WATCHERS.name
+    return int(sum(read() for page in pages if (read := page.reader(RecordKind.GAUGE, name)) is not None))
+
+
 class Exemplars:
     """The latest traced request of each bucket of `sie_request_duration_seconds`, of this process. Its size is bounded."""
 
@@ -285,45 +282,6 @@ class Exemplars:
         return self._latest.get(labels, {}) if family is definitions.REQUEST_DURATION else {}
 
 
-def render(pages: Iterable[CounterPage], exemplars: Exemplars | None = None) -> bytes:
-    """Return the Prometheus text page over all processes, with exemplars in the form of OpenMetrics.
-
-    Each family has TYPE and HELP before its first sample.
-    """
-    merged = merge(pages)
-    registry = CollectorRegistry()
-    registry.register(_Collected([_to_prometheus(family, merged[family.name], exemplars) for family in FAMILIES]))
-    if exemplars is None:
-        return generate_latest(registry)
-    return cast("bytes", openmetrics.generate_latest(registry))  # pyright: ignore[reportUnknownMemberType]  # it is untyped
-
-
-class _Collected(Collector):
-    """Passes finished families to prometheus_client, which writes the text format and escapes it."""
-
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics
-
-
-def _to_prometheus(family: Family, samples: dict[Labels, list[float]], exemplars: Exemplars | None) -> Metric:
-    if family.kind == "histogram":
-        histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
-        for labels, values in samples.items():
-            known = exemplars.of(family, labels) if exemplars is not None else {}
-            counts = enumerate(zip(_le_texts(family), cumulative(values), strict=True))
-            buckets = [(*pair, known[bucket]) if bucket in known else pair for bucket, pair in counts]
-            histogram.add_metric(_label_values(labels), buckets, sum_value=values[0])
-        return histogram
-    factory = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-    metric = factory(family.name, family.help, labels=family.labels)
-    for labels, values in samples.items():
-        metric.add_metric(_label_values(labels), values[0])
-    return metric
-
-
 def cumulative(values: Sequence[float]) -> list[float]:
     """Return a histogram's cumulative counts, +Inf last, from its merged values (sum, then the count of each bucket)."""
     counts: list[float] = []
@@ -332,11 +290,3 @@ def cumulative(values: Sequence[float]) -> list[float]:
         total += count
         counts.append(total)
     return counts
-
-
-def _label_values(labels: Labels) -> list[str]:
-    return [value for _, value in labels]
-
-
-def _le_texts(family: Family) -> list[str]:
-    return [repr(bound) for bound in family.bounds] + ["+Inf"]

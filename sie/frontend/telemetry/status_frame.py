@@ -162,7 +162,7 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
 def _gpus(metrics: Merged, threshold_pct: float, now_s: float) -> list[dict[str, Any]]:
     """Return the devices in index order, from the gauges of `sie.workers.telemetry`."""
     totals = metrics[definitions.GPU_MEMORY_TOTAL.name]
-    # A total of zero belongs to a device that this worker slot had before its restart.
+    # A total of 0 is left from the device that this worker slot had before its restart.
     present = sorted((labels for labels, values in totals.items() if values[0] > 0), key=_gpu_order)
     return [_gpu(metrics, labels, threshold_pct, now_s) for labels in present]
 

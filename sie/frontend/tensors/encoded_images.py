@@ -20,7 +20,7 @@ from PIL import Image
 
 from sie.config.limits import Limits
 from sie.frontend.inputs.image_reader import ImageReader
-from sie.frontend.inputs.images import open_image
+from sie.frontend.inputs.images import keep_position, open_image
 from sie.frontend.tensors.checks import check_data
 from sie.frontend.tensors.image_inputs import IMAGE_RANK, ImageForm, image_form
 from sie.values.bytes_tensor import element_bounds
@@ -137,6 +137,7 @@ class _Batch:
         for index, file in enumerate(files):
             path = _path(spec.name, index)
             image = open_image(file, path, self._limits.max_image_pixels)
+            keep_position(image)
             mode = _mode_of(image)
             if form.channels not in (-1, _CHANNELS[mode]):
                 raise BadRequest(

@@ -37,6 +37,11 @@ class HeldReply:
         """The size of its outputs in bytes."""
         return sum([len(output.data) for output in self._reply.outputs])
 
+    @property
+    def num_items(self) -> int:
+        """The largest first dimension of its outputs, which is the batch in a model with a batch dimension."""
+        return max([output.shape[0] if output.shape else 1 for output in self._reply.outputs], default=0)
+
     def __enter__(self) -> TensorReply:
         return self._reply
 

@@ -23,7 +23,7 @@ from sie.frontend.tensors.encoded_images import TensorImages
 from sie.frontend.tensors.held_reply import HeldReply, hold
 from sie.frontend.tensors.lookup import TensorTable, is_servable
 from sie.frontend.tensors.regions import Regions
-from sie.frontend.tensors.repository import RepositoryAdmin
+from sie.frontend.tensors.repository_admin import RepositoryAdmin
 from sie.frontend.tensors.states import rule_of
 from sie.frontend.tensors.text_models import TEXT_PLATFORMS, TextTensors, Watch
 from sie.ipc.messages import ModelEntry
@@ -36,6 +36,8 @@ _TOKEN_BYTES: Final = 1024
 """Input bytes that the queue counts as one token, before the real cost is known."""
 _LONG_BYTES: Final = 1 << 20
 """From this size, a thread counts the elements of BYTES tensors, and tensors are copied in pieces."""
+_CLASS_BYTES: Final = 1024
+"""A class in an answer takes as long to write as this many bytes of elements: about 35 microseconds."""
 _MAX_PLANS: Final = 1024
 _MAX_CACHED_TENSORS: Final = 64
 _MAX_CACHED_NAMES: Final = 4096
@@ -103,7 +105,7 @@ class Tensors:
         if request.uses_regions:
             return await self._answer_in_regions(exchange, request, rule, encode)
         exchange.decoded_ns = time.monotonic_ns()
-        return await self.encoded(exchange, await self.infer(request, exchange), rule, encode)
+        return await self.encoded(exchange, await self.infer(request, exchange), rule, encode, request.num_classes)
 
     async def _answer_in_regions(
         self, exchange: Exchange, request: TensorRequest, rule: TensorRule, encode: Encode[T]
@@ -115,16 +117,20 @@ class Tensors:
             exchange.decoded_ns = time.monotonic_ns()
             held = await self.infer(filled, exchange)
         store = partial(regions.stored, owner, request)
-        return await self.encoded(exchange, held, rule, partial(_encode_stored, store, encode))
+        stored = partial(_encode_stored, store, encode)
+        return await self.encoded(exchange, held, rule, stored, request.num_classes)
 
-    async def encoded(self, exchange: Exchange, held: HeldReply, rule: TensorRule, encode: Encode[T]) -> T:
-        """Encode an answer, in a thread if it is large, and release its reply."""
-        if held.nbytes < LARGE_BYTES:
+    async def encoded(
+        self, exchange: Exchange, held: HeldReply, rule: TensorRule, encode: Encode[T], num_classes: int = 0
+    ) -> T:
+        """Encode an answer, in a thread if it is large or has many classes, and release its reply."""
+        cost = encoding_cost(held, rule, num_classes)
+        if cost < LARGE_BYTES:
             return self.encoded_now(exchange, held, rule, encode)
         with held as reply:
             exchange.timing, exchange.cuts = reply.timing, reply.cuts
             async with self._encoding:
-                answer: T = await offload(self._decode_pool, held.nbytes, encode, reply, rule)
+                answer: T = await offload(self._decode_pool, cost, encode, reply, rule)
         self.served(reply.model)
         return answer
 
@@ -139,9 +145,9 @@ class Tensors:
     async def infer(self, request: TensorRequest, exchange: Exchange) -> HeldReply:
         """Run the request of an exchange and return its reply; the outputs are valid inside a `with` block of it.
 
-        The request's own timeout may lower the exchange's deadline. Requests to generate
-        share cached prefixes only with requests of the same API key's owner. Raises BadRequest if the request does not fit the model; NotFound, Unavailable or
-        ModelLoadFailed if the model is not served; and the engine's errors.
+        The request's own timeout may lower the exchange's deadline. Requests to generate share cached prefixes only
+        with requests of the same API key. Raises BadRequest if the request does not fit the model; NotFound,
+        Unavailable or ModelLoadFailed if the model is not served; and the engine's errors.
         """
         entry = self.serving(request.model)
         rule = entry.card.tensor
@@ -185,7 +191,7 @@ class Tensors:
             try:
                 return await run(entry)
             except Unavailable as error:
-                entry = await self.after(entry, error, name, version, deadline_ns)
+                entry = await self.entry_to_retry(entry, error, name, version, deadline_ns)
 
     async def wait_serving(self, name: str, version: str, deadline_ns: int) -> ModelEntry:
         """Return the entry of a version that takes requests. Waits for a version that is being reloaded.
@@ -207,7 +213,7 @@ class Tensors:
             return self.serving(entry.card.id)
         return None
 
-    async def after(
+    async def entry_to_retry(
         self, entry: ModelEntry, error: Unavailable, name: str, version: str, deadline_ns: int
     ) -> ModelEntry:
         """Return the entry to retry with, if a reload unloaded the model before the request ran. Raise other errors."""
@@ -265,6 +271,15 @@ class Tensors:
             return self._engine.submit_parts(layout, [tensor.data for tensor in inputs], plan.cost, deadline_ns)
         arrays = [(str(index), np.frombuffer(tensor.data, np.uint8)) for index, tensor in enumerate(inputs)]
         return await self._engine.submit_large(plan.header, arrays, plan.cost, deadline_ns)
+
+
+def encoding_cost(held: HeldReply, rule: TensorRule, num_classes: int) -> int:
+    """Return the cost of encoding an answer, in bytes of elements; num_classes are the classes asked for of each batch item."""
+    nbytes = held.nbytes
+    if not num_classes:
+        return nbytes
+    num_items = held.num_items if rule.max_batch_size else 1
+    return nbytes + _CLASS_BYTES * min(num_classes * num_items, nbytes)
 
 
 class Plan(NamedTuple):

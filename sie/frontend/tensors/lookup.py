@@ -81,7 +81,7 @@ class TensorTable:
         ]
 
     def shown_versions(self, entry: ModelEntry) -> list[str]:
-        """Return the versions for metadata without a version: those that take requests, or else the entry's own."""
+        """Return the versions to list in a model's metadata: those that take requests, or else the entry's own."""
         rule = entry.card.tensor
         assert rule is not None
         versions = self.versions(rule.name)

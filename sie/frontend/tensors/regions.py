@@ -95,7 +95,7 @@ class Regions:
             new.unlink()
 
     def unregister(self, owner: str, name: str = "") -> None:
-        """Forget a region, or all regions of this owner; one that is not registered is no error."""
+        """Forget a region, or all regions of this owner. Does nothing for a region that is not registered."""
         paths = [self._path(owner, name)] if name else [self._path(owner, each.name) for each in self.all_of(owner)]
         for path in paths:
             path.unlink(missing_ok=True)

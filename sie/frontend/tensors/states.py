@@ -28,7 +28,7 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
     output_ns: int = 0
 
 
-class RequestFigures(Spent, frozen=True, kw_only=True):
+class RequestStatistics(Spent, frozen=True, kw_only=True):
     """The requests of one size that workers answered; count and the phases are those of success."""
 
     success_ns: int = 0
@@ -37,7 +37,7 @@ class RequestFigures(Spent, frozen=True, kw_only=True):
     failed_ns: int = 0
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of one version since the server started; times in nanoseconds."""
 
     num_succeeded: int = 0
@@ -50,7 +50,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     output_ns: int = 0
     steps: dict[int, Spent] = {}
     """The steps by their batch size, ascending."""
-    requests: dict[int, RequestFigures] = {}
+    requests: dict[int, RequestStatistics] = {}
     """The requests by their own batch size, ascending."""
     num_rows: int = 0
     """Batch items that were computed."""

@@ -109,7 +109,10 @@ class TextTensors:
             )
             for pending in run.pendings:
                 self._watch(pending, exchange.protocol)
-            return await whole_tensor(run, exchange.began_ns)
+            try:
+                return await whole_tensor(run, exchange.began_ns)
+            finally:  # what was generated for a client that left, or too late, costs as much
+                exchange.record_run(run)
         if "text" in inputs:
             texts = _decode(inputs["text"], self.limits().max_items, self.limits())
             return await self._encode(entry, texts, exchange, deadline_ns)
@@ -126,6 +129,7 @@ class TextTensors:
         raw = await started.pending.reply()
         try:
             reply = read_reply(raw, entry, request, exchange.began_ns, started.tokenization_ns)
+            exchange.input_tokens = reply.input_tokens
             output = Tensor("dense", "FP32", (reply.num_items, reply.width), reply.values)
         except BaseException:
             raw.release()
@@ -145,6 +149,7 @@ class TextTensors:
             reply = read_scores(raw, request, exchange.began_ns, started.tokenization_ns)
         finally:
             raw.release()
+        exchange.input_tokens = reply.input_tokens
         values = np.array(reply.scores, "<f4").tobytes()
         output = Tensor("score", "FP32", (len(documents),), memoryview(values))
         return HeldReply(TensorReply(model=model, outputs=[output], timing=reply.timing, cuts=request.cuts))

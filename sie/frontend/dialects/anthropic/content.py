@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from sie.frontend.dialects.openai.chat_messages import NAME, name_results
 from sie.frontend.generation.sampling_fields import wrong
+from sie.values.choices import with_choices
 from sie.values.generate import ChatMessage, ToolCall
 
 _MAX_LIST: Final = 65_536
@@ -162,7 +163,7 @@ def _read_result(block: BlockField, path: str) -> ChatMessage:
     try:
         content: _ResultContent = msgspec.convert(block.content, _ResultContent)
     except msgspec.ValidationError as error:
-        raise wrong(f"{path}.content", f"must be a text or blocks: {error}") from None
+        raise wrong(f"{path}.content", f"must be a text or blocks: {with_choices(error, _ResultContent)}") from None
     text = join_text(content, f"{path}.content") if isinstance(content, list) else content
     return ChatMessage(role="tool", content=text or "", tool_call_id=_call_id(block.tool_use_id))
 

@@ -116,9 +116,8 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     request.continues = ends_with_partial_answer(conversation)
     server_tools: dict[str, str] = {}
     request.tools = _read_tools(call.tools or (), server_tools, mcp := [])
-    is_none = (
-        call.tool_choice is not None and call.tool_choice.type == "none"
-    )  # it switches off the server's tools, too
+    # `none` switches off the server's tools, too.
+    is_none = call.tool_choice is not None and call.tool_choice.type == "none"
     request.agent = None if is_none else read_agent_task(call, server_tools, session_id, skills, mcp)
     request.tool_choice = _read_choice(call.tool_choice, request.tools, has_server_tools=bool(server_tools or mcp))
     request.parallel_tool_calls = call.tool_choice is None or not call.tool_choice.disable_parallel_tool_use

@@ -27,12 +27,16 @@ def _decode_v2(body: bytes, _sent: Sent, limits: Limits) -> tuple[ScoreRequest, 
     return call.request, call
 
 
-_RERANK: Final = Codec(operation="score", decode=_decode, encode=_encode, default_output="score")
+_RERANK: Final = Codec(
+    operation="score", decode=_decode, encode=_encode, default_output="score",
+    is_quick=lambda call, _msgpack: not call.return_documents,
+)  # fmt: skip
 _RERANK_V2: Final = Codec(
     operation="score",
     decode=_decode_v2,
     encode=lambda _request, call, reply, _msgpack: encode_ranking_v2(call, reply),
     default_output="score",
+    is_quick=lambda call, _msgpack: not call.return_documents,
 )
 DIALECT: Final = Dialect(
     rows=(

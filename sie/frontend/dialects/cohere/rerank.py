@@ -103,13 +103,18 @@ def error_body(error: SieError) -> bytes:
     return _to_json({"error": described, "message": error.message})
 
 
+def text_json(text: str) -> msgspec.Raw:
+    """Return a text of an answer as JSON, encoded separately so that other threads run between two long texts."""
+    return msgspec.Raw(_to_json(text))
+
+
 def encode_ranking(call: RerankCall, reply: ScoreReply) -> bytes:
     """Return the body of a rerank reply: the best top_n documents, best first."""
     results: list[dict[str, Any]] = []
     for index in reply.ranking()[: call.top_n]:
         result: dict[str, Any] = {"index": index, "relevance_score": reply.scores[index]}
         if call.return_documents:
-            result["document"] = {"text": call.request.documents[index]}
+            result["document"] = {"text": text_json(call.request.documents[index])}
         if index in call.request.cuts:
             result["truncated"] = True
         results.append(result)

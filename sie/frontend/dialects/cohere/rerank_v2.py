@@ -12,7 +12,7 @@ from uuid import uuid4
 import msgspec
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.cohere.rerank import RerankCall, TextDocument, check_texts
+from sie.frontend.dialects.cohere.rerank import RerankCall, TextDocument, check_texts, text_json
 from sie.frontend.inputs.bounded_json import check_json, decode_typed
 from sie.values.errors import SieError
 from sie.values.inference import ScoreReply, ScoreRequest
@@ -58,7 +58,7 @@ def encode_ranking_v2(call: RerankCall, reply: ScoreReply) -> bytes:
     """Return the body of a rerank reply: the best top_n documents, best first."""
     results: list[dict[str, Any]] = []
     for index in reply.ranking()[: call.top_n]:
-        document = {"document": {"text": call.request.documents[index]}} if call.return_documents else {}
+        document = {"document": {"text": text_json(call.request.documents[index])}} if call.return_documents else {}
         results.append({"index": index, **document, "relevance_score": reply.scores[index]})
     meta: dict[str, Any] = {"api_version": {"version": "2"}, "tokens": {"input_tokens": reply.input_tokens}}
     return _to_json({"id": str(uuid4()), "results": results, "meta": meta})

@@ -123,7 +123,7 @@ def decode_infer(body: bytes, header_length: str | None, model: str, rule: Tenso
     reader.check_end()
     request = TensorRequest(
         model=model, inputs=inputs, outputs=head.outputs, stores=stores_of(head.wanted), id=head.id, priority=checked_priority(head.priority, rule),
-        timeout_us=head.timeout_us, parameters=head.parameters,
+        timeout_us=head.timeout_us, parameters=head.parameters, num_classes=classes_of(head.wanted),
     )  # fmt: skip
     return InferCall(request=request, wanted=head.wanted, is_binary=head.is_binary)
 
@@ -320,6 +320,11 @@ def _wanted(outputs: Sequence[InferOutput], *, is_binary: bool) -> tuple[Wanted,
 def stores_of(wanted: Sequence[Wanted]) -> dict[str, RegionPart]:
     """Return the places of outputs in clients' shared memory, by name."""
     return {one.name: one.part for one in wanted if one.part is not None}
+
+
+def classes_of(wanted: Sequence[Wanted]) -> int:
+    """Return the number of classes that are wanted of each batch item, of all outputs together."""
+    return sum([one.num_classes for one in wanted])
 
 
 def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sie.frontend.dialects.kserve.infer import TRUNCATED, InferCall, Wanted, cut_text, ranked, stores_of
-from sie.frontend.dialects.kserve.protobuf_wire import append_bytes, cut_views, parse
+from sie.frontend.dialects.kserve.infer import TRUNCATED, InferCall, Wanted, classes_of, cut_text, ranked, stores_of
+from sie.frontend.dialects.kserve.protobuf_wire import BYTES, append_bytes, cut_views, parse, wire_fields
 from sie.frontend.tensors.parameters import (
     EMPTY_FINAL_RESPONSE,
     check_sequence,
@@ -34,6 +34,7 @@ _RAW_INPUTS: Final = 7
 _RAW_OUTPUTS: Final = 6
 _INFER_RESPONSE: Final = 2
 _RESPONSE_ID: Final = 3
+_REQUEST_ID: Final = 3
 _MAX_TENSORS: Final = 1024
 _WRAPPED: Final = 1 << 63
 """Triton's C++ client writes the unsigned id of a sequence as `int64_param`."""
@@ -61,9 +62,22 @@ class InferMessage(NamedTuple):
     raw: list[memoryview]
 
 
-def parse_infer(data: bytes) -> InferMessage:
-    """Return the message in data. Raises BadRequest if data is malformed."""
-    rest, raw = cut_views(data, _RAW_INPUTS)
+def cut_raw(data: bytes) -> tuple[bytes, list[memoryview]]:
+    """Return a ModelInferRequest without its raw contents, and these. Raises BadRequest if data is malformed."""
+    return cut_views(data, _RAW_INPUTS)
+
+
+def id_of(data: bytes) -> str:
+    """Return the id of a ModelInferRequest, or an empty text if it cannot be read."""
+    try:
+        ids = [field for field in wire_fields(data) if (field.number, field.wire_type) == (_REQUEST_ID, BYTES)]
+    except BadRequest:
+        return ""
+    return data[ids[-1].value_start : ids[-1].end].decode(errors="replace") if ids else ""
+
+
+def parse_infer(rest: bytes, raw: list[memoryview]) -> InferMessage:
+    """Return the message whose parts `cut_raw` returned. Raises BadRequest if rest is malformed."""
     return InferMessage(rest, (_parse if _is_cacheable(rest, raw) else _parse.__wrapped__)(rest), raw)
 
 
@@ -106,6 +120,7 @@ def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values:
     request = TensorRequest(
         model=model, inputs=inputs, outputs=form.outputs, stores=stores_of(form.wanted), id=message.id,
         priority=checked_priority(form.priority, rule), timeout_us=form.timeout_us, parameters=form.parameters,
+        num_classes=classes_of(form.wanted),
     )  # fmt: skip
     return InferCall(request=request, wanted=form.wanted, is_binary=True)
 

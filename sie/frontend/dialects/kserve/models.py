@@ -13,7 +13,7 @@ import msgspec
 
 from sie import __version__
 from sie.frontend.inputs.bounded_json import decode_typed
-from sie.frontend.tensors.states import Figures, Spent, VersionState
+from sie.frontend.tensors.states import ModelStatistics, Spent, VersionState
 from sie.values.card import ModelState
 from sie.values.errors import BadRequest
 from sie.values.tensor import TensorRule, TensorSpec
@@ -92,7 +92,7 @@ def decode_manage(body: bytes) -> Mapping[str, Any]:
 
 
 def decode_region(body: bytes) -> RegionBody:
-    """Return the region in a body. Raises BadRequest."""
+    """Decode the body of a registration of shared memory. Raises BadRequest."""
     return decode_typed(_REGION, body)
 
 
@@ -114,12 +114,12 @@ def _refused_parameter(name: str) -> BadRequest:
     return BadRequest(f"unrecognized parameter '{name}'")
 
 
-def statistics(figures: Mapping[tuple[str, str], Figures]) -> dict[str, Any]:
-    """Return the protocol's ModelStatisticsResponse; figures are by (name, version)."""
-    return {"model_stats": [_statistics(*key, found) for key, found in figures.items()]}
+def statistics(by_version: Mapping[tuple[str, str], ModelStatistics]) -> dict[str, Any]:
+    """Return the protocol's ModelStatisticsResponse; the keys of by_version are (name, version)."""
+    return {"model_stats": [_statistics(*key, found) for key, found in by_version.items()]}
 
 
-def _statistics(name: str, version: str, found: Figures) -> dict[str, Any]:
+def _statistics(name: str, version: str, found: ModelStatistics) -> dict[str, Any]:
     return {
         "name": name,
         "version": version,

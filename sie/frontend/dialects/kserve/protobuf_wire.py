@@ -18,6 +18,8 @@ BYTES: Final = 2
 _FIXED_BYTES: Final = {1: 8, 5: 4}
 _MAX_VARINT_BYTES: Final = 10
 _MAX_FIELD: Final = (1 << 29) - 1
+_MAX_FIELDS: Final = 16_384
+"""Fields of one message. Python reads them one by one: eight million empty ones held the event loop for seconds."""
 
 
 class MalformedMessage(BadRequest):
@@ -34,10 +36,13 @@ class WireField(NamedTuple):
     end: int
 
 
-def wire_fields(data: bytes | memoryview) -> Iterator[WireField]:
-    """Yield the fields of a message in their order. Raises MalformedMessage."""
+def wire_fields(data: bytes | memoryview, max_fields: int = _MAX_FIELDS) -> Iterator[WireField]:
+    """Yield the fields of a message in their order. Raises MalformedMessage, also for more than max_fields."""
     position = 0
     while position < len(data):
+        max_fields -= 1
+        if max_fields < 0:
+            raise _too_many()
         field = _field(data, position)
         yield field
         position = field.end
@@ -86,7 +91,11 @@ def cut_views(data: bytes, number: int) -> tuple[bytes, list[memoryview]]:
     values: list[memoryview] = []
     tag = number << 3 | BYTES
     position = kept_from = 0
+    num_left = _MAX_FIELDS
     while position < size:
+        num_left -= 1
+        if num_left < 0:
+            raise _too_many()
         # Fast path: most fields are short bytes fields, and `_field` costs more for each.
         if size - position > 1 and data[position] & 0x87 == BYTES and data[position] > 7 and data[position + 1] < 0x80:
             start, value_start = position, position + 2
@@ -116,10 +125,17 @@ def parse_with_views(cls: type[Any], data: bytes, number: int) -> tuple[Any, lis
 
 def parse(cls: type[Any], data: bytes) -> Any:
     """Return the message in data. Raises MalformedMessage."""
+    if len(data) > 2 * _MAX_FIELDS:  # a field has two bytes or more
+        for _ in wire_fields(data):
+            pass
     try:
         return cls.FromString(data)
     except DecodeError as error:
         raise MalformedMessage(f"the message is not a {cls.DESCRIPTOR.name}: {error}") from None
+
+
+def _too_many() -> MalformedMessage:
+    return MalformedMessage("the message has too many fields")
 
 
 def append_bytes(head: bytes, number: int, values: Iterable[bytes | memoryview]) -> bytes:

@@ -76,6 +76,8 @@ def decode_extract(body: bytes, msgpack: bool, model: str, limits: Limits) -> Ex
         instruction=params.instruction,
         options=decode_free_form(params.options, msgpack=msgpack, path=OPTIONS_PATH, max_depth=limits.max_depth),
         pairs=pairs,
+        metadata={index: item.metadata for index, item in enumerate(items) if memoryview(item.metadata).nbytes},
+        is_msgpack=msgpack,
         non_text_item=non_text,
         media=None if non_text is None else read_media(items, limits),
     )

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.openai.chat import logprob_object
+from sie.frontend.dialects.openai.chat import logprob_json
 from sie.frontend.dialects.openai.text_fields import DONE, KEEP_ALIVE, data_line, read_bias
 from sie.frontend.generation.sampling_fields import (
     Bias,
@@ -187,7 +187,7 @@ class GenerateWriter:
     def _write(self, event: GenerateEvent) -> bytes:
         match event:
             case TextDelta(_, text, logprobs) if text or logprobs:
-                shown: dict[str, Any] = {"logprobs": [logprob_object(one) for one in logprobs]} if logprobs else {}
+                shown: dict[str, Any] = {"logprobs": [logprob_json(one) for one in logprobs]} if logprobs else {}
                 return self._chunk(text, done=False, **shown)
             case Finished(_, reason):
                 self._reason = reason

@@ -53,8 +53,8 @@ _UNSERVED_TOOLS: Final = {
 }
 
 
-def drop_agent_fields(body: AgentFields, *served: str) -> None:
-    """Drop the agent fields that a route ignores like unknown fields. served names those that the route has itself."""
+def drop_agent_fields(body: AgentFields, *, served: Collection[str] = ()) -> None:
+    """Drop the agent fields that a route ignores, except the served ones."""
     for field in _OWN:
         if field not in served:
             setattr(body, field, None)
@@ -138,7 +138,7 @@ def check_session_id(session_id: str) -> None:
 
 
 def _is_given(value: Any) -> bool:
-    is_number = isinstance(value, int) and not isinstance(value, bool)  # 0 rounds is a wish, too
+    is_number = isinstance(value, int) and not isinstance(value, bool)  # a field with 0 was given, too
     return bool(value) or is_number or value == {}
 
 

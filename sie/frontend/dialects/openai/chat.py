@@ -5,6 +5,7 @@ Source: generation API reference, section 3, and the types of the openai client 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, Protocol
 
@@ -214,16 +215,27 @@ def encode_chat(reply: GenerateReply, shown: Shown) -> bytes:
     )
 
 
-def logprob_object(one: LogprobText) -> dict[str, Any]:
-    """Return a token with its logprob. Bytes of an incomplete character appear only in `bytes`."""
-    return {
-        "token": one.text,
-        "logprob": one.logprob,
-        "bytes": list(one.raw),
-        "top_logprobs": [
-            {"token": other.text, "logprob": other.logprob, "bytes": list(other.raw)} for other in one.top
-        ],
-    }
+class _Likely(msgspec.Struct, frozen=True, gc=False):
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+
+
+class _Chosen(_Likely, frozen=True, gc=False):
+    top_logprobs: list[_Likely]
+
+
+_numbers: Final = functools.lru_cache(maxsize=65536)(tuple[int, ...])
+"""Returns the numbers of some bytes."""
+
+
+def logprob_json(one: LogprobText) -> msgspec.Raw:
+    """Return a token with its logprob as JSON. Bytes of an incomplete character appear only in `bytes`.
+
+    Each token is encoded separately, so that other threads run between two tokens of a long answer.
+    """
+    top = [_Likely(other.text, other.logprob, _numbers(other.raw)) for other in one.top]
+    return msgspec.Raw(_to_json(_Chosen(one.text, one.logprob, _numbers(one.raw), top)))
 
 
 def _call(number: int, call: ToolCall) -> dict[str, Any]:
@@ -261,4 +273,4 @@ def _choice(
 
 
 def _logprobs(logprobs: Sequence[LogprobText]) -> dict[str, Any] | None:
-    return {"content": [logprob_object(one) for one in logprobs], "refusal": None} if logprobs else None
+    return {"content": [logprob_json(one) for one in logprobs], "refusal": None} if logprobs else None

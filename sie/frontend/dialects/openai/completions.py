@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -135,11 +135,12 @@ def _read_prompt(prompt: str | list[Any], request: GenerateRequest) -> int:
 def encode_completions(reply: GenerateReply, shown: Shown, prompts: Sequence[str]) -> bytes:
     """Return the body of a whole answer; prompts are those to echo, if any."""
     choices: list[dict[str, Any]] = []
+    starts = [_prompt_logprobs(*pair) for pair in zip(prompts, reply.scored, strict=False)]
     for index, choice in enumerate(_best(reply.choices, shown)):
         echo, logprobs = _echoed(prompts, index, shown), None
         if shown.has_logprobs:
-            scored = reply.scored[_prompt_of(index, shown, len(reply.scored))] if reply.scored else ()
-            logprobs = Logprobs().whole(echo, scored, choice.logprobs)
+            start = starts[_prompt_of(index, shown, len(starts))] if starts else None
+            logprobs = _whole_logprobs(echo, start, choice.logprobs)
         choices.append(_choice(index, echo + choice.text, choice.reason, logprobs))
     head = shown.head("text_completion", reply.model)
     return _to_json({**head, "choices": choices, "usage": usage_object(reply.usage)})
@@ -165,41 +166,54 @@ def _mean_logprob(choice: ChoiceReply) -> float:
     return sum(one.logprob for one in choice.logprobs) / max(1, len(choice.logprobs))
 
 
+def _prompt_logprobs(prompt: str, scored: Sequence[LogprobText]) -> dict[str, Any]:
+    """Return the tokens of a prompt; the first has no logprob. Source: OpenAI API reference, completions."""
+    raws: list[bytes] = []
+    shown = Logprobs().take(_noting(raws, scored))
+    shown["token_logprobs"][0] = shown["top_logprobs"][0] = None
+    shown["text_offset"] = find_offsets(prompt, raws)
+    return shown
+
+
+def _noting(raws: list[bytes], tokens: Iterable[LogprobText]) -> Iterator[LogprobText]:
+    """Yield tokens, and add their bytes to raws. Those of a prompt are made anew each time that they are read."""
+    for one in tokens:
+        raws.append(one.raw)
+        yield one
+
+
+def _whole_logprobs(
+    prompt: str, start: Mapping[str, Any] | None, logprobs: Sequence[LogprobText]
+) -> dict[str, Any] | None:
+    """Return all tokens of a choice, after those of its prompt if they were scored; None without tokens."""
+    if start is None:
+        return Logprobs().take(logprobs) if logprobs else None
+    rest = Logprobs(len(prompt)).take(logprobs)
+    return {key: start[key] + rest[key] for key in start}
+
+
 class Logprobs:
     """Writes logprobs in the form of this route. Offsets count characters from the first shown character."""
 
-    def __init__(self) -> None:
-        self._offset = 0
+    def __init__(self, offset: int = 0) -> None:
+        self._offset = offset
 
-    def whole(
-        self, prompt: str, scored: Sequence[LogprobText], logprobs: Sequence[LogprobText]
-    ) -> dict[str, Any] | None:
-        """Return all tokens of a choice, after those of its prompt if they were scored; None without tokens."""
-        if not scored:
-            return self.take(logprobs) if logprobs else None
-        first, rest = self.take_prompt(prompt, scored), self.take(logprobs)
-        return {key: first[key] + rest[key] for key in first}
-
-    def take_prompt(self, prompt: str, scored: Sequence[LogprobText]) -> dict[str, Any]:
-        """Return the tokens of a prompt; the first has no logprob. Source: OpenAI API reference, completions."""
-        shown = self.take(scored)
-        shown["token_logprobs"][0] = shown["top_logprobs"][0] = None
-        shown["text_offset"] = find_offsets(prompt, [one.raw for one in scored])
-        self._offset = len(prompt)
-        return shown
-
-    def take(self, logprobs: Sequence[LogprobText]) -> dict[str, Any]:
+    def take(self, logprobs: Iterable[LogprobText]) -> dict[str, Any]:
         """Return the next tokens."""
-        offsets: list[int] = []
+        shown: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        tokens, own, top, offsets = shown.values()
         for one in logprobs:
+            tokens.append(one.text)
+            own.append(one.logprob)
+            top.append(_top_json(one))
             offsets.append(self._offset)
             self._offset += len(one.text)
-        return {
-            "tokens": [one.text for one in logprobs],
-            "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": [{other.text: other.logprob for other in (*reversed(one.top), one)} for one in logprobs],
-            "text_offset": offsets,
-        }
+        return shown
+
+
+def _top_json(one: LogprobText) -> msgspec.Raw:
+    """Return the likeliest tokens and the chosen one, encoded: other threads run between two tokens of a long answer."""
+    return msgspec.Raw(_to_json({other.text: other.logprob for other in (*reversed(one.top), one)}))
 
 
 class CompletionsWriter(ChunkWriter):
@@ -217,11 +231,10 @@ class CompletionsWriter(ChunkWriter):
                 return [[_choice(index, _echoed(self._prompts, index, self._shown))] for index in indices]
             case PromptScored(prompt, tokens):
                 text, size = self._prompts[prompt], self._shown.num_choices // len(self._prompts)
-                indices = range(prompt * size, (prompt + 1) * size)
-                return [
-                    [_choice(index, text, logprobs=self._logprobs[index].take_prompt(text, tokens))]
-                    for index in indices
-                ]
+                indices, start = range(prompt * size, (prompt + 1) * size), _prompt_logprobs(text, tokens)
+                for index in indices:
+                    self._logprobs[index] = Logprobs(len(text))
+                return [[_choice(index, text, logprobs=start)] for index in indices]
             case TextDelta(choice, text, logprobs):
                 shown = self._logprobs[choice].take(logprobs) if logprobs else None
                 return [[_choice(choice, text, logprobs=shown)]]

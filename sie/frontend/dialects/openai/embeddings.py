@@ -74,7 +74,9 @@ def decode_embeddings(body: bytes, content_type: str | None, limits: Limits) -> 
     is not declared as JSON. It is 400 for an empty or too long input.
     """
     if not _is_json(content_type):
-        raise _schema_error("model_attributes_type", ["body"], "Input should be a valid JSON object")
+        is_json = body[:64].lstrip().startswith(b"{")
+        hint = ". It looks like JSON: send it with Content-Type: application/json" if is_json else ""
+        raise _schema_error("model_attributes_type", ["body"], f"Input should be a valid JSON object{hint}")
     check_json(body, limits.max_depth)
     try:
         call = decode_typed(_DECODER, body)

@@ -21,6 +21,7 @@ from sie.frontend.dialects.openai import embeddings
 from sie.frontend.dialects.openai.agent_fields import AgentFields
 from sie.frontend.generation.sampling_fields import Bias, Count, Share, read_stop, write_sampling, wrong
 from sie.frontend.inputs.bounded_json import check_json
+from sie.values.choices import with_choices
 from sie.values.errors import BadRequest, NotFound, SieError
 from sie.values.generate import GenerateRequest, GenerateUsage, Grammar
 
@@ -122,7 +123,7 @@ def decode_body(
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _syntax_error(body) or _type_error(str(error)) from None
+        raise _syntax_error(body) or _type_error(with_choices(error, decoder.type)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="INVALID_JSON") from None
     except RecursionError:

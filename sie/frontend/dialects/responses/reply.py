@@ -13,7 +13,7 @@ import msgspec
 
 from sie.frontend.dialects.openai import text_fields
 from sie.frontend.dialects.openai.agent_reply import agent_events
-from sie.frontend.dialects.openai.chat import logprob_object
+from sie.frontend.dialects.openai.chat import logprob_json
 from sie.frontend.dialects.responses.items import Item, new_id
 from sie.frontend.dialects.responses.request import ResponsesCall
 from sie.frontend.dialects.responses.tool_items import tool_item
@@ -53,11 +53,11 @@ class ResponseRecord:
         self, response_id: str, created_s: int, call: ResponsesCall, model: str,
         *, max_kept_bytes: int = 0, new_id: Callable[[str], str] = new_id,
     ) -> None:  # fmt: skip
-        """new_id returns a new id for an item of this type."""
+        """new_id takes the type of an item and returns a new id for it."""
         self.id = response_id
         self.is_streamed = call.request.stream
         self.is_followed = call.request.stream
-        """Whether a client takes the stream as it grows."""
+        """Whether a client reads the stream while the response is generated."""
         self.model = model
         self.status = "queued" if call.is_background else "in_progress"
         self.is_kept = call.stores
@@ -239,7 +239,7 @@ class ResponseRecord:
         if self._open is None:
             self._open_text(kind)
         assert self._open is not None
-        shown = [logprob_object(one) for one in logprobs]
+        shown = [logprob_json(one) for one in logprobs]
         self._open.texts.append(text)
         self._open.logprobs += shown
         extra = {"logprobs": shown} if kind == "message" else {}
@@ -288,7 +288,7 @@ class ResponseRecord:
     def _add_progress(self, event: ToolProgress) -> None:
         """Add the items of a call that the server runs. The items of a shell replace its events."""
         item = tool_item(event, f"cntr_{self.id}")
-        self.end_text()  # before the call's files, which the next text cites
+        self.end_text()  # ORDER: before the files of this call are announced, because only a later text cites them
         if event.data.get("tool_type") != "shell":
             self._emit_beside(event)
         if item is None:
@@ -316,7 +316,7 @@ class _OpenText:
         self.item = item
         self.place = place
         self.texts: list[str] = []
-        self.logprobs: list[dict[str, Any]] = []
+        self.logprobs: list[msgspec.Raw] = []
 
 
 class ResponseWriter:
@@ -337,7 +337,7 @@ class ResponseWriter:
         return self._record.take_stream()
 
 
-def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _text_part(text: str, logprobs: list[msgspec.Raw]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 

@@ -160,7 +160,7 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
 
 
 def _refuse_unserved(call: ResponsesBody) -> None:
-    drop_agent_fields(call, "files", "max_tool_rounds")  # source: section 5.1
+    drop_agent_fields(call, served=("files", "max_tool_rounds"))  # source: section 5.1
     for field, reason in _UNSERVED.items():
         if getattr(call, field) is not None:
             raise wrong(field, reason)

@@ -15,6 +15,7 @@ from sie.frontend.dialects.openai.chat_messages import MessageField, read_messag
 from sie.frontend.dialects.openai.text_fields import decode_body
 from sie.frontend.dialects.store.bodies import FileField, SessionBody
 from sie.frontend.generation.sampling_fields import wrong
+from sie.values.choices import with_choices
 from sie.values.generate import ChatMessage
 
 _FILE_ID: Final = re.compile(r"file[-_][A-Za-z0-9_-]{1,100}")
@@ -55,7 +56,7 @@ def read_session(messages: bytes) -> list[ChatMessage]:
         try:
             fields.append(_read_raw(raw))
         except msgspec.ValidationError as error:
-            raise wrong(f"messages[{number}]", f"is not a message: {error}") from None
+            raise wrong(f"messages[{number}]", f"is not a message: {with_choices(error, MessageField)}") from None
     return read_messages(fields) if fields else []
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.cohere.rerank import RerankCall, check_texts, decode_rerank, encode_ranking
+from sie.frontend.dialects.cohere.rerank import RerankCall, check_texts, decode_rerank, encode_ranking, text_json
 from sie.frontend.inputs.bounded_json import check_json, decode_typed
 from sie.values.errors import Overloaded, SieError, Unavailable
 from sie.values.inference import DEFAULT_MODEL, ScoreReply, ScoreRequest
@@ -72,6 +72,11 @@ def decode_texts(call: TextsBody, body_bytes: int, limits: Limits) -> tuple[Scor
     return request, call
 
 
+def repeats_texts(call: Call) -> bool:
+    """Tell whether the answer to a call repeats its texts."""
+    return call.return_documents if isinstance(call, RerankCall) else call.return_text
+
+
 def encode_either(request: ScoreRequest, call: Call, reply: ScoreReply) -> bytes:
     """Return the body of a rerank reply in the form of its request."""
     return encode_ranking(call, reply) if isinstance(call, RerankCall) else encode_ranks(request, call, reply)
@@ -82,7 +87,7 @@ def encode_ranks(request: ScoreRequest, call: TextsBody, reply: ScoreReply) -> b
     is_plain = call.raw_scores or bool(request.compared)
     ranks: list[dict[str, Any]] = []
     for index in reply.ranking()[: call.top_n]:
-        text = {"text": call.texts[index]} if call.return_text else {}
+        text = {"text": text_json(call.texts[index])} if call.return_text else {}
         score = reply.scores[index]
         ranks.append({"index": index, **text, "score": score if is_plain else _sigmoid(score)})
     return _to_json(ranks)

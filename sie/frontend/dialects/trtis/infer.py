@@ -25,6 +25,8 @@ _MAX_HEADER_CHARS: Final = 64 * 1024
 _MAX_TENSORS: Final = 1024
 _MAX_RESPONSE_CHARS: Final = 16 * 1024
 """Limit of `NV-InferResponse`. A longer one omits its classes, which the header after the body still has."""
+_MIN_CLASS_CHARS: Final = len("cls { } ")
+"""Characters of a class in a line, without its fields."""
 _PACKAGE: Final = "nvidia.inferenceserver"
 
 
@@ -94,11 +96,16 @@ def head_of(message: Any) -> InferHead:
         outputs[output.name] = OutputHead(output.name, num_classes, output.byte_size)
     return InferHead(
         batch_size=message.batch_size,
-        inputs=tuple(InputHead(i.name, tuple(i.dims), i.batch_byte_size, i.byte_size) for i in message.input),
+        inputs=tuple(InputHead(i.name, _dims(i), i.batch_byte_size, i.byte_size) for i in message.input),
         outputs=tuple(outputs.values()),
         id=message.id, priority=message.priority, timeout_us=message.timeout_microseconds,
         is_first_generation=any(part.byte_size for part in (*message.input, *message.output)),
     )  # fmt: skip
+
+
+def _dims(announced: Any) -> tuple[int, ...]:
+    """Return the dims of an announced input; of too many, enough to be refused."""
+    return tuple(announced.dims[: MAX_RANK + 1])
 
 
 def decode_infer(head: InferHead, body: memoryview, model: str, rule: TensorRule) -> TensorRequest:
@@ -150,6 +157,7 @@ def _request(head: InferHead, inputs: list[Tensor], model: str) -> TensorRequest
     return TensorRequest(
         model=model, inputs=inputs, outputs=tuple(output.name for output in head.outputs), id=str(head.id or ""),
         priority=head.priority, timeout_us=head.timeout_us,
+        num_classes=sum(output.num_classes or 0 for output in head.outputs),
     )  # fmt: skip
 
 
@@ -298,14 +306,20 @@ def encode_infer(head: InferHead, reply: TensorReply, rule: TensorRule, *, as_bi
     message = response_header(head, rule, outputs)
     trailer = message.SerializeToString() if as_binary else text_format.MessageToString(message).encode()
     body = b"".join([*(tensor.data for tensor, classes in outputs if classes is None), trailer])
-    line = one_line(message)
-    if len(line) > _MAX_RESPONSE_CHARS:
-        short = type(message)()
-        short.CopyFrom(message)
-        for output in short.output:
-            del output.batch_classes[:]
-        line = one_line(short)
-    return body, line
+    return body, _response_line(message, outputs)
+
+
+def _response_line(message: Any, outputs: Sequence[Answered]) -> str:
+    """Return the value of `NV-InferResponse`. Classes that cannot fit are not written at all, because text takes long."""
+    num_classes = sum(len(row) for _, classes in outputs for row in classes or ())
+    line = one_line(message) if num_classes <= _MAX_RESPONSE_CHARS // _MIN_CLASS_CHARS else None
+    if line is not None and len(line) <= _MAX_RESPONSE_CHARS:
+        return line
+    short = type(message)()
+    short.CopyFrom(message)
+    for output in short.output:
+        del output.batch_classes[:]
+    return one_line(short)
 
 
 def one_line(message: Any) -> str:

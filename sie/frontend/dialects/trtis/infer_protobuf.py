@@ -29,6 +29,8 @@ _VERSION: Final = 2
 _INPUT: Final = 2
 _OUTPUT: Final = 3
 _SIZE_OR_DIMS: Final = 2
+_MAX_TENSOR_FIELDS: Final = 16
+"""Fields of an announced tensor; it has four."""
 
 
 class InferMessage(NamedTuple):
@@ -76,7 +78,7 @@ def _is_first_generation(header: bytes) -> bool:
     view = memoryview(header)
     for field in wire_fields(view):
         if field.number in (_INPUT, _OUTPUT) and field.wire_type == BYTES:
-            for inner in wire_fields(view[field.value_start : field.end]):
+            for inner in wire_fields(view[field.value_start : field.end], _MAX_TENSOR_FIELDS):
                 if inner.number == _SIZE_OR_DIMS and inner.wire_type == VARINT:
                     return True
     return False

@@ -14,7 +14,7 @@ from google.protobuf import json_format, text_format
 
 from sie import __version__
 from sie.frontend.dialects.trtis.infer import one_line
-from sie.frontend.tensors.states import Figures, RequestFigures
+from sie.frontend.tensors.states import ModelStatistics, RequestStatistics
 from sie.proto import message_class
 from sie.values.card import ModelState
 from sie.values.errors import (
@@ -85,7 +85,7 @@ class Described(msgspec.Struct, frozen=True):
     rule: TensorRule
     state: ModelState
     reason: str
-    figures: Figures
+    statistics: ModelStatistics
 
 
 class ServerState(msgspec.Struct, frozen=True):
@@ -110,15 +110,15 @@ def server_status(server: ServerState) -> Any:
         version.ready_state = _READY_STATES[found.state]
         if found.reason:
             version.ready_state_reason.message = found.reason
-        _add_figures(version, found.figures)
+        _add_statistics(version, found.statistics)
     return message
 
 
-def _add_figures(version: Any, figures: Figures) -> None:
-    version.model_execution_count = figures.num_steps
-    version.model_inference_count = figures.num_rows
-    version.last_inference_timestamp_milliseconds = figures.last_used_ms
-    for num_rows, found in _by_size(figures).items():
+def _add_statistics(version: Any, statistics: ModelStatistics) -> None:
+    version.model_execution_count = statistics.num_steps
+    version.model_inference_count = statistics.num_rows
+    version.last_inference_timestamp_milliseconds = statistics.last_used_ms
+    for num_rows, found in _by_size(statistics).items():
         stats = version.infer_stats[num_rows]
         for name, count, total_ns in (
             ("success", found.count, found.success_ns), ("failed", found.num_failed, found.failed_ns),
@@ -130,20 +130,20 @@ def _add_figures(version: Any, figures: Figures) -> None:
             duration.count, duration.total_time_ns = count, total_ns
 
 
-def _by_size(figures: Figures) -> dict[int, RequestFigures]:
+def _by_size(statistics: ModelStatistics) -> dict[int, RequestStatistics]:
     """Return the requests by batch size. Key 0 has those of no known size: failures before a worker, and text models."""
-    known = figures.requests.values()
-    is_text = bool(figures.num_succeeded) and not known
-    num_failed = max(0, figures.num_failed - sum(each.num_failed for each in known))
+    known = statistics.requests.values()
+    is_text = bool(statistics.num_succeeded) and not known
+    num_failed = max(0, statistics.num_failed - sum(each.num_failed for each in known))
     if not is_text and not num_failed:
-        return figures.requests
-    failed_ns = max(0, figures.failure_ns - sum(each.failed_ns for each in known)) if num_failed else 0
-    rest = RequestFigures(num_failed=num_failed, failed_ns=failed_ns)
+        return statistics.requests
+    failed_ns = max(0, statistics.failure_ns - sum(each.failed_ns for each in known)) if num_failed else 0
+    rest = RequestStatistics(num_failed=num_failed, failed_ns=failed_ns)
     if is_text:
         rest = msgspec.structs.replace(
-            rest, count=figures.num_succeeded, success_ns=figures.success_ns, queue_ns=figures.queue_ns, infer_ns=figures.infer_ns
+            rest, count=statistics.num_succeeded, success_ns=statistics.success_ns, queue_ns=statistics.queue_ns, infer_ns=statistics.infer_ns
         )  # fmt: skip
-    return {0: rest, **figures.requests}
+    return {0: rest, **statistics.requests}
 
 
 def repository_index(names: Iterable[str]) -> Any:

@@ -32,7 +32,7 @@ class PoolingFields(msgspec.Struct, gc=False, kw_only=True, forbid_unknown_field
 
     @property
     def overflow_policy(self) -> str:
-        """What happens to a text over the limit: vLLM refuses it unless the request sets a limit, -1 for the model's."""
+        """The policy for a text over the limit: vLLM refuses it unless the request sets a limit, -1 for the model's."""
         return "error" if self.truncate_prompt_tokens is None else "truncate_text"
 
     @property
@@ -48,9 +48,12 @@ def decode_pooling(decoder: msgspec.json.Decoder[_Fields], body: bytes, limits: 
     """Return a decoded body. Raises BadRequest that names the field."""
     check_json(body, limits.max_depth)
     try:
-        return decode_typed(decoder, body)
+        call = decode_typed(decoder, body)
+        if call.truncate_prompt_tokens == 0:
+            raise BadRequest("Expected -1 or an `int` >= 1 - at `$.truncate_prompt_tokens`")
     except BadRequest as error:
         raise BadRequest(error.message, extras={"param": field_of(error.message)}) from None
+    return call
 
 
 def model_of(call: PoolingFields) -> str:

@@ -239,6 +239,6 @@ class Call:
             self.unsent.wake()
         self.wake()
 
-    def started(self, work: Any) -> None:
+    def start(self, work: Any) -> None:
         """Run the work of this call in a task."""
         self.task = asyncio.get_running_loop().create_task(work)

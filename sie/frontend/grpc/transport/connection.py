@@ -1,7 +1,7 @@
 """Runs one HTTP/2 connection: socket, frames and shutdown. No exception may leave `data_received`, for any input.
 
-A protocol error ends the stream (RST_STREAM) or the connection (GOAWAY). DATA passes to the inbox in pieces as it arrives.
-Other frames are short, so they are handled when complete. Source: RFC 9113, sections 3.4, 4, 6 and 10.5.
+A protocol error ends the stream (RST_STREAM) or the connection (GOAWAY). DATA passes to the inbox in pieces as it arrives,
+and every other frame to `control_frames` when it is complete. Source: RFC 9113, sections 3.4, 4 and 6.8.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from sie.frontend.grpc.transport import frames
 from sie.frontend.grpc.transport.calls import Call
-from sie.frontend.grpc.transport.floods import Allowance, work_of_settings
+from sie.frontend.grpc.transport.control_frames import MAX_FRAME_BYTES, ControlFrames
+from sie.frontend.grpc.transport.floods import Allowance
 from sie.frontend.grpc.transport.frames import (
     DATA,
     HEAD,
@@ -24,7 +25,6 @@ from sie.frontend.grpc.transport.frames import (
     STREAM_MASK,
     Code,
     ConnectionFault,
-    StreamFault,
 )
 from sie.frontend.grpc.transport.headers import OK, status_block
 from sie.frontend.grpc.transport.inbox import Inbox, InboxListener
@@ -34,10 +34,6 @@ from sie.frontend.grpc.transport.turns import CALL_NS, Share
 from sie.runtime.logs import get_logger
 
 _log = get_logger(__name__)
-_FRAME_BYTES: Final = 1 << 20
-"""Largest frame of DATA that a client may send."""
-_SHORT_BYTES: Final = 16_384
-"""Largest frame that is neither DATA nor headers."""
 _WRITE_AHEAD_BYTES: Final = 1 << 20
 """Write buffer of the socket; above this size writing pauses."""
 _READ_AHEAD_BYTES: Final = 1 << 16
@@ -90,7 +86,7 @@ class Connection(asyncio.Protocol):
         self._share = Share()
         self._is_waiting = self._is_reading_paused = False
         self._num_kept = 0
-        self._has_greeted = self._is_settled = self._is_over = self._is_draining = False
+        self._has_greeted = self._is_over = self._is_draining = False
         self._allowance = Allowance(listener.limits.max_grpc_idle_frames_per_s)
         self.opened_ns = time.monotonic_ns()
         self.held_bytes = 0
@@ -109,6 +105,7 @@ class Connection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=_WRITE_AHEAD_BYTES)
         self._outbox = Outbox(self._transport, self._allowance, self._listener.flush_later, self.hold, self._on_sent)
         self._inbox = Inbox(self, self._listener, self._outbox, self._allowance)
+        self._control = ControlFrames(self, self._inbox, self._outbox, self._allowance, self._listener)
         self._listener.connections.add(self)
         if len(self._listener.connections) > self._listener.max_connections:
             self._listener.on_ended("connections")
@@ -123,7 +120,7 @@ class Connection(asyncio.Protocol):
         self._hold_written(0)
         self._outbox.disconnect()
         self._listener.on_lost(self)
-        del self._inbox  # breaks a reference cycle; the garbage collector runs rarely
+        del self._inbox, self._control  # breaks reference cycles; the garbage collector runs rarely
 
     def pause_writing(self) -> None:
         """Hold back answers, and stop reading, because the socket's buffer is full."""
@@ -235,7 +232,7 @@ class Connection(asyncio.Protocol):
             if not self._greet(data):
                 return True
             at = len(PREFACE)
-        inbox, turns, is_in_time = self._inbox, self._turns, True
+        inbox, control, turns, is_in_time = self._inbox, self._control, self._turns, True
         while True:
             if num_frames >= _FREE_FRAMES and at < size and time.monotonic_ns() > turns.end_ns:
                 is_in_time = False
@@ -250,21 +247,19 @@ class Connection(asyncio.Protocol):
             high, low, kind, flags, stream = HEAD.unpack_from(data, at)
             start = at + HEAD_BYTES
             end = start + (high << 16 | low)
-            if kind == DATA and end - start <= _FRAME_BYTES and self._is_settled and not inbox.block_stream:
+            if kind == DATA and end - start <= MAX_FRAME_BYTES and control.is_settled and not inbox.block_stream:
                 if flags & PADDED and start == size < end:
                     break
                 at = inbox.on_data(data, start, end, flags, stream & STREAM_MASK)
                 continue
-            handle = self._HANDLERS.get(kind)
-            self._check(kind, end - start, stream & STREAM_MASK)
-            if handle is None:
+            if not control.check(kind, end - start, stream & STREAM_MASK):
                 self._allowance.spend()
                 inbox.skip(end - start)
                 at = start
                 continue
             if end > size:
                 break
-            handle(self, flags, stream & STREAM_MASK, data[start:end])
+            control.handle(kind, flags, stream & STREAM_MASK, data[start:end])
             at = end
         if at < size and not self._is_over:
             self._rest = data[at:]
@@ -283,108 +278,11 @@ class Connection(asyncio.Protocol):
         settings = frames.settings_frame({
             frames.MAX_CONCURRENT_STREAMS: limits.max_grpc_streams,
             frames.INITIAL_WINDOW_SIZE: limits.grpc_window_bytes,
-            frames.MAX_FRAME_SIZE: _FRAME_BYTES,
+            frames.MAX_FRAME_SIZE: MAX_FRAME_BYTES,
             frames.MAX_HEADER_LIST_SIZE: limits.max_grpc_metadata_bytes,
         })  # fmt: skip
         self._outbox.write(settings + frames.window_frame(0, window - frames.DEFAULT_WINDOW))
         return True
-
-    def _check(self, kind: int, length: int, stream: int) -> None:
-        """Raise ConnectionFault for a frame that is not allowed now, or is too long to buffer."""
-        if length > _FRAME_BYTES:
-            raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
-        if not self._is_settled and kind != frames.SETTINGS:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "the first frame is not SETTINGS")
-        inbox = self._inbox
-        if inbox.block_stream and (kind != frames.CONTINUATION or stream != inbox.block_stream):
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "a header block is interrupted")
-        if kind in (frames.HEADERS, frames.CONTINUATION):
-            if length > 2 * self._listener.limits.max_grpc_metadata_bytes:
-                raise ConnectionFault(Code.ENHANCE_YOUR_CALM, f"headers of {length} bytes")
-        elif kind in self._HANDLERS and length > _SHORT_BYTES:
-            raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
-
-    def _on_headers(self, flags: int, stream: int, payload: bytes) -> None:
-        self._inbox.on_headers(flags, stream, payload)
-
-    def _on_continuation(self, flags: int, stream: int, payload: bytes) -> None:
-        self._inbox.on_continuation(flags, stream, payload)
-
-    def _on_priority(self, flags: int, stream: int, payload: bytes) -> None:
-        self._allowance.spend()
-        if not stream:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "PRIORITY of the connection")
-        if len(payload) != 5:
-            raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"PRIORITY of {len(payload)} bytes")
-
-    def _on_reset(self, flags: int, stream: int, payload: bytes) -> None:
-        self._allowance.spend()
-        frames.read_u32(payload, "RST_STREAM")
-        self._inbox.on_reset(stream)
-
-    def _on_settings(self, flags: int, stream: int, payload: bytes) -> None:
-        if stream:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "SETTINGS of a stream")
-        if flags & frames.ACK:
-            self._allowance.spend()
-            if payload:
-                raise ConnectionFault(Code.FRAME_SIZE_ERROR, "an acknowledgement with settings")
-            return
-        self._is_settled = True
-        settings = frames.read_settings(payload)
-        window = settings.get(frames.INITIAL_WINDOW_SIZE, self._outbox.initial_window)
-        num_windows = len(self._inbox.calls) if window != self._outbox.initial_window else 0
-        self._allowance.spend(work_of_settings(len(payload), num_windows))
-        self._outbox.write(frames.frame(frames.SETTINGS, frames.ACK, 0))
-        self._outbox.settle(settings, self.calls)
-
-    def _on_push(self, flags: int, stream: int, payload: bytes) -> None:
-        raise ConnectionFault(Code.PROTOCOL_ERROR, "a client does not push")
-
-    def _on_ping(self, flags: int, stream: int, payload: bytes) -> None:
-        self._allowance.spend()
-        if stream:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "PING of a stream")
-        if len(payload) != 8:
-            raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"PING of {len(payload)} bytes")
-        if not flags & frames.ACK:
-            self._outbox.write(frames.frame(frames.PING, frames.ACK, 0, payload))
-        elif self._is_draining:
-            self.finish_drain()
-
-    def _on_goaway(self, flags: int, stream: int, payload: bytes) -> None:
-        self._allowance.spend()
-        if stream:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "GOAWAY of a stream")
-        if len(payload) < 8:
-            raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"GOAWAY of {len(payload)} bytes")
-
-    def _on_window(self, flags: int, stream: int, payload: bytes) -> None:
-        self._allowance.spend()
-        num_bytes = frames.read_u32(payload, "WINDOW_UPDATE")
-        if not stream:
-            self._outbox.widen(num_bytes)
-            return
-        self._inbox.check_opened(stream, "WINDOW_UPDATE")
-        call = self._inbox.calls.get(stream)
-        if call is not None:
-            try:
-                self._outbox.widen_call(call, num_bytes)
-            except StreamFault as fault:
-                self._inbox.reset(call, fault.code)
-
-    _HANDLERS: ClassVar[dict[int, Callable[[Connection, int, int, bytes], None]]] = {
-        frames.HEADERS: _on_headers,
-        frames.PRIORITY: _on_priority,
-        frames.RST_STREAM: _on_reset,
-        frames.SETTINGS: _on_settings,
-        frames.PUSH_PROMISE: _on_push,
-        frames.PING: _on_ping,
-        frames.GOAWAY: _on_goaway,
-        frames.WINDOW_UPDATE: _on_window,
-        frames.CONTINUATION: _on_continuation,
-    }
-    """Other kinds of frames are extensions and are skipped."""
 
     # --- called by calls ------------------------------------------------------------------------------------------
 
@@ -437,7 +335,7 @@ class Connection(asyncio.Protocol):
                 self.abort()
             self._pause_reading(False)
             return
-        is_late = not self._is_settled and now_ns - self.opened_ns > listener.idle_ns
+        is_late = not self._control.is_settled and now_ns - self.opened_ns > listener.idle_ns
         if is_late or (inbox.block_stream and now_ns - inbox.block_ns > listener.idle_ns):
             self.end(ConnectionFault(Code.ENHANCE_YOUR_CALM, "too slow"), "slow")
         elif self.paused_ns and now_ns - self.paused_ns > listener.unread_ns:
@@ -506,6 +404,11 @@ class Connection(asyncio.Protocol):
         self._is_draining = True
         heard = frames.frame(frames.PING, 0, 0, b"draining")
         self._outbox.write(frames.goaway_frame(frames.MAX_WINDOW, Code.NO_ERROR, "the server is stopping") + heard)
+
+    def on_heard(self) -> None:
+        """Finish to drain, if that has begun: the client has answered the ping that came with its announcement."""
+        if self._is_draining:
+            self.finish_drain()
 
     def finish_drain(self) -> None:
         """Accept no more calls, and close when the open calls have ended."""

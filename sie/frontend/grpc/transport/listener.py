@@ -94,7 +94,9 @@ class Listener:
         """Check connections for at most the time of a turn, and the rest in the next iteration of the event loop."""
         now_ns = time.monotonic_ns()
         while connections and time.monotonic_ns() - now_ns <= self.turns.turn_ns:
-            connections.pop().check(now_ns)
+            connection = connections.pop()
+            if connection in self.connections:  # it may be lost since the last part of this check
+                connection.check(now_ns)
         if connections:
             asyncio.get_running_loop().call_soon(self._check_some, connections)
 

@@ -220,7 +220,7 @@ class Outbox:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "WINDOW_UPDATE of 0")
         self._window += num_bytes
         if self._window > MAX_WINDOW:
-            raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "the connection's window over 2^31-1")
+            raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "the connection's window is over 2^31-1")
         if self._ready:
             self.pump()
 

@@ -17,8 +17,8 @@ from typing import Final
 CALL_NS: Final = 50_000
 """Time that a turn counts for each call, or message of a stream, that it starts; their work runs after its frames."""
 _SLICE_NS: Final = 500_000
-"""Longest time for one waiting connection before the next is served. A connection that did not wait before has this
-advantage over waiting ones."""
+"""Longest time for one waiting connection before the next is served; also the most by which a connection that begins to wait
+is ahead of those that wait already."""
 _MANY_LEAVING: Final = 1024
 
 
@@ -118,9 +118,8 @@ class Turns:
             self.end_ns = end_ns = now_ns + min(left_ns, _SLICE_NS)
             is_more = go_on()
             done_ns = time.monotonic_ns()
-            used_ns = (
-                done_ns - now_ns + end_ns - self.end_ns
-            )  # less the time of calls that it began: they moved the end
+            # Each call that it began has moved the end of the turn. That time counts, too.
+            used_ns = done_ns - now_ns + end_ns - self.end_ns
             left_ns -= used_ns + cost_ns
             share.used_ns += used_ns
             now_ns = done_ns

@@ -29,6 +29,7 @@ from sie.frontend.operations.extraction import (
     gliclass,
     gliner,
     gliner_union,
+    glirel,
     image_texts,
     label_pairs,
     text_classes,
@@ -38,6 +39,7 @@ from sie.frontend.operations.extraction.boxes import BoxReading
 from sie.frontend.operations.extraction.gliclass import LabelReading
 from sie.frontend.operations.extraction.gliner import WindowReading
 from sie.frontend.operations.extraction.gliner_union import UnionReading
+from sie.frontend.operations.extraction.glirel import RelationReading
 from sie.frontend.operations.extraction.image_texts import PromptReading
 from sie.frontend.operations.extraction.label_pairs import PairReading
 from sie.frontend.operations.extraction.text_classes import ClassReading
@@ -50,12 +52,14 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Internal
 from sie.values.extract import (
     Detection,
+    Entity,
     Extraction,
     ExtractRule,
     ExtractTask,
     Gliclass,
     Gliner,
     GlinerUnion,
+    Glirel,
     ImageToText,
     TextClassification,
     TokenClassification,
@@ -65,6 +69,8 @@ from sie.values.inference import ExtractReply, ExtractRequest
 from sie.values.work import WorkHeader
 from sie.values.work_bytes import MAX_HEADER_BYTES
 
+_MANY_ENTITIES: Final = 512
+"""Up to this number of given entities, finding them among the words of their texts takes less than 2 ms."""
 _to_msgpack: Final = msgspec.msgpack.Encoder().encode
 _MAX_TASK_BYTES: Final = MAX_HEADER_BYTES // 2
 """The rest of the header holds the model's name and the arrays."""
@@ -131,8 +137,13 @@ class Extractor:
         reading = _reading(card, request, tokenizer, self._limits)
         pool = None if tokenizer is None else tokenizer.pool
         if request.images is None:
-            arrays = await self._prepare(reading, request.texts, task, rule, pool, seconds=request.pairs.values())
+            num_entities = sum(map(len, request.given.values()))
+            arrays = await self._prepare(
+                reading, request.texts, task, rule, pool, seconds=request.pairs.values(), num_entities=num_entities
+            )
             input_tokens, request.cuts = int(arrays[0][1][-1]), reading.cuts
+            if isinstance(reading, RelationReading):
+                input_tokens = reading.num_tokens
         else:
             arrays, input_tokens = await self._prepare_images(
                 reading, request, card, request.images, deadline_ns, pool=pool
@@ -184,13 +195,14 @@ class Extractor:
         pool: ThreadPoolExecutor | None,
         *,
         seconds: Collection[str] = (),
+        num_entities: int = 0,
     ) -> Arrays:
         """Tokenise at once, or on a thread when that would block the event loop too long.
 
-        pool is the tokenizer's own thread, or None if it has none. seconds are the second texts of pairs, which the reading
-        has.
+        pool is the tokenizer's own thread, or None if it has none. seconds are the second texts of pairs, and num_entities
+        counts the given entities; the reading has both.
         """
-        if pool is None and not is_long_work(rule, task, [*texts, *seconds]):
+        if pool is None and not is_long_work(rule, task, [*texts, *seconds], num_entities):
             return reading.prepare(texts)
         return await asyncio.get_running_loop().run_in_executor(pool or self._pool, reading.prepare, texts)
 
@@ -218,6 +230,8 @@ def check_task(card: ModelCard, task: ExtractTask) -> None:
             gliner.check_task(rule, task)
         case GlinerUnion() as rule:
             gliner_union.check_task(card.id, rule, task)
+        case Glirel():
+            glirel.check_task(task)
         case Gliclass() as rule:
             gliclass.check_task(rule, task)
         case Detection() as rule:
@@ -228,8 +242,10 @@ def check_task(card: ModelCard, task: ExtractTask) -> None:
             pass
 
 
-def is_long_work(rule: ExtractRule, task: ExtractTask, texts: Sequence[str]) -> bool:
+def is_long_work(rule: ExtractRule, task: ExtractTask, texts: Sequence[str], num_entities: int = 0) -> bool:
     """Tell whether a request should be prepared on a thread; each row of work has a text and labels."""
+    if num_entities > _MANY_ENTITIES:
+        return True
     labels = [*task.labels, *task.relation_labels, *(label for group in task.label_groups for label in group.labels)]
     examples = [example.text for example in task.examples]
     return is_long([*texts, *labels, *examples], LONG_TEXT_BYTES // _num_rows(rule, task))
@@ -267,6 +283,8 @@ def _reading(card: ModelCard, request: ExtractRequest, tokenizer: Tokenizer | No
         return WindowReading(rule, task, tokenizer, limits)
     if isinstance(rule, GlinerUnion) and tokenizer is not None:
         return UnionReading(rule, task, tokenizer, limits)
+    if isinstance(rule, Glirel) and tokenizer is not None:
+        return RelationReading(rule, task, tokenizer, limits, request.given)
     if isinstance(rule, Gliclass) and tokenizer is not None:
         return LabelReading(rule, task, tokenizer, limits)
     if isinstance(rule, TokenClassification) and tokenizer is not None:
@@ -285,11 +303,12 @@ def _reading(card: ModelCard, request: ExtractRequest, tokenizer: Tokenizer | No
 
 
 def read_extractions(
-    reply: Reply, submitted: ExtractSubmission, request: ExtractRequest, began_ns: int
+    reply: Reply, submitted: ExtractSubmission, request: ExtractRequest, began_ns: int, max_chars: int
 ) -> ExtractReply:
     """Return the findings and the times, copied out of a reply's extent.
 
-    began_ns is when the request's headers were read. Raises Internal when the extent does not match the layout.
+    began_ns is when the request's headers were read. Raises Internal when the extent does not match the layout, and
+    BadRequest when the entities' texts have more than max_chars characters.
     """
     pieces, times = read_pieces(reply, submitted.output, submitted.num_items)
     try:
@@ -298,21 +317,43 @@ def read_extractions(
         raise Internal("the worker's reply has another shape than the request") from error
     if len(extractions) != len(request.texts):
         raise Internal("the worker's reply has another shape than the request")
+    named, num_chars = fill_texts(extractions, request.texts, max_chars)
+    if isinstance(submitted.reading, RelationReading):
+        num_chars = submitted.reading.num_chars
     return ExtractReply(
         model=request.model,
-        extractions=[_with_texts(found, text) for found, text in zip(extractions, request.texts, strict=True)],
+        extractions=named,
         input_tokens=submitted.input_tokens,
         num_images=len(request.images or ()),
+        num_chars=num_chars,
         timing=timing_of(reply, times, began_ns, submitted.tokenization_ns),
     )
 
 
+def fill_texts(extractions: Sequence[Extraction], texts: Sequence[str], max_chars: int) -> tuple[list[Extraction], int]:
+    """Return the extractions with a text for each entity, cut by its offsets, and the number of characters cut.
+
+    A worker sends offsets alone, and spans may overlap, so that their texts together are many times as long as the
+    request. Raises BadRequest for more than max_chars.
+    """
+    num_chars = sum(
+        [(one.end or 0) - (one.start or 0) for found in extractions for one in found.entities if _lacks_text(one)]
+    )
+    if num_chars > max_chars:
+        raise BadRequest(
+            f"The texts of the entities take {num_chars} characters, over max_reply_bytes ({max_chars}); split the request, "
+            "or raise the threshold"
+        )
+    return [_with_texts(found, text) for found, text in zip(extractions, texts, strict=True)], num_chars
+
+
 def _with_texts(found: Extraction, text: str) -> Extraction:
-    """Fill in the text of each entity that lacks one, from its offsets."""
     entities = [
-        msgspec.structs.replace(entity, text=text[entity.start : entity.end])
-        if entity.text is None and entity.start is not None
-        else entity
+        msgspec.structs.replace(entity, text=text[entity.start : entity.end]) if _lacks_text(entity) else entity
         for entity in found.entities
     ]
     return msgspec.structs.replace(found, entities=entities)
+
+
+def _lacks_text(entity: Entity) -> bool:
+    return entity.text is None and entity.start is not None

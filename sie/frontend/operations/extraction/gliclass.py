@@ -64,7 +64,7 @@ def _groups_of(task: ExtractTask) -> tuple[LabelGroup, ...]:
 def _check_group(group: LabelGroup, *, is_single: bool) -> None:
     where = f"`$.params.options.label_groups[{group.name!r}]`"
     if not group.name.strip() or not group.labels or not all(label.strip() for label in group.labels):
-        raise BadRequest(f"A label group has a name and labels, none of them blank - at {where}")
+        raise BadRequest(f"A label group must have a name and labels that are not blank - at {where}")
     if len(set(group.labels)) < len(group.labels):
         raise BadRequest(f"The labels of a group must differ - at {where}")
     if is_single and len(group.labels) < _LEAST_CHOICES:
@@ -150,7 +150,7 @@ class LabelReading:
         num_chars = len(frames) * sum(map(len, texts)) + len(texts) * frame_chars
         if num_chars > self._max_chars:
             raise BadRequest(
-                f"Each text with its labels, and with those of each group, are {num_chars} characters to read, over "
+                f"The texts, each with the labels of every group, have {num_chars} characters to read, over "
                 f"max_body_bytes ({self._max_chars}); split the request"
             )
 

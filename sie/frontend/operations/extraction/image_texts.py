@@ -53,7 +53,7 @@ class PromptReading:
         if (num_chars := max(map(len, texts))) > most:
             reason = f"the prompt has {num_chars} characters, and at most {most} can be read"
             raise too_long(card, f"{reason} - at `$.params.instruction`")
-        try:  # Donut's prompt begins the answer, so nothing is put around it
+        try:  # Donut continues its prompt, so no special tokens are put around it
             [encoding] = self._tokenizer.backend.encode_batch_fast(texts, add_special_tokens=not self._is_donut)
         except TypeError as error:
             raise unicode_error(texts, error) from None

@@ -6,7 +6,6 @@ Matches ZeroShotClassificationPipeline of transformers 5. Only the text is ever 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -14,8 +13,8 @@ import tokenizers
 from numpy.typing import NDArray
 
 from sie.frontend.inputs.pair_cuts import Cuts
-from sie.frontend.inputs.pairs import Arrays
-from sie.frontend.inputs.tokenize import Tokenizer, pack_ids, too_long, unicode_error
+from sie.frontend.inputs.pairs import Arrays, pack_encodings
+from sie.frontend.inputs.tokenize import Tokenizer, too_long, unicode_error
 from sie.values.errors import BadRequest
 from sie.values.extract import Classification, Extraction, ExtractTask, ZeroShot
 
@@ -48,19 +47,12 @@ class PairReading:
         template = self._task.hypothesis_template or _DEFAULT_TEMPLATE
         premises = self._encode(texts)
         hypotheses = self._encode([template.replace(_PLACE, label) for label in self._task.labels])
-        rows: list[list[int]] = []
-        types: list[list[int]] = []
-        for item, premise in enumerate(premises):
-            for place, hypothesis in enumerate(hypotheses):
-                pair = self._join(premise, hypothesis, item, place)
-                rows.append(pair.ids)  # keep only the ids: an encoding takes 100 bytes and more for each token
-                if self._rule.token_types:
-                    types.append(pair.type_ids)
-        token_ids, cu_seqlens = pack_ids(rows)
-        arrays: Arrays = [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
-        if self._rule.token_types:
-            arrays.append(("token_types", np.fromiter(chain.from_iterable(types), np.uint8, len(token_ids))))
-        return arrays
+        pairs = (
+            self._join(premise, hypothesis, item, place)
+            for item, premise in enumerate(premises)
+            for place, hypothesis in enumerate(hypotheses)
+        )
+        return pack_encodings(pairs, has_types=self._rule.token_types)
 
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
         """Return each text's labels, best first; pieces are the pairs' logits (classes,) float32."""

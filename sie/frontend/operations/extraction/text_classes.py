@@ -7,7 +7,6 @@ a pair the longer text first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ import tokenizers
 from numpy.typing import NDArray
 
 from sie.frontend.inputs.pair_cuts import Cuts, cut_pairs
-from sie.frontend.inputs.pairs import Arrays
-from sie.frontend.inputs.tokenize import Tokenizer, pack_ids, too_long, unicode_error
+from sie.frontend.inputs.pairs import Arrays, pack_encodings
+from sie.frontend.inputs.tokenize import Tokenizer, too_long, unicode_error
 from sie.values.errors import BadRequest
 from sie.values.extract import Classification, Extraction, ExtractTask, TextClassification
 
@@ -49,18 +48,8 @@ class ClassReading:
         Raises BadRequest for invalid Unicode, a text without tokens or a limit without room. Raises InputTooLong with
         overflow_policy `error`.
         """
-        rows: list[list[int]] = []
-        types: list[list[int]] = []
-        for item, text in enumerate(texts):
-            encoding = self._encode(item, text)
-            rows.append(encoding.ids)  # keep only the ids: an encoding takes 100 bytes and more for each token
-            if self._rule.token_types:
-                types.append(encoding.type_ids)
-        token_ids, cu_seqlens = pack_ids(rows)
-        arrays: Arrays = [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
-        if self._rule.token_types:
-            arrays.append(("token_types", np.fromiter(chain.from_iterable(types), np.uint8, len(token_ids))))
-        return arrays
+        encodings = (self._encode(item, text) for item, text in enumerate(texts))
+        return pack_encodings(encodings, has_types=self._rule.token_types)
 
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
         """Return each text's classes, best first unless the task wants their order; pieces are logits (classes,)."""

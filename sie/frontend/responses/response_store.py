@@ -182,7 +182,7 @@ class ResponseFile:
         return self._db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner)).rowcount > 0
 
     def stopped(self, ids: Sequence[str]) -> list[str]:
-        """Return those of these responses that were cancelled or deleted, or have ended."""
+        """Return the ids of the responses among these that were cancelled or deleted, or have ended."""
         found: list[str] = []
         for response_id in ids:
             row: Any = self._db.execute("SELECT status FROM responses WHERE id = ?", (response_id,)).fetchone()

@@ -1,4 +1,4 @@
-"""What the routes of files, skills and sessions share: uploads to disk, the dialect of a client, and request ids."""
+"""Serves the routes of files, skills and sessions alike: uploads to disk, the dialect of a client, and request ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sie.frontend.telemetry.access_log import id_headers
 from sie.values.errors import NotFound, Overloaded, Unavailable
 
 FORM_BYTES: Final = 1 << 20
-"""Room in a form for what is around its files."""
+"""Bytes of a form besides its files."""
 Shown = bytes | FileResponse
 """A JSON body, or a file to send."""
 StoredHandler = Callable[[Exchange], Awaitable[Shown]]
@@ -78,7 +78,9 @@ class Uploads:
             raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
         limits = process.settings.store
         if self._num >= limits.max_uploads:
-            raise Overloaded(f"As many uploads arrive as max_uploads allows ({limits.max_uploads})", retry_after_s=1)
+            raise Overloaded(
+                f"The server takes no more uploads at a time than max_uploads ({limits.max_uploads})", retry_after_s=1
+            )
         refuse_coding(exchange.headers)
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
         store = process.store

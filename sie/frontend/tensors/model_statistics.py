@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from sie.frontend.telemetry.metrics import Merged, merge
-from sie.frontend.tensors.states import Figures, RequestFigures, Spent
+from sie.frontend.telemetry.metrics import Merged, Pages, merge
+from sie.frontend.tensors.states import ModelStatistics, RequestStatistics, Spent
 from sie.ipc.messages import ModelEntry
 from sie.metrics import definitions
 from sie.metrics.family import Family
@@ -19,7 +19,6 @@ from sie.metrics.tensor_definitions import (
     TENSOR_STEP_TIME,
     TENSOR_STEPS,
 )
-from sie.shm.pages import CounterPage
 
 T = TypeVar("T")
 
@@ -28,13 +27,13 @@ _PHASE_FIELDS = tuple(f"{phase}_ns" for phase in COMPUTE_PHASES)
 _USED = (definitions.REQUESTS, definitions.REQUEST_DURATION, definitions.BATCH_SIZE, definitions.LAST_INFERENCE)
 
 
-def read_figures(pages: Iterable[CounterPage], entries: Sequence[ModelEntry]) -> dict[tuple[str, str], Figures]:
+def read_statistics(pages: Pages, entries: Sequence[ModelEntry]) -> dict[tuple[str, str], ModelStatistics]:
     """Return each version's statistics since the server started, by (name, version)."""
     merged = merge(pages, (*_USED, *TENSOR_FAMILIES))
-    return {(rule.name, rule.version): _figures(merged, entry) for entry in entries if (rule := entry.card.tensor)}
+    return {(rule.name, rule.version): _statistics(merged, entry) for entry in entries if (rule := entry.card.tensor)}
 
 
-def _figures(merged: Merged, entry: ModelEntry) -> Figures:
+def _statistics(merged: Merged, entry: ModelEntry) -> ModelStatistics:
     model = entry.card.id
 
     def value(family: Family, *labels: str) -> float:
@@ -49,7 +48,7 @@ def _figures(merged: Merged, entry: ModelEntry) -> Figures:
     batches = merged[definitions.BATCH_SIZE.name].get(definitions.BATCH_SIZE.label_pairs(model), [0.0])
     requests = {rows: _requests_of(rows, value) for rows in _labels_of(merged, TENSOR_REQUESTS, model)}
     input_ns, infer_ns, output_ns = (sum(getattr(each, it) for each in requests.values()) for it in _PHASE_FIELDS)
-    return Figures(
+    return ModelStatistics(
         num_succeeded=count("success"), num_failed=count("error", "queue_full", "cancelled"), success_ns=total_ns("total"),
         failure_ns=total_ns("failed"), queue_ns=total_ns("queue"), input_ns=input_ns,
         infer_ns=infer_ns if requests else total_ns("inference"), output_ns=output_ns,
@@ -79,11 +78,11 @@ def _steps_of(rows: str, value: _Value) -> Spent:
     return Spent(count=int(value(TENSOR_STEPS, rows)), **dict(zip(_PHASE_FIELDS, phases, strict=True)))
 
 
-def _requests_of(rows: str, value: _Value) -> RequestFigures:
+def _requests_of(rows: str, value: _Value) -> RequestStatistics:
     def spent(phase: str) -> int:
         return int(value(TENSOR_REQUEST_TIME, rows, phase) * 1e9)
 
-    return RequestFigures(
+    return RequestStatistics(
         count=int(value(TENSOR_REQUESTS, rows, "success")), num_failed=int(value(TENSOR_REQUESTS, rows, "failed")),
         success_ns=spent("success"), failed_ns=spent("failed"), queue_ns=spent("queue"),
         **dict(zip(_PHASE_FIELDS, map(spent, COMPUTE_PHASES), strict=True)),
