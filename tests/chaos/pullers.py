@@ -19,8 +19,8 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from sie.cluster.connection import Connection
-from sie.cluster.gateway.directory import Directory, choose_lane
 from sie.cluster.gateway.fair_queue import Caller
+from sie.cluster.gateway.host_directory import Directory, choose_lane
 from sie.cluster.gateway.in_flight import InFlight
 from sie.cluster.gateway.windows import Windows
 from sie.cluster.gateway.work_items import RemoteReply
@@ -37,10 +37,10 @@ from sie.cluster.payloads import (
     decode,
     encode,
     gateway_beat_decoder,
-    result_decoder,
+    results_decoder,
     taken_decoder,
 )
-from sie.cluster.request_forms import score_item
+from sie.cluster.request_forms import Piece, score_item
 from sie.cluster.subjects import Lane, answer_subject, any_host, gateway_beat, host_subject
 from sie.config.cluster_settings import Cluster
 from sie.config.settings import Settings
@@ -71,7 +71,7 @@ class Host:
         self._engine = SimpleNamespace(queued_tokens=0)
         self._engine.queued_on = lambda _slots: self._engine.queued_tokens
         entry = SimpleNamespace(state="loaded", workers=(0,), card=SimpleNamespace(kind="encoder"))
-        worker = SimpleNamespace(state="ready", device="cpu")
+        worker = SimpleNamespace(slot=0, state="ready", device="cpu")
         self._process: Any = SimpleNamespace(
             settings=settings, models=SimpleNamespace(entries={"m": entry}, workers=(worker,)), engine=self._engine,
             check_accepting=lambda: None, host=self,
@@ -125,7 +125,9 @@ class Gateway:
         self.connection = Connection(settings.cluster, name)
         self.directory = Directory()
         self._windows = Windows(self.directory, name)
-        self.items = InFlight(self.connection, name, 100_000, window=self._windows.limit)
+        self.items = InFlight(
+            self.connection, name, 100_000, window=self._windows.limit, together=self._windows.together
+        )
 
     async def run(self) -> None:
         """Follow the hosts and the other gateway until it is cancelled."""
@@ -157,7 +159,8 @@ class Gateway:
         self._windows.hear(decode(message.data, gateway_beat_decoder), time.monotonic())
 
     async def _on_result(self, message: Msg) -> None:
-        await self.items.on_result(decode(message.data, result_decoder), message.subject)
+        for result in decode(message.data, results_decoder).items:
+            self.items.on_result(result, message.subject)
 
     async def _on_taken(self, message: Msg) -> None:
         self.items.on_taken(decode(message.data, taken_decoder), message.subject)
@@ -178,12 +181,12 @@ class Flood:
         while not self.is_over:
             count += 1
             query = f"{self._caller.name}-{number}-{count}"
-            body = score_item(ScoreRequest(model="m", query=query, documents=["d"]))
+            piece = Piece(score_item(ScoreRequest(model="m", query=query, documents=["d"])))
             lanes = self._gateway.directory.lanes("m", time.monotonic())
             lane = choose_lane(lanes, self._gateway.items.by_lane)
             try:
                 pending = self._gateway.items.submit(
-                    lane, "score", "m", [body], deadline_ns=time.monotonic_ns() + 60_000_000_000,
+                    lane, "score", "m", [piece], deadline_ns=time.monotonic_ns() + 60_000_000_000,
                     join=lambda results, submitted_ns: RemoteReply(memoryview(results[0].reply), 0, submitted_ns), caller=self._caller,
                 )  # fmt: skip
                 reply = await pending.reply()
@@ -202,7 +205,7 @@ async def _time_until_taken(gateways: list[Gateway], dead: set[str]) -> float:
     return time.monotonic()
 
 
-async def _run_item(process: Any, _operation: str, _model: str, request: ScoreRequest, _deadline_ns: int) -> Answer:
+async def _run_item(process: Any, _model: str, request: ScoreRequest, _deadline_ns: int) -> Answer:
     return await process.host.answer(request)
 
 

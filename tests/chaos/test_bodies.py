@@ -73,7 +73,7 @@ def load_for(server: Server, seconds: float) -> History:
 
 @pytest.mark.row("F22", "clients that never finish their headers")
 @pytest.mark.timeout(400)
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_f22_slow_headers_delay_nobody(row: Row, server: Server):
     quiet = load_for(server, pick(1.5, 5.0))
     began_s = time.monotonic()
@@ -99,7 +99,7 @@ def test_f22_slow_headers_delay_nobody(row: Row, server: Server):
 
 @pytest.mark.row("F23", "clients that send their bodies byte by byte")
 @pytest.mark.timeout(400)
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_f23_slow_bodies_are_408(row: Row, server: Server):
     count = pick(100, 1000)
     memory = PeakMemory(server, "frontend")
@@ -143,7 +143,7 @@ def drip(sockets: list[socket.socket], timeout_s: float) -> Counter[int]:
 
 @pytest.mark.row("F24", "clients that read nothing of their answers, and send no end of their bodies")
 @pytest.mark.timeout(400)
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_f24_what_nobody_reads_or_ends_is_bounded(row: Row):
     count, max_bytes = pick(24, 100), 128 * MIB
     asked = msgpack.packb({"items": [{"text": f"text {number}"} for number in range(700)]})  # for 11 MiB
@@ -169,7 +169,7 @@ def test_f24_what_nobody_reads_or_ends_is_bounded(row: Row):
 
 
 @pytest.mark.row("F27", "a body of 10 GiB, announced or without an end")
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_f27_giant_bodies_are_cut(row: Row, server: Server):
     memory = PeakMemory(server, "frontend")
     head = raw_request(ENCODE, b"", {**PACKED, "content-length": str(10 << 30)}, length=False)
@@ -212,7 +212,7 @@ def test_f28_tiny_chunks_cost_little(row: Row, server: Server):
 
 
 @pytest.mark.row("F29", "a compressed bomb")
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_f29_a_compressed_bomb_is_never_unpacked(row: Row, server: Server):
     body = gzip.compress(b"\0" * pick(100 * MIB, 1000 * MIB), 9)
     memory, before_s = PeakMemory(server, "frontend"), cpu_s(server)
@@ -251,7 +251,7 @@ def test_f30_mutated_bodies_cause_no_server_error(row: Row, server: Server):
 
 
 @pytest.mark.row("F31", "a million levels of nesting")
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_f31_deep_nesting_is_refused_at_once(row: Row, server: Server):
     depth, as_json = 1_000_000, {"content-type": "application/json"}
     bodies = {
@@ -285,7 +285,7 @@ def test_f32_amplification_is_bounded(row: Row, server: Server):
 
 
 @pytest.mark.row("F33", "pictures that are bombs, cut off, or empty")
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_f33_bad_pictures_are_400_and_cost_little(row: Row, server: Server):
     good = png(8, 8, zlib.compress(b"\0" + b"\0" * 24 + (b"\0" + b"\0" * 24) * 7))
     bad = {

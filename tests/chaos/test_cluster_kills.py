@@ -174,7 +174,7 @@ def test_c6_a_killed_leader_of_nats_costs_no_answer(row: Row):
 @pytest.mark.timeout(600)
 def test_c5_a_full_stream_refuses_and_recovers(row: Row):
     slow = ("--model", "stub/a=stub:dense=16,latency_ms=100", "--max-step-items", "2")
-    limits = ("--stream-max-messages", "20")
+    limits = ("--stream-max-messages", "4")
     with (
         start_nats() as own,
         start_host(own.url, *slow, *limits, is_stopped=True),

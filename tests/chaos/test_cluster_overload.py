@@ -72,7 +72,7 @@ def items(host: Server) -> float:
 
 @pytest.mark.row("C7", "twice the work that two hosts can do, one of them at half the speed of the other")
 @pytest.mark.timeout(300)
-@pytest.mark.timing(alone=True)
+@pytest.mark.timing(alone=True, forks=True)
 def test_c7_twice_the_capacity_costs_no_goodput_and_a_slow_host_gets_less(row: Row, bed: Bed):
     histories: dict[float, History] = {}
     for factor in (0.95, 2.0):
@@ -123,7 +123,7 @@ class Flood:
 
 @pytest.mark.row("C8", "two API keys of weights 1 and 3 flood a gateway each, and the same gateway")
 @pytest.mark.timeout(400)
-@pytest.mark.timing(alone=True)
+@pytest.mark.timing(alone=True, forks=True)
 @pytest.mark.parametrize("is_shared", [True, False], ids=["one gateway", "two gateways"])
 def test_c8_keys_share_the_hosts_by_their_weights(row: Row, bed: Bed, is_shared: bool):
     _, first, second = bed.fronts
@@ -145,7 +145,7 @@ def test_c8_keys_share_the_hosts_by_their_weights(row: Row, bed: Bed, is_shared:
 
 @pytest.mark.row("C9", "clients of one API key ask two gateways at once for more than its limits")
 @pytest.mark.timeout(400)
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_c9_two_gateways_admit_what_one_would(row: Row, bed: Bed):
     statuses: list[int] = []
     began_s = time.monotonic()

@@ -90,6 +90,7 @@ def test_f20_a_limit_that_comes_later_costs_no_answer(row: Row):
 
 @pytest.mark.row("F21", "the kernel kills a worker for want of memory, whose steps are too large")
 @pytest.mark.timeout(400)
+@pytest.mark.timing
 def test_f21_steps_get_smaller_after_a_kill_for_want_of_memory(row: Row):
     """A token takes 256 KiB while it runs, and the group leaves 48 MiB: a step of over 190 tokens kills its worker.
 

@@ -157,7 +157,7 @@ def num_gone(server: Server) -> float:
 
 @pytest.mark.row("F57", "a frontend's event loop is held up under load")
 @pytest.mark.timeout(400)
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_f57_the_event_loop_answers_the_control_plane_under_load(row: Row):
     with cluster() as server:
         with open_loop(server, pick(200, 500), seed=SEED, max_items=8, num_chars=400) as load:

@@ -22,7 +22,7 @@ from tests.process.wire import dense_rows, encode, extents_in_use, post_json, to
 
 WATCHDOG_S = 1.0
 LATE_S = 1.0
-"""Over its step's allowance by so much, a worker is late (`sie.supervisor.watch`)."""
+"""Over its step's allowance by so much, a worker is late (`sie.supervisor.hang_detector`)."""
 FOUND_S = WATCHDOG_S + 0.5
 
 
@@ -173,7 +173,7 @@ def test_f6_a_long_legal_step_kills_nobody(row: Row):
 
 
 @pytest.mark.row("F36", "everything is stopped for a while, as in a suspend, and goes on")
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_f36_a_gap_in_time_kills_nobody(row: Row):
     watchdog_s = pick(2 * WATCHDOG_S, WATCHDOG_S)
     with cluster("--watchdog-s", f"{watchdog_s:g}", "--tick-timeout-s", f"{watchdog_s:g}") as server:
@@ -193,7 +193,7 @@ def test_f36_a_gap_in_time_kills_nobody(row: Row):
 
 @pytest.mark.row("F56", "other programs take all processors")
 @pytest.mark.timeout(400)
-@pytest.mark.timing(alone=True)
+@pytest.mark.timing(alone=True, forks=True)
 def test_f56_starved_of_processors_it_kills_nobody(row: Row):
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:

@@ -32,7 +32,7 @@ def goodput(history: History) -> float:
 
 @pytest.mark.row("F12", "ten times the work that the server can do")
 @pytest.mark.timeout(300)
-@pytest.mark.timing(alone=True)
+@pytest.mark.timing(alone=True, forks=True)
 def test_f12_ten_times_overload_is_refused_quickly_and_costs_no_goodput(row: Row):
     flags = ("--max-queued-tokens", "200", "--max-step-tokens", "50", "--request-timeout-s", "5")
     load_s = pick(3.0, 20.0)

@@ -202,7 +202,7 @@ def drain(fd: int) -> bytes:
 
 @pytest.mark.row("F55", "64 watchers of /ws/status, and a storm of scrapes")
 @pytest.mark.timeout(400)
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_f55_watchers_and_scrapes_cost_little(row: Row):
     with cluster() as server, contextlib.ExitStack() as stack:
         url = f"ws://127.0.0.1:{server.port}/ws/status"

@@ -45,7 +45,7 @@ def ask(server: Server) -> float:
 
 
 @pytest.mark.row("F60", "hundreds of TLS handshakes are broken, cut or never begun")
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_f60_broken_handshakes_end_and_harm_no_other_client(row: Row, tmp_path: Path):
     issue(tmp_path, "own")
     grpc_port = free_port()

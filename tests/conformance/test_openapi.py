@@ -37,8 +37,12 @@ def test_live_server_conforms_to_its_document(server, tmp_path):
         "run", f"{server.url}/openapi.json", "--phases", "examples,coverage,fuzzing", "--max-examples", "4", "--seed", "1", "--exclude-checks", NOT_CHECKED,
         "--continue-on-failure", "--warnings", "off", "--no-color", "--suppress-health-check", "filter_too_much",
     ]  # fmt: skip
-    # Nothing else: each request looks through the whole environment for proxies, three times.
-    env = {"PATH": os.environ["PATH"], "SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(HERE)}
+    # Nothing else: each request looks through the whole environment for proxies, three times, and for a .netrc at home,
+    # which takes two readings of /etc/passwd where HOME is not set.
+    env = {
+        "PATH": os.environ["PATH"], "HOME": str(tmp_path),
+        "SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(HERE),
+    }  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     answered = samples(server.port)

@@ -210,7 +210,11 @@ def test_frame_counts_by_model(frame: dict[str, Any]) -> None:
         ("sie_oom_batch_splits", "stub/all"),
         ("sie_oom_recoveries_succeeded", "stub/all"),
     ):
-        assert {entry: count for entry, count in counters[name].items() if count} == {only: 1}
+        assert {entry for entry, count in counters[name].items() if count} == {only}
+    assert (counters["sie_oom_batch_splits"]["stub/all"], counters["sie_oom_recoveries_succeeded"]["stub/all"]) == (
+        1,
+        1,
+    )
     assert counters["sie_model_busy_seconds"]["stub/all"] > 0
     for name in ("sie_request_duration_seconds", "sie_batch_size"):
         histogram = frame["histograms"][name]["stub/all"]
@@ -245,7 +249,7 @@ def test_gauges_follow_loads_and_unloads(server: Server) -> None:
     assert total(server.port, "sie_model_loaded", model="stub/all", device="cpu") == 1
     assert total(server.port, "sie_model_loaded", model="stub/idle", device="cpu") == 0
     assert total(server.port, "sie_model_memory_bytes", model="stub/only", device="cpu") == 40 * MIB
-    assert total(server.port, "sie_idle_evictions_total", model="stub/idle") == 1
+    assert total(server.port, "sie_idle_evictions_total", model="stub/idle") >= 1, "twice, if its first answer was late"
     assert total(server.port, "sie_loras_loaded", model="stub/only") == 1
 
 
@@ -262,7 +266,7 @@ def test_requests_are_counted_by_entry_endpoint_and_outcome(server: Server) -> N
         labels = {"model": name, "endpoint": endpoint, "status": "success"}
         before = total(server.port, "sie_requests_total", **labels)
         assert post_json(server.port, path, body).status == 200
-        assert total(server.port, "sie_requests_total", **labels) == before + 1, labels
+        eventually(lambda: total(server.port, "sie_requests_total", **labels) == before + 1, f"{labels}")  # noqa: B023
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -267,6 +268,50 @@ def little_memory() -> Iterator[None]:
         finally:
             process.stdin.close()
             process.wait(WAIT_S)
+
+
+def test_clients_whose_items_fill_many_steps_get_their_own_rows(served: Served) -> None:
+    """A full step begins before the one before has been read."""
+    port = served.server.port
+    random = np.random.default_rng(2)
+    texts = [" ".join(f"w{word}" for word in random.integers(0, 200, random.integers(8, 24))) for _ in range(2048)]
+    expected = np.concatenate([dense_rows(encode(port, "texts", texts[i : i + 64])) for i in range(0, len(texts), 64)])
+
+    def ask_from(start: int) -> float:
+        rows = dense_rows(encode(port, "texts", texts[start:] + texts[:start]))
+        return lowest_cosine(np.roll(rows, start, axis=0), expected)
+
+    with ThreadPoolExecutor(4) as pool:
+        lowest = list(pool.map(ask_from, [0, 300, 900, 1500] * 2))
+    assert min(lowest) > MIN_COSINE
+
+
+def test_streams_of_all_kinds_have_all_their_tokens(served: Served) -> None:
+    """A step begins before the tokens of the one before are read, but not beside penalties."""
+    kinds = (
+        {},
+        {"temperature": 0},
+        {"top_p": 0.5},
+        {"logprobs": 2},
+        {"n": 2},
+        {"min_p": 0.1},
+        {"frequency_penalty": 0.5},
+    )
+
+    def count_tokens(number: int) -> int:
+        body = {
+            "model": "generator",
+            "prompt": "hello" * number,
+            "max_tokens": 20 + number,
+            "ignore_eos": True,
+            "seed": 5,
+        }
+        answer = post_json(served.server.port, "/v1/completions", body | kinds[number % len(kinds)]).json()
+        return int(answer["usage"]["completion_tokens"])
+
+    with ThreadPoolExecutor(8) as pool:
+        counts = list(pool.map(count_tokens, range(1, 22)))
+    assert counts == [(20 + number) * (1 + ("n" in kinds[number % len(kinds)])) for number in range(1, 22)]
 
 
 @on_a_gpu

@@ -14,10 +14,10 @@ from typing import Any
 
 from websockets.sync.client import ClientConnection, connect
 
-from tests.process.harness import Output
+from tests.process.harness import WAIT_S, Output
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = WAIT_S
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
     "--disable-background-networking", "--remote-debugging-port=0", "--window-size=1240,800",
@@ -48,7 +48,7 @@ class Page:
         session = {"sessionId": self._session} if self._session else {}
         self._socket.send(json.dumps({"id": number, "method": method, "params": params, **session}))
         while True:
-            message = json.loads(self._socket.recv(20.0))
+            message = json.loads(self._socket.recv(WAIT_S))
             if message.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
                 self.logged.append(json.dumps(message["params"]))
             if message.get("id") == number:
@@ -65,7 +65,7 @@ class Page:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def wait(self, script: str, what: str, timeout_s: float = 15.0) -> Any:
+    def wait(self, script: str, what: str, timeout_s: float = 60.0) -> Any:
         """Return the first true value of an expression, asked every 50 ms."""
         deadline_s = time.monotonic() + timeout_s
         while not (value := self.run(script)):
@@ -105,5 +105,5 @@ def open_page(binary: str, url: str) -> Iterator[Page]:
                     raise
         finally:
             process.kill()
-            process.wait(10.0)
+            process.wait(WAIT_S)
             output.close()

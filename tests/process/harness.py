@@ -1,7 +1,8 @@
-"""A running server for tests: started as a user starts it, watched from outside, and stopped without a trace.
+"""A running server for tests: started by a user's command line, watched from outside, and stopped without a trace.
 
-Nothing here imports the server: it is a command line, a log on stderr, a port and some processes. Every wait has a
-deadline, and a failed one shows what the server wrote.
+Nothing here imports the server: it is a command line, a log on stderr, a port and some processes. Where no time is
+measured, these are forks of a warm process (`warm_start.py`), because the imports of a start take most of its time.
+Every wait has a deadline, and a failed one shows what the server wrote.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from typing import IO, Any, Literal
 
 import psutil
 
+from tests.process.warm_start import WarmProcess, start_warm
+
 STOP_TIMEOUT_S = 120.0
 WAIT_S = 120.0
 """How long a state is waited for: longer than a busy machine may stand still, and within a test's time.
@@ -39,6 +42,7 @@ START_TIMEOUT_S = 120.0 if DEVICE == "cpu" else 240.0
 """A first load on a GPU compiles kernels."""
 _SCRAPE_S = 10.0
 _EXTENTS = re.compile(rb"^sie_extents_in_use(?:{[^}]*})? (\S+)$", re.MULTILINE)
+_LATE = re.compile(r"is late:|is no longer late")
 _MARK = "TEST_SERVER_MARK"
 _MODULES = {
     "worker": "sie.workers.main",
@@ -47,12 +51,20 @@ _MODULES = {
     "puller": "sie.cluster.host.main",
     "gateway": "sie.cluster.gateway.main",
     "supervisor": "serve",
+    "template": "sie.workers.template",
 }
 
-Role = Literal["worker", "frontend", "grpc", "puller", "gateway", "supervisor"]
+Role = Literal["worker", "frontend", "grpc", "puller", "gateway", "supervisor", "template"]
 
 
+_is_timed = False
 _WEIGHTS = str(Path(__file__).resolve().parents[2] / "build" / "weights")
+
+
+def set_timed(*, timed: bool) -> None:
+    """Say whether the next test measures time: its servers then have no patience that a user's have not."""
+    global _is_timed
+    _is_timed = timed
 
 
 def devices(num_workers: int) -> str:
@@ -142,7 +154,7 @@ class Output:
 class Server:
     """One running `sie serve`. Its processes carry a mark in their environment, so that none can hide."""
 
-    def __init__(self, process: subprocess.Popen[str], mark: str) -> None:
+    def __init__(self, process: subprocess.Popen[str] | WarmProcess, mark: str) -> None:
         assert process.stderr is not None
         self.process = process
         self.output = Output(process.stderr)
@@ -168,19 +180,26 @@ class Server:
         """Return the first log line that holds `part`, waiting for it."""
         return self.output.find(part, timeout_s, lambda: self.process.poll() is not None)
 
+    def complaints(self) -> list[str]:
+        """Return the lines of warnings and errors, without those about a late worker: a busy machine makes it late."""
+        levels = ('"level":"warning"', '"level":"error"')
+        return [line for line in self.output.lines if any(map(line.__contains__, levels)) and not _LATE.search(line)]
+
     def pids(self, role: Role | None = None) -> list[int]:
         """Return the running processes of one role, or all; a frontend's Granian child is a frontend, too."""
-        found: list[int] = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if self._mark not in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0") or not running(
-                    process.pid
-                ):
-                    continue
-                words = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
-                if role is None or _MODULES[role] in words:
-                    found.append(process.pid)
-        return found
+        return [pid for pid, words in self._processes() if role is None or _MODULES[role].encode() in words]
+
+    def _processes(self) -> Iterator[tuple[int, list[bytes]]]:
+        """Yield each running process with the words of its command line.
+
+        Tests look again and again, and psutil takes six times as long. A process that only waits to be reaped has no
+        environment any more.
+        """
+        for name in os.listdir("/proc"):  # noqa: PTH208  # a path for each takes longer than the rest
+            if name.isdigit():
+                with contextlib.suppress(OSError):
+                    if self._mark in Path("/proc", name, "environ").read_bytes():
+                        yield int(name), Path("/proc", name, "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
 
     def worker(self) -> int:
         """Return the process id of the only worker."""
@@ -189,7 +208,8 @@ class Server:
 
     def frontends(self) -> list[int]:
         """Return the processes that answer HTTP: Granian's children, whose parents are the slots."""
-        pids = {*self.pids("frontend"), *self.pids("gateway")}
+        modules = {_MODULES["frontend"].encode(), _MODULES["gateway"].encode()}
+        pids = {pid for pid, words in self._processes() if not modules.isdisjoint(words)}
         found: list[int] = []
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended since
@@ -250,10 +270,12 @@ def launch(
     env: dict[str, str] | None = None,
     prefix: tuple[str, ...] = (),
     command: str = "serve",
+    is_fresh: bool = False,
 ) -> Server:
     """Start `sie serve`, or another command, with these flags; port 0, JSON logs and one worker unless they say otherwise.
 
-    prefix is a command that becomes the one behind it, such as `prlimit`.
+    prefix is a command that becomes the one behind it, such as `prlimit`. is_fresh: as a user starts it, never as a fork
+    of a process that has imported everything (`tests.process.warm_start`).
     """
     mark = uuid.uuid4().hex
     base = {
@@ -265,9 +287,17 @@ def launch(
         "--weights-dir": _WEIGHTS,  # the servers of all runs share it, so most loads take milliseconds
         "--memory-pressure-pct": "98",  # what other programs hold of this machine is no reason to refuse a model here
     }
+    if command == "serve" and not _is_timed:
+        base["--tick-timeout-s"] = "60"  # a frontend that gets no core, as all are wanted by others, is not dead
+    if command in ("serve", "gateway") and not _is_timed:
+        base["--request-timeout-s"] = "100"  # nor is a request late, or a worker whose successor must be started first
     defaults = [word for flag, value in base.items() if flag not in args for word in (flag, value)]
+    words = [*prefix, sys.executable, "-m", "sie", command, *defaults, *args]
+    forked = None if is_fresh or prefix or DEVICE != "cpu" else start_warm(words, {**(env or {}), _MARK: mark})
+    if forked is not None:
+        return Server(forked, mark)
     process = subprocess.Popen(
-        [*prefix, sys.executable, "-m", "sie", command, *defaults, *args],
+        words,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -287,6 +317,7 @@ def start_server(
     is_busy: bool = False,
     prefix: tuple[str, ...] = (),
     command: str = "serve",
+    is_fresh: bool = False,
 ) -> Iterator[Server]:
     """Yield a ready server; at the end stop it, unless the test has (is_stopped), and assert that nothing is left.
 
@@ -294,7 +325,7 @@ def start_server(
     When the test fails, the server's log is shown.
     """
     with tempfile.TemporaryDirectory(prefix="sie-test-") as runtime_dir:
-        server = launch(*args, runtime_dir=runtime_dir, env=env, prefix=prefix, command=command)
+        server = launch(*args, runtime_dir=runtime_dir, env=env, prefix=prefix, command=command, is_fresh=is_fresh)
         try:
             server.wait_ready()
             yield server
@@ -344,7 +375,7 @@ def free_port() -> int:
 
 
 def run_to_end(
-    *args: str, env: dict[str, str] | None = None, timeout_s: float = 60.0, prefix: tuple[str, ...] = (),
+    *args: str, env: dict[str, str] | None = None, timeout_s: float = WAIT_S, prefix: tuple[str, ...] = (),
     command: str = "serve",
 ) -> tuple[int, str]:  # fmt: skip
     """Run `sie serve`, or another command, that is expected to refuse to start; return its exit status and what it wrote to stderr."""

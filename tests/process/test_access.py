@@ -27,7 +27,7 @@ OPEN_PATHS = {
 }  # fmt: skip
 SLOW = "sie_test-slow-0123456789abcdef"
 FEW = "sie_test-few-0123456789abcdef"
-COSTLY = [f"sie_test-costly-{number}-0123456789abcdef" for number in range(8)]
+COSTLY = [f"sie_test-costly-{number}-0123456789abcdef" for number in range(10)]
 """Keys with a rate of tokens, one for each kind of request."""
 
 
@@ -49,6 +49,11 @@ def server(key_file):
         "--cors-origin", "https://app.example",
     ) as running:  # fmt: skip
         yield running
+
+
+def text_tensor(name, text):
+    """Return a KServe request with one text."""
+    return {"inputs": [{"name": name, "datatype": "BYTES", "shape": [1], "data": [text]}]}
 
 
 # --- every route -------------------------------------------------------------------------------------------------------
@@ -228,6 +233,8 @@ def test_rate_is_the_keys_over_all_connections_and_frontends(server):
         (2, "/v1/messages", {"model": "g", "max_tokens": 9, "messages": [{"role": "user", "content": "x" * 60}], "stream": True}),
         (3, "/v1/responses", {"model": "g", "input": "x" * 60, "stream": True}),
         (4, "/v1/responses", {"model": "g", "input": "x" * 60, "background": True}),
+        (8, "/v2/models/g/infer", text_tensor("text_input", "x" * 60)),
+        (9, "/v2/models/stub/a/infer", text_tensor("text", "x" * 400)),
     ],
 )  # fmt: skip
 def test_rate_of_tokens_refuses_the_request_after_the_one_that_was_over_it(number, path, body, server):

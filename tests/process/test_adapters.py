@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from sie_sdk.client import RequestError, ServerError
 from sie_sdk.client.errors import LoraLoadingError
 
 from tests.process.harness import EX_CONFIG, Server, eventually, paused, run_to_end, start_server
-from tests.process.wire import Response, get, post_json, samples, wait_no_extents
+from tests.process.wire import Response, get, post_json, samples, wait_no_extents, without_worker
 
 DENSE = 8
 
@@ -66,7 +65,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--lora", "stub/a=org/mood=stub:",
         "--lora", "stub/a=third=stub:",
         "--lora", "stub/a=slow=stub:load_ms=700",
-        "--lora", "stub/a=late=stub:load_ms=2500",
+        "--lora", "stub/a=late=stub:",
         "--lora", "stub/scores=tone=stub:",
         "--max-loras", "2",
         "--frontends", "1",
@@ -100,7 +99,7 @@ def test_sdk_gives_up_on_an_adapter_that_does_not_come(
     server: Server, client: SIEClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, paused(server.worker()):  # which loads it
         patched.setattr("sie_sdk.client.sync.time.sleep", waits.append)
         with pytest.raises(LoraLoadingError):
             client.encode("stub/a", {"text": "hello"}, options={"lora_id": "late"})
@@ -189,9 +188,8 @@ def test_adapters_are_shown_live(server: Server) -> None:
 def test_adapters_in_use_come_back_with_a_worker_that_died() -> None:
     with start_server("--model", f"stub/a=stub:dense={DENSE}", "--lora", "stub/a=tone=stub:load_ms=300") as server:
         load(server, "tone")
-        server.kill_worker()
-        with paused(server.worker()):
-            eventually(lambda: states(server)["tone"] == "loading", "the death is known")
+        with without_worker(server, lambda: states(server)["tone"] == "loading"):
+            pass
         assert ask(server, "tone").status in (200, 503)
         eventually(lambda: states(server)["tone"] == "loaded", "without a request for it")
         assert ask(server, "tone").status == 200
@@ -247,10 +245,8 @@ def test_real_model_with_a_good_and_two_bad_adapters(adapters: Path, minilm_dire
             client.encode("mini", {"text": "x"}, options={"lora_id": "foreign"})
         assert (refused.value.status_code, refused.value.code) == (400, "INVALID_INPUT")
         assert states(server, "mini") == {"good": "loaded", "misfit": "failed", "foreign": "failed"}
-        began_s = time.monotonic()
         for _ in range(20):
             assert ask(server, "misfit", "mini").status == 500
-        assert time.monotonic() - began_s < 20
         assert server.output.text().count("lora_A.weight is") == 1, "a failed load is not tried for every request"
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.process.harness import eventually, start_server
+from tests.process.harness import WAIT_S, eventually, paused, start_server
 from tests.process.wire import Client, dense_rows, encode, get, post_json, raw_request, send_raw, stub_rows, under_load
 
 STUBS = ("--model", "stub/a=stub:dense=16", "--lazy-model", "stub/b=stub:dense=16,load_ms=500")
@@ -37,9 +38,12 @@ def test_models_are_loaded_and_unloaded_on_request_as_often_as_asked(server):
 
 
 def test_unload_while_it_loads_wins(server):
-    assert manage(server, "load", "stub/b", **{"x-sie-timeout-ms": "20"}) == (
-        202, {"model_id": "stub/b", "status": "loading"},
-    )  # fmt: skip
+    def load() -> tuple[int, Any] | None:
+        answer = manage(server, "load", "stub/b", **{"x-sie-timeout-ms": "100"})
+        return None if answer[0] == 504 else answer  # the supervisor itself was late
+
+    with paused(server.worker()):
+        assert eventually(load, "an answer of the supervisor") == (202, {"model_id": "stub/b", "status": "loading"})
     assert manage(server, "unload", "stub/b") == (200, {"model_id": "stub/b", "status": "unloaded"})
     assert get(server.port, "/v1/models/stub/b").json()["state"] == "available"
 
@@ -100,10 +104,11 @@ def test_reload_under_load_answers_rightly_or_says_why_not():
 
         asking = threading.Thread(target=ask)
         asking.start()
+        eventually(lambda: num_right or wrong, "a first answer")
         for _ in range(10):
             assert manage(server, "reload", "stub/a") == (200, {"model_id": "stub/a", "status": "loaded"})
         is_over.set()
-        asking.join(20.0)
+        asking.join(WAIT_S)
         assert not wrong
         assert num_right
         assert get(server.port, "/readyz").status == 200

@@ -65,7 +65,7 @@ def place() -> Iterator[Place]:
         homes = directory / "homes"
         homes.mkdir()
         with start_server(
-            "--model", "s=stub:generate,scripted", "--agent", "--frontends", "1", "--agent-dir", str(homes),
+            "--model", "s=stub:generate,scripted", "--agent", "--sandbox-nice", "10", "--frontends", "1", "--agent-dir", str(homes),
             "--agent-session-idle-s", "1",
         ) as server:  # fmt: skip
             yield Place(server, homes)
@@ -99,6 +99,12 @@ def _kill(place: Place, victim: str) -> None:
             for pid in place.server.pids("frontend"):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def test_the_agent_process_has_a_lower_priority_than_the_rest_of_the_server(place: Place):
+    (agent,) = place.agents()
+    wanted = min(19, os.getpriority(os.PRIO_PROCESS, place.server.process.pid) + 10)
+    eventually(lambda: agent.nice() == wanted, "the priority that the agent process gives itself")
 
 
 @pytest.mark.parametrize("number", range(NUM_ROUNDS))
@@ -146,6 +152,7 @@ def test_a_death_in_a_round_is_told_or_not_noticed(place: Place, victim: str, to
 
 def test_nothing_is_left_of_many_deaths(place: Place) -> None:
     """A process that survives holds as many descriptors as before."""
+    eventually(place.is_ready, "the server, whose only frontend the latest test killed")
     place.client.python("1")
     eventually(lambda: not list(place.directory.iterdir()), "the end of the session")
     (agent,) = place.agents()
@@ -158,7 +165,7 @@ def test_nothing_is_left_of_many_deaths(place: Place) -> None:
 
 def test_a_killed_server_leaves_no_sandbox() -> None:
     with open_directory() as directory, start_server(
-        "--model", "s=stub:generate,scripted", "--agent", "--frontends", "1", "--agent-dir", str(directory), is_stopped=True
+        "--model", "s=stub:generate,scripted", "--agent", "--sandbox-nice", "10", "--frontends", "1", "--agent-dir", str(directory), is_stopped=True
     ) as server:  # fmt: skip
         place, gone = Place(server, directory), threading.Event()
 

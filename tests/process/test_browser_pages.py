@@ -12,7 +12,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.process.browser import find_browser
-from tests.process.harness import eventually, start_server
+from tests.process.harness import WAIT_S, eventually, start_server
 from tests.process.keys import entry, write_keys
 
 BINARY = find_browser()
@@ -48,6 +48,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def browser():
+    expect.set_options(timeout=WAIT_S * 1000)  # 5 s otherwise
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=BINARY, args=["--no-sandbox"])
         yield launched
@@ -58,6 +59,7 @@ def browser():
 def opened(browser: Browser, url: str, scheme: str = "light", width: int = 1400) -> Iterator[Page]:
     """Yield a page that may write no error to its console."""
     context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})  # pyright: ignore[reportArgumentType]
+    context.set_default_timeout(WAIT_S * 1000)
     page, errors = context.new_page(), []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
@@ -73,7 +75,7 @@ def ask(page: Page, question: str) -> None:
     expect(page.locator("#send")).to_be_enabled()
     page.locator("#question").fill(question)
     page.keyboard.press("Enter")
-    expect(page.locator("#status")).to_have_text("The answer is complete.", timeout=20_000)
+    expect(page.locator("#status")).to_have_text("The answer is complete.")
 
 
 def check_look(page: Page, width: int) -> None:

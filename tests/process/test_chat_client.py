@@ -163,7 +163,9 @@ def test_a_decision_that_the_server_refuses_is_an_error() -> None:
             chat_agent.AgentScreen(parse_target(url), "ask").take(ToolEvent("agentic_tool_approval_required", {}))
 
 
-def test_files_named_with_at_are_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_named_with_at_are_attached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("fox")
     Path("b c.bin").write_bytes(b"\xff")
@@ -173,7 +175,12 @@ def test_files_named_with_at_are_attached(tmp_path: Path, monkeypatch: pytest.Mo
     assert [(one["file"]["filename"], base64.b64decode(one["file"]["file_data"])) for one in parts[1:]] == [
         ("a.txt", b"fox"), ("b c.bin", b"\xff"),
     ]  # fmt: skip
+    capsys.readouterr()
     assert chat_agent.attach("no @missing file") == "no @missing file"
+    assert not capsys.readouterr().err, "a name of somebody"
+    assert len(chat_agent.attach("What is in @a.txt?")) == 2
+    assert chat_agent.attach("and in @b.csv?") == "and in @b.csv?"
+    assert "not attached: there is no file b.csv" in capsys.readouterr().err
 
 
 def test_a_pipe_attaches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import nkeys
 import pytest
 
 from sie.cluster.payloads import VERSION, Beat, ModelBeat, encode
-from tests.process.harness import Server, eventually
+from tests.process.harness import WAIT_S, Server, eventually
 from tests.process.nats_harness import Nats, start_gateway, start_host, start_nats, wait_for_hosts
 from tests.process.wire import encode as ask
 from tests.process.wire import get, post_json
@@ -109,15 +109,16 @@ async def attempt(bed: Bed, name: str, verb: str, subject: str, reply: str = "",
     client = await nats.connect(
         f"tls://127.0.0.1:{bed.nats.port}", tls=ssl.create_default_context(cafile=str(bed.home / "nats.pem")),
         nkeys_seed=str(bed.home / f"{name}.nk"), error_cb=on_error, inbox_prefix=f"_INBOX_{name}".encode(),
+        connect_timeout=WAIT_S,  # 2 s otherwise
     )  # fmt: skip
     try:
         if verb == "publish":
             await client.publish(subject, data, reply=reply)
         else:
             await client.subscribe(subject)
-        await client.flush(5)
+        await client.flush(WAIT_S)
         with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(said, 5.0)
+            return await asyncio.wait_for(said, WAIT_S)
         return "nothing"
     finally:
         await client.close()
@@ -176,6 +177,7 @@ def test_a_message_that_a_consumer_delivers_on_another_subject_is_no_heartbeat(b
         client = await nats.connect(
             f"tls://127.0.0.1:{bed.nats.port}", tls=ssl.create_default_context(cafile=str(bed.home / "nats.pem")),
             nkeys_seed=str(bed.home / "gateways.nk"), inbox_prefix=b"_INBOX_gateways",
+            connect_timeout=WAIT_S,
         )  # fmt: skip
         delivered = await client.subscribe("sie.v1.a.host.ghost.beat")
         await client.flush()
@@ -187,9 +189,11 @@ def test_a_message_that_a_consumer_delivers_on_another_subject_is_no_heartbeat(b
             "filter_subject": "$O.SIE_PAYLOADS_a.C.ghost",
         }
         body = {"stream_name": "OBJ_SIE_PAYLOADS_a", "config": config}
-        reply = await client.request("$JS.API.CONSUMER.CREATE.OBJ_SIE_PAYLOADS_a", json.dumps(body).encode(), timeout=5)
+        reply = await client.request(
+            "$JS.API.CONSUMER.CREATE.OBJ_SIE_PAYLOADS_a", json.dumps(body).encode(), timeout=WAIT_S
+        )
         assert b"error" not in reply.data, reply.data
-        assert (await delivered.next_msg(10.0)).subject == "$O.SIE_PAYLOADS_a.C.ghost"
+        assert (await delivered.next_msg(WAIT_S)).subject == "$O.SIE_PAYLOADS_a.C.ghost"
         await client.close()
 
     asyncio.run(forge())

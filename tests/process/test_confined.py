@@ -32,7 +32,7 @@ def with_helper(work: Callable[[Helper], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(main(), WAIT_S))
 
 
-async def ask(helper: Helper, attempt: str, timeout_s: float = 10.0) -> str:
+async def ask(helper: Helper, attempt: str, timeout_s: float = WAIT_S) -> str:
     return (await helper.ask(attempt.encode(), timeout_s=timeout_s, max_reply_bytes=1000)).decode()
 
 
@@ -85,7 +85,7 @@ def test_a_process_that_does_not_answer_is_replaced(attempt: str, error: type[Ex
         assert (await ask(helper, "be itself")).startswith("done")
         first = pid_of(helper)
         with pytest.raises(error):
-            await ask(helper, attempt, 0.1)
+            await ask(helper, attempt, 0.1 if attempt == FOR_EVER else WAIT_S)
         assert (await ask(helper, "be itself")).startswith("done")
         eventually(lambda: not running(first), "its end")
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.process.browser import Page, find_browser, open_page
-from tests.process.harness import eventually, start_server
+from tests.process.harness import WAIT_S, eventually, start_server
 from tests.process.keys import entry, write_keys
 from tests.process.wire import encode, get
 
@@ -50,6 +50,7 @@ def server():
     with start_server(
         "--model", "stub/pre=stub:dense=16,memory_mb=10", "--lazy-model", "stub/lazy=stub:dense=16,memory_mb=10",
         "--lazy-model", "stub/big=stub:dense=16,memory_mb=99", "--max-model-bytes", str(50 << 20), "--frontends", "1",
+        "--tick-timeout-s", "3",
     ) as running:  # fmt: skip
         yield running
 
@@ -103,13 +104,18 @@ def test_unload_of_a_preloaded_model_is_confirmed_first(server, page):
 
 
 def test_keyboard_alone_is_enough_and_the_focus_stays(page):
-    wait_button(page, "stub/lazy", "Load")
-    page.run(f"{button('stub/lazy')}.focus()")
-    page.press("Enter", 13)
-    wait_button(page, "stub/lazy", "Unload")
-    page.press("Enter", 13)
-    page.wait(state("stub/lazy", "available"), "unloaded")
-    assert page.run(f"document.activeElement === {button('stub/lazy')}")
+    for _ in range(5):
+        wait_button(page, "stub/lazy", "Load")
+        page.run(f"globalThis.held = socket; {button('stub/lazy')}.focus()")
+        page.press("Enter", 13)
+        wait_button(page, "stub/lazy", "Unload")
+        page.press("Enter", 13)
+        page.wait(state("stub/lazy", "available"), "unloaded")
+        is_focused = page.run(f"document.activeElement === {button('stub/lazy')}")
+        if page.run("socket && socket === held"):
+            break
+        # A frontend without a core for tick_timeout_s is replaced, and a lost link turns the buttons off.
+    assert is_focused
 
 
 def test_screen_reader_hears_which_model_each_button_is_for(page):
@@ -131,7 +137,7 @@ def test_page_says_when_it_is_cut_off_and_comes_back_by_itself(server, page):
     page.wait("document.getElementById('link').textContent.startsWith('no news')", "stale")
     page.wait("document.getElementById('main').classList.contains('stale')", "the figures are grey")
     # The supervisor kills it, as it does not answer, and starts another.
-    page.wait("document.getElementById('link').textContent === 'live'", "live again", 30.0)
+    page.wait("document.getElementById('link').textContent === 'live'", "live again")
     page.wait(f"!{button('stub/lazy')}.disabled", "buttons work again")
     eventually(lambda: server.frontends() not in ([], [frontend]), "another frontend")
     errors = [line for line in page.logged if "exceptionDetails" in line]
@@ -150,7 +156,7 @@ def test_generating_models_show_their_sequences_and_no_others_do(server, page):
         opened.wait("document.getElementById('generation')?.hidden === false", "the panel")
         cell = "document.querySelector('#generating td[data-label=\"{}\"]').innerText"
         body = {"messages": "hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{other.url}/v1/chat/completions", json=body, timeout=30):
+        with httpx.stream("POST", f"{other.url}/v1/chat/completions", json=body, timeout=WAIT_S):
             opened.wait(f"{cell.format('Running')} === '1'", "a running choice")
             opened.wait(f"parseInt({cell.format('KV blocks')}) > 0", "its blocks")
             opened.wait(f"parseFloat({cell.format('Tokens/s')}) > 3", "its tokens")
@@ -184,7 +190,7 @@ def test_docs_fill_search_and_send_examples(server):
             assert "/v1/encode/stub/pre" in sample
         docs.run("document.querySelector('[data-lang=python]').click()")
         code = docs.run("document.querySelector('.sample').textContent")
-        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
         assert json.loads(ran.stdout)["model"] == "stub/pre"
         docs.run(
             "(() => { const box = document.getElementById('search'); box.value = 'embeddings base64';"
@@ -242,8 +248,8 @@ def test_running_agents_are_counted(page):
     ):
         opened.wait(f"{totals}.includes('answered')", "the figures")
         assert not opened.run(f"{totals}.includes('agent')")
-        call = {"name": "mistralrs_shell", "arguments": {"commands": ["sleep 30"]}}
+        call = {"name": "mistralrs_shell", "arguments": {"commands": ["sleep 300"]}}
         body = {"messages": f"[[<tool_call>{json.dumps(call)}</tool_call>]]", "enable_shell": True, "stream": True}
-        with httpx.stream("POST", f"{other.url}/v1/chat/completions", json=body, timeout=30):
+        with httpx.stream("POST", f"{other.url}/v1/chat/completions", json=body, timeout=WAIT_S):
             opened.wait(f"{totals}.includes('1 running agent')", "the agent")
         opened.wait(f"!{totals}.includes('agent')", "its end with its client")

@@ -15,6 +15,7 @@ from tests.process.harness import WAIT_S, Server, eventually, paused, start_serv
 from tests.process.wire import (
     MSGPACK,
     Client,
+    Response,
     connect,
     dense_rows,
     encode,
@@ -93,10 +94,17 @@ def test_a_header_cannot_raise_the_deadline():
 
 
 def test_many_deadlines_at_once_give_every_extent_back(server):
+    """Half of them find the worker in a step of others, and the other half a worker that stands still."""
     with ThreadPoolExecutor(16) as pool:
-        answers = list(
-            pool.map(lambda n: encode(server.port, "stub/slow", [f"{n}"], {"x-sie-timeout-ms": "100"}), range(32))
-        )
+
+        def ask(numbers: range) -> list[Response]:
+            return list(
+                pool.map(lambda n: encode(server.port, "stub/slower", [f"{n}"], {"x-sie-timeout-ms": "100"}), numbers)
+            )
+
+        answers = ask(range(16))
+        with paused(server.worker()):
+            answers += ask(range(16))
     assert {answer.status for answer in answers} == {504}
     wait_no_extents(server.port)
 

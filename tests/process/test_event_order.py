@@ -27,7 +27,9 @@ WEATHER: dict[str, Any] = {"name": "weather", "parameters": {"type": "object"}}
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    with start_server("--model", "s=stub:generate,scripted", "--agent", "--frontends", "1") as server:
+    with start_server(
+        "--model", "s=stub:generate,scripted", "--agent", "--sandbox-nice", "10", "--frontends", "1"
+    ) as server:
         yield Client(server, "")
 
 

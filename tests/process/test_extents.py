@@ -16,7 +16,7 @@ from sie.frontend.grpc.transport import frames
 from sie.frontend.grpc.transport.frames import Code
 from sie.proto import message_class
 from sie.values.bytes_tensor import frame_elements
-from tests.process.harness import Server, free_port, start_server
+from tests.process.harness import WAIT_S, Server, free_port, start_server
 from tests.process.test_grpc import v1
 from tests.process.wire import connect, encode, raw_request, wait_no_extents
 from tests.unit.frontend.grpc.transport.client_bytes import OPENING, block, data, headers, prefixed
@@ -103,4 +103,4 @@ def test_clients_that_leave_at_any_time_leave_no_extent_in_use(server: Server):
     wait_no_extents(server.port)
     assert encode(server.port, "dense", ["a"]).status == 200
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
-        assert channel.unary_unary(KSERVE)(infer, timeout=40)
+        assert channel.unary_unary(KSERVE)(infer, timeout=WAIT_S)

@@ -96,7 +96,7 @@ def shares(server: Server, operations: Sequence[str], while_s: float) -> dict[st
     return {operation: value / sum(spent.values()) for operation, value in spent.items()}
 
 
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_models_that_all_have_too_much_to_do_get_the_same_time(server: Server) -> None:
     with flooded(server, {"encode": 6, "score": 6, "extract": 6}):
         found = shares(server, list(COSTS_US), 1.5)
@@ -104,7 +104,7 @@ def test_models_that_all_have_too_much_to_do_get_the_same_time(server: Server) -
 
 
 @pytest.mark.parametrize("busy", list(COSTS_US))
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_a_flood_of_one_model_delays_a_lone_request_of_another_by_a_step(server: Server, busy: str) -> None:
     """A lone request waits for the step that runs, not for what waits: at most 64 tokens, and its own 8."""
     others = [operation for operation in COSTS_US if operation != busy]

@@ -62,7 +62,7 @@ class Reader:
 
     def _read(self) -> None:
         url, body = self._ask
-        with httpx.stream("POST", url, json=body, timeout=30) as response:
+        with httpx.stream("POST", url, json=body, timeout=WAIT_S) as response:
             self.status = response.status_code
             for piece in response.iter_text():
                 self.text += piece
@@ -125,7 +125,7 @@ def test_keys_share_no_cached_prompt_and_a_key_shares_its_own(keyed_server: Serv
             message = client.messages.create(model="m", max_tokens=1, messages=[{"role": "user", "content": prompt}])
         body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 1}
         answer = httpx.post(
-            f"{keyed_server.url}/v1/chat/completions", json=body, headers=bearer(key), timeout=30
+            f"{keyed_server.url}/v1/chat/completions", json=body, headers=bearer(key), timeout=WAIT_S
         ).json()
         assert message.usage.input_tokens == answer["usage"]["prompt_tokens"]
         return message.usage.cache_read_input_tokens or 0, answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -162,7 +162,7 @@ def test_texts_and_streams_share_a_worker_s_time(server: Server) -> None:
 
     stop = threading.Event()
     threads = [threading.Thread(target=keep_encoding) for _ in range(3)]
-    with httpx.stream("POST", server.url + "/v1/messages", json=STREAMS["/v1/messages"], timeout=30) as response:
+    with httpx.stream("POST", server.url + "/v1/messages", json=STREAMS["/v1/messages"], timeout=WAIT_S) as response:
         for thread in threads:
             thread.start()
         lines = response.iter_lines()  # whose end would be the connection's
@@ -188,5 +188,7 @@ def test_every_answer_says_what_anthropic_s_client_calls_it(keyed_server: Server
         with pytest.raises(anthropic.AuthenticationError) as refused:
             client.messages.count_tokens(model="m", messages=[{"role": "user", "content": "x"}])
         assert refused.value.request_id == refused.value.response.headers["x-request-id"]
-    answer = httpx.get(f"{keyed_server.url}/v1/messages", headers={"x-request-id": "mine", **bearer(INFER)})
+    answer = httpx.get(
+        f"{keyed_server.url}/v1/messages", headers={"x-request-id": "mine", **bearer(INFER)}, timeout=WAIT_S
+    )
     assert (answer.status_code, answer.headers["request-id"], answer.headers["x-request-id"]) == (405, "mine", "mine")

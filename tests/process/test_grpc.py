@@ -21,7 +21,7 @@ from tritonclient.utils import InferenceServerException, shared_memory, triton_t
 from sie.frontend.grpc.methods import METHODS, Method
 from sie.proto import message_class
 from tests import onnx_models
-from tests.process.harness import Server, eventually, free_port, start_server
+from tests.process.harness import WAIT_S, Server, eventually, free_port, start_server
 from tests.process.wire import extents_in_use, total, wait_no_extents
 
 BATCHED = 'max_batch_size: 8\ninput { name: "x" data_type: TYPE_FP32 dims: 2 }\noutput { name: "y" data_type: TYPE_FP32 dims: 2 }'
@@ -85,7 +85,7 @@ def v1(name: str, **fields: Any) -> Any:
     return message_class("trtis", f"nvidia.inferenceserver.{name}")(**fields)
 
 
-def call(channel: grpc.Channel, method: str, data: bytes, timeout_s: float = 20.0) -> bytes:
+def call(channel: grpc.Channel, method: str, data: bytes, timeout_s: float = WAIT_S) -> bytes:
     return channel.unary_unary(method)(data, timeout=timeout_s)
 
 

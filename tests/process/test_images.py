@@ -6,7 +6,6 @@ import base64
 import hashlib
 import io
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,11 +172,10 @@ def test_a_bad_item_is_a_400_that_names_it(
 
 def test_a_bomb_costs_neither_time_nor_memory(server: Server) -> None:
     [frontend] = server.frontends()
-    before = psutil.Process(frontend).memory_info().rss
-    began_s = time.monotonic()
+    before, before_s = psutil.Process(frontend).memory_info().rss, sum(psutil.Process(frontend).cpu_times()[:2])
     for _ in range(5):
         assert post(server, "tiny/clip", [{"images": [{"data": png_claiming(60_000, 60_000)}]}]).status == 400
-    assert time.monotonic() - began_s < 30.0
+    assert sum(psutil.Process(frontend).cpu_times()[:2]) - before_s < 10.0
     assert psutil.Process(frontend).memory_info().rss - before < 32 * MIB
 
 

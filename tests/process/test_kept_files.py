@@ -16,7 +16,7 @@ import openai
 import psutil
 import pytest
 
-from tests.process.harness import Server, eventually, start_server
+from tests.process.harness import WAIT_S, Server, eventually, start_server
 from tests.process.keys import BOTH, INFER, METRICS, bearer, write_keys
 from tests.process.wire import connect as connect_raw
 from tests.process.wire import raw_request, send_raw
@@ -66,7 +66,7 @@ def claude(server: Server) -> Iterator[anthropic.Anthropic]:
 
 @pytest.fixture(scope="module")
 def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, headers=bearer(INFER), timeout=30) as made:
+    with httpx.Client(base_url=server.url, headers=bearer(INFER), timeout=WAIT_S) as made:
         yield made
 
 
@@ -140,7 +140,7 @@ def test_nothing_exists_for_another_key(
     http.put("/v1/sessions/secret", json={"messages": HELLO}).raise_for_status()
     assert made.id not in [one.id for one in bob.files.list()]
     assert skill.id not in [one.id for one in bob.skills.list()]
-    with httpx.Client(base_url=server.url, headers=bearer(BOTH)) as other:
+    with httpx.Client(base_url=server.url, headers=bearer(BOTH), timeout=WAIT_S) as other:
         for method, path in (
             ("GET", f"/v1/files/{made.id}"), ("GET", f"/v1/files/{made.id}/content"), ("DELETE", f"/v1/files/{made.id}"),
             ("GET", f"/v1/containers/c/files/{made.id}"), ("GET", f"/v1/containers/c/files/{made.id}/content"),
@@ -163,7 +163,7 @@ def test_nothing_exists_for_another_key(
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "file_not_found")
     assert http.get("/v1/sessions/secret").status_code == 200
     assert alice.files.content(made.id).read() == b"x,y\n1,2\n"
-    with httpx.Client(base_url=server.url, headers=bearer(METRICS)) as watcher:
+    with httpx.Client(base_url=server.url, headers=bearer(METRICS), timeout=WAIT_S) as watcher:
         assert watcher.get("/v1/files").status_code == 403
 
 
@@ -213,7 +213,7 @@ def blobs(state: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_large_upload_is_never_in_memory(server: Server, alice: openai.OpenAI) -> None:
     upload(alice)
     before_bytes = {pid: psutil.Process(pid).memory_info().rss for pid in server.frontends()}
@@ -573,4 +573,4 @@ def test_restart_keeps_everything_and_deletes_what_expired(tmp_path: Path) -> No
 
 
 def _status(server: Server, file_id: str) -> int:
-    return httpx.get(f"{server.url}/v1/files/{file_id}").status_code
+    return httpx.get(f"{server.url}/v1/files/{file_id}", timeout=WAIT_S).status_code

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, shared_memory
 
 from tests import onnx_models
-from tests.process.harness import Server, start_server
+from tests.process.harness import WAIT_S, Server, eventually, start_server
 from tests.process.wire import Response, get, raw_request, send_raw, total, wait_no_extents
 
 BATCHED = 'max_batch_size: 8\ninput { name: "x" data_type: TYPE_FP32 dims: 2 }\noutput { name: "y" data_type: TYPE_FP32 dims: 2 }'
@@ -279,7 +279,12 @@ def test_statistics_count_rows_and_runs(client: triton.InferenceServerClient, se
         client.infer("lookup", [an_input(np.array([1, 2]), "i", "INT64")])
     with pytest.raises(InferenceServerException):
         client.infer("lookup", [an_input(np.array([9]), "i", "INT64")])
-    after = client.get_inference_statistics("lookup")["model_stats"][0]
+
+    def counted() -> dict[str, Any] | None:  # a request is counted behind its answer
+        found = client.get_inference_statistics("lookup")["model_stats"][0]
+        return found if found["inference_stats"]["fail"]["count"] > before["inference_stats"]["fail"]["count"] else None
+
+    after = eventually(counted, "the failure in the statistics")
     assert after["inference_stats"]["success"]["count"] - before["inference_stats"]["success"]["count"] == 3
     assert after["inference_stats"]["fail"]["count"] - before["inference_stats"]["fail"]["count"] == 1
     assert after["inference_count"] - before["inference_count"] >= 6
@@ -484,7 +489,7 @@ def test_paths_and_methods(server: Server, method: str, path: str, status: int):
 
 
 def test_a_head_leaves_the_connection_in_order(server: Server):
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)) as connection:
         connection.request("HEAD", "/v2/health/live")
         response = connection.getresponse()
         assert (response.status, response.read()) == (405, b"")

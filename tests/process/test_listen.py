@@ -111,7 +111,7 @@ def check_attackers(server: Server, pki: Path, context: ssl.SSLContext) -> None:
         began_s = time.monotonic()
         for _ in range(5):
             assert get_tls(server.port, context) == 200
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 60  # those of the others do not end meanwhile
     for port, version in ((server.port, ssl.TLSVersion.TLSv1_2), (server.grpc_port, ssl.TLSVersion.TLSv1_1)):
         old = client_context(pki, shows_certificate=True)
         with warnings.catch_warnings():

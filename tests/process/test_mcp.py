@@ -19,7 +19,7 @@ import pytest
 from sie.agents.host.mcp_servers import McpServers
 from sie.agents.messages import RunTool
 from sie.config.mcp_config import McpConfig
-from tests.process.harness import WAIT_S, eventually, start_server
+from tests.process.harness import WAIT_S, eventually, free_port, start_server
 from tests.process.test_agents import CHAT, Client, call, script
 
 DOUBLE = str(Path(__file__).with_name("mcp_double.py"))
@@ -28,11 +28,6 @@ DOUBLE = str(Path(__file__).with_name("mcp_double.py"))
 def stdio(name: str, way: str = "stdio", **fields: Any) -> dict[str, Any]:
     source = {"type": "Process", "command": sys.executable, "args": [DOUBLE, way], "env": {"MARK": name}}
     return {"name": name, "source": source, **fields}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -230,7 +225,7 @@ def test_a_server_that_dies_floods_or_hangs_is_cut_and_comes_back() -> None:
         await connected(servers)
         assert "[... 100000 characters in all]" in (await servers.run(tool("large"))).content
 
-    with_servers(work, stdio("d"), timeout_s=5.0)
+    with_servers(work, stdio("d"), timeout_s=10.0)  # on a busy machine its start alone takes seconds
 
 
 @pytest.mark.parametrize("way", ["silent", "endless"])
@@ -282,26 +277,3 @@ def test_a_program_ends_with_the_agent_process(tmp_path: Path) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "mcp_not_connected")
         psutil.Process(program.ppid()).kill()
         program.wait(WAIT_S)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", "mcp_config"),
-        ('{"servers": [{"name": "a b", "source": {"type": "Http", "url": "http://a/"}}]}', "name"),
-        ('{"servers": [{"name": "a", "source": {"type": "Other"}}]}', "Other"),
-        ('{"servers": [{"name": "a", "url": "x", "source": {"type": "Http", "url": "http://a/"}}]}', "url"),
-        ('{"servers": [{"name": "a", "source": {"type": "Http", "url": "ftp://a/"}}]}', "url"),
-    ],
-)
-def test_a_wrong_file_is_named(tmp_path: Path, text: str, words: str) -> None:
-    from sie.supervisor import _check_mcp
-    from sie.supervisor.host_resources import StartError
-
-    path = tmp_path / "mcp.json"
-    path.write_text(text)
-    with pytest.raises(StartError, match=words) as caught:
-        _check_mcp(str(path))
-    assert str(path) in str(caught.value)
-    with pytest.raises(StartError, match="No such file"):
-        _check_mcp(str(tmp_path / "none"))

@@ -11,7 +11,7 @@ import anthropic
 import httpx
 import pytest
 
-from tests.process.harness import Server, paused, start_server
+from tests.process.harness import WAIT_S, Server, paused, start_server
 from tests.process.wire import wait_no_extents
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -130,7 +130,7 @@ def test_refusals_are_the_clients_own_exceptions(client: anthropic.Anthropic) ->
     ],
 )
 def test_errors_have_this_apis_shape(server: Server, method: str, path: str, status: int, kind: str) -> None:
-    answer = httpx.request(method, server.url + path, content=b"{" if method == "POST" else b"", timeout=30)
+    answer = httpx.request(method, server.url + path, content=b"{" if method == "POST" else b"", timeout=WAIT_S)
     assert answer.status_code == status
     assert answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == kind
@@ -138,6 +138,6 @@ def test_errors_have_this_apis_shape(server: Server, method: str, path: str, sta
 
 def test_a_client_that_leaves_ends_its_work(server: Server) -> None:
     body = {"model": "slow", "max_tokens": 500, "messages": HELLO, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{server.url}/v1/messages", json=body, timeout=30) as response:
+    with httpx.stream("POST", f"{server.url}/v1/messages", json=body, timeout=WAIT_S) as response:
         next(response.iter_lines())
     wait_no_extents(server.port)

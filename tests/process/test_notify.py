@@ -29,7 +29,7 @@ def test_a_long_load_asks_for_time_and_readiness_comes_when_requests_are_answere
         server = launch("--model", "stub/a=stub:dense=16,load_ms=8000", runtime_dir=str(tmp_path), env=manager.env)
         try:
             loading = manager.wait_for("STATUS", "not loaded: stub/a")
-            ready = manager.wait_for("READY", timeout_s=60)
+            ready = manager.wait_for("READY")
             server.wait_ready()
             assert encode(server.port, "stub/a", ["x"]).status == 200
             asked = [note for note in manager.named("EXTEND_TIMEOUT_USEC") if note.at_s < ready.at_s]
@@ -69,7 +69,7 @@ def fed_while_silent(manager: ServiceManager, name: str, end_s: float) -> int:
     return sum(note.name == "WATCHDOG" for note in before[said[-1] :])
 
 
-@pytest.mark.timing
+@pytest.mark.timing(forks=True)
 def test_the_watchdog_is_fed_well_within_its_time():
     with ServiceManager(watchdog_s=3) as manager, start_server(*STUB, env=manager.env):
         eventually(lambda: len(manager.named("WATCHDOG")) >= 5, "the watchdog's food")

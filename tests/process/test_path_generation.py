@@ -15,7 +15,7 @@ import tritonclient.http as triton_http
 from sie_sdk import SIEClient
 from sie_sdk.client.errors import RequestError
 
-from tests.process.harness import Server, eventually, free_port, start_server
+from tests.process.harness import WAIT_S, Server, eventually, free_port, start_server
 from tests.process.wire import wait_no_extents
 
 PROMPT = "hello fox"
@@ -39,12 +39,12 @@ def client(server: Server) -> Iterator[SIEClient]:
 
 
 def ask(server: Server, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-    answer = httpx.post(server.url + path, json=body, headers=headers, timeout=30)
+    answer = httpx.post(server.url + path, json=body, headers=headers, timeout=WAIT_S)
     return answer.status_code, answer.json()
 
 
 def events(server: Server, path: str, body: Any) -> list[str]:
-    answer = httpx.post(server.url + path, json=body, timeout=30)
+    answer = httpx.post(server.url + path, json=body, timeout=WAIT_S)
     assert answer.headers["content-type"] == "text/event-stream", answer.text
     return [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line.startswith("data: ")]
 
@@ -184,13 +184,13 @@ def test_errors_have_kserves_shape(server: Server, path: str, body: Any, status:
 
 def test_what_no_client_should_send_is_refused(server: Server) -> None:
     url = f"{server.url}/v2/models/org/m.1/generate"
-    assert httpx.get(url).status_code == 405
-    packed = httpx.post(url, content=b"x", headers={"content-encoding": "gzip"})
+    assert httpx.get(url, timeout=WAIT_S).status_code == 405
+    packed = httpx.post(url, content=b"x", headers={"content-encoding": "gzip"}, timeout=WAIT_S)
     assert (packed.status_code, list(packed.json())) == (400, ["error"])
 
 
 def test_the_model_shows_its_text_tensors(server: Server) -> None:
-    shown = httpx.get(f"{server.url}/v2/models/org/m.1").json()
+    shown = httpx.get(f"{server.url}/v2/models/org/m.1", timeout=WAIT_S).json()
     assert [(one["name"], one["datatype"]) for one in shown["inputs"] + shown["outputs"]] == [
         ("text_input", "BYTES"), ("text_output", "BYTES"),
     ]  # fmt: skip
@@ -207,14 +207,14 @@ def test_the_model_shows_its_text_tensors(server: Server) -> None:
     ],
 )
 def test_a_client_that_leaves_ends_its_work(server: Server, path: str, body: Any) -> None:
-    with httpx.stream("POST", server.url + path, json=body, timeout=30) as response:
+    with httpx.stream("POST", server.url + path, json=body, timeout=WAIT_S) as response:
         assert ": keep-alive" in response.iter_lines(), "it ended"  # the first of its lines, or one between two tokens
     wait_no_extents(server.port)
 
 
 def test_what_is_over_is_no_longer_under_way(server: Server) -> None:
     def shown() -> list[str]:
-        lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+        lines = httpx.get(f"{server.url}/metrics", timeout=WAIT_S).text.splitlines()
         return [line for line in lines if re.match(r"http_requests_in_flight\{.*/(v1/generate/|generate)", line)]
 
     assert shown()

@@ -7,6 +7,7 @@ import http.client
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def test_a_killed_frontend_is_replaced_within_two_seconds_and_the_other_serves()
         print(f"replaced after {time.monotonic() - began_s:.2f} s")
         assert server.worker() == worker
         wait_no_extents(server.port)
-        eventually(lambda: count_fds(worker) == baseline, f"the worker's descriptors back at {baseline}")
+        eventually(lambda: count_fds(worker) <= baseline, f"no more than the {baseline} descriptors of the worker")
 
 
 def answers_from_both(server) -> bool:
@@ -77,8 +78,16 @@ def test_a_stopped_frontend_is_killed_and_replaced():
         os.kill(stopped, signal.SIGSTOP)
         eventually(lambda: not running(stopped), "the end of the stopped frontend")
         eventually(lambda: server.frontends() and server.frontends() != [stopped], "a successor")
-        eventually(lambda: can_connect(server.port), "a listener")
-        assert np.array_equal(dense_rows(encode(server.port, "stub/a", ["x"])), stub_rows(["x"], 16))
+        # On a busy machine it may itself be without a core for a second.
+        eventually(lambda: can_encode(server.port), "an answer")
+
+
+def can_encode(port: int) -> bool:
+    try:
+        response = encode(port, "stub/a", ["x"])
+    except (OSError, http.client.HTTPException):
+        return False
+    return np.array_equal(dense_rows(response), stub_rows(["x"], 16))
 
 
 def can_connect(port: int) -> bool:
@@ -154,6 +163,16 @@ def test_a_supervisor_that_was_stopped_for_a_while_kills_nobody_when_it_goes_on(
         while time.monotonic() < deadline_s:
             assert encode(server.port, "stub/a", ["x"]).status == 200
         assert sorted(server.pids()) == before
+
+
+def test_the_kernel_would_kill_a_worker_before_a_frontend_for_want_of_memory():
+    """Requests of a worker run again; connections of a frontend would be lost."""
+    with start_server("--model", "stub/a=stub:dense=16") as server:
+        scores = {pid: int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in server.pids()}
+        workers = set(server.pids("worker"))
+        others = {scores[pid] for pid in scores.keys() - workers}
+        assert others == {int(Path("/proc/self/oom_score_adj").read_text())}
+        assert {scores[pid] for pid in workers} == {min(max(others) + 300, 1000)}
 
 
 def test_the_port_is_free_for_the_next_server_after_a_kill():

@@ -175,7 +175,7 @@ def test_renewed_certificate_is_taken_over_and_no_request_fails(issued, served):
         assert shown(grpc_port) == der(issued, "new")
         assert server.pids("grpc") == grpc  # gRPC asks for the certificate before each handshake
         eventually(lambda: len(after := set(server.frontends())) == 2 and not before & after, "two others")
-        assert not [line for line in server.output.lines if '"warning"' in line or '"error"' in line]
+        assert server.complaints() == []
     assert clients.outcomes.pop("told to connect anew")
     assert set(clients.outcomes) == {"200"}, clients.outcomes
 
@@ -241,7 +241,7 @@ def test_renewal_under_a_flood_of_connections_ends_and_breaks_no_request(issued,
         assert clients.outcomes.pop("200")
         assert set(clients.outcomes) <= {"told to connect anew"}, clients.outcomes
         eventually(lambda: len(server.frontends()) == 1, "no frontend more")
-        eventually(lambda: count_fds(supervisor) == num_fds, "no descriptor more")
+        eventually(lambda: count_fds(supervisor) <= num_fds, "no descriptor more")
 
 
 def test_a_gateway_takes_a_renewed_certificate(issued, served):
@@ -283,4 +283,4 @@ def test_stop_in_the_middle_of_a_renewal_is_a_stop(issued, served):
         before = set(server.frontends())
         put(issued, served, "new")
         eventually(lambda: set(server.frontends()) - before, "the stand-in")
-        server.stop(30.0)
+        server.stop()

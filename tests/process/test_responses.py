@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.process.harness import Server, eventually, paused, start_server
+from tests.process.harness import WAIT_S, Server, eventually, paused, start_server
 from tests.process.keys import BOTH, INFER, entry, write_keys
 from tests.process.wire import post_json, total, wait_no_extents
 
@@ -144,12 +144,12 @@ def test_wrong_request_hears_its_field(server: Server, body: dict[str, Any], sta
 def test_queries_and_methods_that_are_not_served(server: Server, client: openai.OpenAI) -> None:
     one = f"{server.url}{PATH}/{client.responses.create(model='m', input='hello').id}"
     for query, param in (("stream=maybe", "stream"), ("starting_after=3", "starting_after")):
-        answer = httpx.get(f"{one}?{query}")
+        answer = httpx.get(f"{one}?{query}", timeout=WAIT_S)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    wrong = httpx.put(one)
+    wrong = httpx.put(one, timeout=WAIT_S)
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, DELETE")
     assert wrong.headers["x-request-id"].startswith("req_")
-    assert httpx.post(f"{one}/cancel").json()["error"]["code"] == "response_ended"
+    assert httpx.post(f"{one}/cancel", timeout=WAIT_S).json()["error"]["code"] == "response_ended"
 
 
 def test_input_is_counted_as_it_would_be_read(client: openai.OpenAI) -> None:

@@ -111,7 +111,7 @@ def test_s13_a_second_request_hidden_by_two_lengths_is_not_answered(server, leng
     assert b"sie_requests_total" not in received
 
 
-@pytest.mark.timing(alone=True)
+@pytest.mark.timing(alone=True, forks=True)
 def test_s29_a_refusal_takes_as_long_whatever_is_wrong_with_the_key(server):
     """The look-up is by a digest, so no length of a right beginning shows; this would see a comparison that stops early."""
     near, far = INFER[:-1] + "X", "X" + INFER[1:]

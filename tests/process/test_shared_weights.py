@@ -1,16 +1,18 @@
-"""CPU workers of a server map one file of weights, and a restarted worker loads from it."""
+"""CPU workers of a server are forks that map one file of weights, and a restarted worker loads from it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.process.harness import DEVICE, Server, eventually, start_server
+from tests.process.harness import DEVICE, WAIT_S, Server, eventually, start_server
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has memory of its own")
 
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has memory of its
 def _embed(server: Server) -> list[float]:
     body = json.dumps({"model": "m", "input": "a cat"}).encode()
     request = urllib.request.Request(f"{server.url}/v1/embeddings", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
         return json.loads(reply.read())["data"][0]["embedding"]
 
 
@@ -26,8 +28,9 @@ def _mapped_by(server: Server, folder: Path) -> dict[int, set[str]]:
     """Return each worker's mappings of files in the folder, with their rights."""
     found: dict[int, set[str]] = {}
     for pid in server.pids("worker"):
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        found[pid] = {" ".join((line.split()[1], line.split()[-1])) for line in lines if str(folder) in line}
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has just ended
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found[pid] = {" ".join((line.split()[1], line.split()[-1])) for line in lines if str(folder) in line}
     return found
 
 
@@ -50,3 +53,8 @@ def test_workers_map_one_file_and_a_restarted_one_does_too(minilm_directory: Pat
         after = eventually(lambda: _mapped_alike(server, folder, expected), "mapped again")
         assert not before.keys() & after.keys()
         assert path.stat().st_ino == inode
+        (template,) = server.pids("template")
+        assert {psutil.Process(pid).ppid() for pid in (*after, template)} == {server.process.pid}
+        for pid in (template, *after):
+            os.kill(pid, signal.SIGKILL)
+        assert _embed(server) == answer, "workers start without their template, too"

@@ -14,9 +14,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from tests.conftest import MINILM
-from tests.process.harness import WAIT_S, Server, eventually, paused, start_server
+from tests.process.harness import WAIT_S, Server, eventually, start_server
 from tests.process.wire import connect as connect_raw
-from tests.process.wire import encode, families, get, raw_request, samples, total, under_load
+from tests.process.wire import encode, families, get, raw_request, samples, total, under_load, without_worker
 
 FRAME_KEYS = {
     "timestamp", "ready", "name", "machine_profile", "pool_name", "gpu_count", "bundle", "bundle_config_hash",
@@ -150,8 +150,7 @@ def has_ended(socket: ClientConnection) -> bool:
 def test_readiness_falls_in_the_frame_when_the_worker_is_gone():
     with start_server("--model", "stub/a=stub:dense=16,load_ms=500") as server, watch(server) as socket:
         assert next_frame(socket)["ready"] is True
-        server.kill_worker()
-        with paused(server.worker()):
+        with without_worker(server, lambda: get(server.port, "/readyz").status == 503):
             eventually(lambda: next_frame(socket)["ready"] is False, "a frame that is not ready")
         eventually(lambda: next_frame(socket)["ready"] is True, "a frame that is ready again")
 
@@ -239,7 +238,7 @@ def test_requests_are_counted_by_outcome():
 
 def test_a_thousand_made_up_paths_make_no_labels(stub_server):
     before = len(samples(stub_server.port))
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", stub_server.port, timeout=20)) as connection:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", stub_server.port, timeout=WAIT_S)) as connection:
         for n in range(1000):
             connection.request("POST", f"/v1/encode/made/up/{n}", b'{"items":[{"text":"x"}]}', {"x-n": str(n)})
             response = connection.getresponse()

@@ -67,7 +67,8 @@ def test_a_hostile_template_is_the_requests_own_failure(server: Server, name: st
     answer = chat(server, "bad", name)
     assert answer.status == 400, answer.body
     assert "template" in json.loads(answer.body)["error"]["message"]
-    assert chat(server, "bad", "a").status == 200
+    # A new helper starts, which on a busy machine may take longer than a template has.
+    eventually(lambda: chat(server, "bad", "a").status == 200, "the next request")
     assert chat(server, "good", "a").status == 200
     assert max(map(peak_bytes, server.frontends())) < 600 << 20
 
@@ -108,10 +109,12 @@ def test_texts_that_a_tokenizer_backtracks_over_are_refused_one_by_one(server: S
     answer = chat(server, "backtracks", text)
     assert answer.status in (400, 500), answer.body
     assert "okenizer" in json.loads(answer.body)["error"]["message"]
-    assert chat(server, "backtracks", "a").status == 200
+    eventually(lambda: chat(server, "backtracks", "a").status == 200, "the next request")
     completion = {"model": "backtracks", "prompt": text, "max_tokens": 1}
     assert post_json(server.port, "/v1/completions", completion).status in (400, 500)
-    assert post_json(server.port, "/v1/completions", {**completion, "prompt": "a"}).status == 200
+    eventually(
+        lambda: post_json(server.port, "/v1/completions", {**completion, "prompt": "a"}).status == 200, "the next text"
+    )
 
 
 @pytest.mark.timing(alone=True)

@@ -15,7 +15,7 @@ import pytest
 
 from sie.proto import message_class
 from tests.process.collector import start_collector
-from tests.process.harness import EX_CONFIG, WAIT_S, eventually, free_port, run_to_end, start_server
+from tests.process.harness import EX_CONFIG, WAIT_S, eventually, free_port, paused, run_to_end, start_server
 from tests.process.wire import encode, get, post_json, raw_request, send_raw
 
 PHASES = ["decode", "tokenise", "queue", "infer", "encode"]
@@ -146,7 +146,8 @@ def test_errors_are_traced_as_far_as_they_came(server, collector):
     assert (root.attributes["http.response.status_code"], root.attributes["error.type"]) == (400, "INVALID_INPUT")
     assert not root.is_error, "a client's mistake is not the server's failure"
     assert [phase.name for phase in phases] == ["decode"]
-    late = encode(server.port, "stub/slow", ["x"], {"x-sie-timeout-ms": "20"})
+    with paused(server.worker()):
+        late = encode(server.port, "stub/slow", ["x"], {"x-sie-timeout-ms": "20"})
     root, _ = collector.wait_trace(late.headers["x-trace-id"])
     assert (late.status, root.is_error, root.attributes["error.type"]) == (504, True, "DEADLINE_EXCEEDED")
 
@@ -198,11 +199,11 @@ def test_tensors_over_http_are_traced_in_all_their_phases(server, collector):
 def test_bucket_of_the_latency_names_a_trace_in_openmetrics_only(server):
     trace = encode(server.port, "stub/a", ["x"]).headers["x-trace-id"]
     accepted = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
-    reply = httpx.get(f"{server.url}/metrics", headers=accepted)
+    reply = httpx.get(f"{server.url}/metrics", headers=accepted, timeout=WAIT_S)
     assert reply.headers["content-type"].startswith("application/openmetrics-text")
     assert f'# {{trace_id="{trace}"}}' in reply.text
     assert reply.text.endswith("# EOF\n")
-    assert "trace_id" not in httpx.get(f"{server.url}/metrics").text
+    assert "trace_id" not in httpx.get(f"{server.url}/metrics", timeout=WAIT_S).text
 
 
 def test_what_is_not_inference_is_not_traced(server):
@@ -242,7 +243,7 @@ def test_dead_collector_costs_no_request_and_no_stop():
             for _ in range(50):
                 assert encode(server.port, "stub/a", ["x"]).status == 200
             eventually(lambda: "exporting" in server.output.text(), "the exporter's complaint")
-            server.stop(30.0)
+            server.stop()
             assert server.output.text().count("exporting traces") <= 2, "complaints do not fill the log"
 
 

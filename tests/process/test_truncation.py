@@ -22,7 +22,7 @@ from sie_sdk import SIEClient
 from sie_sdk.client.errors import InputTooLongError
 
 from sie.proto import message_class
-from tests.process.harness import Server, eventually, free_port, start_server
+from tests.process.harness import WAIT_S, Server, eventually, free_port, start_server
 from tests.process.wire import MSGPACK, Client, Response, post_json, raw_request, send_raw, total, wait_no_extents
 from tests.tiny_models import WORDS, save_classifier, save_cross_encoder, save_poisoned
 
@@ -201,7 +201,7 @@ def test_kserve_over_http_has_a_parameter_and_a_header(server: Server, binary: b
         classes = [triton_http.InferRequestedOutput("dense", binary_data=binary, class_count=2)]
         assert client.infer("dense", inputs, outputs=classes).get_response()["parameters"] == {"truncated": "0,2"}
     body = {"inputs": [{"name": "text", "shape": [2], "datatype": "BYTES", "data": ["w1", LONG]}]}
-    assert httpx.post(f"{server.url}/v2/models/dense/infer", json=body).headers[HEADER] == "1"
+    assert httpx.post(f"{server.url}/v2/models/dense/infer", json=body, timeout=WAIT_S).headers[HEADER] == "1"
 
 
 def test_kserve_over_grpc_has_a_parameter(server: Server) -> None:

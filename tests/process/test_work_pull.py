@@ -15,13 +15,14 @@ from sie.cluster.host import consumer, work_pull
 from sie.cluster.host.item_run import Answer
 from sie.cluster.host.pull_metrics import PullMetrics
 from sie.cluster.host.work_pull import WorkPull
-from sie.cluster.payloads import VERSION, Work, decode, encode, result_decoder
+from sie.cluster.payloads import VERSION, Work, Works, decode, encode, results_decoder
 from sie.cluster.request_forms import score_item
 from sie.cluster.subjects import Lane, answer_subject, consumer_name, work_stream, work_subject
 from sie.config.cluster_settings import Cluster
 from sie.config.settings import Settings
 from sie.shm.pages import CounterPage
 from sie.values.inference import ScoreRequest
+from tests.process.harness import WAIT_S
 from tests.process.nats_harness import Nats, start_nats
 
 LANE = Lane("default", "any", "any")
@@ -58,13 +59,13 @@ class Host:
         await self.connection.subscribe(ANSWER, self._on_answer)
 
     async def _on_answer(self, message: Msg) -> None:
-        self.answered.add(decode(message.data, result_decoder).id)
+        self.answered.update(result.id for result in decode(message.data, results_decoder).items)
 
     async def serve(self, name: str) -> None:
         """Enqueue an item, and tick until it is answered."""
         deadline_ns = self.connection.clock.to_server(1 << 62)
         work = Work(VERSION, name, ANSWER, deadline_ns, "score", "m", BODY)
-        await self.connection.enqueue(LANE.pool, work_subject(LANE, "m"), encode(work), name)
+        await self.connection.enqueue(LANE.pool, work_subject(LANE, "m"), encode(Works(VERSION, [work])), name)
         while name not in self.answered:
             await self.pull.tick()
             await asyncio.sleep(0.02)
@@ -99,7 +100,7 @@ def test_a_model_whose_consumer_the_server_deleted_gets_work_again(server: Nats,
         host = Host(server.url)
         await host.open()
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(WAIT_S):
                 await host.serve(f"{lose.__name__}-before")
                 await lose(host)
                 host.models.entries = {"m": LOADED}

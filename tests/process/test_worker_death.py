@@ -6,16 +6,14 @@ import ctypes
 import os
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import psutil
-import pytest
 
 from tests.conftest import MINILM
-from tests.process.harness import Server, count_fds, eventually, running, start_server
+from tests.process.harness import WAIT_S, Server, count_fds, eventually, running, start_server
 from tests.process.wire import Client, dense_rows, encode, get, stub_rows, total, under_load, wait_no_extents
 
 SEED = 20_001
@@ -29,6 +27,16 @@ def settled_fds(server: Server) -> dict[str, int]:
     return {role: count_fds(pid) for role, pid in roles.items()}
 
 
+def wait_fds(server: Server, most: dict[str, int]) -> None:
+    """Wait until these processes hold no more descriptors than before; then one may have been about to close."""
+
+    def is_back() -> bool:
+        now = settled_fds(server)
+        return all(now[role] <= count for role, count in most.items())
+
+    eventually(is_back, f"descriptors back at {most}")
+
+
 def test_twenty_kills_of_the_only_worker_under_load_fail_no_request():
     with start_server("--model", "stub/a=stub:dense=16,latency_ms=2") as server:
         encode(server.port, "stub/a", ["warm"])
@@ -39,7 +47,7 @@ def test_twenty_kills_of_the_only_worker_under_load_fail_no_request():
                 load.wait_answers(25)
         print(f"{load.num_answered} answered, the slowest in {load.slowest_s:.2f} s")
         eventually(lambda: total(server.port, "sie_worker_restarts_total") == 20, "twenty restarts counted")
-        eventually(lambda: settled_fds(server) == baseline, f"descriptors back at {baseline}")
+        wait_fds(server, baseline)
 
 
 def test_a_worker_whose_device_is_worn_ends_when_it_is_idle_and_no_request_is_lost():
@@ -90,7 +98,7 @@ def test_a_killed_real_model_comes_back_with_the_same_vectors(minilm_directory):
         assert get(server.port, "/healthz").status == 200
         # A library may keep a file or two more or less open from load to load; a leak would grow with every death.
         del baseline["worker"]
-        eventually(lambda: settled_fds(server).items() >= baseline.items(), f"descriptors back at {baseline}")
+        wait_fds(server, baseline)
 
 
 def test_death_of_one_worker_of_two_moves_its_work_to_the_other():
@@ -115,7 +123,6 @@ def test_two_workers_share_the_work():
         assert min(steps) >= 0.2 * sum(steps), steps
 
 
-@pytest.mark.timing
 def needed_cores(server: Server) -> list[bool]:
     """Return which of two workers need their cores, from the memory that the supervisor shares with them."""
     files = Path(f"/proc/{server.process.pid}/fd")
@@ -124,20 +131,25 @@ def needed_cores(server: Server) -> list[bool]:
     return [bool(words[16 * (1 + worker)]) for worker in range(2)]
 
 
+def worker_of(server: Server, slot: int) -> int:
+    """Return the process id of a slot's worker; the ids are in no order, because the kernel begins again at the lowest."""
+    (pid,) = (pid for pid in server.pids("worker") if f'"slot":{slot},' in Path(f"/proc/{pid}/cmdline").read_text())
+    return pid
+
+
 def test_a_worker_lends_its_core_while_it_waits_and_a_dead_one_needs_none():
     with (
-        start_server("--model", "stub/a=stub:dense=16,latency_ms=1500", "--devices", "cpu:2") as server,
+        start_server("--model", "stub/a=stub:dense=16,latency_ms=4000", "--devices", "cpu:2") as server,
         ThreadPoolExecutor(1) as pool,
     ):
         eventually(lambda: needed_cores(server) == [False, False], "two workers that wait")
         answer = pool.submit(encode, server.port, "stub/a", ["text"])
-        eventually(lambda: any(needed_cores(server)), "a worker in a step")
-        busy = needed_cores(server)
-        os.kill(sorted(server.pids("worker"))[busy.index(True)], signal.SIGKILL)
+        busy = eventually(lambda: any(needed := needed_cores(server)) and needed, "a worker in a step")
+        os.kill(worker_of(server, busy.index(True)), signal.SIGKILL)
         eventually(
             lambda: needed_cores(server) == busy[::-1], "the other worker in the step, and the dead one's core lent"
         )
-        assert answer.result(20).status == 200
+        assert answer.result(WAIT_S).status == 200
         eventually(lambda: needed_cores(server) == [False, False], "two workers that wait")
 
 
@@ -147,11 +159,9 @@ def test_a_stopped_worker_is_found_killed_and_replaced():
         stopped = server.worker()
         with under_load(server, "stub/a", 16, seed=SEED + 4) as load:
             os.kill(stopped, signal.SIGSTOP)
-            began_s = time.monotonic()
-            server.log_line("worker-0 hangs")
+            server.log_line("worker-0 hangs")  # how soon it is found is a row of tests/chaos: F5
             eventually(lambda: not running(stopped), "the end of the stopped worker")
             load.wait_answers(25)
-            assert time.monotonic() - began_s < 15
         assert server.worker() != stopped
 
 
@@ -187,12 +197,12 @@ def test_an_input_that_runs_at_every_death_is_refused_and_its_neighbours_succeed
         neighbours = [pool.submit(encode, server.port, "stub/a", [text]) for text in ("b", "c")]
         wait_in_flight(server, 3)
         abort_worker(server)
-        refusal = poison.result(20)
+        refusal = poison.result(WAIT_S)
         assert (refusal.status, refusal.code()) == (422, "POISON_INPUT"), refusal
         worker = stopped_worker(server)
         os.kill(worker, signal.SIGCONT)
         for neighbour, text in zip(neighbours, ("b", "c"), strict=True):
-            assert np.array_equal(dense_rows(neighbour.result(20)), stub_rows([text], 16))
+            assert np.array_equal(dense_rows(neighbour.result(WAIT_S)), stub_rows([text], 16))
         assert encode(server.port, "stub/a", ["poison"]).status == 422
         assert server.worker() == worker
         assert get(server.port, "/v1/models/stub/a").json()["state"] == "loaded"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.process.harness import WAIT_S, Server, eventually, extents_in_use
+from tests.process.harness import WAIT_S, Server, eventually, extents_in_use, paused
 
 MSGPACK = "application/msgpack"
 TIMEOUT_S = WAIT_S
@@ -92,11 +92,20 @@ def raw_request(
     return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
+class _AtOnce(http.client.HTTPConnection):
+    """Sends head and body in one call: between two, a busy machine may let the time pass that the server has for both."""
+
+    def _send_output(self, message_body: Any = None, encode_chunked: bool = False) -> None:
+        head = b"\r\n".join([*self._buffer, b"", b""])  # type: ignore[attr-defined]
+        self._buffer.clear()  # type: ignore[attr-defined]
+        self.send(head + (message_body or b""))
+
+
 class Client:
     """One keep-alive connection that speaks msgpack. Use it from one thread."""
 
     def __init__(self, port: int, timeout_s: float = TIMEOUT_S) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+        self._connection = _AtOnce("127.0.0.1", port, timeout=timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -202,6 +211,26 @@ def total(port: int, name: str, **labels: str) -> float:
 def wait_no_extents(port: int, timeout_s: float = WAIT_S) -> None:
     """Wait until every extent has been given back."""
     eventually(lambda: extents_in_use(port) == 0, "no extent in use", timeout_s)
+
+
+@contextlib.contextmanager
+def without_worker(server: Server, is_missed: Callable[[], bool]) -> Iterator[None]:
+    """Kill the only worker, and have its successor stand still before it has loaded, which is_missed sees.
+
+    Where the machine stood still in between, the successor has loaded: then it is killed, too.
+    """
+    for _ in range(20):
+        num_restarts = total(server.port, "sie_worker_restarts_total")
+        server.kill_worker()
+        with paused(server.worker()):
+            eventually(lambda n=num_restarts: total(server.port, "sie_worker_restarts_total") > n, "the death is known")
+            deadline_s = time.monotonic() + 1.0
+            while not (is_so := is_missed()) and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+            if is_so:
+                yield
+                return
+    raise AssertionError("each successor had loaded before it was stopped")
 
 
 def keep_asking(ask: Callable[[], Response], for_s: float, pause_s: float) -> None:

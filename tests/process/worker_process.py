@@ -40,7 +40,7 @@ class WorkerProcess:
         self.process = process
         self.channel = channel
         self.counters = CounterPage.create(1 << 18)
-        self.page = InflightPage.create(settings.scheduler.max_step_items)
+        self.page = InflightPage.create(2 * settings.scheduler.max_step_items)
         self.board = CoreBoard.create(1, 0)
         self._space = OutboundSpace.create("request", 8 * MIB, LargeBudget(0), large_extent_bytes=8 * MIB)
         self._settings = settings

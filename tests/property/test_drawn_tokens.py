@@ -12,7 +12,8 @@ from sie.native import draw as native_draw
 from sie.native.draw import can_draw
 from sie.values.generate import Sampling
 from sie.workers.generation.sampling import choose, uniform
-from sie.workers.model_api import Draw
+from sie.workers.generation.sequences import SeenTokens, Tokens
+from sie.workers.model_api import Draw, Seen
 
 TOLERANCE = 1e-5
 pytestmark = pytest.mark.skipif(not can_draw(), reason="no kernels on this machine")
@@ -86,3 +87,29 @@ def test_a_drawn_token_is_the_one_at_its_number(size, seed, rounding, num_forbid
             continue
         first, end = interval(logits[row], sampling, forbidden, token)
         assert first - TOLERANCE <= uniform(sampling.seed, 0, row) <= end + TOLERANCE
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 9), min_size=1, max_size=40),
+    ends=st.tuples(*[st.lists(st.integers(0, 70), max_size=40)] * 2),
+    seed=st.integers(0, 1 << 62),
+)
+def test_counted_tokens_are_penalised_as_those_of_the_whole_text(prompt, ends, seed):
+    first, seen = Tokens(np.array(prompt, np.int32)), SeenTokens()
+    seen.read(first)
+    for end, counted in zip(ends, (seen.copy(), seen), strict=True):
+        tokens = Tokens(np.array(prompt, np.int32))
+        for token_id in end:
+            tokens.append(token_id)
+            if token_id % 3:
+                counted.read(tokens)
+        found = counted.read(tokens)
+        expected = Seen(*np.unique(tokens.view(0, len(tokens)), return_counts=True))
+        assert dict(zip(*map(np.ndarray.tolist, found), strict=True)) == dict(
+            zip(*map(np.ndarray.tolist, expected), strict=True)
+        )
+        logits = torch.linspace(-2, 2, 71)[None]
+        sampling = Sampling(seed=seed, presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.3)
+        both = [Draw(sampling, 0, 7, which, logprobs=2) for which in (found, expected)]
+        assert len(set(choose(logits, [0, 0], both))) == 1

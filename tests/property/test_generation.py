@@ -1,6 +1,7 @@
 """Random sequences of events for generation requests: each choice gets exactly its tokens, in order and once.
 
-The stub reads what it continues from its blocks, so that a block with the wrong contents shows in the text.
+The stub reads what it continues from its blocks, so that a block with the wrong contents shows in the text. One stub runs
+each step at once, another begins steps ahead and computes them when they are read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from sie.values.errors import Internal, ResourceExhausted
-from tests.unit.workers.generation_rig import Answer, EngineRig, Frontend, echo
+from sie.values.generate import Sampling
+from sie.workers.model_api import Slot
+from tests.unit.workers.generation_rig import AheadStub, Answer, EngineRig, Frontend, echo, make_card
 
 _reached: Counter[str] = Counter()
 _BLOCK = 4
@@ -27,6 +30,8 @@ def _note(name: str, count: int = 1) -> None:
 class GenerationMachine(RuleBasedStateMachine):
     """Requests of two frontends, one of which may have no credit or no room for a while."""
 
+    generates_ahead = False
+
     @initialize(
         blocks=st.integers(3, 9),
         max_sequences=st.integers(1, 6),
@@ -38,6 +43,7 @@ class GenerationMachine(RuleBasedStateMachine):
         self.rig = EngineRig(
             f"blocks={blocks}",
             block_tokens=_BLOCK,
+            runner=AheadStub(make_card(f"blocks={blocks}"), _BLOCK) if self.generates_ahead else None,
             max_sequences=max_sequences,
             max_prefill_tokens=max_prefill,
             is_sharing=is_sharing,
@@ -57,12 +63,14 @@ class GenerationMachine(RuleBasedStateMachine):
         logprobs=st.sampled_from([None, 0, 2]),
         who=st.integers(0, 1),
         is_alone=st.sampled_from([False, False, True]),
+        is_counted=st.sampled_from([False, False, True]),
     )
-    def submit(self, length: int, who: int, is_alone: bool, **task: Any) -> None:
+    def submit(self, length: int, who: int, is_alone: bool, is_counted: bool, **task: Any) -> None:
         # Few different beginnings, so that blocks are shared.
         prompt = [65 + (number * number) % 7 for number in range(min(length, self.max_tokens - 1))]
         frontend = self.frontends[who]
-        answer = self.rig.submit(prompt, frontend=frontend, is_alone=is_alone, **task)
+        sampling = Sampling(temperature=0.0, presence_penalty=0.5 * is_counted)  # the stub ignores it
+        answer = self.rig.submit(prompt, frontend=frontend, is_alone=is_alone, sampling=sampling, **task)
         self.asked.append((answer, frontend, len(frontend.answers), prompt, task))
 
     @rule(count=st.integers(1, 4))
@@ -167,11 +175,44 @@ class GenerationMachine(RuleBasedStateMachine):
                 assert tokens == echo(prompt, choice, len(tokens))
 
 
+class AheadMachine(GenerationMachine):
+    """The same with steps that begin before the one before has been read."""
+
+    generates_ahead = True
+
+    @rule()
+    def refuse_to_begin(self) -> None:
+        self.rig.runner.launch_faults.append(MemoryError("none left"))
+        _note("not begun")
+
+    @rule(every=st.integers(2, 9))
+    def leave_to_the_host(self, every: int) -> None:
+        def is_on_host(slot: Slot) -> bool:
+            return (slot.start + len(slot.token_ids)) % every == 0 and bool(slot.draws)
+
+        self.rig.runner.is_on_host = is_on_host
+
+    @rule()
+    def finish_all(self) -> None:
+        super().finish_all()
+        _note("ahead", self.rig.runner.num_behind)
+        self.rig.runner.num_behind = 0
+
+
 def test_every_choice_gets_its_tokens_once_and_in_order() -> None:
+    live(
+        GenerationMachine, "preempted", "shared", "cancelled", "stopped", "no room", "no credit", "no memory", "broken"
+    )
+
+
+def test_steps_that_begin_ahead_change_no_token() -> None:
+    live(AheadMachine, "preempted", "shared", "stopped", "no memory", "broken", "not begun", "ahead", count=50)
+
+
+def live(machine: type[GenerationMachine], *wanted: str, count: int = 80) -> None:
+    """Run so many of the machine's lives, and assert that they came to all that is wanted."""
     _reached.clear()
     # The same lives each time: what these reach would else vary by a factor of a hundred.
-    lives = settings(max_examples=80, stateful_step_count=30, deadline=None, derandomize=True)
-    run_state_machine_as_test(GenerationMachine, settings=lives)
-
-    wanted = ("preempted", "shared", "cancelled", "stopped", "no room", "no credit", "no memory", "broken")
+    lives = settings(max_examples=count, stateful_step_count=30, deadline=None, derandomize=True)
+    run_state_machine_as_test(machine, settings=lives)
     assert all(_reached[name] > 5 for name in wanted), _reached

@@ -47,6 +47,7 @@ from sie.values.bytes_tensor import frame_elements
 from sie.values.card import ModelCard
 from sie.values.errors import ClientGone, SieError
 from sie.workers.generation.stub import StubGenerator
+from sie.workers.model_api import RowStep, StepOutputs
 from sie.workers.runners.stub import StubRunner
 from tests.unit.engine_rig import DEADLINE_S, FAR_NS, Rig, Worker
 
@@ -60,7 +61,18 @@ MODELS: Final = {
 _seen: Counter[str] = Counter()
 
 
+class AheadStub(StubRunner):
+    """A stub that computes a step when it is read, as a GPU's runner does."""
+
+    works_ahead = True
+
+    def launch(self, step: RowStep) -> Callable[[], StepOutputs]:
+        return lambda: self.run(step)
+
+
 def build(card: ModelCard) -> Any:
+    if card.id == "dense":
+        return AheadStub(card)
     return StubGenerator(card, 8) if card.generate else StubRunner(card)
 
 
@@ -233,6 +245,7 @@ def http(model: str, body: object) -> Any:
 
     fields = dict.fromkeys(Exchange.__slots__) | {
         "headers": {"accept": "application/json"}, "model": model, "began_ns": time.monotonic_ns(), "deadline_ns": FAR_NS,
+        "body_bytes": len(content), "record_run": lambda _run: None,
     }  # fmt: skip
     return SimpleNamespace(**fields, owner="", read_body=read, take_body=lambda _bodies: content)
 

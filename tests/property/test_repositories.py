@@ -30,7 +30,7 @@ from sie.config.settings import Settings
 from sie.frontend.models.admin import ModelAdmin
 from sie.frontend.models.model_table import ModelTable
 from sie.frontend.tensors.lookup import TensorTable
-from sie.frontend.tensors.repository import RepositoryAdmin
+from sie.frontend.tensors.repository_admin import RepositoryAdmin
 from sie.frontend.tensors.states import reason_of
 from sie.ipc import messages
 from sie.runtime.progress import Progress
@@ -38,7 +38,8 @@ from sie.supervisor.child import Child
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.loads import Loads
 from sie.supervisor.model_registry import ModelRegistry
-from sie.supervisor.repository import Repositories
+from sie.supervisor.repositories import Repositories
+from sie.supervisor.state_broadcast import StateBroadcast
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed, SieError, WireError, to_wire
 from sie.values.tensor import TensorRule
@@ -92,10 +93,14 @@ class World:
         self.hosts = [SteppedHost("cpu", build, self.to_supervisor[worker.name].append) for worker in self.workers]
         registry = ModelRegistry(1e6)  # no load is tried again by itself
         preparer: Any = SimpleNamespace(prepare=self._prepare, find_models=self._find_models)
-        self.loads = Loads(settings, registry, Progress(io.StringIO(), "json"), self._spawn, preparer)
-        self.loads.bind(self, str, lambda: None)  # type: ignore[arg-type]
-        self.repositories = Repositories(settings, registry, self.loads, preparer, self._spawn)
-        self.repositories.bind(self)  # type: ignore[arg-type]
+        children: Any = self
+        self.page = self
+        state = StateBroadcast(registry, children, str, lambda: None)
+        progress = Progress(io.StringIO(), "json")
+        self.loads = Loads(settings, registry, children, state,
+                           progress=progress, spawn=self._spawn, preparer=preparer)  # fmt: skip
+        self.repositories = Repositories(settings, registry, children, state, self.loads,
+                                         preparer=preparer, spawn=self._spawn)  # fmt: skip
         self.table = ModelTable(ThreadPoolExecutor(1), lambda _: None)
         self.tensors = TensorTable(self.table)
         self.model_admin = ModelAdmin(self.table, self.to_supervisor["frontend-0"].append)
@@ -112,6 +117,9 @@ class World:
 
     def count(self, *_labels: Any) -> None:
         raise AssertionError("nothing is evicted here")
+
+    def show_failed(self, model: str, *, has_failed: bool) -> None:
+        pass
 
     # --- helper processes ---
 

@@ -100,7 +100,7 @@ class RingMachine(RuleBasedStateMachine):
         self.replies = OutboundSpace.create("w", _REPLY_BYTES, self.budget)
         own = [os.pidfd_open(os.getpid()) for _ in ends]
         pending = PendingAttachment(ends[0], own[0], self.generation, self.requests, _CAPACITY)
-        self.worker = Attachment.connect(ends[1], own[1], self.generation, self.replies, _CAPACITY, timeout_s=5)
+        self.worker = Attachment.connect(ends[1], own[1], self.generation, self.replies, _CAPACITY, timeout_s=60)
         attached = pending.try_finish()
         assert attached is not None
         self.frontend = attached

@@ -153,8 +153,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 def test_scheduler_agrees_with_the_model() -> None:
     _reached.clear()
     options = settings(max_examples=200, stateful_step_count=40, deadline=None)
-    run_state_machine_as_test(SchedulerMachine, settings=options)
-
     names = (
         "nothing to do",
         "expired",
@@ -165,6 +163,10 @@ def test_scheduler_agrees_with_the_model() -> None:
         "led in one step",
         "led by an earlier step",
     )
+    for _ in range(8):  # a rare state is missed by some runs: then there is another one
+        run_state_machine_as_test(SchedulerMachine, settings=options)
+        if all(_reached[name] for name in names):
+            break
     assert all(_reached[name] for name in names), _reached
 
 

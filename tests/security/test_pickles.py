@@ -108,6 +108,9 @@ PROGRAMS: dict[str, tuple[bytes, str]] = {
     "a tensor's bytes as a pickle in it": (
         pickle.dumps(torch.zeros(1).untyped_storage(), 2), "names 'torch.storage._load_from_bytes'"
     ),
+    "a tensor that is read with another sign": (
+        weights(tensor()[:-2] + b"}" + short("neg") + b"\x88stR"), "a tensor has metadata"
+    ),
     "no dict": (b"\x80\x02" + tensor() + b".", "holds a tensor, not a dict"),
     "no tensor": (weights(number(3)), "is a int, not a tensor"),
     "a key that is no text": (b"\x80\x02}" + number(1) + tensor() + b"s.", "key of its dicts is not a text"),

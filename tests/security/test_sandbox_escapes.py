@@ -36,7 +36,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
         with open_directory() as directory:
             (directory / "keys.toml").write_text(CANARY)
             with start_host(
-                request.param, directory, code_timeout_s=20, shell_timeout_s=20, sandbox_memory_bytes=256 * MIB,
+                request.param, directory, code_timeout_s=100, shell_timeout_s=100, sandbox_memory_bytes=256 * MIB,
                 sandbox_processes=32, sandbox_file_bytes=4 * MIB, sandbox_disk_bytes=8 * MIB, sandbox_files=200,
                 sandbox_output_bytes=2 * MIB,
             ) as host:  # fmt: skip
@@ -217,19 +217,19 @@ def test_a_sandbox_that_cannot_be_looked_at_is_ended(host: Host, monkeypatch: py
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(sandboxed, "measure", look)
-    ran = host.python("import time\ntime.sleep(15)", "unseen")
+    ran = host.python("import time\ntime.sleep(200)", "unseen")
     assert "the host could not look at what it holds (can't start new thread)" in ran["exception"]
 
 
 def test_memory_of_all_processes_together_is_bounded(host: Host) -> None:
-    code = "import os, time\nfor _ in range(4):\n    if not os.fork():\n        b = bytearray(100 << 20)\n        time.sleep(30)\ntime.sleep(30)"
+    code = "import os, time\nfor _ in range(4):\n    if not os.fork():\n        b = bytearray(100 << 20)\n        time.sleep(200)\ntime.sleep(200)"
     ran = host.python(code, "memory")
     assert "sandbox_memory_bytes" in ran["exception"], ran
     assert "MemoryError" in host.python("bytearray(300 << 20)", "memory")["exception"]
 
 
 def test_shared_memory_counts(host: Host) -> None:
-    code = "import mmap, time\nm = mmap.mmap(-1, 400 << 20)\nfor i in range(0, len(m), 4096): m[i] = 1\ntime.sleep(30)"
+    code = "import mmap, time\nm = mmap.mmap(-1, 400 << 20)\nfor i in range(0, len(m), 4096): m[i] = 1\ntime.sleep(200)"
     assert "sandbox_memory_bytes" in host.python(code, "shared")["exception"]
 
 
@@ -237,7 +237,7 @@ def test_memory_of_sockets_counts(host: Host) -> None:
     """The kernel holds what waits in a socket, and no process shows it: 256 MiB were 3 GiB."""
     code = (
         "import os, socket, time\nfor _ in range(8):\n    if not os.fork():\n        kept = []\n        try:\n"
-        "            while True: kept.append(socket.socketpair())\n        except OSError: time.sleep(30)\ntime.sleep(30)"
+        "            while True: kept.append(socket.socketpair())\n        except OSError: time.sleep(200)\ntime.sleep(200)"
     )
     assert "sandbox_memory_bytes" in host.python(code, "sockets")["exception"]
 
@@ -248,7 +248,7 @@ def test_memory_of_connections_counts(host: Host) -> None:
         "import os, socket, time\nserver = socket.create_server(('127.0.0.1', 0))\nkept = []\nfor _ in range(100):\n"
         "    one = socket.create_connection(server.getsockname()); kept += [one, server.accept()[0]]\n"
         "    one.setblocking(False)\n    try:\n        while True: one.send(bytes(1 << 20))\n    except BlockingIOError: pass\n"
-        "time.sleep(30)"
+        "time.sleep(200)"
     )
     assert "sandbox_memory_bytes" in host.python(code, "tcp")["exception"]
 
@@ -273,7 +273,7 @@ def test_a_large_file_ends_at_its_limit(host: Host) -> None:
     ],
 )
 def test_disk_is_bounded(host: Host, name: str, code: str) -> None:
-    ran = host.python(f"{code}\nimport time; time.sleep(4)", f"disk {name}")
+    ran = host.python(f"{code}\nimport time; time.sleep(200)", f"disk {name}")
     assert "sandbox_disk_bytes" in ran["exception"] or "sandbox_files" in ran["exception"], ran
 
 
@@ -329,13 +329,14 @@ def test_code_that_ignores_its_interrupt_is_ended() -> None:
     with open_directory() as directory, start_host(modes()[0], directory, code_timeout_s=0.3) as host:
         ran = host.python(code)
         assert "did not stop after its time" in ran["exception"], ran
-        assert host.python("1")["result"] == "1"
+        eventually(lambda: host.python("1").get("result") == "1", "a new interpreter, in its time")
 
 
 def test_answers_that_code_forges_are_its_own(host: Host) -> None:
+    # the socket keeps the number that it has in the host, which is this process here: others' files come before it
     forge = (
         "import os, json, struct\n"
-        "for fd in range(3, 64):\n"
+        "for fd in range(3, 4096):\n"
         "    body = json.dumps({'number': 0, 'result': 'forged'}).encode()\n"
         "    try: os.write(fd, struct.pack('<I', len(body)) + body)\n"
         "    except OSError: pass\n"
@@ -344,7 +345,7 @@ def test_answers_that_code_forges_are_its_own(host: Host) -> None:
     assert host.python(forge, "forger")["result"] == "'mine'"
     assert host.python("1", "forger")["result"] == "1"
     assert host.python("1", "honest")["result"] == "1"
-    broken = "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'\\xff' * 8)\n    except OSError: pass"
+    broken = "import os\nfor fd in range(3, 4096):\n    try: os.write(fd, b'\\xff' * 8)\n    except OSError: pass"
     assert "broke off" in host.python(broken, "forger")["exception"]
     assert host.python("1", "forger")["result"] == "1"
 

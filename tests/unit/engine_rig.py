@@ -93,7 +93,7 @@ class Worker:
         self.runners: dict[str, Any] = {}
         self.build: Callable[[ModelCard], Any] = SumRunner
         self.host = Host("cpu", self._build, theirs.send)
-        self.page = InflightPage.create(settings.scheduler.max_step_items)
+        self.page = InflightPage.create(2 * settings.scheduler.max_step_items)
         self.counters = CounterPage.create(1 << 16)
         self.loop = Loop(
             settings,
@@ -299,7 +299,7 @@ class Rig:
     async def serve(self, worker: Worker) -> None:
         """Let a worker do all it has, and the engine hear of it."""
         worker.turn(4)
-        while worker.loop._state:
+        while worker.loop._state or worker.loop._steps.begun_model is not None:
             worker.turn()
         await self.settle()
 
@@ -314,9 +314,9 @@ class Rig:
         assert all(worker.is_dead or not worker.space.num_leased for worker in self.hand_workers)
 
     def close(self) -> None:
-        for link in self.engine._all_links():
+        for link in self.engine._workers:
             self.engine.fail_over(link.slot, link.generation, ())
-        for pending in list(self.engine._held.values()):
+        for pending in self.engine._held:
             pending.future.cancel()
         for worker in (*self.workers, *self.hand_workers):
             worker.close()

@@ -57,7 +57,7 @@ def _attach() -> tuple[Attachment, Attachment, Callable[[], None]]:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     spaces = [OutboundSpace.create(name, _SEGMENT_BYTES, LargeBudget(0)) for name in "fw"]
     pending = PendingAttachment(ends[0], os.pidfd_open(os.getpid()), 1, spaces[0], _CAPACITY)
-    worker = Attachment.connect(ends[1], os.pidfd_open(os.getpid()), 1, spaces[1], _CAPACITY, timeout_s=5)
+    worker = Attachment.connect(ends[1], os.pidfd_open(os.getpid()), 1, spaces[1], _CAPACITY, timeout_s=60)
     frontend = pending.try_finish()
     assert frontend is not None
     lease = spaces[0].lease(_SEGMENT_BYTES)
@@ -176,7 +176,7 @@ def test_fuzzed_socket_messages_are_refused_and_leave_no_descriptor_open(
         socket.send_fds(theirs, [bytes(offered) or b"x"], fds)
         theirs.close()
         with pytest.raises((ProtocolError, ConnectionError)):
-            Attachment.connect(ours, os.pidfd_open(os.getpid()), 1, space, 8, timeout_s=5)
+            Attachment.connect(ours, os.pidfd_open(os.getpid()), 1, space, 8, timeout_s=60)
         num_refused += 1
         space.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -245,7 +246,7 @@ def test_a_disk_without_room_is_left_alone(tmp_path: Path, monkeypatch: pytest.M
     source = bge_m3(tmp_path / "in")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1000))
-    with pytest.raises(ModelLoadFailed, match=r"its files take \d+ bytes, and .* has 1000 left") as caught:
+    with pytest.raises(ModelLoadFailed, match=r"its files take [\d.]+ MB, and .* has 0\.0 MB left") as caught:
         run(source, tmp_path / "out")
     assert caught.value.extras["error_class"] == "STORAGE"
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
@@ -302,4 +303,28 @@ def test_the_command_says_what_it_has_made(tmp_path: Path) -> None:
     assert "exists already" in again.output
     done = CliRunner().invoke(convert_command, [str(tmp_path / "out"), str(tmp_path / "more")], standalone_mode=False)
     assert done.return_value == 1
-    assert "nothing to convert" in done.output
+    assert "nothing to convert: its weights are safetensors" in done.output
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "said"),
+    [
+        ("nosuch", "out", "there is no directory .*nosuch; `sie pull --convert MODEL`"),
+        ("in/pytorch_model.bin", "out", "is a file; name its directory"),
+        ("in", "no/out", "there is no directory .*/no; make it first"),
+        ("empty", "out", "nothing to convert: there is no pytorch_model"),
+        ("cut", "out", r"sie: .*/cut: pytorch_model\.bin: it is cut or damaged"),
+        ("bare", "out", "out is complete, but cannot be served: "),
+    ],
+)
+def test_the_command_says_what_is_wrong_and_what_to_do(tmp_path: Path, source: str, target: str, said: str) -> None:
+    bge_m3(tmp_path / "in")
+    for name in ("cut", "empty", "bare"):
+        (tmp_path / name).mkdir()
+    weights = (tmp_path / "in/pytorch_model.bin").read_bytes()
+    (tmp_path / "cut/pytorch_model.bin").write_bytes(weights[:1000])
+    (tmp_path / "bare/pytorch_model.bin").write_bytes(weights)
+    given = [str(tmp_path / source), str(tmp_path / target)]
+    result = CliRunner().invoke(convert_command, given, standalone_mode=False)
+    assert result.return_value == 1
+    assert re.search(said, result.output), result.output

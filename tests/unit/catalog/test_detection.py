@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
 from sie.values.card import ImageRule, ModelCard
 from sie.values.errors import ModelLoadFailed
@@ -131,8 +131,8 @@ def test_an_owlv2_that_cannot_be_run_is_refused(write_files: Any, config: Any, i
     [
         ({"use_timm_backbone": True, "backbone": "resnet50"}, {}, "its backbone is resnet50; only transformers' swin"),
         ({"backbone_config": {"model_type": "resnet"}}, {}, "its backbone is resnet"),
-        ({"backbone_config": {"out_features": ["stage9"]}}, {}, "its backbone gives ['stage9']"),
-        ({"backbone_config": {"out_indices": [7]}}, {}, "its backbone gives [7]"),
+        ({"backbone_config": {"out_features": ["stage9"]}}, {}, "its backbone must give ['stage9']"),
+        ({"backbone_config": {"out_indices": [7]}}, {}, "its backbone must give [7]"),
         ({"backbone_config": {"depths": 4}}, {}, "depths 4"),
         ({"num_feature_levels": 10**9}, {}, "num_feature_levels 1000000000"),
         ({}, {"size": {"shortest_edge": 800}}, "size {'shortest_edge': 800}"),

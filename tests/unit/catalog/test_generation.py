@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sie.catalog.directory import read_card
+from sie.catalog.cards import make_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.generation import finish_generator, kv_token_bytes
 from sie.catalog.spec import ModelSpec
 from sie.values.errors import ModelLoadFailed
@@ -161,3 +162,62 @@ def test_model_with_causal_text_part_generates(directory: Path, change: dict[str
 def test_one_that_sees_both_ways_stays_an_encoder(directory: Path, change: dict[str, Any]) -> None:
     write(directory, "config.json", {**CONFIG, **change})
     assert read_card(ModelSpec(id="m"), str(directory)).kind == "encoder"
+
+
+T5: dict[str, Any] = {
+    "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 16, "d_kv": 8, "num_heads": 4,
+    "num_layers": 2, "num_decoder_layers": 3, "vocab_size": 64, "n_positions": 512, "decoder_start_token_id": 0,
+    "pad_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "MT5ForConditionalGeneration", "T5WithLMHeadModel"])
+def test_a_bare_t5_generates_from_what_its_encoder_reads(name: str, directory: Path) -> None:
+    write(directory, "config.json", {**T5, "architectures": [name]})
+    card = read(directory)
+    rule = card.generate
+    assert (card.kind, card.outputs, card.dims) == ("generator", ("generate",), {})
+    assert (rule.decoder_start_id, rule.eos_token_ids, rule.context_length) == (0, (2,), 2048)
+    assert rule.special_texts == ()  # the whole prompt is the client's
+    assert rule.kv_token_bytes == 2 * 3 * 4 * 16
+    assert "selectattr" in rule.chat_template
+
+
+@pytest.mark.parametrize(
+    ("generation", "temperature"),
+    [
+        ({}, 0.0),
+        ({"temperature": 0.7}, 0.0),
+        ({"do_sample": True}, None),
+        ({"do_sample": True, "temperature": 0.7}, 0.7),
+    ],
+)
+def test_a_t5_draws_only_if_its_files_say_so(
+    generation: dict[str, Any], temperature: float | None, directory: Path
+) -> None:
+    write(directory, "config.json", T5)
+    write(directory, "generation_config.json", generation)
+    assert read(directory).generate.temperature == temperature
+
+
+def test_the_start_of_a_t5_s_answers_is_that_of_its_files(directory: Path) -> None:
+    write(directory, "config.json", {**T5, "decoder_start_token_id": None})
+    assert read(directory).generate.decoder_start_id == 1  # padding, as in every T5
+    write(directory, "generation_config.json", {"decoder_start_token_id": 5})
+    assert read(directory).generate.decoder_start_id == 5
+    write(directory, "generation_config.json", {"decoder_start_token_id": 64})
+    with pytest.raises(ModelLoadFailed, match="decoder_start_token_id is 64"):
+        read(directory)
+
+
+def test_a_t5_with_pooling_stays_an_encoder(directory: Path) -> None:
+    write(directory, "config.json", T5)
+    card = make_card(ModelSpec(id="m", pooling="mean"), str(directory))
+    assert (card.kind, card.outputs) == ("encoder", ("dense",))
+
+
+def test_a_t5_is_not_divided(directory: Path) -> None:
+    write(directory, "config.json", T5)
+    assert make_card(ModelSpec(id="m", default_tensor_parallel=2), str(directory)).tensor_parallel == 1
+    with pytest.raises(ModelLoadFailed, match="tensor_parallel is not served"):
+        make_card(ModelSpec(id="m", tensor_parallel=2), str(directory))

@@ -135,6 +135,18 @@ def test_an_architecture_nobody_knows_is_refused_by_name(path: Path, tmp_path: P
         read_gguf_card("m", str(strange), str(tmp_path))
 
 
+def test_a_t5_is_refused_by_name(tmp_path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "t5.gguf", "t5")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadFailed, match="'t5' is not served from a GGUF file"):
+        read_gguf_card("m", str(tmp_path / "t5.gguf"), str(tmp_path))
+
+
 def corrupted(data: bytes, place: int, value: int) -> bytes:
     return data[:place] + value.to_bytes(8, "little") + data[place + 8 :]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.hub import ALLOWED
 from sie.catalog.spec import ModelSpec
 from sie.values.errors import ModelLoadFailed
@@ -154,8 +154,6 @@ def test_gliclass_of_another_architecture_is_refused(read: Any, architecture: st
 @pytest.mark.parametrize(
     ("files", "family"),
     [
-        ({"glirel_config.json": {}, "config.json": BERT}, "GLiREL"),
-        ({"config.json": {"model_type": "GLiREL"}}, "GLiREL"),
         ({"gliformer_config.json": {}}, "GLiFormer"),
     ],
 )

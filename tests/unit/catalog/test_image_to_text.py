@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.image_to_text import TASK_TOKENS, finish_image_to_text
 from sie.catalog.spec import ModelSpec
 from sie.values.card import ModelCard
@@ -70,7 +70,7 @@ def test_bart_s_tokenizer_gets_the_tokens_of_florence(florence: Path, tmp_path: 
 def test_a_tokenizer_of_another_size_is_refused(florence: Path, tmp_path: Path) -> None:
     config = json.loads((florence / "config.json").read_text())
     text = {**config["text_config"], "vocab_size": 9999}
-    with pytest.raises(ModelLoadFailed, match="tokens with those of Florence-2, and it has 9999"):
+    with pytest.raises(ModelLoadFailed, match="tokens with those of Florence-2, but the model has 9999"):
         finish_image_to_text(
             card_of(changed(florence, tmp_path, "config.json", "", text_config=text)), str(tmp_path / "cache")
         )

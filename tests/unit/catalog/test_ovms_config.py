@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sie.catalog.repository import find_models
+from sie.catalog.repository_layout import find_models
 from sie.catalog.spec import repository_specs
 from sie.catalog.tensor_rule import read_tensor_card
 from sie.values.errors import ModelLoadFailed

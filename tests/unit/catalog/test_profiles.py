@@ -161,7 +161,7 @@ def test_an_entry_that_encodes_multivectors_gives_dense_vectors():
 def test_a_profile_that_encodes_multivectors_is_for_models_that_give_them():
     options = {"muvera": {}, "output_types": ["dense"]}
     assert stub("a=stub:multivector=4", profiles={"x": options}).profiles == {"x": options}
-    with pytest.raises(ModelLoadFailed, match=r"profile 'x' is for output 'multivector'; it has dense"):
+    with pytest.raises(ModelLoadFailed, match=r"profile 'x' is for output 'multivector'; the model has dense"):
         stub("a=stub:", profiles={"x": options})
 
 
@@ -192,7 +192,7 @@ def test_own_profiles_replace_built_in_ones_of_the_same_name():
 
 
 def test_an_own_profile_for_an_output_that_the_model_has_not_is_refused():
-    with pytest.raises(ModelLoadFailed, match=r"profile 'sparse' is for output 'sparse'; it has dense"):
+    with pytest.raises(ModelLoadFailed, match=r"profile 'sparse' is for output 'sparse'; the model has dense"):
         stub("a=stub:", profiles={"sparse": {"output_types": ["sparse"]}})
 
 

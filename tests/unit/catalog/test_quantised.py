@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import with_num_weights

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
@@ -136,7 +136,7 @@ def test_code_that_this_model_does_not_use_does_not_matter(read: Any) -> None:
 
 def test_a_mean_without_the_instruction_skips_the_prompt(read: Any) -> None:
     config = {**QWEN, "model_type": "mistral", "auto_map": {"AutoModel": "modeling_gritlm7b.MistralModel"}}
-    with pytest.raises(ModelLoadFailed, match="mean without the prompt, and its modules do not"):
+    with pytest.raises(ModelLoadFailed, match="prompt out of the mean, but its modules do not"):
         read(config, POOLED)
     means = {**POOLED, "1_Pooling/config.json": {"pooling_mode": "mean", "include_prompt": False}}
     assert read(config, means).skips_prompt

@@ -124,7 +124,7 @@ def test_a_configuration_may_be_narrower_than_the_model(tmp_path: Path):
         (BOTH.replace('"a"', '"x"').replace("dims: 2", "dims: 3"), "input 'x' appears twice"),
         ('input { name: "x" data_type: TYPE_FP32 dims: 3 }', "the model also needs input 'a'"),
         ('output { name: "z" data_type: TYPE_FP32 dims: 2 }', "the model has no output 'z'; it has y"),
-        (BOTH.replace("dims: 3", "dims: -2"), "each of at most 32 sizes is -1 or more"),
+        (BOTH.replace("dims: 3", "dims: -2"), "a shape has at most 32 sizes, each -1 or more"),
         ('output { name: "y" data_type: TYPE_FP32 dims: 2 label_filename: "no.txt" }', "no file no.txt of labels"),
     ],
 )

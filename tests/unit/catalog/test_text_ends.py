@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
 from sie.catalog.text_ends import with_text_ends
 from sie.frontend.inputs import tokenize

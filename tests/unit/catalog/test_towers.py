@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
 from sie.values.card import ImageRule, ModelCard, TextPadding
 from sie.values.errors import ModelLoadFailed

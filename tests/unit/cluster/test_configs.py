@@ -8,7 +8,7 @@ from sie.cluster.configs import Configs, add_config, decoder
 from sie.cluster.gateway.config_service import read_config
 from sie.cluster.payloads import decode, encode
 from sie.values.errors import SieError
-from sie.values.model_config import AdapterSettings, ModelConfig, ProfileConfig, config_hash
+from sie.values.shared_config import AdapterSettings, ModelConfig, ProfileConfig, config_hash
 
 THRESHOLD = "sie_id: m\nprofiles: {p: {adapter_options: {runtime: {threshold: %s}}}}"
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie.cluster.payloads import VERSION, Result, Work, decode, encode, work_decoder
+from sie.cluster.payloads import VERSION, Result, Work, Works, decode, encode, works_decoder
 from sie.cluster.reply_forms import join_replies, pack_arrays, read_arrays, with_times
-from sie.cluster.request_forms import encode_items, read_item
+from sie.cluster.request_forms import encode_items, extract_items, read_item
 from sie.cluster.subjects import Lane, consumer_name, lane_of, token, work_subject
 from sie.values.errors import ProtocolError
-from sie.values.inference import EncodeRequest
+from sie.values.extract import Entity, ExtractTask
+from sie.values.inference import EncodeRequest, ExtractRequest
 from sie.values.muvera import Muvera
 
 _SAFE = set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-=")
@@ -43,22 +44,38 @@ def test_replies_that_do_not_fit_together_are_refused():
         join_replies([dense, {"times": dense["times"]}], (1, 2, 3))
 
 
-def test_each_input_is_an_item_and_arrives_as_a_request_of_its_own():
+def test_short_inputs_share_an_item_and_arrive_as_a_request_of_their_own():
     request = EncodeRequest(
-        model="m", texts=["a", "", "c"], images={1: [memoryview(b"png")]}, output_types=("dense", "sparse"),
+        model="m", texts=["a", "b", "", "c"], images={2: [memoryview(b"png")]}, output_types=("dense", "sparse"),
         output_dtype="float16", instruction="find", dimensions=8, options={"is_query": True}, muvera=Muvera(num_repetitions=2),
     )  # fmt: skip
-    items = [read_item("encode", "m", body) for body in encode_items(request)]
-    assert [item.texts for item in items] == [["a"], [""], ["c"]]
+    pieces = encode_items(request)
+    items = [read_item("encode", "m", piece.body) for piece in pieces]
+    assert [item.texts for item in items] == [["a", "b"], [""], ["c"]]
+    assert [piece.first for piece in pieces] == [0, 2, 3]
     assert [bytes(item.images[0][0]) if item.images else None for item in items] == [None, b"png", None]
     for item in items:
         for name in ("output_types", "output_dtype", "instruction", "dimensions", "options", "muvera"):
             assert getattr(item, name) == getattr(request, name)
 
 
+def test_the_entities_of_an_item_go_with_it():
+    entities = (Entity("X", 1.0, 0, 1, "a"),)
+    request = ExtractRequest(model="m", texts=["a", "b"], given={0: entities}, task=ExtractTask(labels=("l",)))
+    assert [read_item("extract", "m", piece.body).given for piece in extract_items(request)] == [{0: entities}, {0: ()}]
+
+
 def test_token_lists_stay_token_lists():
     request = EncodeRequest(model="m", token_lists=[[1, 2], [3]])
-    assert [read_item("encode", "m", body).token_lists for body in encode_items(request)] == [[[1, 2]], [[3]]]
+    assert [read_item("encode", "m", piece.body).token_lists for piece in encode_items(request)] == [[[1, 2], [3]]]
+
+
+def test_short_texts_share_an_item_up_to_its_bounds():
+    def firsts(sizes: list[int]) -> list[int]:
+        return [piece.first for piece in encode_items(EncodeRequest(model="m", texts=["x" * size for size in sizes]))]
+
+    assert firsts([1] * 40) == [0, 16, 32]
+    assert firsts([700, 300, 300, 5000, 10]) == [0, 2, 3, 4]
 
 
 def test_what_is_no_item_is_refused():
@@ -68,14 +85,14 @@ def test_what_is_no_item_is_refused():
 
 
 def test_another_version_is_refused_by_name():
-    work = Work(VERSION + 1, "id", "to", 0, "encode", "m")
     with pytest.raises(ProtocolError, match=f"version {VERSION + 1}; this process reads version {VERSION}"):
-        decode(encode(work), work_decoder)
+        decode(encode(Works(VERSION + 1, [])), works_decoder)
 
 
 def test_fields_that_a_later_release_appends_are_ignored():
     known = msgspec.msgpack.decode(encode(Work(VERSION, "id", "to", 0, "encode", "m")))
-    assert decode(msgspec.msgpack.encode([*known, "new"]), work_decoder).id == "id"
+    (work,) = decode(msgspec.msgpack.encode([VERSION, [[*known, "new"]], "newer"]), works_decoder).items
+    assert work.id == "id"
     assert Result(VERSION, "id", "host").error is None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sie.cluster.pools import Candidate, Pool, Pools, make_pool, plan_pools, state_of
-from sie.values.pool import PoolBody
+from sie.values.host_pool import PoolBody
 
 S = 1_000_000_000
 NOW = 1_700_000_000 * S

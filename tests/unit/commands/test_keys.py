@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from sie.commands.cli import EX_CONFIG, main
+from sie.commands.cli import main
 from sie.commands.keys import keys
+from sie.ipc.exit_statuses import CONFIG_STATUS
 from sie.values.api_key import SCOPES, digest_of, read_key_file
 
 
@@ -49,7 +50,7 @@ def test_without_a_file_the_entry_is_printed_beside_the_key():
 
 @pytest.mark.parametrize("name", ["a b", "", "ä", "x" * 65, ".a", "a\n"])
 def test_bad_name_is_refused(name, capsys):
-    assert main(["keys", "new", name]) == EX_CONFIG
+    assert main(["keys", "new", name]) == CONFIG_STATUS
     assert "NAME" in capsys.readouterr().err
 
 
@@ -57,7 +58,7 @@ def test_second_key_of_a_name_is_refused(tmp_path, capsys):
     path = str(tmp_path / "keys.toml")
     assert main(["keys", "new", "a", "--file", path]) == 0
     before = capsys.readouterr().out.strip()
-    assert main(["keys", "new", "a", "--file", path]) == EX_CONFIG
+    assert main(["keys", "new", "a", "--file", path]) == CONFIG_STATUS
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == f"sie: {path}: has a key called 'a' already; choose another name\n"

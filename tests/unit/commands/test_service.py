@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sie.commands import cli, service
+from sie.ipc.exit_statuses import CONFIG_STATUS
 from sie.units import AGENTS, AGENTS_DROP_IN, GATEWAY_DROP_IN, GPU_DROP_IN, MARKER, PLACES, Host, render
 
 ROOT = Path(__file__).parents[3]
@@ -102,7 +103,7 @@ def test_settings_that_cannot_be_read_stop_the_install(tmp_path: Path, capsys):
     settings = tmp_path / "etc/sie/sie.toml"
     settings.parent.mkdir(parents=True)
     settings.write_text("[server]\nprot = 1\n")
-    assert install(tmp_path) == cli.EX_CONFIG
+    assert install(tmp_path) == CONFIG_STATUS
     assert "prot" in capsys.readouterr().err
     assert list(tree(tmp_path)) == ["etc/sie/sie.toml"]
 

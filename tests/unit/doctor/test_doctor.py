@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -48,15 +48,15 @@ def test_every_area_has_its_say_and_torch_is_not_imported():
         f"status = cli.main({['doctor', '--json', '--port', '0', *STUB]!r})\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)), status, file=sys.stderr)"
     )
-    began_s = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    took_s = time.monotonic() - began_s
+    before = os.times()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    took_s = os.times().children_user - before.children_user
     findings = json.loads(done.stdout)["findings"]
     assert {finding["area"] for finding in findings} == set(AREAS)
     assert done.stderr.splitlines()[-1].startswith("[] ")
     assert all(finding["message"] for finding in findings)
     assert all(bool(finding["fix"]) == (finding["level"] != "ok") for finding in findings if finding["area"] != "clock")
-    assert took_s < 30, "3 s on a quiet machine"
+    assert took_s < 15, "less than 3 s on a quiet machine"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import sie.runtime.sandbox as runtime_sandbox
 from sie.config.agent_settings import Agents
 from sie.config.settings import Settings
 from sie.doctor import sandbox
@@ -35,6 +36,13 @@ def test_a_missing_sandbox_is_a_fault_only_with_agents(monkeypatch: pytest.Monke
     assert (found.level, bool(found.fix)) == ("error", True)
     assert "bubblewrap is missing" in found.message
     assert [one.level for one in findings(monkeypatch, HELD, agent=True, sandbox="off")] == ["warn"]
+
+
+def test_a_python_that_a_sandbox_would_cover_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_sandbox, "find_bwrap", lambda: "/usr/bin/bwrap")
+    monkeypatch.setattr(runtime_sandbox, "_python_roots", lambda _: ("/usr/local", "/tmp/clone/.venv"))
+    (found,) = sandbox.check_sandbox(Settings(agents=Agents(agent=True)))
+    assert "the server's Python is below /tmp" in found.message
 
 
 def test_a_service_of_agents_is_asked_whether_it_listens(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_peer_that_does_not_read_is_given_up_in_time(pair):
     large = Models((ModelEntry(card=CARD, state="loaded"),) * 20, ready=True)
 
     def send_for_ever() -> None:
-        while time.monotonic() - began_s < 5:
+        while time.monotonic() - began_s < 60:
             pair[0].send(large)
 
     with pytest.raises(ChannelClosedError, match="read nothing"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ssl
+
 import pytest
 
-from sie.loadgen.target import TargetError, parse_target
+from sie.loadgen.target import TargetError, parse_target, reason_of
 
 
 def test_addresses():
@@ -29,11 +31,29 @@ def test_what_is_no_address_is_refused(url: str):
         parse_target(url)
 
 
-def test_certificates_that_are_not_there_are_refused():
-    with pytest.raises(TargetError, match="TLS"):
+def test_unreadable_tls_files_are_refused_with_their_flag(tmp_path):
+    other = tmp_path / "other.pem"
+    other.write_text("not a certificate")
+    with pytest.raises(TargetError, match=r"^--ca /nowhere/ca\.pem: No such file"):
         parse_target("https://host", ca_file="/nowhere/ca.pem")
+    with pytest.raises(TargetError, match=r"^--ca .*other\.pem: the file holds no certificate"):
+        parse_target("https://host", ca_file=str(other))
+    with pytest.raises(TargetError, match=r"^--cert .*other\.pem: .*--cert-key names the file of the key"):
+        parse_target("https://host", cert_file=str(other))
 
 
 def test_nobody_listening_is_told_with_the_address():
     with pytest.raises(TargetError, match=r"unix:/nowhere\.sock"):
         parse_target("unix:/nowhere.sock").connect()
+
+
+def test_a_failed_handshake_says_what_may_be_wrong():
+    wrong_version = ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)")
+    assert reason_of(wrong_version).startswith("it answers without TLS")
+    alert = ssl.SSLError(1, "[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert certificate required (_ssl.c:2580)")
+    assert reason_of(alert).endswith("give it with --cert and --cert-key")
+    unknown = ssl.SSLCertVerificationError(1, "[SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate (_ssl.c:1006)")
+    assert reason_of(unknown).startswith("self-signed certificate; --ca names")
+    unknown.verify_code = 62
+    assert reason_of(unknown) == "self-signed certificate; use one of the names in the server's certificate"
+    assert reason_of(ssl.SSLError(1, "[SSL: OTHER] other (_ssl.c:1)")) == "other"

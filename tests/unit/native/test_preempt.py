@@ -109,7 +109,7 @@ def test_an_error_of_the_library_is_its_own(tmp_path: Path) -> None:
 def run(program: str, *arguments: str) -> None:
     """Run a program in a process of its own, since threads that wait for each other stop the whole process."""
     command = [sys.executable, "-c", program, *arguments]
-    ended = subprocess.run(command, timeout=20, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, timeout=100, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

@@ -8,6 +8,7 @@ import logging.config
 import os
 import re
 import sys
+import warnings
 
 import pytest
 
@@ -120,3 +121,16 @@ def test_a_level_can_change_while_the_process_runs(capsys):
     logs.set_level("warning")
     logs.get_logger("sie.here").warning("now")
     assert "now" in capsys.readouterr().err
+
+
+def test_warnings_that_never_end_are_cut_and_are_not_remembered(capsys):
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        logs.configure("text", "info", "worker-0")
+        for number in range(100):
+            warnings.warn(f"value {number} of a client", stacklevel=1)
+            warnings.warn("the same", stacklevel=1)
+    out = capsys.readouterr().err
+    assert out.count("UserWarning: value") == 10
+    assert out.count("UserWarning: the same") == 1
+    assert len(globals().get("__warningregistry__", {})) <= 1

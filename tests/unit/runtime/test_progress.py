@@ -49,6 +49,12 @@ def test_a_long_name_does_not_break_the_line():
     assert len(shown_line(terminal)) < 80
 
 
+def test_a_narrow_line_has_the_words_and_no_bar():
+    terminal = Terminal()
+    Progress(terminal, "text").update("m" * 40, 0.5, "reading weights")
+    assert shown_line(terminal) == f"Loading {'m' * 40}  50%  reading weights"
+
+
 def test_a_failure_removes_the_bar_and_is_logged(caplog: pytest.LogCaptureFixture):
     terminal = Terminal()
     progress = Progress(terminal, "text")

@@ -44,7 +44,7 @@ def attached_pair(*, capacity: int = 8, max_large_bytes: int = 0) -> Pair:
     budget = LargeBudget(max_large_bytes)
     requests, replies = (OutboundSpace.create(name, 4096, budget, large_extent_bytes=2048) for name in "fw")
     pending = PendingAttachment(ends[0], os.pidfd_open(os.getpid()), 7, requests, capacity)
-    worker = Attachment.connect(ends[1], os.pidfd_open(os.getpid()), 7, replies, capacity, timeout_s=5)
+    worker = Attachment.connect(ends[1], os.pidfd_open(os.getpid()), 7, replies, capacity, timeout_s=60)
     frontend = pending.try_finish()
     assert frontend is not None
     return Pair(frontend, requests, worker, replies)

@@ -194,7 +194,7 @@ def test_request_can_be_given_to_a_second_worker_from_the_same_bytes(pair) -> No
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     replies = OutboundSpace.create("w2", 4096, LargeBudget(0))
     pending = PendingAttachment(ends[0], os.pidfd_open(os.getpid()), 8, pair.requests, 8)
-    worker = Attachment.connect(ends[1], os.pidfd_open(os.getpid()), 8, replies, 8, timeout_s=5)
+    worker = Attachment.connect(ends[1], os.pidfd_open(os.getpid()), 8, replies, 8, timeout_s=60)
     frontend = pending.try_finish()
     for size in (10, 5000):
         lease = _submit(pair, b"z" * size)
@@ -245,7 +245,7 @@ def test_closed_attachment_leaves_no_descriptor_open(pair, num_fds: Callable[[],
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     requests, replies = (OutboundSpace.create(name, 4096, LargeBudget(0)) for name in "ab")
     pending = PendingAttachment(ends[0], os.pidfd_open(os.getpid()), 1, requests, 8)
-    worker = Attachment.connect(ends[1], os.pidfd_open(os.getpid()), 1, replies, 8, timeout_s=5)
+    worker = Attachment.connect(ends[1], os.pidfd_open(os.getpid()), 1, replies, 8, timeout_s=60)
     frontend = pending.try_finish()
     assert frontend is not None
     for part in (frontend, worker, requests, replies):
@@ -274,7 +274,7 @@ class Stranger:
         else:
             send(self.sock, message, fds)
 
-    def connect(self, timeout_s: float = 5.0) -> Attachment:
+    def connect(self, timeout_s: float = 60.0) -> Attachment:
         return Attachment.connect(self._other, os.pidfd_open(os.getpid()), 7, self.space, 8, timeout_s=timeout_s)
 
     def close(self) -> None:

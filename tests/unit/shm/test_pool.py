@@ -52,6 +52,17 @@ def test_ending_more_extents_than_are_stacked_loses_none() -> None:
     assert _must_lease(pool, pool.nbytes).nbytes == pool.nbytes
 
 
+def test_when_the_stacks_are_full_only_extents_of_other_sizes_are_merged() -> None:
+    pool = _pool(64 * 4 * MAX_STACKED)
+    small = [_must_lease(pool, 64) for _ in range(MAX_STACKED)]
+    large = [_must_lease(pool, 128) for _ in range(4)]
+    for lease in (*small, *large):
+        lease.end()
+
+    assert _must_lease(pool, 128).address == large[-1].address
+    assert _must_lease(pool, 64 * MAX_STACKED).address == small[0].address, "in one block again"
+
+
 def test_second_end_is_an_assertion_error() -> None:
     lease = _must_lease(_pool(), 64)
     lease.end()

@@ -42,8 +42,9 @@ class Desk:
         self.tasks: list[asyncio.Task[None]] = []
         progress = Progress(io.StringIO(), "json")
         settings = msgspec.structs.replace(defaults, models=models)
-        self.loads = AdapterLoads(settings, [LOCAL, OTHER, REMOTE], progress, self._spawn)
-        self.loads.bind(self, self._broadcast)  # type: ignore[arg-type]  # a children is who can send
+        children: Any = self  # it can send
+        specs = [LOCAL, OTHER, REMOTE]
+        self.loads = AdapterLoads(settings, specs, children, self._broadcast, progress=progress, spawn=self._spawn)
 
     def send(self, child: Child, message: Any) -> None:
         self.heard.append((child.slot, message))

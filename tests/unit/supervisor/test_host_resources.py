@@ -44,6 +44,16 @@ def test_second_server_is_refused_before_the_first_one_listens():
         reserve_port("127.0.0.1", port_of(held))
 
 
+def test_a_port_of_another_server_is_refused_with_the_ways_out(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        lock = take_lock(tmp_path, port_of(other))
+        with pytest.raises(StartError, match=f"`sie stop --port {port_of(other)}` stops it, `--port` chooses another"):
+            reserve_port("127.0.0.1", port_of(other), tmp_path)
+        os.close(lock)
+
+
 @pytest.mark.parametrize("shares_port", [False, True])
 def test_foreign_listener_is_refused(shares_port):
     with socket.socket() as foreign:

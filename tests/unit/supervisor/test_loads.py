@@ -9,19 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import pytest
 
 from sie.catalog.spec import ModelSpec
 from sie.config.settings import Settings
 from sie.ipc import messages
 from sie.ipc.messages import ModelReport
 from sie.runtime.progress import Progress
-from sie.supervisor import loads as loads_module
 from sie.supervisor.child import Child
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import Memory
 from sie.supervisor.loads import Loads
 from sie.supervisor.model_registry import ModelRegistry
+from sie.supervisor.state_broadcast import StateBroadcast
 from sie.values.card import ModelCard, StubOptions
 from sie.values.errors import Internal, WireError, to_wire
 
@@ -34,6 +33,11 @@ class FakeChildren:
         self.frontends = [Child("frontend", 0, WorkerSlot(""))]
         self.heard: list[tuple[str, Any]] = []
         self.counted: list[tuple[str, ...]] = []
+        self.failed: dict[str, bool] = {}
+        self.page = self
+
+    def show_failed(self, model: str, *, has_failed: bool) -> None:
+        self.failed[model] = has_failed
 
     def count(self, family: Any, *labels: str) -> None:
         self.counted.append((family.name, *labels))
@@ -55,7 +59,6 @@ class Office:
 
     def __init__(
         self,
-        monkeypatch: pytest.MonkeyPatch,
         idle_s: float = 0.0,
         devices: tuple[str, ...] = ("cpu", "cpu"),
         **changes: Any,
@@ -64,18 +67,19 @@ class Office:
         models = msgspec.structs.replace(defaults.models, idle_unload_s=idle_s, load_timeout_s=100.0, **changes)
         settings = msgspec.structs.replace(defaults, models=models)
         self.prepared: ModelCard | WireError = card("l")
-        monkeypatch.setattr(
-            loads_module, "Preparer", lambda *_args: SimpleNamespace(prepare=self._prepare, reconfigure=lambda _: None)
-        )
         self.children = FakeChildren(devices)
         self.registry = ModelRegistry(30.0)
         self.registry.add(ModelSpec(id="p"), True, card("p"))
         self.registry.add(ModelSpec(id="l"), False, None)
         self.tasks: list[asyncio.Task[None]] = []
-        self.loads = Loads(settings, self.registry, Progress(io.StringIO(), "json"), self._spawn)
         self.num_ready = 0
         self.not_ready = ""
-        self.loads.bind(self.children, lambda: self.not_ready, self._on_ready)  # type: ignore[arg-type]
+        children: Any = self.children
+        preparer: Any = SimpleNamespace(prepare=self._prepare, reconfigure=lambda _: None)
+        self.state = StateBroadcast(self.registry, children, lambda: self.not_ready, self._on_ready)
+        progress = Progress(io.StringIO(), "json")
+        self.loads = Loads(settings, self.registry, children, self.state,
+                           progress=progress, spawn=self._spawn, preparer=preparer)  # fmt: skip
 
     def _spawn(self, work: Any) -> None:
         self.tasks.append(asyncio.ensure_future(work))
@@ -99,13 +103,13 @@ def card(model: str) -> ModelCard:
     return ModelCard(id=model, kind="encoder")
 
 
-def in_office(**options: Any) -> Callable[[Callable[[Office], Any]], Callable[[pytest.MonkeyPatch], None]]:
-    def decorate(test: Callable[[Office], Any]) -> Callable[[pytest.MonkeyPatch], None]:
-        async def main(monkeypatch: pytest.MonkeyPatch) -> None:
-            await test(Office(monkeypatch, **options))
+def in_office(**options: Any) -> Callable[[Callable[[Office], Any]], Callable[[], None]]:
+    def decorate(test: Callable[[Office], Any]) -> Callable[[], None]:
+        async def main() -> None:
+            await test(Office(**options))
 
-        def run(monkeypatch: pytest.MonkeyPatch) -> None:
-            asyncio.run(main(monkeypatch))
+        def run() -> None:
+            asyncio.run(main())
 
         return run
 
@@ -155,35 +159,20 @@ async def test_model_that_cannot_be_prepared_has_failed(office: Office) -> None:
 
 
 @in_office()
-async def test_changes_of_one_turn_are_one_broadcast(office: Office) -> None:
-    office.report("p", "loading")
-    office.report("p", "loaded")
-    office.loads.broadcast()
-    (models,) = await office.broadcasts()
-    assert models.entries[0].workers == (0,)
+async def test_a_start_without_any_model_left_is_reported_with_the_errors(office: Office) -> None:
+    lost: list[list[WireError]] = []
+    office.loads.bind_lost_causes(lost.append)
+    office.registry.remove("l")
+    office.report("p", "failed", error=to_wire(Internal("slow", extras={"error_class": "NETWORK"})))
+    assert lost == []
+    office.report("p", "failed", error=to_wire(Internal("gated", extras={"error_class": "GATED"})))
+    assert [[error.message for error in errors] for errors in lost] == [["gated"]]
 
 
 @in_office()
 async def test_progress_of_a_load_is_no_news_for_frontends(office: Office) -> None:
     office.report("p", "loading", progress=0.5, detail="reading")
     assert await office.broadcasts() == []
-
-
-@in_office()
-async def test_server_is_ready_when_preloaded_models_are_and_says_so_once(office: Office) -> None:
-    office.loads.broadcast()
-    (models,) = await office.broadcasts()
-    assert (models.ready, models.reason) == (False, "not loaded: p (loading)")
-    office.not_ready = "frontends are starting"
-    office.report("p", "loaded")
-    (models,) = await office.broadcasts()
-    assert (models.ready, models.reason) == (False, "frontends are starting")
-    office.not_ready = ""
-    for _ in range(2):
-        office.loads.broadcast()
-        (models,) = await office.broadcasts()
-        assert (models.ready, models.reason) == (True, "")
-    assert office.num_ready == 1
 
 
 @in_office()
@@ -245,15 +234,6 @@ async def test_idle_model_stays_when_the_setting_says_never(office: Office) -> N
 
 
 @in_office()
-async def test_a_start_goes_on_while_something_is_under_way_and_not_while_a_failed_load_waits(office: Office) -> None:
-    assert office.loads.is_progressing()
-    office.report("p", "failed", error=to_wire(Internal("torn")))
-    assert not office.loads.is_progressing()
-    office.not_ready = "frontends are starting"
-    assert office.loads.is_progressing()
-
-
-@in_office()
 async def test_replaced_models_come_and_go_and_readiness_waits_for_none(office: Office) -> None:
     office.report("p", "loaded")
     office.report("p", "loaded", slot=1)
@@ -267,7 +247,7 @@ async def test_replaced_models_come_and_go_and_readiness_waits_for_none(office: 
     (models,) = await office.broadcasts()
     assert [(entry.card.id, entry.state) for entry in models.entries] == [("p", "loaded"), ("n", "loading")]
     assert models.ready
-    assert office.loads.num_loaded == 1
+    assert office.state.num_loaded == 1
 
 
 @in_office()
@@ -357,13 +337,13 @@ async def test_unload_on_request_takes_a_preloaded_model_out_of_readiness_until_
     assert sent(office) == everywhere(messages.Unload("p"))
     assert view(office, "p") == "unloading"
     gone_everywhere(office, "p")
-    assert (view(office, "p"), office.loads.reason()) == ("available", "")
+    assert (view(office, "p"), office.state.reason()) == ("available", "")
     office.loads.want("p")
-    assert office.loads.reason() == "", "a request loads it again, and readiness does not wait for that"
+    assert office.state.reason() == "", "a request loads it again, and readiness does not wait for that"
     loaded_everywhere(office, "p")
     for slot in range(2):
         office.loads.forget_worker(slot, blame=False)
-    assert office.loads.reason() == "not loaded: p (loading)"
+    assert office.state.reason() == "not loaded: p (loading)"
 
 
 @in_office()

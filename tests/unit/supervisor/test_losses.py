@@ -22,9 +22,9 @@ def test_a_minute_of_service_after_a_try_forgets_the_losses_before():
 
 
 def test_next_worker_takes_a_quarter_of_the_step_that_was_killed_and_never_more_than_before():
-    assert tokens_after_kill(0, 1000) == 250
-    assert tokens_after_kill(200, 1000) == 200
-    assert tokens_after_kill(300, 300) == 75
-    assert tokens_after_kill(0, 1) == 1
+    assert tokens_after_kill(0, 4000) == 1000
+    assert tokens_after_kill(800, 4000) == 800
+    assert tokens_after_kill(2000, 2000) == 500
+    assert tokens_after_kill(0, 1) == 32
     assert tokens_after_kill(0, 0) == 0
-    assert tokens_after_kill(7, 0) == 7
+    assert tokens_after_kill(300, 0) == 300

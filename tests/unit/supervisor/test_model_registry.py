@@ -5,7 +5,7 @@ import pytest
 from sie.catalog.spec import ModelSpec
 from sie.ipc.messages import ModelEntry, ModelReport
 from sie.supervisor.lifecycle import Event, LifeStage
-from sie.supervisor.model_registry import ModelRegistry
+from sie.supervisor.model_registry import ModelRegistry, is_refused
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, WireError, to_wire
 from sie.values.fallbacks import Fallback
@@ -20,8 +20,8 @@ def failure(error_class: str = "UNKNOWN") -> WireError:
 class Book:
     """One model `m` and the workers that report on it."""
 
-    def __init__(self, *, preload: bool = False, is_wanted: bool = True) -> None:
-        self.registry = ModelRegistry(RETRY_S)
+    def __init__(self, *, preload: bool = False, is_wanted: bool = True, is_strict: bool = True) -> None:
+        self.registry = ModelRegistry(RETRY_S, is_strict=is_strict)
         self.record = self.registry.add(ModelSpec(id="m"), preload, ModelCard(id="m", kind="encoder"))
         if is_wanted and not preload:
             assert self.registry.want("m", 0.0) is self.record
@@ -95,6 +95,59 @@ def test_readiness_waits_for_preloaded_models_only():
     assert preloaded.registry.is_ready()
 
 
+def test_a_start_is_lost_once_a_model_that_it_waits_for_has_failed_for_good():
+    book = Book(preload=True)
+    book.registry.add(ModelSpec(id="lazy"), False, None)
+    book.report("failed", error_class="NETWORK")
+    assert not book.registry.lost_causes(), "it is tried again"
+    book.report("failed", error_class="NOT_FOUND")
+    (error,) = book.registry.lost_causes()
+    assert is_refused(error)
+    book.registry.dismiss(book.record)
+    assert not book.registry.lost_causes(), "readiness does not wait for a model that an administrator unloaded"
+
+
+def test_without_strict_readiness_failed_models_are_left_out_while_another_can_serve():
+    book = Book(preload=True, is_strict=False)
+    other = book.registry.add(ModelSpec(id="other"), True, ModelCard(id="other", kind="encoder"))
+    book.report("failed", error_class="GATED")
+    assert (book.registry.missing(), book.registry.left_out()) == (["other"], ["m"])
+    book.registry.report(0, ModelReport("other", "loaded", "cpu-0"), 1.0)
+    assert book.registry.is_ready()
+    book.registry.demand(book.record, 2.0)
+    assert book.registry.is_ready(), "a new try does not take the server out of service"
+    book.report("loaded")
+    assert not book.registry.left_out()
+    book.registry.forget_worker(0, 3.0, blame=False)
+    assert book.registry.missing() == ["m", "other"], "a restarted worker loads both again"
+    for record in (book.record, other):
+        book.registry.fail(record, failure("GATED"), 4.0)
+    assert book.registry.missing() == ["m", "other"], "nothing could be served"
+    book.registry.add(ModelSpec(id="lazy"), False, None)
+    assert book.registry.left_out() == ["m", "other"], "a request may load this one"
+    book.registry.reconfigure(RETRY_S, is_strict=True)
+    assert book.registry.missing() == ["m", "other"]
+
+
+def test_without_strict_readiness_a_start_is_lost_once_every_model_has_failed_for_good():
+    book = Book(preload=True, is_strict=False)
+    book.report("failed", error_class="NETWORK")
+    assert not book.registry.lost_causes(), "it is tried again"
+    book.report("failed", error_class="NOT_FOUND")
+    (error,) = book.registry.lost_causes()
+    assert is_refused(error)
+    lazy = book.registry.add(ModelSpec(id="lazy"), False, None)
+    assert not book.registry.lost_causes(), "another model may be loaded"
+    lazy.preload = True
+    book.registry.fail(lazy, failure("ENGINE"), 1.0)
+    assert not book.registry.lost_causes()
+    for _ in range(7):
+        book.registry.fail(lazy, failure("ENGINE"), 1.0)
+    assert [is_refused(error) for error in book.registry.lost_causes()] == [True, False]
+    book.report("loaded")
+    assert not book.registry.lost_causes()
+
+
 def test_what_readiness_waits_for_is_said_with_its_reason():
     book = Book(preload=True)
     assert book.registry.missing_reasons() == "m (loading)"
@@ -148,6 +201,13 @@ def test_eighth_failure_is_permanent(lazy):
     assert lazy.record.error.extras == {
         "error_class": "ENGINE", "detail": "kept", "attempts": 8, "permanent": True,
     }  # fmt: skip
+
+
+def test_without_a_wait_before_retries_the_first_failure_is_permanent(lazy):
+    lazy.registry.reconfigure(0.0, is_strict=True)
+    lazy.report("failed", now_s=1e9)
+    assert lazy.entry.error.extras["permanent"]
+    assert lazy.registry.want("m", 1e9 + 1e6) is None
 
 
 @pytest.mark.parametrize("error_class", ["GATED", "NOT_FOUND", "DEPENDENCY", "CONFIG"])

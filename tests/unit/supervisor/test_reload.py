@@ -15,7 +15,7 @@ from sie.catalog.spec import ModelSpec
 from sie.config.settings import Settings
 from sie.ipc import messages
 from sie.supervisor import server
-from sie.supervisor.loads import Models
+from sie.supervisor.configured_models import Models
 from sie.supervisor.reload import Reading, Reloader
 from sie.supervisor.server import Supervisor
 

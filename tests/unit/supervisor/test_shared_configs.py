@@ -10,9 +10,9 @@ import pytest
 from sie.catalog.spec import ModelSpec, parse_model_spec
 from sie.config.cluster_settings import Cluster
 from sie.config.settings import Settings
-from sie.supervisor.loads import Models
+from sie.supervisor.configured_models import Models
 from sie.supervisor.shared_configs import add_configs
-from sie.values.model_config import AdapterSettings, ModelConfig, ProfileConfig
+from sie.values.shared_config import AdapterSettings, ModelConfig, ProfileConfig
 
 OWN: Models = [(parse_model_spec("m=stub:dense=8"), True, None)]
 SHORT = {"short": ProfileConfig(None, AdapterSettings({"max_seq_length": 8}))}

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from sie.catalog.spec import parse_model_spec
@@ -26,11 +27,11 @@ from sie.values.generate import GenerateTask, GenerateTotals, PromptPiece, Sampl
 from sie.values.work import WorkHeader
 from sie.values.work_bytes import extent_bytes, plan_arrays, read_extent
 from sie.workers.generation.engines import read_task
-from sie.workers.generation.model_engine import Begin, Engine, EngineLimits
+from sie.workers.generation.model_engine import Engine, EngineLimits
 from sie.workers.generation.sequences import Job
-from sie.workers.generation.step import StepSize
+from sie.workers.generation.step import Begin, StepSize
 from sie.workers.generation.stub import StubGenerator
-from sie.workers.model_api import Chosen, GenerateRunner, Slot
+from sie.workers.model_api import Chosen, GenerateRunner, Slot, SlotResult
 from sie.workers.requests.worker_request import Request
 
 FAR_NS = 1 << 62
@@ -295,6 +296,81 @@ class FaultyStub(StubGenerator):
         return chosen
 
 
+class AheadStub(FaultyStub):
+    """A stub that computes a launched step only when it is read, or when a later step is, as a device in its time does.
+
+    What the engine gave it may have changed by then: it keeps copies, as a device has its own.
+    """
+
+    generates_ahead = True
+
+    def __init__(self, card: ModelCard, block_tokens: int) -> None:
+        super().__init__(card, block_tokens)
+        self.launch_faults: list[Exception] = []
+        """Each is raised by one launch."""
+        self.num_launched = self.num_behind = 0
+        """Steps that were launched, and those of them behind one that was not read."""
+        self.is_on_host: Callable[[Slot], bool] = lambda _slot: False
+        """Whether only the host can finish a slot's draw."""
+        self._under_way: list[_Launched] = []
+
+    def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Sequence[tuple[Chosen, ...]]:
+        if self._under_way:
+            pytest.fail("a step runs whole beside another")
+        return super().run_step(slots, copies)
+
+    def launch_step(
+        self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()
+    ) -> Callable[[], Sequence[SlotResult | None]]:
+        draws = [draw for slot in slots for draw in slot.draws]
+        if any(slot.scored for slot in slots) or any(draw.matcher or draw.seen for draw in draws):
+            pytest.fail("a step that needs the host was launched")  # not an error that the engine may recover from
+        if self.launch_faults:
+            raise self.launch_faults.pop(0)
+        self.num_launched += 1
+        self.num_behind += bool(self._under_way)
+        if len(self._under_way) > 1:
+            pytest.fail("a third step is under way")
+        own = [slot._replace(token_ids=slot.token_ids.copy(), blocks=list(slot.blocks)) for slot in slots]
+        launched = _Launched(own, list(copies), self._under_way[-1] if self._under_way else None)
+        self._under_way.append(launched)
+
+        def read() -> Sequence[SlotResult | None]:
+            if self._under_way[0] is not launched:
+                pytest.fail("a step is read before the one before")
+            try:
+                chosen = self._compute(launched)
+            finally:
+                del self._under_way[0]
+            return [None if self.is_on_host(slot) else found for slot, found in zip(own, chosen, strict=True)]
+
+        return read
+
+    def _compute(self, launched: _Launched) -> Sequence[tuple[Chosen, ...]]:
+        if launched.chosen is None:
+            before = launched.before
+            drawn = [] if before is None else self._drawn(before)
+            for slot in launched.slots:
+                if slot.drawn is not None:
+                    slot.token_ids[0] = drawn[slot.drawn]
+            launched.before = None
+            launched.chosen = super().run_step(launched.slots, launched.copies)
+        return launched.chosen
+
+    def _drawn(self, launched: _Launched) -> list[int]:
+        """Return what a device takes for the tokens of a step; a draw that it cannot finish has a wrong one."""
+        found = zip(launched.slots, self._compute(launched), strict=True)
+        return [0 if self.is_on_host(slot) else one.token_id for slot, chosen in found for one in chosen]
+
+
+class _Launched:
+    """A step on the way."""
+
+    def __init__(self, slots: list[Slot], copies: list[tuple[int, int]], before: _Launched | None) -> None:
+        self.slots, self.copies, self.before = slots, copies, before
+        self.chosen: Sequence[tuple[Chosen, ...]] | None = None
+
+
 class EngineRig:
     """One engine and its frontends: of a stub with these options, or of another runner."""
 
@@ -329,6 +405,7 @@ class EngineRig:
         job = Job(
             request, read_task(request, self.runner.card), len(prompt), number=self._num_jobs,
             eos_token_ids=self.runner.card.generate.eos_token_ids, is_alone=is_alone, arrived_ns=self.now_ns,
+            decoder_start_id=self.runner.card.generate.decoder_start_id,
         )  # fmt: skip
         self.engine.add(job)
         first = self.runner.compile_grammar(asked.grammar_kind, asked.grammar) if asked.grammar else None
@@ -339,9 +416,9 @@ class EngineRig:
         for _ in range(times):
             self.now_ns += 1_000_000
             self.engine.tend(self.now_ns)
-            size = self.engine.step(lambda: self.now_ns, self.begun.append, self.ooms.append)
-            if size is not None:
-                self.sizes.append(size)
+            ended = self.engine.step(lambda: self.now_ns, self.begun.append, self.ooms.append)
+            if ended is not None:
+                self.sizes.append(ended.size)
 
     def run(self, max_steps: int = 2000) -> None:
         """Step until nothing runs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from sie.frontend.dialects.kserve.models import statistics
-from sie.frontend.tensors.figures import read_figures
+from sie.frontend.tensors.model_statistics import read_statistics
 from sie.ipc.messages import ModelEntry
 from sie.shm.pages import CounterPage
 from sie.values.card import ModelCard
@@ -24,7 +24,7 @@ def item(num_rows: int, *, arrival_ns: int = 0, has_failed: bool = False) -> Wai
 
 
 def figures_of(page: CounterPage):
-    return read_figures([page], [ENTRY])["m", "1"]
+    return read_statistics([page], [ENTRY])["m", "1"]
 
 
 def test_steps_are_counted_by_their_rows_and_requests_by_their_own():

@@ -146,6 +146,6 @@ def test_a_server_that_trickles_does_not_outlast_the_deadline(head: bytes) -> No
         began_s = time.monotonic()
         with pytest.raises(FetchError, match="too long"):
             client(timeout_s=0.2).get(f"http://127.0.0.1:{listener.getsockname()[1]}/")
-        assert time.monotonic() - began_s < 10
+        assert time.monotonic() - began_s < 60
         stop.set()
         thread.join()

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from sie.cluster.gateway.directory import Directory, Host
 from sie.cluster.gateway.gateway_metrics import GatewayMetrics
-from sie.cluster.gateway.placement import Placement
+from sie.cluster.gateway.host_directory import Directory, Host
+from sie.cluster.gateway.requested_placement import Placement
 from sie.cluster.payloads import VERSION, Beat, ModelBeat
 from sie.cluster.pools import make_pool
 from sie.cluster.subjects import Lane
 from sie.shm.pages import CounterPage
 from sie.values.errors import BadRequest, Overloaded, SieError, Unavailable
-from sie.values.pool import PoolBody
+from sie.values.host_pool import PoolBody
 
 MODELS = {"m": ModelBeat("loaded", is_served=True), "cold": ModelBeat("available", is_served=False)}
 

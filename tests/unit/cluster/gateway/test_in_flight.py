@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -12,11 +14,21 @@ import pytest
 from sie.cluster.connection import INLINE_BYTES
 from sie.cluster.gateway.fair_queue import Caller
 from sie.cluster.gateway.in_flight import InFlight
-from sie.cluster.gateway.placement import Placement
+from sie.cluster.gateway.requested_placement import Placement
 from sie.cluster.gateway.work_items import RemotePending, RemoteReply
-from sie.cluster.payloads import VERSION, Result, Taken, Work, dead_letter_decoder, decode, work_decoder
+from sie.cluster.payloads import VERSION, Result, Taken, Work, dead_letter_decoder, decode, works_decoder
+from sie.cluster.request_forms import Piece
 from sie.cluster.subjects import Lane, answer_subject, dead_subject, work_subject
-from sie.values.errors import BadRequest, DeadlineExceeded, Overloaded, PoisonInput, SieError, Unavailable, to_wire
+from sie.values.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    Internal,
+    Overloaded,
+    PoisonInput,
+    SieError,
+    Unavailable,
+    to_wire,
+)
 from tests.unit.cluster.fakes import FakeConnection
 
 LANE, OTHER = Lane("p", "l4", "b"), Lane("p", "a100", "b")
@@ -32,31 +44,37 @@ class Desk:
         self.connection = FakeConnection()
         self.window = window
         self.items = InFlight(
-            self.connection, "gw", max_items, window=lambda *_: self.window  # type: ignore[arg-type]
+            self.connection, "gw", max_items, window=lambda *_: self.window, together=lambda *_: 16  # type: ignore[arg-type]
         )  # fmt: skip
         self.joined: list[Sequence[Result]] = []
 
     def submit(self, *bodies: bytes, left_ns: int = FAR_NS, caller: Caller = NOBODY) -> RemotePending:
         deadline_ns = time.monotonic_ns() + left_ns
-        return self.items.submit(LANE, "encode", "m", bodies, deadline_ns=deadline_ns, join=self.join, caller=caller)
+        pieces = [Piece(body, number) for number, body in enumerate(bodies)]
+        return self.items.submit(LANE, "encode", "m", pieces, deadline_ns=deadline_ns, join=self.join, caller=caller)
 
     def join(self, results: Sequence[Result], submitted_ns: int) -> RemoteReply:
         self.joined.append(results)
         return RemoteReply(memoryview(b"".join(result.reply for result in results)), 0, submitted_ns)
 
     def stored(self) -> list[Work]:
-        return [decode(data, work_decoder) for _, data, _ in self.connection.stream.values()]
+        return [work for message in self.messages() for work in message]
+
+    def messages(self) -> list[list[Work]]:
+        stored = self.connection.stream.values()
+        return [decode(data, works_decoder).items for subject, data, _ in stored if ".work." in subject]
 
     async def answer(self, number: int, item: int, text: bytes = b"x", error: SieError | None = None) -> None:
         wire = to_wire(error) if error is not None else None
-        await self.items.on_result(Result(VERSION, f"gw-{number}-{item}", "h", wire, memoryview(text)), ANSWER)
+        self.items.on_result(Result(VERSION, f"gw-{number}-{item}", "h", wire, memoryview(text)), ANSWER)
+        await asyncio.sleep(0)
 
 
 def run(test: Callable[[Desk], Coroutine[Any, Any, None]]) -> None:
     """Run a test with a desk on an event loop."""
 
     async def body() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await test(Desk())
 
     asyncio.run(body())
@@ -130,7 +148,7 @@ def test_after_a_reconnect_only_unanswered_items_are_published_again_and_as_new_
         await desk.items.publish_again()
         ((_, _, message_id),) = desk.connection.stream.values()
         assert [bytes(work.body) for work in desk.stored()] == [b"b"]
-        assert message_id == "gw-1-1.2"
+        assert message_id == "gw-2"
 
     run(test)
 
@@ -169,12 +187,12 @@ def test_a_result_by_reference_that_is_gone_is_asked_for_again():
     async def test(desk: Desk) -> None:
         pending = desk.submit(b"a")
         await turns()
-        await desk.items.on_result(Result(VERSION, "gw-1-0", "h", stored="gone"), ANSWER)
+        desk.items.on_result(Result(VERSION, "gw-1-0", "h", stored="gone"), ANSWER)
         await turns()
         assert not pending.future.done()
-        assert len(desk.connection.stream) == 2
+        assert len(desk.stored()) == 2
         desk.connection.objects["there"] = b"whole"
-        await desk.items.on_result(Result(VERSION, "gw-1-0", "h", stored="there"), ANSWER)
+        desk.items.on_result(Result(VERSION, "gw-1-0", "h", stored="there"), ANSWER)
         assert bytes((await pending.reply()).view) == b"whole"
         assert not desk.connection.objects
 
@@ -204,10 +222,13 @@ def test_a_gateway_refuses_over_max_in_flight_but_takes_one_large_request():
 
 def test_what_a_client_no_longer_waits_for_leaves_the_stream_unless_a_host_runs_it():
     async def test(desk: Desk) -> None:
-        pending = desk.submit(b"a", b"b")
-        await turns()
+        pending = []
+        for body in (b"a", b"b"):
+            pending.append(desk.submit(body))
+            await turns()
         desk.items.on_taken(Taken(VERSION, "h", ["gw-1-0"]), ANSWER)
-        desk.items.abandon(pending, DeadlineExceeded("over"))
+        for one in pending:
+            desk.items.abandon(one, DeadlineExceeded("over"))
         await turns()
         assert [bytes(work.body) for work in desk.stored()] == [b"a"]
 
@@ -290,6 +311,7 @@ def test_a_refused_client_is_told_to_come_back_when_what_waits_will_be_answered(
             return caught.value.retry_after_s
 
         assert await refused() == 5  # nothing was answered yet
+        await turns()
         desk.submit(*[b"a"] * 40)
         await turns()
         for item in range(4):
@@ -305,9 +327,10 @@ def test_what_is_over_the_window_waits_here_and_leaves_by_turns_of_keys():
     async def test(_: Desk) -> None:
         desk = Desk(window=2)
         desk.submit(*[b"m"] * 6, caller=MANY)
+        await turns()
         desk.submit(b"f", b"f", caller=FEW)
         await turns()
-        assert len(desk.connection.stream) == 2
+        assert len(desk.stored()) == 2
         for request, item in ((1, 0), (1, 1), (2, 0), (1, 2)):
             await desk.answer(request, item)
             await turns()
@@ -317,7 +340,7 @@ def test_what_is_over_the_window_waits_here_and_leaves_by_turns_of_keys():
         desk.window = 10
         desk.items.pump()
         await turns()
-        assert len(desk.connection.stream) == 8
+        assert len(desk.stored()) == 8
 
     run(test)
 
@@ -422,7 +445,7 @@ def test_hosts_of_another_pool_cannot_answer():
         await turns()
         foreign = answer_subject("gw", "other", "result")
         desk.items.on_taken(Taken(VERSION, "bad", ["gw-1-0"]), foreign)
-        await desk.items.on_result(Result(VERSION, "gw-1-0", "bad", reply=memoryview(b"forged")), foreign)
+        desk.items.on_result(Result(VERSION, "gw-1-0", "bad", reply=memoryview(b"forged")), foreign)
         assert (pending.future.done(), pending.items[0].taken_by) == (False, "")
         await desk.answer(1, 0, b"true")
         assert bytes((await pending.reply()).view) == b"true"
@@ -440,6 +463,114 @@ def test_a_message_whose_confirmation_was_lost_is_stored_once(monkeypatch: pytes
         desk.connection.refuses = None
         await turns()
         await desk.items.publish_again()
-        assert [message_id for _, _, message_id in desk.connection.stream.values()] == ["gw-1-0.1", "gw-1-0.2"]
+        assert [message_id for _, _, message_id in desk.connection.stream.values()] == ["gw-1", "gw-2"]
 
     run(test)
+
+
+def test_short_items_of_one_turn_are_one_message_and_a_long_one_is_alone():
+    async def test(desk: Desk) -> None:
+        for body in (b"a", b"b", b"x" * 5000, b"c"):
+            desk.submit(body)
+        await turns()
+        assert [len(message) for message in desk.messages()] == [2, 1, 1]
+        desk.submit(*[b"d"] * 17)
+        await turns()
+        assert [len(message) for message in desk.messages()[3:]] == [16, 1]
+
+    run(test)
+
+
+def test_items_that_were_lost_together_twice_are_tried_one_by_one_so_that_one_convicts_no_other():
+    async def test(desk: Desk) -> None:
+        pending = [desk.submit(body) for body in (b"bad", b"good", b"last")]
+        await turns()
+        for host in ("h1", "h2", "h3"):  # each takes all that there is
+            desk.items.on_taken(Taken(VERSION, host, [work.id for work in desk.stored()]), ANSWER)
+            desk.items.on_silent({host})
+            await turns()
+        with pytest.raises(PoisonInput):
+            await pending[0].reply()
+        assert [bytes(work.body) for work in desk.stored()] == [b"good"]
+        await desk.items.publish_again()
+        assert {bytes(work.body) for work in desk.stored()} == {b"good"}
+        await desk.answer(2, 0, b"fine")
+        await turns()
+        assert b"last" in {bytes(work.body) for work in desk.stored()}
+        await desk.answer(3, 0, b"fine, too")
+        assert [bytes((await one.reply()).view) for one in pending[1:]] == [b"fine", b"fine, too"]
+
+    run(test)
+
+
+def test_a_fault_with_the_results_of_a_request_ends_that_request():
+    async def test(desk: Desk) -> None:
+        def join(*_: object) -> RemoteReply:
+            raise KeyError("fault")
+
+        desk.join, rightly = join, desk.join  # type: ignore[method-assign]
+        bad = desk.submit(b"a")
+        desk.join = rightly  # type: ignore[method-assign]
+        good = desk.submit(b"b")
+        await turns()
+        await desk.answer(1, 0)
+        await desk.answer(2, 0, b"fine")
+        assert isinstance(bad.future.exception(), Internal)
+        assert bytes((await good.reply()).view) == b"fine"
+
+    run(test)
+
+
+def test_a_request_that_ends_while_it_is_published_leaves_nothing_in_the_stream():
+    async def test(desk: Desk) -> None:
+        enqueue, gate = desk.connection.enqueue, asyncio.Event()
+
+        async def slow(*message: Any) -> int:
+            await gate.wait()
+            return await enqueue(*message)
+
+        desk.connection.enqueue = slow  # type: ignore[method-assign]
+        pending = desk.submit(b"a", b"b")
+        await turns()
+        desk.items.abandon(pending, DeadlineExceeded("x"))
+        await turns()
+        gate.set()
+        await turns()
+        assert not desk.messages()
+
+    run(test)
+
+
+def test_an_item_that_a_host_gave_back_is_published_again_until_it_is_answered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sie.cluster.gateway.in_flight._RETURN_S", 0)
+
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a", b"b")
+        await turns()
+        desk.items.on_result(Result(VERSION, "gw-1-1", "h", to_wire(Overloaded("full")), is_returned=True), ANSWER)
+        await turns()
+        assert [[bytes(work.body) for work in message] for message in desk.messages()] == [[b"a", b"b"], [b"b"]]
+        await desk.answer(1, 0, b"A")
+        await desk.answer(1, 1, b"B")
+        assert bytes((await pending.reply()).view) == b"AB"
+
+    run(test)
+
+
+def test_an_answered_request_is_freed_without_the_garbage_collector():
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a", b"b")
+        gone = weakref.ref(pending)
+        await turns()
+        await desk.answer(1, 0)
+        await desk.answer(1, 1)
+        await turns()
+        desk.joined.clear()
+        del pending
+        assert gone() is None
+
+    gc.disable()
+    try:
+        run(test)
+    finally:
+        gc.enable()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sie.cluster.gateway.directory import Directory
+from sie.cluster.gateway.host_directory import Directory
 from sie.cluster.gateway.pool_service import PoolService
 from sie.config.cluster_settings import Cluster
 from sie.values.errors import BadRequest

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sie.cluster.gateway import remote_run
-from sie.cluster.gateway.directory import Host
+from sie.cluster.gateway.host_directory import Host
 from sie.cluster.gateway.remote_run import RemoteRun
 from sie.cluster.gateway.text_client import TextClient
 from sie.cluster.payloads import (
@@ -110,7 +110,7 @@ class Bench:
 
 def run(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
     async def body() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await test(Bench())
 
     asyncio.run(body())

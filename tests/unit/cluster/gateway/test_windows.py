@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sie.cluster.gateway.directory import Directory
+from sie.cluster.gateway.host_directory import Directory
 from sie.cluster.gateway.windows import Windows
 from sie.cluster.payloads import VERSION, Beat, GatewayBeat, ModelBeat
 from sie.cluster.subjects import Lane, work_subject
@@ -40,3 +40,8 @@ def test_gateways_share_by_the_weights_of_their_keys_until_they_fall_silent():
 
 def test_a_request_starts_though_no_host_has_told_of_room():
     assert windows().limit(LANE, "m") == windows(-5).limit(LANE, "m") == 4
+
+
+def test_a_message_has_at_most_a_quarter_of_a_hosts_room():
+    found = [windows(*rooms).together(LANE, "m") for rooms in ((), (3,), (8, 24), (256, 256))]
+    assert found == [1, 1, 4, 16]

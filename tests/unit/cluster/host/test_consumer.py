@@ -57,8 +57,9 @@ def test_requests_that_a_leader_lost_count_no_longer_than_they_could_last(monkey
     server, running = Server(), list[float]()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: server.now_s))
 
-    async def take(_message: Any) -> None:
+    async def take(_message: Any) -> int:
         running.append(server.now_s + 0.2)
+        return 1
 
     async def test() -> None:
         consumer = Consumer(server, Lane("p", "any", "any"), "m", "inbox", take)  # type: ignore[arg-type]

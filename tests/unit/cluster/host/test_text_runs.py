@@ -107,7 +107,7 @@ class Bench:
 
 def run(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
     async def body() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await test(Bench())
 
     asyncio.run(body())

@@ -15,7 +15,7 @@ from sie.cluster.host import work_pull
 from sie.cluster.host.item_run import Answer
 from sie.cluster.host.pull_metrics import PullMetrics
 from sie.cluster.host.work_pull import WorkPull
-from sie.cluster.payloads import VERSION, Result, Work, dead_letter_decoder, decode, encode, result_decoder
+from sie.cluster.payloads import VERSION, Result, Work, Works, dead_letter_decoder, decode, encode, results_decoder
 from sie.cluster.request_forms import score_item
 from sie.cluster.subjects import Lane
 from sie.config.cluster_settings import Cluster
@@ -48,7 +48,7 @@ class Bench:
         self.deadlines_ns: list[int] = []
         monkeypatch.setattr(work_pull, "run_item", self.run_item)
 
-    async def run_item(self, _process: Any, _operation: str, _model: str, _request: Any, deadline_ns: int) -> Answer:
+    async def run_item(self, _process: Any, _model: str, _request: Any, deadline_ns: int) -> Answer:
         self.deadlines_ns.append(deadline_ns)
         await self.gate.wait()
         if isinstance(self.outcome, Exception):
@@ -56,11 +56,13 @@ class Bench:
         return self.outcome
 
     async def deliver(
-        self, left_ns: int = HOUR_NS, *, version: int = VERSION, name: str = "gw-1-0", stored: str = ""
+        self, left_ns: int = HOUR_NS, *, version: int = VERSION, names: tuple[str, ...] = ("gw-1-0",), stored: str = ""
     ) -> None:
         deadline_ns = self.connection.clock.to_server(time.monotonic_ns() + left_ns)
-        work = Work(version, name, REPLY_TO, deadline_ns, "score", "m", memoryview(b"") if stored else BODY, stored)
-        await self.pull._take(SimpleNamespace(data=encode(work), reply=ACK, headers=None))  # type: ignore[arg-type]
+        body = memoryview(b"") if stored else BODY
+        works = [Work(VERSION, name, REPLY_TO, deadline_ns, "score", "m", body, stored) for name in names]
+        data = encode(Works(version, works))
+        await self.pull._take(SimpleNamespace(data=data, reply=ACK, headers=None))  # type: ignore[arg-type]
 
     async def sent(self, count: int) -> list[tuple[str, bytes]]:
         """Return what was published, once there is this much."""
@@ -71,24 +73,25 @@ class Bench:
 
 def run(monkeypatch: pytest.MonkeyPatch, test: Callable[[Bench], Coroutine[Any, Any, None]], skew_ns: int = 0) -> None:
     async def body() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await test(Bench(monkeypatch, skew_ns))
 
     asyncio.run(body())
 
 
 def result_of(data: bytes) -> Result:
-    return decode(data, result_decoder)
+    (result,) = decode(data, results_decoder).items
+    return result
 
 
 def test_items_are_counted_by_their_outcome(monkeypatch):
     async def test(bench: Bench) -> None:
         await bench.deliver()
         await bench.sent(2)
-        await bench.deliver(left_ns=-1, name="gw-2-0")
+        await bench.deliver(left_ns=-1, names=("gw-2-0",))
         bench.outcome = Overloaded("full")
-        await bench.deliver(name="gw-3-0")
-        await bench.sent(4)
+        await bench.deliver(names=("gw-3-0",))
+        await bench.sent(5)
         counted = {one.labels[1][1]: one.value for one in bench.page.records() if one.name == "sie_worker_items_total"}
         assert counted == {"answered": 1, "expired": 1, "returned": 1}
 
@@ -133,7 +136,7 @@ def test_an_item_that_is_delivered_again_while_it_runs_runs_once(monkeypatch):
         await bench.deliver()
         assert bench.pull.num_running == 1
         bench.gate.set()
-        assert len(await bench.sent(2)) == 2
+        assert [subject for subject, _ in await bench.sent(3)] == [REPLY_TO, ACK, ACK]
         assert len(bench.deadlines_ns) == 1
 
     run(monkeypatch, test)
@@ -170,13 +173,13 @@ def test_a_client_hears_the_error_of_its_own_item(monkeypatch):
     run(monkeypatch, test)
 
 
-def test_an_item_that_this_host_has_no_room_for_goes_back(monkeypatch):
+def test_an_item_that_this_host_has_no_room_for_goes_back_to_its_gateway(monkeypatch):
     async def test(bench: Bench) -> None:
         bench.outcome = Overloaded("full")
         await bench.deliver()
-        ((subject, data),) = await bench.sent(1)
-        assert subject == ACK
-        assert data.startswith(b"-NAK")
+        (_, data), acknowledgement = await bench.sent(2)
+        assert result_of(data).is_returned
+        assert acknowledgement == (ACK, b"+ACK")
 
     run(monkeypatch, test)
 
@@ -260,11 +263,54 @@ def test_a_host_that_stops_gives_new_items_back_and_finishes_what_runs(monkeypat
         draining = asyncio.create_task(bench.pull.drain(time.monotonic() + 5))
         while not bench.pull.is_stopping:  # noqa: ASYNC110  # it is a flag
             await asyncio.sleep(0)
-        await bench.deliver(name="gw-2-0")
+        await bench.deliver(names=("gw-2-0",))
         bench.gate.set()
         await draining
         sent = [data for subject, data in bench.connection.published if subject == ACK]
         assert sent[0].startswith(b"-NAK")
         assert sent[-1] == b"+ACK"
+
+    run(monkeypatch, test)
+
+
+def test_a_message_of_several_items_is_acknowledged_after_all_their_results(monkeypatch):
+    async def test(bench: Bench) -> None:
+        names = ("gw-1-0", "gw-2-0", "gw-3-0")
+        await bench.deliver(names=names)
+        (subject, data), acknowledgement = await bench.sent(2)
+        assert [result.id for result in decode(data, results_decoder).items] == list(names)
+        assert (subject, acknowledgement) == (REPLY_TO, (ACK, b"+ACK"))
+
+    run(monkeypatch, test)
+
+
+def test_results_over_a_message_of_nats_are_several_messages(monkeypatch):
+    async def test(bench: Bench) -> None:
+        bench.outcome = Answer(memoryview(bytes(INLINE_BYTES // 2)), 3, 0, 1, 2, {})
+        await bench.deliver(names=("gw-1-0", "gw-2-0", "gw-3-0"))
+        sent = await bench.sent(4)
+        assert [len(data) < 1 << 20 for _, data in sent] == [True] * 4
+        assert [subject for subject, _ in sent] == [REPLY_TO] * 3 + [ACK]
+
+    run(monkeypatch, test)
+
+
+@pytest.mark.parametrize("is_poison", [False, True])
+def test_an_item_that_waits_only_for_a_worker_is_answered_from_its_callback(monkeypatch, is_poison: bool):
+    async def test(bench: Bench) -> None:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        started = SimpleNamespace(pending=SimpleNamespace(future=future))
+        monkeypatch.setattr(work_pull, "try_start", lambda *_: started)
+        monkeypatch.setattr(work_pull, "read_answer", lambda *_: bench.outcome)
+        await bench.deliver()
+        assert bench.pull.num_running == 1
+        future.set_exception(PoisonInput("it killed two workers")) if is_poison else future.set_result(None)
+        (_, data), acknowledgement = await bench.sent(2)
+        error = result_of(data).error
+        assert (error.code if error is not None else bytes(result_of(data).reply)) == (
+            "POISON_INPUT" if is_poison else b"reply"
+        )
+        assert (acknowledgement, len(bench.connection.stream)) == ((ACK, b"+ACK"), int(is_poison))
+        assert bench.pull.num_running == 0
 
     run(monkeypatch, test)

@@ -72,7 +72,7 @@ async def test_answers_raise_the_rate_that_retry_after_is_computed_from(rig: Rig
     for pending in [rig.submit([1] * 10) for _ in range(4)]:
         await rig.serve(worker)
         await rig.rows(pending)
-    rig.engine._answers.measured_ns = 0
+    rig.engine._replies.measured_ns = 0
     rig.engine.expire(2 * 10**9)
 
     assert rig.engine.tokens_per_s == pytest.approx(20)

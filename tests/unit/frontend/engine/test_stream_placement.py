@@ -70,5 +70,5 @@ async def test_half_of_the_request_memory_holds_prompts_until_they_are_answered(
     rig.die(one)
     rig.die(two)
     assert rig.engine.num_pending == 1, "it waits for a worker"
-    (held,) = rig.engine._held.values()
+    (held,) = rig.engine._held
     rig.engine.finish(held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -159,3 +160,24 @@ def test_requests_outside_the_fast_path_are_served_by_a_task(request_):
 def test_request_that_its_key_does_not_allow_submits_nothing():
     error = RateLimited("too many", retry_after_s=1)
     run(lambda: Desk(refuse, Access(error)), error)
+
+
+def test_what_a_request_apart_sets_is_not_seen_by_the_next():
+    seen: list[str] = []
+    placement: ContextVar[str] = ContextVar("placement", default="none")
+
+    def submit(_exchange: Exchange) -> Work | None:
+        seen.append(placement.get())
+        placement.set("bench")
+        raise BadRequest("no")
+
+    async def test() -> None:
+        desk = Desk(submit)
+        scope = SimpleNamespace(path="/v1/encode/m", method="POST", headers={}, proto="http")
+        for _ in range(2):
+            exchange = Exchange(scope, None, 0)
+            exchange.body = cast("Any", SimpleNamespace(done=lambda: True))
+            desk.fast_path.take_in_own_context(exchange)
+
+    asyncio.run(test())
+    assert seen == ["none", "none"]

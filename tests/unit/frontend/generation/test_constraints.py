@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import time
+from typing import Any, cast
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -192,6 +193,69 @@ def test_a_malformed_grammar_is_refused_with_its_reason(grammar: Grammar, named:
     assert named in refused.value.message
 
 
+@pytest.mark.timing
+@pytest.mark.parametrize("kind", ["lark", "llguidance"])
+@pytest.mark.parametrize("opened", ['"' + '\\"' * 16_000, "/" + "\\/" * 16_000])
+def test_an_open_text_of_many_escapes_is_refused_at_once(kind: Any, opened: str) -> None:
+    started_s = time.thread_time()
+    with pytest.raises(BadRequest, match="no end"):
+        constrain(request(grammar=Grammar(kind=kind, value=f"start: {opened}"), tools=()), rule("json"))
+    assert time.thread_time() - started_s < 0.5
+
+
+PRICE: dict[str, Any] = {"type": "number", "multipleOf": 0.01}
+
+
+def ways_in(schema: dict[str, Any]) -> list[GenerateRequest]:
+    """Return requests that bind an answer, or a call, to a schema."""
+    text = json.dumps(schema)
+    composed = json.dumps({"grammars": [{"json_schema": schema}, {"lark_grammar": f"start: %json {text}"}]})
+    grammars = [("json_schema", text), ("lark", f'start: "%json" %json\n{text}'), ("llguidance", composed)]
+    tool = Tool(name="weather", parameters={"type": "object", "properties": {"city": schema}}, strict=True)
+    return [
+        *(request(grammar=Grammar(kind=cast("Any", kind), value=value), tools=()) for kind, value in grammars),
+        request(tools=(tool,)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 400_000_009},
+        {"type": "array", "items": {"anyOf": [{"type": "null"}, {"type": "number", "multipleOf": -1000.7}]}},
+        {"type": "integer", "multipleOf": 1e300},
+        {"type": "integer", "allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]},
+        {"allOf": [{"properties": {"a": {"multipleOf": 101}}}, {"properties": {"a": {"multipleOf": 100.1}}}]},
+        {"$defs": {"a": {"type": "integer", "multipleOf": 9973}}, "$ref": "#/$defs/a", "multipleOf": 9967},
+        {"examples": [{"type": "integer", "multipleOf": 99_991}], "$ref": "#/examples/0"},
+    ],
+)
+def test_a_multiple_of_too_many_remainders_is_refused_by_name(schema: dict[str, Any]) -> None:
+    for asked in ways_in(schema):
+        with pytest.raises(BadRequest, match="multipleOf is over 10000"):
+            constrain(asked, rule("json"))
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [('{"type": "integer", "multiple\\u004ff": 99991}', "multipleOf is over 10000"), ("// a\n{}", "not valid JSON")],
+)
+def test_a_schema_in_lark_is_read_as_json(value: str, named: str) -> None:
+    with pytest.raises(BadRequest, match=named):
+        constrain(request(grammar=Grammar(kind="lark", value=f"start: %json {value}"), tools=()), rule("json"))
+
+
+def test_ordinary_multiples_are_taken() -> None:
+    many = {f"p{number}": {"type": "integer", "multipleOf": 9000 + number} for number in range(9)}
+    for schema in (
+        {"type": "object", "properties": {**many, "price": PRICE}},
+        {"allOf": [PRICE, {"multipleOf": 0.25}, {"multipleOf": 3}]},
+        {"type": "object", "properties": {"a": {"anyOf": [{"type": "integer", "multipleOf": 1500}, PRICE]}}},
+    ):
+        for asked in ways_in(schema):
+            assert constrain(asked, rule("json")) is not None
+
+
 def test_signs_that_intersect_or_complement_nothing_are_taken() -> None:
     text = 'start: A ~ 2 b # a comment, either/or ~ & "\nA: "&" | /~[&]/ // & "\nb: %json {"const": "a & b"}\n'
     grammar = Grammar(kind="lark", value=text)
@@ -211,6 +275,12 @@ def test_parameters_nobody_can_compile_are_refused_only_where_they_bind() -> Non
         constrain(request(tools=(Tool(name="weather", parameters=broken, strict=True),)), rule("json"))
     loose = request(tools=(Tool(name="weather", parameters=broken),), tool_choice=REQUIRED)
     assert allows(constrain(loose, rule("json")), TOWN)
+
+
+def test_long_ebnf_is_refused_with_its_limit() -> None:
+    grammar = Grammar(kind="ebnf", value='root ::= "a"' + " " * 16_384, field="grammar")
+    with pytest.raises(BadRequest, match=r"^Field 'grammar': in EBNF it may have 16384 characters"):
+        constrain(request(tools=(), grammar=grammar), rule("json"))
 
 
 def test_ebnf_binds_as_it_is_written() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,8 +14,8 @@ import pytest
 
 from sie.config.generation_settings import Generation
 from sie.frontend.generation.generation_run import Run
-from sie.frontend.generation.start import Generator, check_request, plan_task
-from sie.values.errors import BadRequest, ClientGone, Internal, WorkerLost
+from sie.frontend.generation.start import Generator, check_encoded, check_request, plan_task
+from sie.values.errors import BadRequest, ClientGone, DeadlineExceeded, Internal, WorkerLost
 from sie.values.generate import (
     ChatMessage,
     Ended,
@@ -348,6 +350,22 @@ def test_request_over_a_limit_names_its_setting(fields: dict[str, Any], setting:
         check_request(GenerateRequest(model="m", **fields), Generation())
 
 
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("tools", {"tools": (Tool(name="f"),)}),
+        ("messages", {"continues": True}),
+        ("suffix", {"suffix": "x"}),
+        ("logprobs", {"prompt_logprobs": 0}),
+    ],
+)
+def test_a_field_that_an_encoder_cannot_serve_is_named(field: str, fields: dict[str, Any]) -> None:
+    request = GenerateRequest(model="m", **fields)
+    with pytest.raises(BadRequest, match=f"Field '{field}' is not served by 'm'"):
+        check_encoded(request, GenerateRule(context_length=8, decoder_start_id=0))
+    check_encoded(request, GenerateRule(context_length=8))
+
+
 def test_task_takes_the_request_then_the_model_then_the_api() -> None:
     rule = GenerateRule(context_length=8, temperature=0.5, top_k=40, top_p=0.9, repetition_penalty=1.2)
     own = plan_task(GenerateRequest(model="m"), rule, 10, b"").sampling
@@ -363,3 +381,16 @@ def test_task_takes_the_request_then_the_model_then_the_api() -> None:
     assert bare.sampling.seed != plan_task(GenerateRequest(model="m"), rule, 10, b"").sampling.seed
     with pytest.raises(BadRequest, match="logit_bias"):
         plan_task(GenerateRequest(model="m", logit_bias={10: 1.0}), rule, 10, b"")
+
+
+@on_bench
+async def test_a_grammar_that_waits_for_others_ends_at_the_requests_deadline(bench: Bench) -> None:
+    are_over = threading.Event()
+    others = [bench.generator._grammars.submit(are_over.wait, DEADLINE_S) for _ in range(2)]
+    asked = GenerateRequest(model="m", texts=["abc"], grammar=Grammar(kind="regex", value="a"))
+    try:
+        with pytest.raises(DeadlineExceeded, match="before its grammar was checked"):
+            await bench.generator.start(bench.rig.entries["m"], asked, time.monotonic_ns() + 1_000_000)
+    finally:
+        are_over.set()
+    assert all([await asyncio.wrap_future(other) for other in others])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from sie.frontend.generation import template_sandbox
 from sie.frontend.generation.prompt import (
@@ -265,3 +267,27 @@ def test_stub_reads_bytes() -> None:
         voc.encode("\ud800", whole=True)
     with pytest.raises(BadRequest, match="Unicode"):
         vocabulary(tiny_tokenizers.byte_level()).encode("\ud800", whole=True)
+
+
+LAST_MESSAGE = GenerateRule(
+    context_length=64,
+    decoder_start_id=0,
+    chat_template=resources.files("sie.catalog").joinpath("last_message.jinja").read_text(),
+)
+
+
+def test_an_encoder_reads_the_last_message_of_the_user() -> None:
+    request = chat(
+        ("system", "s"), ("user", "one"), ("assistant", "eins"), ("user", " <2de> two\n"), ("assistant", "x")
+    )
+    assert render_chat(request, LAST_MESSAGE).text == " <2de> two\n"
+    with pytest.raises(BadRequest, match="last message of the user"):
+        render_chat(chat(("system", "s")), LAST_MESSAGE)
+
+
+def test_a_chat_for_an_encoder_has_the_tokens_around_a_text() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<2de>": 0, "two": 1, "</s>": 2}, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    rendered = render_chat(chat(("user", "<2de> two")), LAST_MESSAGE)
+    assert chat_ids(rendered, vocabulary(tokenizer), whole=True) == [0, 1, 2]

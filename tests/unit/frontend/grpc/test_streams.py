@@ -87,8 +87,8 @@ def test_a_stream_ends_after_its_last_reply_when_it_is_told_to():
         await asked.wait()
         streams.end()
         may_answer.set()
-        await asyncio.wait_for(task, 5)
-        await asyncio.wait_for(streams.run(messages(), answer, write), 5)  # one that begins now ends at once
+        await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(streams.run(messages(), answer, write), 60)  # one that begins now ends at once
         return written
 
     assert asyncio.run(run()) == [b"one"]

@@ -70,6 +70,18 @@ def test_client_that_takes_all_may_be_sent_any_amount(pair: Pair) -> None:
         assert not backlog.add(16384)
 
 
+def test_a_large_part_does_not_count_towards_the_limit_of_what_follows(pair: Pair) -> None:
+    ours, _, address = pair
+    backlog = Backlog(address, LIMIT)
+    send(ours, 10 * LIMIT)  # the kernel takes a part of it
+    assert not backlog.add(3 * LIMIT)
+    handed = 0
+    while not backlog.add(65536):
+        handed += 65536
+        assert handed < 2 * LIMIT
+    assert handed >= LIMIT - 65536
+
+
 def test_small_answers_ask_the_kernel_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     backlog = Backlog(pair[2], LIMIT)
     monkeypatch.setattr(Backlog, "_query", None)

@@ -89,4 +89,4 @@ def test_process_ends_with_its_tokenizer(tmp_path: Path, loop: asyncio.AbstractE
     ]
     del tokenizer
     gc.collect()
-    process.wait(10)
+    process.wait(60)

@@ -206,7 +206,7 @@ def test_a_model_without_a_default_profile_is_hosted_and_not_offered(table):
     assert list(table.entries) == ["m:a"]
     assert table.find("m") is None
     assert table.hosted("m").workers == (0,)
-    assert table.able("dense") == ["m:a"]
+    assert table.models_for("dense") == ["m:a"]
 
 
 def test_workers_and_supervisor_hear_of_the_model_alone(table, asked):
@@ -223,7 +223,7 @@ def test_workers_and_supervisor_hear_of_the_model_alone(table, asked):
 
 def test_entries_of_profiles_are_no_further_choice_for_a_request_without_a_model(table):
     table.update(message(profiled(workers=(0,))))
-    assert (table.able("dense"), table.able("sparse")) == (["org/m"], ["org/m"])
+    assert (table.models_for("dense"), table.models_for("sparse")) == (["org/m"], ["org/m"])
 
 
 def test_every_model_that_generates_is_named_and_generators_come_last_for_vectors(table):
@@ -232,11 +232,11 @@ def test_every_model_that_generates_is_named_and_generators_come_last_for_vector
         return msgspec.structs.replace(made, card=msgspec.structs.replace(made.card, kind=kind, outputs=outputs))
 
     table.update(message(generating("stub", "stub", "generate"), generating("llm", "generator", "dense", "generate")))
-    assert table.able("generate") == ["stub", "llm"]
+    assert table.models_for("generate") == ["stub", "llm"]
     assert table.default_of("generate") is None, "one of two is no default"
-    assert table.able("dense") == ["llm"]
+    assert table.models_for("dense") == ["llm"]
     table.update(message(*table.entries.values(), entry("small", workers=(0,))))
-    assert table.able("dense") == ["small"]
+    assert table.models_for("dense") == ["small"]
 
 
 def outputs(name: str, *outputs: str, state: str = "loaded", is_read: bool = True) -> ModelEntry:

@@ -120,7 +120,8 @@ class Desk:
         submitted = await self.extractor.start(entry, request, FAR_NS)
         raw = await submitted.pending.reply()
         try:
-            return json.loads(extract.encode_extractions(request, read_extractions(raw, submitted, request, 0), False))
+            found = read_extractions(raw, submitted, request, 0, self.limits.max_reply_bytes)
+            return json.loads(extract.encode_extractions(request, found, False))
         finally:
             raw.release()
 

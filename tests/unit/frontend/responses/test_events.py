@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sie.frontend.responses import store
-from sie.frontend.responses.store import Kept, ResponseFile, StoreLimits
+from sie.frontend.responses import response_store
+from sie.frontend.responses.response_store import Kept, ResponseFile, StoreLimits
 
 LIMITS = StoreLimits(max_responses=100, max_bytes=1 << 30, max_age_s=1000.0)
 EVENTS = [f'event: e{number}\ndata: {{"sequence_number":{number}}}\n\n'.encode() for number in range(7)]
@@ -104,7 +104,7 @@ def test_bytes_of_events_count_against_the_limit(tmp_path: Path) -> None:
 
 def test_file_of_the_previous_version_is_still_used(tmp_path: Path) -> None:
     db = sqlite3.connect(tmp_path / "responses.db")
-    db.executescript(f"{store._SCHEMA} PRAGMA user_version = 1;")
+    db.executescript(f"{response_store._SCHEMA} PRAGMA user_version = 1;")
     columns = "id, owner, created_s, status, maker, nbytes, body, input, history"
     db.execute(f"INSERT INTO responses ({columns}) VALUES ('old', '', 1e9, 'completed', '', 9, '{{}}', '[]', '[]')")
     db.commit()

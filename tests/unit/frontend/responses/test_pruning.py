@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sie.frontend.responses.store import Kept, ResponseFile, StoreLimits
+from sie.frontend.responses.response_store import Kept, ResponseFile, StoreLimits
 
 NOW_S = 1e9
 

@@ -14,7 +14,7 @@ from sie.agents.store.keeping import keep_upload
 from sie.agents.store.store import Store
 from sie.config.store_settings import Store as Settings
 from sie.frontend.routes.files import Files
-from sie.frontend.routes.stored import Uploads
+from sie.frontend.routes.store_requests import Uploads
 from sie.values.errors import InputTooLong
 
 MIB = 1 << 20

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Executor, Future
+import threading
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from sie.config.settings import Settings
+from sie.frontend.routes import inference as routes
 from sie.frontend.routes.inference import Inference
 
 CODEC: Any = SimpleNamespace(
@@ -47,3 +52,41 @@ def test_an_answer_is_encoded_only_when_another_was_taken() -> None:
         return [(await task).body for task in tasks]
 
     assert asyncio.run(drive()) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+@pytest.mark.parametrize(
+    ("operation", "body_bytes", "repeats", "is_large"),
+    [
+        ("score", 10, True, False), ("score", 70_000, False, False), ("score", 70_000, True, True),
+        ("extract", 10, True, False), ("extract", 70_000, True, True),
+    ],
+)  # fmt: skip
+def test_an_answer_that_may_repeat_a_large_body_is_encoded_on_a_thread(
+    operation: str, body_bytes: int, repeats: bool, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = SimpleNamespace(**{**vars(CODEC), "operation": operation, "is_quick": lambda _shown, _msgpack: not repeats})
+    codec.encode = lambda *_: threading.current_thread().name.encode()
+    for name in ("read_scores", "read_extractions"):
+        monkeypatch.setattr(routes, name, lambda *_: SimpleNamespace(timing=None, input_tokens=1, num_chars=0))
+
+    async def drive(*_: Any) -> Any:
+        raw = SimpleNamespace(view=b"", release=lambda: None)
+        return None, SimpleNamespace(tokenization_ns=0), raw
+
+    async def run(pool: Executor) -> bytes:
+        process: Any = SimpleNamespace(
+            models=None,
+            decode_pool=pool,
+            encoding=asyncio.Semaphore(2),
+            scorer=None,
+            extractor=None,
+            settings=Settings(),
+        )
+        inference: Any = Inference(process, ())
+        inference._drive = drive
+        exchange: Any = SimpleNamespace(headers={}, body_bytes=body_bytes, began_ns=0)
+        request = SimpleNamespace(texts=[], documents=[], cuts=(), metadata=None)
+        return (await inference.run(codec, exchange, None, request)).body
+
+    with ThreadPoolExecutor(1, "encode") as pool:
+        assert asyncio.run(run(pool)).startswith(b"encode") == is_large

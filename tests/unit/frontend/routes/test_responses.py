@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,10 +15,13 @@ import pytest
 
 from sie.config.generation_settings import Generation
 from sie.config.limits import Limits
+from sie.frontend.dialects.responses.reply import ResponseRecord
 from sie.frontend.dialects.responses.request import ResponsesCall, decode_responses
+from sie.frontend.responses.events import EventRows
+from sie.frontend.responses.response_store import Kept, ResponseFile
 from sie.frontend.routes.responses import Responses
 from sie.values.errors import BadRequest, SieError, Unavailable
-from sie.values.generate import GenerateEvent, GenerateUsage
+from sie.values.generate import Ended, GenerateEvent, GenerateUsage, TextDelta
 
 BACKGROUND = {"model": "m", "input": "hi", "background": True}
 
@@ -32,7 +36,7 @@ class Run:
 
     async def gather(self) -> list[GenerateEvent]:
         await self._end.wait()
-        return []
+        return [Ended(self.usage())]
 
     def give_up(self, error: SieError) -> None:
         """Do nothing: the run ends with the test."""
@@ -92,11 +96,17 @@ class Routes:
             return error.http_status
         return 200
 
+    async def show(self, response_id: str, owner: str = "ann") -> dict[str, Any]:
+        """Return the stored state of a response."""
+        exchange: Any = SimpleNamespace(model=response_id, owner=owner, scope=SimpleNamespace(query_string=""))
+        answer: Any = await self.handlers.show(exchange)
+        return json.loads(answer[1])
+
     async def finish(self) -> None:
         """End all runs, and wait until their responses have ended."""
         self.texts.end.set()
         tasks = [job._task for job in self.handlers._jobs.values() if job._task is not None]
-        _, left = await asyncio.wait(tasks, timeout=10)
+        _, left = await asyncio.wait(tasks, timeout=60)
         assert not left
         self.texts.end.clear()
 
@@ -126,6 +136,59 @@ def test_requests_at_once_do_not_pass_the_limit_of_their_key(tmp_path: Path) -> 
         await routes.finish()
         assert await routes.post(max_concurrent=1) == 200
         await routes.finish()
+
+    asyncio.run(drive())
+
+
+def test_response_that_ends_while_nothing_can_be_stored_is_stored_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drive() -> None:
+        routes = Routes(tmp_path)
+        assert await routes.post() == 200
+        (response_id,) = routes.handlers._jobs
+
+        def full(*_: object) -> bool:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ResponseFile, "update", full)
+            await routes.finish()
+        watcher = routes.handlers._watcher
+        assert watcher is not None
+        await asyncio.wait_for(watcher, 60)
+        assert (await routes.show(response_id))["status"] == "completed"
+
+    asyncio.run(drive())
+
+
+def test_stream_whose_last_events_were_lost_is_cut_when_its_state_is_stored_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> bool:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async def drive() -> None:
+        routes = Routes(tmp_path)
+        handlers = routes.handlers
+        record = ResponseRecord(
+            "resp_1", 1, decoded({**BACKGROUND, "background": False, "stream": True}), "m", max_kept_bytes=1 << 20
+        )
+        kept = Kept(id=record.id, status=record.status, body=record.to_json(), stream=record.stream_form)
+        await handlers._store.do(lambda file: file.add("ann", kept))
+        record.apply([TextDelta(0, "one")], 1)
+        await handlers._update(record)
+        first = await handlers._store.do(lambda file: file.follow(record.id, "ann", -1))
+        assert first is not None
+        assert (first.stream, bool(first.events)) == ("kept", True)
+        record.apply([TextDelta(0, "two"), Ended(GenerateUsage(prompt_tokens=1, completion_tokens=2))], 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(EventRows, "add", full)
+            await handlers._update(record)
+        await handlers._keep_late()
+        last = await handlers._store.do(lambda file: file.follow(record.id, "ann", len(first.events) - 1))
+        assert last is not None
+        assert (last.status, last.stream, last.events) == ("completed", "cut", [])
 
     asyncio.run(drive())
 

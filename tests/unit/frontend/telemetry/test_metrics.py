@@ -6,10 +6,12 @@ import math
 import os
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from sie.frontend.telemetry.metrics import CONTENT_TYPE, Exemplars, FrontendMetrics, render
+from sie.frontend.telemetry.exposition import CONTENT_TYPE, registry_of, render_openmetrics, render_text
+from sie.frontend.telemetry.metrics import Exemplars, FrontendMetrics, count_watchers, merge
 from sie.metrics import definitions
 from sie.metrics.definitions import FAMILIES
 from sie.shm.pages import CounterPage
@@ -43,7 +45,7 @@ def new_page():
 
 def scrape(*pages):
     """Return {(sample name, sorted labels): value} as a scraper reads it."""
-    text = render(pages).decode()
+    text = render_text(merge(pages)).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -67,7 +69,7 @@ def write_one_sample_of_each(page):
 
 
 def test_every_family_has_type_and_help_before_the_first_sample(new_page):
-    text = render([new_page()]).decode()
+    text = render_text(merge([new_page()])).decode()
     for family in FAMILIES:
         assert f"# TYPE {family.name} {family.kind}\n" in text
         assert f"# HELP {family.name} {family.help}\n" in text
@@ -79,7 +81,9 @@ def test_contract_families_have_the_documented_type_labels_and_buckets(new_page,
     kind, labels, bounds = CONTRACT[name]
     page = new_page()
     write_one_sample_of_each(page)
-    (family,) = [each for each in text_string_to_metric_families(render([page]).decode()) if each.name == name]
+    (family,) = [
+        each for each in text_string_to_metric_families(render_text(merge([page])).decode()) if each.name == name
+    ]
     assert family.type == kind
     for sample in family.samples:
         assert set(sample.labels) - {"le"} == set(labels)
@@ -209,9 +213,9 @@ def test_exemplar_is_at_the_bucket_of_its_request_in_openmetrics_only(new_page):
         exemplars.add(f"m{number}", "endpoint", 0.1, "c" * 32)
     family = definitions.REQUEST_DURATION
     page.histogram(family.name, family.label_pairs("model", "endpoint", "total"), family.bounds).observe(0.02)
-    families = list(read_openmetrics(render([page], exemplars).decode()))
+    families = list(read_openmetrics(render_openmetrics(merge([page]), exemplars).decode()))
     assert {each.name for each in families} == {
-        each.name for each in text_string_to_metric_families(render([page]).decode())
+        each.name for each in text_string_to_metric_families(render_text(merge([page])).decode())
     }
     found = {
         sample.labels["le"]: (sample.exemplar.labels["trace_id"], sample.exemplar.value)
@@ -219,4 +223,23 @@ def test_exemplar_is_at_the_bucket_of_its_request_in_openmetrics_only(new_page):
     }  # fmt: skip
     assert found == {"0.025": ("a" * 32, 0.02), "+Inf": ("b" * 32, 99.0)}
     assert len(exemplars._latest) == 1000
-    assert b"aaaa" not in render([page])
+    assert b"aaaa" not in render_text(merge([page]))
+
+
+def test_text_equals_that_of_the_library(new_page):
+    page = new_page()
+    write_one_sample_of_each(page)
+    page.counter("sie_requests_total", definitions.REQUESTS.label_pairs('a"\\\n', "é", "{,}")).add(1.5e7)
+    page.gauge("sie_queue_depth", definitions.QUEUE_DEPTH.label_pairs("m")).set(-math.inf)
+    family = definitions.REQUEST_DURATION
+    page.histogram(family.name, family.label_pairs("m", "encode", "total"), family.bounds).observe(1e-7)
+    merged = merge([page])
+    assert render_text(merged) == generate_latest(registry_of(merged, Exemplars()))
+
+
+def test_watchers_of_all_processes_are_counted(new_page):
+    pages = [new_page() for _ in range(3)]
+    assert count_watchers(pages[2:]) == 0
+    for page, watchers in zip(pages, (2, 3), strict=False):
+        FrontendMetrics(page, set()).set_watchers(watchers)
+    assert count_watchers(pages) == 5

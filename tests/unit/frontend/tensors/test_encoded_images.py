@@ -154,11 +154,18 @@ def test_every_format_is_read(form: str):
     np.testing.assert_allclose(found, np.broadcast_to([50, 100, 200], (1, 8, 6, 3)), atol=6)
 
 
-def test_what_a_camera_says_of_its_position_changes_nothing():
+@pytest.mark.parametrize(
+    ("form", "options"), [("JPEG", {}), ("PNG", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"})]
+)
+@pytest.mark.parametrize("orientation", [3, 6])
+def test_what_a_camera_says_of_its_position_changes_nothing(form: str, options: dict[str, Any], orientation: int):
     exif = Image.Exif()
-    exif[0x0112] = 6
-    found = decode(rule_of(spec_of((-1, -1, -1, 3))), [encode(pixels(8, 6), "JPEG", exif=exif)])
-    assert found.shape == (1, 8, 6, 3)
+    exif[0x0112] = orientation
+    values = np.zeros((32, 16, 3), np.uint8)
+    values[:16] = 200  # the upper half
+    found = decode(rule_of(spec_of((-1, -1, -1, 3))), [encode(values, form, exif=exif, **options)])
+    assert found.shape == (1, 32, 16, 3)
+    np.testing.assert_allclose(found[0].astype(int), values, atol=6)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import functools
 import io
 import re
 import struct
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from sie.frontend.models.model_table import ModelTable
 from sie.frontend.operations.encode import Encoder
 from sie.frontend.operations.score import Scorer
 from sie.frontend.tensors.encoded_images import TensorImages
+from sie.frontend.tensors.held_reply import HeldReply
 from sie.frontend.tensors.infer import Tensors
 from sie.frontend.tensors.regions import Regions
 from sie.frontend.tensors.text_models import TextTensors
@@ -49,7 +51,8 @@ from sie.values.errors import (
     Unavailable,
     to_wire,
 )
-from sie.values.tensor import DATATYPES, Tensor, TensorRequest
+from sie.values.inference import Timing
+from sie.values.tensor import DATATYPES, Tensor, TensorReply, TensorRequest, TensorRule
 from sie.workers.runners.exported import load_exported
 from sie.workers.runners.onnx import RunLimit, load_onnx
 from sie.workers.runners.stub import StubRunner
@@ -163,7 +166,7 @@ class Office:
 
     @property
     def num_steps(self) -> int:
-        return self.worker.loop._num_steps
+        return self.worker.loop._steps._num_steps
 
     def close(self) -> None:
         self.rig.close()
@@ -345,7 +348,7 @@ async def test_run_without_an_end_is_ended_and_the_next_one_gets_no_more_time(
     office: Office,
 ):
     office.worker.build = functools.partial(build, limit_s=0.1)
-    model, pace = office.add("m", onnx_models.endless()).id, office.worker.loop._pace
+    model, pace = office.add("m", onnx_models.endless()).id, office.worker.loop._steps._pace
     allowed_ns = pace.allowed_ns(model, 1)
     for _ in range(2):
         [error] = await office.answer(office.ask("m", {"x": np.ones(1, np.float32)}))
@@ -877,3 +880,22 @@ async def test_encoded_images_are_what_the_model_takes(office: Office):
     np.testing.assert_array_equal(found["y"], np.moveaxis(values[..., ::-1], 3, 1))
     (found,) = await office.answer(office.ask("m", {"x": strings("x", [b"none"], (1,))}))
     assert isinstance(found, BadRequest)
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "is_batched", "leaves"), [(4, True, False), (16, True, True), (16, False, False)]
+)
+def test_answer_with_many_classes_is_written_on_a_thread(num_classes: int, is_batched: bool, leaves: bool):
+    """TRTIS wrote 16,000 classes on the event loop in 1.3 s, because their elements have less than 64 KiB."""
+
+    @in_office()
+    async def main(office: Office) -> None:
+        rule = TensorRule(name="m", version="1", platform="stub", inputs=(), outputs=(), max_batch_size=8 * is_batched)
+        output = tensor("y", np.zeros((8, 100), np.float32))
+        timing = Timing(queue_ms=0, tokenization_ms=0, inference_ms=0, postprocessing_ms=0, total_ms=0)
+        held = HeldReply(TensorReply(model="m", outputs=[output], timing=timing))
+        exchange = Exchange(SimpleNamespace(headers={}), None, 0)
+        thread = await office.tensors.encoded(exchange, held, rule, lambda *_: threading.get_ident(), num_classes)
+        assert (thread != threading.get_ident()) == leaves
+
+    main(Path())

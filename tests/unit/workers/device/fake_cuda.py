@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+from sie.workers.device import capture
+
 
 class FakeCuda:
     """The state of one process."""
@@ -21,13 +23,13 @@ class FakeCuda:
         self.uses = Counter()
         self.num_released = 0
         self.num_captured = 0
-        self.num_waits = 0
+        self.num_streams = 0
         self.is_capturing = self.is_invalid = False
         self.can_repair = True
         graph = type("Graph", (_Graph,), {"cuda": self})
         monkeypatch.setattr(torch.cuda, "Stream", lambda _device: _Stream(self))
+        monkeypatch.setattr(capture, "_users", Counter())
         monkeypatch.setattr(torch.cuda, "stream", self.on_stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: _Stream(self))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _device=None: None)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
@@ -67,12 +69,11 @@ class FakeCuda:
 
 
 class _Stream:
-    def __init__(self, cuda):
-        self.cuda = cuda
+    """One of 32, in turn."""
 
-    def wait_stream(self, _other):
-        assert not self.cuda.is_capturing
-        self.cuda.num_waits += 1
+    def __init__(self, cuda):
+        self.cuda_stream = cuda.num_streams % 32
+        cuda.num_streams += 1
 
 
 class _Graph:

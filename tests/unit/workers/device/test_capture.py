@@ -98,7 +98,28 @@ def test_a_warm_up_that_waits_is_not_captured(cuda):
     with pytest.raises(CaptureRefusedError, match=r"aten\.nonzero"):
         Capturer(GPU).capture(run_later)
     assert (cuda.num_captured, cuda.stream, waits) == (0, "default", [2])
-    assert cuda.num_waits == 4, "each stream waited for the other, in both attempts"
+
+
+def test_graphs_of_two_capturers_share_no_stream_while_they_live(cuda):
+    """torch frees the workspace of a stream's products with the first of its graphs."""
+    kept = Capturer(GPU)
+    graph, _ = kept.capture(lambda: None)
+    own = kept._stream.cuda_stream
+    del kept
+    assert {Capturer(GPU)._stream.cuda_stream for _ in range(64)} == set(range(32)) - {own}
+    others = [Capturer(GPU) for _ in range(31)]
+    with pytest.raises(CaptureRefusedError, match="all streams"):
+        Capturer(GPU)
+    del graph
+    assert Capturer(GPU)._stream.cuda_stream == own
+    assert len(others) == 31
+
+
+def test_a_warm_up_runs_on_the_stream_of_its_thread(cuda):
+    streams = []
+    Capturer(GPU).capture(lambda: streams.append(cuda.stream))
+    assert streams[:2] == ["default"] * 2
+    assert streams[2] != "default"
 
 
 ON_GPU = torch.ones(4, 4, device=META)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,3 +60,15 @@ def test_flags_are_read_on_either_architecture(line: str, tmp_path: Path) -> Non
 
 def test_kernel_without_flags_has_none(tmp_path: Path) -> None:
     assert cpu_flags(tmp_path / "missing") == frozenset()
+
+
+def test_a_wait_is_for_what_was_launched_on_the_stream_of_this_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[object] = []
+    event = SimpleNamespace(record=streams.append, synchronize=lambda: streams.append("waited"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda found: f"stream of {found}")
+    wait = device.wait_later(torch.device("cuda", 1))
+    assert streams == ["stream of cuda:1"]
+    wait()
+    assert streams == ["stream of cuda:1", "waited"]
+    device.wait_later(CPU)()

@@ -193,8 +193,7 @@ def test_logits_that_are_not_numbers_choose_nothing(tmp_path):
     runner = load(save(tmp_path / "llama", "llama"), weights="int8")
     assert runner.decoder is not None
     runner.model.get_input_embeddings().weight.data[:] = torch.nan
-    with pytest.raises(NonFinite):
-        runner.run_step([first_slot(PROMPTS[0], [0])])
+    assert isinstance(runner.run_step([first_slot(PROMPTS[0], [0])])[0], NonFinite)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from sie.values.card import ModelCard
 from sie.values.generate import GenerateRule
 from sie.workers.loading.loader import load_generator
 from tests.generation_models import Oracle, Stream, step
-from tests.gguf_models import assemble_gemma
+from tests.gguf_models import gemma_file
 from tests.unit.workers.generation_rig import EngineRig
 
 CAPITAL = [2, 818, 5279, 529, 7001, 563]  # "The capital of France is"
@@ -25,8 +25,8 @@ FRANCE = 7001
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory):
-    path = assemble_gemma(tmp_path_factory.mktemp("gemma"))
+def runner():
+    path = gemma_file()
     rule = GenerateRule(context_length=32768, eos_token_ids=(1,))
     card = ModelCard(
         id="gemma",

@@ -134,6 +134,32 @@ def test_a_grammar_that_grows_too_large_on_the_way_is_the_clients_mistake(runner
     rig.assert_all_given_back()
 
 
+def test_a_text_with_too_many_readings_is_the_clients_mistake(runner):
+    letters = " | ".join(f'"{letter}"' for letter in "abcdefghijklmnopqrstuvwxyz")
+    text = f'start: s\ns: s s s | s s | t\nt: t t | s s | {letters} | ""'
+    matcher = runner.compile_grammar("lark", text)
+    allowed = np.empty(-(-runner.vocab_size // 32), np.int32)
+
+    def follow():
+        for _ in range(50):
+            matcher.fill_mask(allowed)
+            matcher.consume(ord("a"))
+
+    with pytest.raises(BadRequest, match="grammar: parser error: Too many items"):
+        follow()
+
+
+def test_an_object_of_many_optional_properties_is_followed(runner):
+    properties = {f"p{number}": {"type": "string"} for number in range(495)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": {"type": "string"}}
+    matcher = runner.compile_grammar("json_schema", json.dumps(schema))
+    allowed = np.empty(-(-runner.vocab_size // 32), np.int32)
+    for byte in b'{"p494":"a","p':
+        matcher.fill_mask(allowed)
+        matcher.consume(byte)
+    matcher.fill_mask(allowed)
+
+
 def drive(matcher, tokenizer, *texts):
     """Have a matcher follow tokens by their texts, each of which its mask must allow."""
     for text in texts:

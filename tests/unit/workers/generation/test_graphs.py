@@ -5,20 +5,22 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 import sie.workers.generation
 from sie.values.card import ModelCard
-from sie.values.generate import GenerateRule
+from sie.values.generate import GenerateRule, Sampling
 from sie.workers.device import memory
-from sie.workers.device.capture import Capturer
+from sie.workers.device.capture import Capturer, CaptureRefusedError, refusing_waits
 from sie.workers.device.fallbacks import collecting
 from sie.workers.generation import paging
 from sie.workers.generation.graphs import try_capture
 from sie.workers.generation.paged_cache import PagedCache
 from sie.workers.generation.runner import TextGenerator
+from sie.workers.model_api import Draw, Slot
 from tests import paged_reference
 from tests.generation_models import BY_LENGTH, FAMILIES, random_prompt
 from tests.unit.workers.device.fake_cuda import FakeCuda
@@ -105,3 +107,55 @@ def test_no_more_sequences_are_captured_than_have_a_block(cuda):
     graphs = try_capture(cache, runner._run_model, 256, 8)
     assert graphs is not None
     assert graphs.sizes[0] == cache.num_blocks == 16
+
+
+def move_to_meta(monkeypatch):
+    """Let copies to the stand-in for a GPU come from page-locked memory, as those to a GPU do."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("sie.workers") and hasattr(module, "move"):
+            monkeypatch.setattr(module, "move", lambda tensor, device: torch.empty_like(tensor, device=device))
+
+
+def slots_of_all_kinds():
+    """Return the slots of a step that was launched, and of the next: prompts, known tokens, and tokens of the first."""
+    kinds = [
+        {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 9}, {"min_p": 0.1, "seed": 3}, {"logit_bias": ((5, 2.0),)}
+    ]  # fmt: skip
+    draws = [
+        Draw(Sampling(**kind), 0, 9, None, (2,), place)
+        for kind, place in zip(kinds, (None, 0, 2, None, 1), strict=True)
+    ]
+    ids = np.arange(3, 12, dtype=np.int32)
+    first = [Slot(ids, 0, (2 * number, 2 * number + 1), (draw,)) for number, draw in enumerate(draws)]
+    behind = [
+        slot._replace(token_ids=ids[:1], start=9, draws=slot.draws if number else (), drawn=number or None)
+        for number, slot in enumerate(first)
+    ]
+    return first, [*behind, Slot(ids, 0, (10, 11), rotary_length=40), Slot(ids[:3], 8, (12, 13))]
+
+
+@pytest.mark.parametrize(("name", "is_flash"), [("llama", True), ("phi3-longrope", False), ("gpt_oss", False)])
+def test_launching_a_step_waits_for_nothing(name, is_flash, cuda, monkeypatch):
+    runner, _ = on_gpu(name)
+    runner.reads_in_place = True
+    move_to_meta(monkeypatch)
+    varlen = "sie.workers.generation.varlen"
+    monkeypatch.setattr(f"{varlen}.can_attend_flash", lambda *_: is_flash)
+    monkeypatch.setattr(f"{varlen}.attend_flash", lambda query, *_, **__: query.transpose(0, 1))
+    first, behind = slots_of_all_kinds()
+    with refusing_waits():
+        runner.launch_step(first)
+        runner.launch_step(behind, [(1, 14)])
+        with pytest.raises(CaptureRefusedError):
+            runner._drawn.cpu()
+
+
+def test_a_launched_part_of_a_prompt_is_waited_for(cuda, monkeypatch):
+    """It has no token to read. Without a wait, all parts of a long prompt would be under way at once."""
+    runner, _ = on_gpu("llama")
+    move_to_meta(monkeypatch)
+    waits = []
+    monkeypatch.setattr("sie.workers.generation.runner.wait_later", lambda device: lambda: waits.append(device))
+    read = runner.launch_step([Slot(np.arange(3, 12, dtype=np.int32), 0, (0, 1))])
+    assert waits == []
+    assert (read(), waits) == ([()], [META])

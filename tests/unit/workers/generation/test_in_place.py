@@ -14,13 +14,16 @@ from sie.values.generate import Sampling
 from sie.workers.device.fallbacks import collecting
 from sie.workers.generation import paging
 from sie.workers.generation.graphs import Answers, DecodeGraphs, StepInputs, _Captured
+from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.sampling import likeliest
 from sie.workers.generation.varlen import DecodeStep, can_attend
 from sie.workers.model_api import Draw, Slot
 from sie.workers.packed import flash
 from tests import paged_reference, varlen_stand_ins
 from tests.generation_models import Stream, load, random_prompt, step
+from tests.gpu.device import DEVICE, is_there
 from tests.triton_interpreter import IS_INTERPRETED, interpreted, needs_triton, run_interpreted
+from tests.unit.workers.generation_rig import EngineRig
 
 KERNELS = "sie.workers.generation.kernels"
 PROMPTS = [random_prompt(length, seed) for seed, length in enumerate((5, 29, 18))]
@@ -127,6 +130,53 @@ def test_a_recorded_step_gets_its_values_and_is_filled_up(name, in_place, load_t
     expected = answers(load_tiny(name)[0])
     runner._graphs = eager_graphs(runner, (1, 2, 4), 32)
     assert answers(runner) == expected
+
+
+SAMPLED = Sampling(temperature=1.5, seed=5)
+TASKS = [
+    {"max_tokens": 9, "ignore_eos": True}, {"max_tokens": 30}, {"num_choices": 2, "max_tokens": 7, "sampling": SAMPLED},
+    {"max_tokens": 12, "sampling": Sampling(top_k=8, top_p=0.8), "logprobs": 2}, {"max_tokens": 1},
+    {"max_tokens": 14, "ignore_eos": True, "sampling": Sampling(temperature=1.0, min_p=0.05, logit_bias=((9, 3.0),))},
+]  # fmt: skip
+
+
+def engine_answers(runner, monkeypatch, *, generates_ahead):
+    """Return what an engine answers to prompts that arrive while it runs, and the numbers of slots of each launch."""
+    launched = []
+
+    def launch_step(slots, copies):
+        launched.append([slot.drawn for slot in slots])
+        return TextGenerator.launch_step(runner, slots, copies)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextGenerator, "generates_ahead", generates_ahead)
+        patch.setattr(runner, "launch_step", launch_step)
+        # As a device's: the copy is made when it is begun, and the next step may overwrite its source.
+        patch.setattr("sie.workers.generation.sampling.read_later", lambda tensor: tensor.clone().clone)
+        rig = EngineRig(runner=runner, max_prefill_tokens=16)
+        found = []
+        for number, task in enumerate(TASKS):
+            found.append(rig.submit(random_prompt(5 + 4 * number, number), **task))
+            rig.step(2)
+        rig.run()
+        rig.assert_all_given_back()
+    return found, launched
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3-longrope"])
+def test_steps_that_begin_ahead_take_their_tokens_from_the_device(name, in_place, monkeypatch):
+    runner = in_place(name)
+    expected, none = engine_answers(runner, monkeypatch, generates_ahead=False)
+    assert none == []
+    runner._graphs = eager_graphs(runner, (1, 2, 4), 32)
+    found, launched = engine_answers(runner, monkeypatch, generates_ahead=True)
+    for answer, own in zip(found, expected, strict=True):
+        assert (answer.tokens, answer.finish) == (own.tokens, own.finish)
+        logprobs = [[one.logprob for choice in each.logprobs for one in choice] for each in (answer, own)]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
+    fed = [[place is not None for place in places] for places in launched]
+    assert any(all(places) and len(places) == 3 for places in fed), "a recorded step, padded"
+    assert any(any(places) and not all(places) for places in fed), "tokens that are known beside others"
 
 
 def test_a_token_of_a_recorded_step_has_the_rotary_factors_of_its_own_sequence(in_place):
@@ -246,3 +296,33 @@ def test_on_a_gpu_recorded_steps_and_the_kernel_give_what_gathering_does(name, l
     slots = [stream.next_slot() for stream in prompts]
     far = (kernel.run_logits(slots) - gathered.run_logits(slots)).abs().max()
     assert float(far) < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(IS_INTERPRETED or not is_there(), reason="needs a device")
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3-longrope"])
+def test_on_a_device_steps_that_begin_ahead_give_the_same_tokens(name, load_tiny):
+    """The same steps, each launched behind one that is not read: padded recorded ones, and one with a prompt amid them."""
+    dtype = "float32" if DEVICE == "cpu" else "bfloat16"
+    runner = load(load_tiny(name)[1], device=DEVICE, dtype=dtype, max_sequences=4)
+    assert runner.generates_ahead == (DEVICE != "cpu")
+    runner.decoder = None
+    draws = [(Draw(Sampling(**kind), 0, 0),) for kind in ({"temperature": 0.0}, {"seed": 4}, {"top_k": 5, "seed": 8})]
+
+    def decode(is_behind):
+        streams = [Stream(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(PROMPTS)]
+        reads, found = [], []
+        for number in range(9):
+            own = range(2 if number < 4 else 3)
+            slots = [streams[i].next_slot()._replace(draws=draws[i]) for i in own]
+            if is_behind and number:
+                slots = [slot if number == 4 and i == 2 else slot._replace(drawn=i) for i, slot in enumerate(slots)]
+            reads.append(runner.launch_step(slots))
+            if not is_behind or number:
+                found.append(reads[-1 - is_behind]())
+            for i, slot in zip(own, slots, strict=True):
+                streams[i].num_read += len(slot.token_ids)
+                streams[i].tokens.append(0 if is_behind else found[-1][i][0].token_id)
+        return found + [reads[-1]()] * is_behind
+
+    assert decode(is_behind=True) == decode(is_behind=False)

@@ -4,12 +4,16 @@ models.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from sie.catalog.spec import parse_model_spec
@@ -26,24 +30,25 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong, SieError
 from sie.values.generate import Sampling
 from sie.workers.generation.stub import StubGenerator
+from sie.workers.model_api import RowStep, StepOutputs
 from sie.workers.runners.stub import StubRunner
 from sie.workers.scheduling.waiting import Budget
 from tests.unit.engine_rig import Worker
-from tests.unit.workers.generation_rig import MODEL, RingFrontend, echo, make_card
+from tests.unit.workers.generation_rig import MODEL, AheadStub, RingFrontend, echo, make_card
 
 MIB = 1 << 20
 SETTINGS = Settings(
     memory=Memory(request_segment_bytes=MIB, reply_segment_bytes=MIB, large_extent_bytes=MIB, ring_capacity=16),
     scheduler=Scheduler(max_step_items=64),
-    generation=Generation(kv_block_tokens=8, grammar_timeout_s=1.0, max_prefill_tokens=64),
+    generation=Generation(kv_block_tokens=8, grammar_timeout_s=60.0, max_prefill_tokens=64),
 )
 
 
 class LoopRig:
     """One step loop and one frontend, turned by hand."""
 
-    def __init__(self) -> None:
-        self.worker = Worker(0, SETTINGS, Budget(max_tokens=100, max_items=8, max_age_ns=10**9), 0)
+    def __init__(self, settings: Settings = SETTINGS) -> None:
+        self.worker = Worker(0, settings, Budget(max_tokens=100, max_items=8, max_age_ns=10**9), 0)
         self.worker.build = lambda card: StubGenerator(card, 8) if card.generate else StubRunner(card)
         self._space = OutboundSpace.create("request", MIB, LargeBudget(0), large_extent_bytes=MIB)
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -66,7 +71,7 @@ class LoopRig:
             self.frontend.drain()
 
     def turn_until(self, is_done: Callable[[], object]) -> None:
-        deadline_s = time.monotonic() + 5.0
+        deadline_s = time.monotonic() + 60.0
         while not is_done():
             assert time.monotonic() < deadline_s, "the worker did not get there in time"
             self.worker.loop.run_once(0.01)
@@ -150,19 +155,30 @@ def test_slow_grammar_makes_only_its_own_request_wait(rig: LoopRig) -> None:
     assert bytes(rig.frontend.answers[bound].tokens[0]) == b"yes"
 
 
-def test_grammar_of_many_choices_is_compiled_once(rig: LoopRig) -> None:
-    rig.load(make_card("grammar_ms=300"))  # four of which would take longer than they may
+def test_grammar_of_many_choices_is_compiled_once(rig: LoopRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    compile_grammar = StubGenerator.compile_grammar
+
+    def count(self: StubGenerator, kind: str, text: str) -> Any:
+        compiled.append(text)
+        return compile_grammar(self, kind, text)
+
+    monkeypatch.setattr(StubGenerator, "compile_grammar", count)
+    rig.load(make_card())
     task = {"grammar_kind": "regex", "grammar": "yes", "num_choices": 4}
     bound = rig.frontend.generate(b"x", sampling=Sampling(temperature=0.0), **task)
     rig.turn_until(lambda: rig.frontend.answers[bound].is_over)
     assert [bytes(tokens) for tokens in rig.frontend.answers[bound].tokens] == [b"yes"] * 4
+    assert compiled == ["yes"]
 
 
-def test_grammar_that_takes_too_long_or_is_wrong_is_refused(rig: LoopRig) -> None:
-    rig.load(make_card("grammar_ms=1300"))
-    error = rig.error(rig.frontend.generate(b"x", grammar_kind="regex", grammar="yes"))
+def test_grammar_that_takes_too_long_is_refused() -> None:
+    generation = msgspec.structs.replace(SETTINGS.generation, grammar_timeout_s=0.2)
+    with contextlib.closing(LoopRig(msgspec.structs.replace(SETTINGS, generation=generation))) as rig:
+        rig.load(make_card("grammar_ms=1300"))
+        error = rig.error(rig.frontend.generate(b"x", grammar_kind="regex", grammar="yes"))
     assert isinstance(error, BadRequest)
-    assert "grammar_timeout_s (1 s)" in error.message
+    assert "grammar_timeout_s (0.2 s)" in error.message
 
 
 def test_wrong_grammar_is_the_client_s_mistake(rig: LoopRig) -> None:
@@ -282,3 +298,65 @@ def test_streams_of_a_frontend_that_dies_hold_no_blocks(rig: LoopRig) -> None:
     rig.worker.loop._detach(link)
     assert rig.worker.loop._generators.engines[MODEL].planner.pool.num_used == 0
     assert not rig.worker.loop._state
+
+
+def test_the_page_names_a_step_under_way_until_it_is_read(rig: LoopRig) -> None:
+    rig.worker.build = lambda card: AheadStub(card, 8)
+    rig.load(make_card())
+    request = rig.frontend.generate(b"prompt")
+    rig.turn()
+    page = rig.worker.page.read()
+    assert (page.phase, [entry.request_id for entry in page.entries]) == ("step", [request])
+    rig.turn_until(lambda: rig.frontend.answers[request].is_over)
+    assert bytes(rig.frontend.answers[request].tokens[0]) == b"prompt"
+    assert rig.worker.page.read().phase == "step", "the token behind the end"
+    rig.turn(2)
+    assert rig.worker.page.read().phase == "idle"
+
+
+def test_a_model_is_unloaded_when_its_last_step_is_read(rig: LoopRig) -> None:
+    rig.worker.build = lambda card: AheadStub(card, 8)
+    rig.load(make_card())
+    rig.worker.heard()
+    request = rig.frontend.generate(b"prompt")
+    rig.turn(3)
+    rig.worker.supervisor.send(messages.Unload(MODEL))
+    rig.turn_until(lambda: rig.frontend.answers[request].is_over)
+    rig.turn_until(lambda: (MODEL, "available") in rig.worker.states())
+    assert not rig.worker.loop._state
+
+
+def test_steps_of_other_models_begin_when_none_is_under_way(rig: LoopRig) -> None:
+    generator = AheadStub(make_card(), 8)
+
+    class Alone(StubRunner):
+        def run(self, step: RowStep) -> StepOutputs:
+            assert not generator._under_way
+            return super().run(step)
+
+    rig.worker.build = lambda card: generator if card.generate else Alone(card)
+    rig.load(make_card())
+    rig.load(stub_card(parse_model_spec("stub/e=stub:dense=16")))
+    stream = rig.frontend.generate(b"stream", ignore_eos=True, max_tokens=40)
+    rig.turn(3)
+    for _ in range(6):
+        rig.frontend.encode("stub/e", b"text")
+        rig.turn(2)
+    rig.turn_until(lambda: rig.frontend.answers[stream].is_over and len(rig.frontend.encoded) == 6)
+    assert rig.frontend.answers[stream].tokens == [echo(list(b"stream"), count=40)]
+    assert generator.num_behind > 20
+
+
+def test_vectors_of_a_model_that_generates_ahead_run_whole(rig: LoopRig) -> None:
+    class Both(AheadStub):
+        def run(self, step: RowStep) -> StepOutputs:
+            assert not self._under_way
+            return StepOutputs(np.ones((len(step.inputs), 16), np.float32))
+
+    rig.worker.build = lambda card: Both(card, 8)
+    rig.load(msgspec.structs.replace(make_card(), outputs=("generate", "dense"), dims={"dense": 16}))
+    stream = rig.frontend.generate(b"stream", ignore_eos=True, max_tokens=20)
+    rig.turn(3)
+    rig.frontend.encode(MODEL, b"text")
+    rig.turn_until(lambda: rig.frontend.answers[stream].is_over and rig.frontend.encoded)
+    assert rig.frontend.answers[stream].tokens == [echo(list(b"stream"), count=20)]

@@ -98,7 +98,9 @@ def test_steps_without_a_grammar_start_no_thread(runner, monkeypatch):
     assert answer.finish == ["length"]
 
 
-def test_a_grammar_that_fails_ends_its_own_request_only(runner, place):
+def test_a_grammar_that_fails_ends_its_own_request_only(runner, place, monkeypatch):
+    run, sizes = runner._run, []
+    monkeypatch.setattr(runner, "_run", lambda slots, copies: sizes.append(len(slots)) or run(slots, copies))
     rig = EngineRig(runner=runner)
     first = rig.submit(PROMPT, max_tokens=5, ignore_eos=True)
     broken = rig.submit(PROMPT, grammar_kind="regex", grammar=r"[^\s\S]")
@@ -108,6 +110,7 @@ def test_a_grammar_that_fails_ends_its_own_request_only(runner, place):
     assert broken.error.message == "grammar: no token can follow"
     assert first.finish == ["length"]
     assert bytes(other.tokens[0]) == b"abc"
+    assert sizes == [3, 2, 2, 1, 1], "no pass runs again"
     rig.assert_all_given_back()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -61,6 +62,16 @@ def test_strided_and_deep_inputs_are_read_as_they_lie(rows: int) -> None:
     assert torch.equal(layer(wide[:, :128:2]), layer(wide[:, :128:2].contiguous()))
     assert layer(wide[None, :, :64]).shape == (1, rows, 48)
     assert layer(wide[:0, :64]).shape == (0, 48)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_layers_packed_on_several_cores_have_the_same_bytes(bits: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, found = random_matrix(1100, 40), []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for cores in ({0}, {0, 1, 2}):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores)
+        found.append(Quantised(weight, bits).packed.tobytes())
+    assert found[0] == found[1]
 
 
 def test_threads_change_nothing() -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
 from sie.config.generation_settings import Generation
 from sie.values.errors import BadRequest, ModelLoadFailed

@@ -9,7 +9,7 @@ import pytest
 
 from sie.values.generate import GenerateTask
 from sie.workers.generation.kv import BlockPool
-from sie.workers.generation.planner import Limits, Plan, Planner, share_budget
+from sie.workers.generation.planner import Limits, Plan, Planner, share_budget, whole_prompts
 from sie.workers.generation.sequences import Job, Sequence, Tokens
 
 BLOCK = 4
@@ -46,7 +46,7 @@ class Books:
         """Run a step; return the tokens that ran, by age."""
         plan = self.plan()
         ran = {part.sequence.age: part.count for part in plan.parts}
-        self.planner.copied(plan)
+        self.planner.begin(plan)
         for part in plan.parts:
             sequence = part.sequence
             self.planner.advance(part)
@@ -78,6 +78,14 @@ def test_budget_is_shared_between_the_oldest_and_the_shortest(
     lengths: list[int], max_tokens: int, max_parts: int, counts: list[int]
 ) -> None:
     assert share_budget(lengths, max_tokens, max_parts) == counts
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_parts", "counts"),
+    [([], 4, []), ([20, 3], 4, [20, 0]), ([3, 20, 5], 4, [3, 0, 5]), ([3, 3, 2], 2, [3, 3, 0])],
+)
+def test_prompts_for_an_encoder_run_whole_or_not(lengths: list[int], max_parts: int, counts: list[int]) -> None:
+    assert whole_prompts(lengths, 8, max_parts) == counts
 
 
 def test_every_running_choice_decodes_beside_the_parts_of_a_long_prompt() -> None:
@@ -202,7 +210,7 @@ def test_copies_come_again_until_they_were_made() -> None:
     books.step()
     plan = books.plan()
     assert books.plan().copies == plan.copies != []
-    books.planner.copied(plan)
+    books.planner.begin(plan)
     assert books.plan().copies == []
 
 
@@ -228,7 +236,7 @@ def test_step_of_one_alone_makes_no_copy_for_others_and_ends_none() -> None:
     alone = books.plan()
     assert {part.sequence.age[0] for part in alone.parts} == {2}
     assert alone.copies == []
-    books.planner.copied(alone)
+    books.planner.begin(alone)
     again = books.plan()
     assert {part.sequence.age[0] for part in again.parts} == {1}
     assert again.copies == forked.copies != []

@@ -9,8 +9,9 @@ import torch
 from sie import native
 from sie.values.errors import NonFinite
 from sie.values.generate import Sampling
-from sie.workers.generation.sampling import choose, uniform
-from sie.workers.model_api import Draw
+from sie.workers.generation import sampling
+from sie.workers.generation.sampling import choose, launch_choice, uniform
+from sie.workers.model_api import Draw, Seen
 
 VOCABULARY = 200
 LOGITS = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2
@@ -42,7 +43,7 @@ class ListMatcher:
 
 
 def draw(position=7, choice=0, **values):
-    extras = {name: values.pop(name) for name in ("history", "forbidden", "logprobs", "matcher") if name in values}
+    extras = {name: values.pop(name) for name in ("seen", "forbidden", "logprobs", "matcher") if name in values}
     return Draw(Sampling(**values), choice, position, **extras)
 
 
@@ -119,7 +120,7 @@ def test_a_nucleus_wider_than_the_candidates_is_sampled_whole():
 
 
 def test_penalties_count_the_history_then_bias_is_added():
-    history = np.array([3, 3, 5, 9], np.int32)
+    seen = Seen(np.array([9, 3, 5], np.int32), np.array([1, 2, 1], np.int32))
     expected = LOGITS[2].clone().double().numpy()
     for token, count in ((3, 2), (5, 1), (9, 1)):
         lowered = expected[token] - 0.7 - 0.4 * count
@@ -127,11 +128,11 @@ def test_penalties_count_the_history_then_bias_is_added():
     expected[11] += 4.0
     probabilities = np.exp(expected - expected.max())
     found = many(
-        LOGITS[2], history=history, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3,
+        LOGITS[2], seen=seen, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3,
         logit_bias=((11, 4.0),),
     )  # fmt: skip
     assert np.abs(found - probabilities / probabilities.sum()).max() < 0.03
-    assert many(LOGITS[2], count=50, history=history, logit_bias=((17, 100.0),))[17] == 1
+    assert many(LOGITS[2], count=50, seen=seen, logit_bias=((17, 100.0),))[17] == 1
 
 
 def test_forbidden_tokens_and_grammars_bind_every_draw():
@@ -148,7 +149,7 @@ def test_the_same_seed_draws_the_same_whatever_runs_beside_it():
     own = [draw(position, seed=11, top_p=0.8) for position in range(20)]
     plain = [draw(position, seed=11) for position in range(20)]
     alone = [one(LOGITS[3], each).token_id for each in own + plain]
-    others = [draw(1, temperature=0.0), draw(2, seed=4, top_k=3, logprobs=2), draw(3, history=np.array([1], np.int32),
+    others = [draw(1, temperature=0.0), draw(2, seed=4, top_k=3, logprobs=2), draw(3, seen=Seen(np.array([1], np.int32), np.array([1], np.int32)),
               frequency_penalty=1.0)]  # fmt: skip
     together = choose(LOGITS, [0, 1, 2, *[3] * 40], [*others, *own, *plain])
     assert [chosen.token_id for chosen in together[3:]] == alone
@@ -167,13 +168,38 @@ def test_logprobs_are_those_before_temperature_and_filters():
 
 
 @pytest.mark.parametrize("values", [{"temperature": 0.0}, {"top_p": 0.5}, {"logprobs": 1}])
-def test_logits_that_are_not_finite_are_an_error(values):
-    logits = LOGITS[0].clone()
-    logits[3] = torch.nan
-    with pytest.raises(NonFinite):
-        one(logits, draw(**values))
+def test_logits_that_are_not_finite_are_the_error_of_their_draw_alone(values):
+    logits = LOGITS.clone()
+    logits[1, 3] = torch.nan
+    failed, *others = choose(logits, [1, 0, 2], [draw(**values) for _ in range(3)])
+    assert isinstance(failed, NonFinite)
+    assert others == [one(LOGITS[row], draw(**values)) for row in (0, 2)]
 
 
 def test_half_precision_logits_are_sampled_in_float32():
     found = many(LOGITS[0].bfloat16())
     assert np.abs(found - LOGITS[0].bfloat16().float().softmax(0).numpy()).max() < 0.03
+
+
+def test_draws_that_are_launched_are_the_same_and_come_in_one_copy(monkeypatch):
+    copied = []
+    monkeypatch.setattr(sampling, "read_later", lambda tensor: copied.append(tensor) or tensor.clone)
+    kinds = ({}, {"temperature": 0.0}, {"top_k": 5, "seed": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"forbidden": (7,)},
+             {"temperature": 0.0, "logprobs": 2}, {"logit_bias": ((9, 4.0),), "logprobs": 0})  # fmt: skip
+    draws = [draw(position, **values) for position, values in enumerate(kinds)]
+    rows = [0, 1, 1, 2, 3, 3, 0, 2]
+    launched = launch_choice(LOGITS, rows, draws)
+    assert len(copied) == 1
+    found = launched.read()
+    assert found == choose(LOGITS, rows, draws)
+    assert launched.token_ids.tolist() == [one.token_id for one in found]
+    greedy = [draw(temperature=0.0)] * 3
+    assert launch_choice(LOGITS, [2, 0, 1], greedy).read() == choose(LOGITS, [2, 0, 1], greedy)
+
+
+def test_a_launched_draw_that_needs_all_tokens_sorted_is_left_to_the_host():
+    logits = torch.stack((torch.zeros(2000), torch.arange(2000.0), torch.full((2000,), torch.nan)))
+    wide, narrow, failed = launch_choice(logits, [0, 1, 2], [draw(top_p=0.9, logprobs=1)] * 3).read()
+    assert wide is None
+    assert narrow.token_id > 1900
+    assert isinstance(failed, NonFinite)

@@ -23,7 +23,7 @@ from transformers import (
 from sie import native
 from sie.values.generate import Sampling
 from sie.workers.generation.sampling import choose, uniform
-from sie.workers.model_api import Draw
+from sie.workers.model_api import Draw, Seen
 
 VOCABULARY = 3000
 SEED = 17
@@ -86,10 +86,8 @@ def expect(probabilities: torch.Tensor, is_sorted: bool, position: int) -> int:
 )
 def test_each_draw_is_the_one_of_the_library_s_distribution(values: dict[str, Any]) -> None:
     logits, history = make_logits("smooth"), [3, 3, 5, 9, 2999]
-    draws = [
-        Draw(Sampling(seed=SEED, **values), 0, position, history=np.array(history, np.int32))
-        for position in range(NUM_DRAWS)
-    ]
+    seen = Seen(*(numbers.astype(np.int32) for numbers in np.unique(history, return_counts=True)))
+    draws = [Draw(Sampling(seed=SEED, **values), 0, position, seen=seen) for position in range(NUM_DRAWS)]
     found = [chosen.token_id for chosen in choose(logits[None], [0] * NUM_DRAWS, draws)]
     probabilities = oracle(logits, history, values)
     expected = [expect(probabilities, "top_k" in values or "top_p" in values, at) for at in range(NUM_DRAWS)]

@@ -17,7 +17,7 @@ import transformers
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
 from sie.config.limits import Limits
 from sie.frontend.inputs.tokenize import Tokenizer

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import ModelMember, ModelSpec
 from sie.config.limits import Limits

@@ -217,6 +217,44 @@ def test_load_calls_an_unload_off_that_has_not_ended(hosting):
     assert hosting.built == ["m"]
 
 
+def test_another_definition_is_loaded_once_the_old_one_has_answered_its_last_request(hosting):
+    hosting.load("m")
+    hosting.collect_until("loaded")
+    hosting.host.start_unload("m")
+    hosting.host.load(ModelCard(id="m", kind="encoder", directory="another"))
+    assert hosting.host.runner("m") is None
+    hosting.host.finish_unload("m")
+    hosting.reports.clear()
+    hosting.collect_until("loaded")
+
+    assert hosting.host.models["m"].card.directory == "another"
+    assert hosting.built == ["m", "m"]
+
+
+def test_another_definition_that_comes_while_the_old_one_loads_is_the_one_that_serves(hosting):
+    may_end = threading.Event()
+    hosting.build = lambda _card, _progress: may_end.wait(DEADLINE_S) and Runner()
+    hosting.load("m")
+    hosting.host.start_unload("m")
+    hosting.host.load(ModelCard(id="m", kind="encoder", directory="another"))
+    may_end.set()
+    hosting.collect_until("loaded")
+
+    assert hosting.host.models["m"].card.directory == "another"
+
+
+def test_another_definition_that_is_unwanted_again_is_not_loaded(hosting):
+    hosting.load("m")
+    hosting.collect_until("loaded")
+    hosting.host.start_unload("m")
+    hosting.host.load(ModelCard(id="m", kind="encoder", directory="another"))
+    hosting.host.start_unload("m")
+    hosting.host.finish_unload("m")
+
+    assert hosting.host.models == {}
+    assert hosting.built == ["m"]
+
+
 def test_unload_of_what_is_not_there_does_nothing(hosting):
     hosting.load("m")
     hosting.host.start_unload("unknown")

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
 from sie.config.limits import Limits
 from sie.frontend.inputs.tokenize import Tokenizer

@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
 from sie.catalog.text_ends import with_text_ends
 from sie.config.generation_settings import Generation

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, normalize, silu
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import ModelSpec
 from sie.values.errors import ModelLoadFailed
@@ -514,7 +514,7 @@ def test_weights_that_do_not_fit_their_rules_are_refused(tmp_path: Path) -> None
     short = {name: weight for name, weight in weights.items() if "layer.3.mlp.wo" not in name}
     for index, (wrong, part) in enumerate(
         [
-            (uneven, "has not 2 equal parts"),
+            (uneven, "cannot be cut into 2 equal parts"),
             (double, "two of its weights"),
             (short, r"missing.*layers\.3\.mlp\.down_proj"),
         ]

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.rerankers import Reranker, fill_in_like
 from sie.catalog.spec import ModelSpec

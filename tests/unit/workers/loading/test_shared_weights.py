@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import ModelSpec
 from sie.config.generation_settings import Generation

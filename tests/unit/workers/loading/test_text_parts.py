@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from sie.catalog.cards import make_card
-from sie.catalog.directory import check_before_weights
+from sie.catalog.checkpoint_card import check_before_weights
 from sie.catalog.spec import ModelSpec
 from sie.config.generation_settings import Generation
 from sie.values.errors import ModelLoadFailed

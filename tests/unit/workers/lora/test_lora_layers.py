@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -17,8 +18,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
+from sie.catalog.weights import with_num_weights
 from sie.values.card import AdapterSpec
 from sie.values.errors import BadRequest, SieError
 from sie.values.work import WorkHeader
@@ -26,6 +28,7 @@ from sie.workers.loading.loader import load_encoder
 from sie.workers.lora import lora_weights
 from sie.workers.lora.lora_layers import LoraLayer
 from sie.workers.runners.encoder_formats import join_layers
+from tests.quantised_checkpoints import save_quantised
 
 RTOL, ATOL = 2e-3, 2e-4
 """What docs/models.md promises in float32."""
@@ -60,6 +63,11 @@ HEADS = {
     "qwen2": transformers.AutoModelForCausalLM,
     "modernbert": transformers.AutoModelForMaskedLM,
 }
+EXPERTS = {
+    "hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+"""A gpt-oss, whose experts alone are quantised."""
 Train = Callable[..., Path]
 
 
@@ -85,7 +93,7 @@ def train(tmp_path: Path) -> Train:
 
 
 def load(directory: Path) -> Any:
-    card = read_card(ModelSpec(id="m"), str(directory))
+    card = with_num_weights(read_card(ModelSpec(id="m"), str(directory)))
     return load_encoder(card, "cpu", "float32", lambda _fraction, _text: None)
 
 
@@ -151,6 +159,22 @@ def test_adapter_of_layers_that_were_joined_for_a_gpu_equals_peft(
     plain = runner.run_tokens(inputs)
     expected = [rows[i] if i in (0, 2, 5, 6) else plain[i] for i in range(len(inputs))]
     np.testing.assert_allclose(mixed, expected, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("name", ["fp8 in blocks", "awq", "gptq 4 ordered", "packed int4 zeros", "bytes", "mxfp4"])
+def test_adapter_of_a_quantised_checkpoint_equals_peft_over_its_plain_weights(
+    name: str, make_checkpoint: Any, train: Train, tmp_path: Path
+) -> None:
+    chosen: Any = ("experts.gate_up_proj", "experts.down_proj") if name == "mxfp4" else "_proj.weight"
+    source = make_checkpoint("gpt_oss", **EXPERTS) if name == "mxfp4" else make_checkpoint("qwen2")
+    for kind in ("quantised", "plain"):
+        shutil.copytree(source, tmp_path / kind, ignore=shutil.ignore_patterns("model.safetensors"))
+    save_quantised(source, tmp_path / "quantised", tmp_path / "plain", name, chosen=chosen)
+    adapter = train(tmp_path / "plain", target_modules=["q_proj", "v_proj", "o_proj"], r=4, lora_alpha=8)
+    runner, inputs = load(tmp_path / "quantised"), items()[:3]
+    install(runner, adapter)
+    rows = runner.run_tokens(inputs, ["a"] * len(inputs))
+    np.testing.assert_allclose(rows, peft_rows(tmp_path / "plain", adapter, inputs), rtol=RTOL, atol=ATOL)
 
 
 @pytest.mark.parametrize("family", HEADS)

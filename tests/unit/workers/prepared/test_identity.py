@@ -6,11 +6,13 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from sie import native
 from sie.values.card import ModelCard
+from sie.values.generate import GenerateRule
 from sie.workers.prepared import identity
 
 CPUINFO = (
@@ -32,6 +34,18 @@ def _name(folder: Path, model: str = "m") -> identity.Name:
 
 def test_one_checkpoint_under_two_model_ids_is_prepared_once(tmp_path: Path) -> None:
     assert _name(tmp_path, "mine") == _name(tmp_path, "other")
+
+
+def test_what_frontends_alone_read_prepares_nothing_anew(tmp_path: Path) -> None:
+    rule = GenerateRule(context_length=64, chat_template="{{ a }}", temperature=0.5, repetition_penalty=1.1)
+    card = ModelCard(id="m", kind="generator", directory=str(tmp_path), generate=rule)
+    changed = msgspec.structs.replace(
+        card, generate=GenerateRule(context_length=64), max_sequence_length=32, prompts={"query": "q: "},
+        default_prompt="query", profiles={"a": {"normalize": True}}, matryoshka=(32,),
+    )  # fmt: skip
+    longer = msgspec.structs.replace(card, generate=msgspec.structs.replace(rule, context_length=65))
+    assert identity.name_of(card) == identity.name_of(changed)
+    assert identity.name_of(card) != identity.name_of(longer)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from sie.values.card import LateInteraction, ModelCard
 from sie.values.muvera import Muvera
 from sie.values.work import WorkHeader
 from sie.workers.model_api import StepOutputs
+from sie.workers.operations import costs_of
 from sie.workers.requests.fixed_encoding import fixed_encoding
 from sie.workers.requests.postprocess import finish_ragged, finish_rows_of
 
@@ -125,3 +127,19 @@ def test_one_step_has_encodings_beside_other_outputs() -> None:
     raw = reference(VECTORS, SMALL, is_query=False)
     np.testing.assert_allclose(rows[3], raw / np.abs(raw).max() * 127, atol=0.51)
     assert [item for item, _, _ in finish_ragged(card, wants, outputs)] == [1, 2]
+
+
+def test_encoding_that_takes_longer_than_the_model_makes_steps_smaller() -> None:
+    card = ModelCard(id="a", kind="encoder", late=LateInteraction(), dims={"multivector": 128})
+    many = Muvera(num_repetitions=256, num_simhash_projections=10, projection_dim=32, fill_empty_partitions=True)
+
+    def costs(**choices: Any) -> list[int]:
+        request: Any = SimpleNamespace(costs=[3, 300], comparison=None, header=want("dense", expand_to=0, **choices))
+        return costs_of(request, card)
+
+    assert costs() == [3, 300]
+    few, more = costs(muvera=Muvera())
+    assert (3 < few < 6, 300 < more < 320) == (True, True)
+    assert costs(muvera=many)[0] > 50  # 50 ms for three tokens on one core, and 570 ms for 300
+    assert costs(muvera=many)[1] > 800
+    assert costs(muvera=many, is_query=True)[0] < 25

@@ -169,7 +169,7 @@ async def test_replies_without_credit_are_sent_when_the_frontend_reads(rig: Rig)
     assert not link.flush()
     assert len(worker.ran[0]) == 4
 
-    for frontend_link in other.engine._all_links():
+    for frontend_link in other.engine._workers:
         frontend_link.attachment.drain()  # the frontend reads
     worker.turn()
     await other.settle()

@@ -121,7 +121,7 @@ def test_every_changed_byte_of_a_header_is_read_or_refused(link):
 
 def test_reply_holds_rows_in_their_places_and_the_times(link):
     request = request_of(link)
-    assert request.try_start("<f4", 2, now_ns=1000)
+    assert request.try_reserve("<f4", 2, now_ns=1000)
     request.inference_ns, request.postprocessing_ns = 20, 3
     request.put_row(1, memoryview(np.array([3, 4], np.float32)).cast("B"))
     assert request.num_left == 1
@@ -144,10 +144,10 @@ def test_replies_of_one_shape_have_the_same_bytes_before_their_payload():
 def test_no_room_for_the_reply_changes_nothing(link):
     whole = link.pool.lease(4096)
     request = request_of(link)
-    assert not request.try_start("<f4", 2, now_ns=1)
-    assert not request.has_started
+    assert not request.try_reserve("<f4", 2, now_ns=1)
+    assert not request.may_run
     whole.end()
-    assert request.try_start("<f4", 2, now_ns=2)
+    assert request.try_reserve("<f4", 2, now_ns=2)
 
 
 def test_cancelled_request_is_acknowledged_and_its_reply_memory_freed(link):
@@ -155,7 +155,7 @@ def test_cancelled_request_is_acknowledged_and_its_reply_memory_freed(link):
     assert not request.is_cancelled
     set_cancelled(link.extent)
     assert request.is_cancelled
-    assert request.try_start("<f4", 2, now_ns=1)
+    assert request.try_reserve("<f4", 2, now_ns=1)
     request.cancel()
 
     assert link.sent == [(ERROR, 77, None, 0)]
@@ -164,7 +164,7 @@ def test_cancelled_request_is_acknowledged_and_its_reply_memory_freed(link):
 
 def test_error_crosses_whole_and_frees_the_reply_memory(link):
     request = request_of(link)
-    assert request.try_start("<f4", 2, now_ns=1)
+    assert request.try_reserve("<f4", 2, now_ns=1)
     request.fail(InputTooLong("too long", extras={"items": [1]}))
 
     ((kind, _, lease, length),) = link.sent

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
 from sie.frontend.inputs.prompts import apply_prompt
 from sie.frontend.inputs.tokenize import Tokenizer

@@ -12,7 +12,7 @@ import transformers
 from numpy.typing import NDArray
 from PIL import Image
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
 from sie.frontend.inputs.image_reader import ReadImages
 from sie.frontend.inputs.images import prepare_image

@@ -15,7 +15,7 @@ import transformers
 from numpy.typing import NDArray
 from PIL import Image
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
 from sie.frontend.inputs.images import prepare_image
 from sie.frontend.inputs.tokenize import Tokenizer

@@ -71,16 +71,17 @@ class Served:
 
     def run(self, given: Sequence[Given], num_tokens: int = NUM_TOKENS) -> Answers:
         """Return the answers to images that all come in the first step."""
+        return [ids.tolist() for ids in self.find(given, num_tokens)]
+
+    def find(self, given: Sequence[Given], num_tokens: int = NUM_TOKENS) -> list[Any]:
+        """Return the same as the runner gives them: arrays, or errors."""
         images = [self.image(*each) for each in given]
         told = [ExtractTask(max_new_tokens=num_tokens)] * len(images)
-        found: dict[int, list[int]] = {}
+        found: dict[int, Any] = {}
         while len(found) < len(images):
             waiting = [place for place in range(len(images)) if place not in found]
-            for place, ids in zip(
-                waiting, self.runner.advance([images[place] for place in waiting], told[: len(waiting)]), strict=True
-            ):
-                if ids is not None:
-                    found[place] = ids.tolist()
+            answers = self.runner.advance([images[place] for place in waiting], told[: len(waiting)])
+            found |= {place: answer for place, answer in zip(waiting, answers, strict=True) if answer is not None}
         return [found[place] for place in range(len(images))]
 
 
@@ -265,10 +266,48 @@ def test_wrong_tokens_and_values_are_errors(florence: tuple[Served, Answers]) ->
     head = served.runner._model.lm_head
     kept = head.weight
     head.weight = torch.nn.Parameter(torch.full_like(kept, torch.nan), requires_grad=False)
-    with pytest.raises(NonFinite):
-        served.run(served.given[:1])
+    assert isinstance(served.find(served.given[:1])[0], NonFinite)
     head.weight = kept
     assert served.run(served.given[:1]) == expected[:1]
+
+
+def test_an_answer_that_is_not_finite_ends_no_other(
+    florence: tuple[Served, Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, expected = florence
+    step = served.runner._decoder.step
+
+    def spoiled(memory: Any, tokens: list[int], places: list[int]) -> torch.Tensor:
+        logits = step(memory, tokens, places)
+        if len(tokens) == len(served.given):
+            logits[1] = torch.nan
+        return logits
+
+    monkeypatch.setattr(served.runner._decoder, "step", spoiled)
+    found = served.find(served.given)
+    assert isinstance(found[1], NonFinite)
+    assert [found[place].tolist() for place in (0, 2, 3)] == [expected[place] for place in (0, 2, 3)]
+
+
+def test_after_want_of_memory_fewer_answers_are_held_at_once(
+    florence: tuple[Served, Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, expected = florence
+    step, held = served.runner._decoder.step, []
+
+    def little_memory(memory: Any, tokens: list[int], places: list[int]) -> torch.Tensor:
+        if len(tokens) > 3:
+            raise MemoryError
+        held.append(len(tokens))
+        return step(memory, tokens, places)
+
+    monkeypatch.setattr(served.runner._decoder, "step", little_memory)
+    monkeypatch.setattr(served.runner, "_ceiling", None)
+    with pytest.raises(MemoryError):
+        served.run(served.given)
+    assert served.run(served.given) == expected
+    assert max(held) == 2
+    monkeypatch.setattr(served.runner, "_ceiling", None)
 
 
 def rows_of(picture: Image.Image, card: ModelCard) -> NDArray[np.uint8]:

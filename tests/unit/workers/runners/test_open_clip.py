@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import conv2d, gelu, layer_norm, linear, normalize
 
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import ModelSpec
 from sie.frontend.inputs.images import prepare_image

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sie.values.card import SparseOutput
 from sie.values.errors import Internal, ModelLoadFailed
+from sie.workers.model_api import RowStep
 from sie.workers.packed.batch import pack_sequences
 from sie.workers.runners import splade
 
@@ -128,6 +129,7 @@ def test_queries_and_documents_share_a_step(
     asked = [("w1 w2", True), ("w3 w4 w5", False), ("", True), ("w6", True), ("w7", False)]
     inputs = [model.inputs([text], is_query)[0] for text, is_query in asked]
     wants = [model.want("sparse", is_query=is_query) for _, is_query in asked]
+    assert model.runner.launch(RowStep("encode", inputs, wants)) is None, "the host waits for the sizes"
     together = to_rows(model.runner.run_wants(inputs, wants).ragged["sparse"], width)
     alone = np.concatenate([to_rows(model.run([text], "sparse", is_query), width) for text, is_query in asked])
     np.testing.assert_allclose(together, alone, rtol=1e-3, atol=1e-5)
@@ -200,7 +202,7 @@ def test_step_of_many_texts_never_builds_all_logits() -> None:
 
     pooled = splade.SpladeHead(SparseOutput(kind="splade"), head, 1 << 20)  # type: ignore[arg-type]
     batch = pack_sequences([np.ones(length, np.int32) for length in (3, 3, 100, 7, 1)])
-    entries = pooled(torch.ones(114, 1), batch)
+    entries = pooled.run(torch.ones(114, 1), batch)
     assert [len(indices) for indices, _ in entries] == [1000] * 5
     assert largest == 16  # the least that a chunk holds
 
@@ -221,7 +223,7 @@ def test_a_gpu_is_waited_for_twice_in_a_step_of_many_texts(monkeypatch: Any) -> 
     pooled = splade.SpladeHead(SparseOutput(kind="splade"), lambda hidden: hidden.repeat(1, 50), 1 << 20)  # type: ignore[arg-type]
     batch = pack_sequences([np.ones(20, np.int32)] * 30)
     with Count():
-        entries = pooled(torch.ones(600, 1), batch)
+        entries = pooled.run(torch.ones(600, 1), batch)
     assert [len(indices) for indices, _ in entries] == [50] * 30
     assert (waits, reads) == ([torch.ops.aten.nonzero.default], [50 * 30 * 2 + 30 + 1])
 

@@ -135,7 +135,7 @@ def test_bare_model2vec_leaves_unknown_tokens_out(normalize: bool, tmp_path: Pat
 @pytest.mark.parametrize(
     ("tensors", "part"),
     [
-        ({"embeddings": _table(5)}, "its table has 5 rows, but its tokenizer 43 tokens"),
+        ({"embeddings": _table(5)}, "its table has 5 rows, but its tokenizer has 43 tokens"),
         ({"embeddings": torch.zeros(43, WIDTH, dtype=torch.int8)}, "needs scales|quantised"),
         ({"vectors": _table()}, "no table named"),
         ({**MAPPED, "mapping": torch.full((43,), 9)}, "its mapping names rows"),

@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from sie.values.errors import ModelLoadFailed
+from sie.workers.model_api import RowStep
 from sie.workers.requests.quantise import finish_rows
 
 MAX_DIFFERENCE = 2e-4
@@ -207,6 +208,19 @@ def test_m3_gives_three_outputs_from_one_pass(make_checkpoint: Any, serve: Any, 
             np.testing.assert_allclose(outputs.ragged["multivector"][item], expected, rtol=2e-3, atol=2e-3)
         if "dense" in names:
             np.testing.assert_allclose(outputs.dense[item], hidden.mean(0).numpy(), rtol=2e-3, atol=2e-4)
+    check_begun_together(model, inputs)
+
+
+def check_begun_together(model: Any, inputs: list[np.ndarray]) -> None:
+    """Two steps begin before either is read; each gives its own outputs."""
+    wants = [model.want("dense", "sparse", "multivector")]
+    begun = [model.runner.launch(RowStep("encode", [ids], wants)) for ids in inputs[:2]]
+    for ids, wait in reversed([*zip(inputs, begun, strict=False)]):
+        outputs, expected = wait(), model.runner.run_wants([ids], wants)
+        np.testing.assert_array_equal(outputs.dense, expected.dense)
+        np.testing.assert_array_equal(outputs.ragged["multivector"][0], expected.ragged["multivector"][0])
+        for found, own in zip(outputs.ragged["sparse"][0], expected.ragged["sparse"][0], strict=True):
+            np.testing.assert_array_equal(found, own)
 
 
 def test_bf16_is_close(make_checkpoint: Any, serve: Any, texts: Any) -> None:

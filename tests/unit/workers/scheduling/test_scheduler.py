@@ -399,7 +399,15 @@ def test_a_large_item_joins_those_that_have_begun():
     assert sizes(take(state_of(*running(2)))) == [0, 0]
 
 
-def test_an_item_that_runs_alone_does_not_join_those_that_have_begun():
-    state = state_of(*running(2), item(5, alone=True), item(7))
-    assert sizes(take(state)) == [0, 0, 7]
+def test_an_item_that_runs_alone_waits_for_those_that_have_begun_and_for_no_other():
+    begun = running(2)
+    state = state_of(item(7), *begun, item(5, alone=True), item(7))
+    assert sizes(take(state)) == [0, 0, 7, 7]
+    state.requeue("m", begun)
+    for _ in range(3):
+        state.add("m", item(9))
+        assert sizes(take(state)) == [0, 0]
+        state.requeue("m", begun)
+    state.remove(Step("m", begun, 0, []))
     assert sizes(take(state)) == [5]
+    assert sizes(take(state)) == [9, 9, 9]

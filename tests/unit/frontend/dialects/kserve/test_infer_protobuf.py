@@ -36,7 +36,10 @@ TYPED: dict[str, tuple[str, list[Any]]] = {
 
 def decoded(message: Any, max_values: int = 100) -> InferCall:
     return infer_protobuf.decode_infer(
-        infer_protobuf.parse_infer(message.SerializeToString()), "m/versions/3", RULE, max_values
+        infer_protobuf.parse_infer(*infer_protobuf.cut_raw(message.SerializeToString())),
+        "m/versions/3",
+        RULE,
+        max_values,
     )
 
 
@@ -224,3 +227,18 @@ def test_broken_bytes_are_refused_and_never_read_differently():
 def test_bytes_that_are_no_message_are_refused(data: bytes):
     with pytest.raises(MalformedMessage):
         list(wire_fields(data))
+
+
+@pytest.mark.parametrize("field", [b"\x3a\0", b"\x0a\0", b"\x78\1"], ids=["raw", "name", "unknown"])
+def test_message_of_countless_fields_is_refused(field: bytes):
+    """Eight million of them held the event loop for 2 to 9 s."""
+    assert infer_protobuf.cut_raw(field * 1000)
+    with pytest.raises(MalformedMessage, match="too many fields"):
+        infer_protobuf.cut_raw(field * 20_000)
+    with pytest.raises(MalformedMessage, match="too many fields"):
+        parse(REQUEST, field * 20_000)
+
+
+def test_id_of_a_refused_request_is_read():
+    assert infer_protobuf.id_of(REQUEST(model_name="m", id="7", raw_input_contents=[b"x"]).SerializeToString()) == "7"
+    assert infer_protobuf.id_of(b"\x1a\xff") == infer_protobuf.id_of(b"") == ""

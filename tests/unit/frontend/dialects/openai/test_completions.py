@@ -8,10 +8,18 @@ import msgspec
 import pytest
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.openai.completions import decode_completions, encode_completions
+from sie.frontend.dialects.openai import completions
+from sie.frontend.dialects.openai.completions import CompletionsWriter, decode_completions, encode_completions
 from sie.frontend.dialects.openai.text_fields import Shown
 from sie.values.errors import BadRequest
-from sie.values.generate import ChoiceReply, GenerateReply, GenerateRequest, GenerateUsage, LogprobText
+from sie.values.generate import (
+    ChoiceReply,
+    GenerateReply,
+    GenerateRequest,
+    GenerateUsage,
+    LogprobText,
+    PromptScored,
+)
 
 USAGE = GenerateUsage(prompt_tokens=1, completion_tokens=1)
 
@@ -61,3 +69,27 @@ def test_best_of_that_cannot_be_served_is_refused_by_name(fields: dict[str, Any]
     with pytest.raises(BadRequest) as caught:
         read(**fields)
     assert caught.value.extras["param"] == "best_of"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_choice_repeats_its_prompt_which_is_written_once(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def find(prompt: str, tokens: Any) -> list[int]:
+        found.append(prompt)
+        return [0] * len(tokens)
+
+    monkeypatch.setattr(completions, "find_offsets", find)
+    _, shown = read(prompt=["x", "xx"], n=2, echo=True, logprobs=1, stream=stream)
+    scored = [tuple(choice("", *[-1.0] * size).logprobs) for size in (1, 2)]
+    if stream:
+        writer = CompletionsWriter(shown, "m", ["x", "xx"])
+        events = b"".join(writer.write([PromptScored(number, tokens)]) for number, tokens in enumerate(scored))
+        choices = [msgspec.json.decode(line[6:])["choices"][0] for line in events.split(b"\n\n") if line]
+    else:
+        reply = GenerateReply(model="m", choices=[choice("")] * 4, usage=USAGE, scored=[*scored])
+        choices = msgspec.json.decode(encode_completions(reply, shown, ["x", "xx"]))["choices"]
+    assert found == ["x", "xx"]
+    assert [one["text"] for one in choices] == ["x", "x", "xx", "xx"]
+    assert [one["logprobs"]["tokens"] for one in choices] == [["x"], ["x"], ["x", "x"], ["x", "x"]]
+    assert [one["logprobs"]["token_logprobs"] for one in choices] == [[None], [None], [None, -1.0], [None, -1.0]]

@@ -6,7 +6,7 @@ import pytest
 
 from sie.frontend.dialects.trtis import infer_protobuf, status
 from sie.frontend.dialects.trtis.infer import InferHead, InputHead, OutputHead
-from sie.frontend.tensors.paths import check_version
+from sie.frontend.tensors.model_paths import check_version
 from sie.proto import message_class
 from sie.values.errors import BadRequest
 from sie.values.inference import Timing
@@ -76,3 +76,10 @@ def test_replies_are_read_by_the_message_class():
 def test_an_id_is_found_in_a_good_header_alone():
     assert infer_protobuf.id_of(HEADER(id=5).SerializeToString()) == 5
     assert infer_protobuf.id_of(b"\xff") == 0
+
+
+def test_header_of_countless_fields_is_refused_and_of_countless_dims_is_cut():
+    with pytest.raises(BadRequest, match="too many fields"):
+        infer_protobuf.parse_head(b"\x12\xe8\x07" + b"\x78\1" * 500)
+    head = infer_protobuf.parse_head(HEADER(input=[{"name": "x", "dims": [1] * 100_000}]).SerializeToString())
+    assert len(head.inputs[0].dims) == 33

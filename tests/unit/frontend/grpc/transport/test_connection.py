@@ -499,6 +499,15 @@ def test_an_opening_or_a_block_that_stalls_is_closed(stalled: bytes):
     assert peer.transport.is_closed
 
 
+def test_a_connection_that_is_lost_before_its_check_leaves_the_others_to_be_checked():
+    lost = Peer(limits=Limits(body_idle_timeout_s=5)).opened()
+    stalled = Peer(listener=lost.listener)
+    stalled.connection.opened_ns -= int(60e9)
+    lost.connection.connection_lost(None)
+    lost.listener._check_some([stalled.connection, lost.connection])
+    assert stalled.transport.is_closed
+
+
 def test_a_message_that_stalls_ends_its_call():
     peer = Peer(limits=Limits(body_idle_timeout_s=5)).opened()
     for stream, part in ((1, b""), (3, prefixed(b"hello")[:7]), (5, prefixed(b"hello"))):

@@ -12,11 +12,22 @@ from tokenizers import models, pre_tokenizers
 
 from sie.config.limits import Limits
 from sie.frontend.inputs.tokenize import Tokenizer
-from sie.frontend.operations.extraction.extract import is_long_work
+from sie.frontend.operations.extraction.extract import fill_texts, is_long_work
 from sie.frontend.operations.extraction.gliner import WindowReading
 from sie.values.card import ModelCard
-from sie.values.errors import InputTooLong
-from sie.values.extract import ExtractTask, Gliclass, Gliner, LabelGroup, LabelledExample, TokenClassification, ZeroShot
+from sie.values.errors import BadRequest, InputTooLong
+from sie.values.extract import (
+    Entity,
+    Extraction,
+    ExtractTask,
+    Gliclass,
+    Gliner,
+    Glirel,
+    LabelGroup,
+    LabelledExample,
+    TokenClassification,
+    ZeroShot,
+)
 
 NER = TokenClassification(labels=("O", "A"))
 NLI = ZeroShot(labels=("c", "n", "e"), entailment=2, contradiction=0)
@@ -43,6 +54,12 @@ def test_much_to_read_leaves_the_event_loop(rule, task, text):
     assert is_long_work(rule, task, [text])
 
 
+def test_many_given_entities_leave_the_event_loop():
+    rule, task = Glirel(max_words=384), ExtractTask(labels=("a",))
+    assert is_long_work(rule, task, ["a b"] * 10, num_entities=1000)
+    assert not is_long_work(rule, task, ["a b"] * 10, num_entities=100)
+
+
 @pytest.mark.parametrize("rule", [NER, NLI, SPANS, CLASSES])
 def test_small_requests_are_tokenised_on_the_event_loop(rule):
     task = ExtractTask() if rule is NER else ExtractTask(labels=("person", "city"))
@@ -57,6 +74,14 @@ def test_asking_costs_nothing_itself():
         assert is_long_work(NLI, task, ["x"] * 16)
         took_s.append(time.perf_counter() - began_s)
     assert min(took_s) < 0.005, "16,000 pairs are not to be listed for it"
+
+
+def test_texts_of_overlapping_entities_are_bounded_before_they_are_cut():
+    found = Extraction([Entity("X", start=0, end=8), Entity("Y", start=1, end=8), Entity("Z", text="as it is")])
+    (named,), num_chars = fill_texts([found], ["Ada Lovelace"], max_chars=15)
+    assert ([one.text for one in named.entities], num_chars) == (["Ada Love", "da Love", "as it is"], 15)
+    with pytest.raises(BadRequest, match=r"15 characters, over max_reply_bytes \(14\)"):
+        fill_texts([found], ["Ada Lovelace"], max_chars=14)
 
 
 def windows_of(text: str, *, limit: int, labels: tuple[str, ...] = ("a",)) -> tuple[list[str], np.ndarray]:

@@ -11,8 +11,8 @@ from sie.ipc.messages import ModelReport
 from sie.supervisor.device_memory import DeviceMemories
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import Memory
+from sie.supervisor.load_placement import leading_slots
 from sie.supervisor.model_registry import ModelRegistry
-from sie.supervisor.placement import leading_slots
 from sie.values.card import ModelCard
 
 GIB = 1 << 30

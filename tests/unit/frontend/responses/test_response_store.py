@@ -13,8 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from sie.frontend.responses import store
-from sie.frontend.responses.store import Kept, ResponseFile, ResponseStore, StoreLimits, is_running, process_name
+from sie.frontend.responses import response_store
+from sie.frontend.responses.response_store import (
+    Kept,
+    ResponseFile,
+    ResponseStore,
+    StoreLimits,
+    is_running,
+    process_name,
+)
 from sie.values.errors import Unavailable
 
 LIMITS = StoreLimits(max_responses=100, max_bytes=1 << 30, max_age_s=1000.0)
@@ -85,11 +92,11 @@ def test_cancel_leaves_an_ended_response_unchanged(file: ResponseFile) -> None:
 
 def test_work_of_a_process_that_is_gone_has_failed(file: ResponseFile, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from sie.frontend.responses.store import *;"
+        "import sys; from pathlib import Path; from sie.frontend.responses.response_store import *;"
         f"ResponseFile(Path({str(tmp_path)!r}), StoreLimits(9, 1 << 30, 1e12), lambda: 1e9)"
         ".add('', Kept(id='r', status='in_progress', body=b'{\"status\":\"in_progress\"}'))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
     file.add("", kept("mine", "queued"))
     for _ in range(2):
         found = file.get("r", "")
@@ -118,7 +125,7 @@ def test_process_that_only_waits_to_be_reaped_does_not_run() -> None:
     child.stdin.close()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not is_running(name)
-    child.wait(10)
+    child.wait(60)
 
 
 @pytest.mark.parametrize("max_responses", [1, 3])
@@ -169,7 +176,7 @@ def break_version(path: Path) -> None:
 
 def break_schema(path: Path) -> None:
     db = sqlite3.connect(path)
-    db.execute(f"PRAGMA user_version = {store._SCHEMA_VERSION}")
+    db.execute(f"PRAGMA user_version = {response_store._SCHEMA_VERSION}")
     db.close()
 
 
@@ -233,7 +240,7 @@ def test_few_of_the_files_set_aside_are_kept(tmp_path: Path) -> None:
 def test_file_of_the_version_before_is_upgraded_and_one_of_a_later_version_is_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "responses.db"
     first = sqlite3.connect(path)
-    first.executescript(f"BEGIN; {store._SCHEMA} PRAGMA user_version = 1; COMMIT;")
+    first.executescript(f"BEGIN; {response_store._SCHEMA} PRAGMA user_version = 1; COMMIT;")
     first.execute("INSERT INTO responses VALUES (1, 'r', '', 1e12, 'completed', '', 2, '{}', '[]', '[]')")
     first.commit()
     first.close()

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from sie.shm.inflight import InflightStatus
-from sie.supervisor.watch import Watch
+from sie.supervisor.hang_detector import HangDetector
 
 WATCHDOG_S = 10.0
 
@@ -16,7 +16,7 @@ def step(started_s: float, allowed_s: float = 1.0, seq: int = 1) -> InflightStat
 
 @pytest.fixture
 def judge():
-    return Watch(WATCHDOG_S)
+    return HangDetector(WATCHDOG_S)
 
 
 def test_step_within_its_allowance_and_the_watchdog_is_fine(judge):
@@ -140,7 +140,7 @@ def test_a_worker_that_moves_on_is_not_silent(judge):
 # --- late workers ------------------------------------------------------------------------------------------------------
 
 
-def late(judge: Watch, *looks: tuple[str, float, float]) -> None:
+def late(judge: HangDetector, *looks: tuple[str, float, float]) -> None:
     """Judge a worker whose step began at 100 and may take 1 s; looks are (state, processor time, now)."""
     for state, cpu_s, now_s in looks:
         judge.judge_worker(0, step(100), now_s, 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sie.catalog.cards import make_card
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sie.cluster.gateway.directory import FORGET_S, STALE_S, Directory, choose_lane
 from sie.cluster.gateway.fair_queue import Caller
-from sie.cluster.gateway.placement import Placement, Places, read_placement
+from sie.cluster.gateway.host_directory import FORGET_S, STALE_S, Directory, choose_lane
+from sie.cluster.gateway.requested_placement import Placement, Places, read_placement
 from sie.cluster.gateway.text_client import choose_host, prefix_of
 from sie.cluster.payloads import VERSION, Beat, Cards, ModelBeat
 from sie.cluster.subjects import Lane
@@ -60,7 +60,9 @@ def test_while_all_hosts_are_silent_their_models_are_coming_back_and_not_unknown
     assert states(directory, STALE_S + 0.1) == {"m": ("loaded", False, True)}
     assert list(directory.lanes("m", STALE_S + 0.1)) == [Lane("p", "l4", "b")]
     assert directory.stale(STALE_S + 0.1) == {"h"}
+    assert directory.names({"h"}) == "h (h)"
     directory.forget_old(FORGET_S + 1)
+    assert not directory.names({"h"})
     assert states(directory, FORGET_S + 1) == {}
 
 

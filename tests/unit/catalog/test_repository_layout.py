@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sie.catalog.repository import find_models
+from sie.catalog.repository_layout import find_models
 from sie.catalog.spec import ModelSpec, TensorSource
 from sie.catalog.tensor_rule import read_tensor_card
 from sie.values.errors import ModelLoadFailed

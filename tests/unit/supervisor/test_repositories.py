@@ -20,7 +20,8 @@ from sie.ipc.messages import ManageRepository, ModelReport
 from sie.runtime.progress import Progress
 from sie.supervisor.loads import Loads
 from sie.supervisor.model_registry import ModelRegistry
-from sie.supervisor.repository import Repositories
+from sie.supervisor.repositories import Repositories
+from sie.supervisor.state_broadcast import StateBroadcast
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, WireError, from_wire, to_wire
 from tests.unit.supervisor.test_loads import FakeChildren
@@ -40,10 +41,13 @@ class Office:
         self.registry = ModelRegistry(30.0)
         self.tasks: list[asyncio.Task[None]] = []
         preparer: Any = SimpleNamespace(prepare=self._prepare, find_models=self._find_models)
-        self.loads = Loads(settings, self.registry, Progress(io.StringIO(), "json"), self._spawn, preparer)
-        self.loads.bind(self.children, str, lambda: None)  # type: ignore[arg-type]
-        self.repositories = Repositories(settings, self.registry, self.loads, preparer, self._spawn)
-        self.repositories.bind(self.children)  # type: ignore[arg-type]
+        children: Any = self.children
+        state = StateBroadcast(self.registry, children, str, lambda: None)
+        progress = Progress(io.StringIO(), "json")
+        self.loads = Loads(settings, self.registry, children, state,
+                           progress=progress, spawn=self._spawn, preparer=preparer)  # fmt: skip
+        self.repositories = Repositories(settings, self.registry, children, state, self.loads,
+                                         preparer=preparer, spawn=self._spawn)  # fmt: skip
 
     def _spawn(self, work: Any) -> None:
         self.tasks.append(asyncio.ensure_future(work))

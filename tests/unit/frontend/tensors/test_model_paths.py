@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sie.frontend.tensors.paths import split_model_path, split_version
+from sie.frontend.tensors.model_paths import split_model_path, split_version
 
 ACTIONS = {"infer", "ready", "config", "stats"}
 KNOWN = {"m", "org/name", "org/name/infer", "a/versions/2"}

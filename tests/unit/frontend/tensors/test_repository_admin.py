@@ -14,7 +14,7 @@ import pytest
 from sie.frontend.models.admin import ModelAdmin
 from sie.frontend.models.model_table import ModelTable
 from sie.frontend.tensors.lookup import TensorTable
-from sie.frontend.tensors.repository import RepositoryAdmin
+from sie.frontend.tensors.repository_admin import RepositoryAdmin
 from sie.ipc.messages import Managed, ManageRepository, ModelEntry, Models
 from sie.values.card import ModelCard
 from sie.values.errors import DeadlineExceeded, Internal, ModelLoadFailed, SieError, Unavailable, WireError, to_wire
