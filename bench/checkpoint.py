@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.report import ROOT
 from sie.catalog.gguf_file import find_gguf
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import ModelSpec
@@ -22,12 +21,10 @@ def read_card(model: Path, cache: str) -> ModelCard:
 
 
 def packaged_gemma() -> Path:
-    """Return Gemma 3 270M as a GGUF file under `build`, written from its packages where it is not there."""
-    from tests.gguf_models import assemble_gemma
+    """Return Gemma 3 270M, the GGUF file that `make bench` has fetched."""
+    from tests.gguf_models import gemma_file
 
-    folder = ROOT / "build" / "models"
-    folder.mkdir(parents=True, exist_ok=True)
-    return assemble_gemma(folder)
+    return gemma_file()
 
 
 def as_checkpoint(model: Path) -> Path:

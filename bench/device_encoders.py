@@ -113,6 +113,8 @@ def _sie(shape: str, model: Any, device: str) -> Contender:
     runner = load_built(model, load_encoder, card, device, "bfloat16")
     if not runner.execution.packed:
         raise click.ClickException(f"{shape} does not run packed")
+    graphs = runner._backbone.graphs
+    print(f"- {shape}: CUDA graphs for steps of {'no' if graphs is None else graphs.sizes} tokens")
     return Contender("sie", lambda ids: runner.run_tokens(list(ids)))
 
 

@@ -20,6 +20,9 @@ from sie import __version__
 _STEP_TOKENS = 512
 """What a step takes of prompts on a CPU by default while nothing decodes."""
 
+Part = tuple[int, Sequence[int], int]
+"""A stream's number, its next tokens, and the place of the first one."""
+
 
 class SieSteps:
     """A worker's own steps, the engine left out: a step is asked for as soon as the last one ends."""
@@ -41,7 +44,7 @@ class SieSteps:
         self._blocks = [range(place * per_stream, (place + 1) * per_stream) for place in range(len(prompts))]
         self._ends = [len(prompt) for prompt in prompts]
         self.last = [0] * len(prompts)
-        parts: list[tuple[int, Sequence[int], int]] = []
+        parts: list[Part] = []
         for stream, prompt in enumerate(prompts):
             for first in range(0, len(prompt), self._step_tokens):
                 part = prompt[first : first + self._step_tokens]
@@ -52,22 +55,53 @@ class SieSteps:
         self._run(parts)
 
     def step(self) -> None:
-        parts = [(stream, (token,), self._ends[stream]) for stream, token in enumerate(self.last)]
-        self._ends = [end + 1 for end in self._ends]
-        self._run(parts)
+        self._run(self._next_parts())
 
-    def _run(self, parts: Sequence[tuple[int, Sequence[int], int]]) -> None:
+    def step_ahead(self, count: int) -> None:
+        """Choose `count` more tokens of each, as the engine does on a GPU: a step begins before the one before is read."""
+        read = None
+        for _ in range(count):
+            parts = self._next_parts()
+            slots = self._slots(parts)
+            if read is not None:
+                slots = [slot._replace(drawn=stream) for stream, slot in enumerate(slots)]
+            before, read = read, self._runner.launch_step(slots)
+            if before is not None:
+                self._take(parts, before())
+        if read is not None:
+            self._take(self._parts(), read())
+
+    def rewind(self, count: int, tokens: Sequence[int]) -> None:
+        """Go back by `count` steps, to where these tokens were the last ones; their successors are computed again."""
+        self._ends = [end - count for end in self._ends]
+        self.last = list(tokens)
+
+    def _parts(self) -> list[Part]:
+        return [(stream, (token,), self._ends[stream]) for stream, token in enumerate(self.last)]
+
+    def _next_parts(self) -> list[Part]:
+        parts = self._parts()
+        self._ends = [end + 1 for end in self._ends]
+        return parts
+
+    def _run(self, parts: Sequence[Part]) -> None:
+        self._take(parts, self._runner.run_step(self._slots(parts)))
+
+    def _slots(self, parts: Sequence[Part]) -> list[Any]:
         import numpy as np
 
         from sie.workers.model_api import Draw, Slot
 
-        slots: list[Slot] = []
+        slots: list[Any] = []
         for stream, ids, start in parts:
             end = start + len(ids)
             draws = (Draw(self._greedy, 0, end),) if end == self._ends[stream] else ()
             blocks = self._blocks[stream][: -(-end // self._runner.block_tokens)]
             slots.append(Slot(np.array(ids, np.int32), start, blocks, draws))
-        for (stream, _, _), chosen in zip(parts, self._runner.run_step(slots), strict=True):
+        return slots
+
+    def _take(self, parts: Sequence[Part], results: Sequence[Any]) -> None:
+        for (stream, _, _), chosen in zip(parts, results, strict=True):
             if chosen:
                 self.last[stream] = chosen[0].token_id
 

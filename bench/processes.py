@@ -8,7 +8,8 @@ import select
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 import psutil
@@ -16,7 +17,7 @@ import psutil
 _STOP_TIMEOUT_S = 40.0
 _ROLES = {
     "sie.workers.main": "worker", "sie.frontend.main": "frontend", "sie.frontend.grpc.main": "grpc",
-    "sie.agents.host.main": "agent",
+    "sie.agents.host.main": "agent", "sie.workers.template": "template",
 }  # fmt: skip
 
 
@@ -64,15 +65,21 @@ class Program:
 
     def cpu_s(self) -> dict[str, float]:
         """Return the processor time of its processes so far, by role; those of other programs are all `program`."""
-        spent: dict[str, float] = {}
+        return self._by_role(lambda process: sum(process.cpu_times()[:2]))
+
+    def waited_s(self) -> dict[str, float]:
+        """Return how long its threads could run and waited for a core so far, by role. Source: sched-stats.rst."""
+        return self._by_role(_waited_s)
+
+    def _by_role(self, measure: Callable[[psutil.Process], float]) -> dict[str, float]:
+        found: dict[str, float] = {}
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(self.process.pid)
             for process in (root, *root.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
+                with contextlib.suppress(psutil.Error, OSError):
                     role = _role_of(process, root)
-                    times = process.cpu_times()
-                    spent[role] = spent.get(role, 0.0) + times.user + times.system
-        return spent
+                    found[role] = found.get(role, 0.0) + measure(process)
+        return found
 
     def pause(self) -> None:
         """Keep all its processes from running, where it may be: some spin while they wait for work."""
@@ -102,6 +109,11 @@ class Program:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
+
+
+def _waited_s(process: psutil.Process) -> float:
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[1]) for task in tasks) / 1e9
 
 
 def _role_of(process: psutil.Process, root: psutil.Process) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 
 from bench.shm import open_ring
 from sie.catalog.cards import make_card
-from sie.catalog.directory import read_card
+from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec, parse_model_spec
 from sie.config.limits import Limits
 from sie.frontend.dialects.kserve.infer import InferCall, decode_infer, encode_infer

@@ -6,6 +6,7 @@ It counts bytes and events, and leaves the JSON of the tokens unread: client and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from sie.loadgen.target import Target
 _WORDS: Final = (
     "the", "of", "a", "garden", "river", "stone", "bright", "walk", "under", "city", "paper", "music", "engine", "winter",
 )  # fmt: skip
+_EVENT: Final = b"data: {"
+_MOST_TOKENS_PER_S: Final = 400
 _COUNT: Final = b'"completion_tokens":'
 _TAIL_BYTES: Final = 1 << 14
 
@@ -60,9 +63,7 @@ def _body(model: str, load: StreamLoad, seed: int) -> bytes:
 
 async def _stream(target: Target, body: bytes) -> Streamed:
     began_s = time.perf_counter()
-    reader, writer = await asyncio.open_connection(target.host, target.port)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {target.host}\r\ncontent-type: application/json\r\n"
-    writer.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    reader, writer = await _ask(target, body)
     first_s, tail = 0.0, b""
     while piece := await reader.read(1 << 16):
         if not first_s and b"data:" in piece:
@@ -70,6 +71,43 @@ async def _stream(target: Target, body: bytes) -> Streamed:
         tail = (tail + piece)[-_TAIL_BYTES:]
     writer.close()
     return Streamed(first_s, time.perf_counter() - began_s, _count(tail))
+
+
+async def _ask(target: Target, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection(target.host, target.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {target.host}\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    return reader, writer
+
+
+def read_gaps(target: Target, model: str, streams: int, seconds: float) -> list[float]:
+    """Return the seconds between two events of a stream, of all streams together, after reading them for so long.
+
+    Raises RuntimeError if a stream ends before.
+    """
+    gaps: list[float] = []
+    body = _body(model, StreamLoad("", streams, 1, round(seconds * _MOST_TOKENS_PER_S)), 0)
+
+    async def read() -> None:
+        reader, writer = await _ask(target, body)
+        last_s = 0.0
+        try:
+            while piece := await reader.read(1 << 16):
+                now_s = time.perf_counter()
+                for _ in range(piece.count(_EVENT)):
+                    gaps.extend([now_s - last_s] if last_s else [])
+                    last_s = now_s
+            raise RuntimeError("a stream has ended")
+        finally:
+            writer.close()
+
+    async def run() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*(read() for _ in range(streams)))
+
+    asyncio.run(run())
+    return gaps
 
 
 def _count(tail: bytes) -> int:
