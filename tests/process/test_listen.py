@@ -86,8 +86,8 @@ def check_bench(pki: Path, port: int) -> None:
         "--ca", str(pki / "ca.pem"), "--seconds", "0.2", "--connections", "3", "--distinct", "8", "--items", "40",
     ]  # fmt: skip
     shown = ["--cert", str(pki / "client.pem"), "--cert-key", str(pki / "client.key")]
-    assert subprocess.run(command, timeout=60, capture_output=True, check=False).returncode == 1
-    subprocess.run([*command, *shown], timeout=60, capture_output=True, check=True)
+    assert subprocess.run(command, timeout=WAIT_S, capture_output=True, check=False).returncode == 1
+    subprocess.run([*command, *shown], timeout=WAIT_S, capture_output=True, check=True)
 
 
 def check_attackers(server: Server, pki: Path, context: ssl.SSLContext) -> None:
