@@ -292,9 +292,9 @@ class Supervisor:
             self._children.num_http_frontends,
             workers,
         )
-        self._systemd.ready(self._status())
+        self._systemd.ready(self._status(time.monotonic()))
 
-    def _status(self) -> str:
+    def _status(self, now_s: float) -> str:
         """Return the status line for `systemctl status`."""
         is_reachable = any(frontend.state == "ready" for frontend in self._children.frontends)
         reason = self._state.reason() or ("" if is_reachable else "no frontend is running")
@@ -302,7 +302,7 @@ class Supervisor:
             return f"starting: {reason}"
         state = f"not ready: {reason}" if reason else f"serving on {self._listener.url}"
         failed = f"; failed: {', '.join(self._registry.left_out())}" if self._registry.left_out() else ""
-        hung = self._watchdog.hung(time.monotonic(), self._systemd.grace_s)
+        hung = self._watchdog.hung(now_s, self._systemd.grace_s)
         hangs = f"; not answering: {', '.join(hung)}" if hung else ""
         lost = [worker.place.device for worker in self._children.workers if worker.state == "lost"]
         gone = f"; devices lost: {', '.join(lost)}" if lost else ""
@@ -355,7 +355,7 @@ class Supervisor:
     def _on_reloaded(self) -> None:
         self._children.page.count_reload(is_refused=bool(self._reloader.error))
         self._state.set_config_error(self._reloader.error)
-        self._systemd.set_status(self._status())
+        self._systemd.set_status(self._status(time.monotonic()))
 
     # --- watching -------------------------------------------------------------------------------------------------
 
@@ -375,7 +375,8 @@ class Supervisor:
                 pinged = [*self._children.frontends, *self._children.agents]
                 self._children.send_all(pinged, messages.Ping(int(now_s * 1e3)))
                 pinged_s = now_s
-                self._systemd.set_status(self._status())
+                # The same time as for the watchdog below, which is not fed for a process that is said not to answer.
+                self._systemd.set_status(self._status(now_s))
             if not self._watchdog.hung(now_s, self._systemd.grace_s):
                 self._systemd.feed_watchdog(now_s)
             if not self._state.was_ready and self._state.is_progressing():

@@ -149,6 +149,7 @@ def test_a_reader_that_takes_nothing_slows_nobody(server: Server) -> None:
     eventually(lambda: running(server, "m") == 0, "the work of a client that left still runs")
 
 
+@pytest.mark.timing(forks=True)
 def test_texts_and_streams_share_a_worker_s_time(server: Server) -> None:
     """Where each asks for more than there is, each gets its part."""
 
@@ -167,12 +168,14 @@ def test_texts_and_streams_share_a_worker_s_time(server: Server) -> None:
             thread.start()
         lines = response.iter_lines()  # whose end would be the connection's
         assert any("message_start" in line for line in lines)
-        before = busy()
-        eventually(lambda: sum(busy().values()) - sum(before.values()) > 1.5, "a second and a half of work")
-        took = {name: value - before[name] for name, value in busy().items()}
-        stop.set()
-        for thread in threads:
-            thread.join(WAIT_S)
+        try:
+            before = busy()
+            eventually(lambda: sum(busy().values()) - sum(before.values()) > 1.5, "a second and a half of work")
+            took = {name: value - before[name] for name, value in busy().items()}
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(WAIT_S)
     assert 1 / 3 < took["slow"] / took["texts"] < 3, took
     eventually(lambda: running(server) == 0, "the work of a client that left still runs")
 

@@ -38,8 +38,9 @@ def test_long_prompt_stalls_no_stream() -> None:
     with start_worker(generator("per_token_us=50,blocks=2048"), settings=SETTINGS) as worker:
         stream = worker.frontend.generate(b"stream", ignore_eos=True, max_tokens=4000)
         worker.wait(lambda: worker.num_tokens(stream) > 5, "the stream")
-        before = worker.num_tokens(stream)
-        long = worker.frontend.generate(bytes(65 + i % 26 for i in range(2000)), max_tokens=2)
+        with paused(worker.process.pid):  # or the stream may be over before the prompt comes
+            before = worker.num_tokens(stream)
+            long = worker.frontend.generate(bytes(65 + i % 26 for i in range(2000)), max_tokens=2)
         worker.wait(lambda: worker.num_tokens(long), "the long prompt's first token")
         # 256 tokens of the prompt a step: the stream has one in each.
         assert worker.num_tokens(stream) - before >= 2000 // 256

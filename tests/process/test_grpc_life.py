@@ -262,7 +262,7 @@ def test_who_watches_its_health_hears_of_every_change_until_the_end(tmp_path: Pa
     ):  # fmt: skip
         watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
         every, one, none = (
-            watch(request(service=name).SerializeToString(), timeout=60)
+            watch(request(service=name).SerializeToString(), timeout=2 * WAIT_S)
             for name in ("", "inference.GRPCInferenceService", "nobody")
         )
         assert [next(every), next(one), next(none)] == [health(1), health(1), health(3)]

@@ -35,7 +35,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, unread_s: float) -> Iterator
     keys = write_keys(tmp_path_factory.mktemp("keys") / "keys.toml", entry("one", ONE, ["infer"], max_concurrent=1))
     with start_server(
         *MODEL, "--model", "id=stub:tensor", "--frontends", "1", "--grpc-port", str(free_port()), "--api-keys", str(keys),
-        "--max-held-bytes", str(MAX_BYTES), "--unread-timeout-s", f"{unread_s:g}",
+        "--max-held-bytes", str(MAX_BYTES), "--unread-timeout-s", f"{unread_s:g}", "--body-idle-timeout-s", "300",
     ) as running:  # fmt: skip
         yield running
 

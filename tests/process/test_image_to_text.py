@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.process.harness import Server, extents_in_use, start_server
+from tests.process.harness import WAIT_S, Server, eventually, extents_in_use, start_server
 from tests.process.wire import (
     MSGPACK,
     Client,
@@ -72,7 +71,7 @@ def test_requests_together_have_the_answers_of_each_alone(server: Server, model:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(WAIT_S)
     assert [answers[number] for number in range(len(alone))] == alone
 
 
@@ -133,13 +132,19 @@ def test_wrong_requests_are_400_and_name_the_field(
 
 
 def test_other_models_are_answered_between_the_steps(server: Server) -> None:
-    """While answers are generated, a text is read after a step at most."""
-    threads = [threading.Thread(target=post, args=(server, "tiny/donut", pictures() * 4)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    num_answered = 0
-    deadline = time.monotonic() + 60
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-        assert post_json(server.port, "/v1/encode/stub/dense", {"items": [{"text": "hello"}]}).status == 200
-        num_answered += 1
-    assert num_answered > 3
+    """While answers are generated, a text is read after a step at most.
+
+    Where this process gets no core, the answers are there before it has asked for much, so there are several goes.
+    """
+
+    def num_answered_meanwhile() -> int:
+        threads = [threading.Thread(target=post, args=(server, "tiny/donut", pictures() * 4)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        num_answered = 0
+        while any(thread.is_alive() for thread in threads):
+            assert post_json(server.port, "/v1/encode/stub/dense", {"items": [{"text": "hello"}]}).status == 200
+            num_answered += 1
+        return num_answered
+
+    eventually(lambda: num_answered_meanwhile() > 3, "some texts are read while answers are generated")

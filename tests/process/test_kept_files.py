@@ -34,7 +34,8 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(state: Path) -> Iterator[Server]:
     with start_server(
-        "--model", "m=stub:generate,max_tokens=8192", "--default-model", "m", "--frontends", "2",
+        "--model", "m=stub:generate,max_tokens=8192", "--model", "slow=stub:generate,latency_ms=30",
+        "--default-model", "m", "--frontends", "2",
         "--state-dir", str(state / "state"), "--api-keys", str(write_keys(state / "keys.toml")),
         "--max-file-bytes", "33554432", "--max-inline-file-bytes", "100", "--max-preview-chars", "40",
         "--max-skill-bytes", "100000", "--max-skill-files", "10",
@@ -193,7 +194,7 @@ def test_wrong_upload_hears_its_field(
     # A form of values alone is one only if some part is a file.
     answer = http.post("/v1/files", files=files or [("purpose", (None, "x"))], data=data)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
-    assert blobs(state) == before
+    assert_no_more(state, before)
 
 
 def test_body_that_is_no_form_is_refused(http: httpx.Client) -> None:
@@ -211,6 +212,10 @@ def test_wrong_query_hears_its_field(http: httpx.Client, query: str) -> None:
 def blobs(state: Path) -> set[str]:
     folder = state / BLOBS
     return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+def assert_no_more(state: Path, before: set[str]) -> None:
+    eventually(lambda: blobs(state) <= before, "nothing is left of what was refused")
 
 
 @pytest.mark.timing(forks=True)
@@ -231,7 +236,7 @@ def test_upload_over_the_limit_leaves_nothing(alice: openai.OpenAI, state: Path)
     with pytest.raises(openai.APIStatusError, match="max_file_bytes") as caught:
         upload(alice, b"x" * ((32 << 20) + 1))
     assert caught.value.status_code == 413
-    assert blobs(state) == kept
+    assert_no_more(state, kept)
 
 
 def test_upload_that_is_cut_leaves_nothing(server: Server, state: Path) -> None:
@@ -389,7 +394,7 @@ def test_bad_skill_is_422_and_leaves_nothing(http: httpx.Client, state: Path, fi
     before = blobs(state)
     answer = http.post("/v1/skills", files=files)
     assert (answer.status_code, answer.json()["error"]["type"]) == (422, "invalid_request_error")
-    assert blobs(state) == before
+    assert_no_more(state, before)
 
 
 def test_form_without_a_skill_is_400(http: httpx.Client) -> None:
@@ -460,9 +465,9 @@ def test_wrong_session_hears_its_field(http: httpx.Client, body: Any, status: in
     assert http.put("/v1/sessions/a%20b", json={"messages": []}).json()["error"]["param"] == "session_id"
 
 
-def chat(client: openai.OpenAI, text: str, session: str, **extra: Any) -> Any:
+def chat(client: openai.OpenAI, text: str, session: str, *, model: str = "m", **extra: Any) -> Any:
     messages: Any = [{"role": "user", "content": text}]
-    return client.chat.completions.create(model="m", messages=messages, extra_body={"session_id": session}, **extra)
+    return client.chat.completions.create(model=model, messages=messages, extra_body={"session_id": session}, **extra)
 
 
 def test_chat_continues_its_session_whole_or_streamed(alice: openai.OpenAI, http: httpx.Client) -> None:
@@ -514,10 +519,19 @@ def test_messages_continue_a_session_and_count_it(claude: anthropic.Anthropic) -
     assert last.content[0].text.startswith("user: one\nassistant: user: one"), last  # type: ignore[union-attr]
 
 
-def test_answer_that_its_client_left_is_not_stored(alice: openai.OpenAI, http: httpx.Client) -> None:
-    stream = chat(alice, "x" * 500, "left", stream=True, max_tokens=8000)
+def test_answer_that_its_client_left_is_not_stored(server: Server, alice: openai.OpenAI, http: httpx.Client) -> None:
+    """Its 500 tokens would take 15 s."""
+
+    def num_running() -> float:
+        page = httpx.get(f"{server.url}/metrics", headers=bearer(METRICS), timeout=WAIT_S).text.splitlines()
+        lines = [line for line in page if line.startswith("sie_sequences_running{") and '"slow"' in line]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    stream = chat(alice, "x" * 500, "left", model="slow", stream=True)
     next(iter(stream))
+    eventually(lambda: num_running() == 1, "it runs")
     stream.close()
+    eventually(lambda: num_running() == 0, "its work still runs")
     with pytest.raises(openai.BadRequestError):
         alice.chat.completions.create(model="m", messages=[], extra_body={"session_id": "left"})
     assert http.get("/v1/sessions/left").status_code == 404
@@ -544,7 +558,7 @@ def test_full_disk_is_503_and_leaves_nothing(server: Server, alice: openai.OpenA
         assert alice.files.content(kept.id).read() == b"x,y\n1,2\n"
     finally:
         limit_files(resource.RLIM_INFINITY)
-    assert blobs(state) == before
+    assert_no_more(state, before)
     assert upload(alice).bytes == 8
     assert server.output.text().count("cannot be kept in") <= 2 * len(server.frontends())
 

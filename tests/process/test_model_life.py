@@ -13,7 +13,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.process.harness import EX_CONFIG, Server, eventually, run_to_end, start_server
+from tests.process.harness import EX_CONFIG, WAIT_S, Server, eventually, run_to_end, start_server
 from tests.process.notify_socket import ServiceManager
 from tests.process.wire import (
     Client,
@@ -64,7 +64,7 @@ def test_a_cold_model_answers_503_at_once_and_loads():
     ids=["by the route", "by the setting"],
 )
 def test_a_cold_model_is_waited_for_where_clients_know_no_loading(flags, requests):
-    cold = "stub:dense=16,score=1,load_ms=1000"
+    cold = "stub:dense=16,score=1,load_ms=2000"
     with start_server(*flags, "--lazy-model", f"stub/one={cold}", "--lazy-model", f"stub/other={cold}") as server:
         for path, body in requests:
             assert post_json(server.port, path, body, {"x-sie-timeout-ms": "100"}).status == 503, "not for ever"
@@ -99,7 +99,7 @@ def test_a_real_load_beside_a_serving_model_fails_none_of_its_requests(minilm_di
     with start_server("--model", "stub/a=stub:dense=16", "--lazy-model", f"mini={minilm_directory}") as server:
         assert encode(server.port, "mini", ["x"]).status == 503
         with Client(server.port) as client:
-            deadline_s = time.monotonic() + 80
+            deadline_s = time.monotonic() + WAIT_S
             while state(server, "mini") != "loaded":
                 assert time.monotonic() < deadline_s
                 assert np.array_equal(dense_rows(client.encode("stub/a", ["x"])), stub_rows(["x"], 16))
@@ -115,7 +115,8 @@ def broken_server(minilm_directory: Path, tmp_path_factory: pytest.TempPathFacto
     data = weights.read_bytes()
     weights.unlink()
     weights.write_bytes(data[: len(data) // 2])
-    with start_server("--model", "stub/a=stub:dense=16", "--lazy-model", f"broken={directory}") as server:
+    flags = ("--lazy-model", f"broken={directory}", "--load-retry-s", "1800")
+    with start_server("--model", "stub/a=stub:dense=16", *flags) as server:
         assert encode(server.port, "broken", ["x"]).code() == "MODEL_LOADING"
         eventually(lambda: state(server, "broken") == "failed", "the load failed")
         yield server
@@ -170,7 +171,7 @@ def test_a_quantised_checkpoint_of_a_hub_is_refused_for_good_and_clients_hear_it
             assert manager.wait_for("READY")
             assert manager.wait_for("STATUS", "models loaded: 1; failed: org/model")
             eventually(lambda: total(server.port, "sie_model_failed", model="org/model") == 1, "an alert")
-            assert state(server, "org/model") == "failed"
+            eventually(lambda: state(server, "org/model") == "failed", "the frontend has heard of it, too")
             response = encode(server.port, "org/model", ["x"])
             detail = response.json()["detail"]
             assert (response.status, response.code()) == (502, "MODEL_LOAD_FAILED")

@@ -26,10 +26,11 @@ from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
+from tests.process.harness import WAIT_S
 from tests.unit.workers.generation_rig import RingFrontend
 
 MIB = 1 << 20
-TIMEOUT_S = 40.0
+TIMEOUT_S = WAIT_S
 ValueT = TypeVar("ValueT")
 
 
