@@ -16,11 +16,10 @@ import pytest
 
 from tests.agent_rig import open_directory
 from tests.process.harness import WAIT_S, Server, count_fds, eventually, start_server
-from tests.process.test_agents import PYTHON, SHELL, Client, call
+from tests.process.test_agents import LOST, PYTHON, SHELL, Client, call
 
 NUM_ROUNDS = 2
 TOOLS = {"python": PYTHON, "shell": SHELL}
-LOST = "agent process is not running"
 
 
 class Place:
@@ -69,7 +68,9 @@ def place() -> Iterator[Place]:
             "--model", "s=stub:generate,scripted", "--agent", "--sandbox-nice", "10", "--frontends", "1", "--agent-dir", str(homes),
             "--agent-session-idle-s", "1",
         ) as server:  # fmt: skip
-            yield Place(server, homes)
+            place = Place(server, homes)
+            place.client.wait_for_tools()
+            yield place
 
 
 def _waits(tool: str, number: int) -> str:
@@ -177,6 +178,7 @@ def test_a_killed_server_leaves_no_sandbox() -> None:
                 place.client.chat(_waits(PYTHON, 0), "x", enable_code_execution=True)
             gone.set()
 
+        place.client.wait_for_tools()
         threading.Thread(target=ask).start()
         eventually(lambda: list(directory.glob("*/work/at0")), "the call")
         inside = place.sandboxed()

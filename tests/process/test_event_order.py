@@ -30,7 +30,9 @@ def client() -> Iterator[Client]:
     with start_server(
         "--model", "s=stub:generate,scripted", "--agent", "--sandbox-nice", "10", "--frontends", "1"
     ) as server:
-        yield Client(server, "")
+        client = Client(server, "")
+        client.wait_for_tools()
+        yield client
 
 
 def chat(client: Client, text: str, **fields: Any) -> list[Event]:
