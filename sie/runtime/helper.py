@@ -80,7 +80,9 @@ class Helper:
         return self._lock.locked()
 
     def _has_ended(self) -> bool:
-        return self._process is None or self._process.poll() is not None
+        if self._process is None or self._streams is None or self._process.poll() is not None:
+            return True
+        return self._streams[0].at_eof()  # it is ending: the kernel closes its channel before it can be waited for
 
     def close(self) -> None:
         """End the process, if there is one. May be called at any time."""

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import time
 from urllib.parse import unquote
 
 import pytest
@@ -44,7 +45,7 @@ def key_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(key_file):
     with start_server(
-        *STUB, "--model", "stub/slow=stub:dense=16", "--model", "g=stub:generate", "--model", "long=stub:generate,latency_ms=100",
+        *STUB, "--model", "stub/slow=stub:dense=16", "--model", "g=stub:generate", "--model", "long=stub:generate,latency_ms=400",
         "--api-keys", str(key_file), "--frontends", "2",
         "--cors-origin", "https://app.example",
     ) as running:  # fmt: skip
@@ -214,9 +215,13 @@ def test_refusals_are_counted_by_reason_and_are_no_requests(server):
 
 def test_rate_is_the_keys_over_all_connections_and_frontends(server):
     body = {"input": "x", "model": "stub/a"}
+    began_s = time.monotonic()
     answers = [post_json(server.port, "/v1/embeddings", body, bearer(FEW)) for _ in range(7)]
-    assert [answer.status for answer in answers] == [200] * 4 + [429] * 3
-    limited = answers[-1]
+    num_more = int((time.monotonic() - began_s) / 15)  # one comes back every 15 s, and the machine may stand still
+    statuses = [answer.status for answer in answers]
+    assert statuses[:4] == [200] * 4
+    assert 4 <= statuses.count(200) <= 4 + num_more
+    limited = next(answer for answer in answers if answer.status == 429)
     assert limited.json()["error"]["code"] == "rate_limit_exceeded"
     assert 1 <= int(limited.headers["retry-after"]) <= 15
     assert limited.headers["x-ratelimit-limit-requests"] == "4"
@@ -392,7 +397,8 @@ def test_keys_change_while_the_server_runs_and_never_open_it(tmp_path):
         with watch(server, additional_headers=bearer(BOTH)) as watcher:
             assert json.loads(watcher.recv(WAIT_S))["keys_error"] is None
             path.write_text(path.read_text() + entry("fresh", fresh, ["infer"]))
-            eventually(lambda: status(fresh) == 200, "the new key is known")
+            # One of two frontends may hear of a key later than the other: ten answers come from both.
+            eventually(lambda: all(status(fresh) == 200 for _ in range(10)), "the new key is known")
             path.unlink()
             eventually(alarm, "the alarm")
             assert (status(INFER), status(fresh), status("nope")) == (200, 200, 401)

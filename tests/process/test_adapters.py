@@ -17,7 +17,7 @@ from sie_sdk import SIEClient
 from sie_sdk.client import RequestError, ServerError
 from sie_sdk.client.errors import LoraLoadingError
 
-from tests.process.harness import EX_CONFIG, Server, eventually, paused, run_to_end, start_server
+from tests.process.harness import EX_CONFIG, WAIT_S, Server, eventually, paused, run_to_end, start_server
 from tests.process.wire import Response, get, post_json, samples, wait_no_extents, without_worker
 
 DENSE = 8
@@ -138,7 +138,8 @@ def test_texts_of_all_adapters_and_none_are_answered_each_by_its_own(server: Ser
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
     assert not faults
 
 
@@ -228,6 +229,11 @@ def test_real_model_with_a_good_and_two_bad_adapters(adapters: Path, minilm_dire
     texts = ["a text", "and a longer one, to share its step"]
     with start_server("--model", f"mini={minilm_directory}", "--dtype", "float32", *loras) as server:
         client = SIEClient(server.url)
+        # The SDK asks ten times, and a busy machine may need longer to read the weights.
+        eventually(
+            lambda: {ask(server, name, "mini").status for name in ("good", "misfit", "foreign")} == {200, 400, 500},
+            "all were read",
+        )
         plain, adapted = (
             np.stack(
                 [result["dense"] for result in client.encode("mini", [{"text": text} for text in texts], options=o)]
@@ -247,6 +253,7 @@ def test_real_model_with_a_good_and_two_bad_adapters(adapters: Path, minilm_dire
         assert states(server, "mini") == {"good": "loaded", "misfit": "failed", "foreign": "failed"}
         for _ in range(20):
             assert ask(server, "misfit", "mini").status == 500
+        server.log_line("lora_A.weight is")
         assert server.output.text().count("lora_A.weight is") == 1, "a failed load is not tried for every request"
 
 

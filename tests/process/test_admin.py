@@ -21,7 +21,8 @@ def manage(server, verb, model, **headers):
 
 @pytest.fixture(scope="module")
 def server():
-    with start_server(*STUBS) as running:
+    # A second frontend would hear of a load or an unload a moment after the one that answered.
+    with start_server(*STUBS, "--frontends", "1") as running:
         yield running
 
 

@@ -27,7 +27,9 @@ def test_the_agents_sdk_runs_functions_tools_and_mcp(tmp_path: Path) -> None:
     with start_server(
         "--model", "s=stub:generate,scripted", "--agent", "--sandbox-nice", "10", "--frontends", "1", "--mcp-config", str(path)
     ) as server:  # fmt: skip
-        models = Client(server, "unused").openai.models
+        client = Client(server, "unused")
+        client.wait_for_tools()
+        models = client.openai.models
         eventually(lambda: models.retrieve("s").model_extra["mcp_servers_connected"] == 1, "the MCP server")  # type: ignore[index]
         script = Path(__file__).with_name("agents_sdk_client.py")
         ran = subprocess.run(

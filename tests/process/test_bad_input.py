@@ -19,7 +19,7 @@ import pytest
 from sie_sdk import SIEClient
 from sie_sdk.client.errors import RequestError
 
-from tests.process.harness import Server, start_server
+from tests.process.harness import WAIT_S, Server, start_server
 from tests.process.mutants import EMBED, ENCODE, GOOD, JSON, PACKED, mutate, seeds
 from tests.process.wire import (
     Client,
@@ -381,7 +381,7 @@ def test_endless_chunked_body_is_cut(server):
         sock.sendall(raw_request(ENCODE, b"", {**PACKED, "transfer-encoding": "chunked"}, length=False))
         num_sent = 0
         rest = b""
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + WAIT_S
         with contextlib.suppress(ConnectionError):  # our unread bytes cause a reset, and the answer may be lost to it
             while not select.select([sock], [], [], 0)[0]:
                 assert time.monotonic() < deadline_s, f"{num_sent} bytes were taken and no end in sight"

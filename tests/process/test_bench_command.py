@@ -13,7 +13,7 @@ import pytest
 
 from sie.commands import cli
 from sie.loadgen import DIALECTS
-from tests.process.harness import Server, free_port, start_server
+from tests.process.harness import WAIT_S, Server, free_port, start_server
 
 SHORT = ("--seconds", "0.3", "--warmup", "0.1", "--distinct", "8", "--connections", "4")
 NO_JSON_FORM = {"trtis", "kserve-grpc", "trtis-grpc"}
@@ -94,7 +94,7 @@ def test_an_open_loop_has_the_rate_that_it_was_told(bench: Bench, server: Server
 
 def test_the_table_is_one_line_a_load_and_tells_what_it_means(server: Server):
     command = [sys.executable, "-m", "sie", "bench", "--url", server.url, "--model", "stub/a", *SHORT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert "p99.9 ms" in done.stdout
     assert "\n4 connections " in done.stdout
     assert "answers compared" in done.stdout
@@ -104,7 +104,7 @@ def test_the_table_is_one_line_a_load_and_tells_what_it_means(server: Server):
 def test_a_key_and_a_unix_socket(bench: Bench, tmp_path: Path):
     key = subprocess.run(
         [sys.executable, "-m", "sie", "keys", "new", "bench", "--file", str(tmp_path / "keys.toml")],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=WAIT_S, check=True,
     ).stdout.strip()  # fmt: skip
     uds = tmp_path / "s"
     serve = ("--model", "stub/a=stub:dense=8", "--uds", str(uds), "--api-keys", str(tmp_path / "keys.toml"))

@@ -122,6 +122,7 @@ def test_markdown_becomes_nodes_and_nothing_else(server, browser):
         assert all(url.startswith(server.url) for url in asked)
 
 
+@pytest.mark.timing(forks=True)
 def test_no_text_of_a_model_stalls_the_page(server, browser):
     texts = [
         "> " * 8000, "**a " * 5000, "[" * 15000, "`a``" * 4000, "- " * 8000, "|" * 10000 + "\n" + "-|" * 5000,

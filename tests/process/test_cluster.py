@@ -157,8 +157,16 @@ def test_a_client_that_leaves_ends_the_generation_on_its_host(gateway: Server, h
     eventually(lambda: running_texts(gateway) == 0, "its end")
 
 
-def running_texts(gateway: Server) -> int:
-    return sum(worker["active_generations"] for worker in get(gateway.port, "/health").json()["workers"])
+def running_texts(gateway: Server) -> int | None:
+    """Return how many answers the host's latest heartbeat counts, or None while the host is silent."""
+    workers = get(gateway.port, "/health").json()["workers"]
+    return workers[0]["active_generations"] if workers else None
+
+
+def heard_host(gateway: Server) -> dict[str, Any]:
+    """Return what a gateway shows of its only host, which is there while its heartbeats are in time."""
+    (worker,) = eventually(lambda: get(gateway.port, "/health").json()["workers"], "a heartbeat")
+    return worker
 
 
 def test_a_cold_model_is_loaded_at_its_first_request(gateway: Server):
@@ -176,7 +184,8 @@ def test_the_unmodified_sdk_waits_and_encodes(gateway: Server, host: Server):
         assert scores["scores"] == own.score("stub/a", {"text": "q"}, texts)["scores"]
         assert mine.extract("find", texts[0], labels=["x"]) is not None
         assert mine.encode("stub/a", {"text": "x"}, gpu="l4")["dense"].shape == (16,)
-        assert (mine.get_capacity()["worker_count"], mine.get_capacity(gpu="h100")["worker_count"]) == (1, 0)
+        eventually(lambda: mine.get_capacity()["worker_count"] == 1, "a heartbeat")
+        assert mine.get_capacity(gpu="h100")["worker_count"] == 0
         with pytest.raises(ProvisioningError):
             mine.encode("stub/a", {"text": "x"}, gpu="h100", wait_for_capacity=False)
         with pytest.raises(RequestError, match="not found"):
@@ -235,21 +244,25 @@ def test_a_gateway_keeps_no_sessions(gateway: Server):
 
 
 def test_health_says_gateway(gateway: Server):
-    health = get(gateway.port, "/health").json()
+    # A host whose heartbeat is late is not among those of this moment.
+    health = eventually(lambda: (one := get(gateway.port, "/health").json())["workers"] and one, "a heartbeat")
     assert (health["type"], health["status"]) == ("gateway", "healthy")
     assert health["live_gpu_types"] == ["l4"]
-    assert get(gateway.port, "/readyz").json() == {"status": "ready", "healthy_workers": 1}
+    ready = {"status": "ready", "healthy_workers": 1}
+    eventually(lambda: get(gateway.port, "/readyz").json() == ready, "a heartbeat")
     assert get(gateway.port, "/healthz").json() == {"status": "ok"}
 
 
 def test_the_cluster_is_watched_each_second(gateway: Server):
     with connect_websocket(f"ws://127.0.0.1:{gateway.port}/ws/cluster-status") as watcher:
-        frames = [json.loads(watcher.recv(WAIT_S)) for _ in range(2)]
-    assert frames[0]["timestamp"] < frames[1]["timestamp"]
-    (worker,) = frames[1]["workers"]
+        first = json.loads(watcher.recv(WAIT_S))
+        # Without its host where a heartbeat is late.
+        frame = eventually(lambda: (one := json.loads(watcher.recv(WAIT_S)))["workers"] and one, "a frame")
+    assert first["timestamp"] < frame["timestamp"]
+    (worker,) = frame["workers"]
     assert "stub/a" in worker["loaded_models"]
-    assert frames[1]["cluster"]["worker_count"] == 1
-    assert {model["name"] for model in frames[1]["models"]} >= {"stub/a", "stub/lazy", MINILM}
+    assert frame["cluster"]["worker_count"] == 1
+    assert {model["name"] for model in frame["models"]} >= {"stub/a", "stub/lazy", MINILM}
 
 
 def test_metrics_of_a_gateway_and_its_host(gateway: Server, host: Server):
@@ -266,19 +279,23 @@ def test_metrics_of_a_gateway_and_its_host(gateway: Server, host: Server):
 
     def counted() -> dict[Any, float] | None:  # an answer is on its way before it is counted
         now = samples(gateway.port)
-        answered = grew(now, "sie_gateway_requests_total", endpoint="encode", status="success", machine_profile="any")
-        return (
-            now if answered and grew(now, "sie_gateway_provisioning_responses_total", machine_profile="h100") else None
+        is_counted = (
+            grew(now, "sie_gateway_requests_total", endpoint="encode", status="success", machine_profile="any"),
+            grew(now, "sie_gateway_provisioning_responses_total", machine_profile="h100"),
+            grew(now, "sie_gateway_queue_publish_seconds_count", operation="encode"),
         )
+        return now if all(is_counted) else None
 
-    now = eventually(counted, "both are counted")
+    now = eventually(counted, "all are counted")
     assert grew(now, "sie_gateway_requests_total", endpoint="encode", status="success", machine_profile="any") == 1
     assert grew(now, "sie_gateway_provisioning_responses_total", machine_profile="h100") == 1
     assert grew(now, "sie_gateway_queue_publish_seconds_count", operation="encode") == 1
     assert grew(now, "sie_gateway_queue_items_published_sum") == 1
     demand = ("sie_gateway_pending_demand", (("bundle", "any"), ("machine_profile", "h100")))
     eventually(lambda: samples(gateway.port).get(demand, 0.0) >= 1, "the demand for an H100")
-    assert now["sie_gateway_workers", (("status", "healthy"),)] == now["sie_gateway_nats_connected", ()] == 1
+    healthy = ("sie_gateway_workers", (("status", "healthy"),))
+    eventually(lambda: samples(gateway.port).get(healthy) == 1, "a heartbeat")
+    assert now["sie_gateway_nats_connected", ()] == 1
     hosts = samples(host.port)
     assert hosts["sie_worker_items_total", (("model", "stub/a"), ("outcome", "answered"))] >= 1
     assert hosts["sie_worker_nats_connected", ()] == 1
@@ -308,11 +325,12 @@ def test_the_unmodified_sdk_leases_the_host_for_a_pool_and_gives_it_back(gateway
         assert client.encode("stub/a", {"text": "x"}, gpu="bench/l4")["dense"].shape == (16,)
         chat = {"model": "text", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
         assert post_json(gateway.port, "/v1/chat/completions", chat, {"x-sie-pool": "bench"}).status == 200
-        eventually(lambda: "stub/lazy" in get(gateway.port, "/health").json()["workers"][0]["loaded_models"], "its pin")
+        eventually(lambda: "stub/lazy" in heard_host(gateway)["loaded_models"], "its pin")
 
         client.create_pool("bench", gpu_caps={"l4": 2})
-        pool = client.get_pool("bench")
-        assert pool is not None
+        pool = eventually(
+            lambda: (one := client.get_pool("bench")) and one["status"]["assigned_workers"] and one, "a heartbeat"
+        )
         assert (pool["spec"]["gpus"], pool["spec"]["gpu_caps"]) == ({"l4": 1}, {"l4": 2})
         assert [worker["gpu"] for worker in pool["status"]["assigned_workers"]] == ["l4"]
         assert (pool["spec"]["minimum_worker_count"], pool["spec"]["pinned_models"]) == (1, ["stub/lazy"])
@@ -336,7 +354,11 @@ def encode_in(server: Server, pool: str) -> Response:
 
 def test_a_pool_that_reserves_nothing_shares_hosts_until_its_lease_ends(gateway: Server):
     made = post_json(gateway.port, "/v1/pools", {"name": "shared"})
-    assert (made.status, made.json()["state"], made.json()["worker_count"]) == (201, "active", 1)
+    assert made.status == 201
+    shown = eventually(
+        lambda: (one := get(gateway.port, "/v1/pools/shared").json())["state"] == "active" and one, "a heartbeat"
+    )
+    assert shown["worker_count"] == 1
     assert encode_in(gateway, "shared").status == 200
     assert [pool["name"] for pool in get(gateway.port, "/v1/pools").json()["pools"]] == ["default", "shared"]
     again = post_json(gateway.port, "/v1/pools", {"name": "shared", "ttl_seconds": 1})
@@ -369,6 +391,11 @@ def config_status(gateway: Server, model: str) -> Any:
     return get(gateway.port, f"/v1/configs/models/{model}/status").json()
 
 
+def acked(gateway: Server, model: str) -> int:
+    """Return how many hosts that are heard run the configuration of a model."""
+    return config_status(gateway, model)["acked_workers"]
+
+
 def test_hosts_take_over_a_shared_profile_without_a_restart(gateway: Server):
     before = get(gateway.port, "/v1/configs/epoch").json()["epoch"]
     config = {"sie_id": "stub/a", "profiles": {"half": {"adapter_options": {"runtime": {"output_dtype": "float16"}}}}}
@@ -378,13 +405,13 @@ def test_hosts_take_over_a_shared_profile_without_a_restart(gateway: Server):
     assert made[0].json() == made[1].json() == {
         "model_id": "stub/a", "epoch": before + 1, "created_profiles": ["half"], "existing_profiles": [],
     }  # fmt: skip
-    eventually(lambda: config_status(gateway, "stub/a")["all_acked"], "the host runs the configuration")
+    eventually(lambda: acked(gateway, "stub/a") == 1, "the host runs the configuration")
     eventually(lambda: encode(gateway.port, "stub/a:half", ["x"]).status == 200, "the profile is served")
     assert encode(gateway.port, "stub/a", ["x"]).status == 200
     (item,) = encode(gateway.port, "stub/a:half", ["x"]).unpack()["items"]
     assert to_array(item["dense"]["values"]).dtype == np.float16
-    (worker,) = get(gateway.port, "/health").json()["workers"]
-    assert worker["bundle_config_hash"] == config_status(gateway, "stub/a")["workers"][0]["bundle_config_hash"] != ""
+    shown = eventually(lambda: config_status(gateway, "stub/a")["workers"], "a heartbeat")
+    assert heard_host(gateway)["bundle_config_hash"] == shown[0]["bundle_config_hash"] != ""
 
     again = post_json(gateway.port, "/v1/configs/models", config)
     assert (again.status, again.json()["existing_profiles"]) == (200, ["half"])
@@ -408,21 +435,37 @@ def test_hosts_offer_a_shared_model(gateway: Server, minilm_directory: Path):
 
 def test_a_host_says_which_shared_model_it_does_not_take(gateway: Server):
     assert post_json(gateway.port, "/v1/configs/models", {"sie_id": "x/y", "weights_path": "../.."}).status == 200
-    eventually(lambda: config_status(gateway, "x/y")["workers"][0]["error"], "the refusal")
-    assert not config_status(gateway, "x/y")["all_acked"]
+
+    def refusal() -> Any:
+        status = config_status(gateway, "x/y")
+        return status if any(worker["error"] for worker in status["workers"]) else None
+
+    assert not eventually(refusal, "the refusal")["all_acked"]
 
 
 def test_names_of_models_are_resolved(gateway: Server):
     asked = {
         "stub/a": 200, "small:/stub/a": 200, "large:/stub/a": 409, "nope": 404, "stub/a:nope": 404,
     }  # fmt: skip
-    found = {name: post_json(gateway.port, "/v1/configs/resolve", {"model": name}) for name in asked}
-    assert {name: answer.status for name, answer in found.items()} == asked
-    assert found["small:/stub/a"].json()["bundle"] == "small"
-    assert found["large:/stub/a"].json()["detail"]["compatible_bundles"] == ["small"]
-    assert "stub/a" in get(gateway.port, "/v1/configs/bundles/small").json()["models"]
-    listed = {model["model_id"]: model for model in get(gateway.port, "/v1/configs/models").json()["models"]}
-    assert listed["stub/a"]["bundles"] == ["small"]
+
+    def resolve() -> tuple[dict[str, int], Any, Any]:
+        found = {name: post_json(gateway.port, "/v1/configs/resolve", {"model": name}) for name in asked}
+        statuses = {name: answer.status for name, answer in found.items()}
+        large = found["large:/stub/a"].json()["detail"]
+        return statuses, found["small:/stub/a"].json().get("bundle"), large.get("compatible_bundles")
+
+    # The bundles are those of the hosts that are heard at this moment.
+    eventually(lambda: resolve() == (asked, "small", ["small"]), "a heartbeat, and the answers")
+    bundle = eventually(
+        lambda: (one := get(gateway.port, "/v1/configs/bundles/small")).status == 200 and one.json(), "a heartbeat"
+    )
+    assert "stub/a" in bundle["models"]
+
+    def bundles() -> list[str]:
+        models = get(gateway.port, "/v1/configs/models").json()["models"]
+        return next(model["bundles"] for model in models if model["model_id"] == "stub/a")
+
+    assert eventually(bundles, "a heartbeat") == ["small"]
     exported = get(gateway.port, "/v1/configs/export").json()
     assert exported["epoch"] == get(gateway.port, "/v1/configs/epoch").json()["epoch"]
 

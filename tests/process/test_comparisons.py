@@ -192,7 +192,7 @@ def test_instruction_is_the_querys(server: Server) -> None:
     plain = _in_order(_post(server, "tiny/colbert", "w9 w1", ["w2 w3", "w4"]).json()["scores"])
     for fields in ({"instruction": "w9"}, {"options": {"instruction": "w9"}}):
         told = _in_order(_post(server, "tiny/colbert", "w1", ["w2 w3", "w4"], **fields).json()["scores"])
-        np.testing.assert_allclose(told, plain, rtol=1e-5)
+        np.testing.assert_allclose(told, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_rerank_is_the_same_code(server: Server) -> None:
@@ -202,7 +202,9 @@ def test_rerank_is_the_same_code(server: Server) -> None:
     results = post_json(server.port, "/v1/rerank", {**body, "top_n": 4}).json()["results"]
     best = sorted(range(len(documents)), key=lambda index: -expected[index])[:4]
     assert [entry["index"] for entry in results] == best
-    np.testing.assert_allclose([entry["relevance_score"] for entry in results], np.array(expected)[best], rtol=1e-5)
+    np.testing.assert_allclose(
+        [entry["relevance_score"] for entry in results], np.array(expected)[best], rtol=1e-5, atol=1e-5
+    )
     refused = post_json(server.port, "/v1/rerank", {**body, "options": {"score_mode": "best"}})
     assert (refused.status, refused.json()["error"]["type"]) == (400, "invalid_request_error")
     assert "Invalid score_mode 'best'" in refused.json()["error"]["message"]

@@ -104,11 +104,18 @@ def test_a_long_request_takes_no_time_that_others_want():
     with_helper(work)
 
 
-def test_a_process_that_dies_while_idle_fails_nobody():
+@pytest.mark.parametrize("can_be_waited_for", [True, False])
+def test_a_process_that_dies_while_idle_fails_nobody(can_be_waited_for: bool, monkeypatch: pytest.MonkeyPatch):
+    """The kernel closes the channel of a process before its parent can wait for it."""
+
     async def work(helper: Helper) -> None:
         await ask(helper, "be itself")
         os.kill(pid_of(helper), signal.SIGKILL)
         await until(lambda: helper._streams is not None and helper._streams[0].at_eof())
+        if can_be_waited_for:
+            await until(lambda: not running(pid_of(helper)))
+        else:
+            monkeypatch.setattr(helper._process, "poll", lambda: None)
         assert (await ask(helper, "be itself")).startswith("done")
 
     with_helper(work)
@@ -142,7 +149,7 @@ def test_a_process_dies_with_its_parent_even_while_it_computes():
         "import asyncio, os, sys\nfrom sie.runtime.helper import Helper\n"
         "async def main():\n"
         f" helper = Helper({MODULE!r})\n"
-        " await helper.ask(b'be itself', timeout_s=9, max_reply_bytes=99)\n"
+        f" await helper.ask(b'be itself', timeout_s={WAIT_S}, max_reply_bytes=99)\n"
         f" task = asyncio.ensure_future(helper.ask({FOR_EVER.encode()!r}, timeout_s=99, max_reply_bytes=99))\n"
         " print(helper._process.pid, flush=True)\n"
         " await task\n"

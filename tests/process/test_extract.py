@@ -120,7 +120,8 @@ def test_requests_are_counted_under_their_endpoint(server: Server) -> None:
     labels = {"model": "stub/all", "endpoint": "extract", "status": "success"}
     before = total(server.port, "sie_requests_total", **labels)
     items(extract(server, "stub/all", ["x"]))
-    eventually(lambda: total(server.port, "sie_requests_total", **labels) == before + 1, "one more")
+    # At least: an earlier test's answer may be counted only now.
+    eventually(lambda: total(server.port, "sie_requests_total", **labels) >= before + 1, "one more")
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,8 @@ def test_a_flood_of_one_model_delays_a_lone_request_of_another_by_a_step(server:
         eventually(lambda: all(len(flood.waits_s) >= 10 for flood in lone.values()), "ten answers each")
         for flood in lone.values():
             flood.end()
-        assert total(server.port, "sie_queue_depth", model=queue) > 100, "it was busy all the time"
+        # Clients that stood still together let a queue run empty; they fill it again.
+        eventually(lambda: total(server.port, "sie_queue_depth", model=queue) > 100, "it is busy to the end")
         num_before = len(floods[busy].waits_s)
         eventually(lambda: len(floods[busy].waits_s) > num_before, "and it goes on itself")
     for operation, flood in lone.items():
