@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import httpx
 import msgpack
 import pytest
 import transformers
@@ -401,8 +402,13 @@ def test_server_that_stops_is_a_server_error() -> None:
     """The client's connection is open already; a new one would not be taken."""
     flags = ("--frontends", "1", "--drain-timeout-s", "100")
     with start_server("--model", "stub/a=stub:dense=16", *flags) as server:
-        with SIEClient(server.url) as client, running(server, "stub/a", "x"):
-            client.list_models()  # opens the connection, which the client drops when it is idle for five seconds
+        kept = httpx.Limits(keepalive_expiry=None)  # by default the client drops a connection idle for five seconds
+        with (
+            httpx.Client(base_url=server.url, limits=kept, timeout=WAIT_S) as connections,
+            SIEClient(server.url, http_client=connections) as client,
+            running(server, "stub/a", "x"),
+        ):
+            client.list_models()
             server.process.send_signal(signal.SIGTERM)
             error = eventually(lambda: refusal_of(client), "a refusal")
         assert (error.code, error.status_code, error.retry_after) == ("SHUTTING_DOWN", 503, 1.0)
