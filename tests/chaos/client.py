@@ -31,20 +31,19 @@ _PROBE_S = 0.1
 _PROBE_PATHS = ("/healthz", "/readyz")
 _STOP_S = 0.05
 _REOPEN_S = 0.1
-_EXTRA_S = 3.0
-"""How long after the last request's deadline its outcome is waited for."""
 
 
 class Ask:
     """One request and what became of it."""
 
-    __slots__ = ("due_s", "ended_s", "expected", "index", "instance", "outcome", "request", "retry_after_s")
+    __slots__ = ("due_s", "ended_s", "expected", "index", "instance", "outcome", "request", "retry_after_s", "sent_s")
 
     def __init__(self, index: int, due_s: float, request: bytes, expected: list[bytes]) -> None:
         self.index = index
         self.due_s = due_s
         self.request = request
         self.expected = expected
+        self.sent_s = 0.0
         self.ended_s = 0.0
         self.outcome = "none"
         self.instance = ""
@@ -55,7 +54,7 @@ class Ask:
         self.outcome = outcome
 
     def row(self) -> list[Any]:
-        return [self.index, self.due_s, self.ended_s, self.outcome, self.instance, self.retry_after_s]
+        return [self.index, self.due_s, self.sent_s, self.ended_s, self.outcome, self.instance, self.retry_after_s]
 
 
 class Connection(asyncio.Protocol):
@@ -76,6 +75,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._ask = ask
         ask.instance = self._instance
+        ask.sent_s = time.monotonic()
         self._transport.write(ask.request)
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class Client:
         await self._loop.connect_read_pipe(lambda: _Stdin(stopped), sys.stdin)
         probing = [self._loop.create_task(self._probe(path)) for path in _PROBE_PATHS if self._config["probes"]]
         await self._ask_until(stopped)
-        deadline_s = time.monotonic() + self._config["timeout_s"] + _EXTRA_S
+        deadline_s = time.monotonic() + self._config["timeout_s"] + self._config["late_s"]
         while any(ask.outcome == "none" for ask in self.asks) and time.monotonic() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         for task in probing:
@@ -164,11 +164,13 @@ class Client:
             await asyncio.sleep(0.005)
         began_s, rate, index = time.monotonic(), self._config["rate"], 0
         print("started", flush=True)
-        while not stopped.is_set():
+        while True:
             now_s = time.monotonic()
             while began_s + index / rate <= now_s:
                 self._fire(index, began_s + index / rate)
                 index += 1
+            if stopped.is_set():  # after the requests that were due until now: this process may have stood still
+                return
             await asyncio.sleep(max(0.0, min(_STOP_S, began_s + index / rate - time.monotonic())))
 
     def _fire(self, index: int, due_s: float) -> None:

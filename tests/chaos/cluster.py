@@ -12,12 +12,12 @@ from typing import NamedTuple
 import psutil
 
 from tests.chaos.ledger import pick
-from tests.process.harness import DEVICE, Role, Server, devices, eventually, start_server
+from tests.process.harness import DEVICE, WAIT_S, Role, Server, devices, eventually, start_server
 from tests.process.wire import encode, extents_in_use
 
 MODEL = "stub/a"
 DENSE = 16
-SETTLE_S = pick(20.0, 5.0)
+SETTLE_S = pick(WAIT_S, 5.0)
 _ROLES: tuple[Role, ...] = ("supervisor", "frontend", "worker")
 
 
@@ -66,22 +66,25 @@ def _count_maps(pid: int) -> int:
 
 
 class Leaks:
-    """What a server held before the faults; `check` asserts that it holds exactly that again."""
+    """What a server held before the faults; `check` asserts that as many processes hold no more than that again."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self.before = self._settled()
 
     def check(self, timeout_s: float = SETTLE_S) -> None:
-        """Wait for the server to hold what it did. Fails at the time-out, with the difference."""
+        """Wait for the server to hold no more than it did. Fails at the time-out, with the difference.
+
+        Less is right: a frontend that stood still meanwhile had connections of the start in `before`.
+        """
         last: list[Holdings | None] = [None]
 
         def is_back() -> bool:
             last[0] = holdings(self._server)
-            return last[0] == self.before
+            return last[0] is not None and is_attached(self._server) and _is_within(last[0], self.before)
 
         try:
-            eventually(is_back, "the server holds what it held before", timeout_s)
+            eventually(is_back, "the server holds no more than it held before", timeout_s)
         except AssertionError as error:
             raise AssertionError(f"{error}: before {self.before}, now {last[0]}") from None
 
@@ -96,6 +99,15 @@ class Leaks:
         eventually(is_settled, "a settled server")
         assert seen[-1] is not None
         return seen[-1]
+
+
+def _is_within(now: Holdings, before: Holdings) -> bool:
+    """Return whether as many processes hold no more."""
+    groups = zip((*now.num_fds, *now.num_maps), (*before.num_fds, *before.num_maps), strict=True)
+    return now.num_extents <= before.num_extents and all(
+        len(some) == len(others) and all(one <= other for one, other in zip(some, others, strict=True))
+        for some, others in groups
+    )
 
 
 @contextlib.contextmanager
@@ -119,7 +131,7 @@ def cluster(
         "--frontends", str(frontends), "--devices", devices(workers), *flags, is_stopped=is_stopped,
         prefix=prefix, env=env,
     ) as server:  # fmt: skip
-        eventually(lambda: count_loads(server) >= workers, "every worker to serve", 60.0)  # ready means that one does
+        eventually(lambda: count_loads(server) >= workers, "every worker to serve")  # ready means that one does
         for number in range(8 * frontends if is_warm else 0):
             assert encode(server.port, MODEL, [f"warm {number}"]).status == 200
         yield server

@@ -15,7 +15,7 @@ import pytest
 from tests.chaos.cluster import kill
 from tests.chaos.history import History, Load, open_loop
 from tests.chaos.ledger import SEED, Row, pick
-from tests.process.harness import Server, eventually
+from tests.process.harness import WAIT_S, Server, eventually, paused
 from tests.process.nats_harness import (
     Nats,
     start_gateway,
@@ -84,6 +84,7 @@ def num_hosts(server: Server) -> int:
 
 @pytest.mark.row("C1", "a host is killed while it runs work of a gateway; another one lives")
 @pytest.mark.timeout(3600)
+@pytest.mark.timing(forks=True)
 def test_c1_a_killed_host_costs_no_answer(row: Row, bed: Bed):
     rounds, slowest_s = Rounds(), 0.0
     for _ in range(ROUNDS):
@@ -173,11 +174,11 @@ def test_c6_a_killed_leader_of_nats_costs_no_answer(row: Row):
 @pytest.mark.row("C5", "the stream is full: requests over its limit are refused with a time to come back")
 @pytest.mark.timeout(600)
 def test_c5_a_full_stream_refuses_and_recovers(row: Row):
-    slow = ("--model", "stub/a=stub:dense=16,latency_ms=100", "--max-step-items", "2")
+    slow = ("--model", "stub/a=stub:dense=16,latency_ms=100", "--max-step-items", "2", "--watchdog-s", "600")
     limits = ("--stream-max-messages", "4")
     with (
         start_nats() as own,
-        start_host(own.url, *slow, *limits, is_stopped=True),
+        start_host(own.url, *slow, *limits, is_stopped=True) as host,
         start_gateway(own.url, *limits, is_stopped=True) as front,
     ):
         wait_for_hosts(front, 1, "stub/a")
@@ -188,10 +189,12 @@ def test_c5_a_full_stream_refuses_and_recovers(row: Row):
             statuses.append((answer.status, answer.headers.get("retry-after", "")))
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(60)]
+        with paused(host.worker()):  # however slowly they ask, nothing makes room
+            for thread in threads:
+                thread.start()
+            eventually(lambda: 503 in {status for status, _ in statuses}, "a refusal")
         for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60.0)
+            thread.join(WAIT_S)
         refused = [wait for status, wait in statuses if status == 503]
         row.at_least("refused", len(refused), 1, "")
         row.equals("refused without a time", sum(not wait for wait in refused), 0)

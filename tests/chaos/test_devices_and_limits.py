@@ -46,9 +46,9 @@ def test_f9_a_device_that_is_gone_is_set_aside_and_the_other_serves(row: Row, tm
             assert all("status 75" in line for line in server.output.lines if "ended with status" in line)
             num_lines = len(server.output.lines)
             gone.unlink()
-            eventually(lambda: count_loads(server, num_lines) == 1, "the device in use again", 4 * retry_s + 20.0)
+            eventually(lambda: count_loads(server, num_lines) >= 1, "the device in use again")
         eventually(lambda: total(server.port, "sie_worker_up") == before, "all workers")
-        assert total(server.port, "sie_device_lost") == 0
+        eventually(lambda: total(server.port, "sie_device_lost") == 0, "the end of the alert")
         leaks.check()
     row.at_most("device taken for gone after", took_s, 5.0, "s")
     row.at_most("tries to start its worker in a minute, the one that waits included", tries, 4, "", slack=1.5)
@@ -67,6 +67,7 @@ def test_f20_a_limit_on_processes_is_refused_with_the_number(row: Row):
             assert "processes and threads: a start needs" in said, said
             assert f"pids.max ({limit})" in said, said
             assert "Traceback" not in said, said
+        eventually(lambda: not group.usage(), "the last ones to be reaped")
         row.equals("processes left", group.usage(), 0)
 
 
@@ -83,7 +84,7 @@ def test_f20_a_limit_that_comes_later_costs_no_answer(row: Row):
         kill(server.pids("worker")[0])
         eventually(lambda: any("cannot be started" in line for line in server.output.lines[num_lines:]), "an error")
         group.limit(None)
-        eventually(lambda: count_loads(server, num_lines) == 1, "a successor that serves")
+        eventually(lambda: count_loads(server, num_lines) >= 1, "a successor that serves")
     assert not any("Traceback" in line for line in server.output.lines)
     row.equals("failed requests", len(load.history.failed()), 0)
 

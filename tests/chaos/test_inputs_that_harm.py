@@ -11,7 +11,7 @@ from tests.chaos.cluster import DENSE, MODEL, Leaks, cluster, count_loads
 from tests.chaos.history import open_loop
 from tests.chaos.ledger import SEED, Row, pick
 from tests.process.harness import Server, eventually
-from tests.process.wire import dense_rows, encode, families, get, post_json, stub_rows, total
+from tests.process.wire import Response, dense_rows, encode, families, get, post_json, stub_rows, total
 
 
 def num_restarts(server: Server) -> float:
@@ -74,6 +74,14 @@ def test_f10_a_poisonous_input_kills_at_most_two_workers(row: Row):
     row.equals("failed requests of others", len(load.history.failed()), 0)
 
 
+def share_of_nan(server: Server) -> float:
+    return max(sample.value for sample in families(server.port)["sie_non_finite_share"].samples)
+
+
+def ask_bad(server: Server, answers: list[Response]) -> None:
+    answers.append(encode(server.port, MODEL, ["NAN"]))
+
+
 @pytest.mark.row("F11", "a model produces NaN for some inputs")
 def test_f11_values_that_are_not_finite_are_never_sent(row: Row):
     num_bad = pick(30, 300)
@@ -84,7 +92,11 @@ def test_f11_values_that_are_not_finite_are_never_sent(row: Row):
             body = {"query": {"text": "q"}, "items": [{"text": "NAN"}]}
             scores = [post_json(server.port, f"/v1/score/{MODEL}", body) for _ in range(3)]
         good = dense_rows(encode(server.port, MODEL, ["fine"]))
-        degraded = max(sample.value for sample in families(server.port)["sie_non_finite_share"].samples)
+        # The share is of the latest sequences, and a slow machine puts many good ones of the load between two bad ones.
+        eventually(
+            lambda: ask_bad(server, bad) or share_of_nan(server) >= 0.01, "a share that calls the model degraded"
+        )
+        degraded = share_of_nan(server)
         assert get(server.port, "/readyz").status == 200
     assert np.array_equal(good, stub_rows(["fine"], DENSE))
     assert {(answer.status, answer.code()) for answer in bad} == {(500, "INFERENCE_ERROR")}

@@ -48,8 +48,8 @@ def test_f37_a_stop_under_load_fails_no_accepted_request(row: Row):
 
 
 def is_late(ask: Ask, stop_s: float) -> bool:
-    """Return whether a request was due after a stop, or just before it on a connection that had heard nothing yet."""
-    return ask.due_s > stop_s or (not ask.instance and ask.due_s > stop_s - pick(2.0, 0.0))
+    """Return whether a request was sent after a stop, or just before it on a connection that had heard nothing yet."""
+    return ask.sent_s > stop_s or (not ask.instance and ask.due_s > stop_s - pick(2.0, 0.0))
 
 
 @pytest.mark.row("F38", "SIGTERM twice, during a load, and while a worker is down")

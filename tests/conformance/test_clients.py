@@ -16,7 +16,7 @@ from sie_sdk import SIEAsyncClient, SIEClient
 from sie_sdk.client import RequestError
 
 from tests.conftest import MINILM
-from tests.process.harness import Server
+from tests.process.harness import WAIT_S, Server
 
 TEXTS = ["alpha", "β", "", "the fourth text is a little longer than the others"]
 
@@ -336,10 +336,10 @@ def test_openai_hears_typed_errors(oai):
 def curl(*args: str) -> tuple[int, str, bytes]:
     """Return status, content type and body."""
     done = subprocess.run(
-        ["curl", "-sS", "--max-time", "20", "-w", "\n%{http_code} %{content_type}", *args],
+        ["curl", "-sS", "--max-time", f"{WAIT_S:g}", "-w", "\n%{http_code} %{content_type}", *args],
         capture_output=True,
         check=True,
-        timeout=30,
+        timeout=WAIT_S,
     )
     body, _, trailer = done.stdout.rpartition(b"\n")
     status, _, content_type = trailer.decode().partition(" ")

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import httpx
 import msgpack
 import pytest
 import transformers
@@ -66,11 +67,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--model", f"tiny/ce={save_cross_encoder(folder / 'ce')}",
         "--model", f"tiny/dense={dense}",
         "--model", f"tiny/broken={broken}",
-        "--lazy-model", "stub/cold=stub:dense=16,score,extract,load_ms=60000",
+        "--lazy-model", "stub/cold=stub:dense=16,score,extract,load_ms=600000",
         "--lazy-model", "stub/big=stub:dense=16,score,extract,memory_mb=300",
         "--max-model-bytes", str(200 << 20),
         "--load-retry-s", "1800",
-        "--lora", "stub/all=late=stub:load_ms=60000",
+        "--lora", "stub/all=late=stub:load_ms=600000",
         "--max-body-bytes", "4096",
         "--max-item-text-bytes", "2048",
         "--max-items", "8",
@@ -78,7 +79,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--max-queued-tokens", "64",
         "--dtype", "float32",
         "--frontends", "1",
-        "--watchdog-s", "60",
+        "--watchdog-s", "600",
     ) as running:  # fmt: skip
         encode(running.port, "stub/big", ["x"])
         eventually(lambda: state(running, "stub/big") == "failed", "its load was refused")
@@ -399,13 +400,17 @@ def test_input_that_ends_workers_is_a_request_error() -> None:
 
 def test_server_that_stops_is_a_server_error() -> None:
     """The client's connection is open already; a new one would not be taken."""
-    with start_server("--model", "stub/a=stub:dense=16", "--frontends", "1") as server:
-        with SIEClient(server.url) as client:
+    flags = ("--frontends", "1", "--drain-timeout-s", "100")
+    with start_server("--model", "stub/a=stub:dense=16", *flags) as server:
+        kept = httpx.Limits(keepalive_expiry=None)  # by default the client drops a connection idle for five seconds
+        with (
+            httpx.Client(base_url=server.url, limits=kept, timeout=WAIT_S) as connections,
+            SIEClient(server.url, http_client=connections) as client,
+            running(server, "stub/a", "x"),
+        ):
             client.list_models()
-            with running(server, "stub/a", "x"):
-                server.process.send_signal(signal.SIGTERM)
-                server.log_line("SIGTERM")
-                error = eventually(lambda: refusal_of(client), "a refusal")
+            server.process.send_signal(signal.SIGTERM)
+            error = eventually(lambda: refusal_of(client), "a refusal")
         assert (error.code, error.status_code, error.retry_after) == ("SHUTTING_DOWN", 503, 1.0)
         server.stop()
 

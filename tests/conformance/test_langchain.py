@@ -15,7 +15,7 @@ from sie_langchain import SIEEmbeddings, SIEExtractor, SIEReranker, SIESparseEnc
 from sie_sdk.client.errors import RequestError
 
 from tests.conftest import MINILM
-from tests.process.harness import Server, start_server
+from tests.process.harness import Server, eventually, start_server
 from tests.process.wire import post_json, stub_rows, total
 
 TEXTS = ["alpha", "β", "the third text is a little longer than the others"]
@@ -139,4 +139,5 @@ def test_errors_are_the_sdks(server: Server) -> None:
         SIEEmbeddings(base_url=server.url, model="stub/none").embed_query("x")
     with pytest.raises(RequestError, match="'flat_ner'"):
         SIEExtractor(base_url=server.url, model=MODEL, options={"flat_ner": True}).invoke("x")
-    assert total(server.port, "sie_requests_total", model=MODEL, endpoint="extract", status="error") >= 1
+    labels = {"model": MODEL, "endpoint": "extract", "status": "error"}
+    eventually(lambda: total(server.port, "sie_requests_total", **labels) >= 1, "the error is counted")

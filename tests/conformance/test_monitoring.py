@@ -49,6 +49,12 @@ def live():
         assert post_json(server.port, "/v1/chat/completions", {"messages": "hello"}).status == 200
         server.kill_worker()
         eventually(lambda: encode(server.port, "stub/a", ["z"]).status == 200, "an answer of the next worker")
+        eventually(  # which loads one model after the other
+            lambda: post_json(server.port, "/v1/chat/completions", {"messages": "hello"}).status == 200,
+            "one of each model",
+        )
+        names = {name for name, _ in before}
+        eventually(lambda: {name for name, _ in samples(server.port)} >= names, "all that was shown before")
         yield {"before": before, "families": families(server.port), "text": get(server.port, "/metrics").body.decode()}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.browser import find_browser, open_page
-from tests.process.harness import start_server
+from tests.process.harness import WAIT_S, start_server
 from tests.process.wire import get, post_json, samples
 
 HERE = Path(__file__).parent
@@ -35,7 +35,7 @@ def test_live_server_conforms_to_its_document(server, tmp_path):
     command = [
         str(Path(sys.executable).with_name("schemathesis")), "--config-file", str(HERE / "schemathesis.toml"),
         "run", f"{server.url}/openapi.json", "--phases", "examples,coverage,fuzzing", "--max-examples", "4", "--seed", "1", "--exclude-checks", NOT_CHECKED,
-        "--continue-on-failure", "--warnings", "off", "--no-color", "--suppress-health-check", "filter_too_much",
+        "--continue-on-failure", "--warnings", "off", "--no-color", "--suppress-health-check", "filter_too_much,too_slow", "--request-timeout", f"{WAIT_S:g}",
     ]  # fmt: skip
     # Nothing else: each request looks through the whole environment for proxies, three times, and for a .netrc at home,
     # which takes two readings of /etc/passwd where HOME is not set.

@@ -67,6 +67,11 @@ def set_timed(*, timed: bool) -> None:
     _is_timed = timed
 
 
+def is_timed() -> bool:
+    """Return whether the test measures time. One that does not may run at idle priority, and stand still for long."""
+    return _is_timed
+
+
 def devices(num_workers: int) -> str:
     """Return the setting `devices` for so many workers on DEVICE."""
     return f"cpu:{num_workers}" if DEVICE == "cpu" else ",".join(f"cuda:{index}" for index in range(num_workers))

@@ -7,10 +7,11 @@ import io
 import json
 import os
 import shutil
+import statistics
 import struct
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from sie.values.card import ModelCard
 from sie.values.errors import Internal, ModelLoadFailed, WireError
 from tests.gguf_models import write_tiny_llama
 from tests.process.harness import Server, eventually, start_server
-from tests.process.wire import encode, extents_in_use, get, post_json
+from tests.process.wire import Response, encode, extents_in_use, get, post_json
 from tests.tiny_models import save_poisoned
 
 Change = Callable[[Path], object]
@@ -100,7 +101,6 @@ def card_of(directory: Path) -> ModelCard:
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
-@pytest.mark.timeout(60)  # a pipe is waited for without an end
 def test_pipe_in_place_of_a_file_is_refused_and_never_waited_for(checkpoint: Path, tmp_path: Path, file: str):
     directory = changed(checkpoint, tmp_path / "m", replace(file, os.mkfifo))
     with pytest.raises(ModelLoadFailed, match=rf"{file} is not a file"):
@@ -279,15 +279,11 @@ def test_expression_of_a_tokenizer_that_backtracks_stalls_nobody(server: Server)
     eventually(lambda: post_json(server.port, "/v1/encode/backtracks", quick).status == 200, "the model is loaded", 30)
     with ThreadPoolExecutor(3) as clients:
         asked = [clients.submit(post_json, server.port, "/v1/encode/backtracks", harms) for _ in range(3)]
-        slowest_s = 0.0
-        while not all(one.done() for one in asked):
-            began_s = time.monotonic()
-            assert encode(server.port, "stub/a", ["x"]).status == 200
-            slowest_s = max(slowest_s, time.monotonic() - began_s)
+        took_s = time_others(server, asked)
     replies = [one.result() for one in asked]
     assert {reply.status for reply in replies} == {400}, replies
     assert "takes too long for a text" in replies[0].json()["detail"]["message"]
-    assert slowest_s < 0.5
+    assert max(took_s) < 2.0
     assert post_json(server.port, "/v1/encode/backtracks", quick).status == 200
 
 
@@ -296,15 +292,22 @@ def test_long_words_of_an_ordinary_tokenizer_stall_nobody(server: Server):
     """WordPiece takes the square of a word's length: 8 KB of words of 100 letters held the event loop for 0.1 s."""
     eventually(lambda: encode(server.port, "plain", ["w1"]).status == 200, "the model is loaded")
     text = ("w" * 99 + " ") * 80
-    slowest_s = 0.0
     with ThreadPoolExecutor(4) as clients:
         asked = [clients.submit(encode, server.port, "plain", [text]) for _ in range(40)]
-        while not all(one.done() for one in asked):
-            began_s = time.monotonic()
-            assert encode(server.port, "stub/a", ["x"]).status == 200
-            slowest_s = max(slowest_s, time.monotonic() - began_s)
+        took_s = time_others(server, asked)
     assert {one.result().status for one in asked} == {200}
-    assert slowest_s < 0.5
+    assert statistics.median(took_s) < 0.1  # the machine itself may stall one of them
+    assert max(took_s) < 2.0
+
+
+def time_others(server: Server, asked: list[Future[Response]]) -> list[float]:
+    """Return how long small requests to another model take, one after the other, until these are answered."""
+    took_s: list[float] = []
+    while not all(one.done() for one in asked):
+        began_s = time.monotonic()
+        assert encode(server.port, "stub/a", ["x"]).status == 200
+        took_s.append(time.monotonic() - began_s)
+    return took_s
 
 
 @pytest.mark.parametrize("model", ["at-load", "at-use", "enlarges", "many-rules"])
@@ -363,7 +366,7 @@ def highest_memory_mib(pid: int) -> int:
 
 @pytest.mark.parametrize(("model", "reason"), [("shapes", "wrong shape"), ("padding", "Padding_idx")])
 def test_weights_and_numbers_that_do_not_fit_are_a_refusal_for_good(server: Server, model: str, reason: str):
-    worker = server.worker
+    worker = server.worker()
     reply = eventually(
         lambda: (found := encode(server.port, model, ["w1"])).status != 503 and found, "the load has ended"
     )
@@ -371,4 +374,4 @@ def test_weights_and_numbers_that_do_not_fit_are_a_refusal_for_good(server: Serv
     error = reply.json()["detail"]
     assert error["error_class"] == "CONFIG", error
     assert reason in error["message"]
-    assert server.worker == worker
+    assert server.worker() == worker

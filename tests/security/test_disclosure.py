@@ -9,7 +9,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from tests.process.harness import Server, start_server
+from tests.process.harness import WAIT_S, Server, start_server
 from tests.process.wire import MSGPACK, Client, dense_rows, encode, post_json, stub_rows, wait_no_extents
 
 CANARY = "SECRETCANARY"
@@ -65,4 +65,4 @@ def test_no_answer_holds_what_others_sent(server: Server):
     finally:
         stop.set()
         for thread in others:
-            thread.join(20)
+            thread.join(WAIT_S)
