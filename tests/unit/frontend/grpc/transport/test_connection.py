@@ -6,6 +6,7 @@ import asyncio
 import gc
 import struct
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,14 @@ from tests.unit.frontend.grpc.transport.client_bytes import (
 from tests.unit.frontend.grpc.transport.peer import STREAM, UNARY, Peer
 
 U32 = struct.Struct(">L")
+
+
+@pytest.fixture(scope="module", autouse=True)  # of the module, because Hypothesis's examples share it
+def _one_moment() -> Iterator[None]:
+    """Count all floods at one moment: a busy machine takes longer for them than the time in which they are counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(floods, "time", SimpleNamespace(monotonic_ns=lambda: 1))
+        yield
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -327,9 +336,7 @@ def test_a_breach_ends_its_connection_by_name_and_no_other(name: str):
     assert peer.listener.connections == {neighbour.connection}
 
 
-def test_calls_that_are_reset_as_fast_as_they_come_end_the_connection(monkeypatch: pytest.MonkeyPatch):
-    """All at one moment: a busy machine takes longer for them than the time in which they are counted."""
-    monkeypatch.setattr(floods, "time", SimpleNamespace(monotonic_ns=lambda: 1))
+def test_calls_that_are_reset_as_fast_as_they_come_end_the_connection():
     peer = Peer().opened()
     peer.service.is_slow = True
     received = peer.send(b"".join(
