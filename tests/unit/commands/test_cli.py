@@ -451,6 +451,7 @@ def test_completion_offers_flags_and_choices(capsys, monkeypatch):
     assert {line.rpartition(",")[2] for line in capsys.readouterr().out.split()} == {"text", "json"}
 
 
+@pytest.mark.timing(alone=True)  # beside others, even its time on a processor doubles: they share its caches
 @pytest.mark.parametrize("args", [["--help"], ["serve", "--help"]])
 def test_help_is_quick(args: list[str]):
     """By its time on a processor, the least of several runs: a busy machine delays it, and a slow import costs time."""
