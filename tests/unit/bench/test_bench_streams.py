@@ -38,7 +38,7 @@ class Answering:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._server.close()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
