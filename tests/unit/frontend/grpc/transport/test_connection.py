@@ -509,6 +509,7 @@ def test_an_opening_or_a_block_that_stalls_is_closed(stalled: bytes):
 def test_a_connection_that_is_lost_before_its_check_leaves_the_others_to_be_checked():
     lost = Peer(limits=Limits(body_idle_timeout_s=5)).opened()
     stalled = Peer(listener=lost.listener)
+    lost.listener.turns.turn_ns = 1 << 60  # or the rest would wait for an event loop
     stalled.connection.opened_ns -= int(60e9)
     lost.connection.connection_lost(None)
     lost.listener._check_some([stalled.connection, lost.connection])
@@ -576,6 +577,8 @@ def test_a_closed_connection_leaves_no_reference_cycle():
     is_left = weakref.ref(peer.connection)
     peer.service.begun.clear()
     peer.service.streams.clear()
+    while peer.listener.later:  # a turn that had no time left cancels the rest in the next one
+        peer.listener.later.pop(0)()
     gc.disable()
     try:
         del peer
