@@ -65,11 +65,13 @@ async def _stream(target: Target, body: bytes) -> Streamed:
     began_s = time.perf_counter()
     reader, writer = await _ask(target, body)
     first_s, tail = 0.0, b""
-    while piece := await reader.read(1 << 16):
-        if not first_s and b"data:" in piece:
-            first_s = time.perf_counter() - began_s
-        tail = (tail + piece)[-_TAIL_BYTES:]
-    writer.close()
+    try:
+        while piece := await reader.read(1 << 16):
+            if not first_s and b"data:" in piece:
+                first_s = time.perf_counter() - began_s
+            tail = (tail + piece)[-_TAIL_BYTES:]
+    finally:  # also where another stream failed, which cancels this one
+        writer.close()
     return Streamed(first_s, time.perf_counter() - began_s, _count(tail))
 
 

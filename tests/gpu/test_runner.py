@@ -111,7 +111,7 @@ def test_a_stage_is_stopped_with_all_that_it_started_and_runs_again(call, tmp_pa
         print("started", flush=True)
         time.sleep(60)
     """
-    called = call([python(code, limit_s=3)])
+    called = call([python(code, limit_s=8)])  # a busy machine takes long to start two programs
     assert (called.status, called.state()) == (1, "unfinished")
     assert re.search(r"- one: stopped after \d+ s", called.text)
     child = int((tmp_path / "pid").read_text())

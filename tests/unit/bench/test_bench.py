@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -140,9 +141,10 @@ def test_a_program_spends_time_until_it_is_paused():
         talks=True,
     )
     try:
-        program.read_line(10)
+        program.read_line(60)
         eventually(lambda: program.cpu_s()["program"] > 0.2, "it spends time")
         program.pause()
+        eventually(lambda: psutil.Process(program.process.pid).status() == psutil.STATUS_STOPPED, "it stands still")
         before = program.cpu_s()["program"]
         time_was = time.monotonic()
         eventually(lambda: time.monotonic() - time_was > 0.2, "time passes")
@@ -159,7 +161,7 @@ def test_the_engine_in_a_process_gives_the_vectors_of_the_library(tmp_path: Path
     questions = [{"texts": texts, "vectors": str(tmp_path / "rows.npy")}, {"texts": texts, "items": 1, "seconds": 0}]
     done = subprocess.run(
         [sys.executable, "-m", "bench.local", "sie", "--model", str(minilm_directory), "--dtype", "float32"],
-        input="\n".join(map(json.dumps, questions)) + "\n", capture_output=True, text=True, timeout=100, check=True,
+        input="\n".join(map(json.dumps, questions)) + "\n", capture_output=True, text=True, timeout=250, check=True,
         cwd=ROOT, env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     _ready, _written, timed = map(json.loads, done.stdout.splitlines())

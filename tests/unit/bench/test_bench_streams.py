@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -33,12 +34,13 @@ class Answering:
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         self.bodies.append(json.loads(await reader.readexactly(length)))
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + b"".join(f"data: {event}\n\n".encode() for event in self._events))
-        await writer.drain()
+        with contextlib.suppress(ConnectionError):  # a client that another stream's failure has cancelled
+            await writer.drain()
         writer.close()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._server.close()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()

@@ -452,14 +452,23 @@ def test_completion_offers_flags_and_choices(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("args", [["--help"], ["serve", "--help"]])
+def test_help_imports_little(args: list[str]):
+    """Which takes most of its time: 186 modules. `asyncio` alone is 48 more, numpy 94."""
+    code = f"import sys\nfrom sie.commands import cli\ncli.main({args!r})\nprint(len(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100)
+    assert int(done.stderr) < 220
+
+
+@pytest.mark.timing(alone=True)
+@pytest.mark.parametrize("args", [["--help"], ["serve", "--help"]])
 def test_help_is_quick(args: list[str]):
-    """By its time on a processor, the least of several runs: a busy machine delays it, and a slow import costs time."""
+    """By its time on a processor, the least of several runs: twice as long where another program shares its caches."""
     took_s: list[float] = []
     for _ in range(8):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "sie", *args], check=True, capture_output=True, timeout=100)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         took_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        if took_s[-1] < 0.15:
+        if took_s[-1] < 0.3:
             break
-    assert min(took_s) < 0.15, took_s
+    assert min(took_s) < 0.3, took_s

@@ -77,6 +77,6 @@ def test_frame_that_comes_while_the_view_quits_is_dropped(monkeypatch: pytest.Mo
 
     reading = threading.Thread(target=follow, daemon=True)
     reading.start()
-    reading.join(10)
+    reading.join(60)
     assert not reading.is_alive()
     assert not errors

@@ -8,16 +8,23 @@ import os
 import resource
 import signal
 import socket
-import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
+from sie.frontend import retirement
 from sie.frontend.retirement import Leaving
 
 
 class Gone(Exception):
     """The process has ended."""
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop the clock of what a process does beside its ticks, which have their own."""
+    monkeypatch.setattr(retirement, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +42,9 @@ def leaving(is_idle: Callable[[], bool] = lambda: True, *, in_granian: bool = Tr
 
 def goes_after(end: Leaving, longest_s: int, first_s: int = 0) -> int | None:
     """Tick once a second from first_s on; return the second in which it goes."""
-    began_s = time.monotonic() + 1
     for second in range(first_s, longest_s + 1):
         try:
-            end.tick(began_s + second)
+            end.tick(1.0 + second)
         except Gone:
             return second
     return None
@@ -108,9 +114,8 @@ def test_a_limit_of_files_lowered_for_good_is_a_reason_to_end_once(monkeypatch: 
     end = Leaving(lambda: False, lambda: closed.append(True), 25.0, in_granian=in_granian)
     monkeypatch.setattr(os, "kill", lambda pid, number: told.append((pid, number)))
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (soft - 1, soft - 1))
-    now_s = time.monotonic()
-    end.tick(now_s + 2)
-    end.tick(now_s + 4)
+    end.tick(2.0)
+    end.tick(4.0)
     assert told == [(os.getppid() if in_granian else os.getpid(), signal.SIGTERM)]
     assert closed == [True]
     assert hard >= soft

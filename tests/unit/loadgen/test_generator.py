@@ -27,7 +27,7 @@ Answer = Callable[[int], bytes | None]
 def server(answer: Answer) -> Iterator[Target]:
     """Serve one connection after the other."""
     listener = socket.create_server(("127.0.0.1", 0))
-    listener.settimeout(10)
+    listener.settimeout(60)
 
     def serve() -> None:
         count = 0
@@ -37,7 +37,7 @@ def server(answer: Answer) -> Iterator[Target]:
                 sock.close()
                 return
             with sock:
-                sock.settimeout(10)
+                sock.settimeout(60)
                 while sock.recv(65536):
                     count += 1
                     reply = answer(count)
@@ -53,7 +53,7 @@ def server(answer: Answer) -> Iterator[Target]:
     finally:
         stopping.set()
         socket.create_connection(listener.getsockname()).close()
-        thread.join(10)
+        thread.join(60)
         listener.close()
 
 
@@ -67,7 +67,7 @@ def generator(target: Target) -> Iterator[Generator]:
 
 
 def stall_once(number: int) -> bytes:
-    if number == 20:
+    if number == 5:
         time.sleep(STALL_S)
     return OK
 

@@ -22,7 +22,7 @@ from sie.native.linear import LinearCall, Matrix, WeightFormat, pack_bf16, run_l
 from sie.shm.core_board import CoreBoard
 
 OWNER, BORROWER, CORE = 0, 1, 0
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 ENOUGH = 1 << 30
 CORES = sorted(os.sched_getaffinity(0))
 

@@ -13,7 +13,7 @@ def test_state_arrives_as_one_datagram(tmp_path, is_abstract):
     address = f"@sie-test-{os.getpid()}" if is_abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind("\0" + address[1:] if is_abstract else address)
-        manager.settimeout(5)
+        manager.settimeout(60)
         Notifier(address).send("READY=1", "STATUS=serving")
         assert manager.recv(4096) == b"READY=1\nSTATUS=serving"
 

@@ -19,7 +19,7 @@ from sie.supervisor.configured_models import Models
 from sie.supervisor.reload import Reading, Reloader
 from sie.supervisor.server import Supervisor
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def named(*names: str) -> Models:

@@ -51,7 +51,7 @@ def port() -> Iterator[int]:
 
 
 def client(**limits: Any) -> Client:
-    return Client(**{"timeout_s": 5.0, "max_bytes": 1000, "allows_private": True, **limits})
+    return Client(**{"timeout_s": 60.0, "max_bytes": 1000, "allows_private": True, **limits})
 
 
 def test_a_page_behind_a_redirect_up_to_the_limit(port: int) -> None:

@@ -33,7 +33,7 @@ def test_a_result_that_does_not_fit_its_output_schema_is_not_judged(monkeypatch:
         servers = McpServers(CONFIG, max_bytes=1 << 20, max_chars=100)
         servers.open()
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not servers.list_tools().servers[0].is_connected:  # noqa: ASYNC110  # nothing tells of it
                     await asyncio.sleep(0)
                 return await servers.run(CALL)

@@ -124,7 +124,7 @@ def test_a_deadline_holds_though_the_clocks_differ_by_an_hour(monkeypatch, skew_
         before_ns = time.monotonic_ns()
         await bench.deliver(left_ns=5_000_000_000)
         await bench.sent(2)
-        assert 0 <= bench.deadlines_ns[0] - before_ns - 5_000_000_000 < 1_000_000_000
+        assert before_ns <= bench.deadlines_ns[0] - 5_000_000_000 <= time.monotonic_ns()
 
     run(monkeypatch, test, skew_ns)
 
@@ -260,7 +260,7 @@ def test_a_host_that_stops_gives_new_items_back_and_finishes_what_runs(monkeypat
     async def test(bench: Bench) -> None:
         bench.gate.clear()
         await bench.deliver()
-        draining = asyncio.create_task(bench.pull.drain(time.monotonic() + 5))
+        draining = asyncio.create_task(bench.pull.drain(time.monotonic() + 60))
         while not bench.pull.is_stopping:  # noqa: ASYNC110  # it is a flag
             await asyncio.sleep(0)
         await bench.deliver(names=("gw-2-0",))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from sie.frontend.http.listeners import limit_unread_time, steer_to, stop_steering
+from tests.process.harness import eventually
 
 
 def listen(port: int = 0) -> socket.socket:
@@ -28,11 +29,19 @@ def listeners() -> Iterator[list[socket.socket]]:
 
 
 def spread(listeners: list[socket.socket]) -> list[int]:
-    """Return how many of 60 new connections each listener gets."""
+    """Return how many of 60 new connections each listener gets. The kernel may hand one over a moment later."""
+    counts = [0] * len(listeners)
+
+    def are_all_there() -> bool:
+        for number, listener in enumerate(listeners):
+            counts[number] += count_waiting(listener)
+        return sum(counts) == 60
+
     with contextlib.ExitStack() as stack:
         for _ in range(60):
             stack.enter_context(socket.create_connection(listeners[-1].getsockname()))
-        return [count_waiting(listener) for listener in listeners]
+        eventually(are_all_there, "all connections are accepted")
+    return counts
 
 
 def count_waiting(listener: socket.socket) -> int:

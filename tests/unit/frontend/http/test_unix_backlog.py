@@ -51,7 +51,7 @@ def fill(ours: socket.socket) -> int:
 
 
 def drain(client: socket.socket, num_bytes: int) -> None:
-    client.settimeout(5)
+    client.settimeout(60)
     while num_bytes:
         num_bytes -= len(client.recv(num_bytes))
 

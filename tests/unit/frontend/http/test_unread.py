@@ -14,7 +14,7 @@ from sie.frontend.http.held_bytes import HeldBytes
 from sie.frontend.http.unread import MIN_BYTES, UnreadAnswers
 
 BIG = 1 << 20
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Key:

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
+from sie.frontend.inputs import guarded_tokenizer
 from sie.frontend.inputs.guarded_tokenizer import GuardedTokenizer
 from sie.frontend.inputs.tokenize import Tokenizer
 from sie.values.card import ModelCard
@@ -21,6 +22,12 @@ from sie.values.errors import BadRequest, Internal
 
 HARMS = ("x" * 20 + "z") * 400
 """8 KB for which the expression takes 6 s, each of its matches just under the library's own limit."""
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the trial as long as it takes to get a core; its processor time is limited as ever."""
+    monkeypatch.setattr(guarded_tokenizer, "_WAIT_S", 50.0)
 
 
 @pytest.fixture
@@ -45,6 +52,7 @@ def saved(tmp_path: Path, pattern: str) -> ModelCard:
     return ModelCard(id="m", kind="encoder", tokenizer_file=str(tmp_path / "tokenizer.json"), max_sequence_length=64)
 
 
+@pytest.mark.usefixtures("patient")
 def test_quick_text_has_the_tokens_of_the_library(tmp_path: Path, loop: asyncio.AbstractEventLoop):
     card = saved(tmp_path, "(x+x+)+y|a|b")
     guarded, plain = Tokenizer.load(card, loop), Tokenizer.load(card)
@@ -71,6 +79,7 @@ def test_text_that_takes_long_is_refused_and_the_next_one_read(tmp_path: Path, l
     assert tokenizer.encode_texts(["a b"])[0].tolist() == [1, 2]
 
 
+@pytest.mark.usefixtures("patient")
 def test_text_on_which_the_library_gives_up_is_an_error(tmp_path: Path, loop: asyncio.AbstractEventLoop):
     tokenizer = Tokenizer.load(saved(tmp_path, "(x+x+)+y"), loop)
     with pytest.raises((Internal, BadRequest)):
@@ -78,6 +87,7 @@ def test_text_on_which_the_library_gives_up_is_an_error(tmp_path: Path, loop: as
     assert tokenizer.encode_texts(["a b"])[0].tolist() == [1, 2]
 
 
+@pytest.mark.usefixtures("patient")
 def test_process_ends_with_its_tokenizer(tmp_path: Path, loop: asyncio.AbstractEventLoop):
     others = psutil.Process().children()
     tokenizer = Tokenizer.load(saved(tmp_path, r"\s+$"), loop)

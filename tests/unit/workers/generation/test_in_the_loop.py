@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -98,6 +99,20 @@ def rig() -> Iterator[LoopRig]:
     rig.close()
 
 
+@pytest.fixture
+def may_compile(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Return what the compilation of each grammar waits for."""
+    event, compile_grammar = threading.Event(), StubGenerator.compile_grammar
+
+    def wait(self: StubGenerator, kind: str, text: str) -> Any:
+        assert event.wait(60.0)
+        return compile_grammar(self, kind, text)
+
+    monkeypatch.setattr(StubGenerator, "compile_grammar", wait)
+    yield event
+    event.set()
+
+
 def test_answers_come_over_the_ring_and_leave_nothing_behind(rig: LoopRig) -> None:
     rig.load(make_card())
     requests = [rig.frontend.generate(b"prompt %d" % number, num_choices=2) for number in range(5)]
@@ -145,12 +160,13 @@ def test_texts_and_streams_share_the_worker(rig: LoopRig) -> None:
     rig.turn_until(both_have_come_far)
 
 
-def test_slow_grammar_makes_only_its_own_request_wait(rig: LoopRig) -> None:
-    rig.load(make_card("grammar_ms=700"))
+def test_slow_grammar_makes_only_its_own_request_wait(rig: LoopRig, may_compile: threading.Event) -> None:
+    rig.load(make_card())
     bound = rig.frontend.generate(b"x", grammar_kind="regex", grammar="yes", sampling=Sampling(temperature=0.0))
     free = rig.frontend.generate(b"free")
     rig.turn_until(lambda: rig.frontend.answers[free].is_over)
     assert rig.frontend.answers[bound].tokens == [[]]
+    may_compile.set()
     rig.turn_until(lambda: rig.frontend.answers[bound].is_over)
     assert bytes(rig.frontend.answers[bound].tokens[0]) == b"yes"
 
@@ -172,11 +188,12 @@ def test_grammar_of_many_choices_is_compiled_once(rig: LoopRig, monkeypatch: pyt
     assert compiled == ["yes"]
 
 
-def test_grammar_that_takes_too_long_is_refused() -> None:
+def test_grammar_that_takes_too_long_is_refused(may_compile: threading.Event) -> None:
     generation = msgspec.structs.replace(SETTINGS.generation, grammar_timeout_s=0.2)
     with contextlib.closing(LoopRig(msgspec.structs.replace(SETTINGS, generation=generation))) as rig:
-        rig.load(make_card("grammar_ms=1300"))
+        rig.load(make_card())
         error = rig.error(rig.frontend.generate(b"x", grammar_kind="regex", grammar="yes"))
+        may_compile.set()
     assert isinstance(error, BadRequest)
     assert "grammar_timeout_s (0.2 s)" in error.message
 
@@ -188,13 +205,14 @@ def test_wrong_grammar_is_the_client_s_mistake(rig: LoopRig) -> None:
     assert "blank" in error.message
 
 
-def test_cancelled_request_whose_grammar_compiles_is_gone_at_once(rig: LoopRig) -> None:
-    rig.load(make_card("grammar_ms=500"))
+def test_cancelled_request_whose_grammar_compiles_is_gone_at_once(rig: LoopRig, may_compile: threading.Event) -> None:
+    rig.load(make_card())
     request = rig.frontend.generate(b"x", grammar_kind="regex", grammar="yes")
     rig.turn()
     rig.frontend.cancel(request)
     rig.turn()
     assert rig.frontend.answers[request].is_cancelled
+    may_compile.set()
     rig.turn_until(lambda: not rig.worker.loop._generators.num_compiling)
     assert not rig.worker.loop._state, "its prompt does not run after all"
 

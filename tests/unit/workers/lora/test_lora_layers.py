@@ -356,14 +356,18 @@ def test_pattern_without_an_end_is_refused_and_other_threads_run_meanwhile(
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     monkeypatch.setattr(lora_weights, "_MATCH_TIMEOUT_S", 0.5)
     runner = load(base)
-    with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(install, runner, adapter)
-        num_turns = 0
-        while not loading.done():
-            time.sleep(0.001)
-            num_turns += 1
-        with pytest.raises(SieError, match=r"its patterns took over 0\.5 s to match"):
-            loading.result()
+    num_turns = 0
+    for _ in range(20):  # a busy machine may leave this thread without a core for half a second
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(install, runner, adapter)
+            num_turns = 0
+            while not loading.done():
+                time.sleep(0.001)
+                num_turns += 1
+            with pytest.raises(SieError, match=r"its patterns took over 0\.5 s to match"):
+                loading.result()
+        if num_turns > 10:
+            break
     assert num_turns > 10
 
 

@@ -92,7 +92,7 @@ def test_step_belongs_to_its_thread() -> None:
     with packed_step(_boundaries()):
         thread = threading.Thread(target=run)
         thread.start()
-        thread.join(10)
+        thread.join(60)
     assert refused == [True]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import struct
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,14 @@ from tests.unit.frontend.grpc.transport.client_bytes import (
 from tests.unit.frontend.grpc.transport.peer import STREAM, UNARY, Peer
 
 U32 = struct.Struct(">L")
+
+
+@pytest.fixture(scope="module", autouse=True)  # of the module, because Hypothesis's examples share it
+def _one_moment() -> Iterator[None]:
+    """Count all floods at one moment: a busy machine takes longer for them than the time in which they are counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(floods, "time", SimpleNamespace(monotonic_ns=lambda: 1))
+        yield
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -327,9 +336,7 @@ def test_a_breach_ends_its_connection_by_name_and_no_other(name: str):
     assert peer.listener.connections == {neighbour.connection}
 
 
-def test_calls_that_are_reset_as_fast_as_they_come_end_the_connection(monkeypatch: pytest.MonkeyPatch):
-    """All at one moment: a busy machine takes longer for them than the time in which they are counted."""
-    monkeypatch.setattr(floods, "time", SimpleNamespace(monotonic_ns=lambda: 1))
+def test_calls_that_are_reset_as_fast_as_they_come_end_the_connection():
     peer = Peer().opened()
     peer.service.is_slow = True
     received = peer.send(b"".join(
@@ -502,6 +509,7 @@ def test_an_opening_or_a_block_that_stalls_is_closed(stalled: bytes):
 def test_a_connection_that_is_lost_before_its_check_leaves_the_others_to_be_checked():
     lost = Peer(limits=Limits(body_idle_timeout_s=5)).opened()
     stalled = Peer(listener=lost.listener)
+    lost.listener.turns.turn_ns = 1 << 60  # or the rest would wait for an event loop
     stalled.connection.opened_ns -= int(60e9)
     lost.connection.connection_lost(None)
     lost.listener._check_some([stalled.connection, lost.connection])
@@ -569,6 +577,8 @@ def test_a_closed_connection_leaves_no_reference_cycle():
     is_left = weakref.ref(peer.connection)
     peer.service.begun.clear()
     peer.service.streams.clear()
+    while peer.listener.later:  # a turn that had no time left cancels the rest in the next one
+        peer.listener.later.pop(0)()
     gc.disable()
     try:
         del peer
