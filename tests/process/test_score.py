@@ -15,7 +15,7 @@ import pytest
 from sie_sdk import SIEClient
 from sie_sdk.client import RequestError
 
-from tests.process.harness import Server, eventually, start_server
+from tests.process.harness import WAIT_S, Server, eventually, start_server
 from tests.process.wire import MSGPACK, Client, Response, dense_rows, get, post_json, stub_rows, total, wait_no_extents
 from tests.tiny_models import POISON, save_cross_encoder
 
@@ -136,7 +136,7 @@ def test_score_that_is_not_finite_fails_its_own_request_only(server: Server) -> 
         thread.start()
     bad = score(server, "tiny/ce", "w1", [*WORDS, POISON])
     for thread in neighbours:
-        thread.join(20.0)
+        thread.join(WAIT_S)
     assert message(bad, 500) == "Model 'tiny/ce' produced non-finite scores"
     assert bad.code() == "INFERENCE_ERROR"
     alone = scores_by_index(score(server, "tiny/ce", "w1", WORDS))
@@ -165,7 +165,7 @@ def test_one_model_encodes_and_scores_at_once(server: Server) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(WAIT_S)
         assert not thread.is_alive()
     assert not faults
 

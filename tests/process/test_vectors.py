@@ -107,7 +107,7 @@ def test_each_text_in_a_mixed_load_of_many_clients(served, texts, reference):
     with ThreadPoolExecutor(16) as pool:
         with paused(server.worker()):  # so that some wait for a step together, however slow the clients are
             answers = [pool.submit(ask, pick) for pick in picks]
-            eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") >= 4, "four in the queue")
+            eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") >= 16, "each in the queue")
         assert min(answer.result() for answer in answers) >= least
     num_steps = total(server.port, "sie_batch_size_count", model=MINILM) - steps_before
     assert num_steps < len(picks), "requests of several clients never shared a step: the test proved nothing"
