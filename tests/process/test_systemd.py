@@ -91,13 +91,14 @@ def test_a_reload_takes_over_what_is_right_and_only_that(host: SystemdHost):
 
 def test_a_supervisor_that_hangs_is_replaced_by_the_watchdog(host: SystemdHost):
     use(host, "a=stub:dense=8")
-    override(host, WatchdogSec="5", TimeoutAbortSec="2", RestartSec="100ms")
+    # The reason is shown until it starts again.
+    override(host, WatchdogSec="5", TimeoutAbortSec="2", RestartSec="5s")
     host.run("systemctl", "start", "sie")
     pid = host.show("MainPID")
     host.run("kill", "-STOP", pid)
+    host.wait_for("Result", "watchdog")
     eventually(lambda: int(host.show("NRestarts")) > 0, "a restart")
-    eventually(lambda: "Failed with result 'watchdog'" in journal(host, "sie"), "its reason")
-    host.wait_for("ActiveState", "active")
+    eventually(lambda: host.show("ActiveState") == "active", "the next one")  # "inactive" holds it, too
     assert host.show("MainPID") != pid
     assert ask(host) == 200
 
@@ -137,7 +138,8 @@ def test_agents_have_a_user_and_a_unit_of_their_own(host: SystemdHost):
     body = {"model": "s", "messages": f"[[<tool_call>{json.dumps(call)}</tool_call>]][[{{result}}]]",
             "enable_code_execution": True}  # fmt: skip
     said = json.loads(host.run("curl", "-s", "--json", json.dumps(body), f"{URL}/v1/chat/completions"))
-    log = journal(host, "sie-agents")
+    host.run("journalctl", "--sync", status=None)
+    log = host.run("journalctl", "--no-pager", "-o", "cat", "-u", "sie-agents", status=None)
     assert "[65534, False]" in str(said), (said, log)
     if landlock.version() and Path("/proc/self/autogroup").exists():
         assert "PermissionError" in str(said), "the unit lets sandboxes use Landlock"
@@ -157,12 +159,6 @@ def test_agents_have_a_user_and_a_unit_of_their_own(host: SystemdHost):
     said = json.loads(host.run("curl", "-s", "--json", json.dumps(body), f"{URL}/v1/chat/completions"))
     assert "[65534, False]" in str(said), said
     host.run("systemctl", "stop", "sie-agents.socket", "sie-agents")
-
-
-def journal(host: SystemdHost, unit: str) -> str:
-    """Return what a unit, and systemd about it, has logged."""
-    host.run("journalctl", "--sync", status=None)
-    return host.run("journalctl", "--no-pager", "-o", "cat", "-u", unit, status=None)
 
 
 def log(host: SystemdHost, *options: str) -> str:
