@@ -320,7 +320,7 @@ def test_metrics_count_both_routes_as_score(server: Server) -> None:
 
 
 def test_sdk_scores(server: Server) -> None:
-    with SIEClient(server.url) as client:
+    with SIEClient(server.url, timeout_s=WAIT_S) as client:
         result = client.score("stub/both", {"text": "q"}, [{"text": "a", "id": "first"}, {"text": "b"}])
         expected = {"first": stub_score("q", "a"), "item-1": stub_score("q", "b")}
         assert {entry["item_id"]: entry["score"] for entry in result["scores"]} == expected

@@ -118,7 +118,8 @@ def test_watchers_beyond_the_limit_are_refused_and_the_others_stay():
 
 
 def test_other_websocket_paths_are_404(stub_server):
-    with pytest.raises(InvalidStatus) as refused, connect(f"ws://127.0.0.1:{stub_server.port}/ws/other"):
+    url = f"ws://127.0.0.1:{stub_server.port}/ws/other"
+    with pytest.raises(InvalidStatus) as refused, connect(url, open_timeout=WAIT_S):
         pass
     assert refused.value.response.status_code == 404
 

@@ -168,7 +168,7 @@ def test_the_policy_of_embeddings_is_judged(server: Server) -> None:
 
 
 def test_clients_read_such_answers_unmodified(server: Server) -> None:
-    with SIEClient(server.url) as client:
+    with SIEClient(server.url, timeout_s=WAIT_S) as client:
         first, second = client.encode("dense", items_of(LONG, "w1"))
         assert first["dense"].shape == second["dense"].shape
         assert len(client.score("ce", {"text": "w1"}, items_of(LONG, "w2"))["scores"]) == 2
