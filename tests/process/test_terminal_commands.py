@@ -93,8 +93,9 @@ class Terminal:
         return found
 
     def type(self, text: str) -> None:
-        """Type behind the next prompt; before it the terminal is not in the mode in which Ctrl-D is read."""
+        """Type behind the next prompt, as soon as the terminal is in the mode in which Ctrl-D is read."""
         self.wait("(^|\n|\r)> ")
+        eventually(lambda: not termios.tcgetattr(self._ours)[3] & termios.ICANON, "keys that are read one by one")
         self.press(text)
 
     def press(self, keys: str) -> None:
