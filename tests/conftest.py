@@ -167,11 +167,13 @@ def minilm_server(
 ) -> Iterator[Server]:
     """Return a server of MiniLM in float32 that takes token ids.
 
-    It has one thread: tests side by side are more than there are cores. So it may take long, too.
+    It has one thread: tests side by side are more than there are cores. So it may take long, too. Its steps may, as well,
+    so that what waits together runs together on a busy machine.
     """
     catalog = tmp_path_factory.mktemp("catalog") / "models.toml"
     catalog.write_text(f'[models."{MINILM}"]\naccept_token_ids = true\n')
-    flags = ("--dtype", "float32", "--threads-per-worker", "1", "--request-timeout-s", "120", "--catalog", str(catalog))
+    patience = ("--request-timeout-s", "120", "--max-step-ms", "0")
+    flags = ("--dtype", "float32", "--threads-per-worker", "1", *patience, "--catalog", str(catalog))
     with start_server("--model", f"{MINILM}={minilm_directory}", *flags, is_fresh=may_measure) as server:
         yield server
 
@@ -180,8 +182,9 @@ def minilm_server(
 def bfloat16_server(minilm_directory: Path) -> Iterator[Server]:
     """Return a server of MiniLM in bfloat16; for the files that use `minilm_server`, which one process runs."""
     with start_server(
-        "--model", f"{MINILM}={minilm_directory}", "--dtype", "bfloat16", "--request-timeout-s", "120"
-    ) as server:
+        "--model", f"{MINILM}={minilm_directory}", "--dtype", "bfloat16", "--request-timeout-s", "120",
+        "--max-step-ms", "0",
+    ) as server:  # fmt: skip
         yield server
 
 

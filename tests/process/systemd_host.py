@@ -18,11 +18,11 @@ from typing import Self
 
 import psutil
 
-from tests.process.harness import eventually
+from tests.process.harness import WAIT_S, eventually
 
 ROOT = Path(__file__).parents[2]
 BOOT = Path(__file__).with_name("boot_systemd.sh")
-BOOT_TIMEOUT_S = 30.0
+BOOT_TIMEOUT_S = 60.0
 NAMESPACES = ("--mount", "--pid", "--uts", "--ipc", "--net", "--cgroup")
 COMMAND = "/opt/sie/bin/sie"
 _SCRIPT = """#!/bin/sh
@@ -62,7 +62,7 @@ class SystemdHost:
         """Run a command in there and return what it says; status None: it may fail."""
         prefix = ["nsenter", "--target", str(self._init), "--mount", "--pid", "--uts", "--ipc", "--net", "--cgroup",
                   "--root", "--wd=/"]  # fmt: skip
-        done = subprocess.run([*prefix, *command], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([*prefix, *command], capture_output=True, text=True, timeout=WAIT_S, check=False)
         said = done.stdout + done.stderr
         assert status is None or done.returncode == status, f"{command} ended with {done.returncode}: {said}"
         return said
@@ -71,7 +71,7 @@ class SystemdHost:
         """Return a property of a unit."""
         return self.run("systemctl", "show", unit, "--property", name, "--value").strip()
 
-    def wait_for(self, name: str, part: str, timeout_s: float = 20.0) -> str:
+    def wait_for(self, name: str, part: str, timeout_s: float = WAIT_S) -> str:
         """Wait until a property of the server's unit holds part, and return it."""
         return eventually(
             lambda: value if part in (value := self.show(name)) else "", f"{name} with {part!r}", timeout_s
@@ -97,7 +97,7 @@ class SystemdHost:
         base, opt = Path(self._directory.name, "base"), Path(self._directory.name, "sie")
         base.mkdir()
         (opt / "bin").mkdir(parents=True)
-        shutil.copytree(ROOT / "sie", opt / "lib" / "sie", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "sie", opt / "lib" / "sie")  # with its bytecode: nothing is written there
         (opt / "bin" / "sie").write_text(_SCRIPT)
         (opt / "bin" / "sie").chmod(0o755)
         shown = (f"{sys.base_prefix}:/opt/python", f"{sysconfig.get_path('purelib')}:/opt/site", f"{opt}:/opt/sie")

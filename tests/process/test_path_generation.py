@@ -34,7 +34,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[SIEClient]:
-    with SIEClient(server.url) as made:
+    with SIEClient(server.url, timeout_s=WAIT_S) as made:
         yield made
 
 

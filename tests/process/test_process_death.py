@@ -73,12 +73,12 @@ def test_a_frontend_killed_with_work_in_the_queue_leaves_no_extent_behind():
 
 
 def test_a_stopped_frontend_is_killed_and_replaced():
-    with start_server("--model", "stub/a=stub:dense=16", "--tick-timeout-s", "1") as server:
+    with start_server("--model", "stub/a=stub:dense=16", "--tick-timeout-s", "3") as server:
         (stopped,) = server.frontends()
         os.kill(stopped, signal.SIGSTOP)
         eventually(lambda: not running(stopped), "the end of the stopped frontend")
         eventually(lambda: server.frontends() and server.frontends() != [stopped], "a successor")
-        # On a busy machine it may itself be without a core for a second.
+        # On a busy machine it may itself be without a core for as long.
         eventually(lambda: can_encode(server.port), "an answer")
 
 
@@ -104,8 +104,7 @@ def test_no_process_outlives_a_killed_supervisor():
         pids = server.pids()
         assert len(pids) >= 1 + 2 * 2 + 2
         server.process.kill()
-        eventually(lambda: not any(running(pid) for pid in pids), "the end of every process")
-        assert not server.pids()
+        server.wait_gone(WAIT_S)
 
 
 def test_no_process_outlives_a_supervisor_killed_under_load_or_while_it_loads(minilm_directory):
@@ -149,12 +148,12 @@ def answers_at_once(server: Server, for_s: float, within_s: float) -> bool:
 def test_a_supervisor_that_was_stopped_for_a_while_kills_nobody_when_it_goes_on():
     """It missed every tick of the others; they did not miss one of its."""
     with start_server(
-        "--model", "stub/a=stub:dense=16", "--tick-timeout-s", "3", "--watchdog-s", "3"
+        "--model", "stub/a=stub:dense=16", "--tick-timeout-s", "5", "--watchdog-s", "5"
     ) as server:  # fmt: skip
         before = sorted(server.pids())
         os.kill(server.process.pid, signal.SIGSTOP)
         try:
-            deadline_s = time.monotonic() + 4.0
+            deadline_s = time.monotonic() + 6.0
             while time.monotonic() < deadline_s:
                 assert encode(server.port, "stub/a", ["x"]).status == 200
         finally:
@@ -178,7 +177,7 @@ def test_the_kernel_would_kill_a_worker_before_a_frontend_for_want_of_memory():
 def test_the_port_is_free_for_the_next_server_after_a_kill():
     with start_server("--model", "stub/a=stub:dense=16", is_stopped=True) as first:
         first.process.kill()
-        first.wait_gone(10.0)
+        first.wait_gone(WAIT_S)
         with start_server("--model", "stub/a=stub:dense=16", "--port", str(first.port)) as second:
             assert second.port == first.port
             assert encode(second.port, "stub/a", ["x"]).status == 200
@@ -189,7 +188,7 @@ def test_counters_never_fall_when_processes_are_killed():
         for n in range(20):
             assert encode(server.port, "stub/a", [f"text {n}"]).status == 200
         key = ("sie_requests_total", (("endpoint", "encode"), ("model", "stub/a"), ("status", "success")))
-        eventually(lambda: samples(server.port)[key] == 20, "each is counted, which is behind its answer")
+        eventually(lambda: samples(server.port).get(key) == 20, "each is counted, which is behind its answer")
         before = {key: value for key, value in samples(server.port).items() if is_cumulative(key[0])}
         server.kill_worker()
         victim = server.frontends()[0]

@@ -64,7 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def sdk(server: Server) -> Iterator[SIEClient]:
-    with SIEClient(server.url) as client:
+    with SIEClient(server.url, timeout_s=WAIT_S) as client:
         yield client
 
 
@@ -207,7 +207,7 @@ def test_an_entry_loads_its_model_and_is_counted_under_its_own_name(server):
 def test_the_status_feed_shows_entries(server):
     from websockets.sync.client import connect
 
-    with connect(f"ws://127.0.0.1:{server.port}/ws/status") as feed:
+    with connect(f"ws://127.0.0.1:{server.port}/ws/status", open_timeout=WAIT_S) as feed:
         frame = msgspec.json.decode(feed.recv(timeout=WAIT_S))
     assert {"stub/a", "stub/a:sparse"} <= set(frame["loaded_models"])
     assert {model["name"] for model in frame["models"]} == set(ENTRIES)
@@ -237,7 +237,7 @@ def test_a_file_that_cannot_be_served_stops_the_start(tmp_path: Path, text, reas
 
 def test_a_dead_worker_costs_an_entry_s_requests_nothing(server):
     with contextlib.ExitStack() as ends:
-        client = ends.enter_context(SIEClient(server.url))
+        client = ends.enter_context(SIEClient(server.url, timeout_s=WAIT_S))
         server.kill_worker()
         result = client.encode("stub/a:task", {"text": "x"}, is_query=True)
     assert np.array_equal(result["dense"], stub_rows(["find | x"], 16)[0])

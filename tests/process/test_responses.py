@@ -211,7 +211,7 @@ def test_worker_s_death_ends_a_stream_with_its_two_events(server: Server, client
     assert types[-2:] == ["error", "response.failed"]
     assert last.response.error.code == "server_error"
     assert client.responses.retrieve(last.response.id).status == "failed"
-    eventually(lambda: client.responses.create(model="m", input="hello").output_text == ECHO, "no worker came back", 30)
+    eventually(lambda: client.responses.create(model="m", input="hello").output_text == ECHO, "no worker came back")
 
 
 # --- read again --------------------------------------------------------------------------------------------------------

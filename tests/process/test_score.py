@@ -15,7 +15,7 @@ import pytest
 from sie_sdk import SIEClient
 from sie_sdk.client import RequestError
 
-from tests.process.harness import Server, eventually, start_server
+from tests.process.harness import WAIT_S, Server, eventually, start_server
 from tests.process.wire import MSGPACK, Client, Response, dense_rows, get, post_json, stub_rows, total, wait_no_extents
 from tests.tiny_models import POISON, save_cross_encoder
 
@@ -136,7 +136,7 @@ def test_score_that_is_not_finite_fails_its_own_request_only(server: Server) -> 
         thread.start()
     bad = score(server, "tiny/ce", "w1", [*WORDS, POISON])
     for thread in neighbours:
-        thread.join(20.0)
+        thread.join(WAIT_S)
     assert message(bad, 500) == "Model 'tiny/ce' produced non-finite scores"
     assert bad.code() == "INFERENCE_ERROR"
     alone = scores_by_index(score(server, "tiny/ce", "w1", WORDS))
@@ -165,7 +165,7 @@ def test_one_model_encodes_and_scores_at_once(server: Server) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(WAIT_S)
         assert not thread.is_alive()
     assert not faults
 
@@ -320,7 +320,7 @@ def test_metrics_count_both_routes_as_score(server: Server) -> None:
 
 
 def test_sdk_scores(server: Server) -> None:
-    with SIEClient(server.url) as client:
+    with SIEClient(server.url, timeout_s=WAIT_S) as client:
         result = client.score("stub/both", {"text": "q"}, [{"text": "a", "id": "first"}, {"text": "b"}])
         expected = {"first": stub_score("q", "a"), "item-1": stub_score("q", "b")}
         assert {entry["item_id"]: entry["score"] for entry in result["scores"]} == expected

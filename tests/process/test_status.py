@@ -10,6 +10,7 @@ import os
 import signal
 
 import pytest
+from prometheus_client.samples import Sample
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -53,13 +54,18 @@ def test_first_frame_waits_for_no_tick():
 
 
 def test_frames_come_five_a_second(stub_server):
-    """By the server's own time, and by the shortest of the gaps: a busy machine makes some of them longer."""
+    """By the server's own time, and by the shortest of the gaps: a busy machine makes most of them longer."""
     with watch(stub_server) as socket:
         next_frame(socket)
         times_s = [next_frame(socket)["timestamp"] for _ in range(11)]
-    gaps_s = sorted(after - before for before, after in itertools.pairwise(times_s))
-    assert gaps_s[0] < 0.4, gaps_s
-    assert times_s[-1] - times_s[0] > 1.6, gaps_s
+        assert times_s[-1] - times_s[0] > 1.6, times_s
+
+        def shortest_gap_s() -> float:
+            return min(after - before for before, after in itertools.pairwise(times_s))
+
+        eventually(
+            lambda: shortest_gap_s() < 0.4 or times_s.append(next_frame(socket)["timestamp"]), "two frames 200 ms apart"
+        )
 
 
 def test_frame_has_every_field(stub_server):
@@ -112,7 +118,8 @@ def test_watchers_beyond_the_limit_are_refused_and_the_others_stay():
 
 
 def test_other_websocket_paths_are_404(stub_server):
-    with pytest.raises(InvalidStatus) as refused, connect(f"ws://127.0.0.1:{stub_server.port}/ws/other"):
+    url = f"ws://127.0.0.1:{stub_server.port}/ws/other"
+    with pytest.raises(InvalidStatus) as refused, connect(url, open_timeout=WAIT_S):
         pass
     assert refused.value.response.status_code == 404
 
@@ -191,10 +198,13 @@ def test_family_has_its_type_labels_and_buckets(stub_server, name):
     kind, labels, buckets = FAMILIES[name]
     encode(stub_server.port, "stub/a", ["x"])
     eventually(lambda: total(stub_server.port, "sie_batch_size_count", model="stub/a") > 0, "a step was counted")
-    family = families(stub_server.port)[name]
-    assert family.type == kind
-    found = [sample for sample in family.samples if sample.labels.get("model") == "stub/a"]
-    assert found
+
+    def own_samples() -> list[Sample]:
+        family = families(stub_server.port)[name]
+        assert family.type == kind
+        return [sample for sample in family.samples if sample.labels.get("model") == "stub/a"]
+
+    found = eventually(own_samples, "samples of the model")
     assert all(sample.labels.keys() - {"le"} == labels for sample in found)
     if buckets is not None:
         by_rest: dict[tuple, list[str]] = {}

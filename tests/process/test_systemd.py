@@ -62,8 +62,9 @@ def ask(host: SystemdHost, num_items: int = 1) -> int:
 
 
 def test_a_load_may_take_longer_than_a_start(host: SystemdHost):
-    use(host, "a=stub:dense=8,load_ms=6500")
-    override(host, TimeoutStartSec="4")
+    """The limit leaves time for the imports on a busy machine: only then the server can ask for more."""
+    use(host, "a=stub:dense=8,load_ms=17500")
+    override(host, TimeoutStartSec="15")
     host.run("systemctl", "start", "sie")
     assert ask(host) == 200
     assert host.show("StatusText") == f"serving on {URL}, models loaded: 1"
@@ -90,13 +91,14 @@ def test_a_reload_takes_over_what_is_right_and_only_that(host: SystemdHost):
 
 def test_a_supervisor_that_hangs_is_replaced_by_the_watchdog(host: SystemdHost):
     use(host, "a=stub:dense=8")
-    override(host, WatchdogSec="2", TimeoutAbortSec="2", RestartSec="100ms")
+    # The reason is shown until it starts again.
+    override(host, WatchdogSec="5", TimeoutAbortSec="2", RestartSec="5s")
     host.run("systemctl", "start", "sie")
     pid = host.show("MainPID")
     host.run("kill", "-STOP", pid)
     host.wait_for("Result", "watchdog")
-    host.wait_for("NRestarts", "1")
-    host.wait_for("ActiveState", "active", timeout_s=60)
+    eventually(lambda: int(host.show("NRestarts")) > 0, "a restart")
+    eventually(lambda: host.show("ActiveState") == "active", "the next one")  # "inactive" holds it, too
     assert host.show("MainPID") != pid
     assert ask(host) == 200
 
@@ -153,6 +155,7 @@ def test_agents_have_a_user_and_a_unit_of_their_own(host: SystemdHost):
             "setpriv", "--reuid", uid, "--regid", uid, "--clear-groups", "cat", path, status=1
         )
     host.run("systemctl", "kill", "--signal=KILL", "--kill-whom=main", "sie-agents")
+    eventually(lambda: host.show("MainPID", "sie-agents") != pid, "its end")
     said = json.loads(host.run("curl", "-s", "--json", json.dumps(body), f"{URL}/v1/chat/completions"))
     assert "[65534, False]" in str(said), said
     host.run("systemctl", "stop", "sie-agents.socket", "sie-agents")

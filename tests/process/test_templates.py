@@ -67,9 +67,9 @@ def test_a_hostile_template_is_the_requests_own_failure(server: Server, name: st
     answer = chat(server, "bad", name)
     assert answer.status == 400, answer.body
     assert "template" in json.loads(answer.body)["error"]["message"]
-    # A new helper starts, which on a busy machine may take longer than a template has.
+    # On a busy machine any template may take longer than a template has.
     eventually(lambda: chat(server, "bad", "a").status == 200, "the next request")
-    assert chat(server, "good", "a").status == 200
+    eventually(lambda: chat(server, "good", "a").status == 200, "a request to another model")
     assert max(map(peak_bytes, server.frontends())) < 600 << 20
 
 
@@ -106,9 +106,12 @@ class Stranger:
 
 @pytest.mark.parametrize("text", ["x" * 40, ("x" * 20 + "z") * 380, ("x" * 20 + "z") * 3000])
 def test_texts_that_a_tokenizer_backtracks_over_are_refused_one_by_one(server: Server, text: str):
-    answer = chat(server, "backtracks", text)
-    assert answer.status in (400, 500), answer.body
-    assert "okenizer" in json.loads(answer.body)["error"]["message"]
+    def is_refused() -> bool:
+        answer = chat(server, "backtracks", text)
+        assert answer.status in (400, 500), answer.body
+        return "okenizer" in json.loads(answer.body)["error"]["message"]
+
+    eventually(is_refused, "a refusal by the tokenizer; on a busy machine the template may be the first to be late")
     eventually(lambda: chat(server, "backtracks", "a").status == 200, "the next request")
     completion = {"model": "backtracks", "prompt": text, "max_tokens": 1}
     assert post_json(server.port, "/v1/completions", completion).status in (400, 500)

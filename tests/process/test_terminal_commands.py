@@ -93,8 +93,9 @@ class Terminal:
         return found
 
     def type(self, text: str) -> None:
-        """Type behind the next prompt; before it the terminal is not in the mode in which Ctrl-D is read."""
+        """Type behind the next prompt, as soon as the terminal is in the mode in which Ctrl-D is read."""
         self.wait("(^|\n|\r)> ")
+        eventually(lambda: not termios.tcgetattr(self._ours)[3] & termios.ICANON, "keys that are read one by one")
         self.press(text)
 
     def press(self, keys: str) -> None:
@@ -133,14 +134,14 @@ def test_one_question_is_answered_and_measured(server: Server, capsys: pytest.Ca
 
 def test_a_pipe_is_a_question(server: Server) -> None:
     command = [sys.executable, "-m", "sie", "chat", "--url", server.url]
-    done = subprocess.run(command, input="from a pipe\n", capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, input="from a pipe\n", capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert done.stdout == "user: from a pipe\nassistant: \n"
-    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "sie: there is no question\n")
     reader, writer = os.pipe()
     os.close(reader)  # as `sie chat hello | head -0` does
     with os.fdopen(writer, "wb") as nobody:
-        ended = subprocess.run([*command, "hello"], stdout=nobody, stderr=subprocess.PIPE, timeout=60, check=False)
+        ended = subprocess.run([*command, "hello"], stdout=nobody, stderr=subprocess.PIPE, timeout=WAIT_S, check=False)
     assert "pipe" not in ended.stderr.decode().lower()
 
 
@@ -172,7 +173,7 @@ def test_a_conversation_remembers_stops_and_begins_anew(server: Server) -> None:
 def test_ctrl_c_ends_an_answer_and_the_servers_work(server: Server) -> None:
     with terminal("chat", "--url", server.url, "--model", "slow") as screen:
         screen.wait("Ctrl-D leaves")
-        screen.type("a question that takes a while to write again" * 8 + "\r")
+        screen.type("a question that takes a minute to write again" * 45 + "\r")  # a line has at most 4095 bytes
         screen.wait("user: a q")
         os.kill(screen.process.pid, signal.SIGINT)
         screen.wait("slow · first token after .* · ended early")

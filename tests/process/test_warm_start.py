@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from pathlib import Path
@@ -30,12 +31,15 @@ def seen(server: Server) -> list[tuple[object, ...]]:
     found: list[tuple[object, ...]] = []
     for pid in pids:
         base = Path(f"/proc/{pid}")
-        stat = (base / "stat").read_text().rpartition(")")[2].split()
-        parent = module_of(int(stat[1])) if int(stat[1]) in pids else []
-        variables = sorted(v for v in (base / "environ").read_bytes().rstrip(b"\0").split(b"\0") if b"TEST" not in v)
-        fds = sorted(Counter(kind(fd) for fd in (base / "fd").iterdir()).items())
-        states = STATUS.findall((base / "status").read_text())
-        found.append((module_of(pid), int(stat[2]) == pid, parent, states, variables, fds))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            stat = (base / "stat").read_text().rpartition(")")[2].split()
+            parent = module_of(int(stat[1])) if int(stat[1]) in pids else []
+            variables = sorted(
+                v for v in (base / "environ").read_bytes().rstrip(b"\0").split(b"\0") if b"TEST" not in v
+            )
+            fds = sorted(Counter(kind(fd) for fd in (base / "fd").iterdir()).items())
+            states = STATUS.findall((base / "status").read_text())
+            found.append((module_of(pid), int(stat[2]) == pid, parent, states, variables, fds))
     return sorted(found)
 
 

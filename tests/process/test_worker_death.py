@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -77,24 +78,32 @@ def test_a_killed_real_model_comes_back_with_the_same_vectors(minilm_directory):
         expected = [dense_rows(encode(server.port, MINILM, text)) for text in texts]
         baseline = settled_fds(server)
         stop = threading.Event()
+        num_answered = dict.fromkeys(range(0, 8, 2), 0)
 
-        def ask(index: int) -> int:
-            num_answered = 0
+        def ask(index: int) -> None:
             with Client(server.port) as client:
                 while not stop.is_set():
                     rows = dense_rows(client.encode(MINILM, texts[index]))
                     np.testing.assert_allclose(rows, expected[index], atol=1e-4)
-                    num_answered += 1
-            return num_answered
+                    num_answered[index] += 1
 
         with ThreadPoolExecutor(4) as pool:
-            clients = [pool.submit(ask, index) for index in range(0, 8, 2)]
+            clients = [pool.submit(ask, index) for index in num_answered]
             try:
                 server.kill_worker()
+                before = dict(num_answered)
+                eventually(
+                    lambda: (
+                        any(client.done() for client in clients)  # one that failed
+                        or all(num_answered[index] > before[index] + 1 for index in before)
+                    ),
+                    "answers of the successor for every client",
+                )
                 eventually(lambda: get(server.port, "/readyz").status == 200, "ready again")
             finally:
                 stop.set()
-            assert all(client.result(60) > 0 for client in clients)
+            for client in clients:
+                client.result(WAIT_S)
         assert get(server.port, "/healthz").status == 200
         # A library may keep a file or two more or less open from load to load; a leak would grow with every death.
         del baseline["worker"]
@@ -103,8 +112,8 @@ def test_a_killed_real_model_comes_back_with_the_same_vectors(minilm_directory):
 
 def test_death_of_one_worker_of_two_moves_its_work_to_the_other():
     with start_server("--model", "stub/a=stub:dense=16,latency_ms=5", "--devices", "cpu:2") as server:
-        workers = server.pids("worker")
-        assert len(workers) == 2
+        # It is ready with one of them.
+        workers = eventually(lambda: len(pids := server.pids("worker")) == 2 and pids, "two workers")
         with under_load(server, "stub/a", 16, seed=SEED + 2, num_clients=6) as load:
             load.wait_answers(50)
             for victim in workers:
@@ -116,17 +125,31 @@ def test_death_of_one_worker_of_two_moves_its_work_to_the_other():
 
 
 def test_two_workers_share_the_work():
+    """No share is promised: one of them starts later, or has to share its core with another program."""
     with start_server("--model", "stub/a=stub:dense=16,latency_ms=20", "--devices", "cpu:2") as server:
-        with under_load(server, "stub/a", 16, seed=SEED + 3, num_clients=8) as load:
-            load.wait_answers(200)
-        steps = [total(server.port, "sie_step_duration_seconds_count", worker=slot) for slot in ("0", "1")]
-        assert min(steps) >= 0.2 * sum(steps), steps
+
+        def steps() -> list[float]:
+            return [total(server.port, "sie_step_duration_seconds_count", worker=slot) for slot in ("0", "1")]
+
+        with under_load(server, "stub/a", 16, seed=SEED + 3, num_clients=8):
+            eventually(lambda: min(steps()) > 0, "a step of each worker")
+            before = steps()
+            eventually(
+                lambda: all(now >= then + 20 for now, then in zip(steps(), before, strict=True)), "steps of both"
+            )
 
 
-def needed_cores(server: Server) -> list[bool]:
-    """Return which of two workers need their cores, from the memory that the supervisor shares with them."""
-    files = Path(f"/proc/{server.process.pid}/fd")
-    board = next(path for path in files.iterdir() if "sie-cores" in str(path.readlink()))
+def core_board(server: Server) -> Path:
+    """Return the memory in which workers say whether they need their cores, which the supervisor shares with them."""
+    for path in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the supervisor has just closed it
+            if "sie-cores" in str(path.readlink()):
+                return path
+    raise AssertionError("the supervisor shares no board of cores")
+
+
+def needed_cores(board: Path) -> list[bool]:
+    """Return which of two workers need their cores."""
     words = memoryview(board.read_bytes()).cast("I")
     return [bool(words[16 * (1 + worker)]) for worker in range(2)]
 
@@ -138,19 +161,29 @@ def worker_of(server: Server, slot: int) -> int:
 
 
 def test_a_worker_lends_its_core_while_it_waits_and_a_dead_one_needs_none():
-    with (
-        start_server("--model", "stub/a=stub:dense=16,latency_ms=4000", "--devices", "cpu:2") as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        eventually(lambda: needed_cores(server) == [False, False], "two workers that wait")
-        answer = pool.submit(encode, server.port, "stub/a", ["text"])
-        busy = eventually(lambda: any(needed := needed_cores(server)) and needed, "a worker in a step")
+    """Each worker stops itself in its first step.
+
+    The text is so long that this is no hang, and not even late: then the other worker would get the request, too.
+    """
+    flags = ("--devices", "cpu:2", "--test", "--failpoints", "worker.before_step=stop@1")
+    with start_server("--model", "stub/a=stub:dense=16", *flags) as server, ThreadPoolExecutor(1) as pool:
+        board = core_board(server)
+        eventually(lambda: total(server.port, "sie_worker_up") == 2, "two workers")
+        eventually(lambda: needed_cores(board) == [False, False], "two workers that wait")
+        answer = pool.submit(encode, server.port, "stub/a", ["x" * 24_000])
+
+        def in_step() -> list[bool]:
+            return [is_stopped(worker_of(server, slot)) for slot in range(2)]
+
+        busy = eventually(lambda: any(found := in_step()) and found, "a worker in a step")
+        eventually(lambda: needed_cores(board) == busy, "only its core needed")
+        other = worker_of(server, busy.index(False))
         os.kill(worker_of(server, busy.index(True)), signal.SIGKILL)
-        eventually(
-            lambda: needed_cores(server) == busy[::-1], "the other worker in the step, and the dead one's core lent"
-        )
+        eventually(lambda: is_stopped(other), "the other worker in the step")
+        eventually(lambda: needed_cores(board) == busy[::-1], "only its core needed, and the dead one's lent")
+        os.kill(other, signal.SIGCONT)
         assert answer.result(WAIT_S).status == 200
-        eventually(lambda: needed_cores(server) == [False, False], "two workers that wait")
+        eventually(lambda: needed_cores(board) == [False, False], "two workers that wait")
 
 
 def test_a_stopped_worker_is_found_killed_and_replaced():
@@ -162,7 +195,8 @@ def test_a_stopped_worker_is_found_killed_and_replaced():
             server.log_line("worker-0 hangs")  # how soon it is found is a row of tests/chaos: F5
             eventually(lambda: not running(stopped), "the end of the stopped worker")
             load.wait_answers(25)
-        assert server.worker() != stopped
+        # On a busy machine it may itself be without a core for a second.
+        eventually(lambda: server.pids("worker") not in ([], [stopped]), "a successor")
 
 
 def test_a_worker_that_is_stopped_while_idle_is_found_when_work_comes():
@@ -171,13 +205,13 @@ def test_a_worker_that_is_stopped_while_idle_is_found_when_work_comes():
         os.kill(stopped, signal.SIGSTOP)
         rows = dense_rows(encode(server.port, "stub/a", ["x"]))
         assert np.array_equal(rows, stub_rows(["x"], 16))
-        assert server.worker() != stopped
+        eventually(lambda: server.pids("worker") not in ([], [stopped]), "a successor")
 
 
 def test_a_long_step_that_was_allowed_is_not_taken_for_a_hang():
     """Each token of a model that has run nothing yet allows 20 ms, on top of the watchdog's time."""
-    text = "x" * 200
-    with start_server("--model", "stub/a=stub:dense=16,latency_ms=1500", "--watchdog-s", "1") as server:
+    text = "x" * 4000
+    with start_server("--model", "stub/a=stub:dense=16,latency_ms=4500", "--watchdog-s", "3") as server:
         worker = server.worker()
         assert np.array_equal(dense_rows(encode(server.port, "stub/a", [text])), stub_rows([text], 16))
         assert server.worker() == worker

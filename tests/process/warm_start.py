@@ -54,7 +54,8 @@ class WarmProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # the warm process has taken its status, and not told it yet
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL it, unless it has ended."""

@@ -19,7 +19,7 @@ from sie.shm.attach import Attachment
 from sie.shm.space import OutboundSpace
 
 _PEER = Path(__file__).with_name("peer.py")
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class Peers:

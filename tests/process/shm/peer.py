@@ -89,7 +89,7 @@ _bells: set[int] = set()
 def _attach(sock_fd: int, generation: int, capacity: int) -> tuple[Attachment, OutboundSpace]:
     space = create_space("peer")
     sock = socket.socket(fileno=sock_fd)
-    attachment = Attachment.connect(sock, os.pidfd_open(os.getppid()), generation, space, capacity, timeout_s=60)
+    attachment = Attachment.connect(sock, os.pidfd_open(os.getppid()), generation, space, capacity, timeout_s=120)
     _bells.add(attachment._producer.fds[1])
     return attachment, space
 
@@ -101,7 +101,7 @@ def run_worker(attachment: Attachment, space: OutboundSpace) -> None:
     for fd in (attachment.bell_fd, attachment.sock_fd, attachment.pidfd):
         poll.register(fd, select.POLLIN)
     while True:
-        assert poll.poll(60_000), "nothing happened for 60 s"
+        assert poll.poll(120_000), "nothing happened for 120 s"
         if attachment.peer_is_dead() or not attachment.read_socket():
             return
         for descriptor in attachment.drain():
@@ -148,7 +148,7 @@ def run_frontend(attachment: Attachment, space: OutboundSpace) -> None:
                 lease.hand_over(request_id)
             leases[request_id] = lease
             request_id += 1
-        assert poll.poll(60_000), "nothing happened for 60 s"
+        assert poll.poll(120_000), "nothing happened for 120 s"
         if attachment.peer_is_dead() or not attachment.read_socket():
             return
         for reply in attachment.drain():

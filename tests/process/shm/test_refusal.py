@@ -24,7 +24,7 @@ except ReservationError as error:
 def test_reservation_under_a_limit_of_the_system_names_the_bytes(limit: str, limit_bytes: int) -> None:
     nbytes = 4 << 20
     command = [sys.executable, "-c", _SCRIPT, limit, str(nbytes), str(limit_bytes)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
     assert done.returncode == 78, done.stderr
     assert done.stdout.startswith(f"{nbytes} cannot reserve {nbytes} bytes for requests")

@@ -11,7 +11,7 @@ from sie.shm.layout import ERROR, SUBMIT
 
 _NUM_REQUESTS = 8000
 _CAPACITY = 16
-_DEADLINE_S = 60.0
+_DEADLINE_S = 200.0
 
 
 def test_two_processes_exchange_checksummed_payloads(peers, peer, new_fds) -> None:
