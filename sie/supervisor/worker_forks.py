@@ -45,7 +45,7 @@ class WorkerForks:
 
     @property
     def is_starting(self) -> bool:
-        """Whether the template may still become ready; workers that wait for it start then."""
+        """Whether the template may still become ready. Workers wait for it until then."""
         return self._template is not None and not self._template.is_ready
 
     def try_fork(self, launch: str, num_threads: int) -> Forked | None:

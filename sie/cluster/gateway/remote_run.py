@@ -83,7 +83,7 @@ class RemoteRun:
         self.num_attempts = 1
         self.tried = {self.host}
         self.context = contextvars.copy_context()
-        """That of the request, by which hosts are chosen: its pool, its machine profile and its key."""
+        """The context of the request: hosts are chosen by its pool, its machine profile and its key."""
         self.has_begun = asyncio.Event()
         self._owner = owner
         self.is_sending = False
