@@ -100,7 +100,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     prefix: str = "model.layers."
     """The name of the layers, before their number."""
     encodes: bool = False
-    """Whether it has no head that gives tokens."""
+    """Whether it is an encoder: a file has no head for tokens."""
     converted: Literal["", "permuted", "norms"] = ""
     """permuted: the rows of queries and keys are in another order, for rotations of neighbours. norms: 1 was added to them."""
     values: dict[str, Any] = {}

@@ -50,7 +50,7 @@ class RunOwner(Protocol):
 
 
 class TextPending:
-    """The part of a generated answer that a client's departure ends; a gateway's `Pending`."""
+    """One generated answer in the form of the engine's `Pending`, through which a client that leaves ends it."""
 
     def __init__(self, run: RemoteRun, deadline_ns: int) -> None:
         self.run = run

@@ -132,7 +132,7 @@ class _RefuseWaits(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-            with self:  # inference mode brings such operations here whole: look at their parts
+            with self:  # inference mode passes composite operations whole: check their parts
                 return func.decompose(*args, **kwargs)
         if _waits(func, args, kwargs):
             raise CaptureRefusedError(f"{func} waits for the device")

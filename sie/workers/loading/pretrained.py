@@ -192,7 +192,7 @@ def _check_complete(card: ModelCard, report: dict[str, Any], unused: str | None 
         some = ", ".join((missing + wrong)[:5])
         raise refuse(card.id, f"{len(missing) + len(wrong)} weights are missing or of the wrong shape: {some}")
     if card.gguf_file and card.weight_names:
-        others = [name for name in report["unexpected_keys"] if not name.startswith("lm_head.")]  # an encoder's
+        others = [name for name in report["unexpected_keys"] if not name.startswith("lm_head.")]  # not an encoder's
         if others:
             some = ", ".join(sorted(others)[:5])
             raise refuse(
