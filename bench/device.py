@@ -88,7 +88,7 @@ def load_built(model: Any, load: Callable[..., Any], *arguments: Any) -> Any:
     """Load a model that exists already as a worker loads a checkpoint: load is a function of the loader."""
     from sie.workers.loading import loader
 
-    with patch.object(loader, "_read_model", lambda *_args, **_kwargs: model):
+    with patch.object(loader, "read_pretrained", lambda *_args, **_kwargs: model):
         return load(*arguments, lambda *_: None)
 
 

@@ -85,7 +85,7 @@ class AgentClient:
             return self._streams[1]
 
     async def _try_connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect, again and again while the process is being started anew."""
+        """Connect. Retry until the agent process listens; the caller sets the limit of time."""
         while True:
             try:
                 return await asyncio.open_unix_connection(self._path)

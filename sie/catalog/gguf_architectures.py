@@ -83,7 +83,7 @@ _EXPERTS: Final[Names] = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 _DENSE: Final[Names] = {"dense_2": (), "dense_3": ()}
-"""Layers behind the pooling: their names are known, and the model has them not."""
+"""Layers behind the pooling. Their names are known, but they belong to no weight of the transformer."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +100,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     prefix: str = "model.layers."
     """The name of the layers, before their number."""
     encodes: bool = False
-    """Whether it has no head that gives tokens."""
+    """Whether it is an encoder: a file has no head for tokens."""
     converted: Literal["", "permuted", "norms"] = ""
     """permuted: the rows of queries and keys are in another order, for rotations of neighbours. norms: 1 was added to them."""
     values: dict[str, Any] = {}
@@ -118,9 +118,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     first_position: int = 0
     """Number of the first position; a file has no rows for those before it."""
     wide_at: int = 0
-    """The number of layers of the one size that scales scores by model width over heads, not by the width of a head."""
+    """Models with this many layers scale scores by the model's width over its heads, and all others by the width of a head."""
     library_key: str = ""
-    """Metadata that only another architecture of the same name has; transformers reads that one by its own table."""
+    """Metadata that tell another architecture of the same name: transformers reads such files by its own table."""
     refused: tuple[str, ...] = ()
     """Metadata that change the numbers, and are not computed."""
     joined: dict[str, tuple[str, str]] = {}

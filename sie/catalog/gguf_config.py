@@ -19,7 +19,7 @@ _NEEDED: Final = (
     "context_length", "block_count", "feed_forward_length", "embedding_length", "attention.head_count",
     "attention.kv_lora_rank", "expert_count", "expert_used_count", "expert_shared_count", "expert_feed_forward_length",
 )  # fmt: skip
-"""Of those that an architecture's row has."""
+"""Metadata that a file must have, where its architecture's row has them."""
 _POSITIVE: Final = (
     *_NEEDED, "attention.head_count_kv", "attention.q_lora_rank", "expert_group_count", "expert_group_used_count",
     "rope.dimension_count", "rope.freq_base", "rope.scaling.factor",

@@ -67,7 +67,7 @@ def convert_gemma(model_id: str, fields: Mapping[str, Any], tokens: Sequence[str
 
 
 def _merges(tokens: Sequence[str], vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield the merges: tokens in their order, and the longest first parts first."""
+    """Yield the merges: those of each token in turn, and of one token the one with the longest first part first."""
     for token in tokens:
         for cut in range(len(token) - 1, 0, -1):
             first = token[:cut]

@@ -17,7 +17,7 @@ _CLASS: Final = "LayerWiseMiniCPMForCausalLM"
 
 
 class Layerwise(msgspec.Struct, frozen=True):
-    """How the library's class computes such a model; both as in `ModelCard`."""
+    """The changes with which the library's class computes such a model. The fields are those of `ModelCard`."""
 
     config_changes: dict[str, Any]
     weight_names: tuple[tuple[str, ...], ...]

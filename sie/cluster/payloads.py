@@ -122,7 +122,7 @@ class Taken(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ModelBeat(msgspec.Struct, array_like=True, frozen=True):
-    """One model in a heartbeat: its state, whether it answers now, or its requests wait for it to come back."""
+    """One model in a heartbeat: its state, whether it answers now, and whether requests wait because it is coming back."""
 
     state: ModelState
     is_served: bool

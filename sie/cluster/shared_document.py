@@ -35,7 +35,7 @@ class SharedDocument(Generic[ValueT]):
         self, connection: Connection, key: str, decoder: msgspec.msgpack.Decoder[ValueT], empty: ValueT,
         on_change: Callable[[ValueT], None],
     ) -> None:  # fmt: skip
-        """Empty is the value of a document that nobody has written; on_change is called with each new value."""
+        """Start with the value `empty`, which a document has that nobody has written. on_change gets each new value."""
         self._connection = connection
         self._key = key
         self._decoder: Any = decoder

@@ -20,7 +20,7 @@ _HINTS = {
     ("", 401): ": the server needs a key that it knows; give it with --key or SIE_API_KEY",
     ("/ws/status", 403): ": the key lacks the scope 'metrics'",
 }
-"""What to say about an answer without a reason, by path (empty: every other) and status."""
+"""The hint for an answer without a reason, by path (empty: every other) and status."""
 
 
 class ServerError(Exception):

@@ -67,7 +67,7 @@ def check_gpus(settings: Settings, nvml: Any = None) -> Iterator[Finding]:
 
 
 def _in_time(call: Callable[[], T]) -> T:
-    """Return what a call into the driver returns, or raise what it raises. Raises TimeoutError if it hangs."""
+    """Return the result of a call into the driver. Raises the call's errors, and TimeoutError if it hangs."""
     answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def answer() -> None:

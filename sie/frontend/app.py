@@ -68,7 +68,7 @@ class App:
         self._handler_of: dict[Route, Handler] = {}
         submitters: dict[Route, TrySubmit] = {}
         remote, has_keys = self._process.remote, self._process.access is not None
-        if remote is None or not has_keys:  # a gateway leases a key's limits before it serves, so that waits in a task
+        if remote is None or not has_keys:  # a gateway waits for a lease of a key's limits, in a task
             submitters[ENCODE] = EncodeFastPath(self._process, handlers.inference)
         if remote is None:
             submitters[INFER] = InferFastPath(self._process, handlers.kserve)

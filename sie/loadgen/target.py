@@ -15,7 +15,7 @@ import msgspec
 _TIMEOUT_S = 10.0
 _PORTS = {"http": 80, "https": 443, "grpc": 80, "grpcs": 443}
 _JARGON: Final = re.compile(r"^\[SSL[^]]*\] | \(_ssl\.c:\d+\)$")
-"""What OpenSSL's errors have around their text."""
+"""The parts around the text of OpenSSL's errors that mean nothing to users."""
 _MEANINGS: Final = {
     "WRONG_VERSION_NUMBER": "it answers without TLS; such an address begins with http:// or grpc://",
     "CERTIFICATE_REQUIRED": "the server asks for a client's certificate; give it with --cert and --cert-key",
@@ -53,7 +53,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hint_of_tls(self) -> str:
-        """What to say when the server does not answer in our protocol: it may have TLS, and this address has none."""
+        """The hint for a server that does not answer in our protocol: it may have TLS, and this address has none."""
         if self.tls is not None or self.uds:
             return ""
         return (
@@ -84,7 +84,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an error of a connection means, for people; OpenSSL's errors in words about addresses and flags."""
+    """Return the reason of a connection's error, for people. For OpenSSL's errors it names the address or flag to change."""
     text = str(error) or type(error).__name__
     if not isinstance(error, ssl.SSLError):
         return text

@@ -22,8 +22,8 @@ _YIELDING_NICE = 10
 _OWN_FILES = 1024
 """Descriptors reserved for shared memory, workers and files."""
 _OOM_SCORE = 300
-"""Three tenths of the memory that can be used, as if a worker held it besides its own. In a group of 300 MiB a tenth is less
-than a frontend can hold more than a worker. Unit: proc(5), oom_score_adj."""
+"""Thousandths of the usable memory that count as a worker's, beside its own (proc(5), oom_score_adj). 100 would be too few: in
+a group of 300 MiB, a frontend may hold more than 30 MiB more than a worker."""
 
 
 def die_with_parent(expected_parent_pid: int | None = None) -> None:
@@ -55,7 +55,7 @@ def die_before_siblings() -> None:
 
 
 def yield_to_siblings() -> None:
-    """Let the other processes of the server take the core when they wake up. Where no core is free, a tenth of one is left.
+    """Let the other processes of the server take the core when they wake up. On a busy host this one still gets a tenth of a core.
 
     Call it before threads are started: each keeps what its maker had.
     """

@@ -38,7 +38,7 @@ _PRIORITIES = {logging.DEBUG: 7, logging.WARNING: 4, logging.ERROR: 3, logging.C
 _RESET = "\x1b[0m"
 _CLEAR_REST = "\x1b[K"
 _MAX_WARNINGS = 10
-"""Different warnings of one line of a library that are logged: their texts may hold a client's values, so never end."""
+"""Most different warnings that are logged for one line of code. Their texts may hold values of clients, without end."""
 
 
 def configure(log_format: LogFormat, level: str, process_name: str) -> None:
@@ -62,7 +62,7 @@ def configure(log_format: LogFormat, level: str, process_name: str) -> None:
 def _bound_warnings() -> None:
     """Log each warning once, and at most `_MAX_WARNINGS` of one line of code.
 
-    Python itself remembers each different text for ever. The last filter ends that, and leaves it to ours.
+    Python itself would remember every different text for ever. With the filter `always` it remembers none, and ours does.
     """
     warnings.simplefilter("always", append=True)
     logging.getLogger("py.warnings").filters[:] = [_Repeats()]

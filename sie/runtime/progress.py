@@ -25,7 +25,7 @@ class Progress:
 
     On a terminal with log_format text it draws a bar. Otherwise each new stage or tenth becomes a log line, with
     `model`, `worker` and `fraction` as its extras. A load's time counts from its first update. Of several workers that
-    load one model, only the one that is furthest is shown, and once a worker has the model, only the end of the others.
+    load one model, only the furthest one is shown. When one of them has the model, only the ends of the others are shown.
     """
 
     def __init__(

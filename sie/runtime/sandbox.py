@@ -95,7 +95,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     hidden: tuple[str, ...] = ()
     """Paths of the server's own that must not be seen, wherever they are."""
     session_nice: int = 19
-    """Its share of the processor, where the kernel groups processes by session; 19 is the least."""
+    """The nice value of its session, where the kernel shares the processor among sessions; 19 is the smallest share."""
 
     def command(self, home: Path, program: Program, *, info_fd: int = -1, reports: bool = False) -> list[str]:
         """Return the command line. home was made by `make_home`. info_fd gets JSON with the pid of the sandbox's init."""

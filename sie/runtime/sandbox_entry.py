@@ -115,7 +115,7 @@ def lower_session(nice: int) -> None:
     while time.monotonic() < deadline_s:
         try:
             Path("/proc/self/autogroup").write_text(str(nice))
-        except BlockingIOError:  # the kernel accepts one change of a session in a tenth of a second
+        except BlockingIOError:  # the kernel accepts one change of a session in 0.1 s
             time.sleep(_AUTOGROUP_AGAIN_S)
         except OSError:  # a kernel without such groups
             return

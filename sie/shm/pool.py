@@ -18,7 +18,7 @@ from typing import Final, Protocol, Self
 from sie.shm.layout import ALIGNMENT, ProtocolError
 
 MAX_STACKED: Final = 1024
-"""As many as the replies of a large step. To merge them takes about a millisecond."""
+"""Most stacked extents: about the replies of a large step. Merging them takes about a millisecond."""
 
 _LEASED: Final = 0
 _HANDED_OVER: Final = 1
@@ -189,7 +189,7 @@ class ExtentPool:
         return start
 
     def _merge_stacked(self, but: int = 0) -> None:
-        """Turn every stacked extent, but those of one size, into a free block, merged with adjacent free blocks."""
+        """Turn all stacked extents except those of size `but` into free blocks, merged with adjacent free blocks."""
         kept = self._stacks.pop(but, None)
         for size, stack in self._stacks.items():
             for start in stack:

@@ -37,7 +37,7 @@ class AdapterLoads:
         progress: Progress,
         spawn: Spawn,
     ) -> None:
-        """Broadcast sends the state of all models to all frontends."""
+        """Call `broadcast`, which sends the state of all models to all frontends, after each change."""
         self._children = children
         self._broadcast = broadcast
         self._registry = AdapterRegistry(specs, settings.models.max_loras, settings.models.load_retry_s)

@@ -18,7 +18,8 @@ from sie.runtime.own_modules import run_module
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.losses import DeviceLosses
 from sie.supervisor.restart import StartHistory
-from sie.supervisor.worker_template import Process, WorkerTemplate
+from sie.supervisor.worker_forks import WorkerForks
+from sie.supervisor.worker_template import Process
 
 ChildState = Literal["waiting", "starting", "ready", "lost", "gone"]
 _MODULES = {"worker": "sie.workers.main", "agent": "sie.agents.host.main"}
@@ -79,21 +80,18 @@ class Child:
         num_threads: int,
         now_s: float,
         tls_fds: tuple[int, ...] = (),
-        template: WorkerTemplate | None = None,
+        forks: WorkerForks | None = None,
     ) -> None:
         """Start the process in its own process group, so that Ctrl-C at a terminal reaches only the supervisor.
 
-        tls_fds: the descriptors behind the paths of a frontend's TLS files. template: forks a worker. Raises OSError,
-        and TemplateError if the template cannot fork.
+        tls_fds: the descriptors behind the paths of a frontend's TLS files. forks: those of workers. Raises OSError.
         """
         self.incarnation = launch.incarnation
         self.started_s = now_s
         self.is_faulty = self.is_retired = self.is_late = False
         record = msgspec.json.encode(launch).decode()
-        if template is not None:
-            self.process = template.fork(record, num_threads)
-        else:
-            self.process = self._spawn(launch, record, num_threads, tls_fds)
+        forked = forks.try_fork(record, num_threads) if forks is not None else None
+        self.process = forked or self._spawn(launch, record, num_threads, tls_fds)
         self.state = "starting"
         self.pidfd = os.pidfd_open(self.process.pid)
 

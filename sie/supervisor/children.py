@@ -15,9 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
-from sie.config.generation_settings import MAX_TENSOR_PARALLEL
 from sie.config.settings import Settings
 from sie.ipc import channel as control
 from sie.ipc import messages
@@ -31,20 +28,16 @@ from sie.shm.pages import CounterPage
 from sie.supervisor.attachments import Attachments
 from sie.supervisor.certificates import CertificateFiles
 from sie.supervisor.child import Child, child_environment
-from sie.supervisor.core_lending import plan_lending
-from sie.supervisor.core_shares import read_places
 from sie.supervisor.devices import WorkerSlot
-from sie.supervisor.host_resources import usable_cores
+from sie.supervisor.launch_records import LaunchRecords
 from sie.supervisor.losses import FORGET_KILL_S, plan_after_loss, tokens_after_kill
 from sie.supervisor.oom_kills import OomKills
 from sie.supervisor.restart import RestartPolicy, plan_restart
 from sie.supervisor.server_page import ServerPage
-from sie.supervisor.worker_template import TemplateError, WorkerTemplate
+from sie.supervisor.worker_forks import WorkerForks
 
 _log = get_logger(__name__)
 _HELLO_TIMEOUT_S = 1.0
-_STREAMS_TOGETHER = 16
-"""Streams of a model on one CPU worker before another gets one. More are bound by products, not by reading weights."""
 
 
 class ChildEvents(Protocol):
@@ -95,10 +88,9 @@ class Children:
         are forked from a process that has imported the libraries.
         """
         self._certificates = certificates
-        self._grpc = grpc
         self._settings = settings
         self._events = events
-        self._launch = launch
+        self._control_path = launch.control_path
         self.workers = [Child("worker", slot, place) for slot, place in enumerate(places)]
         self._http: messages.Protocol = "gateway" if is_gateway else "http"
         protocols: list[messages.Protocol] = [self._http] * num_frontends
@@ -120,13 +112,13 @@ class Children:
         self.page = ServerPage(page_bytes)
         self._pages = {child.name: CounterPage.create(page_bytes) for child in self.all}
         self.attachments = Attachments(self.send, self.frontends, self.workers, settings.scheduler.max_step_items)
-        self._lent_cores = plan_lending(places, read_places(usable_cores())) if settings.devices.max_lent_cores else {}
-        # Steps of up to so many rows take as long as one of one row where lent cores share their work. Frontends do not know
-        # of each other's streams.
-        self._streams_together = _STREAMS_TOGETHER // len(self.frontends) if any(self._lent_cores.values()) else 0
+        self._records = LaunchRecords(
+            launch, self.workers, len(self.frontends),
+            is_lending=settings.devices.max_lent_cores > 0, grpc=grpc, certificates=certificates,
+        )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self._has_template = has_template
-        self._template: WorkerTemplate | None = None
+        self._forks: WorkerForks | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._death = asyncio.Event()
         self.oom_kills = OomKills()
@@ -153,21 +145,26 @@ class Children:
 
     def open(self) -> None:
         """Listen for control connections on a 0600 socket, and start all children."""
-        path = Path(self._launch.control_path)
+        path = Path(self._control_path)
         self._listener.bind(str(path))
         path.chmod(0o600)
         self._listener.listen(64)
         self._listener.setblocking(False)
         self._loop.add_reader(self._listener, self._on_connect)
         if self._has_template:
-            self._open_template()
+            self._forks = WorkerForks(
+                child_environment(num_threads=1), self._settings.supervisor.start_timeout_s,
+                on_settled=self._start_first_workers, is_stopping=lambda: self.is_stopping,
+            )  # fmt: skip
+        must_wait = self._forks is not None and self._forks.is_starting
         for child in self.all:
-            if child is not self.stand_in and not (child.role == "worker" and self._template is not None):
+            if child is not self.stand_in and not (child.role == "worker" and must_wait):
                 self._start(child)
 
     def close(self) -> None:
         """Stop listening. Call it after every child has ended."""
-        self._close_template()
+        if self._forks is not None:
+            self._forks.close()
         self._loop.remove_reader(self._listener)
         self._listener.close()
 
@@ -181,7 +178,7 @@ class Children:
     def reconfigure(self, settings: Settings) -> None:
         """Send new settings to every child, also to those that start later."""
         self._settings = settings
-        self._launch = msgspec.structs.replace(self._launch, log_level=settings.server.log_level)
+        self._records.set_log_level(settings.server.log_level)
         self.send_all(self.all, messages.Configure(settings))
 
     def set_keys(self, keys: messages.Keys) -> None:
@@ -234,90 +231,27 @@ class Children:
 
     # --- start ----------------------------------------------------------------------------------------------------
 
-    def _open_template(self) -> None:
-        """Start the process that forks workers. They start when it is ready, or when it turns out that it will not be."""
-        try:
-            self._template = WorkerTemplate(child_environment(num_threads=1))
-        except OSError as error:
-            _log.warning("the template of the workers cannot be started: %s", error)
-            return
-        self._loop.add_reader(self._template.fileno(), self._on_template)
-        self._loop.call_later(self._settings.supervisor.start_timeout_s, self._on_template_late)
-
-    def _on_template(self) -> None:
-        if self._template is not None and not self._template.read():
-            if not self.is_stopping:
-                _log.warning("the template of the workers has ended; they import for themselves from now on")
-            self._close_template()
-        self._start_first_workers()
-
-    def _on_template_late(self) -> None:
-        if self._template is not None and not self._template.is_ready:
-            _log.warning("the template of the workers was not ready within start_timeout_s; they import for themselves")
-            self._close_template()
-            self._start_first_workers()
-
     def _start_first_workers(self) -> None:
         for worker in self.workers:
             if worker.state == "waiting" and not worker.incarnation:
                 self._start(worker)
 
-    def _close_template(self) -> None:
-        if self._template is not None:
-            self._loop.remove_reader(self._template.fileno())
-            self._template.close()
-            self._template = None
-
-    def _run(self, child: Child, launch: messages.Launch) -> None:
-        """Start a child's process. Raises OSError."""
-        tls_fds = self._certificates.fds if self._certificates is not None else ()
-        template = self._template if child.role == "worker" else None
-        try:
-            child.start(launch, self._num_threads(child), time.monotonic(), tls_fds, template)
-        except TemplateError as error:
-            _log.warning("the template of the workers did not fork (%s); they import for themselves from now on", error)
-            self._close_template()
-            child.start(launch, self._num_threads(child), time.monotonic(), tls_fds)
-
     def _start(self, child: Child) -> None:
         if self.is_stopping or (self.is_draining and child.role == "frontend"):
             child.state = "gone"
             return
-        launch = msgspec.structs.replace(
-            self._launch,
-            role=child.role,
-            slot=child.slot,
-            incarnation=child.incarnation + 1,
-            device=child.place.device,
-            cores=child.place.cores,
-            lent_cores=self._lent_cores.get(child.slot, ()) if child.role == "worker" else (),
-            neighbours=self._neighbours(child) if child.role == "worker" else (),
-            streams_together=self._streams_together if child.role == "frontend" else 0,
-            max_step_tokens=child.max_step_tokens,
-            without_graphs=child.without_graphs,
-        )
-        if child.role == "frontend" and self._certificates is not None:
-            launch = msgspec.structs.replace(launch, **self._certificates.launch_paths)
-        if child.protocol == "grpc" and self._grpc is not None:
-            host, port = self._grpc
-            launch = msgspec.structs.replace(launch, protocol="grpc", host=host, port=port, listen_fd=-1)
-        elif child.role == "frontend":
-            launch = msgspec.structs.replace(launch, protocol=child.protocol)
         if child.role == "worker":
             self.page.create_restarts(child)
             self.page.show_worker(child)
+        tls_fds = self._certificates.fds if self._certificates is not None else ()
+        launch, num_threads = self._records.next_of(child), self._num_threads(child)
         try:
-            self._run(child, launch)
+            child.start(launch, num_threads, time.monotonic(), tls_fds, self._forks if child.role == "worker" else None)
         except OSError as error:  # for example a process limit
             _log.error("%s cannot be started: %s", child.name, error)
             self._plan_restart(child, was_ready=False, was_killed=False)
             return
         self._loop.add_reader(child.pidfd, self._on_death, child)
-
-    def _neighbours(self, worker: Child) -> tuple[messages.Neighbour, ...]:
-        """Return the workers whose devices a worker's groups may use, as many as `tensor_parallel` allows."""
-        after = self.workers[worker.slot + 1 : worker.slot + MAX_TENSOR_PARALLEL]
-        return tuple(messages.Neighbour(one.place.device, one.place.cores) for one in after)
 
     def _num_threads(self, child: Child) -> int:
         if child.role != "worker":

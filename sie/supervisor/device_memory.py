@@ -52,7 +52,7 @@ class DeviceMemories:
         self._sizes = {
             place.device: Memory(place.memory_bytes, place.memory_bytes) for place in places if place.memory_bytes
         }
-        """GPUs before a worker has measured them, which it does with its first model: as if nobody else used them."""
+        """The memory of GPUs that no worker has measured yet, as if nobody else used it. A worker measures with its first model."""
         self._memory = dict(self._sizes)
 
     def report(self, slot: int, memory: Memory) -> None:

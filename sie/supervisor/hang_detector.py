@@ -25,7 +25,7 @@ Verdict = Literal["fine", "abort", "kill"]
 
 
 class HangDetector:
-    """The state of the watchdog between ticks."""
+    """Judges one server's workers at each tick, and remembers their state between ticks."""
 
     def __init__(self, watchdog_s: float) -> None:
         self.watchdog_s = watchdog_s

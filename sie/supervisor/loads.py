@@ -33,7 +33,7 @@ _PRESSURE_GAP_S = 2.0
 """Pause between two evictions under memory pressure: the memory that the first one frees must show up first."""
 
 _MAX_WAIT_S = 1e9
-"""A longer wait has no end."""
+"""A longer wait means that the model is not tried again."""
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -293,7 +293,7 @@ class Loads:
         return {worker.slot for worker in self._children.workers if worker.state in ("lost", "gone")}
 
     def _move_stranded(self) -> None:
-        """Load the models elsewhere of which each copy has lost a device, if there is room; otherwise they wait for it."""
+        """Load a model elsewhere if every copy of it has lost a device and there is room. Otherwise it waits for the device."""
         away, records = self._away(), self._registry.records.values()
         for record in records if away else ():
             is_stranded = (
@@ -369,7 +369,7 @@ class Loads:
 
 
 def _next_try(record: Record) -> str:
-    """Return when a model is tried again that readiness waits for, as the end of the line about its failed load."""
+    """Return the end of the line about a failed load: the time of the next try, if readiness waits for the model."""
     if record.error is None or not record.preload or record.may_fail:
         return ""
     wait_s = record.retry_at_s - time.monotonic()

@@ -332,7 +332,10 @@ class ModelRegistry:
         return [name for name, record in records if record.preload and not (record.is_excused or record.loaded_on)]
 
     def _is_left_out(self, record: Record) -> bool:
-        """Return whether readiness does without a model: its load failed, and may fail, or another model can serve."""
+        """Return whether readiness no longer waits for a model.
+
+        Its load failed, and either that is allowed or another model may still serve.
+        """
         return record.has_failed and (record.may_fail or (not self._is_strict and self._has_hope_beside_failures()))
 
     def _has_hope_beside_failures(self) -> bool:

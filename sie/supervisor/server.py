@@ -105,7 +105,7 @@ class Supervisor:
         self._systemd = open_reporter(dict(os.environ))
         self._own_models = models
         self._shared = messages.TakeConfigs("", ())
-        """What the cluster shares, as its puller told last."""
+        """The configuration that the cluster shares, as its puller told last."""
         self._reading = asyncio.Lock()
         """Held from before a list of models is read until it is in force: one read beside it would be undone."""
         self._reloader = Reloader(lambda: self._with_shared(reread()), self._apply, self._systemd, self._reading)
@@ -435,6 +435,6 @@ def _registry(settings: Settings, models: Models) -> ModelRegistry:
 
 
 def _needs_template(settings: Settings, models: Models, places: list[WorkerSlot]) -> bool:
-    """Return whether CPU workers import torch at the start: where a model needs it that readiness waits for."""
+    """Return whether to fork the workers: all are on CPUs, and readiness waits for a model that needs torch."""
     has_weights = any(preload and spec.stub is None and spec.tensor is None for spec, preload, _ in models)
     return settings.devices.fork_workers and has_weights and {place.device for place in places} == {"cpu"}

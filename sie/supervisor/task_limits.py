@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from sie.supervisor.host_resources import StartError
 
 _SUPERVISOR: Final = 6
-"""With the template of the workers, and the process between it and a worker that it forks."""
+"""The supervisor, the template of the workers, and the process between the template and a worker that it forks."""
 _FRONTEND: Final = 12
 """Granian and its child: the event loop, the threads that read and decode bodies, and its own runtime."""
 _IMAGE_READERS: Final = 4

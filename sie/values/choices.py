@@ -12,7 +12,7 @@ import msgspec
 _REFUSED: Final = "Invalid enum value "
 _AT: Final = " - at `"
 _MOST_SHOWN: Final = 80
-"""The characters of a refused value that are shown."""
+"""Most characters of a refused value that are shown."""
 
 
 def with_choices(error: msgspec.MsgspecError, form: Any) -> str:

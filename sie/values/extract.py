@@ -16,7 +16,6 @@ GivesForm = Literal["extract", "token_logits", "logits", "boxes", "generated"]
 """The form of a worker's answer (`sie.values.work.ReplyHeader`): whole extractions, or numbers to decode.
 generated: token ids."""
 
-OVERFLOW_POLICIES = ("default", "error", "truncate_text")
 AGGREGATION_STRATEGIES = ("none", "simple", "first", "average", "max")
 """Those of transformers' pipeline."""
 VITERBI = "viterbi"

@@ -118,8 +118,8 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
 class PromptPiece(msgspec.Struct, array_like=True, frozen=True):
     """Log probabilities of n prompt tokens from number `index`; 0 is the second token, because the first has none.
 
-    Little-endian: own float32 (n,); for the likeliest at each place, best first, top_ids int32 (n, k) and top float32
-    (n, k).
+    own is float32 (n,). top_ids int32 (n, k) and top float32 (n, k) are those of the k likeliest tokens at each place, best
+    first. All are little-endian.
     """
 
     index: int

@@ -148,7 +148,7 @@ class Loop:
         self._finish_iteration()
 
     def _is_full(self, step: Step | None) -> bool:
-        """Return whether more items wait than a step takes, so that waiting would not make it larger."""
+        """Return whether a step leaves items waiting: more items would not make it larger."""
         if step is None or step.is_own:
             return False
         return len(step.items) + len(step.expired) + len(step.refused) < len(self._state.queues[step.model])

@@ -39,7 +39,7 @@ from sie.workers.telemetry import GpuTelemetry, WorkerMetrics, gpu_identity
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S = 10.0
 _VERDICT_S = 2.0
-"""Time for the thread that watches followers to end this process as one of them has ended, if that was the cause."""
+"""A step may fail because a follower has ended. Then the thread that watches followers ends this process within this time."""
 _CPU_STEP_TOKENS = 1024
 """On a CPU, linear layers are as fast at 256 tokens as at 2,048; a smaller step keeps a new request's wait short."""
 _GPU_STEP_TOKENS = 16384

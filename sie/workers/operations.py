@@ -74,7 +74,7 @@ def _num_classes(header: WorkHeader, card: ModelCard) -> int:
 
 
 def costs_of(request: Request, card: ModelCard) -> list[int]:
-    """Return the tokens of each item as the runner sees them, with those that its fixed encoding takes the time of."""
+    """Return the cost of each item in tokens: those that the runner sees, and the cost of its fixed encoding."""
     costs, header = _padded_costs(request, card), request.header
     if header.muvera is None or "multivector" not in card.dims:
         return costs

@@ -13,7 +13,7 @@ _TIMED_OUT: Final = "Nobody approved this call in time, so it was denied"
 _DENIED: Final = "The user denied this call"
 _MAX_OPEN: Final = 10_000
 _MAX_REMEMBERED: Final = 10_000
-"""Most sessions whose approvals are remembered. One that has no working directory is never removed, and so forgotten here."""
+"""Most sessions whose approvals are remembered. A session without a working directory is never removed, so it is forgotten here."""
 
 
 class _Open:

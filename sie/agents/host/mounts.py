@@ -105,7 +105,7 @@ class Mounts:
         part = skills / f".{secrets.token_hex(8)}"
         try:
             unpack_skill(archive, part)
-            shutil.rmtree(skills / skill.folder, ignore_errors=True)  # another version of it
+            shutil.rmtree(skills / skill.folder, ignore_errors=True)  # another version of the skill
             part.rename(skills / skill.folder)
             self._link(session)
         except OSError as error:

@@ -49,7 +49,6 @@ class PythonSession:
 
     def __init__(self, sandbox: Sandbox, home: Path, bounds: Bounds, python: str) -> None:
         self._python = python
-        self._sandbox = sandbox
         self.box = Sandboxed(sandbox, home, bounds)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._num_asked = 0

@@ -183,7 +183,7 @@ def _placeholder(name: str, file_id: str, source: dict[str, Any], code: str, mes
 
 
 def _plain(name: str) -> str:
-    """Return a path within the working directory as it is listed there. Others stay, and are then not found."""
+    """Return a path as the working directory lists it. A path outside of it stays as it is, and is not found then."""
     text = name.removeprefix("/workspace/").removeprefix("./")
     return text if "\0" not in text else "?"
 

@@ -76,7 +76,7 @@ class AgentRun:
     prompts: tuple[str, ...] = ()
 
     def __init__(self, first: Generating, start: Start, plan: AgentPlan, link: AgentLink, *, owner: str) -> None:
-        """First is the first round, which has been submitted already: its errors have a status of their own."""
+        """Take the first round as `first`. It has been submitted already, so that its errors get a status of their own."""
         self.model = first.model
         self.session = plan.task.session or secrets.token_hex(16)
         self._run_id = secrets.token_hex(6)

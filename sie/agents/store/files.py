@@ -197,7 +197,7 @@ class FileRows:
 
     def _largest(self, *, by_bytes: bool) -> str:
         size = f"sum({_HELD})" if by_bytes else "count(*)"
-        # Of owners who hold as much, the one with the oldest file. So an owner is safe while its first file is added.
+        # Among owners who hold equally much, the one with the oldest file loses it, and not one that adds its first file.
         sql = f"SELECT owner FROM files GROUP BY owner ORDER BY {size} DESC, min(number) LIMIT 1"  # noqa: S608
         (owner,) = self._db.execute(sql).fetchone()
         return owner

@@ -86,7 +86,7 @@ class SessionRows:
             )
 
     def _largest(self) -> str:
-        # Of owners with as many, the one that rested longest. So an owner is safe while its first session is stored.
+        # Among owners with equally many, the one with the oldest session loses it, and not one that stores its first.
         sql = "SELECT owner FROM sessions GROUP BY owner ORDER BY count(*) DESC, min(used_s) LIMIT 1"
         (owner,) = self._db.execute(sql).fetchone()
         return owner

@@ -288,7 +288,7 @@ def _place(identity: Any) -> _Place:
 def _tensor(
     place: Any, offset: Any, shape: Any, strides: Any, _grad: Any = None, _hooks: Any = None, metadata: Any = None
 ) -> _Whole:
-    if metadata:  # torch keeps there that values are negated or conjugated when they are read
+    if metadata:  # it says that values are negated or conjugated on each read
         raise Refused("a tensor has metadata: save a copy of it made by torch.clone")
     if not isinstance(place, _Place) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
         raise Refused("a tensor has no storage, shape or strides")

@@ -35,7 +35,7 @@ class ConfigService:
     """The shared configuration as one gateway sees it."""
 
     def __init__(self, connection: Connection, directory: Directory, names: Callable[[], list[str]]) -> None:
-        """Names returns the ids of all models of the cluster, with their profiles."""
+        """Set up without connecting. `names` returns the ids of all models of the cluster, with their profiles."""
         self._directory = directory
         self._names = names
         self._document = SharedDocument(connection, _KEY, decoder, Configs(), lambda _: None)

@@ -148,7 +148,7 @@ class Gateway:
     # --- checks of dispatch ---------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Refuse a request if the gateway has just started. Whether there is room is the question of its key."""
+        """Refuse a request if the gateway has just started. `check_placement` checks the room for its key."""
         if not self._settled.is_set():
             raise Unavailable("The gateway is starting", code="PROVISIONING", retry_after_s=1)
 
@@ -182,7 +182,7 @@ class Gateway:
         self._ask_load(model, self.places.current())
 
     def _ask_load(self, model: str, placement: Placement) -> None:
-        model = model_of(model)  # hosts beat and load a model, and not its profiles
+        model = model_of(model)  # hosts know the model itself, and not its profiles
         hosts = [host for host in self.places.candidates(model, placement) if not host.serves(model)]
         if hosts and self._connection.is_connected:
             self._load_on(min(hosts, key=_memory_of), model)

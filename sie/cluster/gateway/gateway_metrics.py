@@ -19,7 +19,7 @@ from sie.values.errors import SieError
 _DEMAND_S: Final = 60.0
 """How long a request that found no host counts as demand."""
 _MAX_REFUSED: Final = 10_000
-"""Most of those that are kept: each look at the metrics counts them."""
+"""Most requests without a host that are kept: each look at the metrics counts them."""
 _OTHER: Final = "other"
 _NAN: Final = float("nan")
 _REJECTIONS: Final = frozenset((429, 503))
@@ -84,7 +84,7 @@ class GatewayMetrics:
     def _ends_of(
         self, endpoint: str, status: str, profile: str
     ) -> tuple[Callable[[float], None], Callable[[float], None]]:
-        """Return what counts requests that end alike, and what observes their durations."""
+        """Return the functions that count a request with this end, and that observe its duration."""
         count, last = families.GATEWAY_REQUESTS, families.GATEWAY_LATENCY
         add = self._page.counter(count.name, count.label_pairs(endpoint, status, profile)).add
         return add, self._page.histogram(last.name, last.label_pairs(endpoint, profile), last.bounds).observe

@@ -44,7 +44,7 @@ _MAX_LOSSES: Final = 3
 _RETRY_S: Final = 0.5
 _MAX_AT_ONCE: Final = 256
 _RETURN_S: Final = 0.2
-"""How long an item stays here that a host gave back."""
+"""An item that a host gave back waits this long before it is queued again."""
 _ITEM_BYTES: Final = 256
 _MOST_BYTES: Final = 32_768
 """An item's cost in its key's turns is its size in bytes; the cost of an image does not grow with its file."""
@@ -75,7 +75,11 @@ class InFlight:
         *, window: Callable[[Lane, str], int] = lambda _lane, _model: _MAX_AT_ONCE,
         together: Callable[[Lane, str], int] = lambda _lane, _model: 1,
     ) -> None:  # fmt: skip
-        """For a lane and a model, window returns the most unanswered published items, and together the most in a message."""
+        """Hold at most max_items.
+
+        For a lane and a model, `window` returns how many items may be published and unanswered. `together` returns how
+        many may be in one message.
+        """
         self._metrics = metrics
         self._window = window
         self._connection = connection
@@ -171,7 +175,7 @@ class InFlight:
         place.queue.add(item.pending.caller, item, min(_ITEM_BYTES + len(item.work.body), _MOST_BYTES))
 
     def _pump_soon(self, lane: Lane, model: str) -> None:
-        """Publish from a place at the end of this turn of the event loop, with what else it brings."""
+        """Publish from a place at the end of this turn of the event loop, so that items of one turn share a message."""
         if not self._due:
             asyncio.get_running_loop().call_soon(self._pump_due)
         self._due[lane, model] = None
@@ -195,7 +199,7 @@ class InFlight:
         place.look(is_open=time.monotonic() >= self._calm_s)
 
     def _leave(self, item: Item) -> Parcel | None:
-        """Take an item out of its place, wherever it is there. Return its parcel if that has nothing else."""
+        """Take an item out of its place: out of the queue, or out of its parcel. Return the parcel if it is empty now."""
         place, parcel = self._places[item.lane, item.work.model], item.parcel
         if parcel is None:
             place.queue.discard(item.pending.caller, item)
@@ -208,7 +212,7 @@ class InFlight:
         return parcel if not parcel.items else None
 
     def _remove(self, lane: Lane, parcel: Parcel) -> None:
-        """Remove a message that nobody waits for, as far as NATS is there and has it."""
+        """Remove a message that nobody waits for from the stream, if NATS has confirmed it and is connected."""
         if parcel.sequence and self._connection.is_connected:
             self._spawn(self._connection.remove(lane.pool, parcel.sequence))
 
@@ -249,7 +253,7 @@ class InFlight:
                 return
 
     def _is_held(self, item: Item) -> bool:
-        """Return whether an item waits for the end of another one that was lost with it."""
+        """Return whether an item must not be published yet: another item that was lost with it comes first."""
         place = self._places[item.lane, item.work.model]
         return item in place.suspects and item is not place.suspect()
 
@@ -307,7 +311,7 @@ class InFlight:
         self._answer(item, result)
 
     def _take_back(self, item: Item, parcel: Parcel | None) -> None:
-        """Let an item wait here again that a host gave back with a parcel, unless it has ended or moved since."""
+        """Queue an item again that a host gave back with this parcel, unless it has ended or moved since."""
         if parcel is not None and item.parcel is parcel:
             self._leave(item)
             self._wait(item)

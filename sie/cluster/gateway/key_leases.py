@@ -164,7 +164,7 @@ class KeyLeases:
             share.pause_ns = now_ns + _PAUSE_NS
 
     def _running(self, holder: KeyHolder, known: KeyUse, now_ns: int, *, is_asked: bool) -> dict[str, tuple[int, int]]:
-        """Return the requests under way that each gateway may have: ours some more than it has, if they are free."""
+        """Return how many requests each gateway may have under way. Ours gets some more than it has now, if they are free."""
         others = {
             name: held for name, held in known.running.items() if name != self._gateway and held[1] > now_ns
         }  # fmt: skip
@@ -191,7 +191,7 @@ def _is_due(holder: KeyHolder, share: _Share, now_ns: int) -> bool:
 
 
 def _take(per_minute: int | None, empty_ns: int, left: int, wanted: int, now_ns: int) -> tuple[int, int, int]:
-    """Give the left part of a share back to a rate, and take wanted of it. Leave half to others if there is more than one.
+    """Give what is left of a share back to a rate, and take up to `wanted` of it, but leave half to others.
 
     Returns the time at which the rate's bucket is empty, the amount taken, and the amount that was there. A negative left
     is a debt, which is taken in any case. per_minute None: the rate has no limit.

@@ -30,7 +30,7 @@ class Parcels:
     def __init__(
         self, connection: Connection, gateway: str, metrics: PublishMetrics | None, together: Callable[[Lane, str], int]
     ) -> None:
-        """Together returns how many items of a lane and model a message may have."""
+        """Publish over this connection. `together` returns how many items of a lane and model a message may have."""
         self._connection = connection
         self._gateway = gateway
         self._metrics = metrics

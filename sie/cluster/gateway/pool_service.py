@@ -41,7 +41,7 @@ class PoolService:
         self, connection: Connection, directory: Directory, settings: Cluster, knows: Callable[[str], bool],
         ask_load: AskLoad,
     ) -> None:  # fmt: skip
-        """Knows tells whether a model exists in the cluster."""
+        """Set up without connecting. `knows` tells whether a model exists in the cluster."""
         self._connection = connection
         self._directory = directory
         self._settings = settings

@@ -50,7 +50,7 @@ class RunOwner(Protocol):
 
 
 class TextPending:
-    """The part of a generated answer that a client's departure ends; a gateway's `Pending`."""
+    """One generated answer in the form of the engine's `Pending`, through which a client that leaves ends it."""
 
     def __init__(self, run: RemoteRun, deadline_ns: int) -> None:
         self.run = run
@@ -83,7 +83,7 @@ class RemoteRun:
         self.num_attempts = 1
         self.tried = {self.host}
         self.context = contextvars.copy_context()
-        """That of the request, by which hosts are chosen: its pool, its machine profile and its key."""
+        """The context of the request: hosts are chosen by its pool, its machine profile and its key."""
         self.has_begun = asyncio.Event()
         self._owner = owner
         self.is_sending = False

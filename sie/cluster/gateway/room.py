@@ -37,9 +37,9 @@ class Room:
         self._rates[pool].count()
 
     def check(self, caller: Caller, num_items: int) -> Caller | None:
-        """Return None if there is room for new items of a key, else the key whose newest request must make room.
+        """Return None if there is room for new items of a key. Otherwise return the key whose newest request must go.
 
-        That key holds the most for its weight, and more than the caller would with its new items. Raises Overloaded if
+        This key holds the most for its weight, and more than the caller would with its new items. Raises Overloaded if
         there is no such key.
         """
         if not self._num_items or self._num_items + num_items <= self._max_items:
@@ -51,12 +51,12 @@ class Room:
         return heaviest
 
     def overloaded(self, more: str = "") -> Overloaded:
-        """Return the error for a request that has no room; more ends its sentence."""
+        """Return the error for a request without room. `more` is added to the end of its text."""
         text = f"The gateway holds max_in_flight ({self._max_items}) work items{more}"
         return Overloaded(text, retry_after_s=_retry_after_s(self._num_items, self._rates.values()))
 
     def with_retry_after(self, error: SieError, pool: str, num_waiting: int) -> SieError:
-        """Return an error of publishing; if the pool takes no more, with the time until so many items are answered."""
+        """Return an error of publishing. If the pool takes no more, add the time until num_waiting items are answered."""
         if not isinstance(error, Overloaded):
             return error
         rates = [self._rates[pool]] if pool in self._rates else []

@@ -160,7 +160,7 @@ class TextClient:
         self._count(old_host, -1)
         self._runs[work.id] = run
         self._count(host.beat.host, 1)
-        self._spawn(self._cancel(old_pool, old_host, old_id))  # that host may only have been unreachable
+        self._spawn(self._cancel(old_pool, old_host, old_id))  # it may have been unreachable only
         self._spawn(self._send(run))
         return True
 

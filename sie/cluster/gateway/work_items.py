@@ -18,7 +18,7 @@ from sie.values.errors import BadRequest, SieError, from_wire
 _INPUT: Final = re.compile(r"(\$\.items\[|\bitem )(\d+)(\]| has)")
 _LEAST_S: Final = 1.0
 _LONGEST_S: Final = 1.0
-"""The rate of the hosts is known after the first of these. A pause of more than the second is an outage."""
+"""Seconds: the hosts' rate is known after _LEAST_S of work, and a pause of more than _LONGEST_S is an outage."""
 
 
 class RemoteReply:
@@ -61,7 +61,10 @@ class RemotePending:
         """Do nothing: such a request generates no text."""
 
     def take(self, index: int, result: Result) -> bool:
-        """Take in an item's result. Return whether the request is over: all are there, or the first that failed is."""
+        """Take in an item's result. Return whether the request is over.
+
+        It is when all results are there, or an error and all results before it.
+        """
         self.results[index] = result
         while self._next < len(self.results) and (known := self.results[self._next]) is not None:
             if known.error is not None:
@@ -94,11 +97,11 @@ class Item:
     )
 
     def __init__(self, work: Work, lane: Lane, placement: Placement | None, index: int, first: int) -> None:
-        """Index is the item's place in its request, first the number of its first input."""
+        """Take the item's place in its request as `index`, and the number of its first input as `first`."""
         self.work = work
         self.lane = lane
         self.placement = placement or Placement(lane.pool, "", lane.lease)
-        """Where its client wants it to run."""
+        """The placement that its client wants."""
         self.index = index
         self.first = first
         self.parcel: Parcel | None = None
@@ -111,12 +114,12 @@ class Item:
 
 
 class Parcel:
-    """One message with work items; those that are not answered."""
+    """One message with work items. It forgets the items that are answered."""
 
     __slots__ = ("is_taken", "items", "name", "sequence")
 
     def __init__(self, name: str, items: Sequence[Item]) -> None:
-        """Take items over from their parcels. Name is that of the message, for ever: NATS stores it once."""
+        """Take items over from their parcels. The name never changes, because NATS stores a message once by its name."""
         self.name = name
         self.items = dict.fromkeys(items)
         self.sequence = 0
@@ -136,20 +139,20 @@ class Place:
         self.queue: FairQueue[Item] = FairQueue()
         self.num_published = 0
         self.suspects: dict[Item, None] = {}
-        """Items that were lost together with hosts, in order: only the first is out, the others wait for its end."""
+        """Items that were lost together with hosts, in order. Only the first one is published; the others wait for its end."""
         self.weight = 0
         """The most weight of waiting keys since gateways were told of it."""
         self._busy_s = 0.0
         self._since_s: float | None = None
         self.capacity = AnswerRate(lambda: self._busy_s)
-        """The answers a second while items wait here: the most that the hosts can give."""
+        """The rate of answers while items wait here, which is the most that the hosts can give."""
 
     def suspect(self) -> Item | None:
-        """Return the suspect that is out."""
+        """Return the suspect that is published, or None."""
         return next(iter(self.suspects), None)
 
     def leave_suspects(self, item: Item) -> bool:
-        """Take an item out of the suspects, if it is one. Return whether it was the one that is out."""
+        """Remove an item from the suspects. Return whether it was the published one."""
         is_out = item is self.suspect()
         self.suspects.pop(item, None)
         return is_out
@@ -178,7 +181,7 @@ class Place:
 
 
 def named_item(error: SieError, first: int) -> SieError:
-    """Return an error about an input of a work item, whose first is this one of its request, by its number there."""
+    """Return a work item's error with the numbers of inputs as its request has them; first is that of the item's first one."""
     if first and isinstance(error, BadRequest):
         message = _INPUT.sub(lambda found: f"{found[1]}{int(found[2]) + first}{found[3]}", error.message)
         return type(error)(

@@ -40,7 +40,7 @@ Take = Callable[[Msg], Awaitable[int]]
 
 
 class _Inbox:
-    """Where the messages of some pull requests arrive, how many may still come, and until when."""
+    """A subject for the messages of some pull requests: how many were asked for, and until when they may come."""
 
     __slots__ = ("asked", "ends_s", "subject", "subscription")
 
@@ -59,13 +59,13 @@ class Consumer:
     """
 
     def __init__(self, connection: Connection, lane: Lane, model: str, inbox: str, take: Take) -> None:
-        """Set up without asking; inbox begins subjects of this process alone."""
+        """Set up without asking. inbox is the beginning of subjects that only this process has."""
         self._connection = connection
         self._lane = lane
         self._model = model
         self._inboxes = [_Inbox(f"{inbox}.{number}") for number in range(2)]
         self._turns_s = 0.0
-        """When the first inbox gives way to the other."""
+        """The time from which requests use the other inbox."""
         self._take = take
         self._items_per_message = 1.0
         self.is_open = False

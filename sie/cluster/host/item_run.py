@@ -44,12 +44,12 @@ def try_start(process: FrontendProcess, model: str, request: Request, deadline_n
 
 
 def read_answer(request: Request, started: TimedSubmission, reply: Reply) -> Answer:
-    """Return the answer of what `try_start` submitted, and release the reply."""
+    """Return the answer of a request that `try_start` submitted, and release the reply."""
     return _copied(reply, started.tokenization_ns, 0, request.cuts)
 
 
 async def run_item(process: FrontendProcess, model: str, request: Request, deadline_ns: int) -> Answer:
-    """Run a request of one item until its reply. deadline_ns is local. Raises what a local client would get."""
+    """Run a request of one item until its reply. deadline_ns is local. Raises the errors that a local client would get."""
     entry = find_entry(process, model)
     if isinstance(request, EncodeRequest):
         return await _encode(process, entry, request, deadline_ns)

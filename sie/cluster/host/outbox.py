@@ -25,7 +25,7 @@ _HEAD_BYTES: Final = 64
 
 
 class _Packed(msgspec.Struct, array_like=True, frozen=True):
-    """`sie.cluster.payloads.Results`, of results that are bytes already."""
+    """A `sie.cluster.payloads.Results` whose results are encoded already."""
 
     version: int
     items: list[msgspec.Raw]

@@ -60,7 +60,7 @@ class Delivery:
     __slots__ = ("num_left", "renewed_s", "reply")
 
     def __init__(self, reply: str, num_items: int) -> None:
-        """Reply is the subject that acknowledges it."""
+        """Take the subject that acknowledges the message as `reply`."""
         self.reply = reply
         self.num_left = num_items
         self.renewed_s = time.monotonic()
@@ -293,7 +293,7 @@ class WorkPull:
             self._end(running, _result(work, self._host, answer, stored), answer.num_tokens)
 
     async def _fail(self, running: Running, error: Exception) -> None:
-        """End an item with an error: give it back if another host may serve it, and keep a copy if none must."""
+        """End an item with an error: give it back if another host may serve it. A poisonous input becomes a dead letter."""
         work = running.work
         if not isinstance(error, SieError):
             _log.error("work item %s failed", work.id, exc_info=error)

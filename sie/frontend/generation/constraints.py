@@ -29,7 +29,7 @@ _MAX_ERROR_CHARS: Final = 400
 _REFUSALS: Final[dict[str, Callable[[str], str]]] = {
     "json_schema": refusal_of_json, "lark": refusal_of, "llguidance": refusal_of_composed,
 }  # fmt: skip
-"""Return the reason not to compile a grammar of a kind, or an empty text."""
+"""Functions that return the reason not to compile a grammar, or an empty text, by the kind of the grammar."""
 
 
 def constrain(request: GenerateRequest, rule: GenerateRule) -> Grammar | None:

@@ -127,7 +127,7 @@ class Run:
         return GenerateReply(model=self.model, choices=list(self._choices.values()), usage=self.usage(), scored=scored)
 
     async def gather(self) -> list[GenerateEvent]:
-        """Return all events of a request with one prompt. Restarts and raises the errors of `whole`."""
+        """Return all events of a request with one prompt. After a worker's death it begins again, as `whole` does."""
         (part,) = self.parts
         events: list[GenerateEvent] = []
         while not self.is_over:

@@ -42,11 +42,11 @@ class PromptReader:
 class ScoredTokens(Sequence[LogprobText]):
     """The tokens of a prompt, made when they are read: a prompt's alternatives would take much memory and time as objects.
 
-    The reader may be a thread.
+    Any thread may read them.
     """
 
     def __init__(self, vocabulary: Vocabulary, token_ids: Sequence[int], pieces: Sequence[PromptPiece]) -> None:
-        num_rows = max(1, len(token_ids) - 1)  # of a prompt with one token: none, but NumPy cannot tell how long
+        num_rows = max(1, len(token_ids) - 1)  # a prompt of one token has none, for which NumPy cannot find -1
         self._token_bytes = vocabulary.token_bytes
         self._token_ids = token_ids
         self._own = _joined([piece.own for piece in pieces], "<f4")

@@ -12,7 +12,7 @@ _LOGPROB_BYTES: Final = 64
 
 
 def reply_bytes(reply: GenerateReply, prompts: Sequence[str]) -> int:
-    """Return about how many bytes a whole answer has that repeats these prompts before each of their choices."""
+    """Estimate the bytes of a whole answer. prompts are those that it repeats before each of their choices."""
     texts = sum(
         len(choice.text) + len(choice.reasoning) + sum(len(call.arguments) for call in choice.calls)
         for choice in reply.choices
@@ -24,10 +24,10 @@ def reply_bytes(reply: GenerateReply, prompts: Sequence[str]) -> int:
 
 
 def events_bytes(events: Iterable[object]) -> int:
-    """Return about how many bytes the texts and log probabilities of events have."""
+    """Estimate the bytes of the texts and log probabilities in events."""
     return sum(len(event.text) + _logprob_bytes(event.logprobs) for event in events if isinstance(event, TextDelta))
 
 
 def _logprob_bytes(tokens: Sequence[LogprobText]) -> int:
-    """Return the size of tokens, which all have as many alternatives as the last one: the first of a prompt has none."""
+    """Estimate the bytes of tokens by the alternatives of the last one: a prompt's first token has none, all others equally many."""
     return len(tokens) * (1 + len(tokens[-1].top)) * _LOGPROB_BYTES if tokens else 0

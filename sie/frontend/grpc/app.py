@@ -216,7 +216,7 @@ class _UnreadReplies:
 
     def __init__(self) -> None:
         self._keys: deque[list[KeyHolder]] = deque()
-        """For each message in order that has no written reply, its key once it is identified."""
+        """For each message without a written reply, in order: its key, or nothing before it is identified."""
         self._is_over = False
 
     def keeping_keys(self, serve: Callable[[bytes, list[KeyHolder]], Awaitable[bytes]]) -> Callable[[bytes], Any]:

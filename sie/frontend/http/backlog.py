@@ -30,7 +30,7 @@ _QUEUE_BYTES: Final = 4 << 20
 """The kernel's queues of a connection may take an answer up to this size at once."""
 _SMALL_PART: Final = 8
 _SMALL_BYTES: Final = 64 * 1024
-"""Events of tokens that are sent together are below this, and below an eighth of any limit that is set with sense."""
+"""A part is large if it is over this and over an eighth of the limit. The events of a few tokens never are."""
 _MAX_FILES: Final = 1 << 16
 _Address = tuple[str, int]
 _T = TypeVar("_T")

@@ -69,7 +69,7 @@ class HeldBody:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether the body is incomplete, and its client is who keeps us waiting."""
+        """Whether we wait for the client to send more of the body."""
         return self.reading is not None and not self.reading.is_paused
 
     def measure(self) -> int:

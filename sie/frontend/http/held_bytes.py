@@ -29,7 +29,7 @@ class Holding(Protocol):
 
     @property
     def may_be_read(self) -> bool:
-        """Whether nobody knows yet if the client still keeps them waiting. Such bytes count, but cut nobody."""
+        """Whether it is not known yet if the client has read them. Such bytes count, but do not cause a cut."""
         ...
 
     def measure(self) -> int:

@@ -35,8 +35,8 @@ _MAX_TAG_VALUES: Final = 65_536
 _MAX_TAGS: Final = 4096
 """Pillow looks up the name of each tag, and warns of each damaged one: 60,000 take seconds. Cameras write about a hundred."""
 _REPEATED: Final = ((b"\xff\xd8", b"Exif\0\0"), (b"\x89PNG", b"iCCP"))
-"""Parts that cost much each, and the start of their format: Pillow copies all EXIF of a JPEG before for each further segment,
-and decompresses each colour profile of a PNG, up to 1 MiB. Most files have one; one segment of EXIF has up to 64 KiB."""
+"""(start of a format, a part that is costly to repeat). For each EXIF segment of a JPEG, Pillow copies all those before it; it
+decompresses each colour profile of a PNG, up to 1 MiB. Most files have one; a segment of EXIF has up to 64 KiB."""
 _MAX_REPEATED: Final = 64
 _UNBOUNDED_MODES: Final = frozenset(("I", "F"))
 """32-bit integers and floats, for which no value is defined as white."""

@@ -69,7 +69,8 @@ class Turn:
         """Store the conversation with the messages of its answer (`said_by`). Raises Unavailable."""
         encoded = await self._encode(said)
         if len(said) > 1 and len(encoded) > self._store.settings.max_session_bytes:
-            encoded = await self._encode([_without_tools(said)])  # with what tools gave it could not be continued
+            # With the results of tools it would be too large to be continued.
+            encoded = await self._encode([_without_tools(said)])
         session = Session(messages=encoded, files=self._files)
         owner, session_id = self._owner, self._session_id
         await self._store.change(lambda opened: opened.sessions.put(owner, session_id, session, opened.now_s()))

@@ -54,7 +54,7 @@ class Cards:
         process = self._process
         if not process.settings.agents.has_mcp or process.remote is not None:
             return {}
-        from sie.agents.messages import ListMcp, McpTools  # with the first such request, as the connection itself
+        from sie.agents.messages import ListMcp, McpTools  # imported with the first such request
 
         try:
             async with asyncio.timeout(_MCP_TIMEOUT_S):

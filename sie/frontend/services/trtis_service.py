@@ -28,7 +28,7 @@ class TrtisService:
         """
         process = self._process
         if mode not in ("live", "ready"):
-            raise SieError(f"unknown health mode '{mode[:64]}'", http_status=400)  # the API's UNKNOWN
+            raise SieError(f"unknown health mode '{mode[:64]}'", http_status=400)  # shown as the API's code UNKNOWN
         if process.is_draining:
             raise Unavailable("Server exiting")
         return mode == "live" or (

@@ -52,7 +52,7 @@ class Regions:
     """The registered regions of one server, and their bytes. owner is the name of an API key, empty without keys."""
 
     def __init__(self, folder: Path, limits: Callable[[], Limits], shm: str = _SHM) -> None:
-        """Folder is the same for all frontends of a server; it is made at the first registration."""
+        """Keep regions in a folder that all frontends of a server share. The first registration makes it."""
         self._folder = folder
         self._limits = limits
         self._shm = shm

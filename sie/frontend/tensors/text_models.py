@@ -90,7 +90,7 @@ class TextTensors:
         self, encoder: EncodeOperation, scorer: ScoreOperation, generator: Callable[[], TextStarter], *,
         limits: Callable[[], Limits], watch: Watch,
     ) -> None:  # fmt: skip
-        """Generator returns the process's generator; limits returns the present limits."""
+        """Run requests on these operations. `generator` returns the process's generator, and `limits` the present limits."""
         self._encoder = encoder
         self._scorer = scorer
         self._generator = generator

@@ -23,14 +23,14 @@ _WARM_UPS = 2
 """Runs before a capture. Kernels are compiled and chosen, and libraries allocate, in the first; waits are refused in
 the last."""
 _DATA_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Of operations whose result on the host, or its shape, depends on values: the host waits for the device."""
+"""The tags of operations for which the host waits: their result on the host, or its shape, depends on values."""
 _INDEXING = {
     torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
     torch.ops.aten._index_put_impl_.default,
 }  # fmt: skip
 
 _POOL_STREAMS = 32
-"""torch gives out the streams of a device in turn, from so many."""
+"""The number of streams of a device that torch gives out in turn."""
 _users: Counter[tuple[int, int]] = Counter()
 """Capturers and graphs of each (device, stream), while they live."""
 
@@ -52,7 +52,7 @@ class Capturer:
     """Why this process captures nothing; empty if it may."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises CaptureRefusedError in a process that captures nothing, or if other graphs have all streams."""
+        """Take an unused stream. Raises CaptureRefusedError without one, and in a process that captures nothing."""
         if Capturer.forbidden:
             raise CaptureRefusedError(Capturer.forbidden)
         self._device = device
@@ -82,7 +82,7 @@ class Capturer:
         return graph, result
 
     def _use_stream(self, user: object) -> None:
-        """Leave the stream to this user as long as it lives."""
+        """Keep the stream from other capturers as long as this user lives."""
         key = self._device.index or 0, self._stream.cuda_stream
         _users[key] += 1
         weakref.finalize(user, _users.subtract, (key,))
@@ -100,7 +100,7 @@ class Capturer:
 
 
 def _unused_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream on which no graph that lives was captured: its workspace ends with the first of its graphs."""
+    """Return a stream without living graphs, because a stream's workspace ends with the first of its graphs."""
     for _ in range(_POOL_STREAMS):
         stream = torch.cuda.Stream(device)
         if not _users[device.index or 0, stream.cuda_stream]:
@@ -132,7 +132,7 @@ class _RefuseWaits(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-            with self:  # inference mode brings such operations here whole: look at their parts
+            with self:  # inference mode passes composite operations whole: check their parts
                 return func.decompose(*args, **kwargs)
         if _waits(func, args, kwargs):
             raise CaptureRefusedError(f"{func} waits for the device")

@@ -1,4 +1,4 @@
-"""Spreads work of NumPy and torch, which leaves the interpreter lock, over the cores that this thread may use."""
+"""Spreads work of NumPy and torch, which releases the interpreter lock, over the cores that this thread may use."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MAX_THREADS: Final = 8
 
 
 def on_all_cores(work: Callable[[PieceT], object], pieces: Sequence[PieceT]) -> None:
-    """Call work with each piece, at the same time if this thread may use more cores than torch uses for one piece.
+    """Call work with each piece, on several threads if this one may use more cores than torch uses for one piece.
 
-    So it is while a load uses lent cores. Raises the first error of a piece.
+    It may during a load that uses lent cores. Raises the first error of a piece.
     """
     num_threads = min(len(os.sched_getaffinity(0)) // torch.get_num_threads(), _MAX_THREADS, len(pieces))
     if num_threads < 2:

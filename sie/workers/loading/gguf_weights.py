@@ -59,7 +59,7 @@ def _join(tensors: dict[str, LazyTensor], layer: str, whole: str, parts: tuple[s
     """Replace two tensors (n, m, inputs) of a layer by the one that they make, (n, both m, inputs).
 
     That of keys is (n, inputs, m), and keys and values make a flat one, (n * both m, inputs). Two tensors that do not
-    fit stay as they are, so that the whole one is missed.
+    fit stay as they are: the load then reports that the whole one is missing.
     """
     name, (first_name, second_name) = f"{layer}{whole}.weight", (f"{layer}{part}.weight" for part in parts)
     if name in tensors or second_name not in tensors:

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -33,6 +32,7 @@ from sie.values.errors import ModelLoadFailed
 from sie.values.extract import ExtractTask, Gliclass, Gliner, GlinerUnion, Glirel
 from sie.values.glirel_items import GlirelItem
 from sie.workers.device.device import DtypeSetting, choose_dtype, resolve_device
+from sie.workers.loading.storage_faults import storage_faults
 from sie.workers.runners.gliclass import GliclassRunner
 from sie.workers.runners.gliner import GlinerRunner
 from sie.workers.runners.gliner2 import Gliner2Runner
@@ -299,12 +299,9 @@ def _check_weights(card: ModelCard, missing: list[str], wrong: list[str]) -> Non
 def _faults(card: ModelCard) -> Iterator[None]:
     """Translate errors of a damaged file or an unreadable configuration into ModelLoadFailed."""
     try:
-        yield
+        with storage_faults(card):
+            yield
     except ModelLoadFailed:
         raise
-    except OSError as error:
-        raise refuse(card.id, str(error), "STORAGE") from error
-    except SafetensorError as error:
-        raise refuse(card.id, f"its safetensors file is damaged: {error}", "STORAGE") from error
     except (ImportError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise refuse(card.id, f"the library cannot build it: {type(error).__name__}: {error}") from error

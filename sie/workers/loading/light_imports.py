@@ -27,7 +27,7 @@ _MARKERS: Final = frozenset({"allow_in_graph", "assume_constant_result", "disabl
 _EXPORT: Final = "torch.export"
 _METAS: Final = "torch._meta_registrations"
 _NEED_METAS: Final = frozenset({"torch._decomp.decompositions", "torch._prims", "torch._refs"})
-"""What whoever traces a program imports, and only they."""
+"""Modules that are imported only to trace programs, and that need the Python code of shapes."""
 _real: Final = threading.Lock()
 
 
@@ -75,7 +75,7 @@ def register_metas() -> bool:
 
 def _make_generators(torch: Any) -> None:
     """Let `torch.Generator` be called: since torch 2.13, the Python code of shapes sets its metaclass, too."""
-    with suppress(AttributeError, ImportError):  # another version, which does not
+    with suppress(AttributeError, ImportError):  # another version of torch, which sets none
         torch._C._set_generator_metaclass(importlib.import_module("torch._opaque_base").OpaqueBaseMeta)
     try:
         torch.Generator()
@@ -105,7 +105,7 @@ class _ListReader:
     def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
         execute(module)
         fetch = getattr(module, "fetch__all__", None)
-        if fetch is not None:  # else another version, which is as slow as it is
+        if fetch is not None:  # else another version of transformers, which stays slow
             module.fetch__all__ = lambda content: fetch(content[content.rfind("\n__all__") + 1 :])  # type: ignore[attr-defined]
 
 
@@ -176,7 +176,7 @@ def _put_stand_ins() -> None:
 
 
 class _StandIn(ModuleType):
-    """Is in the place of a module of torch until somebody uses it. To decorators it looks like `torch._dynamo`."""
+    """Stands in for a module of torch until the module is used. To decorators it looks like `torch._dynamo`."""
 
     __path__: Sequence[str] = ()  # a package, so that imports of its modules reach `_Finder`
 
@@ -189,7 +189,7 @@ class _StandIn(ModuleType):
 
 
 class _Finder:
-    """Loads a real module of torch before any other module of it, or one that needs it, is imported."""
+    """Loads the real module behind a stand-in before a module within it, or one that needs it, is imported."""
 
     @staticmethod
     def find_spec(
@@ -222,7 +222,7 @@ class _Present(Loader):
 
 
 def _load(name: str) -> ModuleType:
-    """Return the real module, loaded once. Whoever traces programs needs the shapes of all results."""
+    """Return the real module, loaded once. Code that traces programs also needs the shapes of all results."""
     with _real:
         if isinstance(sys.modules.get(name), _StandIn):
             del sys.modules[name]

@@ -1,26 +1,20 @@
-"""Loads encoders, scorers, classifiers, detectors and generators from their files, and reports progress.
+"""Loads the models of transformers: reads each one, converts it, compares its steps, and returns its runner.
 
-It also checks that packed or paged steps give equal results. Runs in a thread beside the step loop. A worker imports
-transformers only through this module.
+Runs in a thread beside the step loop. A worker imports it with its first such model, because transformers takes seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.initialization import meta_device_safe_creation_ops
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel
 
 from sie.catalog.architecture import (
     any_classifier_class,
-    build_refusal,
     causal_class,
     classifier_class,
     detector_class,
@@ -28,19 +22,15 @@ from sie.catalog.architecture import (
     encoder_decoder_class,
     image_to_text_class,
     masked_lm_class,
-    read_model_config,
     text_encoder_class,
     token_classifier_class,
 )
-from sie.catalog.files import refuse
-from sie.catalog.gguf_reader import WeightsReader, reading_with
 from sie.config.generation_settings import Generation
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.extract import Detection, TokenClassification
 from sie.workers.device.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.device.fallbacks import note
-from sie.workers.device.faults import is_out_of_memory
 from sie.workers.generation.encoder_decoder_probe import make_encoder_decoder
 from sie.workers.generation.fused import fuse_layers
 from sie.workers.generation.norms import compile_norms
@@ -48,12 +38,10 @@ from sie.workers.generation.one_row import choose_products
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.weight_formats import choose_format, join_and_pack, unpacked
-from sie.workers.loading.dequantised import LazyTensor, open_dequantised
-from sie.workers.loading.direct_weights import direct_weights, is_kept
+from sie.workers.loading.direct_weights import is_kept
 from sie.workers.loading.encoder_heads import build_heads, read_projector
-from sie.workers.loading.gguf_weights import open_gguf
-from sie.workers.loading.light_imports import counting_on_cpu, register_metas
-from sie.workers.loading.renamed_weights import read_renamed_weights
+from sie.workers.loading.pretrained import ChooseClass, read_pretrained, untie_head
+from sie.workers.loading.storage_faults import storage_faults
 from sie.workers.prepared import session
 from sie.workers.prepared.placing import place_weights
 from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel
@@ -82,13 +70,6 @@ from sie.workers.sharded.shards import Shards
 
 Progress = Callable[[float, str], None]
 """Takes the fraction done, 0 to 1, and the current activity."""
-BuiltT = TypeVar("BuiltT")
-ChooseClass = Callable[[str, PretrainedConfig], type[Any]]
-_CPU: Final = torch.device("cpu")
-_BUILD_ERRORS: Final = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
-"""The errors of libraries for a configuration that is contradictory, or does not fit its weights."""
 
 
 def load_encoder(
@@ -101,17 +82,17 @@ def load_encoder(
     """
     if card.static_vectors is not None:
         on_progress(0.1, "reading the table")
-        with _storage_faults(card):
+        with storage_faults(card):
             return StaticRunner(card)
     device = resolve_device(device_name)
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     on_progress(0.1, "reading weights")
     language_head = None
-    with _storage_faults(card):
+    with storage_faults(card):
         if card.sparse is not None and card.sparse.kind == "splade":
-            model, language_head = take_head(card.id, _read_model(card, masked_lm_class))
+            model, language_head = take_head(card.id, read_pretrained(card, masked_lm_class))
         else:
-            model = _read_model(card, text_encoder_class, unused="pooler.", dtype=form.read_dtype, device=device)
+            model = read_pretrained(card, text_encoder_class, unused="pooler.", dtype=form.read_dtype, device=device)
         heads = build_heads(card, language_head, device)
     if language_head is not None:
         _convert(language_head.model, form.dtype, device)
@@ -133,10 +114,10 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     device = resolve_device(device_name)
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     on_progress(0.1, "reading weights")
-    with _storage_faults(card):
+    with storage_faults(card):
         # A class of `layers` scores by itself, and the library has no classifier for its architecture.
         choose_class = classifier_class if rule.true_token_id is None and not card.layers else causal_class
-        model = _read_model(card, choose_class, dtype=form.read_dtype, device=device)
+        model = read_pretrained(card, choose_class, dtype=form.read_dtype, device=device)
     activation = build_activation(card.id, rule.activation)
     _convert_encoder(card.id, model, form, device, on_progress)
     scorer = ScoreModel(model, device, rule)
@@ -154,8 +135,8 @@ def load_list_scorer(
     device = resolve_device(device_name)
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     on_progress(0.1, "reading weights")
-    with _storage_faults(card):
-        model = _read_model(card, text_encoder_class, dtype=form.read_dtype, device=device)
+    with storage_faults(card):
+        model = read_pretrained(card, text_encoder_class, dtype=form.read_dtype, device=device)
         projector = read_projector(card, device)
     _convert_encoder(card.id, model, form, device, on_progress)
     backbone = Backbone(model, device)
@@ -174,8 +155,8 @@ def _read_converted(
     dtype = choose_dtype(dtype_setting, device)
     dtype_name = str(dtype).removeprefix("torch.")
     on_progress(0.1, "reading weights")
-    with _storage_faults(card):
-        model = _read_model(card, choose_class, dtype=dtype, device=device)
+    with storage_faults(card):
+        model = read_pretrained(card, choose_class, dtype=dtype, device=device)
     on_progress(0.6, f"converting weights to {dtype_name} on {device}")
     _convert(model, dtype, device)
     return model, device, dtype_name
@@ -200,9 +181,9 @@ def load_extractor(
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     is_tokens = isinstance(card.extract, TokenClassification)
     on_progress(0.1, "reading weights")
-    with _storage_faults(card):
+    with storage_faults(card):
         choose_class = token_classifier_class if is_tokens else any_classifier_class
-        model = _read_model(card, choose_class, dtype=form.read_dtype, device=device)
+        model = read_pretrained(card, choose_class, dtype=form.read_dtype, device=device)
     _convert_encoder(card.id, model, form, device, on_progress)
     if is_tokens:
         tokens = TokenModel(model, device)
@@ -236,8 +217,8 @@ def load_detector(
     dtype = choose_dtype(dtype_setting, device) if is_owl else torch.float32
     dtype_name = str(dtype).removeprefix("torch.")
     on_progress(0.1, "reading weights")
-    with _storage_faults(card):
-        model: Any = _read_model(card, detector_class)
+    with storage_faults(card):
+        model: Any = read_pretrained(card, detector_class)
     on_progress(0.6, f"converting weights to {dtype_name} on {device}")
     if is_owl:
         model._keep_in_fp32_modules_strict = FLOAT32_HEADS
@@ -286,14 +267,11 @@ def load_generator(
     if shards is not None:
         form = unpacked(card, form)
     on_progress(0.1, "reading weights")
-    with _storage_faults(card):
-        if card.gguf_file and not card.weight_names:
-            model = _read_gguf(card)
-        else:
-            choose_class = encoder_decoder_class if is_encoded else causal_class
-            model = _read_model(card, choose_class, dtype=form.read_dtype, device=device, shards=shards)
+    with storage_faults(card):
+        choose_class = encoder_decoder_class if is_encoded else causal_class
+        model = read_pretrained(card, choose_class, dtype=form.read_dtype, device=device, shards=shards)
     if is_encoded:
-        _untie_head(model)
+        untie_head(model)
     on_progress(0.6, f"converting weights to {form.name} on {device}")
     join_and_pack(model, form)
     _convert(model, form.dtype, device)
@@ -315,174 +293,6 @@ def load_generator(
             runner.prepare_grammars()
     on_progress(1.0, f"{runner.num_blocks} blocks of {runner.block_tokens} tokens")
     return runner
-
-
-@contextmanager
-def _storage_faults(card: ModelCard) -> Iterator[None]:
-    """Translate errors of a damaged or missing file into ModelLoadFailed."""
-    try:
-        yield
-    except OSError as error:
-        raise refuse(card.id, str(error), "STORAGE") from error
-    except SafetensorError as error:
-        raise refuse(card.id, f"its safetensors file is damaged: {error}", "STORAGE") from error
-
-
-def _read_model(
-    card: ModelCard,
-    choose_class: ChooseClass,
-    unused: str | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device = _CPU,
-    shards: Shards | None = None,
-) -> PreTrainedModel:
-    """Build the transformer on a device, with its weights in dtype, or one member's shards of them.
-
-    A skeleton has no weights, and is in float32.
-
-    choose_class picks the auto class for a configuration.
-    """
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    config = read_model_config(card.id, card.directory, card.config_changes, card.config_part)
-    config.use_cache = False  # a decoder would keep keys and values that are never read
-    auto = choose_class(card.id, config)
-    if session.is_skeleton():
-        return _build_skeleton(card, config, auto)
-    tensors: Mapping[str, LazyTensor] | None = None
-    if card.gguf_file:
-        tensors = open_gguf(card, dtype)
-    elif card.quantised:
-        tensors = open_dequantised(card, dtype, device if shards is None else _CPU)
-    try:
-        with (
-            reading_with(WeightsReader) if card.gguf_file else nullcontext(),
-            direct_weights(dtype, device, shards, tensors),
-        ):
-            model, report = _with_metas(lambda: _read_weights(card, config, auto, tensors))
-    except _BUILD_ERRORS as error:
-        if is_out_of_memory(error):
-            raise
-        raise build_refusal(card.id, config, error) from error
-    _check_complete(card, report, unused)
-    if shards is not None:
-        shards.install(model)
-    torch.nn.Module.to(model, device)  # its buffers
-    return model.eval().requires_grad_(False)
-
-
-def _with_metas(build: Callable[[], BuiltT]) -> BuiltT:
-    """Return what build returns. If torch cannot build it with compiled code alone, it is built with its Python code."""
-    try:
-        return build()
-    except NotImplementedError:
-        if not register_metas():
-            raise
-        return build()
-
-
-def _read_weights(
-    card: ModelCard, config: PretrainedConfig, auto: Any, tensors: Mapping[str, LazyTensor] | None
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    if card.weight_names:
-        return _build_renamed(card, config, auto, tensors)
-    return auto.from_pretrained(
-        card.directory,
-        config=config,
-        dtype=torch.float32,
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-    )
-
-
-def _build_renamed(
-    card: ModelCard, config: PretrainedConfig, auto: Any, tensors: Mapping[str, LazyTensor] | None
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Build a model from weights under other names, and perhaps with other layers than the library's class.
-
-    tensors are those of a GGUF file or of a checkpoint with quantised weights.
-    """
-    weights = read_renamed_weights(card, tensors)
-    cls: Any = auto._model_mapping[type(config)]
-    if card.layers:
-        from sie.workers.loading.variants import VARIANTS  # imports model classes that few checkpoints need
-
-        cls = VARIANTS[card.layers]
-        config.qk_norm = any(".q_proj.norm." in name for name in weights)  # type: ignore[attr-defined]  # only for them
-        session.remember("qk_norm", config.qk_norm)  # type: ignore[attr-defined]
-    return cls.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True)
-
-
-def _build_skeleton(card: ModelCard, config: PretrainedConfig, auto: Any) -> PreTrainedModel:
-    """Build a model without weights, on the meta device: `_convert` puts prepared ones in their places."""
-    if card.layers:
-        from sie.workers.loading.variants import VARIANTS  # as above
-
-        config.qk_norm = session.recall("qk_norm")  # type: ignore[attr-defined]
-    with torch.device("meta"), meta_device_safe_creation_ops(), counting_on_cpu():
-        model = _with_metas(
-            lambda: VARIANTS[card.layers](config) if card.layers else auto.from_config(config, dtype=torch.float32)
-        )
-    return model.eval().requires_grad_(False)
-
-
-def _untie_head(model: Any) -> None:
-    """Give a skeleton a head of its own if its checkpoint has one: in transformers every T5's configuration ties it."""
-    table = model.get_input_embeddings().weight
-    if not session.is_skeleton():
-        session.remember("has_own_head", model.lm_head.weight is not table)
-    elif session.recall("has_own_head"):
-        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(table), requires_grad=False)
-
-
-def _read_gguf(card: ModelCard) -> PreTrainedModel:
-    """Build the model of a GGUF file of transformers' own architectures, in float32 on the CPU."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    path = Path(card.gguf_file)
-    auto: Any = AutoModelForCausalLM
-    if session.is_skeleton():
-        return _build_skeleton(card, AutoConfig.for_model(**session.recall("config")), auto)
-    try:
-        with reading_with(WeightsReader):
-            model, report = _with_metas(
-                lambda: auto.from_pretrained(
-                    str(path.parent),
-                    gguf_file=path.name,
-                    dtype=torch.float32,
-                    local_files_only=True,
-                    output_loading_info=True,
-                )
-            )
-    except _BUILD_ERRORS as error:
-        if is_out_of_memory(error):
-            raise
-        raise refuse(card.id, f"transformers cannot read this GGUF file: {error}") from error
-    model.config.use_cache = False
-    session.remember("config", model.config.to_dict())
-    _check_complete(card, report)
-    return model.eval().requires_grad_(False)
-
-
-def _check_complete(card: ModelCard, report: dict[str, Any], unused: str | None = None) -> None:
-    """Refuse invented weights, and those of a GGUF file that are not read: transformers only warns.
-
-    unused is the name prefix of unneeded ones.
-    """
-    missing = sorted(name for name in report["missing_keys"] if unused is None or not name.startswith(unused))
-    wrong = sorted(str(key) for key in report["mismatched_keys"])
-    if missing or wrong:
-        some = ", ".join((missing + wrong)[:5])
-        raise refuse(card.id, f"{len(missing) + len(wrong)} weights are missing or of the wrong shape: {some}")
-    if card.gguf_file and card.weight_names:
-        others = [name for name in report["unexpected_keys"] if not name.startswith("lm_head.")]  # an encoder's
-        if others:
-            some = ", ".join(sorted(others)[:5])
-            raise refuse(
-                card.id, f"it has weights that its architecture {card.architecture!r} does not have here: {some}"
-            )
 
 
 def _convert_encoder(

@@ -20,7 +20,7 @@ from sie.workers.prepared.session import MissingWeightsError
 
 _log = get_logger(__name__)
 _MAX_DIFFERENCE = 1e-4
-"""Of the results, relative to the largest."""
+"""Largest difference of two results, relative to the largest value."""
 
 
 class SharedLinear(nn.Module):

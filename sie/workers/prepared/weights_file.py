@@ -107,7 +107,7 @@ class Writer:
             raise
 
     def _sync(self) -> None:
-        """Wait for the disk while there is nothing else to write, beside a load that still compares: `publish` waits less."""
+        """Put what was written on the disk now, while the load still compares, so that `publish` waits less."""
         if self._written - self._synced >= _SYNC_BYTES:
             os.fdatasync(self._fd)
             self._synced = self._written

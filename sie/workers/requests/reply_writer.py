@@ -102,7 +102,7 @@ def _put_rows(items: list[WaitingItem], finished: Finished) -> None:
     row_bytes = len(data) // len(members)
     for place, row in enumerate(members):
         item = items[row]
-        if item.request.ended:  # by another step of it, while this one was under way
+        if item.request.ended:  # another step of the request ended it meanwhile
             continue
         if item.request.ragged is None:
             item.request.put_row(item.index, data[place * row_bytes : (place + 1) * row_bytes])

@@ -19,7 +19,8 @@ from sie.workers.packed.attention import Boundaries, packed_step
 from sie.workers.packed.batch import PackedBatch
 
 SIZES: Final = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Tokens of a step, at most twice those that it was given. Larger steps keep a GPU busy while the next kernel is launched."""
+"""Sizes of the graphs, in tokens. A step runs in the next larger one: above 16 tokens, less than half of that is padding. Steps
+above the largest size need no graph, because they keep a GPU busy while the next kernel is launched."""
 MAX_SEQUENCES: Final = 32
 
 Forward = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -76,7 +77,7 @@ class EncoderGraphs:
         capturer = Capturer(device)
         # Largest first, so that the others can use the memory in its pool.
         self._captured = {size: self._capture(forward, size, device, capturer) for size in reversed(SIZES)}
-        self._all = tuple(self._captured.values())  # those that are not used, too: see `Capturer`
+        self._all = tuple(self._captured.values())  # also the unused ones, as `Capturer` requires
 
     @property
     def sizes(self) -> list[int]:
@@ -95,7 +96,7 @@ class EncoderGraphs:
         is_other = batch.attended is not None or (batch.token_types is not None and not self._has_types)
         if captured is None or num_sequences > MAX_SEQUENCES or is_other:
             return None
-        self._copied.synchronize()  # a moment: what those copies waited for has been read
+        self._copied.synchronize()  # short: the step that those copies waited for has been read
         captured.inputs.fill(batch, self._position_offset)
         self._copied.record()
         captured.graph.replay()

@@ -1,4 +1,4 @@
-"""Captures the small steps of an encoder on a GPU at load, and proves that they are the same and faster."""
+"""Captures the small steps of an encoder on a GPU at load, and proves that they give the same values and are faster."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Answer:
     def __init__(
         self, rule: ImageToText, image: weakref.ref[SearchedImage], start: Sequence[int], num_prompt: int, end: int
     ) -> None:
-        """start: the tokens that it begins with, of which num_prompt are a prompt. end: its length at most."""
+        """start: the tokens that it begins with, of which num_prompt are a prompt. end: its largest length."""
         self.image = image
         self.tokens: list[int] = []
         self.position = 0
@@ -54,7 +54,7 @@ class Answer:
         self._end = end
         self._error: SieError | None = None
         self._followers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        """For each n-gram so far (n is no_repeat_ngram): by its tokens but the last, the last tokens that followed them."""
+        """The last tokens of the n-grams so far (n is no_repeat_ngram), by the tokens before the last one."""
         for token in start[:end]:
             self._append(token)
         self.is_complete = len(self.tokens) == end

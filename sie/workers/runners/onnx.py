@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as states  # pyright: ignore[reportAttributeAccessIssue]
 
 from sie.catalog.files import refuse
-from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, DeadlineExceeded
 from sie.values.tensor import TensorRule
@@ -31,7 +30,6 @@ from sie.workers.model_api import TensorInputs, TensorOutputs
 from sie.workers.runners.row_probe import probe_rows
 from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes, without_source
 
-_log = get_logger(__name__)
 _TYPES = {
     "tensor(bool)": "BOOL", "tensor(uint8)": "UINT8", "tensor(uint16)": "UINT16", "tensor(uint32)": "UINT32",
     "tensor(uint64)": "UINT64", "tensor(int8)": "INT8", "tensor(int16)": "INT16", "tensor(int32)": "INT32",

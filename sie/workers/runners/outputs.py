@@ -216,7 +216,7 @@ class OutputsRunner:
     def _vectors(
         self, launch: Callable[..., Callable[[], list[T]]], hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]
     ) -> Callable[[], list[T | None]] | None:
-        """Begin the rows of each item that requests them, in launch's own form."""
+        """Begin the rows of each item that requests them, in the form that `launch` gives: arrays or tensors."""
         if not (wanted := _wanted("multivector", wants)):
             return None
         own, sequences = _select(hidden, batch, wanted)

@@ -29,9 +29,9 @@ from sie.workers.runners.stand_in import ModelHead
 Entries = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Indices (e,), ascending, and values (e,), positive and finite."""
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
-"""Of logits at once. A GPU waits for the host after each reading of entries; a CPU's caches like small chunks."""
+"""Bytes of logits at once. A GPU waits for the host after each reading of entries; a CPU's caches like small chunks."""
 _POOLED_BYTES = {"cpu": 0, "cuda": 1 << 30}
-"""Of pooled rows that are read together."""
+"""Bytes of pooled rows that are read together."""
 _MAX_DIFFERENCE = 1e-3
 
 

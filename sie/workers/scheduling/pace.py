@@ -39,9 +39,10 @@ class Pace:
     def adapt(self, model: str, num_tokens: int, took_ns: int) -> None:
         """Move a model's step size towards the target duration, by a factor of two at most.
 
-        took_ns excludes the time that other processes took from the step, since smaller steps would not reduce it. Time
-        per token cannot be used here, because short steps cost far more per token than long ones. So only steps that
-        took too long, or were close to the size limit, change the size.
+        The caller chooses the clock of took_ns. Steps of items on a CPU pass processor time: on a busy machine any step
+        takes longer, whatever its size. Steps with prompts beside running streams pass the time on the wall, which is
+        what the readers of the streams wait. Short steps cost far more per token than long ones, so time per token says
+        nothing here: only steps that took too long, or were close to the size limit, change the size.
         """
         if not (self._target_ns and num_tokens and took_ns > 0):
             return

@@ -226,7 +226,7 @@ class _Chosen(_Likely, frozen=True, gc=False):
 
 
 _numbers: Final = functools.lru_cache(maxsize=65536)(tuple[int, ...])
-"""Returns the numbers of some bytes."""
+"""Returns a token's bytes as numbers, from a cache, because tokens repeat."""
 
 
 def logprob_json(one: LogprobText) -> msgspec.Raw:

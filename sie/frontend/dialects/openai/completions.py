@@ -176,7 +176,7 @@ def _prompt_logprobs(prompt: str, scored: Sequence[LogprobText]) -> dict[str, An
 
 
 def _noting(raws: list[bytes], tokens: Iterable[LogprobText]) -> Iterator[LogprobText]:
-    """Yield tokens, and add their bytes to raws. Those of a prompt are made anew each time that they are read."""
+    """Yield tokens, and add their bytes to raws: a second pass over a prompt's tokens would make all of them again."""
     for one in tokens:
         raws.append(one.raw)
         yield one

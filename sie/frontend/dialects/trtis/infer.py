@@ -104,7 +104,7 @@ def head_of(message: Any) -> InferHead:
 
 
 def _dims(announced: Any) -> tuple[int, ...]:
-    """Return the dims of an announced input; of too many, enough to be refused."""
+    """Return the dims of an announced input. Of far too many, return one more than is allowed."""
     return tuple(announced.dims[: MAX_RANK + 1])
 
 

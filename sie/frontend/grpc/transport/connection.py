@@ -397,16 +397,16 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def drain(self) -> None:
-        """Ask the client to open no more calls. `finish_drain` follows when it has acknowledged."""
+        """Ask the client to open no more calls. `finish_drain` follows when it has acknowledged a ping behind that."""
         if not self._has_greeted or self._is_over:
             self.close()
             return
         self._is_draining = True
-        heard = frames.frame(frames.PING, 0, 0, b"draining")
-        self._outbox.write(frames.goaway_frame(frames.MAX_WINDOW, Code.NO_ERROR, "the server is stopping") + heard)
+        ping = frames.frame(frames.PING, 0, 0, b"draining")
+        self._outbox.write(frames.goaway_frame(frames.MAX_WINDOW, Code.NO_ERROR, "the server is stopping") + ping)
 
-    def on_heard(self) -> None:
-        """Finish to drain, if that has begun: the client has answered the ping that came with its announcement."""
+    def on_ping_ack(self) -> None:
+        """Finish draining, if it has begun: the client has acknowledged the ping that `drain` sent."""
         if self._is_draining:
             self.finish_drain()
 

@@ -29,8 +29,8 @@ class ControlledConnection(Protocol):
         """The open calls."""
         ...
 
-    def on_heard(self) -> None:
-        """Go on with draining, if it has begun: the client has answered the ping that came with its announcement."""
+    def on_ping_ack(self) -> None:
+        """Finish draining, if it has begun: the client has acknowledged the ping that announced it."""
         ...
 
 
@@ -54,7 +54,7 @@ class ControlFrames:
         """Whether the client's first SETTINGS have arrived."""
 
     def check(self, kind: int, length: int, stream: int) -> bool:
-        """Return whether frames of this kind are handled here: others are extensions, to be skipped, or DATA.
+        """Return whether frames of this kind are handled here. Others are DATA, or extensions to skip.
 
         Raises ConnectionFault for a frame that is not allowed now, or is too long to buffer.
         """
@@ -123,7 +123,7 @@ class ControlFrames:
         if not flags & frames.ACK:
             self._outbox.write(frames.frame(frames.PING, frames.ACK, 0, payload))
         else:
-            self._connection.on_heard()
+            self._connection.on_ping_ack()
 
     def _on_goaway(self, flags: int, stream: int, payload: bytes) -> None:
         self._allowance.spend()

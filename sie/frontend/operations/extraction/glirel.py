@@ -249,5 +249,5 @@ def _with_text(entity: Entity, text: str) -> Entity:
 
 
 def _pair_cost(num_entities: int) -> int:
-    """Return what the pairs of a text's entities cost, in tokens."""
+    """Return the cost of the pairs of a text's entities, in tokens."""
     return num_entities * (num_entities - 1) // _PAIRS_PER_TOKEN

@@ -22,7 +22,7 @@ assert import_utils.fetch__all__.__name__ == "<lambda>"  # the shortened one
 assert not import_utils.fetch__all__("x = '__all__'")
 from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
-from sie.workers.loading import loader
+from sie.workers.loading import pretrained
 from sie.workers.loading.loader import load_encoder
 
 import torch
@@ -36,7 +36,7 @@ assert torch.randn(2, generator=torch.Generator().manual_seed(0)).isfinite().all
 load_encoder(read_card(ModelSpec(id="m"), sys.argv[1]), "cpu", "float32", lambda fraction, text: None)
 assert not {"sympy", "torch._refs"} & set(sys.modules)  # a first load does without them, too
 with torch.device("meta"):
-    assert loader._with_metas(lambda: torch.where(torch.ones(2) > 0, torch.ones(2), 0)).shape == (2,)
+    assert pretrained._with_metas(lambda: torch.where(torch.ones(2) > 0, torch.ones(2), 0)).shape == (2,)
 assert "torch._refs" in sys.modules  # compiled code does not know the shape of that
 assert not light_imports.register_metas()
 assert torch.nn.init.normal_(torch.zeros(9)).any()
