@@ -37,7 +37,6 @@ MAX_FREE_FORM_BYTES = 64 * 1024
 """Most bytes of a field without a fixed type (`options`) that is decoded to Python objects."""
 
 _ALL_BYTES = bytes(range(256))
-_NOT_BRACKETS = bytes(set(_ALL_BYTES) - set(b"[]{}"))
 _NOT_BRACKETS_OR_QUOTE = bytes(set(_ALL_BYTES) - set(b'"[]{}'))
 _NOT_STRUCTURE = bytes(set(_ALL_BYTES) - set(b'",[]{}'))
 _PREFIX_BYTES = 256 * 1024

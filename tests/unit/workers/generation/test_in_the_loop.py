@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -190,12 +191,15 @@ def test_wrong_grammar_is_the_client_s_mistake(rig: LoopRig) -> None:
 
 def test_cancelled_request_whose_grammar_compiles_is_gone_at_once(rig: LoopRig) -> None:
     rig.load(make_card("grammar_ms=500"))
+    others = threading.enumerate()
     request = rig.frontend.generate(b"x", grammar_kind="regex", grammar="yes")
     rig.turn()
+    (compiling,) = set(threading.enumerate()).difference(others)
     rig.frontend.cancel(request)
     rig.turn()
     assert rig.frontend.answers[request].is_cancelled
-    rig.turn_until(lambda: not rig.worker.loop._generators.num_compiling)
+    rig.turn_until(lambda: not compiling.is_alive())
+    rig.turn()
     assert not rig.worker.loop._state, "its prompt does not run after all"
 
 
