@@ -50,7 +50,7 @@ def _format(message: Any, indent: int, as_one_line: bool, *, as_utf8: bool) -> s
 
 
 def _escaped(text: str, *, as_utf8: bool) -> str:
-    return text if _unescaped.fullmatch(text) else CEscape(text, as_utf8)
+    return text if _unescaped.fullmatch(text) else CEscape(text.encode(), as_utf8)
 
 
 def _float_texts(values: Sequence[float]) -> list[str]:
