@@ -58,7 +58,8 @@ class Grpc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=10,
             le=1 << 20,
             description="Work without a message, in frames (pings, resets, settings, small parts; large header blocks "
-            "and settings of many calls count as several), on average over ten seconds; over it the connection is closed.",
+            "and settings of many calls count as several), on average over ten seconds; over it the connection is closed. "
+            "Time in which a client's frames wait to be read does not count.",
         ),
     ] = 1000
     grpc_turn_ms: Annotated[

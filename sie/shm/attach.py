@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from sie.shm.attach_messages import Announce, Message, Offer, Retire, close_all, receive, send
 from sie.shm.layout import LAST_KIND, LAYOUT_VERSION, OFFSET_MASK, RELEASE, SEGMENT_SHIFT, Descriptor, ProtocolError
 from sie.shm.ring import RingConsumer, RingProducer
-from sie.shm.segment import Segment, is_dead
+from sie.shm.segment import Segment
 from sie.shm.space import InboundSpace, OutboundSpace
 from sie.values.work_bytes import PROLOGUE_BYTES
 
@@ -107,7 +107,7 @@ class Attachment:
 
     __slots__ = ("_announced", "_consumer", "_credit_fd", "_epoll", "_inbound", "_outbound", "_peer_bytes",
                  "_peer_view", "_producer", "_releases", "_retired", "_sock", "_stage", "_waits_for_credit", "bell_fd",
-                 "generation", "num_stale", "pidfd", "publish", "sock_fd")  # fmt: skip
+                 "generation", "pidfd", "publish", "sock_fd")  # fmt: skip
 
     def __init__(
         self,
@@ -136,8 +136,6 @@ class Attachment:
         self._releases: list[tuple[int, ...]] = []  # descriptors waiting for credit
         outbound.retire_listeners.append(self._retire)
         self.generation = generation
-        self.num_stale = 0
-        """Descriptors of another generation that `drain` dropped."""
         self._credit_fd = producer.fds[2]
         self._waits_for_credit = False
         self._epoll = select.epoll()
@@ -272,10 +270,6 @@ class Attachment:
             except ConnectionError:
                 return False
 
-    def peer_is_dead(self) -> bool:
-        """Whether the peer's process has ended, so that extents handed over to it can be reclaimed."""
-        return is_dead(self.pidfd)
-
     def close(self) -> None:
         """Unmap the peer's memory and close everything except outbound; a second call does nothing."""
         if self.pidfd < 0:
@@ -344,9 +338,8 @@ class Attachment:
         return True
 
     def _checked(self, descriptors: list[Descriptor]) -> list[Descriptor]:
-        """Drop and count descriptors of other generations; raise ProtocolError on an unknown kind in ours."""
+        """Drop descriptors of other generations; raise ProtocolError on an unknown kind in ours."""
         current = [d for d in descriptors if d.generation == self.generation]
-        self.num_stale += len(descriptors) - len(current)
         for descriptor in current:
             if not 0 < descriptor.kind <= LAST_KIND:
                 raise ProtocolError(f"a descriptor of kind {descriptor.kind}")

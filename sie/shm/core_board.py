@@ -74,11 +74,6 @@ class CoreBoard:
         """Return whether a worker needs its cores."""
         return bool(self._words[(1 + worker) * _LINE_WORDS])
 
-    def borrower(self, core: int) -> int | None:
-        """Return the worker that uses a core of another, or None."""
-        user = self._words[self._line_of(core) * _LINE_WORDS]
-        return user - 1 if user else None
-
     def forget(self, worker: int) -> None:
         """Free a dead worker's cores, and those of others that it used; for the supervisor."""
         self.set_needed(worker, needed=False)

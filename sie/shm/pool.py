@@ -55,11 +55,6 @@ class Lease:
         self.request_id = 0
         self.view = view
 
-    @property
-    def is_handed_over(self) -> bool:
-        """Whether a peer may still use the extent."""
-        return self._state == _HANDED_OVER
-
     def hand_over(self, request_id: int) -> None:
         """Record that a descriptor with this extent was pushed; from now on only `end` gives it back."""
         if self._state != _LEASED:

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import mmap
 import os
-import select
 from pathlib import Path
 from typing import Final
 
@@ -134,13 +133,6 @@ def _check_size(fd: int, nbytes: int) -> None:
     size = os.fstat(fd).st_size
     if size != nbytes or nbytes <= 0:
         raise ProtocolError(f"the peer's memory has {size} bytes, {nbytes} were announced")
-
-
-def is_dead(pidfd: int) -> bool:
-    """Whether the process of a pidfd has ended; only then may its peers reuse the extents that it was reading."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def doorbell() -> int:

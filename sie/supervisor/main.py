@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded], *, is_gateway: bool = Fal
         listener, grpc_listener = _open_listeners(held, settings)
         base = Path(server.runtime_dir)
         runtime_dir = make_runtime_dir(base)
+        held.callback(shutil.rmtree, runtime_dir, ignore_errors=True)
         if listener.port:
             held.callback(os.close, take_lock(base, listener.port))
         places = [] if is_gateway else resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)

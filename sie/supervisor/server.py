@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -140,7 +139,6 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._progress.close()
-            shutil.rmtree(self._runtime_dir, ignore_errors=True)
             _log.info("stopped")
         return self._exit_status
 

@@ -156,14 +156,12 @@ class TokenFrame(msgspec.Struct, array_like=True, frozen=True):
 class GenerateTotals(msgspec.Struct, array_like=True, frozen=True):
     """The header of the terminal reply to a generation request, sent after its last record. It has no arrays.
 
-    Times are in nanoseconds; started_ns is on CLOCK_MONOTONIC. num_generated counts all choices.
+    started_ns is on CLOCK_MONOTONIC. num_generated counts all choices.
     """
 
     num_cached: int
     num_generated: int
     started_ns: int
-    prompt_ns: int
-    completion_ns: int
 
 
 # --- what dialects decode to ----------------------------------------------------------------------------------------

@@ -248,9 +248,7 @@ async def simulate(url: str, num_hosts: int) -> list[str]:
     print(f"slow hosts did {slow / fast:.2f} of the fast ones' work; a host did from {idlest} to {busiest}")
     print(f"weight 3 got {heavy / light:.2f} times the answers of weight 1")
     print(f"{len(dead)} hosts died; all work that ran there was elsewhere after {elsewhere_s:.1f} s")
-    print(
-        f"outcomes: {dict(outcomes)}; duplicates dropped: {sum(gateway.items.num_duplicates for gateway in gateways)}"
-    )
+    print(f"outcomes: {dict(outcomes)}")
     found = {
         "answers are lost or wrong": set(outcomes) != {"right"},
         "hosts waited for gateways": (light + heavy) / could < 0.8,

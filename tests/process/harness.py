@@ -390,4 +390,5 @@ def run_to_end(
             status = server.process.wait(timeout_s)
         finally:
             server.discard()
+        assert not list(Path(runtime_dir).glob("run-*")), "its directory is left"
         return status, server.output.text()

@@ -483,6 +483,7 @@ def test_the_page_of_a_gateway_shows_its_hosts(gateway: Server):
             f"document.querySelectorAll('#models button').length && !{shown_buttons}", "no button to load or unload"
         )
         page.wait("document.getElementById('host-count').textContent.startsWith('1\u00a0host')", "the count")
+        assert page.logged == [], "it asks only what a gateway answers"
 
 
 def test_a_server_on_its_own_has_no_pools(host: Server):

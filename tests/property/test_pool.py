@@ -23,6 +23,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.leases: list[Lease] = []
+        self.handed_over: set[Lease] = set()
 
     @initialize(units=st.integers(1, 200))
     def start(self, units: int) -> None:
@@ -42,9 +43,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 10_000))
     def hand_over(self, pick: int) -> None:
-        fresh = [lease for lease in self.leases if not lease.is_handed_over]
+        fresh = [lease for lease in self.leases if lease not in self.handed_over]
         if fresh:
-            fresh[pick % len(fresh)].hand_over(pick)
+            lease = fresh[pick % len(fresh)]
+            lease.hand_over(pick)
+            self.handed_over.add(lease)
             _note("handed over")
 
     @rule(pick=st.integers(0, 10_000), num=st.integers(1, 8))
@@ -71,7 +74,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert all(0 <= start < end <= self.pool.nbytes for start, end in taken)
         assert sum(end - start for start, end in taken) + self.pool.free_bytes == self.pool.nbytes
         assert self.pool.num_leased == len(self.leases)
-        assert set(self.pool.handed_over) == {lease.address for lease in self.leases if lease.is_handed_over}
+        assert set(self.pool.handed_over) == {lease.address for lease in self.leases if lease in self.handed_over}
 
 
 def test_pool_agrees_with_the_model() -> None:

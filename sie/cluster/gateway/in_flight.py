@@ -96,7 +96,6 @@ class InFlight:
         """The places to publish from at the end of this turn of the event loop."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.by_lane: Counter[Lane] = Counter()
-        self.num_duplicates = 0
 
     @property
     def num_pending(self) -> int:
@@ -295,7 +294,6 @@ class InFlight:
         """Take in a result; of several for one item the first counts. subject is the one that it came on."""
         item = self._items.get(result.id)
         if item is None:
-            self.num_duplicates += 1
             return
         if not is_answer_of(subject, item.lane.pool):
             _log.warning("a result from another pool is refused: %s", subject)

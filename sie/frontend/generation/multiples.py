@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+from decimal import Decimal
 from typing import Any, Final, cast
 
 MAX_REMAINDERS: Final = 10_000
 _REFUSAL: Final = (
     f"multipleOf is over {MAX_REMAINDERS} without its decimals (1.5 counts as 15), or so is the least common multiple "
     "in a schema that joins parts (allOf, patternProperties, or $ref, anyOf or oneOf beside other keywords)"
+)
+_INEXACT: Final = (
+    "multipleOf {} is one of the fractions that binary numbers do not keep exactly when they are multiplied by 10; "
+    "take another, such as 0.01 or 0.05"
 )
 _JOINED: Final = frozenset({"$ref", "anyOf", "oneOf"})
 """Keywords whose schemas apply to the same value as the keywords beside them."""
@@ -38,13 +43,15 @@ def refusal_of_schema(schema: object) -> str:
             if isinstance(multiple, (int, float)) and not isinstance(multiple, bool):
                 if not abs(multiple) <= MAX_REMAINDERS:  # NaN, too
                     return _REFUSAL
-                found.add(_without_decimals(multiple))
+                factor, places = _without_decimals(multiple)
+                if factor > MAX_REMAINDERS:
+                    return _INEXACT.format(multiple) if _has_few_digits(multiple) else _REFUSAL
+                found.add((factor, places))
             is_joined = is_joined or _joins(keywords)
             rest.extend(keywords.values())
         elif isinstance(part, list):
             rest.extend(cast("list[Any]", part))
-    is_over = any(factor > MAX_REMAINDERS for factor, _ in found) or (is_joined and _is_common_over(found))
-    return _REFUSAL if is_over else ""
+    return _REFUSAL if is_joined and _is_common_over(found) else ""
 
 
 def refusal_of_json(text: str, start: int = 0) -> str:
@@ -71,6 +78,11 @@ def _without_decimals(multiple: float) -> tuple[int, int]:
         value *= 10
         places += 1
     return int(value), places
+
+
+def _has_few_digits(multiple: float) -> bool:
+    """Tell whether a multiple, as it is written, is within the limit."""
+    return int("".join(map(str, Decimal(repr(multiple)).as_tuple().digits))) <= MAX_REMAINDERS
 
 
 def _is_common_over(multiples: set[tuple[int, int]]) -> bool:

@@ -41,7 +41,7 @@ _EXPECTED_TOKENS: Final = 256
 """Most tokens that a choice counts for, besides its prompt, when a worker is chosen: few use all they may."""
 _GREEDY_BELOW: Final = 1e-7
 _MANY_TOKENS: Final = 4096
-"""Prompts with so many tokens are decoded on a thread."""
+"""Prompts with so many tokens are checked and decoded on a thread."""
 _MAX_SEED: Final = (1 << 63) - 1
 _PROMPT_END_CHARS: Final = 64
 _T = TypeVar("_T")
@@ -150,8 +150,9 @@ class Generator:
     ) -> tuple[list[list[int]], str]:
         """Return the tokens of each prompt, and the last characters of a chat's prompt."""
         if request.token_lists is not None:
-            for ids in request.token_lists:
-                check_ids(ids, vocabulary.size, "prompt")
+            check = functools.partial(_check_lists, request.token_lists, vocabulary.size)
+            is_large = sum(map(len, request.token_lists)) >= _MANY_TOKENS
+            await self._on_thread(check) if is_large else check()
             return request.token_lists, ""
         if request.texts is not None:
             encode = functools.partial(_encode_texts, vocabulary, request.texts, request.suffix, marks)
@@ -190,6 +191,11 @@ class Generator:
 
     async def _on_thread(self, work: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+
+def _check_lists(token_lists: Sequence[Sequence[int]], vocab_size: int) -> None:
+    for ids in token_lists:
+        check_ids(ids, vocab_size, "prompt")
 
 
 def generate_rule(card: ModelCard) -> GenerateRule:

@@ -6,15 +6,14 @@ The bounds, and why Python code does not scan the bytes of an ordinary body:
 - msgpack gives a list's length before its elements, and `max_length` rejects it there. A scan of msgpack is not
   possible without a second decoder, because the bytes of a text look like headers.
 - JSON does not give lengths. 24 MB of `{}` items take 2.8 s and 834 MiB to decode before `max_length` is checked. So
-  brackets and commas are counted first, with `bytes.count` and `bytes.translate`, at memory speed.
+  brackets and commas are counted first, with `bytes.count` and numpy, at memory speed.
 - Depth: JSON over max_depth is rejected before decoding. msgspec stops at about 1,000 levels with RecursionError
   (1.4 ms for a million levels of msgpack). This is safe on stacks of 1 MiB and more, such as the main thread's. A
   skipped field of a msgpack body may be up to that deep. Both formats hold free-form values to max_depth before other
   code walks them.
 
-`check_json` takes 0.2 us for a body with few brackets. It takes 0.8 ms for 2,048 items with escapes in 200 KiB, two
-thirds of the request's whole decoding. The worst case is 130 ms for 33 MiB dense with escaped quotes: decode large
-bodies off the event loop.
+`check_json` takes 0.2 us for a body with few brackets, and about 4 ms for each MiB of a body with many, in pieces between
+which other threads run: decode large bodies off the event loop.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 import numpy as np
 
+from sie.frontend.inputs.json_parts import STEP, decode_json, scan_structure
 from sie.values.choices import with_choices
 from sie.values.errors import BadRequest
 
@@ -36,16 +36,7 @@ MAX_VALUES = 1_000_000
 MAX_FREE_FORM_BYTES = 64 * 1024
 """Most bytes of a field without a fixed type (`options`) that is decoded to Python objects."""
 
-_ALL_BYTES = bytes(range(256))
-_NOT_BRACKETS = bytes(set(_ALL_BYTES) - set(b"[]{}"))
-_NOT_BRACKETS_OR_QUOTE = bytes(set(_ALL_BYTES) - set(b'"[]{}'))
-_NOT_STRUCTURE = bytes(set(_ALL_BYTES) - set(b'",[]{}'))
-_PREFIX_BYTES = 256 * 1024
 _SCAN_BYTES = 1 << 20
-_QUOTE = ord('"')
-_STEP = np.zeros(256, np.int8)
-_STEP[[ord("{"), ord("[")]] = 1
-_STEP[[ord("}"), ord("]")]] = -1
 
 _FREE_FORM_MSGPACK = msgspec.msgpack.Decoder(dict[str, Any] | None)
 _FREE_FORM_JSON = msgspec.json.Decoder(dict[str, Any] | None)
@@ -72,21 +63,28 @@ def check_json(body: bytes, max_depth: int, max_values: int = MAX_VALUES, max_co
     function, rejects a body that is not JSON.
     """
     # These counts include brackets and commas inside strings, so they can accept a body but not reject one.
-    many_values = body.count(b",") >= max_values
-    if body.count(b"{") + body.count(b"[") <= max_depth and not many_values:
+    if _count(body, b"{") + _count(body, b"[") <= max_depth and _count(body, b",") < max_values:
         return
-    if len(body) > _PREFIX_BYTES:
-        prefix = _structure(body[:_PREFIX_BYTES], with_commas=False)  # a million levels end here, in 1 ms
-        _check_structure(prefix, max_depth, max_values, max_containers)
-    _check_structure(_structure(body, with_commas=many_values), max_depth, max_values, max_containers)
+    depth = num_openers = num_commas = 0
+    for _, kinds in scan_structure(body):
+        steps = STEP[kinds]
+        num_openers += int(np.count_nonzero(steps > 0))
+        num_commas += int(np.count_nonzero(steps == 0))
+        if num_openers > max_containers or num_commas + num_openers > max_values:
+            raise BadRequest(
+                f"The JSON body must hold at most {max_containers} objects and arrays and {max_values} values"
+            )
+        depths = depth + np.cumsum(steps, dtype=np.int32)
+        if len(depths) and int(depths.max()) > max_depth:
+            raise _too_deep(max_depth)
+        depth = int(depths[-1]) if len(depths) else depth
 
 
-def _check_structure(structure: bytes, max_depth: int, max_values: int, max_containers: int) -> None:
-    num_openers = structure.count(b"{") + structure.count(b"[")
-    if num_openers > max_containers or structure.count(b",") + num_openers > max_values:
-        raise BadRequest(f"The JSON body must hold at most {max_containers} objects and arrays and {max_values} values")
-    if num_openers > max_depth and _depth(structure, num_openers) > max_depth:
-        raise _too_deep(max_depth)
+def _count(body: bytes, mark: bytes) -> int:
+    """Count a byte, and let other threads run between two pieces of a large body."""
+    if len(body) <= _SCAN_BYTES:
+        return body.count(mark)
+    return sum(body.count(mark, at, at + _SCAN_BYTES) for at in range(0, len(body), _SCAN_BYTES))
 
 
 def check_utf8(body: bytes) -> None:
@@ -105,7 +103,7 @@ def check_utf8(body: bytes) -> None:
 def decode_typed(decoder: Decoder[_T], body: bytes) -> _T:
     """Decode a body. Every msgspec error becomes BadRequest with its text, which contains the path and any choices."""
     try:
-        return decoder.decode(body)
+        return decode_json(decoder, body) if isinstance(decoder, msgspec.json.Decoder) else decoder.decode(body)
     except msgspec.DecodeError as exc:
         raise BadRequest(with_choices(exc, decoder.type)) from None
     except UnicodeDecodeError:
@@ -138,35 +136,6 @@ def _prefix_path(message: str, path: str) -> str:
     """Change a path that starts at the field into one that starts at the body."""
     head, at, tail = message.rpartition(" - at `$")
     return f"{head} - at `{path}{tail}" if at else f"{message} - at `{path}`"
-
-
-def _structure(body: bytes, *, with_commas: bool) -> bytes:
-    """Return the brackets (and commas) outside the strings of a JSON text; uses as much memory as the text."""
-    if b"\\" in body:
-        # Pairs from the start of a run of backslashes are escaped backslashes. After them, `\"` is an escaped quote.
-        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    marks = body.translate(None, _NOT_STRUCTURE if with_commas else _NOT_BRACKETS_OR_QUOTE)
-    marks = marks.replace(b'""', b"")  # two adjacent quotes do not change the state of the marks after them
-    return _outside_strings(marks) if _QUOTE in marks else marks
-
-
-def _outside_strings(marks: bytes) -> bytes:
-    kept: list[bytes] = []
-    open_string = 0
-    for start in range(0, len(marks), _SCAN_BYTES):
-        chunk = np.frombuffer(marks, np.uint8, min(_SCAN_BYTES, len(marks) - start), start)
-        is_quote = chunk == _QUOTE
-        parity = (np.cumsum(is_quote, dtype=np.uint8) + open_string) & 1  # wraps at 256, which is even
-        kept.append(chunk[(parity == 0) & ~is_quote].tobytes())
-        open_string = int(parity[-1])
-    return b"".join(kept)
-
-
-def _depth(structure: bytes, num_openers: int) -> int:
-    brackets = structure.translate(None, b",")
-    if len(brackets) > 2 * num_openers:
-        return 0  # more closed than opened: not JSON, and the decoder rejects it at the first extra bracket
-    return int(np.cumsum(_STEP[np.frombuffer(brackets, np.uint8)], dtype=np.int32).max())
 
 
 def _check_value_depth(value: Any, max_depth: int) -> None:

@@ -51,7 +51,8 @@ def rank_classes(output: Tensor, spec: TensorSpec, num_classes: int, *, is_batch
 def _best(row: NDArray[Any], num_classes: int, labels: tuple[str, ...]) -> list[RankedClass]:
     # Reversed twice, so that the stable sort keeps the order of equal elements.
     order = (len(row) - 1 - np.argsort(row[::-1], kind="stable"))[::-1][:num_classes]
-    return [RankedClass(int(i), row[i].item(), labels[i] if i < len(labels) else "") for i in order]
+    best = zip(order.tolist(), row[order].tolist(), strict=True)
+    return [RankedClass(i, value, labels[i] if i < len(labels) else "") for i, value in best]
 
 
 def as_class_tensor(output: Tensor, spec: TensorSpec, num_classes: int, *, is_batched: bool) -> Tensor:

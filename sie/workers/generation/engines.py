@@ -100,11 +100,6 @@ class Generators:
         """Whether output waits for room or credit."""
         return any(engine.is_unsent for engine in self.engines.values())
 
-    @property
-    def num_compiling(self) -> int:
-        """Threads that compile a grammar, including those whose request has ended."""
-        return self._compiler.num_threads
-
     def is_busy(self, model: str) -> bool:
         """Whether a model has unanswered requests, or a step under way."""
         engine = self.engines.get(model)

@@ -309,7 +309,6 @@ class Engine:
         if not part.is_last:
             return
         job.is_proven = not sequence.is_first
-        job.last_token_ns = now_ns
         choices = [sequence]
         if sequence.is_first:
             job.first_token_ns = now_ns

@@ -89,7 +89,7 @@ class Job:
     """One request to generate. A lower number is older."""
 
     __slots__ = (
-        "arrived_ns", "decoder_start_id", "first_token_ns", "forbidden", "is_alone", "is_proven", "is_redrawn", "last_token_ns", "matchers", "num_cached",
+        "arrived_ns", "decoder_start_id", "first_token_ns", "forbidden", "is_alone", "is_proven", "is_redrawn", "matchers", "num_cached",
         "num_encoded", "num_generated", "num_prompt", "number", "request", "scores", "sequences", "started_ns", "stops", "task",
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ class Job:
         self.sequences: list[Sequence] = []
         """Its sequences that still run or have unsent output."""
         self.num_cached = self.num_generated = 0
-        self.started_ns = self.first_token_ns = self.last_token_ns = 0
+        self.started_ns = self.first_token_ns = 0
 
     @property
     def counts_tokens(self) -> bool:

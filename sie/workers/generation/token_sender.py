@@ -63,13 +63,7 @@ class TokenSender:
 
     def _try_end(self, job: Job) -> bool:
         """Send the terminal reply of a job whose choices have all ended; return False without room."""
-        totals = GenerateTotals(
-            job.num_cached,
-            job.num_generated,
-            job.started_ns,
-            job.first_token_ns - job.started_ns,
-            job.last_token_ns - job.first_token_ns,
-        )
+        totals = GenerateTotals(job.num_cached, job.num_generated, job.started_ns)
         # ORDER: after the last record of each choice; the frontend forgets the request when it reads this.
         if not job.request.try_end(_to_msgpack(totals)):
             return False

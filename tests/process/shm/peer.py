@@ -101,8 +101,9 @@ def run_worker(attachment: Attachment, space: OutboundSpace) -> None:
     for fd in (attachment.bell_fd, attachment.sock_fd, attachment.pidfd):
         poll.register(fd, select.POLLIN)
     while True:
-        assert poll.poll(120_000), "nothing happened for 120 s"
-        if attachment.peer_is_dead() or not attachment.read_socket():
+        ready = dict(poll.poll(120_000))
+        assert ready, "nothing happened for 120 s"
+        if attachment.pidfd in ready or not attachment.read_socket():
             return
         for descriptor in attachment.drain():
             if descriptor.kind == RELEASE:
@@ -148,8 +149,9 @@ def run_frontend(attachment: Attachment, space: OutboundSpace) -> None:
                 lease.hand_over(request_id)
             leases[request_id] = lease
             request_id += 1
-        assert poll.poll(120_000), "nothing happened for 120 s"
-        if attachment.peer_is_dead() or not attachment.read_socket():
+        ready = dict(poll.poll(120_000))
+        assert ready, "nothing happened for 120 s"
+        if attachment.pidfd in ready or not attachment.read_socket():
             return
         for reply in attachment.drain():
             leases.pop(reply.request_id).end()

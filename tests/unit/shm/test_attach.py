@@ -121,12 +121,11 @@ def test_credit_without_a_waiting_side_wakes_nobody(pair) -> None:
     assert not _is_readable(pair.frontend.bell_fd)
 
 
-def test_descriptors_of_another_generation_are_dropped_and_counted(pair) -> None:
+def test_descriptors_of_another_generation_are_dropped(pair) -> None:
     for generation in (6, 7, 8):
         pair.frontend._producer.push(*_raw(generation=generation, request_id=generation))
 
     assert [d.request_id for d in pair.worker.drain()] == [7]
-    assert pair.worker.num_stale == 2
 
 
 @pytest.mark.parametrize("kind", [0, 6, 65535])
@@ -213,7 +212,6 @@ def test_closed_peer_is_end_of_file_while_its_descriptors_can_still_be_read(pair
     assert not pair.worker.read_socket()
     (descriptor,) = pair.worker.drain()
     assert bytes(pair.worker.view(descriptor)[:10]) == b"last words"
-    assert not pair.worker.peer_is_dead()
 
 
 def test_last_large_reply_of_a_peer_that_left_messages_unread_can_be_read(pair) -> None:

@@ -105,7 +105,7 @@ def test_lease_that_was_handed_over_outlives_its_block() -> None:
         lease.hand_over(5)
 
     assert pool.num_leased == 1
-    assert lease.is_handed_over
+    assert pool.handed_over == {lease.address: lease}
     assert lease.request_id == 5
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sie.shm.layout import ProtocolError
-from sie.shm.segment import ReservationError, Segment, check_reservation, is_dead, read_memory
+from sie.shm.segment import ReservationError, Segment, check_reservation, read_memory
 
 
 def test_peer_sees_what_the_owner_writes_after_it_mapped() -> None:
@@ -114,13 +114,6 @@ def test_read_only_fd_cannot_be_mapped_writable() -> None:
         mmap.mmap(fd, 4096, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     os.close(fd)
     owner.close()
-
-
-def test_living_process_is_not_dead() -> None:
-    pidfd = os.pidfd_open(os.getpid())
-
-    assert not is_dead(pidfd)
-    os.close(pidfd)
 
 
 def _fake_host(root: Path, *, available_kib: int, cgroup: str) -> dict[str, Path]:

@@ -21,6 +21,7 @@ from sie.frontend.dialects.openai import embeddings
 from sie.frontend.dialects.openai.agent_fields import AgentFields
 from sie.frontend.generation.sampling_fields import Bias, Count, Share, read_stop, write_sampling, wrong
 from sie.frontend.inputs.bounded_json import check_json
+from sie.frontend.inputs.json_parts import decode_json
 from sie.values.choices import with_choices
 from sie.values.errors import BadRequest, NotFound, SieError
 from sie.values.generate import GenerateRequest, GenerateUsage, Grammar
@@ -121,7 +122,7 @@ def decode_body(
         raise BadRequest(f"Content-Type must be application/json, not {kind!r}", http_status=415)
     check_json(body, limits.max_depth)
     try:
-        return decoder.decode(body)
+        return decode_json(decoder, body)
     except msgspec.ValidationError as error:
         raise _syntax_error(body) or _type_error(with_choices(error, decoder.type)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -14,6 +14,7 @@ import msgspec
 from sie.config.limits import Limits
 from sie.frontend.dialects.cohere.rerank import RerankCall, check_texts, decode_rerank, encode_ranking, text_json
 from sie.frontend.inputs.bounded_json import check_json, decode_typed
+from sie.frontend.inputs.json_parts import without_long_list
 from sie.values.errors import Overloaded, SieError, Unavailable
 from sie.values.inference import DEFAULT_MODEL, ScoreReply, ScoreRequest
 
@@ -53,7 +54,7 @@ def decode_either(body: bytes, limits: Limits) -> tuple[ScoreRequest, Call]:
     Raises BadRequest (InputTooLong for limits), also for an unknown field.
     """
     check_json(body, limits.max_depth)
-    keys = decode_typed(_KEYS, body)
+    keys = decode_typed(_KEYS, without_long_list(body))
     if memoryview(keys.documents).nbytes and not memoryview(keys.texts).nbytes:
         call = decode_rerank(body, limits)
         return call.request, call

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from google.protobuf import text_format
 
+from sie.frontend.dialects.trtis.message_text import in_lines, one_line
 from sie.frontend.tensors.classification import RankedClass, rank_classes, spec_of
 from sie.proto import message_class
 from sie.values.errors import BadRequest
@@ -304,13 +305,13 @@ def encode_infer(head: InferHead, reply: TensorReply, rule: TensorRule, *, as_bi
     """Return the body (the raw outputs, then the header) and the value of `NV-InferResponse`. Raises the errors of `answered`."""
     outputs = answered(head, reply, rule)
     message = response_header(head, rule, outputs)
-    trailer = message.SerializeToString() if as_binary else text_format.MessageToString(message).encode()
+    trailer = message.SerializeToString() if as_binary else in_lines(message).encode()
     body = b"".join([*(tensor.data for tensor, classes in outputs if classes is None), trailer])
     return body, _response_line(message, outputs)
 
 
 def _response_line(message: Any, outputs: Sequence[Answered]) -> str:
-    """Return the value of `NV-InferResponse`. Classes that cannot fit are not written at all, because text takes long."""
+    """Return the value of `NV-InferResponse`. Classes that cannot fit are not written at all."""
     num_classes = sum(len(row) for _, classes in outputs for row in classes or ())
     line = one_line(message) if num_classes <= _MAX_RESPONSE_CHARS // _MIN_CLASS_CHARS else None
     if line is not None and len(line) <= _MAX_RESPONSE_CHARS:
@@ -320,8 +321,3 @@ def _response_line(message: Any, outputs: Sequence[Answered]) -> str:
     for output in short.output:
         del output.batch_classes[:]
     return one_line(short)
-
-
-def one_line(message: Any) -> str:
-    """Return a message in text format as the value of a header: ASCII, no control characters."""
-    return text_format.MessageToString(message, as_one_line=True, as_utf8=False).rstrip()

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Any, Final, Literal
 
 import msgspec
-from google.protobuf import json_format, text_format
+from google.protobuf import json_format
 
 from sie import __version__
-from sie.frontend.dialects.trtis.infer import one_line
+from sie.frontend.dialects.trtis.message_text import in_lines, one_line
 from sie.frontend.tensors.states import ModelStatistics, RequestStatistics
 from sie.proto import message_class
 from sie.values.card import ModelState
@@ -169,4 +169,4 @@ def encode_message(message: Any, form: Format) -> tuple[str, bytes]:
         return "application/octet-stream", message.SerializeToString()
     if form == "json":
         return "application/json", json_format.MessageToJson(message, preserving_proto_field_name=True).encode()
-    return "text/plain", text_format.MessageToString(message).encode()
+    return "text/plain", in_lines(message).encode()

@@ -192,6 +192,7 @@ class Connection(asyncio.Protocol):
     def _wait(self, now_ns: int) -> None:
         """Let a later turn handle the rest of the received bytes. now_ns: when the work in this turn began."""
         self._is_waiting = True
+        self._allowance.set_behind(True)
         self._set_reading()
         self._turns.wait(self._share, self._go_on, used_ns=time.monotonic_ns() - now_ns)
 
@@ -205,6 +206,7 @@ class Connection(asyncio.Protocol):
                 self._set_reading()
                 return True
         self._is_waiting = False
+        self._allowance.set_behind(False)
         if not self._is_over:
             self._set_reading()
         return False

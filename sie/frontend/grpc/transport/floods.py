@@ -31,15 +31,20 @@ def work_of_settings(num_bytes: int, num_windows: int) -> int:
 
 
 class Allowance:
-    """The remaining work of one connection. A unit is the cost of a small frame. Source: RFC 9113, section 10.5."""
+    """The remaining work of one connection. A unit is the cost of a small frame. Source: RFC 9113, section 10.5.
 
-    __slots__ = ("_left", "_num_paid", "_rate", "_since_ns", "num_sent")
+    Time earns units, except while bytes of the client wait for their turn. Otherwise a server that reads a flood slowly,
+    because it is busy, would never end it.
+    """
+
+    __slots__ = ("_is_behind", "_left", "_num_paid", "_rate", "_since_ns", "num_sent")
 
     def __init__(self, rate: int) -> None:
         """Allow rate units a second on average. The units of ten seconds may come at once."""
         self._rate = rate
         self._left: float = _BURST_S * rate
         self._since_ns = time.monotonic_ns()
+        self._is_behind = False
         self._num_paid = 0
         self.num_sent = 0
         """Answers, and parts of answers that are not small, that were sent to the client."""
@@ -49,11 +54,20 @@ class Allowance:
         self._left -= num_units
         if self._left >= 0:
             return
-        now_ns = time.monotonic_ns()
-        earned = (now_ns - self._since_ns) / 1e9 * self._rate + _PER_SENT * (self.num_sent - self._num_paid)
-        self._left = min(_BURST_S * self._rate, self._left + earned)
-        self._since_ns, self._num_paid = now_ns, self.num_sent
+        self._earn()
         if self._left < 0:
             raise ConnectionFault(
                 Code.ENHANCE_YOUR_CALM, "too much work without a message (max_grpc_idle_frames_per_s)"
             )
+
+    def set_behind(self, is_behind: bool) -> None:
+        """Record whether bytes of the client wait for their turn from now on."""
+        self._earn()
+        self._is_behind = is_behind
+
+    def _earn(self) -> None:
+        now_ns = time.monotonic_ns()
+        earned_ns = 0 if self._is_behind else now_ns - self._since_ns
+        earned = earned_ns / 1e9 * self._rate + _PER_SENT * (self.num_sent - self._num_paid)
+        self._left = min(_BURST_S * self._rate, self._left + earned)
+        self._since_ns, self._num_paid = now_ns, self.num_sent

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from sie.cluster.connection import INLINE_BYTES
@@ -16,7 +17,7 @@ from sie.cluster.gateway.fair_queue import Caller
 from sie.cluster.gateway.in_flight import InFlight
 from sie.cluster.gateway.requested_placement import Placement
 from sie.cluster.gateway.work_items import RemotePending, RemoteReply
-from sie.cluster.payloads import VERSION, Result, Taken, Work, dead_letter_decoder, decode, works_decoder
+from sie.cluster.payloads import VERSION, DeadLetter, Result, Taken, Work, decode, works_decoder
 from sie.cluster.request_forms import Piece
 from sie.cluster.subjects import Lane, answer_subject, dead_subject, work_subject
 from sie.values.errors import (
@@ -108,7 +109,6 @@ def test_a_second_answer_to_an_item_is_dropped():
         assert not pending.future.done()
         await desk.answer(1, 1, b"!")
         assert bytes((await pending.reply()).view) == b"first!"
-        assert desk.items.num_duplicates == 1
 
     run(test)
 
@@ -264,7 +264,7 @@ def test_the_dead_letter_of_a_large_item_has_its_whole_body():
         await turns()
         messages = [data for subject, data, _ in desk.connection.stream.values() if subject == dead_subject(LANE, "m")]
         assert all(len(data) <= INLINE_BYTES for data in messages)
-        letters = [decode(data, dead_letter_decoder) for data in messages]
+        letters = [msgspec.msgpack.decode(data, type=DeadLetter) for data in messages]
         assert b"".join(letter.work.body for letter in letters) == body
         assert [(letter.part, letter.num_parts) for letter in letters] == [
             (n, len(letters)) for n in range(len(letters))

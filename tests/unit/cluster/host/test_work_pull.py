@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from sie.cluster.connection import INLINE_BYTES
@@ -15,7 +16,7 @@ from sie.cluster.host import work_pull
 from sie.cluster.host.item_run import Answer
 from sie.cluster.host.pull_metrics import PullMetrics
 from sie.cluster.host.work_pull import WorkPull
-from sie.cluster.payloads import VERSION, Result, Work, Works, dead_letter_decoder, decode, encode, results_decoder
+from sie.cluster.payloads import VERSION, DeadLetter, Result, Work, Works, decode, encode, results_decoder
 from sie.cluster.request_forms import score_item
 from sie.cluster.subjects import Lane
 from sie.config.cluster_settings import Cluster
@@ -236,7 +237,7 @@ def test_the_dead_letter_of_an_item_by_reference_has_its_whole_body_before_its_g
         monkeypatch.setattr(bench.connection, "publish", forget)
         await bench.deliver(stored="gw-1-0")
         await bench.sent(2)
-        letters = [decode(data, dead_letter_decoder) for _, data, _ in bench.connection.stream.values()]
+        letters = [msgspec.msgpack.decode(data, type=DeadLetter) for _, data, _ in bench.connection.stream.values()]
         assert b"".join(letter.work.body for letter in letters) == body
         assert {(letter.num_parts, letter.work.stored, letter.hosts[0]) for letter in letters} == {
             (len(letters), "", "h1")

@@ -88,7 +88,7 @@ class HandWorker:
 
     def reply(self, request_id: int, **totals: int) -> None:
         """End a request."""
-        facts = {"num_cached": 0, "num_generated": 0, "started_ns": 0, "prompt_ns": 0, "completion_ns": 0, **totals}
+        facts = {"num_cached": 0, "num_generated": 0, "started_ns": 0, **totals}
         self._push(REPLY, request_id, _encode(GenerateTotals(**facts)))
 
     def fail(self, request_id: int, error: SieError) -> None:

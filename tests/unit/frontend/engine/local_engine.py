@@ -132,7 +132,7 @@ class LocalEngine:
                 break
             self.num_records += 1
             stream.feed(record, time.monotonic_ns())
-        self._end(pending, _pack(_encode(GenerateTotals(0, self.num_records, time.monotonic_ns(), 1, 1)), (), {}))
+        self._end(pending, _pack(_encode(GenerateTotals(0, self.num_records, time.monotonic_ns())), (), {}))
 
     def _end(self, pending: LocalPending, view: memoryview) -> None:
         if not pending.future.done():

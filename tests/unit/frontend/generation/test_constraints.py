@@ -245,6 +245,26 @@ def test_a_schema_in_lark_is_read_as_json(value: str, named: str) -> None:
         constrain(request(grammar=Grammar(kind="lark", value=f"start: %json {value}"), tools=()), rule("json"))
 
 
+@pytest.mark.parametrize("multiple", [0.07, -0.57, 1.005])
+def test_a_multiple_that_is_read_inexactly_is_refused_by_name(multiple: float) -> None:
+    for asked in ways_in({"allOf": [{"type": "number"}, {"multipleOf": multiple}]}):
+        with pytest.raises(BadRequest, match=f"multipleOf {multiple} is one of the fractions"):
+            constrain(asked, rule("json"))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"type": "number", "minimum": 0}, {"multipleOf": 0.01}]},
+        {"multipleOf": 0.01, "anyOf": [{"type": "number", "minimum": 0}, {"type": "null"}]},
+        {"$defs": {"a": {"type": "number", "minimum": 0}}, "$ref": "#/$defs/a", "multipleOf": 0.01},
+    ],
+)
+def test_a_multiple_holds_for_the_parts_that_it_is_joined_with(schema: dict[str, Any]) -> None:
+    grammar = constrain(request(grammar=Grammar(kind="json_schema", value=json.dumps(schema)), tools=()), rule("json"))
+    assert [text for text in ("1", "1.5", "1.25", "1.255", "-1") if allows(grammar, text)] == ["1", "1.5", "1.25"]
+
+
 def test_ordinary_multiples_are_taken() -> None:
     many = {f"p{number}": {"type": "integer", "multipleOf": 9000 + number} for number in range(9)}
     for schema in (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie.frontend.inputs import bounded_json
+from sie.frontend.inputs import bounded_json, json_parts
 from sie.frontend.inputs.bounded_json import check_json, check_utf8, decode_free_form, decode_typed
 from sie.values.errors import BadRequest
 
@@ -57,7 +57,7 @@ def test_many_brackets_in_texts_are_not_depth():
 
 
 def test_strings_are_followed_across_scan_chunks(monkeypatch):
-    monkeypatch.setattr(bounded_json, "_SCAN_BYTES", 7)
+    monkeypatch.setattr(json_parts, "_SCAN_BYTES", 7)
     value = {"items": [{"text": "}]{[" * (i % 5)} for i in range(40)]}
     check_json(json.dumps(value).encode(), 3)
     with pytest.raises(BadRequest):

@@ -207,13 +207,16 @@ def test_wrong_grammar_is_the_client_s_mistake(rig: LoopRig) -> None:
 
 def test_cancelled_request_whose_grammar_compiles_is_gone_at_once(rig: LoopRig, may_compile: threading.Event) -> None:
     rig.load(make_card())
+    others = threading.enumerate()
     request = rig.frontend.generate(b"x", grammar_kind="regex", grammar="yes")
     rig.turn()
+    (compiling,) = set(threading.enumerate()).difference(others)
     rig.frontend.cancel(request)
     rig.turn()
     assert rig.frontend.answers[request].is_cancelled
     may_compile.set()
-    rig.turn_until(lambda: not rig.worker.loop._generators.num_compiling)
+    rig.turn_until(lambda: not compiling.is_alive())
+    rig.turn()
     assert not rig.worker.loop._state, "its prompt does not run after all"
 
 

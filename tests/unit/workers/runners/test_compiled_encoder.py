@@ -116,6 +116,7 @@ def test_a_model_that_only_looks_alike_is_found_out_by_the_probe(caplog: pytest.
     assert "alike" in caplog.text
 
 
+@needs_kernels
 def test_a_model_whose_parts_cannot_be_looked_at_runs_as_before(caplog: pytest.LogCaptureFixture) -> None:
     model = MODELS["bert"]()
     model.get_submodule("encoder.layer.0").add_module("of_two", torch.nn.CosineSimilarity())

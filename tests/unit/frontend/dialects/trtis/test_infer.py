@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from sie.frontend.dialects.trtis.infer import (
     encode_infer,
     parse_infer_head,
 )
+from sie.frontend.dialects.trtis.message_text import in_lines, one_line
 from sie.frontend.dialects.trtis.status import (
     Described,
     ServerState,
@@ -215,6 +218,49 @@ def test_classes_stand_in_the_header_and_not_in_the_body(num_classes: int):
     body, line = encode_infer(many, reply, msgspec.structs.replace(PLAIN, outputs=(spec,)), as_binary=False)
     assert len(line) < 1000
     assert body.count(b"label:") == num_classes
+
+
+_FLOATS = [0.0, -0.0, 1.0, -1.5, 0.1, 1 / 3, 1e-5, 16_777_216.0, 3.4028235e38, np.inf, -np.inf, np.nan]
+_FEW_DIGITS = [1e-45, 1.1754944e-38, 6.82446e-41, *(2.0**power for power in range(-149, 128))]
+_LABELS = [
+    "",
+    "plain",
+    'a "quoted" text',
+    "it's",
+    "back\\slash",
+    "tab\t",
+    "line\nend",
+    "\x00\x7f",
+    "größe",
+    "日本",
+    "a b~ ",
+]
+
+
+def header_of_classes(name: str, values: list[float]) -> Any:
+    message = message_class("trtis", f"nvidia.inferenceserver.{name}")(model_name="größe", batch_size=3)
+    message.output.add(name="none").batch_classes.add()
+    output = message.output.add(name="o")
+    for start in range(3):
+        row = output.batch_classes.add()
+        for index, value in enumerate(values[start:], -start):
+            row.cls.add(idx=index, value=value, label=_LABELS[index % len(_LABELS)])
+    return message
+
+
+@pytest.mark.parametrize("name", ["InferResponseHeader", "InferResponseHeaderOfFirstGeneration"])
+def test_classes_are_written_as_the_library_writes_them(name: str):
+    drawn = np.random.default_rng(0).standard_normal(2000, np.float32)
+    message = header_of_classes(name, [*_FLOATS, *drawn.tolist()])
+    assert in_lines(message) == text_format.MessageToString(message)
+    assert one_line(message) == text_format.MessageToString(message, as_one_line=True, as_utf8=False).rstrip()
+
+
+def test_a_value_of_a_class_is_read_as_the_same_value():
+    drawn = np.random.default_rng(0).integers(0, 0x7F80_0000, 2000, np.uint32).view(np.float32)
+    message = header_of_classes("InferResponseHeader", [*_FLOATS[:-1], *_FEW_DIGITS, *drawn.tolist()])
+    for text in (in_lines(message), one_line(message)):
+        assert text_format.Parse(text, type(message)()) == message
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import struct
 import weakref
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from sie.config.grpc_limits import Grpc
 from sie.config.limits import Limits
-from sie.frontend.grpc.transport import floods, frames
+from sie.frontend.grpc.transport import connection, floods, frames, turns
 from sie.frontend.grpc.transport.frames import Code
 from tests.unit.frontend.grpc.transport.breaches import CONNECTION_FAULTS, GREASE, STREAM_FAULTS, WHOLE, window
 from tests.unit.frontend.grpc.transport.client_bytes import (
@@ -344,6 +345,24 @@ def test_calls_that_are_reset_as_fast_as_they_come_end_the_connection():
     ))  # fmt: skip
     assert ended_with(received) == Code.ENHANCE_YOUR_CALM
     assert all(call.is_over for call, _ in peer.service.begun)
+
+
+def test_a_flood_that_is_read_slowly_ends_its_connection(monkeypatch: pytest.MonkeyPatch):
+    """Each frame takes 2 ms here, so that no more than 500 are read in a second."""
+    ticks = itertools.count(0, 2_000_000)
+    clock = SimpleNamespace(monotonic_ns=lambda: next(ticks))
+    for module in (floods, connection, turns):
+        monkeypatch.setattr(module, "time", clock)
+    peer = Peer().opened()
+    assert ended_with(peer.send(frames.frame(frames.PING, 0, 0, b"12345678") * 12_000)) == Code.ENHANCE_YOUR_CALM
+
+
+def test_pings_over_a_long_time_are_no_flood(monkeypatch: pytest.MonkeyPatch):
+    ticks = itertools.count(0, 2_000_000)
+    monkeypatch.setattr(floods, "time", SimpleNamespace(monotonic_ns=lambda: next(ticks)))
+    peer = Peer().opened()
+    for _ in range(12_000):
+        assert ended_with(peer.send(frames.frame(frames.PING, 0, 0, b"12345678"))) is None
 
 
 def test_a_window_that_is_opened_by_single_bytes_is_a_flood():
