@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-LARGE_BYTES: Final = 1 << 20
-"""Bodies of this size and more are decoded in parts."""
+PARTED_BYTES: Final = 4 << 20
+"""Bodies of this size and more are decoded in parts. A smaller one keeps the lock for some 20 ms, and its scan would cost as much."""
 _SCAN_BYTES: Final = 256 * 1024
 _PART_BYTES: Final = 256 * 1024
-_QUOTE: Final = ord('"')
+QUOTE: Final = ord('"')
 _COMMA: Final = ord(",")
 _OPEN: Final = ord("[")
 _CLOSE: Final = ord("]")
@@ -46,9 +46,9 @@ class LongList(NamedTuple):
     rest: bytes
 
 
-def scan_structure(body: bytes) -> Iterator[tuple[NDArray[np.intp], NDArray[np.uint8]]]:
-    """Yield the places of brackets and commas outside of strings, and these bytes, for a piece of a JSON text at a time."""
-    at = open_string = 0
+def pieces(body: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the pieces of a JSON text and their places, with spaces for escaped backslashes and quotes."""
+    at = 0
     while at < len(body):
         # No piece ends within a run of backslashes, whose pairs are escaped backslashes.
         end = min(len(body), at + _SCAN_BYTES)
@@ -57,21 +57,28 @@ def scan_structure(body: bytes) -> Iterator[tuple[NDArray[np.intp], NDArray[np.u
         piece = body[at:end]
         if b"\\" in piece:
             piece = piece.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
-        chunk = np.frombuffer(piece, np.uint8)
-        parity = (np.cumsum(chunk == _QUOTE, dtype=np.uint8) + open_string) & 1  # wraps at 256, which is even
-        places = np.flatnonzero(_IS_STRUCTURE[chunk] & (parity == 0))
-        open_string = int(parity[-1])
-        yield places + at, chunk[places]
+        yield at, piece
         at = end
 
 
+def _scan_places(body: bytes) -> Iterator[tuple[NDArray[np.intp], NDArray[np.uint8]]]:
+    """Yield the places of brackets and commas outside of strings, and these bytes, for a piece of a JSON text at a time."""
+    open_string = 0
+    for at, piece in pieces(body):
+        chunk = np.frombuffer(piece, np.uint8)
+        parity = (np.cumsum(chunk == QUOTE, dtype=np.uint8) + open_string) & 1  # wraps at 256, which is even
+        places = np.flatnonzero(_IS_STRUCTURE[chunk] & (parity == 0))
+        open_string = int(parity[-1])
+        yield places + at, chunk[places]
+
+
 def find_long_list(body: bytes) -> LongList | None:
-    """Return the longest list of a body, or None if there is none of LARGE_BYTES. Parts of a malformed list may be, too."""
+    """Return the longest list of a body, or None if there is none of PARTED_BYTES. Parts of a malformed list may be, too."""
     opened: list[int] = []
     closed: list[int] = []
     commas: list[NDArray[np.intp]] = []
     depth = 0
-    for places, kinds in scan_structure(body):
+    for places, kinds in _scan_places(body):
         depths = depth + np.cumsum(STEP[kinds], dtype=np.int64)
         opened += places[(kinds == _OPEN) & (depths == 2)].tolist()
         closed += places[(kinds == _CLOSE) & (depths == 1)].tolist()
@@ -81,7 +88,7 @@ def find_long_list(body: bytes) -> LongList | None:
         return None
     start, end = max(zip(opened, closed, strict=True), key=lambda ends: ends[1] - ends[0])
     key = _key.search(body, max(0, start - _KEY_BYTES), start)
-    if key is None or end - start < LARGE_BYTES:
+    if key is None or end - start < PARTED_BYTES:
         return None
     cuts = _cuts(np.concatenate(commas), start, end)
     view = memoryview(body)
@@ -101,13 +108,13 @@ def _cuts(commas: NDArray[np.intp], start: int, end: int) -> list[int]:
 
 def decode_json(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
     """Return the decoded body, a large one in parts. Raises the decoder's errors."""
-    call = _decode_in_parts(decoder, body) if len(body) >= LARGE_BYTES else None
+    call = _decode_in_parts(decoder, body) if len(body) >= PARTED_BYTES else None
     return decoder.decode(body) if call is None else call
 
 
 def without_long_list(body: bytes) -> bytes:
     """Return a body without the items of its longest list, to look at its other fields. A small body stays as it is."""
-    found = find_long_list(body) if len(body) >= LARGE_BYTES else None
+    found = find_long_list(body) if len(body) >= PARTED_BYTES else None
     return body if found is None else found.rest
 
 

@@ -32,7 +32,7 @@ class Body(msgspec.Struct, gc=False):
 DECODER = msgspec.json.Decoder(Body)
 
 
-SIZES = {name: getattr(json_parts, name) for name in ("LARGE_BYTES", "_SCAN_BYTES", "_PART_BYTES")}
+SIZES = {name: getattr(json_parts, name) for name in ("PARTED_BYTES", "_SCAN_BYTES", "_PART_BYTES")}
 
 
 @pytest.fixture(autouse=True)
