@@ -75,7 +75,8 @@ def test_f3_kills_of_one_of_two_workers_cost_no_answer(row: Row):
         history = load.history
         leaks.check()
         assert survivors.pids == Survivors(server).pids
-        row.equals("threads that survivors gained", survivors.gained_threads(), 0)
+        # A frontend's pools start a second thread when two requests first meet in them; a leak has one for each kill.
+        row.at_most("threads that survivors gained", survivors.gained_threads(), 4.0, "", slack=1.0)
         row.at_most("memory that a survivor gained", survivors.gained_mib(), 8.0, "MiB", slack=1.0)
     row.equals("kills", len(faults_s), pick(20, 200))
     row.at_least("requests", len(history.asks), pick(200, 5000), "")  # the faster the recoveries, the fewer
