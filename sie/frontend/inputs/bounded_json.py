@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 import numpy as np
 
-from sie.frontend.inputs.json_parts import QUOTE, STEP, decode_json, pieces
+from sie.frontend.inputs.json_parts import QUOTE, STEP, decode_json, pieces, structure_places
 from sie.values.choices import with_choices
 from sie.values.errors import BadRequest
 
@@ -93,10 +93,8 @@ def _structure(body: bytes, *, with_commas: bool) -> Iterator[bytes]:
         marks = piece.translate(None, others).replace(b'""', b"")
         if open_string or QUOTE in marks:
             chunk = np.frombuffer(marks, np.uint8)
-            is_quote = chunk == QUOTE
-            parity = (np.cumsum(is_quote, dtype=np.uint8) + open_string) & 1  # wraps at 256, which is even
-            marks = chunk[(parity == 0) & ~is_quote].tobytes()
-            open_string = int(parity[-1]) if len(parity) else open_string
+            places, open_string = structure_places(chunk, open_string)
+            marks = chunk[places].tobytes()
         yield marks
 
 

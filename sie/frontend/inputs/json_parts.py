@@ -61,14 +61,21 @@ def pieces(body: bytes) -> Iterator[tuple[int, bytes]]:
         at = end
 
 
+def structure_places(chunk: NDArray[np.uint8], open_string: int) -> tuple[NDArray[np.intp], int]:
+    """Return the places of brackets and commas outside of strings, and 1 if the chunk ends within a string, else 0.
+
+    open_string is the number that the chunk before it gave.
+    """
+    parity = (np.cumsum(chunk == QUOTE, dtype=np.uint8) + open_string) & 1  # wraps at 256, which is even
+    return np.flatnonzero(_IS_STRUCTURE[chunk] & (parity == 0)), int(parity[-1]) if len(parity) else open_string
+
+
 def _scan_places(body: bytes) -> Iterator[tuple[NDArray[np.intp], NDArray[np.uint8]]]:
     """Yield the places of brackets and commas outside of strings, and these bytes, for a piece of a JSON text at a time."""
     open_string = 0
     for at, piece in pieces(body):
         chunk = np.frombuffer(piece, np.uint8)
-        parity = (np.cumsum(chunk == QUOTE, dtype=np.uint8) + open_string) & 1  # wraps at 256, which is even
-        places = np.flatnonzero(_IS_STRUCTURE[chunk] & (parity == 0))
-        open_string = int(parity[-1])
+        places, open_string = structure_places(chunk, open_string)
         yield places + at, chunk[places]
 
 
