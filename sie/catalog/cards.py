@@ -30,12 +30,11 @@ def complete_card(card: ModelCard, spec: ModelSpec) -> ModelCard:
         card = msgspec.structs.replace(card, encoder_weights=weights)
     elif spec.encoder_weights is not None:
         raise refuse(card.id, f"encoder_weights is for encoders of texts and classifiers, not for a {card.kind}")
-    is_encoded = card.generate is not None and card.generate.decoder_start_id is not None
-    if is_encoded and spec.tensor_parallel is not None and spec.tensor_parallel > 1:
+    if card.is_encoder_decoder and spec.tensor_parallel is not None and spec.tensor_parallel > 1:
         raise refuse(card.id, "tensor_parallel is not served for a model with an encoder and a decoder")
-    if card.generate is not None and card.stub is None and not is_encoded:
+    if card.generate is not None and card.stub is None and not card.is_encoder_decoder:
         card = msgspec.structs.replace(card, tensor_parallel=spec.tensor_parallel or spec.default_tensor_parallel)
-    elif spec.tensor_parallel is not None and not is_encoded:
+    elif spec.tensor_parallel is not None and not card.is_encoder_decoder:
         raise refuse(card.id, f"tensor_parallel is for models that generate text, not for a {card.kind}")
     if spec.reranker is not None and (card.score is None or card.score.template is None):
         raise refuse(card.id, f"its section describes a reranker, but its files are those of a {card.kind}")

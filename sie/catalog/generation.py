@@ -181,7 +181,7 @@ def finish_generator(card: ModelCard, chat_template: str) -> ModelCard:
     if rule.chat_template:
         return card
     path = Path(chat_template) if chat_template else _PLAIN_TEMPLATE
-    if rule.decoder_start_id is not None:
+    if rule.is_encoder_decoder:
         path = _LAST_MESSAGE
     return msgspec.structs.replace(card, generate=_with_templates(rule, _read_template(card.id, path)))
 
@@ -207,7 +207,7 @@ def _with_tokenizer(card: ModelCard) -> ModelCard:
     if not ends:
         ends = tuple(token.id for token in added if token.content == rule.special_tokens.get("eos_token"))
     special = tuple(token.content for token in added if token.special or _CONTROL.fullmatch(token.content))
-    if rule.decoder_start_id is not None:  # the whole prompt is the user's, with marks such as "<2de>"
+    if rule.is_encoder_decoder:  # the whole prompt is the user's, with marks such as "<2de>"
         special = ()
     return msgspec.structs.replace(
         card, generate=msgspec.structs.replace(rule, eos_token_ids=ends, special_texts=special)

@@ -255,6 +255,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         return ["json" if output == "extract" else output for output in self.outputs]
 
     @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether it generates text, and an encoder reads the prompt."""
+        return self.generate is not None and self.generate.is_encoder_decoder
+
+    @property
     def tells_queries(self) -> bool:
         """Whether the worker treats queries differently from documents, in addition to the prompt."""
         return self.late is not None or self.static_queries is not None

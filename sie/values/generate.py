@@ -64,6 +64,11 @@ class GenerateRule(msgspec.Struct, frozen=True, kw_only=True):
     kv_token_bytes: int = 0
     """Estimated bytes of a token's keys and values in all layers, in 16 bits; 0 if unknown."""
 
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether an encoder reads the prompt, and a decoder writes the answer."""
+        return self.decoder_start_id is not None
+
 
 # --- across the rings -----------------------------------------------------------------------------------------------
 

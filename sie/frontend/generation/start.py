@@ -160,7 +160,7 @@ class Generator:
             return (await self._read(vocabulary, encode, is_long=is_large)), ""
         draft = await self._on_thread(draft_chat, request, rule)
         rendered = finish_chat(draft, await self._templates.render(model, draft.packed), rule)
-        tokenise = functools.partial(chat_ids, rendered, vocabulary, whole=rule.decoder_start_id is not None)
+        tokenise = functools.partial(chat_ids, rendered, vocabulary, whole=rule.is_encoder_decoder)
         ids = await self._read(vocabulary, tokenise, is_long=rendered.is_long)
         return [ids], rendered.text[-_PROMPT_END_CHARS:]
 
@@ -225,7 +225,7 @@ def check_request(request: GenerateRequest, settings: Generation) -> None:
 
 def check_encoded(request: GenerateRequest, rule: GenerateRule) -> None:
     """Raise BadRequest for a field that is not served by a model whose encoder reads the prompt."""
-    if rule.decoder_start_id is None:
+    if not rule.is_encoder_decoder:
         return
     for field, is_given, problem in (
         ("tools", bool(request.tools), "it was not trained to call tools"),

@@ -91,8 +91,7 @@ def largest_step(card: ModelCard, settings: Generation) -> tuple[int, list[Slot]
     A prompt fills the step's prompt tokens, and all other choices decode their first token. Prompts for an encoder are
     as long as the context, as many as the step may have.
     """
-    rule = card.generate
-    is_encoded = rule is not None and rule.decoder_start_id is not None
+    is_encoded = card.is_encoder_decoder
     budget, context = settings.max_prefill_tokens or GPU_PREFILL_TOKENS, _context(card, settings)
     num_tokens = context if is_encoded else min(budget, context)
     num_prompts = max(1, budget // context) if is_encoded else 1

@@ -280,8 +280,7 @@ def read_task(request: Request, card: ModelCard) -> GenerateTask:
         raise BadRequest("the request is not a generation request") from error
     if task.max_tokens < 0:
         raise BadRequest(f"max_tokens is {task.max_tokens}, but must be at least 0")
-    is_encoded = card.generate is not None and card.generate.decoder_start_id is not None
-    if task.prompt_logprobs is not None and is_encoded:
+    if task.prompt_logprobs is not None and card.is_encoder_decoder:
         raise BadRequest("prompt_logprobs is not served by a model whose encoder reads the prompt")
     if task.prompt_logprobs is not None and not 0 <= task.prompt_logprobs <= MAX_PROMPT_LOGPROBS:
         raise BadRequest(f"prompt_logprobs is {task.prompt_logprobs}, but must be 0 to {MAX_PROMPT_LOGPROBS}")

@@ -67,7 +67,7 @@ class Engine:
         assert rule is not None
         self.runner = runner
         self.limits = limits
-        is_encoded = rule.decoder_start_id is not None
+        is_encoded = rule.is_encoder_decoder
         pool_tokens = runner.num_blocks * runner.block_tokens
         context_length = min(limits.max_context_tokens or rule.context_length, rule.context_length)
         self.max_tokens = min(context_length + is_encoded, pool_tokens)

@@ -261,8 +261,7 @@ def load_generator(
     """
     device = resolve_device(device_name)
     form = choose_format(settings.weights, dtype_setting, device)
-    assert card.generate is not None
-    is_encoded = card.generate.decoder_start_id is not None
+    is_encoded = card.is_encoder_decoder
     shards = None if group is None else Shards(card.id, group)
     if shards is not None:
         form = unpacked(card, form)
