@@ -234,9 +234,8 @@ def _scaling(reader: _Fields, row: Row, config: dict[str, Any]) -> dict[str, Any
     if kind == "linear":
         return scaling
     log_scale = reader.number("rope.scaling.yarn_log_multiplier")
-    if (
-        log_scale and row.has_latents
-    ):  # a tenth of it, which it also is of the other: llama.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX
+    if log_scale and row.has_latents:
+        # Such files have a tenth of the library's number. Source: llama.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX.
         scaling |= {"mscale": 10 * log_scale, "mscale_all_dim": 10 * log_scale}
     elif log_scale:
         scaling |= {"mscale": 1.0, "mscale_all_dim": log_scale}

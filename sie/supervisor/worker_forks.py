@@ -49,7 +49,7 @@ class WorkerForks:
         return self._template is not None and not self._template.is_ready
 
     def try_fork(self, launch: str, num_threads: int) -> Forked | None:
-        """Return a worker, or None if there is no template to fork it from."""
+        """Return a forked worker. Without a template, or if it cannot fork, return None."""
         if self._template is None:
             return None
         try:

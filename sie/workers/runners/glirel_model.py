@@ -59,10 +59,8 @@ class GlirelModel(nn.Module):
         (entities, 2), the first and last word of each.
         """
         (encoder,) = self._encoder
-        states = encoder(input_ids=token_ids[None], attention_mask=torch.ones_like(token_ids)[None]).last_hidden_state[
-            0
-        ]
-        words = self.pool(states, places)
+        found = encoder(input_ids=token_ids[None], attention_mask=torch.ones_like(token_ids)[None])
+        words = self.pool(found.last_hidden_state[0], places)
         if "projection" in self.token_rep_layer:
             words = self.token_rep_layer["projection"](words)
         labels = self._labels(words[: 2 * num_labels].view(num_labels, 2, -1))

@@ -207,10 +207,8 @@ class RelationReading:
         """Return the tokens of an item's sequence. Raises InputTooLong for more than the model reads."""
         # A batch of one, because `encode` would block the event loop.
         (encoding,) = self._tokenizer.backend.encode_batch([words], is_pretokenized=True, add_special_tokens=False)
-        num_tokens, limit = (
-            len(encoding.ids) + prompt_tokens + _SPECIAL_TOKENS,
-            self._tokenizer.card.max_sequence_length,
-        )
+        num_tokens = len(encoding.ids) + prompt_tokens + _SPECIAL_TOKENS
+        limit = self._tokenizer.card.max_sequence_length
         if limit is not None and num_tokens > limit:
             raise self._too_long(index, f"{num_tokens} tokens with the labels, and the model reads {limit} at once")
         return num_tokens
