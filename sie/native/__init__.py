@@ -35,6 +35,13 @@ def allow(*, allowed: bool) -> None:
     _is_allowed = allowed
 
 
+def limit(allowed: int) -> int:
+    """Let this process use these features only, and return the last limit. A test runs an older processor's kernels so."""
+    before = loaded().sie_native_limit(ctypes.c_int32(allowed))
+    _features.cache_clear()
+    return before
+
+
 def load() -> ctypes.CDLL | None:
     """Return the library, or None if it is not allowed, not built, or not built from the current sources."""
     return _load() if _is_allowed else None

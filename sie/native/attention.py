@@ -35,7 +35,7 @@ class AttentionCall(ctypes.Structure):
 
 def can_attend(*, is_bf16: bool, width: int) -> bool:
     """Tell whether the library computes attention in bfloat16 (else float32) for this head width."""
-    needed = Feature.AVX512_BF16 if is_bf16 else Feature.AVX512
+    needed = Feature.AVX512_BF16 if is_bf16 else Feature.AVX2
     return 0 < width <= MAX_WIDTH and width % 2 == 0 and native.has(needed)
 
 

@@ -78,7 +78,7 @@ class DecoderStep(ctypes.Structure):
 
 def can_decode(*, is_bf16: bool) -> bool:
     """Tell whether the library runs decoders in bfloat16 (else float32)."""
-    return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX512)
+    return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX2)
 
 
 def decoder_scratch_bytes(decoder: Decoder, step: DecoderStep) -> int:

@@ -30,7 +30,7 @@ class Draw(ctypes.Structure):
 
 def can_draw() -> bool:
     """Tell whether the library draws tokens on this processor."""
-    return native.has(Feature.AVX512)
+    return native.has(Feature.AVX2)
 
 
 def draw_tokens(draws: Sequence[Draw], num_threads: int) -> list[int]:

@@ -9,6 +9,7 @@ import ctypes
 import mmap
 from collections.abc import Iterable
 from contextlib import suppress
+from enum import IntEnum
 from typing import ClassVar
 
 import numpy as np
@@ -25,6 +26,18 @@ _HUGE_PAGE = 2 << 20
 _CHUNK_BYTES = 16 << 20
 ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "relu": 2, "silu": 3, "swish": 3}
 """By the name in a checkpoint's configuration; the numbers are `SieActivation`."""
+
+
+class Level(IntEnum):
+    """The instructions that an encoder runs on: `SieLevel` in `src/encoder.h`. INT8 levels have 8-bit weights."""
+
+    F32_AVX2 = 0
+    F32 = 1
+    BF16 = 2
+    AMX = 3
+    INT8_F32 = 4
+    INT8_BF16 = 5
+    INT8_AMX = 6
 
 
 class Dense(ctypes.Structure):
@@ -91,25 +104,27 @@ class EncoderStep(ctypes.Structure):
     ]
 
 
-def choose_level(*, is_bf16: bool, inputs: Iterable[int]) -> int | None:
-    """Return the `SieLevel` for encoders in bfloat16 (else float32) on this processor, or None if none fits.
+def choose_level(*, is_bf16: bool, inputs: Iterable[int]) -> Level | None:
+    """Return the level for encoders in bfloat16 (else float32) on this processor, or None if none fits.
 
     inputs are the input sizes of all linear layers: an AMX tile holds 32 inputs.
     """
     if not is_bf16:
-        return 0 if native.has(Feature.AVX512) else None
+        if native.has(Feature.AVX512):
+            return Level.F32
+        return Level.F32_AVX2 if native.has(Feature.AVX2) else None
     if native.has(Feature.AMX_BF16 | Feature.AVX512_BF16) and all(count % 32 == 0 for count in inputs):
-        return 2
-    return 1 if native.has(Feature.AVX512_BF16) else None
+        return Level.AMX
+    return Level.BF16 if native.has(Feature.AVX512_BF16) else None
 
 
-def choose_int8_level(*, is_bf16: bool) -> int | None:
-    """Return the `SieLevel` for encoders with 8-bit weights and all else in bfloat16 (else float32), or None."""
+def choose_int8_level(*, is_bf16: bool) -> Level | None:
+    """Return the level for encoders with 8-bit weights and all else in bfloat16 (else float32), or None."""
     if not is_bf16:
-        return 3 if native.has(Feature.AVX512_VNNI) else None
+        return Level.INT8_F32 if native.has(Feature.AVX512_VNNI) else None
     if native.has(Feature.AMX_INT8 | Feature.AVX512_BF16):
-        return 5
-    return 4 if native.has(Feature.AVX512_BF16) else None
+        return Level.INT8_AMX
+    return Level.INT8_BF16 if native.has(Feature.AVX512_BF16) else None
 
 
 class WeightRoom:
@@ -141,9 +156,8 @@ def pack_panels(weight: int, outputs: int, inputs: int, room: WeightRoom, *, is_
     panels = room.take(-(-outputs // _PANEL) * _PANEL * words * 4).view(np.uint32)
     native.loaded().sie_pack_panels(
         ctypes.c_void_p(weight),
-        ctypes.c_int32(is_bf16),
         ctypes.c_int32(outputs),
-        ctypes.c_int32(inputs),
+        ctypes.c_int32(words),
         ctypes.c_void_p(panels.ctypes.data),
     )
     return panels

@@ -50,13 +50,14 @@ class LinearCall(ctypes.Structure):
 
 def can_multiply(*, is_bf16: bool) -> bool:
     """Tell whether the library computes linear layers with bfloat16 (else float32) inputs."""
-    return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX512)
+    return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX2)
 
 
 def scratch_bytes(rows: int, inputs: int, num_threads: int) -> int:
     """Return the scratch bytes, 64-byte aligned, that a call needs besides its tensors."""
-    width = -(-inputs // GROUP_INPUTS) * GROUP_INPUTS
-    return rows * width * 4 + num_threads * width * 64 + 128
+    library = native.loaded()
+    library.sie_linear_scratch.restype = ctypes.c_int64
+    return library.sie_linear_scratch(*(ctypes.c_int64(size) for size in (rows, inputs, num_threads)))
 
 
 def run_linear(call: LinearCall) -> None:

@@ -22,7 +22,7 @@ class NormCall(ctypes.Structure):
 
 def can_normalise(*, is_bf16: bool) -> bool:
     """Tell whether the library computes norms in bfloat16 (else float32)."""
-    return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX512)
+    return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX2)
 
 
 def run_norm(call: NormCall) -> None:

@@ -8,15 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sie import native
+from sie.native import Feature
 from sie.native import draw as native_draw
-from sie.native.draw import can_draw
 from sie.values.generate import Sampling
 from sie.workers.generation.sampling import choose, uniform
 from sie.workers.generation.sequences import SeenTokens, Tokens
 from sie.workers.model_api import Draw, Seen
+from tests.kernels import limited_to, needs_kernels
 
 TOLERANCE = 1e-5
-pytestmark = pytest.mark.skipif(not can_draw(), reason="no kernels on this machine")
+pytestmark = needs_kernels
 
 samplings = st.builds(
     Sampling,
@@ -61,6 +63,7 @@ def test_a_number_behind_all_weights_draws_the_last_token_that_has_one(size, las
     assert native_draw.draw_tokens([draw], 1) == [last]
 
 
+@pytest.mark.parametrize("processor", [native.features(), Feature.AVX2])
 @settings(max_examples=150, deadline=None)
 @given(
     size=st.integers(1, 3000),
@@ -70,14 +73,15 @@ def test_a_number_behind_all_weights_draws_the_last_token_that_has_one(size, las
     sampling=samplings,
     num_rows=st.integers(1, 4),
 )
-def test_a_drawn_token_is_the_one_at_its_number(size, seed, rounding, num_forbidden, sampling, num_rows):
+def test_a_drawn_token_is_the_one_at_its_number(processor, size, seed, rounding, num_forbidden, sampling, num_rows):
     random = np.random.default_rng(seed)
     logits = (random.standard_normal((num_rows, size)) * 3).astype(np.float32)
     if rounding:  # many equals
         logits = np.round(logits / rounding).astype(np.float32) * np.float32(rounding)
     forbidden = tuple(random.choice(size, min(num_forbidden, size - 1), replace=False).tolist())
     draws = [Draw(sampling, 0, position, forbidden=forbidden) for position in range(num_rows)]
-    found = [chosen.token_id for chosen in choose(torch.from_numpy(logits), range(num_rows), draws)]
+    with limited_to(processor):
+        found = [chosen.token_id for chosen in choose(torch.from_numpy(logits), range(num_rows), draws)]
     for row, token in enumerate(found):
         assert token not in forbidden
         if sampling.temperature == 0 or sampling.top_k == 1:

@@ -20,7 +20,7 @@ struct SieAttention {
                           // plus i - bias_reach; null: nothing
 };
 
-constexpr int kQueryRows = 12;     // queries whose sums stay in registers
+constexpr int kQueryRows = 12;     // queries of a block
 constexpr int kChunkKeys = 512;    // keys whose scores are kept; more keys take several turns
 constexpr int kChunkRows = 8 * kQueryRows;  // queries that go through a chunk of keys together
 

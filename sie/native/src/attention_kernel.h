@@ -12,6 +12,7 @@
 namespace {
 
 constexpr float kLeast = -3e38f;
+constexpr int kSumQueries = kQueryRows < kSumRows ? kQueryRows : kSumRows;  // whose sums stay in registers
 
 inline int padded(int count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
@@ -72,15 +73,15 @@ struct Attention {
         for (int tile = 0; tile < count; tile += kLanes) {
             for (int word = 0; word < words; word += kLanes) {
                 const int num_words = words - word < kLanes ? words - word : kLanes;
-                __m512i square[kLanes];
+                Words square[kLanes];
                 for (int i = 0; i < kLanes; ++i) {
                     const Stored* row = from + (tile + i) * shape.key_token + word * T::kPerWord;
-                    square[i] = tile + i < count ? _mm512_maskz_loadu_epi32(first_lanes(num_words), row)
-                                                 : _mm512_setzero_si512();
+                    square[i] = tile + i < count ? load_words(row, first_lanes(num_words))
+                                                 : zero_words();
                 }
                 transpose(square);
                 uint32_t* to = keys + (static_cast<size_t>(tile) * words) + word * kLanes;
-                for (int i = 0; i < num_words; ++i) _mm512_store_si512(to + i * kLanes, square[i]);
+                for (int i = 0; i < num_words; ++i) store_words(to + i * kLanes, square[i]);
             }
         }
     }
@@ -90,9 +91,9 @@ struct Attention {
         for (int key = 0; key < padded_keys; key += T::kPerWord, to += columns) {
             const Stored* row = from + key * shape.value_token;
             for (int column = 0; column < columns; column += kLanes) {
-                const __mmask16 lanes = first_lanes(key < count ? shape.width - column : 0);
+                const Lanes lanes = first_lanes(key < count ? shape.width - column : 0);
                 const Stored* next = key + 1 < count ? row + shape.value_token + column : nullptr;
-                _mm512_store_si512(to + column, T::words(row + column, next, lanes));
+                store_words(to + column, T::words(row + column, next, lanes));
             }
         }
     }
@@ -115,15 +116,15 @@ struct Attention {
         const float *sums, *factors;
     };
 
-    // Calls run(tiles, column) for all columns, two tiles at a time.
+    // Calls run(tiles, column) for all columns, as many tiles at a time as stay in registers.
     template <class F>
     void for_columns(const F& run) const {
         int column = 0;
-        for (; column + 2 * kLanes <= columns; column += 2 * kLanes) run(Tiles<2>{}, column);
+        for (; column + kSumColumns <= columns; column += kSumColumns) run(Tiles<kSumColumns / kLanes>{}, column);
         if (column < columns) run(Tiles<1>{}, column);
     }
 
-    void store(Stored* out, int column, Vec values) const { T::store(out + column, first_lanes(shape.width - column), values); }
+    void put(Stored* out, int column, Vec values) const { T::store(out + column, first_lanes(shape.width - column), values); }
 
     Queries queries_of(const Stored* query, int first, int length) const {
         Queries found{{}, first, length - first < kQueryRows ? length - first : kQueryRows};
@@ -145,7 +146,7 @@ struct Attention {
         }
         for_columns([&](auto tiles, int column) {
             this->template sum<decltype(tiles)::kCount>(queries.count, column, begin, end, nullptr, [&](int r, int t, Vec sum) {
-                store(out + (first + r) * shape.out_token, column + t * kLanes, _mm512_mul_ps(sum, _mm512_set1_ps(scaling[r])));
+                put(out + (first + r) * shape.out_token, column + t * kLanes, sum * broadcast(scaling[r]));
             });
         });
     }
@@ -153,7 +154,7 @@ struct Attention {
     // Computes attention for queries first .. first + 96 of a long sequence.
     void blocks(const Stored* query, Stored* out, int first, int length, int seen) {
         const int rows = length - first < kChunkRows ? length - first : kChunkRows;
-        for (int i = 0; i < rows * columns; i += kLanes) _mm512_storeu_ps(running + i, _mm512_setzero_ps());
+        for (int i = 0; i < rows * columns; i += kLanes) store(running + i, zero());
         for (int r = 0; r < rows; ++r) tops[r] = kLeast, totals[r] = 0;
         const int last = padded(highest(first + rows - 1, seen));
         for (origin = lowest(first) / kLanes * kLanes; origin < last; origin += kChunkKeys)
@@ -161,8 +162,8 @@ struct Attention {
                 go_on(queries_of(query, first + row, length), row, seen);
         for (int r = 0; r < rows; ++r)
             for (int c = 0; c < shape.width; c += kLanes) {
-                const Vec scaling = _mm512_set1_ps(totals[r] > 0 ? 1.0f / totals[r] : 0.0f);
-                store(out + (first + r) * shape.out_token, c, _mm512_mul_ps(_mm512_loadu_ps(running + r * columns + c), scaling));
+                const Vec scaling = broadcast(totals[r] > 0 ? 1.0f / totals[r] : 0.0f);
+                put(out + (first + r) * shape.out_token, c, load(running + r * columns + c) * scaling);
             }
     }
 
@@ -179,7 +180,7 @@ struct Attention {
             float* sums = running + static_cast<size_t>(row) * columns + column;
             const Before before{sums, factors};
             this->template sum<decltype(tiles)::kCount>(queries.count, column, begin, end, &before, [&](int r, int t, Vec sum) {
-                _mm512_storeu_ps(sums + r * columns + t * kLanes, sum);
+                store(sums + r * columns + t * kLanes, sum);
             });
         });
     }
@@ -193,7 +194,7 @@ struct Attention {
 
     void score_all(const Queries& queries, int begin, int end) {
         int tile = begin;
-        for (; tile + 2 * kLanes <= end; tile += 2 * kLanes) score<2>(queries.rows, tile);
+        for (; tile + kSumColumns <= end; tile += kSumColumns) score<kSumColumns / kLanes>(queries.rows, tile);
         if (tile < end) score<1>(queries.rows, tile);
     }
 
@@ -203,21 +204,23 @@ struct Attention {
 
     template <int kTiles>
     void score(const Stored* const (&q)[kQueryRows], int tile) {
-        Vec sums[kQueryRows][kTiles];
-        for (auto& row : sums)
-            for (Vec& sum : row) sum = _mm512_setzero_ps();
-        const uint32_t* from = keys + static_cast<size_t>(tile) * words;
-        for (int word = 0; word < words; ++word) {
-            __m512i k[kTiles];
-            for (int t = 0; t < kTiles; ++t) k[t] = _mm512_load_si512(from + (t * words + word) * kLanes);
+        for (int row = 0; row < kQueryRows; row += kSumQueries) {
+            Vec sums[kSumQueries][kTiles];
+            for (auto& each : sums)
+                for (Vec& sum : each) sum = zero();
+            const uint32_t* from = keys + static_cast<size_t>(tile) * words;
+            for (int word = 0; word < words; ++word) {
+                Words k[kTiles];
+                for (int t = 0; t < kTiles; ++t) k[t] = load_words(from + (t * words + word) * kLanes);
 #pragma GCC unroll 12
-            for (int r = 0; r < kQueryRows; ++r) {
-                const __m512i one = broadcast_word(q[r] + word * T::kPerWord);
-                for (int t = 0; t < kTiles; ++t) sums[r][t] = T::dot(sums[r][t], one, k[t]);
+                for (int r = 0; r < kSumQueries; ++r) {
+                    const Words one = broadcast_word(q[row + r] + word * T::kPerWord);
+                    for (int t = 0; t < kTiles; ++t) sums[r][t] = T::dot(sums[r][t], one, k[t]);
+                }
             }
+            for (int r = 0; r < kSumQueries; ++r)
+                for (int t = 0; t < kTiles; ++t) store(scores_of(row + r, tile + t * kLanes), sums[r][t]);
         }
-        for (int r = 0; r < kQueryRows; ++r)
-            for (int t = 0; t < kTiles; ++t) _mm512_storeu_ps(scores_of(r, tile + t * kLanes), sums[r][t]);
     }
 
     // Writes the weights of row r, of the query at a position: not normalised, and zero outside of its keys. top and total are
@@ -227,56 +230,57 @@ struct Attention {
         float* from = scores_of(r, 0);
         Stored* to = weights_of(r, 0);
         const auto lanes_at = [=](int key) {
-            return key >= lowest && key + kLanes <= highest ? __mmask16{0xFFFF} : between(lowest - key, highest - key);
+            return key >= lowest && key + kLanes <= highest ? kAllLanes : between(lowest - key, highest - key);
         };
         for (int key = begin; key < end && biases; key += kLanes)
-            _mm512_storeu_ps(from + key, _mm512_add_ps(_mm512_loadu_ps(from + key), _mm512_loadu_ps(biases + key - at)));
-        Vec most = _mm512_set1_ps(kLeast);
+            store(from + key, load(from + key) + load(biases + key - at));
+        Vec most = broadcast(kLeast);
         for (int key = begin; key < end; key += kLanes)
-            most = _mm512_mask_max_ps(most, lanes_at(key), most, _mm512_loadu_ps(from + key));
-        const float factor = shape.scale * 1.44269504f, found = _mm512_reduce_max_ps(most) * factor, before = top;
+            most = max_where(lanes_at(key), most, load(from + key));
+        const float factor = shape.scale * 1.44269504f, found = largest_of(most) * factor, before = top;
         if (found > top) top = found;
-        const Vec scale = _mm512_set1_ps(factor), highest_score = _mm512_set1_ps(top);
-        Vec sum = _mm512_setzero_ps();
+        const Vec scale = broadcast(factor), highest_score = broadcast(top);
+        Vec sum = zero();
         for (int key = begin; key < end; key += kLanes) {
-            const Vec exponent = _mm512_fmsub_ps(_mm512_loadu_ps(from + key), scale, highest_score);
+            const Vec exponent = fmsub(load(from + key), scale, highest_score);
             const Vec power = sizeof(Stored) == 2 ? rough_exp2(exponent) : exp2(exponent);
-            const Vec weight = _mm512_maskz_mov_ps(lanes_at(key), power);
-            sum = _mm512_add_ps(sum, weight);
-            T::store(to + key, 0xFFFF, weight);
+            const Vec weight = only(lanes_at(key), power);
+            sum += weight;
+            T::store(to + key, kAllLanes, weight);
         }
         const float so_far = before > kLeast ? __builtin_exp2f(before - top) : 0.0f;
-        total = total * so_far + _mm512_reduce_add_ps(sum);
+        total = total * so_far + sum_of(sum);
         return so_far;
     }
 
-    static __mmask16 between(int lowest, int highest) {
-        return static_cast<__mmask16>(first_lanes(highest) & ~first_lanes(lowest));
+    static Lanes between(int lowest, int highest) {
+        return static_cast<Lanes>(first_lanes(highest) & ~first_lanes(lowest));
     }
 
     // Calls done(row, tile, sum) for the sums of values times weights, added to those before where there are some.
     template <int kTiles, class Done>
     void sum(int count, int column, int begin, int end, const Before* before, const Done& done) {
-        Vec sums[kQueryRows][kTiles];
-        for (int r = 0; r < kQueryRows; ++r)
-            for (int t = 0; t < kTiles; ++t)
-                sums[r][t] = before && r < count ? _mm512_mul_ps(_mm512_loadu_ps(before->sums + r * columns + t * kLanes),
-                                                                 _mm512_set1_ps(before->factors[r]))
-                                                 : _mm512_setzero_ps();
-        const uint32_t* from = values + column;
-        const Stored* own = weights_of(0, 0);
-        for (int word = begin / T::kPerWord; word < end / T::kPerWord; ++word) {
-            __m512i v[kTiles];
-            for (int t = 0; t < kTiles; ++t)
-                v[t] = _mm512_load_si512(from + static_cast<size_t>(word) * columns + t * kLanes);
+        for (int row = 0; row < count; row += kSumQueries) {
+            Vec sums[kSumQueries][kTiles];
+            for (int r = 0; r < kSumQueries; ++r)
+                for (int t = 0; t < kTiles; ++t)
+                    sums[r][t] = before && row + r < count ? load(before->sums + (row + r) * columns + t * kLanes) *
+                                                                 broadcast(before->factors[row + r])
+                                                           : zero();
+            const uint32_t* from = values + column;
+            const Stored* own = weights_of(row, 0);
+            for (int word = begin / T::kPerWord; word < end / T::kPerWord; ++word) {
+                Words v[kTiles];
+                for (int t = 0; t < kTiles; ++t) v[t] = load_words(from + static_cast<size_t>(word) * columns + t * kLanes);
 #pragma GCC unroll 12
-            for (int r = 0; r < kQueryRows; ++r) {
-                const __m512i one = broadcast_word(own + r * chunk() + word * T::kPerWord);
-                for (int t = 0; t < kTiles; ++t) sums[r][t] = T::dot(sums[r][t], one, v[t]);
+                for (int r = 0; r < kSumQueries; ++r) {
+                    const Words one = broadcast_word(own + r * chunk() + word * T::kPerWord);
+                    for (int t = 0; t < kTiles; ++t) sums[r][t] = T::dot(sums[r][t], one, v[t]);
+                }
             }
+            for (int r = 0; r < kSumQueries && row + r < count; ++r)
+                for (int t = 0; t < kTiles; ++t) done(row + r, t, sums[r][t]);
         }
-        for (int r = 0; r < count; ++r)
-            for (int t = 0; t < kTiles; ++t) done(r, t, sums[r][t]);
     }
 };
 

@@ -19,23 +19,22 @@ class BestTokens {
         for (int thread = 0; thread < step.num_threads; ++thread)
             for (int row = 0; row < step.num_kept; ++row) {
                 BestLanes& own = at(thread, row);
-                _mm512_store_ps(own.values, _mm512_set1_ps(-std::numeric_limits<float>::infinity()));
-                _mm512_store_si512(own.tokens, _mm512_set1_epi32(-1));
+                store(own.values, broadcast(-std::numeric_limits<float>::infinity()));
+                store_words(own.tokens, broadcast_number(-1));
                 own.has_nan = 0;
             }
     }
 
     // Takes the logits of tokens first to first + 15. A thread must come to a row's tokens in ascending order.
-    void see(int32_t thread, int64_t row, int64_t first, __mmask16 lanes, Vec logits) const {
+    void see(int32_t thread, int64_t row, int64_t first, Lanes lanes, Vec logits) const {
         BestLanes& own = at(thread, row);
         const int begin = row ? step_.hidden_ends[row - 1] : 0;
         lanes = allowed_lanes(lanes, first, step_.hidden + begin, step_.hidden_ends[row] - begin);
-        own.has_nan |= _mm512_mask_cmp_ps_mask(lanes, logits, logits, _CMP_UNORD_Q);
-        const __mmask16 better = _mm512_mask_cmp_ps_mask(lanes, logits, _mm512_load_ps(own.values), _CMP_GT_OQ);
+        own.has_nan |= not_numbers(logits) & lanes;
+        const Lanes better = above(logits, load(own.values)) & lanes;
         if (!better) return;
-        _mm512_mask_store_ps(own.values, better, logits);
-        const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        _mm512_mask_store_epi32(own.tokens, better, _mm512_add_epi32(places, _mm512_set1_epi32(static_cast<int>(first))));
+        store(own.values, better, logits);
+        store_words(own.tokens, better, numbers_from(static_cast<int>(first)));
     }
 
     // Writes the result of all threads.

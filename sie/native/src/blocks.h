@@ -22,11 +22,11 @@ struct Attending {
     int64_t token_values() const { return static_cast<int64_t>(decoder.num_key_heads) * decoder.head_width; }
     int64_t query_values() const { return static_cast<int64_t>(decoder.num_heads) * decoder.head_width; }
     const Stored* query_of(int64_t token, int head) const { return query + token * query_values() + head * decoder.head_width; }
-    void store(int64_t token, int head, int column, Vec values) const {
+    void put(int64_t token, int head, int column, Vec values) const {
         const int64_t first = static_cast<int64_t>(head) * decoder.head_width + column;
-        const __mmask16 lanes = first_lanes(decoder.head_width - column);
-        if (rows.takes_pieces()) return rows.store(token, first, lanes, values);
-        _mm512_mask_storeu_ps(attended + token * query_values() + first, lanes, values);
+        const Lanes lanes = first_lanes(decoder.head_width - column);
+        if (rows.takes_pieces()) return rows.put(token, first, lanes, values);
+        store(attended + token * query_values() + first, lanes, values);
     }
 
     int64_t row_of(const SieSlot& slot, int64_t position) const {
@@ -45,9 +45,9 @@ struct Attending {
     // Returns the scaled scores, for exponentials of base 2.
     Vec scaled(Vec scores) const {
         constexpr float kLog2E = 1.44269504f;
-        scores = _mm512_mul_ps(scores, _mm512_set1_ps(layer.scale));
+        scores *= broadcast(layer.scale);
         if (layer.cap > 0) scores = capped(scores, layer.cap);
-        return _mm512_mul_ps(scores, _mm512_set1_ps(kLog2E));
+        return scores * broadcast(kLog2E);
     }
 };
 

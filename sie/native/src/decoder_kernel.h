@@ -89,11 +89,11 @@ class Decoder {
     }
 
     void embed(int64_t row) const {
-        const Vec scale = _mm512_set1_ps(decoder_.embedding_scale);
+        const Vec scale = broadcast(decoder_.embedding_scale);
         const Stored* from = static_cast<const Stored*>(decoder_.embeddings) + static_cast<int64_t>(step_.ids[row]) * width_;
         for (int c = 0; c < width_; c += kLanes) {
-            const __mmask16 lanes = first_lanes(width_ - c);
-            _mm512_mask_storeu_ps(hidden(row) + c, lanes, _mm512_mul_ps(Number::load(from + c, lanes), scale));
+            const Lanes lanes = first_lanes(width_ - c);
+            store(hidden(row) + c, lanes, Number::load(from + c, lanes) * scale);
         }
     }
 
@@ -223,15 +223,15 @@ class Decoder {
         const int64_t inner = layer.down.inputs;
         const Rows to = rows(layout_.inner, layer.down);
         const bool is_gated = decoder_.is_gated, takes_pieces = to.takes_pieces();
-        const auto store = [&](int64_t row, int64_t first, Vec values) {  // whole tiles
-            if (takes_pieces) return to.store(row, first, 0xFFFF, values);
-            _mm512_storeu_ps(product(row, inner) + first, values);
+        const auto put = [&](int64_t row, int64_t first, Vec values) {  // whole tiles
+            if (takes_pieces) return to.put(row, first, kAllLanes, values);
+            store(product(row, inner) + first, values);
         };
         with_activation([&](auto activate) {
             multiply(layer.up, rows(layout_.input, layer.up), is_gated, [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t) {
-                if (is_gated) return store(row, pair * kTileOutputs, _mm512_mul_ps(activate(left), right));
-                store(row, pair * kPairOutputs, activate(left));
-                if (pair * kPairOutputs + kTileOutputs < inner) store(row, pair * kPairOutputs + kTileOutputs, activate(right));
+                if (is_gated) return put(row, pair * kTileOutputs, activate(left) * right);
+                put(row, pair * kPairOutputs, activate(left));
+                if (pair * kPairOutputs + kTileOutputs < inner) put(row, pair * kPairOutputs + kTileOutputs, activate(right));
             });
         });
         if (!takes_pieces) for_rows(step_.num_tokens, [&](int64_t row) { write(to, row, product(row, inner), nullptr); });
@@ -243,7 +243,7 @@ class Decoder {
         switch (decoder_.activation) {
             case kGelu: return run([](Vec x) { return gelu(x); });
             case kGeluTanh: return run([](Vec x) { return gelu_tanh(x); });
-            case kRelu: return run([](Vec x) { return _mm512_max_ps(_mm512_setzero_ps(), x); });
+            case kRelu: return run([](Vec x) { return max(zero(), x); });
             default: return run([](Vec x) { return times_sigmoid(x, x); });
         }
     }
@@ -263,9 +263,9 @@ class Decoder {
 
     void logits() const {
         const SieMatrix& head = decoder_.head;
-        const Vec scale = _mm512_set1_ps(decoder_.logit_scale);
+        const Vec scale = broadcast(decoder_.logit_scale);
         const auto finish = [&](Vec sum) {
-            const Vec scaled = _mm512_mul_ps(sum, scale);
+            const Vec scaled = sum * scale;
             return decoder_.logit_cap > 0 ? capped(scaled, decoder_.logit_cap) : scaled;
         };
         const BestTokens best(step_, step_.best ? thread_room(0) + layout_.best : nullptr, layout_.thread);

@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int kFewRows = 16;        // rows that one thread steps through alone: another would wake too late
-constexpr int kPromptBlock = 12;    // prompt queries whose sums stay in registers
+constexpr int kPromptBlock = 12;    // prompt queries of a block
 constexpr int kPromptRows = 8 * kPromptBlock;  // rows of one piece of prompt attention, heads times tokens
 constexpr int kPromptKeys = 256;    // keys that such a piece reads at a time
 constexpr int kSegmentKeys = 512;   // keys of a piece of one token's attention

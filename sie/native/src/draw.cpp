@@ -10,6 +10,6 @@ SIE_EXPORT int64_t sie_draw_scratch(int64_t vocabulary) { return draw_scratch_by
 #ifdef __x86_64__
 // Draws one token for each of `count` draws over one vocabulary.
 SIE_EXPORT void sie_draw(SieDraw* draws, int64_t count, char* scratch, int32_t num_threads) {
-    draw_avx512(draws, count, scratch, num_threads);
+    (has_avx512() ? draw_avx512 : draw_avx2)(draws, count, scratch, num_threads);
 }
 #endif

@@ -35,38 +35,38 @@ class DrawnToken {
     }
 
   private:
-    __mmask16 lanes_at(int64_t i) const {
-        const __mmask16 lanes = first_lanes(static_cast<int>(draw_.vocabulary - i));
+    Lanes lanes_at(int64_t i) const {
+        const Lanes lanes = first_lanes(static_cast<int>(draw_.vocabulary - i));
         return allowed_lanes(lanes, i, draw_.hidden, draw_.num_hidden);
     }
 
     // Finds the largest logit; false if it is not finite, or a logit is not a number.
     bool find_top() {
-        Vec top = _mm512_set1_ps(top_);
-        __mmask16 odd = 0;
+        Vec top = broadcast(top_);
+        Lanes odd = 0;
         for (int64_t i = 0; i < draw_.vocabulary; i += kLanes) {
-            const __mmask16 lanes = lanes_at(i);
-            const Vec logits = _mm512_maskz_loadu_ps(lanes, draw_.logits + i);
-            odd |= _mm512_cmp_ps_mask(logits, logits, _CMP_UNORD_Q);
-            top = _mm512_mask_max_ps(top, lanes, top, logits);
+            const Lanes lanes = lanes_at(i);
+            const Vec logits = load(draw_.logits + i, lanes);
+            odd |= not_numbers(logits);
+            top = max_where(lanes, top, logits);
         }
-        top_ = _mm512_reduce_max_ps(top);
+        top_ = largest_of(top);
         return !odd && std::isfinite(top_);
     }
 
     // Weights of 16 logits: 1 for the largest.
     Vec weights(Vec logits) const {
-        const Vec off = _mm512_div_ps(_mm512_sub_ps(logits, _mm512_set1_ps(top_)), _mm512_set1_ps(draw_.temperature));
-        return exp2(_mm512_mul_ps(off, _mm512_set1_ps(1.44269504f)));
+        const Vec off = (logits - broadcast(top_)) / broadcast(draw_.temperature);
+        return exp2(off * broadcast(1.44269504f));
     }
 
-    Vec weights_at(int64_t i, __mmask16 lanes) const {
-        return _mm512_maskz_mov_ps(lanes, weights(_mm512_maskz_loadu_ps(lanes, draw_.logits + i)));
+    Vec weights_at(int64_t i, Lanes lanes) const {
+        return only(lanes, weights(load(draw_.logits + i, lanes)));
     }
 
     Vec kept_weights_at(int64_t i) const {
         const Vec own = weights_at(i, lanes_at(i));
-        return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(own, _mm512_set1_ps(draw_.min_p), _CMP_GE_OQ), own);
+        return only(at_least(own, broadcast(draw_.min_p)), own);
     }
 
     // Draws in the order of the vocabulary.
@@ -75,10 +75,10 @@ class DrawnToken {
         const int64_t blocks = (draw_.vocabulary + kBlock - 1) / kBlock;
         double total = 0;
         for (int64_t block = 0; block < blocks; ++block) {
-            Vec sum = _mm512_setzero_ps();
+            Vec sum = zero();
             const int64_t end = std::min<int64_t>(draw_.vocabulary, (block + 1) * kBlock);
-            for (int64_t i = block * kBlock; i < end; i += kLanes) sum = _mm512_add_ps(sum, kept_weights_at(i));
-            sums[block] = _mm512_reduce_add_ps(sum);
+            for (int64_t i = block * kBlock; i < end; i += kLanes) sum += kept_weights_at(i);
+            sums[block] = sum_of(sum);
             total += sums[block];
         }
         double left = draw_.number * total;
@@ -90,7 +90,7 @@ class DrawnToken {
             const int64_t end = std::min<int64_t>(draw_.vocabulary, (block + 1) * kBlock);
             for (int64_t i = block * kBlock; i < end; i += kLanes) {
                 float own[kLanes];
-                _mm512_storeu_ps(own, kept_weights_at(i));
+                store(own, kept_weights_at(i));
                 for (int lane = 0; lane < kLanes; ++lane) {
                     if (own[lane] == 0) continue;
                     last = static_cast<int32_t>(i + lane);
@@ -106,34 +106,31 @@ class DrawnToken {
     double sum_all() const {
         double total = 0;
         for (int64_t first = 0; first < draw_.vocabulary; first += kBlock) {
-            Vec sum = _mm512_setzero_ps();
+            Vec sum = zero();
             const int64_t end = std::min<int64_t>(draw_.vocabulary, first + kBlock);
-            for (int64_t i = first; i < end; i += kLanes) sum = _mm512_add_ps(sum, weights_at(i, lanes_at(i)));
-            total += _mm512_reduce_add_ps(sum);
+            for (int64_t i = first; i < end; i += kLanes) sum += weights_at(i, lanes_at(i));
+            total += sum_of(sum);
         }
         return total;
     }
 
     // Collects the tokens whose logits reach `least`, and returns their number.
     int64_t collect(float least) {
-        const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         int64_t count = 0;
         for (int64_t i = 0; i < draw_.vocabulary; i += kLanes) {
-            const Vec logits = _mm512_maskz_loadu_ps(first_lanes(static_cast<int>(draw_.vocabulary - i)), draw_.logits + i);
-            __mmask16 found = _mm512_cmp_ps_mask(logits, _mm512_set1_ps(least), _CMP_GE_OQ);
+            const Vec logits = load(draw_.logits + i, first_lanes(static_cast<int>(draw_.vocabulary - i)));
+            Lanes found = at_least(logits, broadcast(least));
             if (!found || !(found &= lanes_at(i))) continue;
-            float values[kLanes];
-            int32_t tokens[kLanes];
-            _mm512_storeu_ps(values, _mm512_maskz_compress_ps(found, logits));
-            const __m512i ids = _mm512_add_epi32(places, _mm512_set1_epi32(static_cast<int>(i)));
-            _mm512_storeu_si512(tokens, _mm512_maskz_compress_epi32(found, ids));
-            for (int k = 0, own = __builtin_popcount(found); k < own; ++k) candidates_[count++] = {values[k], tokens[k]};
+            for (; found; found &= static_cast<Lanes>(found - 1)) {
+                const int64_t token = i + __builtin_ctz(found);
+                candidates_[count++] = {draw_.logits[token], static_cast<int32_t>(token)};
+            }
         }
         return count;
     }
 
     double weight(const Candidate& candidate) const {
-        return _mm512_cvtss_f32(weights(_mm512_set1_ps(candidate.logit)));
+        return first_of(weights(broadcast(candidate.logit)));
     }
 
     // Draws among the likeliest tokens, sorted by logit, then id.

@@ -54,8 +54,16 @@ struct SieEncoder {
     float epsilon, embedding_scale, residual_scale;
 };
 
-// The last three multiply bytes, and compute the rest in the format of the first two.
-enum SieLevel : int32_t { kLevelF32 = 0, kLevelBf16 = 1, kLevelAmx = 2, kLevelInt8F32 = 3, kLevelInt8Bf16 = 4, kLevelInt8Amx = 5 };
+// The last three multiply bytes, and compute the rest in float32 or bfloat16. All but the first need AVX-512.
+enum SieLevel : int32_t {
+    kLevelF32Avx2 = 0,
+    kLevelF32 = 1,
+    kLevelBf16 = 2,
+    kLevelAmx = 3,
+    kLevelInt8F32 = 4,
+    kLevelInt8Bf16 = 5,
+    kLevelInt8Amx = 6,
+};
 
 enum SieActivation : int32_t { kGelu = 0, kGeluTanh = 1, kRelu = 2, kSilu = 3 };
 

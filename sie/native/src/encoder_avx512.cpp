@@ -7,10 +7,6 @@
 void attend_f32_avx512(const SieAttention& shape, void* scratch) { attend<F32>(shape, scratch); }
 void encode_f32_avx512(const SieEncoder& encoder, const SieStep& step) { encode<DotProducts<F32>>(encoder, step); }
 
-void pack_f32_avx512(const void* weight, int outputs, int inputs, uint32_t* panels) {
-    pack_panels<F32>(static_cast<const float*>(weight), outputs, inputs, panels);
-}
-
 void pool_mean_f32_avx512(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to) {
     pool_mean<F32>(hidden, width, bounds, num_sequences, to);
 }

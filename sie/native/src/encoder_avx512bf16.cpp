@@ -9,10 +9,6 @@ void attend_bf16_avx512(const SieAttention& shape, void* scratch) { attend<Bf16>
 void encode_bf16_avx512(const SieEncoder& encoder, const SieStep& step) { encode<DotProducts<Bf16>>(encoder, step); }
 void encode_int8_bf16_avx512(const SieEncoder& encoder, const SieStep& step) { encode<Int8Products<Bf16>>(encoder, step); }
 
-void pack_bf16_avx512(const void* weight, int outputs, int inputs, uint32_t* panels) {
-    pack_panels<Bf16>(static_cast<const uint16_t*>(weight), outputs, inputs, panels);
-}
-
 void pool_mean_bf16_avx512(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to) {
     pool_mean<Bf16>(hidden, width, bounds, num_sequences, to);
 }

@@ -113,7 +113,7 @@ class Encoder {
         const Stored* words = static_cast<const Stored*>(encoder_.words);
         const Stored* positions = static_cast<const Stored*>(encoder_.positions);
         const Stored* types = static_cast<const Stored*>(encoder_.types);
-        const Vec scale = _mm512_set1_ps(encoder_.embedding_scale);
+        const Vec scale = broadcast(encoder_.embedding_scale);
         for (int r = 0; r < block.rows; ++r) {
             const int64_t i = block.first + r;
             const Stored* word = words + step_.ids[i] * width_;
@@ -121,11 +121,11 @@ class Encoder {
             const Stored* type = types ? types + (step_.types ? step_.types[i] : 0) * width_ : nullptr;
             float* to = stream(i);
             for (int c = 0; c < width_; c += kLanes) {
-                const __mmask16 lanes = first_lanes(width_ - c);
-                Vec sum = _mm512_mul_ps(T::load(word + c, lanes), scale);
-                if (type) sum = _mm512_add_ps(sum, T::load(type + c, lanes));
-                if (position) sum = _mm512_add_ps(sum, T::load(position + c, lanes));
-                _mm512_mask_storeu_ps(to + c, lanes, sum);
+                const Lanes lanes = first_lanes(width_ - c);
+                Vec sum = T::load(word + c, lanes) * scale;
+                if (type) sum += T::load(type + c, lanes);
+                if (position) sum += T::load(position + c, lanes);
+                store(to + c, lanes, sum);
             }
             if (encoder_.after_embedding.weight) normalise<F32, F32>(to, encoder_.after_embedding, width_, to);
             write(to, before, input(block).at(r));
@@ -171,7 +171,7 @@ class Encoder {
         switch (encoder_.activation) {
             case kGelu: go_in(layer, block, inner, [](Vec x) { return gelu(x); }); break;
             case kGeluTanh: go_in(layer, block, inner, [](Vec x) { return gelu_tanh(x); }); break;
-            case kRelu: go_in(layer, block, inner, [](Vec x) { return _mm512_max_ps(_mm512_setzero_ps(), x); }); break;
+            case kRelu: go_in(layer, block, inner, [](Vec x) { return max(zero(), x); }); break;
             default: go_in(layer, block, inner, [](Vec x) { return times_sigmoid(x, x); });
         }
         const Lines hidden{static_cast<Stored*>(step_.hidden) + static_cast<size_t>(block.first) * width_, static_cast<size_t>(width_)};
@@ -186,12 +186,12 @@ class Encoder {
         const SieDense& up = layer.up;
         multiply<Products>(up, input(block), block.rows, block.room.bytes, block.num_threads, [&](int first, int count, int column, const float* tile) {
             const int c = column / 2;
-            const __mmask16 lanes = first_lanes(layer.down.inputs - c);
-            const Vec gate_bias = bias(up, column, 0xFFFF), bias_of_other = bias(up, column + kLanes, 0xFFFF);
+            const Lanes lanes = first_lanes(layer.down.inputs - c);
+            const Vec gate_bias = bias(up, column, kAllLanes), bias_of_other = bias(up, column + kLanes, kAllLanes);
             for (int r = 0; r < count; ++r) {
-                const Vec gate = _mm512_add_ps(_mm512_load_ps(tile + r * kPanel), gate_bias);
-                const Vec other = _mm512_add_ps(_mm512_load_ps(tile + r * kPanel + kLanes), bias_of_other);
-                T::store(to.at(first + r) + c, lanes, _mm512_mul_ps(activate(gate), other));
+                const Vec gate = load(tile + r * kPanel) + gate_bias;
+                const Vec other = load(tile + r * kPanel + kLanes) + bias_of_other;
+                T::store(to.at(first + r) + c, lanes, activate(gate) * other);
             }
         });
     }
@@ -200,18 +200,18 @@ class Encoder {
     static void linear(const SieDense& linear, const Lines& from, const Block& block, const Lines& to, Activation activate) {
         multiply<Products>(linear, from, block.rows, block.room.bytes, block.num_threads, [&](int first, int count, int column, const float* tile) {
             for (int c = column; c < column + kPanel && c < linear.outputs; c += kLanes) {
-                const __mmask16 lanes = first_lanes(linear.outputs - c);
+                const Lanes lanes = first_lanes(linear.outputs - c);
                 const Vec added = bias(linear, c, lanes);
                 for (int r = 0; r < count; ++r) {
-                    const Vec sum = _mm512_add_ps(_mm512_load_ps(tile + r * kPanel + c - column), added);
+                    const Vec sum = load(tile + r * kPanel + c - column) + added;
                     T::store(to.at(first + r) + c, lanes, activate(sum));
                 }
             }
         });
     }
 
-    static Vec bias(const SieDense& linear, int column, __mmask16 lanes) {
-        return linear.bias ? _mm512_maskz_loadu_ps(lanes, linear.bias + column) : _mm512_setzero_ps();
+    static Vec bias(const SieDense& linear, int column, Lanes lanes) {
+        return linear.bias ? load(linear.bias + column, lanes) : zero();
     }
 
     // Adds linear(from), normalised by `of`, to the stream, and normalises that by `after`; writes it, normalised by
@@ -222,22 +222,22 @@ class Encoder {
         multiply<Products>(linear, from, block.rows, block.room.bytes, block.num_threads, [&](int first, int count, int column, const float* tile) {
             for (int r = 0; r < count; ++r)
                 for (int c = 0; c < kPanel; c += kLanes)
-                    _mm512_storeu_ps(block.room.sums + (first + r) * stride + column + c, _mm512_load_ps(tile + r * kPanel + c));
+                    store(block.room.sums + (first + r) * stride + column + c, load(tile + r * kPanel + c));
         });
-        const Vec scale = _mm512_set1_ps(encoder_.residual_scale);
+        const Vec scale = broadcast(encoder_.residual_scale);
         for_rows(block, [&](int r) {
             float *sums = block.room.sums + r * stride, *own = stream(block.first + r);
-            const auto get = [&](int c, __mmask16 lanes) {
-                return _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, sums + c), bias(linear, c, lanes));
+            const auto get = [&](int c, Lanes lanes) {
+                return load(sums + c, lanes) + bias(linear, c, lanes);
             };
             if (of.weight) {
-                for (int c = 0; c < width_; c += kLanes) _mm512_storeu_ps(sums + c, get(c, first_lanes(width_ - c)));
+                for (int c = 0; c < width_; c += kLanes) store(sums + c, get(c, first_lanes(width_ - c)));
                 normalise<F32, F32>(sums, of, width_, sums);
             }
             for (int c = 0; c < width_; c += kLanes) {
-                const __mmask16 lanes = first_lanes(width_ - c);
-                const Vec given = of.weight ? _mm512_maskz_loadu_ps(lanes, sums + c) : get(c, lanes);
-                _mm512_mask_storeu_ps(own + c, lanes, _mm512_fmadd_ps(given, scale, _mm512_maskz_loadu_ps(lanes, own + c)));
+                const Lanes lanes = first_lanes(width_ - c);
+                const Vec given = of.weight ? load(sums + c, lanes) : get(c, lanes);
+                store(own + c, lanes, fmadd(given, scale, load(own + c, lanes)));
             }
             if (after.weight) normalise<F32, F32>(own, after, width_, own);
             write(own, before, to.at(r));
@@ -248,8 +248,8 @@ class Encoder {
     void write(const float* row, const SieNorm& norm, Stored* to) const {
         if (norm.weight) return normalise<F32, T>(row, norm, width_, to);
         for (int c = 0; c < width_; c += kLanes) {
-            const __mmask16 lanes = first_lanes(width_ - c);
-            T::store(to + c, lanes, _mm512_maskz_loadu_ps(lanes, row + c));
+            const Lanes lanes = first_lanes(width_ - c);
+            T::store(to + c, lanes, load(row + c, lanes));
         }
     }
 
@@ -258,9 +258,9 @@ class Encoder {
     void normalise(const typename From::Stored* row, const SieNorm& norm, int width, typename To::Stored* to) const {
         const Moments moments = moments_of<From>(row, width, encoder_.is_rms, encoder_.epsilon);
         for (int c = 0; c < width; c += kLanes) {
-            const __mmask16 lanes = first_lanes(width - c);
-            const Vec added = norm.bias ? _mm512_maskz_loadu_ps(lanes, norm.bias + c) : _mm512_setzero_ps();
-            To::store(to + c, lanes, _mm512_fmadd_ps(moments.of(From::load(row + c, lanes)), _mm512_maskz_loadu_ps(lanes, norm.weight + c), added));
+            const Lanes lanes = first_lanes(width - c);
+            const Vec added = norm.bias ? load(norm.bias + c, lanes) : zero();
+            To::store(to + c, lanes, fmadd(moments.of(From::load(row + c, lanes)), load(norm.weight + c, lanes), added));
         }
     }
 };

@@ -22,10 +22,16 @@ int32_t amx_features() {
     return (leaf7_d & (1u << 22) ? kAmxBf16 : 0) | (leaf7_d & (1u << 25) ? kAmxInt8 : 0);
 }
 
+// Not every compiler that we build with knows the name for __builtin_cpu_supports.
+bool has_f16c() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && c & (1u << 29);
+}
+
 int32_t detect() {
     __builtin_cpu_init();
     int32_t found = 0;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found |= kAvx2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) found |= kAvx2;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
         return found;
@@ -43,6 +49,20 @@ int32_t detect() { return 0; }
 }  // namespace
 #endif
 
+namespace {
+int32_t limit = -1;
+}
+
 SIE_EXPORT const char* sie_native_digest() { return SIE_NATIVE_DIGEST; }
 
-SIE_EXPORT int32_t sie_native_features() { return detect(); }
+SIE_EXPORT int32_t sie_native_features() {
+    static const int32_t found = detect();
+    return found & limit;
+}
+
+// Lets kernels use these features only, so that a test can run the kernels of an older processor. Returns the last limit.
+SIE_EXPORT int32_t sie_native_limit(int32_t features) {
+    const int32_t before = limit;
+    limit = features;
+    return before;
+}

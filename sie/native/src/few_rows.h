@@ -6,7 +6,8 @@
 namespace {
 
 constexpr int kFewAtOnce = 8;
-constexpr int kChainedRows = 2;  // more rows in bf16 are as fast in tiles of two (many_rows.h), and those read further ahead
+// More rows are as fast in tiles of two (many_rows.h). In bf16 those also read further ahead; in float32 they unpack weights.
+constexpr int kMostDirect = Number::kPerWord == 2 ? 2 : kFewAtOnce;
 
 // Writes the sums of a tile for the rows from `row` on; sums has rows of kPairOutputs.
 using FewKernel = void (*)(const SieMatrix& matrix, const uint8_t* tile, const Rows& rows, int64_t row, float* sums);
@@ -23,24 +24,24 @@ template <class W, int kRows>
 __attribute__((noinline)) void multiply_floats(const SieMatrix& matrix, const uint8_t* tile, const Rows& rows, int64_t row,
                                                float* sums) {
     Vec total[kRows];
-    for (Vec& sum : total) sum = _mm512_setzero_ps();
+    for (Vec& sum : total) sum = zero();
     for (int64_t group = 0; group < rows.groups(); ++group, tile += group_bytes(W::kFormat)) {
         const W weights(tile, matrix.codebook);
         prefetch_behind<W>(tile);
         Vec part[kRows];
-        for (Vec& sum : part) sum = _mm512_setzero_ps();
+        for (Vec& sum : part) sum = zero();
         for (int q = 0; q < kGroupInputs / 4; ++q) {
             Vec quad[4];
             weights.quad(q, quad);
             for (int r = 0; r < kRows; ++r) {
                 const float* x = rows.floats(row + r) + group * kGroupInputs + 4 * q;
-                for (int i = 0; i < 4; ++i) part[r] = _mm512_fmadd_ps(quad[i], _mm512_set1_ps(x[i]), part[r]);
+                for (int i = 0; i < 4; ++i) part[r] = fmadd(quad[i], broadcast(x[i]), part[r]);
             }
         }
         const Vec scales = weights.scales();
-        for (int r = 0; r < kRows; ++r) total[r] = _mm512_fmadd_ps(part[r], scales, total[r]);
+        for (int r = 0; r < kRows; ++r) total[r] = fmadd(part[r], scales, total[r]);
     }
-    for (int r = 0; r < kRows; ++r) _mm512_storeu_ps(sums + r * kPairOutputs, total[r]);
+    for (int r = 0; r < kRows; ++r) store(sums + r * kPairOutputs, total[r]);
 }
 
 #ifdef __AVX512BF16__
@@ -50,14 +51,14 @@ __attribute__((noinline)) void multiply_halves(const SieMatrix&, const uint8_t* 
     constexpr int kChains = 4;  // independent sums of one row
     Vec total[kRows][kChains];
     for (auto& each : total)
-        for (Vec& sum : each) sum = _mm512_setzero_ps();
+        for (Vec& sum : each) sum = zero();
     const uint16_t* x[kRows];
     for (int r = 0; r < kRows; ++r) x[r] = rows.halves(row + r);
     for (int64_t group = 0; group < rows.groups(); ++group, tile += group_bytes(kWeightBf16)) {
         prefetch_behind<Bf16Weights>(tile);
 #pragma GCC unroll 16
         for (int pair = 0; pair < kGroupInputs / 2; ++pair) {
-            const __m512i weights = _mm512_loadu_si512(tile + pair * 64);
+            const Words weights = load_words(tile + pair * 64);
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r) {
                 Vec& sum = total[r][pair % kChains];
@@ -67,8 +68,8 @@ __attribute__((noinline)) void multiply_halves(const SieMatrix&, const uint8_t* 
     }
     for (int r = 0; r < kRows; ++r) {
         Vec sum = total[r][0];
-        for (int i = 1; i < kChains; ++i) sum = _mm512_add_ps(sum, total[r][i]);
-        _mm512_storeu_ps(sums + r * kPairOutputs, sum);
+        for (int i = 1; i < kChains; ++i) sum += total[r][i];
+        store(sums + r * kPairOutputs, sum);
     }
 }
 
@@ -77,18 +78,18 @@ template <class W, int kRows>
 __attribute__((noinline)) void multiply_fixed(const SieMatrix& matrix, const uint8_t* tile, const Rows& rows, int64_t row,
                                               float* sums) {
     Vec total[kRows];
-    for (Vec& sum : total) sum = _mm512_setzero_ps();
+    for (Vec& sum : total) sum = zero();
     const FixedGroup* x[kRows];
     for (int r = 0; r < kRows; ++r) x[r] = rows.fixed(row + r);
     for (int64_t group = 0; group < rows.groups(); ++group, tile += group_bytes(W::kFormat)) {
         const W weights(tile, matrix.codebook);
         prefetch_behind<W>(tile);
-        __m512i high[kRows], low[kRows];
+        Words high[kRows], low[kRows];
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) high[r] = _mm512_setzero_si512(), low[r] = _mm512_set1_epi32(x[r][group].offset);
+        for (int r = 0; r < kRows; ++r) high[r] = zero_words(), low[r] = broadcast_number(x[r][group].offset);
 #pragma GCC unroll 8
         for (int q = 0; q < kGroupInputs / 4; ++q) {
-            const __m512i bytes = weights.bytes(q);
+            const Words bytes = weights.bytes(q);
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r) {
                 high[r] = _mm512_dpbusd_epi32(high[r], bytes, broadcast_word(x[r][group].high + 4 * q));
@@ -99,20 +100,20 @@ __attribute__((noinline)) void multiply_fixed(const SieMatrix& matrix, const uin
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
             const Vec sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[r], 7), low[r]));
-            total[r] = _mm512_fmadd_ps(sum, _mm512_mul_ps(scales, _mm512_set1_ps(x[r][group].scale)), total[r]);
+            total[r] = fmadd(sum, scales * broadcast(x[r][group].scale), total[r]);
         }
     }
-    for (int r = 0; r < kRows; ++r) _mm512_storeu_ps(sums + r * kPairOutputs, total[r]);
+    for (int r = 0; r < kRows; ++r) store(sums + r * kPairOutputs, total[r]);
 }
 #endif
 
 #define SIE_FEW(kernel, W) \
     { kernel<W, 1>, kernel<W, 2>, kernel<W, 3>, kernel<W, 4>, kernel<W, 5>, kernel<W, 6>, kernel<W, 7>, kernel<W, 8> }
 
-// Returns the kernel for a number of rows, at most kFewAtOnce (kChainedRows in bf16), of an input in the form of the format.
+// Returns the kernel for a number of rows, at most kFewAtOnce (kMostDirect in bf16), of an input in the form of the format.
 inline FewKernel few_kernel(int32_t format, int num_rows) {
 #ifdef __AVX512BF16__
-    static constexpr FewKernel kHalves[kChainedRows] = {multiply_halves<1>, multiply_halves<2>};
+    static constexpr FewKernel kHalves[kMostDirect] = {multiply_halves<1>, multiply_halves<2>};
     static constexpr FewKernel kFixed[2][kFewAtOnce] = {SIE_FEW(multiply_fixed, Int8Weights),
                                                         SIE_FEW(multiply_fixed, Int4Weights)};
     return format == kWeightBf16 ? kHalves[num_rows - 1] : kFixed[format == kWeightInt4][num_rows - 1];

@@ -52,10 +52,10 @@ inline int64_t group_bytes(int32_t format) {
 // Bytes of a row of input, in the widest form of rows.h.
 inline int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * kGroupInputs * 4; }
 
-// Bytes that a thread needs to unpack a pair of tiles to bf16.
-inline int64_t unpacked_bytes(int64_t inputs) { return groups_of(inputs) * kGroupInputs * 2 * kTileOutputs * 2; }
+// Bytes that a thread needs to unpack a pair of tiles, to float32 at most.
+inline int64_t unpacked_bytes(int64_t inputs) { return groups_of(inputs) * kGroupInputs * 2 * kTileOutputs * 4; }
 
 // Bytes for the input of a layer, and for one unpacked pair of tiles for each thread.
 inline int64_t linear_scratch_bytes(int64_t rows, int64_t inputs, int64_t num_threads) {
-    return rows * row_bytes(inputs) + (rows <= kFixedRows ? 0 : num_threads * unpacked_bytes(inputs)) + 128;
+    return rows * row_bytes(inputs) + num_threads * unpacked_bytes(inputs) + 128;
 }

@@ -14,7 +14,7 @@ inline void linear(const SieLinear& call) {
     const Rows rows{scratch, matrix.inputs, form_of(matrix.format, call.rows)};
     for (int64_t row = 0; row < call.rows; ++row) {
         const Stored* from = static_cast<const Stored*>(call.input) + row * call.input_stride;
-        rows.write(row, [from](int64_t k, __mmask16 lanes) { return Number::load(from + k, lanes); });
+        rows.write(row, [from](int64_t k, Lanes lanes) { return Number::load(from + k, lanes); });
     }
     const int64_t room = (call.rows * row_bytes(matrix.inputs) + 63) / 64 * 64;
     const Product product{matrix, rows, call.rows, false, call.num_threads, scratch + room, unpacked_bytes(matrix.inputs)};

@@ -1,4 +1,4 @@
-// Multiplies rows with packed weights in bf16, a pair of tiles at a time, which stays in the level 2 cache.
+// Multiplies rows with packed weights in the rows' own format, a pair of tiles at a time, which stays in the level 2 cache.
 #pragma once
 #include "products.h"
 #include "rows.h"
@@ -6,38 +6,46 @@
 
 namespace {
 
-#ifdef __AVX512BF16__
-constexpr int kMostAtOnce = DotProducts<Bf16>::kMaxRows;
+constexpr int kMostAtOnce = DotProducts<Number>::kMaxRows;
 
-// Returns words with two weights of each of 16 outputs.
-inline __m512i word_of(Vec first, Vec second) {
+// Stores the weights of four inputs of 16 outputs each as products read them, and returns where the next ones belong.
+inline uint32_t* store_quad(uint32_t* to, const Vec (&quad)[4]) {
+#ifdef __AVX512BF16__
     alignas(64) static constexpr uint16_t kTurns[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    return _mm512_permutexvar_epi16(_mm512_load_si512(kTurns), (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    const auto words = [](Vec first, Vec second) {
+        return _mm512_permutexvar_epi16(load_words(kTurns), (Words)_mm512_cvtne2ps_pbh(second, first));
+    };
+    store_words(to, words(quad[0], quad[1]));
+    store_words(to + kLanes, words(quad[2], quad[3]));
+#else
+    for (int i = 0; i < 4; ++i) store_words(to + i * kLanes, as_words(quad[i]));
+#endif
+    return to + 4 / Number::kPerWord * kLanes;
 }
 
-// Converts a tile of integer weights to bf16.
 template <class W>
 void unpack_tile(const SieMatrix& matrix, const uint8_t* tile, uint32_t* to) {
     for (int64_t group = 0; group < groups_of(matrix.inputs); ++group, tile += group_bytes(W::kFormat)) {
         const W weights(tile, matrix.codebook);
         const Vec scales = weights.scales();
-        for (int q = 0; q < kGroupInputs / 4; ++q, to += 2 * kLanes) {
+        for (int q = 0; q < kGroupInputs / 4; ++q) {
             Vec quad[4];
             weights.quad(q, quad);
-            for (Vec& weight : quad) weight = _mm512_mul_ps(weight, scales);
-            _mm512_storeu_si512(to, word_of(quad[0], quad[1]));
-            _mm512_storeu_si512(to + kLanes, word_of(quad[2], quad[3]));
+            for (Vec& weight : quad)
+                if (W::kScaled) weight *= scales;
+            to = store_quad(to, quad);
         }
     }
 }
 
-// Returns a tile of bf16: the stored one, or one that is unpacked at `room`.
-inline const uint32_t* bf16_tile(const SieMatrix& matrix, const uint8_t* tile, uint32_t* room) {
-    if (matrix.format == kWeightBf16) return reinterpret_cast<const uint32_t*>(tile);
-    (matrix.format == kWeightInt8 ? unpack_tile<Int8Weights> : unpack_tile<Int4Weights>)(matrix, tile, room);
+// Returns a tile in the format of rows: the stored one, or one that is unpacked at `room`.
+inline const uint32_t* number_tile(const SieMatrix& matrix, const uint8_t* tile, uint32_t* room) {
+    if (matrix.format == kWeightBf16 && Number::kPerWord == 2) return reinterpret_cast<const uint32_t*>(tile);
+    static constexpr decltype(&unpack_tile<Bf16Weights>) kUnpack[] = {unpack_tile<Bf16Weights>, unpack_tile<Int8Weights>,
+                                                                     unpack_tile<Int4Weights>};
+    kUnpack[matrix.format](matrix, tile, room);
     return room;
 }
-#endif
 
 }  // namespace

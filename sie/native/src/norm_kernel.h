@@ -10,9 +10,9 @@ template <class T>
 void normalise_row(const typename T::Stored* from, const float* weight, typename T::Stored* to, int width, float epsilon) {
     const Vec scale = moments_of<T>(from, width, true, epsilon).scale;
     for (int i = 0; i < width; i += kLanes) {
-        const __mmask16 lanes = first_lanes(width - i);
-        const Vec scaled = _mm512_mul_ps(T::load(from + i, lanes), scale);
-        T::store(to + i, lanes, _mm512_mul_ps(scaled, _mm512_maskz_loadu_ps(lanes, weight + i)));
+        const Lanes lanes = first_lanes(width - i);
+        const Vec scaled = T::load(from + i, lanes) * scale;
+        T::store(to + i, lanes, scaled * load(weight + i, lanes));
     }
 }
 

@@ -20,6 +20,7 @@ struct Product {
     int64_t pairs() const { return (tiles() + 1) / 2; }
     int64_t left(int64_t pair) const { return is_gated ? pair : 2 * pair; }
     int64_t right(int64_t pair) const { return is_gated ? pair + pairs() : 2 * pair + 1; }
+    int64_t words() const { return rows.groups() * kGroupInputs / Number::kPerWord; }  // of an output in tiles of two
     int64_t tile_bytes() const { return rows.groups() * group_bytes(matrix.format); }
     const uint8_t* tile(int64_t number) const {
         return static_cast<const uint8_t*>(matrix.weights) + number * tile_bytes();
@@ -28,42 +29,39 @@ struct Product {
     Ahead ahead(int64_t pair, int64_t block, int64_t blocks) const {
         const int64_t skipped = tile_bytes() * block / blocks;
         const auto of = [&](int64_t number) { return reinterpret_cast<const char*>(tile(number)) + skipped; };
-        return {of(left(pair + 1)), of(right(pair + 1)), tile_bytes() / (rows.groups() * kGroupInputs / 2 * blocks)};
+        return {of(left(pair + 1)), of(right(pair + 1)), tile_bytes() / (words() * blocks)};
     }
     // Returns the sums of a tile's outputs from a kernel's result.
     Vec finished(const float* sums, int64_t number) const {
         const int64_t first = number * kTileOutputs;
-        const Vec sum = _mm512_loadu_ps(sums);
+        const Vec sum = load(sums);
         if (!matrix.bias) return sum;
-        const __mmask16 lanes = first_lanes(static_cast<int>(matrix.outputs - first));
-        return _mm512_add_ps(sum, _mm512_maskz_loadu_ps(lanes, matrix.bias + first));
+        const Lanes lanes = first_lanes(static_cast<int>(matrix.outputs - first));
+        return sum + load(matrix.bias + first, lanes);
     }
 };
 
 // Calls with(first, count, sums) for all rows and one pair.
 template <class With>
-void multiply_pair(const Product& product, int64_t pair, [[maybe_unused]] int32_t thread, const With& with) {
+void multiply_pair(const Product& product, int64_t pair, int32_t thread, const With& with) {
     alignas(64) float sums[16 * kPairOutputs];
     const int64_t num_rows = product.num_rows, left = product.left(pair), right = product.right(pair);
     const bool has_right = right < product.tiles();
-#ifdef __AVX512BF16__
-    if (product.rows.form == Form::kHalves && num_rows > kChainedRows) {
+    if (product.rows.form != Form::kFixed && num_rows > kMostDirect) {
         uint32_t* room = reinterpret_cast<uint32_t*>(product.unpacked + thread * product.apart);
-        const int words = static_cast<int>(product.rows.groups() * kGroupInputs / 2);
-        const uint32_t* first = bf16_tile(product.matrix, product.tile(left), room);
-        const uint32_t* second = has_right ? bf16_tile(product.matrix, product.tile(right), room + words * kLanes) : first;
+        const int words = static_cast<int>(product.words());
+        const uint32_t* first = number_tile(product.matrix, product.tile(left), room);
+        const uint32_t* second = has_right ? number_tile(product.matrix, product.tile(right), room + words * kLanes) : first;
         const int64_t blocks = (num_rows + kMostAtOnce - 1) / kMostAtOnce;
         for (int64_t block = 0; block < blocks; ++block) {
             const int64_t row = num_rows * block / blocks;
             const int count = static_cast<int>(num_rows * (block + 1) / blocks - row);
-            const uint16_t* from = product.rows.halves(row);
-            DotProducts<Bf16>::run_halves<kLanes>(count, from, product.rows.stride(), first, second, words, sums,
-                                                  product.ahead(pair, block, blocks));
+            DotProducts<Number>::run_halves<kLanes>(count, product.rows.numbers(row), product.rows.stride(), first, second,
+                                                    words, sums, product.ahead(pair, block, blocks));
             with(row, count, sums);
         }
         return;
     }
-#endif
     const int64_t blocks = (num_rows + kFewAtOnce - 1) / kFewAtOnce, height = (num_rows + blocks - 1) / blocks;
     for (int64_t row = 0; row < num_rows; row += height) {
         const int count = static_cast<int>(num_rows - row < height ? num_rows - row : height);

@@ -1,24 +1,13 @@
 // Matrix products of packed weights with rows, a tile of rows and 32 columns at a time.
 #pragma once
+#include <array>
+#include <utility>
+
 #include "encoder.h"
 #include "lanes.h"
 #include "share.h"
 
 namespace {
-
-// Writes a weight [outputs][inputs] as panels; `to` is (outputs rounded up to 32) x (words of inputs).
-template <class T>
-void pack_panels(const typename T::Stored* weight, int outputs, int inputs, uint32_t* to) {
-    const int words = inputs / T::kPerWord;
-    for (int first = 0; first < outputs; first += kPanel, to += static_cast<size_t>(words) * kPanel)
-        for (int word = 0; word < words; ++word)
-            for (int column = 0; column < kPanel; ++column) {
-                uint32_t value = 0;
-                if (first + column < outputs)
-                    std::memcpy(&value, weight + static_cast<size_t>(first + column) * inputs + word * T::kPerWord, 4);
-                to[word * kPanel + column] = value;
-            }
-}
 
 // Rows in their stored form, `stride` values apart, for products that need no conversion.
 template <class Stored>
@@ -37,45 +26,58 @@ struct Ahead {
     int64_t step = 0;
 };
 
-// Computes one tile by dot products. The sums of kRows rows and one panel stay in registers; 14 rows at most.
+// Computes one tile by dot products. The sums of kRows rows and a panel, or half of one, stay in registers.
 template <class T>
 struct DotProducts {
     using Format = T;
     using Stored = typename T::Stored;
     using Input = StoredRows<Stored>;
-    static constexpr int kMaxRows = 14;
+    static constexpr int kMaxRows = kSumRows;
+    static constexpr int kVectors = kSumColumns / kLanes;
 
     // In each half of a panel, every column has a word every kStep words.
     template <int kRows, int kStep>
     static __attribute__((noinline)) void tile(const Stored* rows, size_t stride, const uint32_t* first,
-                                               const uint32_t* second, int words, float* to,
-                                               [[maybe_unused]] Ahead ahead) {
-        Vec sums[kRows][2];
+                                               const uint32_t* second, int words, float* to, Ahead ahead) {
+        if constexpr (kVectors == 2) {
+            sum<kRows, kStep>(rows, stride, {first, second}, words, to, {ahead.first, ahead.second}, ahead.step);
+        } else {
+            sum<kRows, kStep>(rows, stride, {first}, words, to, {ahead.first}, ahead.step);
+            sum<kRows, kStep>(rows, stride, {second}, words, to + kLanes, {ahead.second}, ahead.step);
+        }
+    }
+
+    using Columns = std::array<const uint32_t*, kVectors>;
+    using Lines = std::array<const char*, kVectors>;
+
+    template <int kRows, int kStep>
+    static inline __attribute__((always_inline)) void sum(const Stored* rows, size_t stride, Columns columns, int words,
+                                                          float* to, [[maybe_unused]] Lines ahead, [[maybe_unused]] int64_t step) {
+        Vec sums[kRows][kVectors];
 #pragma GCC unroll 14
-        for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+        for (auto& row : sums)
+            for (Vec& sum : row) sum = zero();
         const Stored* half = rows + kRows / 2 * stride;
-        for (int word = 0; word < words; ++word, first += kStep, second += kStep, rows += T::kPerWord, half += T::kPerWord) {
-            const __m512i left = _mm512_loadu_si512(first), right = _mm512_loadu_si512(second);
-            _mm_prefetch(reinterpret_cast<const char*>(first + 16 * kStep), _MM_HINT_T0);
-            _mm_prefetch(reinterpret_cast<const char*>(second + 16 * kStep), _MM_HINT_T0);
+        for (int word = 0; word < words; ++word, rows += T::kPerWord, half += T::kPerWord) {
+            Words weights[kVectors];
+            for (int v = 0; v < kVectors; ++v) {
+                weights[v] = load_words(columns[v]);
+                _mm_prefetch(reinterpret_cast<const char*>(columns[v] + 16 * kStep), _MM_HINT_T0);
+                columns[v] += kStep;
+            }
             if constexpr (kStep != kPanel) {  // panels stay in the cache for many tiles; other weights come from memory
-                _mm_prefetch(ahead.first, _MM_HINT_T1);
-                _mm_prefetch(ahead.second, _MM_HINT_T1);
-                ahead.first += ahead.step, ahead.second += ahead.step;
+                for (const char*& line : ahead) _mm_prefetch(line, _MM_HINT_T1), line += step;
             }
 #pragma GCC unroll 14
             for (int r = 0; r < kRows; ++r) {
                 const Stored* at = r < kRows / 2 ? rows + r * stride : half + (r - kRows / 2) * stride;
-                const __m512i one = broadcast_word(at);
-                sums[r][0] = T::dot(sums[r][0], one, left);
-                sums[r][1] = T::dot(sums[r][1], one, right);
+                const Words one = broadcast_word(at);
+                for (int v = 0; v < kVectors; ++v) sums[r][v] = T::dot(sums[r][v], one, weights[v]);
             }
         }
 #pragma GCC unroll 14
-        for (int r = 0; r < kRows; ++r) {
-            _mm512_store_ps(to + r * kPanel, sums[r][0]);
-            _mm512_store_ps(to + r * kPanel + kLanes, sums[r][1]);
-        }
+        for (int r = 0; r < kRows; ++r)
+            for (int v = 0; v < kVectors; ++v) store(to + r * kPanel + v * kLanes, sums[r][v]);
     }
 
     static int words(const SieDense& linear) { return linear.inputs / T::kPerWord; }
@@ -89,11 +91,16 @@ struct DotProducts {
     template <int kStep>
     static void run_halves(int count, const Stored* rows, size_t stride, const uint32_t* first, const uint32_t* second,
                            int words, float* to, const Ahead& ahead = {}) {
-        using Tile = void (*)(const Stored*, size_t, const uint32_t*, const uint32_t*, int, float*, Ahead);
-        static constexpr Tile kTiles[kMaxRows] = {
-            tile<1, kStep>, tile<2, kStep>, tile<3, kStep>,  tile<4, kStep>,  tile<5, kStep>,  tile<6, kStep>,  tile<7, kStep>,
-            tile<8, kStep>, tile<9, kStep>, tile<10, kStep>, tile<11, kStep>, tile<12, kStep>, tile<13, kStep>, tile<14, kStep>};
+        static constexpr auto kTiles = tiles<kStep>(std::make_integer_sequence<int, kMaxRows>{});
         kTiles[count - 1](rows, stride, first, second, words, to, ahead);
+    }
+
+  private:
+    using Tile = void (*)(const Stored*, size_t, const uint32_t*, const uint32_t*, int, float*, Ahead);
+
+    template <int kStep, int... kFewer>
+    static constexpr std::array<Tile, kMaxRows> tiles(std::integer_sequence<int, kFewer...>) {
+        return {tile<kFewer + 1, kStep>...};
     }
 };
 

@@ -8,6 +8,8 @@
 namespace {
 
 class PromptAttention {
+    static constexpr int kSumQueries = kPromptBlock < kSumRows ? kPromptBlock : kSumRows;  // whose sums stay in registers
+
     const Attending& a_;
     const SieSlot& slot_;
     const int key_head_, words_, columns_;  // words of a key; head_width in whole lanes
@@ -43,7 +45,7 @@ class PromptAttention {
     static int tokens_of_piece(int group) { return group < kPromptRows ? kPromptRows / group : 1; }
 
     void run() {
-        for (int i = 0; i < num_rows_ * columns_; i += kLanes) _mm512_storeu_ps(sums_ + i, _mm512_setzero_ps());
+        for (int i = 0; i < num_rows_ * columns_; i += kLanes) store(sums_ + i, zero());
         for (int r = 0; r < num_rows_; ++r) tops_[r] = -3e38f, totals_[r] = 0;
         const int64_t end = position_of(num_rows_ - 1) + 1;
         for (int64_t begin = a_.lowest(first_position_); begin < end; begin += kPromptKeys) {
@@ -53,8 +55,8 @@ class PromptAttention {
         }
         for (int r = 0; r < num_rows_; ++r)
             for (int c = 0; c < a_.decoder.head_width; c += kLanes) {
-                const Vec sum = _mm512_mul_ps(_mm512_loadu_ps(sums_ + r * columns_ + c), _mm512_set1_ps(1.0f / totals_[r]));
-                a_.store(token_of(r), head_of(r), c, sum);
+                const Vec sum = load(sums_ + r * columns_ + c) * broadcast(1.0f / totals_[r]);
+                a_.put(token_of(r), head_of(r), c, sum);
             }
     }
 
@@ -70,13 +72,13 @@ class PromptAttention {
                 rows[i] = tile + i < count ? a_.key_of(slot_, begin + tile + i, key_head_) : nullptr;
             for (int word = 0; word < words_; word += kLanes) {
                 const int num_words = words_ - word < kLanes ? words_ - word : kLanes;
-                __m512i square[kLanes];
+                Words square[kLanes];
                 for (int i = 0; i < kLanes; ++i)
-                    square[i] = rows[i] ? _mm512_maskz_loadu_epi32(first_lanes(num_words), rows[i] + word * Number::kPerWord)
-                                        : _mm512_setzero_si512();
+                    square[i] = rows[i] ? load_words(rows[i] + word * Number::kPerWord, first_lanes(num_words))
+                                        : zero_words();
                 transpose(square);
                 uint32_t* to = keys_ + tile * words_ + word * kLanes;
-                for (int i = 0; i < num_words; ++i) _mm512_storeu_si512(to + i * kLanes, square[i]);
+                for (int i = 0; i < num_words; ++i) store_words(to + i * kLanes, square[i]);
             }
         }
         uint32_t* to = values_;
@@ -84,9 +86,9 @@ class PromptAttention {
             const Stored* row = key < count ? a_.value_of(slot_, begin + key, key_head_) : nullptr;
             const Stored* next = key + 1 < count ? a_.value_of(slot_, begin + key + 1, key_head_) : nullptr;
             for (int c = 0; c < columns_; c += kLanes) {
-                const __mmask16 lanes = first_lanes(a_.decoder.head_width - c);
+                const Lanes lanes = first_lanes(a_.decoder.head_width - c);
                 const Stored* below = next ? next + c : nullptr;
-                _mm512_storeu_si512(to + c, row ? Number::words(row + c, below, lanes) : _mm512_setzero_si512());
+                store_words(to + c, row ? Number::words(row + c, below, lanes) : zero_words());
             }
         }
     }
@@ -107,33 +109,36 @@ class PromptAttention {
             queries[r] = a_.query_of(token_of(own), head_of(own));
         }
         int tile = 0;
-        for (; tile + 2 * kLanes <= end; tile += 2 * kLanes) score<2>(queries, rows, tile);
+        for (; tile + kSumColumns <= end; tile += kSumColumns) score<kSumColumns / kLanes>(queries, rows, tile);
         if (tile < end) score<1>(queries, rows, tile);
         float factors[kPromptBlock];
         for (int r = 0; r < rows; ++r) factors[r] = weigh(row, r, begin, count);
         int column = 0;
-        for (; column + 2 * kLanes <= columns_; column += 2 * kLanes) sum<2>(row, rows, column, end, factors);
+        for (; column + kSumColumns <= columns_; column += kSumColumns)
+            sum<kSumColumns / kLanes>(row, rows, column, end, factors);
         if (column < columns_) sum<1>(row, rows, column, end, factors);
     }
 
     template <int kTiles>
     void score(const Stored* const (&queries)[kPromptBlock], int rows, int tile) {
-        Vec sums[kPromptBlock][kTiles];
-        for (auto& each : sums)
-            for (Vec& sum : each) sum = _mm512_setzero_ps();
-        const uint32_t* from = keys_ + tile * words_;
-        for (int word = 0; word < words_; ++word) {
-            __m512i keys[kTiles];
-            for (int t = 0; t < kTiles; ++t) keys[t] = _mm512_loadu_si512(from + (t * words_ + word) * kLanes);
+        for (int row = 0; row < rows; row += kSumQueries) {
+            Vec sums[kSumQueries][kTiles];
+            for (auto& each : sums)
+                for (Vec& sum : each) sum = zero();
+            const uint32_t* from = keys_ + tile * words_;
+            for (int word = 0; word < words_; ++word) {
+                Words keys[kTiles];
+                for (int t = 0; t < kTiles; ++t) keys[t] = load_words(from + (t * words_ + word) * kLanes);
 #pragma GCC unroll 12
-            for (int r = 0; r < kPromptBlock; ++r) {
-                const __m512i one = broadcast_word(queries[r] + word * Number::kPerWord);
-                for (int t = 0; t < kTiles; ++t) sums[r][t] = Number::dot(sums[r][t], one, keys[t]);
+                for (int r = 0; r < kSumQueries; ++r) {
+                    const Words one = broadcast_word(queries[row + r] + word * Number::kPerWord);
+                    for (int t = 0; t < kTiles; ++t) sums[r][t] = Number::dot(sums[r][t], one, keys[t]);
+                }
             }
+            for (int r = 0; r < kSumQueries && row + r < rows; ++r)
+                for (int t = 0; t < kTiles; ++t)
+                    store(scores_ + (row + r) * kPromptKeys + tile + t * kLanes, a_.scaled(sums[r][t]));
         }
-        for (int r = 0; r < rows; ++r)
-            for (int t = 0; t < kTiles; ++t)
-                _mm512_storeu_ps(scores_ + r * kPromptKeys + tile + t * kLanes, a_.scaled(sums[r][t]));
     }
 
     // Writes the weights of a block's row r; returns the factor for its previous sums.
@@ -144,48 +149,50 @@ class PromptAttention {
         const int64_t position = position_of(row), low = a_.lowest(position) - begin, high = position + 1 - begin;
         const int from = low < 0 ? 0 : static_cast<int>(low < count ? low : count);
         const int to = high < count ? static_cast<int>(high) : count;
-        const auto lanes_at = [=](int key) { return static_cast<__mmask16>(first_lanes(to - key) & ~first_lanes(from - key)); };
-        Vec most = _mm512_set1_ps(tops_[row]);
+        const auto lanes_at = [=](int key) { return static_cast<Lanes>(first_lanes(to - key) & ~first_lanes(from - key)); };
+        Vec most = broadcast(tops_[row]);
         for (int key = 0; key < count; key += kLanes)
-            most = _mm512_mask_max_ps(most, lanes_at(key), most, _mm512_loadu_ps(scores + key));
-        const float top = _mm512_reduce_max_ps(most);
-        Vec total = _mm512_setzero_ps();
+            most = max_where(lanes_at(key), most, load(scores + key));
+        const float top = largest_of(most);
+        Vec total = zero();
         for (int key = 0; key < count; key += kLanes) {
-            const Vec exponent = _mm512_sub_ps(_mm512_loadu_ps(scores + key), _mm512_set1_ps(top));
+            const Vec exponent = load(scores + key) - broadcast(top);
             const Vec power = sizeof(Stored) == 2 ? rough_exp2(exponent) : exp2(exponent);
-            const Vec weight = _mm512_maskz_mov_ps(lanes_at(key), power);
-            total = _mm512_add_ps(total, weight);
-            Number::store(weights + key, 0xFFFF, weight);
+            const Vec weight = only(lanes_at(key), power);
+            total += weight;
+            Number::store(weights + key, kAllLanes, weight);
         }
         const float factor = __builtin_exp2f(tops_[row] - top);
-        totals_[row] = totals_[row] * factor + _mm512_reduce_add_ps(total);
+        totals_[row] = totals_[row] * factor + sum_of(total);
         tops_[row] = top;
         return factor;
     }
 
     template <int kTiles>
-    void sum(int row, int rows, int column, int end, const float (&factors)[kPromptBlock]) {
-        Vec sums[kPromptBlock][kTiles];
-        const Stored* weights[kPromptBlock];
-        for (int r = 0; r < kPromptBlock; ++r) {
-            const int own = r < rows ? r : rows - 1;
-            weights[r] = weights_ + own * kPromptKeys;
-            const float* so_far = sums_ + (row + own) * columns_ + column;
-            for (int t = 0; t < kTiles; ++t)
-                sums[r][t] = _mm512_mul_ps(_mm512_loadu_ps(so_far + t * kLanes), _mm512_set1_ps(factors[own]));
-        }
-        const uint32_t* from = values_ + column;
-        for (int word = 0; word < end / Number::kPerWord; ++word, from += columns_) {
-            __m512i values[kTiles];
-            for (int t = 0; t < kTiles; ++t) values[t] = _mm512_loadu_si512(from + t * kLanes);
-#pragma GCC unroll 12
-            for (int r = 0; r < kPromptBlock; ++r) {
-                const __m512i one = broadcast_word(weights[r] + word * Number::kPerWord);
-                for (int t = 0; t < kTiles; ++t) sums[r][t] = Number::dot(sums[r][t], one, values[t]);
+    void sum(int first, int rows, int column, int end, const float (&factors)[kPromptBlock]) {
+        for (int row = 0; row < rows; row += kSumQueries) {
+            Vec sums[kSumQueries][kTiles];
+            const Stored* weights[kSumQueries];
+            for (int r = 0; r < kSumQueries; ++r) {
+                const int own = row + r < rows ? row + r : rows - 1;
+                weights[r] = weights_ + own * kPromptKeys;
+                const float* so_far = sums_ + (first + own) * columns_ + column;
+                for (int t = 0; t < kTiles; ++t) sums[r][t] = load(so_far + t * kLanes) * broadcast(factors[own]);
             }
+            const uint32_t* from = values_ + column;
+            for (int word = 0; word < end / Number::kPerWord; ++word, from += columns_) {
+                Words values[kTiles];
+                for (int t = 0; t < kTiles; ++t) values[t] = load_words(from + t * kLanes);
+#pragma GCC unroll 12
+                for (int r = 0; r < kSumQueries; ++r) {
+                    const Words one = broadcast_word(weights[r] + word * Number::kPerWord);
+                    for (int t = 0; t < kTiles; ++t) sums[r][t] = Number::dot(sums[r][t], one, values[t]);
+                }
+            }
+            for (int r = 0; r < kSumQueries && row + r < rows; ++r)
+                for (int t = 0; t < kTiles; ++t)
+                    store(sums_ + (first + row + r) * columns_ + column + t * kLanes, sums[r][t]);
         }
-        for (int r = 0; r < rows; ++r)
-            for (int t = 0; t < kTiles; ++t) _mm512_storeu_ps(sums_ + (row + r) * columns_ + column + t * kLanes, sums[r][t]);
     }
 };
 

@@ -42,9 +42,10 @@ struct Rows {
     char* at(int64_t row) const { return base + row * bytes_apart(); }
     float* floats(int64_t row) const { return reinterpret_cast<float*>(at(row)); }
     uint16_t* halves(int64_t row) const { return reinterpret_cast<uint16_t*>(at(row)); }
+    const Number::Stored* numbers(int64_t row) const { return reinterpret_cast<const Number::Stored*>(at(row)); }
     FixedGroup* fixed(int64_t row) const { return reinterpret_cast<FixedGroup*>(at(row)); }
-    // 16-bit values from one row to the next.
-    int64_t stride() const { return bytes_apart() / 2; }
+    // Values from one row to the next, unless they are in fixed point.
+    int64_t stride() const { return bytes_apart() / sizeof(Number::Stored); }
     // Whether a row can be stored piece by piece. Groups of fixed point cannot, because all their values must be known.
     bool takes_pieces() const { return form != Form::kFixed && inputs % kGroupInputs == 0; }
 
@@ -52,57 +53,58 @@ struct Rows {
     template <class Read>
     void write(int64_t row, const Read& read) const {
         const auto get = [&](int64_t k) {
-            const __mmask16 lanes = first_lanes(static_cast<int>(inputs - k));
-            return lanes ? read(k, lanes) : _mm512_setzero_ps();
+            const Lanes lanes = first_lanes(static_cast<int>(inputs - k));
+            return lanes ? read(k, lanes) : zero();
         };
         for (int64_t group = 0; group < groups(); ++group) {
             const int64_t k = group * kGroupInputs;
-            put(row, group, get(k), get(k + kLanes));
+            put_group(row, group, get(k), get(k + kLanes));
         }
     }
 
     // Stores values k to k + 15 of a row; only for forms that can be stored piece by piece.
-    void store(int64_t row, int64_t k, __mmask16 lanes, Vec values) const {
+    void put(int64_t row, int64_t k, Lanes lanes, Vec values) const {
         Number::store(reinterpret_cast<Number::Stored*>(at(row)) + k, lanes, values);
     }
 
   private:
-    void put(int64_t row, int64_t group, Vec first, Vec second) const {
+    void put_group(int64_t row, int64_t group, Vec first, Vec second) const {
         const int64_t k = group * kGroupInputs;
         switch (form) {
             case Form::kFloats:
-                _mm512_storeu_ps(floats(row) + k, first);
-                _mm512_storeu_ps(floats(row) + k + kLanes, second);
+                store(floats(row) + k, first);
+                store(floats(row) + k + kLanes, second);
                 break;
-            case Form::kHalves:
 #ifdef __AVX512BF16__
-                _mm512_storeu_si512(halves(row) + k, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+            case Form::kHalves: store_words(halves(row) + k, (Words)_mm512_cvtne2ps_pbh(second, first)); break;
+            case Form::kFixed: fix(fixed(row)[group], first, second); break;
 #endif
-                break;
-            case Form::kFixed: fix(fixed(row)[group], first, second);
+            default: break;
         }
     }
 
+#ifdef __AVX512BF16__
     static void fix(FixedGroup& to, Vec first, Vec second) {
         constexpr float kLargest = 127 * 128;
-        const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(second)));
-        const bool is_number = !_mm512_cmp_ps_mask(first, first, _CMP_UNORD_Q) && !_mm512_cmp_ps_mask(second, second, _CMP_UNORD_Q);
+        const float most = largest_of(max(magnitude(first), magnitude(second)));
+        const bool is_number = !not_numbers(first) && !not_numbers(second);
         // A group of almost zero becomes zero. A group that is not finite gives no finite output.
-        const Vec factor = _mm512_set1_ps(most > 1e-30f ? kLargest / most : 0.0f);
+        const Vec factor = broadcast(most > 1e-30f ? kLargest / most : 0.0f);
         to.scale = is_number ? most / kLargest : __builtin_nanf("");
-        const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(first, factor));
-        const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(second, factor));
+        const Words a = _mm512_cvtps_epi32(first * factor);
+        const Words b = _mm512_cvtps_epi32(second * factor);
         to.offset = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
         split(a, to.high, to.low);
         split(b, to.high + kLanes, to.low + kLanes);
     }
 
-    static void split(__m512i values, int8_t* high, int8_t* low) {
-        const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(values, _mm512_set1_epi32(64)), 7);
-        const __m512i lower = _mm512_sub_epi32(values, _mm512_slli_epi32(upper, 7));
+    static void split(Words values, int8_t* high, int8_t* low) {
+        const Words upper = _mm512_srai_epi32(_mm512_add_epi32(values, _mm512_set1_epi32(64)), 7);
+        const Words lower = _mm512_sub_epi32(values, _mm512_slli_epi32(upper, 7));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8(upper));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(low), _mm512_cvtepi32_epi8(lower));
     }
+#endif
 };
 
 }  // namespace

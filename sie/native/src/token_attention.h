@@ -23,6 +23,8 @@ struct Partial {
 };
 
 class TokenAttention {
+    static constexpr int kKeysAtOnce = kRegisters / 2;  // whose sums stay in registers
+
     const Attending& a_;
     float* partials_;
     const int64_t columns_;  // head_width in whole lanes
@@ -66,14 +68,14 @@ class TokenAttention {
                 const Partial part = partial(piece.first + i, head);
                 total += share_of(part, top) * *part.total;
             }
-            const Vec scale = _mm512_set1_ps(1.0f / total);
+            const Vec scale = broadcast(1.0f / total);
             for (int c = 0; c < a_.decoder.head_width; c += kLanes) {
-                Vec sum = _mm512_setzero_ps();
+                Vec sum = zero();
                 for (int64_t i = 0; i < piece.count; ++i) {
                     const Partial part = partial(piece.first + i, head);
-                    sum = _mm512_fmadd_ps(_mm512_loadu_ps(part.values + c), _mm512_set1_ps(share_of(part, top)), sum);
+                    sum = fmadd(load(part.values + c), broadcast(share_of(part, top)), sum);
                 }
-                a_.store(piece.token, head, c, _mm512_mul_ps(sum, scale));
+                a_.put(piece.token, head, c, sum * scale);
             }
         }
     }
@@ -99,54 +101,59 @@ class TokenAttention {
         for (int j = 0; j < a_.group(); ++j) {
             const Stored* query = a_.query_of(token, key_head * a_.group() + j);
             Vec sums[kLanes];
-            for (Vec& sum : sums) sum = _mm512_setzero_ps();
-            for (int word = 0; word < words; word += kLanes) {
-                const __mmask16 lanes = first_lanes(words - word);
-                const __m512i q = _mm512_maskz_loadu_epi32(lanes, query + word * Number::kPerWord);
 #pragma GCC unroll 16
-                for (int i = 0; i < kLanes; ++i)
-                    sums[i] = Number::dot(sums[i], q, _mm512_maskz_loadu_epi32(lanes, keys[i] + word * Number::kPerWord));
+            for (int first = 0; first < kLanes; first += kKeysAtOnce) {
+                Vec own[kKeysAtOnce];
+                for (Vec& sum : own) sum = zero();
+                for (int word = 0; word < words; word += kLanes) {
+                    const Lanes lanes = first_lanes(words - word);
+                    const Words q = load_words(query + word * Number::kPerWord, lanes);
+#pragma GCC unroll 16
+                    for (int i = 0; i < kKeysAtOnce; ++i)
+                        own[i] = Number::dot(own[i], q, load_words(keys[first + i] + word * Number::kPerWord, lanes));
+                }
+                for (int i = 0; i < kKeysAtOnce; ++i) sums[first + i] = own[i];
             }
-            _mm512_storeu_ps(to + j * kSegmentKeys, a_.scaled(sum_each(sums)));
+            store(to + j * kSegmentKeys, a_.scaled(sum_each(sums)));
         }
     }
 
     // Turns scores into weights, not normalised.
     static void weigh(float* scores, int count, const Partial& to) {
-        Vec top = _mm512_set1_ps(kLeast), total = _mm512_setzero_ps();
+        Vec top = broadcast(kLeast), total = zero();
         for (int key = 0; key < count; key += kLanes)
-            top = _mm512_mask_max_ps(top, first_lanes(count - key), top, _mm512_loadu_ps(scores + key));
-        *to.top = _mm512_reduce_max_ps(top);
+            top = max_where(first_lanes(count - key), top, load(scores + key));
+        *to.top = largest_of(top);
         for (int key = 0; key < count; key += kLanes) {
-            const Vec power = exp2(_mm512_sub_ps(_mm512_loadu_ps(scores + key), _mm512_set1_ps(*to.top)));
-            const Vec weight = _mm512_maskz_mov_ps(first_lanes(count - key), power);
-            total = _mm512_add_ps(total, weight);
-            _mm512_storeu_ps(scores + key, weight);
+            const Vec power = exp2(load(scores + key) - broadcast(*to.top));
+            const Vec weight = only(first_lanes(count - key), power);
+            total += weight;
+            store(scores + key, weight);
         }
-        *to.total = _mm512_reduce_add_ps(total);
+        *to.total = sum_of(total);
     }
 
-    // Sums values for kHeads heads, into partial sums from those of the first head on, in columns of four vectors.
+    // Sums values for kHeads heads, into partial sums from those of the first head on, in columns of some vectors.
     template <int kHeads>
     void sum_values(const SieSlot& slot, int64_t begin, int count, int key_head, const float* weights,
                     const Partial& first) const {
-        constexpr int kVectors = 4;
+        constexpr int kVectors = kRegisters / 8;
         const int width = a_.decoder.head_width;
         for (int c = 0; c < width; c += kVectors * kLanes) {
             Vec sums[kHeads][kVectors];
             for (auto& each : sums)
-                for (Vec& sum : each) sum = _mm512_setzero_ps();
+                for (Vec& sum : each) sum = zero();
             for (int key = 0; key < count; ++key) {
                 const Stored* row = a_.value_of(slot, begin + key, key_head) + c;
                 for (int v = 0; v < kVectors; ++v) {
                     const Vec values = Number::load(row + v * kLanes, first_lanes(width - c - v * kLanes));
                     for (int j = 0; j < kHeads; ++j)
-                        sums[j][v] = _mm512_fmadd_ps(values, _mm512_set1_ps(weights[j * kSegmentKeys + key]), sums[j][v]);
+                        sums[j][v] = fmadd(values, broadcast(weights[j * kSegmentKeys + key]), sums[j][v]);
                 }
             }
             for (int j = 0; j < kHeads; ++j)
                 for (int v = 0; v < kVectors && c + v * kLanes < width; ++v)
-                    _mm512_storeu_ps(first.values + j * (columns_ + 2) + c + v * kLanes, sums[j][v]);
+                    store(first.values + j * (columns_ + 2) + c + v * kLanes, sums[j][v]);
         }
     }
 };

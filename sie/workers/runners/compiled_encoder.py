@@ -22,6 +22,7 @@ from sie.native.encoder import (
     Encoder,
     EncoderStep,
     Layer,
+    Level,
     Norm,
     WeightRoom,
     choose_int8_level,
@@ -69,7 +70,7 @@ class ObservedForms(NamedTuple):
 class CompiledEncoder:
     """Holds a model's weights in the library's layout, and runs steps on them. Used by one thread at a time."""
 
-    def __init__(self, model: nn.Module, parts: EncoderParts, seen: ObservedForms, level: int) -> None:
+    def __init__(self, model: nn.Module, parts: EncoderParts, seen: ObservedForms, level: Level) -> None:
         self._kept: list[Any] = [model]
         """Objects whose memory the structs point to."""
         self._room = WeightRoom()
@@ -236,7 +237,7 @@ def find_linears(model: nn.Module) -> list[nn.Linear]:
     return [linear for linear in parts.linears if isinstance(linear, nn.Linear)] if is_behind else []
 
 
-def _choose_level(parts: EncoderParts, *, is_bf16: bool) -> int:
+def _choose_level(parts: EncoderParts, *, is_bf16: bool) -> Level:
     inputs = {linear.in_features for linear in parts.linears}
     if isinstance(parts.linears[0], RoundedLinear):
         level = choose_int8_level(is_bf16=is_bf16) if max(inputs) <= MAX_INPUTS else None

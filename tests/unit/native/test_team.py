@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sie.native import Feature, has, team
+from sie.native import team
 from sie.native.linear import LinearCall, Matrix, WeightFormat, pack_bf16, run_linear, scratch_bytes
 from sie.shm.core_board import CoreBoard
+from tests.kernels import needs_kernels
 
 OWNER, BORROWER, CORE = 0, 1, 0
 DEADLINE_S = 60.0
@@ -27,7 +28,7 @@ ENOUGH = 1 << 30
 CORES = sorted(os.sched_getaffinity(0))
 
 pytestmark = [
-    pytest.mark.skipif(not has(Feature.AVX512), reason="no kernels for this processor"),
+    needs_kernels,
     pytest.mark.skipif(len(CORES) < 2, reason="one core"),
 ]
 

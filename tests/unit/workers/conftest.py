@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from sie.native import Feature
 from sie.values.card import ModelCard
+from tests.kernels import limited_to
 
 WORDS = [f"w{i}" for i in range(200)]
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "[unused0]", "[unused1]", ".", ","]
@@ -89,6 +92,14 @@ def save_checkpoint(
     model.save_pretrained(directory)
     save_tokenizer(directory, max_length)
     return directory
+
+
+@pytest.fixture
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """Return the format of `in_every_format`, while the kernels are those of its processor."""
+    name, _, older = request.param.partition(" on ")
+    with limited_to(Feature[older]) if older else nullcontext():
+        yield getattr(torch, name)
 
 
 @pytest.fixture

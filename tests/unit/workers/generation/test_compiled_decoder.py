@@ -11,13 +11,14 @@ import transformers
 from torch import nn
 
 from sie import native
-from sie.native.decoder import can_decode
+from sie.native import Feature
 from sie.values.errors import NonFinite
 from sie.values.generate import Sampling
 from sie.workers.generation.decoder_probe import relative_distance
 from sie.workers.generation.packed_weights import dequantise
 from sie.workers.model_api import Draw, Slot
 from tests.generation_models import FAMILIES, Stream, answer_alone_and_mixed, generate, load, random_prompt, save, step
+from tests.kernels import in_every_format, limited_to, needs_bf16_kernels, needs_kernels
 
 COMPILED = (
     "llama", "mistral", "qwen2", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2",
@@ -29,7 +30,8 @@ OTHERS = [
 ]  # fmt: skip
 PROMPTS = [random_prompt(length, seed) for seed, length in enumerate((5, 29, 18))]
 NUM_TOKENS = 10
-pytestmark = pytest.mark.skipif(not can_decode(is_bf16=True), reason="no kernels on this machine")
+PROCESSORS = (native.features(), Feature.AVX2)
+pytestmark = needs_kernels
 
 
 def rounded(directory) -> torch.nn.Module:
@@ -82,6 +84,7 @@ def steps_of(prompt, cuts, blocks) -> list[list[Slot]]:
     return [[Slot(prompt[a:b], a, stream.blocks, draws)] for a, b in zip((0, *cuts), (*cuts, len(prompt)), strict=True)]
 
 
+@needs_bf16_kernels
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "phi3"])
@@ -102,11 +105,14 @@ def test_parts_of_every_size_give_what_the_layers_give(name, weights, num_thread
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "olmo3", "phi3"])
-def test_in_float32_both_ways_are_one_number(name, weights, load_tiny):
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_in_float32_both_ways_are_one_number(name, weights, processor, load_tiny):
     runner, _ = load_tiny(name, weights=weights)
     prompt = random_prompt(150, 4)
     steps = steps_of(prompt, [1, 3, 20, 60, 61, 62, 79, 80, 149], np.random.default_rng(8).permutation(20).tolist())
-    for compiled, by_layer in logits_both_ways(runner, steps):
+    with limited_to(processor):
+        found = logits_both_ways(runner, steps)
+    for compiled, by_layer in found:
         torch.testing.assert_close(compiled, by_layer, atol=2e-4, rtol=1e-4)
 
 
@@ -142,7 +148,14 @@ def test_sequences_that_decode_together_give_what_each_gives_alone(count, load_t
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize(("weights", "dtype"), [("bfloat16", "bfloat16"), ("int8", "bfloat16"), ("int4", "float32")])
+@pytest.mark.parametrize(
+    ("weights", "dtype"),
+    [
+        pytest.param("bfloat16", "bfloat16", marks=needs_bf16_kernels),
+        pytest.param("int8", "bfloat16", marks=needs_bf16_kernels),
+        ("int4", "float32"),
+    ],
+)
 def test_the_likeliest_tokens_are_those_of_the_logits(weights, dtype, num_threads, load_tiny):
     runner, _ = load_tiny("gemma3", weights=weights, dtype=dtype, max_sequences=100)
     before = torch.get_num_threads()
@@ -204,29 +217,32 @@ def test_logits_that_are_not_numbers_choose_nothing(tmp_path):
         {"hidden_size": 32, "intermediate_size": 112, "head_dim": 72, "num_attention_heads": 2, "num_key_value_heads": 2},
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@in_every_format
 def test_widths_that_fill_no_vector_are_computed_whole(shape, dtype, tmp_path, monkeypatch):
     config, values = FAMILIES["qwen3"]
     monkeypatch.setitem(FAMILIES, "odd", (config, {**values, **shape, "attention_bias": True}))
-    runner = load(save(tmp_path / "odd", "odd"), dtype=dtype, weights="int8")
+    runner = load(save(tmp_path / "odd", "odd"), dtype=str(dtype).removeprefix("torch."), weights="int8")
     assert runner.decoder is not None
     steps = steps_of(random_prompt(70, 2), [1, 2, 31, 64], range(9))
     far = [relative_distance(a[0], b[0]) for a, b in logits_both_ways(runner, steps)]
-    assert max(far) < (1e-4 if dtype == "float32" else 0.1)
+    assert max(far) < (1e-4 if dtype == torch.float32 else 0.1)
 
 
-def test_long_sequences_are_cut_into_segments_and_outgrow_the_tables(tmp_path, monkeypatch):
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_long_sequences_are_cut_into_segments_and_outgrow_the_tables(processor, tmp_path, monkeypatch):
     config, values = FAMILIES["llama"]
     monkeypatch.setitem(FAMILIES, "long", (config, {**values, "max_position_embeddings": 2048}))
     runner = load(save(tmp_path / "long", "long"), weights="int8", context_length=2048)
     prompt = random_prompt(1300, 3)
     steps = steps_of(prompt, [600, 601, 1150, 1299], range(170))
-    for compiled, by_layer in logits_both_ways(runner, steps):
+    with limited_to(processor):
+        found = logits_both_ways(runner, steps)
+    for compiled, by_layer in found:
         torch.testing.assert_close(compiled, by_layer, atol=2e-4, rtol=1e-4)
 
 
 def test_what_lies_in_blocks_behind_the_last_token_is_not_read(load_tiny):
-    runner, _ = load_tiny("gemma3", weights="int8", dtype="bfloat16")
+    runner, _ = load_tiny("gemma3", weights="int8")
     assert runner.decoder is not None
     clean = [Stream(PROMPTS[1], range(5)), Stream(PROMPTS[0], [6])]
     step(runner, clean)

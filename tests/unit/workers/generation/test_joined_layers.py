@@ -7,10 +7,10 @@ import torch
 import transformers
 from torch import nn
 
-from sie.native.norm import can_normalise
 from sie.workers.generation.norms import CompiledNorm, compile_norms
 from sie.workers.packed.sharing import Share, share_inputs
 from tests.generation_models import FAMILIES
+from tests.kernels import in_every_format
 
 SAMPLE = torch.arange(3, 9)[None]
 
@@ -62,11 +62,9 @@ def test_a_model_that_reads_its_layers_weights_is_put_back():
     assert torch.equal(model(SAMPLE).logits, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_every_format
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_norms_of_both_formulas_are_compiled(name, dtype):
-    if not can_normalise(is_bf16=dtype == torch.bfloat16):
-        pytest.skip("this machine has no kernel for it")
     model, plain = build(name).to(dtype), build(name).to(dtype)
     count = sum(type(module).__name__.endswith("RMSNorm") for module in model.modules())
     assert compile_norms(model, dtype) == count

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from sie import native
-from sie.native.linear import can_multiply, pack_bf16, pack_int4, pack_int8
+from sie.native.linear import pack_bf16, pack_int4, pack_int8
 from sie.workers.generation.packed_weights import (
     Bits,
     PackedLinear,
@@ -22,15 +22,11 @@ from sie.workers.generation.packed_weights import (
     round_int4,
     round_int8,
 )
+from tests.kernels import in_every_format, needs_kernels
 
 BITS: tuple[Bits, ...] = (16, 8, 4)
 DTYPES = (torch.float32, torch.bfloat16)
 LARGEST_ERROR = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
-
-
-def needs_kernel(dtype: torch.dtype) -> None:
-    if not can_multiply(is_bf16=dtype == torch.bfloat16):
-        pytest.skip("this machine has no kernel for it")
 
 
 def random_matrix(outputs: int, inputs: int, seed: int = 3) -> torch.Tensor:
@@ -38,13 +34,12 @@ def random_matrix(outputs: int, inputs: int, seed: int = 3) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@in_every_format
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 17, 30])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (16, 32), (15, 31), (130, 96), (257, 640)])
 def test_a_packed_layer_is_torchs_own_on_rounded_weights(
     bits: Bits, dtype: torch.dtype, rows: int, outputs: int, inputs: int
 ) -> None:
-    needs_kernel(dtype)
     weight, bias = random_matrix(outputs, inputs), torch.arange(outputs) * 0.01
     states = random_matrix(rows, inputs, seed=4).to(dtype)
     found = PackedLinear(Quantised(weight, bits), bias, num_threads=2)(states)
@@ -53,9 +48,9 @@ def test_a_packed_layer_is_torchs_own_on_rounded_weights(
     assert (found.double() - expected).abs().max() <= LARGEST_ERROR[dtype] * max(1.0, expected.abs().max().item())
 
 
+@needs_kernels
 @pytest.mark.parametrize("rows", [3, 40])
 def test_strided_and_deep_inputs_are_read_as_they_lie(rows: int) -> None:
-    needs_kernel(torch.float32)
     layer = PackedLinear(Quantised(random_matrix(48, 64), 8), None, num_threads=1)
     wide = random_matrix(rows, 200)
     assert torch.equal(layer(wide[:, 8:72]), layer(wide[:, 8:72].contiguous()))
@@ -74,8 +69,8 @@ def test_layers_packed_on_several_cores_have_the_same_bytes(bits: Bits, monkeypa
     assert found[0] == found[1]
 
 
+@needs_kernels
 def test_threads_change_nothing() -> None:
-    needs_kernel(torch.float32)
     quantised = Quantised(random_matrix(1000, 128), 4)
     states = random_matrix(5, 128, seed=9)
     alone = PackedLinear(quantised, None, num_threads=1)(states)
@@ -83,8 +78,8 @@ def test_threads_change_nothing() -> None:
         assert torch.equal(PackedLinear(quantised, None, num_threads=2)(states), alone)
 
 
+@needs_kernels
 def test_callers_on_several_threads_do_not_disturb_one_another() -> None:
-    needs_kernel(torch.float32)
     states = random_matrix(20, 96, seed=5)
     layers = [PackedLinear(Quantised(random_matrix(300, 96, seed=seed), 8), None, num_threads=2) for seed in range(4)]
     expected = [layer(states) for layer in layers]
@@ -123,11 +118,10 @@ def test_groups_of_zeros_and_of_tiny_weights_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@in_every_format
 def test_without_kernels_torch_computes_the_same_model(
     bits: Bits, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs_kernel(dtype)
     states = random_matrix(9, 64, seed=6).to(dtype)
     compiled = tiny_model()
     nbytes = pack_linears(compiled, bits, dtype)

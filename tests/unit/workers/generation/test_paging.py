@@ -7,13 +7,16 @@ import json
 import pytest
 import torch
 
+from sie import native
 from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
 from sie.config.generation_settings import Generation
 from sie.values.errors import BadRequest, ModelLoadFailed
+from sie.workers.device import device
 from sie.workers.generation.weight_formats import choose_format
 from sie.workers.loading.loader import load_generator
 from tests.generation_models import VOCABULARY, Stream, load, random_prompt, save, step
+from tests.kernels import needs_kernels
 
 
 @pytest.mark.parametrize(
@@ -104,6 +107,20 @@ def test_float32_is_left_to_torch_and_bfloat16_is_packed():
     assert choose_format("float32", "bfloat16", cpu) == ("float32", torch.float32, None)
     assert choose_format("auto", "bfloat16", cpu) == ("bfloat16", torch.bfloat16, 16)
     assert choose_format("int4", "float32", cpu) == ("int4", torch.float32, 4)
+
+
+@needs_kernels
+def test_a_processor_without_bfloat16_reads_weights_in_it_and_computes_in_float32(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(device, "cpu_flags", lambda: frozenset({"avx2"}))
+    for weights in ("auto", "bfloat16"):
+        assert choose_format(weights, "auto", cpu) == ("bfloat16", torch.float32, 16)
+    assert choose_format("auto", "float32", cpu) == ("float32", torch.float32, None)
+    native.allow(allowed=False)
+    try:
+        assert choose_format("auto", "auto", cpu) == ("float32", torch.float32, None)
+    finally:
+        native.allow(allowed=True)
 
 
 def test_a_token_outside_the_vocabulary_is_refused(load_tiny):

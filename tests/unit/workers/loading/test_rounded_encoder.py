@@ -12,7 +12,6 @@ import torch
 from sie import native
 from sie.catalog.cards import make_card
 from sie.catalog.spec import ModelSpec
-from sie.native import Feature
 from sie.values.errors import BadRequest, ModelLoadFailed
 from sie.workers.device.fallbacks import collecting
 from sie.workers.loading.loader import load_encoder, load_scorer
@@ -22,6 +21,7 @@ from sie.workers.runners.compiled_encoder import compile_encoder
 from sie.workers.runners.encode import Backbone
 from sie.workers.runners.encoder_formats import choose_encoder_format
 from sie.workers.runners.probe import choose_execution, difference
+from tests.kernels import needs_bf16_kernels
 from tests.unit.workers.encoder_models import MODELS, MODERN, OTHERS, rounded
 
 ALL = {**MODELS, **MODERN}
@@ -35,7 +35,6 @@ NEAR = 3e-2
 """Mean distance of such small models from what they give in float32: 1.3e-2, and in bfloat16 1.6e-2."""
 MIN_COSINE = 0.99
 """Of real weights; the least is that of a single short word."""
-needs_kernels = pytest.mark.skipif(not native.has(Feature.AVX512_BF16), reason="no kernels on this machine")
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def _by_torch(model: Any, batch: PackedBatch) -> torch.Tensor:
         return Backbone(model, CPU).run_rectangles(batch)
 
 
-@needs_kernels
+@needs_bf16_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ROUNDED)
 def test_the_compiled_form_is_chosen_gives_what_torch_gives_and_is_near(name: str, dtype: torch.dtype) -> None:
@@ -70,7 +69,7 @@ def test_the_compiled_form_is_chosen_gives_what_torch_gives_and_is_near(name: st
     assert 1e-4 < difference(found.float(), _by_torch(ALL[name](), batch)) < NEAR
 
 
-@needs_kernels
+@needs_bf16_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["bert", "bert, no round widths"])
 def test_a_sequence_is_the_same_to_the_bit_alone_and_in_every_place(name: str, dtype: torch.dtype) -> None:
@@ -82,7 +81,7 @@ def test_a_sequence_is_the_same_to_the_bit_alone_and_in_every_place(name: str, d
         torch.testing.assert_close(together[start:end], alone, rtol=0, atol=0)
 
 
-@needs_kernels
+@needs_bf16_kernels
 def test_threads_give_the_same_to_the_bit() -> None:
     compiled = compile_encoder(rounded(MODELS["bert"]().to(torch.bfloat16)))
     alone = compiled.run(_batch(), 0)
@@ -94,7 +93,7 @@ def test_threads_give_the_same_to_the_bit() -> None:
         torch.set_num_threads(before)
 
 
-@needs_kernels
+@needs_bf16_kernels
 def test_sums_of_the_largest_products_do_not_saturate() -> None:
     model = MODELS["bert, relu"]()
     with torch.no_grad():
@@ -108,7 +107,7 @@ def test_sums_of_the_largest_products_do_not_saturate() -> None:
     assert difference(compiled.run(batch, 0), _by_torch(model, batch)) < SAME[torch.float32]
 
 
-@needs_kernels
+@needs_bf16_kernels
 def test_values_that_are_not_numbers_stay_in_their_sequence() -> None:
     model = rounded(MODELS["bert"]())
     model.get_submodule("embeddings.word_embeddings").weight[7] = float("nan")
@@ -158,7 +157,7 @@ def test_without_kernels_torch_gives_the_same_and_the_load_says_so(make_checkpoi
     np.testing.assert_allclose(_cosines(slow.run_tokens(ids), _load(directory).run_tokens(ids)), 1, atol=1e-3)
 
 
-@needs_kernels
+@needs_bf16_kernels
 def test_real_weights_stay_near_and_take_less_memory(
     minilm_directory: Path, tokenize: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,7 +179,7 @@ def test_real_weights_stay_near_and_take_less_memory(
         np.testing.assert_array_equal(runners["int8"].run_tokens([item])[0], row)
 
 
-@needs_kernels
+@needs_bf16_kernels
 def test_real_weights_give_the_same_without_kernels(minilm_directory: Path, tokenize: Any) -> None:
     compiled = _load(minilm_directory)
     ids = tokenize(compiled.card, ["A man is eating food.", "Water boils at 100 degrees Celsius at sea level."])

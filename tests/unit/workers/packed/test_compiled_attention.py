@@ -13,6 +13,7 @@ from sie.native.attention import can_attend
 from sie.workers.packed import attention
 from sie.workers.packed.attention import Boundaries, attend, packed_step
 from sie.workers.packed.batch import pack_sequences
+from tests.kernels import in_every_format
 
 LENGTHS = [1, 2, 12, 13, 16, 17, 33, 160, 12]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -34,15 +35,13 @@ def _attend(
         return attend(torch.nn.Module(), query, key, value, None, **rule)[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_every_format
 @pytest.mark.parametrize(("width", "heads"), [(32, (3, 3)), (64, (4, 2)), (2, (1, 1)), (80, (2, 1)), (128, (2, 2))])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(
     ("window", "seen"), [(None, False), (1, False), (4, False), (20, False), (None, True), (4, True), (20, True)]
 )
 def test_the_kernel_gives_what_the_library_gives(dtype, width, heads, is_causal, window, seen, monkeypatch) -> None:
-    if not can_attend(is_bf16=dtype == torch.bfloat16, width=width):
-        pytest.skip("no kernel on this machine")
     rule = {"scaling": 0.2, "is_causal": is_causal, "sliding_window": window}
     with monkeypatch.context() as patch:
         patch.setattr(attention, "_attend_runs", None)  # the kernel does it, or nobody
@@ -55,14 +54,12 @@ def test_the_kernel_gives_what_the_library_gives(dtype, width, heads, is_causal,
     torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_every_format
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(
     ("window", "seen"), [(None, False), (20, False), (240, False), (700, False), (None, True), (700, True)]
 )
 def test_long_sequences_give_what_the_library_gives(dtype, is_causal, window, seen, monkeypatch) -> None:
-    if not can_attend(is_bf16=dtype == torch.bfloat16, width=48):
-        pytest.skip("no kernel on this machine")
     rule = {
         "scaling": 0.4,
         "is_causal": is_causal,

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from sie import native
-from sie.native import Feature, encoder
 from sie.native import build as building
+from sie.native import encoder
+from sie.native.encoder import Level
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.packed.formulas import UnknownPartsError
 from sie.workers.runners.compiled_encoder import compile_encoder
 from sie.workers.runners.encode import Backbone
 from sie.workers.runners.probe import choose_execution, difference
+from tests.kernels import in_every_format, needs_bf16_kernels, needs_kernels
 from tests.unit.workers.encoder_models import MODELS, MODERN, OTHERS, rounded
 
 ALL = {**MODELS, **MODERN}
@@ -27,7 +29,6 @@ LENGTHS = [1, 12, 3, 230, 16, 12, 33]
 EMULATED = Path(__file__).parents[4] / "build" / "tests"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 pytestmark = pytest.mark.usefixtures("two_threads")
-needs_kernels = pytest.mark.skipif(not native.has(Feature.AVX512_BF16), reason="no kernels on this machine")
 
 
 def _sequences() -> list[np.ndarray]:
@@ -41,8 +42,7 @@ def _by_the_library(name: str, dtype: torch.dtype, batch: PackedBatch) -> torch.
         return Backbone(ALL[name]().to(dtype), torch.device("cpu")).run_rectangles(batch)
 
 
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_every_format
 @pytest.mark.parametrize("name", ALL)
 def test_the_compiled_form_is_chosen_and_gives_what_the_library_gives(name: str, dtype: torch.dtype) -> None:
     backbone = Backbone(ALL[name]().to(dtype), torch.device("cpu"))
@@ -55,8 +55,7 @@ def test_the_compiled_form_is_chosen_and_gives_what_the_library_gives(name: str,
     assert difference(got, _by_the_library(name, dtype, batch)) < TOLERANCE[dtype]
 
 
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_every_format
 def test_a_sequence_is_the_same_alone_and_in_every_place(dtype: torch.dtype) -> None:
     compiled = compile_encoder(MODELS["bert"]().to(dtype))
     sequences = _sequences()
@@ -73,7 +72,7 @@ def test_a_sequence_is_the_same_alone_and_in_every_place(dtype: torch.dtype) -> 
 def test_any_number_of_threads_gives_the_same(num_threads: int) -> None:
     """Threads share out the columns of a small step, and the rows of a large one."""
     many = _sequences() * (1 + 800 // sum(map(len, _sequences())))
-    compiled = compile_encoder(MODELS["bert"]().to(torch.bfloat16))
+    compiled = compile_encoder(MODELS["bert"]())
     before = torch.get_num_threads()
     found: list[list[torch.Tensor]] = []
     try:
@@ -180,12 +179,12 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no compiler")
     library = _emulated()
     monkeypatch.setattr(native, "load", lambda: library)
-    monkeypatch.setattr(encoder, "choose_level", lambda **_: 2)
-    monkeypatch.setattr("sie.workers.runners.compiled_encoder.choose_level", lambda **_: 2)
-    monkeypatch.setattr("sie.workers.runners.compiled_encoder.choose_int8_level", lambda **_: 5)
+    monkeypatch.setattr(encoder, "choose_level", lambda **_: Level.AMX)
+    monkeypatch.setattr("sie.workers.runners.compiled_encoder.choose_level", lambda **_: Level.AMX)
+    monkeypatch.setattr("sie.workers.runners.compiled_encoder.choose_int8_level", lambda **_: Level.INT8_AMX)
 
 
-@needs_kernels
+@needs_bf16_kernels
 @pytest.mark.usefixtures("amx")
 @pytest.mark.parametrize(
     ("name", "lengths"),
@@ -203,7 +202,7 @@ def test_products_in_tiles_give_what_the_library_gives(name: str, lengths: list[
     assert difference(compiled.run(batch, 0), expected) < TOLERANCE[torch.bfloat16]
 
 
-@needs_kernels
+@needs_bf16_kernels
 @pytest.mark.usefixtures("amx")
 @pytest.mark.parametrize("name", ["bert", "bert, no round widths"])
 @pytest.mark.parametrize("lengths", [[1], [16], [17], [113], [230, 12, 5]])

@@ -1,0 +1,13 @@
+// float32 on AVX2.
+#ifdef __AVX2__
+#include "encoder_kernel.h"
+#include "levels.h"
+#include "pooling_kernel.h"
+
+void attend_f32_avx2(const SieAttention& shape, void* scratch) { attend<F32>(shape, scratch); }
+void encode_f32_avx2(const SieEncoder& encoder, const SieStep& step) { encode<DotProducts<F32>>(encoder, step); }
+
+void pool_mean_f32_avx2(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to) {
+    pool_mean<F32>(hidden, width, bounds, num_sequences, to);
+}
+#endif
