@@ -136,7 +136,8 @@ def frames(target: Target) -> Generator[bytes]:
     try:
         feed = connect(
             f"ws://{target.authority}{target.path}{path}",
-            sock=sock, open_timeout=TIMEOUT_S, max_size=_MAX_FRAME_BYTES, additional_headers=authorization(target),
+            sock=sock, unix=bool(target.uds), open_timeout=TIMEOUT_S, max_size=_MAX_FRAME_BYTES,
+            additional_headers=authorization(target),
         )  # fmt: skip
     except InvalidStatus as error:
         raise ServerError(refusal(path, error.response.status_code, error.response.body or b"")) from error

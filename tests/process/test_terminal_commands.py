@@ -235,6 +235,17 @@ def test_ps_shows_the_server_and_its_models(server: Server, capsys: pytest.Captu
     assert msgspec.json.decode(capsys.readouterr().out)["server"]["pid"] == server.process.pid
 
 
+def test_ps_and_top_follow_a_server_on_a_unix_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"unix:{tmp_path}/s"
+    with start_server("--model", "v=stub:dense=8", "--uds", f"{tmp_path}/s", "--frontends", "1", "--devices", "cpu:1"):
+        assert cli.main(["ps", "--url", url]) == 0
+        assert f" at {url}: ready, " in capsys.readouterr().out
+        with terminal("top", "--url", url, term="xterm") as screen:
+            screen.wait("MODEL")
+            screen.press("q")
+            assert screen.process.wait(WAIT_S) == 0
+
+
 def test_a_server_that_is_not_there_is_one_line_that_says_how_to_start_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
