@@ -285,5 +285,5 @@ def _error_text(response: Response) -> str:
 def _status_text(response: Response) -> str:
     """Return the error text in the headers of an answer without a body."""
     lines = response.head.decode("latin-1").split("\r\n")
-    told = [line for line in lines if line.lower().startswith(("nv-status", "grpc-message"))]
+    told = [line for line in lines if line.lower().startswith("nv-status")]
     return (told or lines)[0][:_MAX_ERROR_CHARS]
