@@ -9,6 +9,19 @@ import pytest
 from sie.loadgen.target import TargetError, parse_target, reason_of
 
 
+@pytest.mark.parametrize("key", ["a\nb", "a b", "k\r", "\u20ac", "\udcff", "a\x7f"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str):
+    with pytest.raises(TargetError, match="the API key has a character that no header can carry") as refused:
+        parse_target("http://h:1", key=key)
+    assert key not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["http://h:1/a b", "http://h:1/\u00e4", "http://h:1/\udcff"])
+def test_a_path_that_no_request_can_carry_is_refused(url: str):
+    with pytest.raises(TargetError, match="percent"):
+        parse_target(url)
+
+
 def test_addresses():
     target = parse_target("http://[::1]:8080/gateway/", key="k")
     assert (target.host, target.port, target.path, target.authority, target.key) == (
