@@ -6,7 +6,9 @@ Imports only what `--help` needs; each command imports the rest itself. Exit sta
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -22,23 +24,31 @@ from sie.commands.pull import pull
 from sie.commands.run import run
 from sie.commands.running import ps, stop
 from sie.commands.service import service
+from sie.commands.target_options import NumberRange
 from sie.commands.top import top
 from sie.config.bundled import with_bundled_model
 from sie.config.display import RENDERERS
 from sie.config.flags import ConfiguredCommand, ModelsCommand, with_models
 from sie.config.settings import Loaded, load_settings
-from sie.config.sources import SettingsError, did_you_mean
+from sie.config.sources import SettingsError, did_you_mean, is_utf8
 from sie.doctor import AREAS
 from sie.ipc.exit_statuses import CONFIG_STATUS
 
 _MAX_HELP_CHARS: Final = 90
+_FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
+_STDOUT: Final = 1
 _CONTEXT = {"max_content_width": 120, "help_option_names": ["-h", "--help"]}
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status. An error that stops a start is one line on stderr."""
+    given = sys.argv[1:] if args is None else args
+    for number, text in enumerate(given, 1):
+        if not is_utf8(text):
+            click.echo(f"sie: argument {number}: {text!r} is not UTF-8 text", err=True)
+            return 2
     try:
-        result = cli.main(args=args, prog_name="sie", standalone_mode=False)
+        result = cli.main(args=given, prog_name="sie", standalone_mode=False)
     except SettingsError as error:
         click.echo(f"sie: {error}", err=True)
         return CONFIG_STATUS
@@ -47,6 +57,12 @@ def main(args: Sequence[str] | None = None) -> int:
         return error.exit_code
     except click.Abort:
         return 130
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # takes what Python still holds when it ends
+        click.echo(f"sie: cannot write the output: {error.strerror}", err=True)
+        return 1
     return result if isinstance(result, int) else 0
 
 
@@ -218,7 +234,7 @@ for _command in (bench, chat, convert, keys, ps, pull, run, service, stop, top):
         ),
         click.Option(
             ["--wait-s"],
-            type=click.FloatRange(0, 3600),
+            type=NumberRange(0, 3600),
             default=0.0,
             help="Repeat the checks for up to this time, until no error is left.",
         ),

@@ -27,6 +27,12 @@ from sie.config.settings import load_settings
 from tests.process.harness import WAIT_S, Server, eventually, start_server
 from tests.process.wire import total
 
+CHAT_WITH_A_SMALL_PIPE = """
+import sys
+from sie.commands import chat, cli
+chat.MAX_PIPED_CHARS = 1 << 20
+sys.exit(cli.main())
+"""
 FIGURES = r"{} · \d+ tokens.* · [\d.]+ tokens/s · first token after \d+ ms"
 
 
@@ -138,6 +144,13 @@ def test_a_pipe_is_a_question(server: Server) -> None:
     assert done.stdout == "user: from a pipe\nassistant: \n"
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "sie: there is no question\n")
+    for data, said in ((b"caf\xe9", "is not UTF-8 text"), (bytes(1 << 20), "is over 1048576 characters")):
+        for language in ("C", "C.UTF-8"):
+            odd = subprocess.run(
+                [sys.executable, "-c", CHAT_WITH_A_SMALL_PIPE, "chat", "--url", server.url],
+                input=data + b"x", capture_output=True, timeout=WAIT_S, check=False, env={**os.environ, "LC_ALL": language},
+            )  # fmt: skip
+            assert (odd.returncode, odd.stderr.decode()) == (1, f"sie: the text from the pipe {said}\n")
     reader, writer = os.pipe()
     os.close(reader)  # as `sie chat hello | head -0` does
     with os.fdopen(writer, "wb") as nobody:

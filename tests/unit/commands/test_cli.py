@@ -151,6 +151,55 @@ def test_an_unknown_command_is_a_usage_error(capsys):
     assert "'xyzzy': unknown command; `sie --help` lists the commands" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("args", [["serve"], ["chat", "--system"], ["stop"], ["ps", "--key"], ["bench", "--model"]])
+def test_an_argument_that_is_not_text_is_one_line(capsys, args: list[str]):
+    assert cli.main([*args, "a\udcff"]) == 2
+    assert capsys.readouterr().err == f"sie: argument {len(args) + 1}: 'a\\udcff' is not UTF-8 text\n"
+
+
+def test_a_variable_that_is_not_text_stops_the_start(supervisor, monkeypatch, capsys):
+    monkeypatch.setenv("SIE_LOG_LEVEL", "\udcff")
+    assert cli.main(["serve"]) == EX_CONFIG
+    assert capsys.readouterr().err == "sie: environment: SIE_LOG_LEVEL: '\\udcff' is not UTF-8 text\n"
+
+
+@pytest.mark.parametrize("args", [["version"], ["config"], ["completion", "bash"], ["list", STUB], ["--help"]])
+def test_output_that_cannot_be_written_is_one_line_and_status_1(args: list[str]):
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "sie", *args],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (1, "sie: cannot write the output: No space left on device\n")
+
+
+def test_a_closed_stream_is_dev_null_and_its_number_is_no_sockets():
+    script = (
+        "import os, sys\n"
+        "from sie.commands import cli\n"
+        "from sie.__main__ import main\n"
+        "cli.main = lambda: print(sys.stdin.read(), *(os.readlink(f'/proc/self/fd/{fd}') for fd in (0, 1)), file=sys.stderr)\n"
+        "main()\n"
+    )
+    ended = subprocess.run(
+        ["sh", "-c", '"$@" <&- >&-', "sh", sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )  # fmt: skip
+    assert ended.stderr.split() == ["/dev/null", "/dev/null"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["chat", "--temperature", "nan"], ["bench", "--model", "a", "--find-max", "nan"], ["doctor", "--wait-s", "nan"]],
+)
+def test_nan_is_in_no_range(capsys, args: list[str]):
+    assert cli.main(args) in {2, EX_CONFIG}
+    assert f"'{args[-2]}': nan is not a number" in capsys.readouterr().err
+
+
 def test_help_lists_every_command_once_and_the_version_is_a_flag_too(capsys):
     assert cli.main(["--help"]) == 0
     rows = [
