@@ -74,6 +74,12 @@ def test_reasoning_is_told_apart_and_is_no_part_of_the_text() -> None:
     ]  # fmt: skip
 
 
+def test_a_typed_text_that_is_not_utf8_is_an_error() -> None:
+    question = Question(messages=[Message("user", "caf\udce9")])
+    with pytest.raises(ServerError, match="not UTF-8 text"):
+        list(ask(parse_target("http://127.0.0.1:1"), question, Answer()))
+
+
 def test_only_the_answer_itself_is_printed_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
     with serve(REASONED) as (url, _):
         assert cli.main(["chat", "--url", url, "?"]) == 0
