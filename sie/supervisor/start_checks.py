@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import ssl
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
 
 from sie.config.mcp_config import read_mcp_config
 from sie.config.settings import Loaded, Settings
 from sie.runtime import failpoints
 from sie.supervisor.host_resources import StartError
+
+_NATS_KINDS: Final = {"nats": 0, "tls": 0, "ws": 1, "wss": 1}
+"""The schemes of NATS's addresses. Those of one connection have one number."""
+_CREDENTIALS: Final = (b"BEGIN NATS USER JWT", b"BEGIN USER NKEY SEED")
 
 
 def check_start(loaded: Loaded, *, is_gateway: bool) -> None:
@@ -48,6 +56,59 @@ def _check_cluster(settings: Settings, *, is_gateway: bool) -> None:
         raise StartError("grpc_port: a gateway serves no gRPC")
     if settings.cluster.nats and importlib.util.find_spec("nats") is None:
         raise StartError("nats: the NATS client is not installed; pip install 'ringserve[cluster]'")
+    if settings.cluster.nats:
+        _check_addresses(settings.cluster.nats)
+        _check_authority(settings.cluster.nats_tls_ca)
+        _check_credentials(settings.cluster.nats_credentials)
+
+
+def _check_addresses(nats: str) -> None:
+    """Raise StartError for an address that the NATS client does not take, or for sockets and websockets together."""
+    kinds: set[int] = set()
+    for address in nats.split(","):
+        try:
+            parts = urlsplit(address.strip() if "://" in address else f"nats://{address.strip()}")
+            is_address = parts.scheme in _NATS_KINDS and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_address = False
+        if not is_address:
+            shown = address.rpartition("@")[2].strip()
+            raise StartError(f"nats: {shown!r} is not an address of NATS, which is nats://HOST:PORT")
+        kinds.add(_NATS_KINDS[parts.scheme])
+    if len(kinds) > 1:
+        raise StartError(
+            "nats: addresses with ws:// or wss:// cannot stand beside those with nats://HOST:PORT or tls://"
+        )
+
+
+def _check_authority(path: str) -> None:
+    try:
+        if path:
+            ssl.create_default_context(cafile=path)
+    except ssl.SSLError:
+        raise StartError(f"nats_tls_ca: {path}: holds no certificate in PEM form") from None
+    except OSError as error:
+        raise StartError(f"nats_tls_ca: {path}: cannot be read: {error.strerror}") from None
+
+
+def _check_credentials(path: str) -> None:
+    if not path:
+        return
+    if importlib.util.find_spec("nkeys") is None:
+        raise StartError("nats_credentials: nkeys is not installed; pip install nkeys")
+    import nkeys  # needed with this setting alone
+
+    try:
+        data = Path(path).read_bytes()
+        if data.startswith(b"SU"):
+            nkeys.from_seed(bytearray(data.strip()))
+            return
+    except OSError as error:
+        raise StartError(f"nats_credentials: {path}: cannot be read: {error.strerror}") from None
+    except nkeys.NkeysError as error:
+        raise StartError(f"nats_credentials: {path}: holds no seed of an nkey: {error}") from None
+    if not all(part in data for part in _CREDENTIALS):
+        raise StartError(f"nats_credentials: {path}: holds no JWT with its seed, and no seed alone")
 
 
 def check_mcp(path: str) -> None:

@@ -111,7 +111,7 @@ def test_the_path_names_the_model(server: Server, path: str, status: int) -> Non
 
 
 def test_the_sdk_raises_for_a_prompt_over_the_context(client: SIEClient, server: Server) -> None:
-    with pytest.raises(RequestError, match="prompt alone has 5000; shorten it$"):  # names no field of other routes
+    with pytest.raises(RequestError, match=r"prompt alone has 5000; shorten it$"):  # names no field of other routes
         client.generate("org/m.1", "x" * 5000, max_new_tokens=1)
     _, answer = ask(server, "/v1/generate/org__m_dot_1", {"prompt": "x" * 5000, "max_new_tokens": 1})
     assert answer["detail"]["param"] == "prompt"
