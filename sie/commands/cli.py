@@ -168,7 +168,8 @@ def agents(config_file: str | None, **flags: Any) -> int:
     try:
         return serve_service(loaded.settings)
     except OSError as error:
-        raise SettingsError(f"agent_socket: {error}") from error
+        where = loaded.settings.agents.agent_socket
+        raise SettingsError(f"agent_socket: cannot listen on {where}: {error.strerror or error}") from error
 
 
 @cli.command(

@@ -144,6 +144,22 @@ def test_a_wrong_variable_stops_the_start(supervisor, monkeypatch, capsys):
     assert capsys.readouterr().err == "sie: environment: SIE_PORT: 'http' is not an integer from 0 to 65535\n"
 
 
+def test_a_model_that_is_another_file_is_told_what_it_may_be(capsys, tmp_path: Path):
+    path = tmp_path / "weights.bin"
+    path.write_text("x")
+    assert cli.main(["list", f"a={path}"]) == 1
+    assert f"{path} is not a directory or a .gguf file" in capsys.readouterr().out
+
+
+def test_an_agent_socket_that_cannot_be_made_is_named(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "sie", "agents", "--agent-socket", str(tmp_path / "none" / "s")],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == EX_CONFIG
+    assert f"sie: agent_socket: cannot listen on {tmp_path}/none/s: No such file or directory\n" in done.stderr
+
+
 def test_an_unknown_command_is_a_usage_error(capsys):
     assert cli.main(["serv"]) == 2
     assert "'serv': unknown command; did you mean serve?" in capsys.readouterr().err
