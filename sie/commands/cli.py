@@ -164,9 +164,14 @@ def agents(config_file: str | None, **flags: Any) -> int:
     if not loaded.settings.agents.agent_socket:
         raise SettingsError("agent_socket: `sie agents` needs the path of its socket (--agent-socket PATH)")
     from sie.agents.host.main import serve_service
+    from sie.supervisor.host_resources import StartError
+    from sie.supervisor.start_checks import check_search
 
     try:
+        check_search(loaded.settings.agents)
         return serve_service(loaded.settings)
+    except StartError as error:
+        raise SettingsError(str(error)) from error
     except OSError as error:
         where = loaded.settings.agents.agent_socket
         raise SettingsError(f"agent_socket: cannot listen on {where}: {error.strerror or error}") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from sie.config.agent_settings import Agents
 from sie.config.mcp_config import read_mcp_config
 from sie.config.settings import Loaded, Settings
 from sie.runtime import failpoints
@@ -24,7 +25,10 @@ def check_start(loaded: Loaded, *, is_gateway: bool) -> None:
     _check_failpoints(loaded)
     _check_tracing(settings)
     _check_cluster(settings, is_gateway=is_gateway)
-    check_mcp("" if settings.agents.agent_socket else settings.agents.mcp_config)
+    _check_text("chat_template", settings.generation.chat_template)
+    if not settings.agents.agent_socket:  # else another process uses the files, as another user
+        check_mcp(settings.agents.mcp_config)
+        check_search(settings.agents)
 
 
 def _check_failpoints(loaded: Loaded) -> None:
@@ -123,3 +127,22 @@ def check_mcp(path: str) -> None:
         raise StartError(f"mcp_config: {path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise StartError(f"mcp_config: {path}: {error}") from None
+
+
+def check_search(agents: Agents) -> None:
+    """Raise StartError for web search without the address of an engine, or with a key that cannot be read."""
+    if agents.enable_search and not agents.search_url:
+        raise StartError("search_url: enable_search needs the address of a search engine (--search-url URL)")
+    if agents.has_search:
+        _check_text("search_key_file", agents.search_key_file)
+
+
+def _check_text(setting: str, path: str) -> None:
+    """Raise StartError if the setting names a file that is not a text."""
+    try:
+        if path:
+            Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise StartError(f"{setting}: {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise StartError(f"{setting}: {path}: is not UTF-8 text") from None

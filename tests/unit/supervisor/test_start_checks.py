@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from sie.commands import cli
 from sie.config.settings import load_settings
+from sie.ipc.exit_statuses import CONFIG_STATUS
 from sie.supervisor.host_resources import StartError
-from sie.supervisor.start_checks import check_mcp, check_start
+from sie.supervisor.start_checks import check_mcp, check_search, check_start
 
 
 @pytest.mark.parametrize(
@@ -76,3 +78,32 @@ def test_a_seed_and_credentials_for_nats_are_taken(tmp_path: Path) -> None:
         "-----BEGIN NATS USER JWT-----\ney\n------END NATS USER JWT------\n-----BEGIN USER NKEY SEED-----\nSU\n"
     )
     check_nats("nats://h", nats_credentials=str(creds))
+
+
+def test_search_without_an_address_or_its_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"^search_url: .*--search-url"):
+        check_search(load_settings(None, {}, {"enable_search": "true"}).settings.agents)
+    odd = tmp_path / "odd"
+    odd.write_bytes(b"\xff")
+    for path, reason in ((tmp_path / "none", "cannot be read: No such file"), (odd, "is not UTF-8 text")):
+        given = {"agent": "true", "search_url": "http://h/", "search_key_file": str(path)}
+        with pytest.raises(StartError, match=f"^search_key_file: {path}: {reason}"):
+            check_search(load_settings(None, {}, given).settings.agents)
+        check_search(load_settings(None, {}, {**given, "agent": "false"}).settings.agents)
+    odd.write_text("key\n")
+    check_search(load_settings(None, {}, given).settings.agents)
+    check_search(load_settings(None, {}, {"agent": "true"}).settings.agents)
+
+
+def test_a_chat_template_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(StartError, match=f"^chat_template: {path}: cannot be read: {reason}"):
+            check_start(load_settings(None, {}, {"chat_template": str(path)}), is_gateway=False)
+
+
+def test_a_service_of_agents_names_a_key_of_search_that_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--agent-socket", str(tmp_path / "s"), "--agent", "--search-url", "http://h/")
+    assert cli.main(["agents", *flags, "--search-key-file", str(tmp_path / "none")]) == CONFIG_STATUS
+    assert capsys.readouterr().err.startswith(f"sie: search_key_file: {tmp_path}/none: cannot be read")
