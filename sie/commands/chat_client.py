@@ -149,8 +149,7 @@ def ask(target: Target, question: Question, answer: Answer) -> Generator[Piece |
         except TargetError as error:
             raise ServerError(str(error)) from error
         answer.asked_s = time.monotonic()
-        connection.request("POST", target.path + PATH, data, headers)
-        response = connection.getresponse()
+        response = connection.ask("POST", target.path + PATH, data, headers)
         if response.status != 200:
             raise ServerError(refusal(PATH, response.status, response.read()))
         for event in _events(response):

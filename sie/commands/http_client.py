@@ -40,6 +40,17 @@ class Connection(http.client.HTTPConnection):
         self.sock = self._target.connect()
         self.sock.settimeout(self._timeout_s)
 
+    def ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> http.client.HTTPResponse:
+        """Send a request and return its answer, also one that refuses the request before all of it was sent."""
+        try:
+            self.request(method, path, body, headers)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            try:
+                return self.getresponse()
+            except (OSError, http.client.HTTPException):
+                raise error from None
+        return self.getresponse()
+
 
 def authorization(target: Target) -> dict[str, str]:
     """Return the headers that carry the target's API key."""
@@ -57,8 +68,7 @@ def call(
     if body is not None:
         headers["Content-Type"], data = "application/json", msgspec.json.encode(body)
     with conversing(connection, target, timeout_s):
-        connection.request(method, target.path + path, data, headers)
-        response = connection.getresponse()
+        response = connection.ask(method, target.path + path, data, headers)
         return response.status, response.read()
 
 
