@@ -36,6 +36,7 @@ from sie.ipc.exit_statuses import CONFIG_STATUS
 
 _MAX_HELP_CHARS: Final = 90
 _FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
+_OF_PATHS: Final = frozenset((errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EROFS))
 _STDOUT: Final = 1
 _CONTEXT = {"max_content_width": 120, "help_option_names": ["-h", "--help"]}
 
@@ -58,12 +59,25 @@ def main(args: Sequence[str] | None = None) -> int:
     except click.Abort:
         return 130
     except OSError as error:
-        if error.errno not in _FULL or error.filename is not None:
+        if not (reason := _reason_of(error)):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # takes what Python still holds when it ends
-        click.echo(f"sie: cannot write the output: {error.strerror}", err=True)
+        click.echo(f"sie: {reason}", err=True)
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _reason_of(error: OSError) -> str:
+    """Return what is wrong with a path or with the output, for people; empty for an error of the program."""
+    if error.filename is not None:
+        return f"{error.filename}: {error.strerror}" if error.errno in _OF_PATHS else ""
+    if error.errno in _FULL:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # takes what Python still holds when it ends
+        return f"cannot write the output: {error.strerror}"
+    try:
+        os.getcwd()  # noqa: PTH109  # pathlib answers from a cache
+    except FileNotFoundError:
+        return "the current directory does not exist any more"
+    return ""
 
 
 _GROUPS: Final = {

@@ -151,6 +151,45 @@ def test_a_model_that_is_another_file_is_told_what_it_may_be(capsys, tmp_path: P
     assert f"{path} is not a directory or a .gguf file" in capsys.readouterr().out
 
 
+LONG = "a" * 300
+"""No file can have this name: every look at it fails, as those in a directory do that only another user may enter."""
+
+
+@pytest.mark.parametrize(
+    ("args", "status"),
+    [
+        (["list", f"a=./{LONG}"], 1),
+        (["list", f"a=./{LONG}.gguf"], 1),
+        (["list", "--model-repository", LONG], EX_CONFIG),
+        (["config", "--config", LONG], EX_CONFIG),
+        (["keys", "new", "a", "--file", LONG], EX_CONFIG),
+        (["convert", LONG, "to"], 1),
+        (["convert", ".", LONG], 1),
+        (["pull", f"a=./{LONG}"], 1),
+        (["doctor", "--bundle", LONG, "--bundle-log", LONG, "--only", "clock"], EX_CONFIG),
+        (["ps", "--url", "https://127.0.0.1:1", "--ca", LONG], 1),
+        (["service", "print", "--config", f"/{LONG}"], 1),
+    ],
+)
+def test_a_path_that_cannot_be_looked_at_is_one_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, args: list[str], status: int
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(args) == status
+    shown = capfd.readouterr()
+    assert "Traceback" not in shown.err
+    assert "ame too long" in shown.err + shown.out
+
+
+def test_models_in_a_directory_that_is_gone_are_one_line(tmp_path: Path):
+    script = "import os, sys; os.rmdir(os.getcwd()); from sie.__main__ import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "list", "./a"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "sie: the current directory does not exist any more\n")
+
+
 def test_an_agent_socket_that_cannot_be_made_is_named(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "sie", "agents", "--agent-socket", str(tmp_path / "none" / "s")],
@@ -274,7 +313,7 @@ def test_models_shows_what_repositories_hold(tmp_path: Path, capsys):
 
 def test_a_repository_that_is_not_there_stops_the_start(capsys):
     assert cli.main(["serve", "--model-repository", "/nonexistent"]) == EX_CONFIG
-    assert "model_repository (from flag --model-repository): there is no directory" in capsys.readouterr().err
+    assert "model_repository (from flag --model-repository): /nonexistent is not a directory" in capsys.readouterr().err
 
 
 def test_models_shows_cards_as_a_table(capsys):
