@@ -120,7 +120,7 @@ class GrpcChannel:
             self._error = "no message"
         if not self._error and self._says_error is not None:
             self._error = self._says_error(self._message[5:])
-        return Response(self._error, _field(trailers, b"grpc-message"), self._message[5:])
+        return Response(self._error, _field(trailers, b"grpc-message"), b"" if self._error else self._message[5:])
 
     def _refill(self, num_bytes: int) -> None:
         """Refill the connection's window in large pieces; a stream's own window is never used up."""
