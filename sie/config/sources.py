@@ -176,7 +176,7 @@ def _expected(plain: Any, meta: Meta) -> str:
     if plain is bool:
         return "true or false"
     if meta.min_length:
-        return "a text that is not empty"
+        return "a text of at least one character"
     return f"a text of at most {meta.max_length} characters" if meta.max_length else "a text"
 
 

@@ -86,7 +86,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 def reason_of(error: Exception) -> str:
     """Return the reason of a connection's error, for people. For OpenSSL's errors it names the address or flag to change."""
-    text = str(error) or type(error).__name__
+    text = "not a host name" if isinstance(error, UnicodeError) else str(error) or type(error).__name__
     if not isinstance(error, ssl.SSLError):
         return text
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -125,8 +125,8 @@ def parse_target(url: str, *, key: str = "", ca_file: str = "", cert_file: str =
     if url.startswith("unix:"):
         path = url.removeprefix("unix:")
         return Target(url=url, uds=os.path.normpath(path), key=key)
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port = parts.port or _PORTS.get(parts.scheme, 0)
     except ValueError as error:
         raise TargetError(f"{url!r}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 
 import pytest
@@ -37,10 +38,21 @@ def test_addresses():
 
 
 @pytest.mark.parametrize(
-    "url", ["", "host:80", "ftp://host", "http://", "http://host:x", "http://host:99999", "http://h/?a=b"]
+    "url",
+    [
+        "",
+        "host:80",
+        "ftp://host",
+        "http://",
+        "http://host:x",
+        "http://host:99999",
+        "http://h/?a=b",
+        "http://[::1",
+        "http://[x]",
+    ],
 )
 def test_what_is_no_address_is_refused(url: str):
-    with pytest.raises(TargetError):
+    with pytest.raises(TargetError, match=re.escape(repr(url))):
         parse_target(url)
 
 
@@ -58,6 +70,12 @@ def test_unreadable_tls_files_are_refused_with_their_flag(tmp_path):
 def test_nobody_listening_is_told_with_the_address():
     with pytest.raises(TargetError, match=r"unix:/nowhere\.sock"):
         parse_target("unix:/nowhere.sock").connect()
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".b", "\u00e4..b"])
+def test_what_is_no_host_name_is_told(host: str):
+    with pytest.raises(TargetError, match=r": not a host name$"):
+        parse_target(f"http://{host}").connect()
 
 
 def test_a_failed_handshake_says_what_may_be_wrong():
