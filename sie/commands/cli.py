@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -35,7 +36,6 @@ from sie.doctor import AREAS
 from sie.ipc.exit_statuses import CONFIG_STATUS
 
 _MAX_HELP_CHARS: Final = 90
-_FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 _OF_PATHS: Final = frozenset((errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EROFS))
 _STDOUT: Final = 1
 _CONTEXT = {"max_content_width": 120, "help_option_names": ["-h", "--help"]}
@@ -70,7 +70,8 @@ def _reason_of(error: OSError) -> str:
     """Return what is wrong with a path or with the output, for people; empty for an error of the program."""
     if error.filename is not None:
         return f"{error.filename}: {error.strerror}" if error.errno in _OF_PATHS else ""
-    if error.errno in _FULL:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    if frame.f_globals.get("__name__") == click.echo.__module__:
         os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # takes what Python still holds when it ends
         return f"cannot write the output: {error.strerror}"
     try:

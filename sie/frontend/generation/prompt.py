@@ -161,7 +161,8 @@ def fit(ids: list[int], max_tokens: int | None, context_length: int, *, truncate
     """Return the prompt and the most tokens of each choice, which together fit the context.
 
     truncate: an overlong prompt loses its oldest tokens until max_tokens fit, or a quarter of the context without
-    max_tokens; None: the client cannot ask for that. Raises BadRequest for an empty prompt, and InputTooLong if no room is left for a wanted token.
+    max_tokens; None: the client cannot ask for that. Raises BadRequest for an empty prompt, and InputTooLong if no room
+    is left for a wanted token.
     """
     if not ids:
         raise BadRequest("The prompt is empty: it has no token", extras={"param": "messages"})

@@ -232,6 +232,19 @@ def test_output_that_cannot_be_written_is_one_line_and_status_1(args: list[str])
     assert (ended.returncode, ended.stderr) == (1, "sie: cannot write the output: No space left on device\n")
 
 
+def test_output_that_is_only_open_for_reading_is_one_line():
+    with Path("/dev/null").open("rb") as null:
+        ended = subprocess.run(
+            [sys.executable, "-m", "sie", "version"],
+            stdout=null,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (1, "sie: cannot write the output: Bad file descriptor\n")
+
+
 def test_a_closed_stream_is_dev_null_and_its_number_is_no_sockets():
     script = (
         "import os, sys\n"
