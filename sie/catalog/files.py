@@ -95,8 +95,12 @@ class Checkpoint(msgspec.Struct, frozen=True):
 def open_checkpoint(model_id: str, directory: str) -> Checkpoint:
     """Return the checkpoint in a directory. Raises ModelLoadFailed when the directory does not exist."""
     root = Path(directory).absolute()
-    if not root.is_dir():
-        raise refuse(model_id, f"there is no directory {root}", "STORAGE")
+    try:
+        if not root.is_dir():
+            reason = f"{root} is not a directory or a .gguf file" if root.exists() else f"there is no directory {root}"
+            raise refuse(model_id, reason, "STORAGE")
+    except OSError as error:
+        raise refuse(model_id, f"{root}: {error.strerror}", "STORAGE") from error
     boundary = root.resolve()
     if boundary.parent.name == "snapshots" and boundary.parent.parent.name.startswith("models--"):
         boundary = boundary.parent.parent

@@ -46,12 +46,15 @@ def find_gguf(model_id: str, directory: str) -> str:
     directory is the file itself, or contains one and no config.json. Raises ModelLoadFailed when it contains several.
     """
     path = Path(directory).absolute()
-    if path.suffix == SUFFIX:
-        if not path.is_file():
-            raise refuse(model_id, f"there is no file {path}", "STORAGE")
-        return str(path)
-    if not path.is_dir() or (path / "config.json").exists():
-        return ""
+    try:
+        if path.suffix == SUFFIX:
+            if not path.is_file():
+                raise refuse(model_id, f"there is no file {path}", "STORAGE")
+            return str(path)
+        if not path.is_dir() or (path / "config.json").exists():
+            return ""
+    except OSError as error:
+        raise refuse(model_id, f"{path}: {error.strerror}", "STORAGE") from error
     files = sorted(file.name for file in path.glob(f"*{SUFFIX}"))
     if len(files) > 1:
         raise refuse(model_id, f"there are several GGUF files; write ID=DIRECTORY/{files[0]} for that one")

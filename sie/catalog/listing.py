@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -70,10 +71,16 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
                 )
             specs[spec.id] = (spec, start)
     for directory in models.repositories:
-        path = Path(directory)
-        if not path.is_dir() and not (path.is_file() and path.suffix == ".json"):
-            source = loaded.sources["model_repository"]
-            raise SettingsError(f"model_repository (from {source}): there is no directory or config.json {directory}")
+        path, source = Path(directory), loaded.sources["model_repository"]
+        try:
+            is_there = (
+                os.access(path, os.R_OK | os.X_OK) if path.is_dir() else path.is_file() and path.suffix == ".json"
+            )
+        except OSError as error:
+            raise SettingsError(f"model_repository (from {source}): {directory}: {error.strerror}") from None
+        if not is_there:
+            reason = "may not be read" if path.is_dir() else "is not a directory or a config.json that exists"
+            raise SettingsError(f"model_repository (from {source}): {directory} {reason}")
     _add_from_file(loaded, specs)
     entries = [entry for spec, _ in specs.values() for entry in entry_ids(spec.id, _profiles(spec))]
     if models.default_model and fold_default(models.default_model) not in entries:

@@ -89,6 +89,9 @@ class Connection:
         self.on_connected: Callable[[], Awaitable[None]] | None = None
         """Runs after each connection that is made again, when the streams are there."""
         self._restoring: asyncio.Task[None] | None = None
+        self._is_opening = True
+        self._has_waited = False
+        """Whether the log says that the first connection could not be made yet."""
 
     @property
     def is_connected(self) -> bool:
@@ -118,6 +121,9 @@ class Connection:
             **options,
         )
         self._js = self._nc.jetstream(timeout=_API_S)
+        self._is_opening = False
+        if self._has_waited:
+            _log.info("connected to NATS")
 
     async def close(self) -> None:
         """Send what is buffered, and close."""
@@ -151,6 +157,9 @@ class Connection:
         if isinstance(error, nats.errors.SlowConsumerError):
             _log.error("NATS messages were dropped, because this process was too slow: %s", error)
         elif isinstance(error, nats.errors.Error | OSError | TimeoutError):
+            if self._is_opening and not self._has_waited:
+                self._has_waited = True
+                _log.warning("NATS does not answer yet: %s; trying again until it does", error or type(error).__name__)
             _log.debug("NATS: %s", error or type(error).__name__)
         else:  # a handler of a message failed
             _log.error("a message from NATS was not handled", exc_info=error)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sie.commands.target_options import named_target, target_options, url_option
+from sie.commands.target_options import NumberRange, named_target, target_options, url_option
 from sie.commands.terminal import fail
 from sie.loadgen import DIALECTS
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from sie.loadgen.plan import Measured, Plan
 
 _COUNT = click.IntRange(1, 100_000)
-_SECONDS = click.FloatRange(0, 86_400)
-_POSITIVE = click.FloatRange(0, 1_000_000, min_open=True)
+_SECONDS = NumberRange(0, 86_400)
+_POSITIVE = NumberRange(0, 1_000_000, min_open=True)
 
 
 @click.command()
@@ -110,6 +110,7 @@ def bench(
 
     plan = Plan(**planned)
     try:
+        _check(plan, url)
         target = named_target(url, key=key, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
         if not as_json:
             _print_head(plan, url)
@@ -118,6 +119,19 @@ def bench(
         return fail(str(error))
     _print_json(measured, plan, url, within_ms) if as_json else _print_table(measured, plan, within_ms)
     return int(not any(one.run.num_good for one in measured))
+
+
+def _check(plan: Plan, url: str) -> None:
+    """Raise ValueError, with the flag, for a mix that cannot be made and for a dialect that the address cannot have."""
+    from sie.loadgen.sample_texts import parse_mix
+
+    try:
+        parse_mix(plan.texts)
+    except ValueError as error:
+        raise ValueError(f"--texts: {error}") from None
+    if plan.dialect.endswith("-grpc") != url.startswith("grpc"):
+        wanted = "grpc[s]://HOST:PORT" if plan.dialect.endswith("-grpc") else "http[s]://HOST:PORT or unix:PATH"
+        raise ValueError(f"--dialect {plan.dialect} needs --url {wanted}, not {url!r}")
 
 
 def _print_head(plan: Plan, url: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sie.commands.target_options import named_target, target_options, url_option
+from sie.commands.target_options import NumberRange, named_target, target_options, url_option
 from sie.commands.terminal import HARMLESS, fail, note
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ _HELP = """\
 Enter sends, Alt-Enter begins a new line, and the arrows
 show earlier questions. Ctrl-C ends a running answer, Ctrl-D
 leaves. A line that begins with a space is no command."""
+MAX_PIPED_CHARS = 50 << 20
+"""As many as the default of max_generation_body_bytes."""
 _LEAVING = frozenset(("/bye", "/exit", "/quit"))
 
 
@@ -52,7 +54,7 @@ def chat_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer. Default: all that fit."),
         click.option(
             "--temperature",
-            type=click.FloatRange(0, 2),
+            type=NumberRange(0, 2),
             help="Sampling temperature; 0 always takes the most likely token. Default: the model's.",
         ),
         click.option("--system", default="", help="System message to begin with."),
@@ -103,8 +105,23 @@ def talk(target: Target, question: Sequence[str], **options: Any) -> int:
     if not question and sys.stdin.isatty():
         target.connect().close()  # report a missing server before the user types
         return _converse(conversation, target.url)
-    text = " ".join(question) or sys.stdin.read().strip()
+    try:
+        text = " ".join(question) or _read_pipe()
+    except ValueError as error:
+        return fail(str(error))
     return _ask_once(conversation, text, attaches=bool(question)) if text else fail("there is no question")
+
+
+def _read_pipe() -> str:
+    """Return the text from the pipe. Raises ValueError if it is too long, or not UTF-8."""
+    try:
+        text = sys.stdin.read(MAX_PIPED_CHARS + 1)
+        text.encode()
+    except UnicodeError:
+        raise ValueError("the text from the pipe is not UTF-8 text") from None
+    if len(text) > MAX_PIPED_CHARS:
+        raise ValueError(f"the text from the pipe is over {MAX_PIPED_CHARS} characters")
+    return text.strip()
 
 
 def _ask_once(talk: _Conversation, text: str, *, attaches: bool) -> int:

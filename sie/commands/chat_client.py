@@ -137,6 +137,10 @@ def ask(target: Target, question: Question, answer: Answer) -> Generator[Piece |
     """
     fields = msgspec.to_builtins(question)
     body = fields | fields.pop("agent", {}) | {"stream": True, "stream_options": {"include_usage": True}}
+    try:
+        data = msgspec.json.encode(body)
+    except UnicodeEncodeError as error:
+        raise ServerError(f"{error.object[error.start : error.end]!r} is not UTF-8 text; nothing was sent") from error
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **authorization(target)}
     connection = Connection(target, _SILENCE_S)
     with conversing(connection, target, _SILENCE_S):
@@ -145,8 +149,7 @@ def ask(target: Target, question: Question, answer: Answer) -> Generator[Piece |
         except TargetError as error:
             raise ServerError(str(error)) from error
         answer.asked_s = time.monotonic()
-        connection.request("POST", target.path + PATH, msgspec.json.encode(body), headers)
-        response = connection.getresponse()
+        response = connection.ask("POST", target.path + PATH, data, headers)
         if response.status != 200:
             raise ServerError(refusal(PATH, response.status, response.read()))
         for event in _events(response):

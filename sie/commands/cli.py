@@ -6,7 +6,10 @@ Imports only what `--help` needs; each command imports the rest itself. Exit sta
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -22,23 +25,31 @@ from sie.commands.pull import pull
 from sie.commands.run import run
 from sie.commands.running import ps, stop
 from sie.commands.service import service
+from sie.commands.target_options import NumberRange
 from sie.commands.top import top
 from sie.config.bundled import with_bundled_model
 from sie.config.display import RENDERERS
 from sie.config.flags import ConfiguredCommand, ModelsCommand, with_models
 from sie.config.settings import Loaded, load_settings
-from sie.config.sources import SettingsError, did_you_mean
+from sie.config.sources import SettingsError, did_you_mean, is_utf8
 from sie.doctor import AREAS
 from sie.ipc.exit_statuses import CONFIG_STATUS
 
 _MAX_HELP_CHARS: Final = 90
+_OF_PATHS: Final = frozenset((errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EROFS))
+_STDOUT: Final = 1
 _CONTEXT = {"max_content_width": 120, "help_option_names": ["-h", "--help"]}
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status. An error that stops a start is one line on stderr."""
+    given = sys.argv[1:] if args is None else args
+    for number, text in enumerate(given, 1):
+        if not is_utf8(text):
+            click.echo(f"sie: argument {number}: {text!r} is not UTF-8 text", err=True)
+            return 2
     try:
-        result = cli.main(args=args, prog_name="sie", standalone_mode=False)
+        result = cli.main(args=given, prog_name="sie", standalone_mode=False)
     except SettingsError as error:
         click.echo(f"sie: {error}", err=True)
         return CONFIG_STATUS
@@ -47,7 +58,27 @@ def main(args: Sequence[str] | None = None) -> int:
         return error.exit_code
     except click.Abort:
         return 130
+    except OSError as error:
+        if not (reason := _reason_of(error)):
+            raise
+        click.echo(f"sie: {reason}", err=True)
+        return 1
     return result if isinstance(result, int) else 0
+
+
+def _reason_of(error: OSError) -> str:
+    """Return what is wrong with a path or with the output, for people; empty for an error of the program."""
+    if error.filename is not None:
+        return f"{error.filename}: {error.strerror}" if error.errno in _OF_PATHS else ""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    if frame.f_globals.get("__name__") == click.echo.__module__:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # takes what Python still holds when it ends
+        return f"cannot write the output: {error.strerror}"
+    try:
+        os.getcwd()  # noqa: PTH109  # pathlib answers from a cache
+    except FileNotFoundError:
+        return "the current directory does not exist any more"
+    return ""
 
 
 _GROUPS: Final = {
@@ -148,11 +179,17 @@ def agents(config_file: str | None, **flags: Any) -> int:
     if not loaded.settings.agents.agent_socket:
         raise SettingsError("agent_socket: `sie agents` needs the path of its socket (--agent-socket PATH)")
     from sie.agents.host.main import serve_service
+    from sie.supervisor.host_resources import StartError
+    from sie.supervisor.start_checks import check_search
 
     try:
+        check_search(loaded.settings.agents)
         return serve_service(loaded.settings)
+    except StartError as error:
+        raise SettingsError(str(error)) from error
     except OSError as error:
-        raise SettingsError(f"agent_socket: {error}") from error
+        where = loaded.settings.agents.agent_socket
+        raise SettingsError(f"agent_socket: cannot listen on {where}: {error.strerror or error}") from error
 
 
 @cli.command(
@@ -218,7 +255,7 @@ for _command in (bench, chat, convert, keys, ps, pull, run, service, stop, top):
         ),
         click.Option(
             ["--wait-s"],
-            type=click.FloatRange(0, 3600),
+            type=NumberRange(0, 3600),
             default=0.0,
             help="Repeat the checks for up to this time, until no error is left.",
         ),

@@ -40,6 +40,17 @@ class Connection(http.client.HTTPConnection):
         self.sock = self._target.connect()
         self.sock.settimeout(self._timeout_s)
 
+    def ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> http.client.HTTPResponse:
+        """Send a request and return its answer, also one that refuses the request before all of it was sent."""
+        try:
+            self.request(method, path, body, headers)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            try:
+                return self.getresponse()
+            except (OSError, http.client.HTTPException):
+                raise error from None
+        return self.getresponse()
+
 
 def authorization(target: Target) -> dict[str, str]:
     """Return the headers that carry the target's API key."""
@@ -57,8 +68,7 @@ def call(
     if body is not None:
         headers["Content-Type"], data = "application/json", msgspec.json.encode(body)
     with conversing(connection, target, timeout_s):
-        connection.request(method, target.path + path, data, headers)
-        response = connection.getresponse()
+        response = connection.ask(method, target.path + path, data, headers)
         return response.status, response.read()
 
 
@@ -136,7 +146,8 @@ def frames(target: Target) -> Generator[bytes]:
     try:
         feed = connect(
             f"ws://{target.authority}{target.path}{path}",
-            sock=sock, open_timeout=TIMEOUT_S, max_size=_MAX_FRAME_BYTES, additional_headers=authorization(target),
+            sock=sock, unix=bool(target.uds), open_timeout=TIMEOUT_S, max_size=_MAX_FRAME_BYTES,
+            additional_headers=authorization(target),
         )  # fmt: skip
     except InvalidStatus as error:
         raise ServerError(refusal(path, error.response.status_code, error.response.body or b"")) from error

@@ -1,7 +1,8 @@
-"""The flags of client commands: the server's address, the API key and the TLS files."""
+"""The flags of client commands: the server's address, the API key, the TLS files, and ranges of numbers."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -37,6 +38,17 @@ _OPTIONS = (
         "--cert-key", "key_file", type=click.Path(), default="", help="PEM file of the private key of --cert."
     ),
 )
+
+
+class NumberRange(click.FloatRange):
+    """A range of numbers. NaN is in no range, although it is neither below nor above one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
 
 
 def url_option(forms: str) -> Callable[[_Command], _Command]:

@@ -30,7 +30,12 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     nats_inbox_prefix: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9_.\-]+\Z", description="Prefix of the subjects on which NATS answers requests.")
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9_.\-]+\Z",
+            description="Prefix of the subjects on which NATS answers requests.",
+            extra={"form": "letters, digits, dots, hyphens and underscores"},
+        ),
     ] = "_INBOX"
     stream_storage: Annotated[
         Literal["memory", "file"],

@@ -404,7 +404,12 @@ class Tracing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         default=False, name="tracing"
     )
     endpoint: Annotated[
-        str, Meta(pattern=r"^https?://[^/\s]+/?\Z", description="Address of the collector; https uses TLS.")
+        str,
+        Meta(
+            pattern=r"^https?://[^/\s]+/?\Z",
+            description="Address of the collector; https uses TLS.",
+            extra={"form": "http://host:port or https://host:port"},
+        ),
     ] = field(default="http://localhost:4317", name="otlp_endpoint")
     protocol: Annotated[
         Literal["grpc", "http"],

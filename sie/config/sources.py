@@ -176,11 +176,22 @@ def _expected(plain: Any, meta: Meta) -> str:
     if plain is bool:
         return "true or false"
     if meta.min_length:
-        return "a text that is not empty"
+        return "a text of at least one character"
     return f"a text of at most {meta.max_length} characters" if meta.max_length else "a text"
 
 
+def is_utf8(text: str) -> bool:
+    """Return whether a text of the command line or the environment was UTF-8. Python stands in for other bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _convert(key: Key, raw: Any, where: str, *, from_text: bool) -> Any:
+    if from_text and not isinstance(raw, bool) and not is_utf8(raw if isinstance(raw, str) else "".join(raw)):
+        raise SettingsError(f"{where}: {raw!r} is not UTF-8 text")
     try:
         return msgspec.convert(raw, key.annotation, strict=not from_text)
     except msgspec.ValidationError:

@@ -283,8 +283,9 @@ class FrontendProcess:
             return
         own = self.settings.server.machine_profile or self.gpu_type()
         if not own or wanted.lower() != own.lower():
+            has = f"This server's machine profile is {own!r}" if own else "This server has no machine profile"
             raise BadRequest(
-                f"This server's machine profile is {own or 'not set'!r}, not {wanted!r}",
+                f"{has}, and the request wants {wanted!r}",
                 extras={"requested_profile": wanted, "worker_identity": own},
             )
 

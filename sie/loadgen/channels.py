@@ -20,7 +20,7 @@ class Response(NamedTuple):
     error: str
     """The error in a few words that can be counted; empty for a good answer."""
     head: bytes
-    """Its headers as received."""
+    """Its headers as received; over gRPC the message of the status."""
     body: bytes
 
 

@@ -278,12 +278,12 @@ def _timed(run: Run) -> collections.abc.Generator[None]:
 
 
 def _error_text(response: Response) -> str:
-    body = response.body.decode(errors="replace").strip()
-    return f"{response.error}: {body[:_MAX_ERROR_CHARS]}" if body else f"{response.error}: {_status_text(response)}"
+    told = response.body.decode(errors="replace").strip()[:_MAX_ERROR_CHARS] or _status_text(response)
+    return f"{response.error}: {told}" if told else response.error
 
 
 def _status_text(response: Response) -> str:
     """Return the error text in the headers of an answer without a body."""
     lines = response.head.decode("latin-1").split("\r\n")
-    told = [line for line in lines if line.lower().startswith(("nv-status", "grpc-message"))]
+    told = [line for line in lines if line.lower().startswith("nv-status")]
     return (told or lines)[0][:_MAX_ERROR_CHARS]

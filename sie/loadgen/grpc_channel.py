@@ -23,6 +23,7 @@ _FRAME_BYTES: Final = 16_384
 _FRAME_HEAD: Final = 9
 _REFILL_BYTES: Final = 1 << 30
 _MAX_PREFIX: Final = 127
+_MAX_LENGTH_BITS: Final = 28
 
 
 def grpc_request(target: Target, method: str, message: bytes) -> bytes:
@@ -119,7 +120,7 @@ class GrpcChannel:
             self._error = "no message"
         if not self._error and self._says_error is not None:
             self._error = self._says_error(self._message[5:])
-        return Response(self._error, trailers, self._message[5:])
+        return Response(self._error, _field(trailers, b"grpc-message"), b"" if self._error else self._message[5:])
 
     def _refill(self, num_bytes: int) -> None:
         """Refill the connection's window in large pieces; a stream's own window is never used up."""
@@ -131,12 +132,23 @@ class GrpcChannel:
 
 def _grpc_error(block: bytes) -> str:
     """Return `grpc-status N` when a block of headers has one that is not 0."""
-    name = block.find(b"grpc-status")
-    if name < 0:
-        return ""
-    value = name + len(b"grpc-status")
-    status = block[value + 1 : value + 1 + (block[value] & _MAX_PREFIX)]
-    return "" if status == b"0" else f"grpc-status {status.decode('latin-1')}"
+    status = _field(block, b"grpc-status")
+    return f"grpc-status {status.decode('latin-1')}" if status not in {b"", b"0"} else ""
+
+
+def _field(block: bytes, name: bytes) -> bytes:
+    """Return the value of a literal field in a block of headers; empty without the field."""
+    _, _, rest = block.partition(name)
+    if not rest:
+        return b""
+    length, at = rest[0] & _MAX_PREFIX, 1
+    if length == _MAX_PREFIX:
+        for shift in range(0, _MAX_LENGTH_BITS, 7):
+            byte = int.from_bytes(rest[at : at + 1], "big")
+            length, at = length + ((byte & 127) << shift), at + 1
+            if byte < 128:
+                break
+    return rest[at : at + length]
 
 
 def _frame(kind: int, flags: int, payload: bytes) -> bytes:

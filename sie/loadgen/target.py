@@ -16,6 +16,7 @@ _TIMEOUT_S = 10.0
 _PORTS = {"http": 80, "https": 443, "grpc": 80, "grpcs": 443}
 _JARGON: Final = re.compile(r"^\[SSL[^]]*\] | \(_ssl\.c:\d+\)$")
 """The parts around the text of OpenSSL's errors that mean nothing to users."""
+_GRAPHIC: Final = re.compile(r"[!-~]*")
 _MEANINGS: Final = {
     "WRONG_VERSION_NUMBER": "it answers without TLS; such an address begins with http:// or grpc://",
     "CERTIFICATE_REQUIRED": "the server asks for a client's certificate; give it with --cert and --cert-key",
@@ -85,7 +86,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 def reason_of(error: Exception) -> str:
     """Return the reason of a connection's error, for people. For OpenSSL's errors it names the address or flag to change."""
-    text = str(error) or type(error).__name__
+    text = "not a host name" if isinstance(error, UnicodeError) else str(error) or type(error).__name__
     if not isinstance(error, ssl.SSLError):
         return text
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -117,16 +118,22 @@ def parse_target(url: str, *, key: str = "", ca_file: str = "", cert_file: str =
     ca_file: PEM file of the authorities to trust instead of the system's. cert_file, key_file: this client's
     certificate. Raises TargetError.
     """
+    if not _GRAPHIC.fullmatch(key):
+        raise TargetError(
+            "the API key has a character that no header can carry; look at --key, SIE_API_KEY and the like"
+        )
     if url.startswith("unix:"):
         path = url.removeprefix("unix:")
         return Target(url=url, uds=os.path.normpath(path), key=key)
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port = parts.port or _PORTS.get(parts.scheme, 0)
     except ValueError as error:
         raise TargetError(f"{url!r}: {error}") from error
     if parts.scheme not in _PORTS or not parts.hostname or parts.query or parts.fragment:
         raise TargetError(f"{url!r} is not http://HOST:PORT, https://, grpc://, grpcs:// or unix:PATH")
+    if not _GRAPHIC.fullmatch(parts.path):
+        raise TargetError(f"{url!r}: write spaces and letters beyond ASCII in the path as percent codes, such as %20")
     tls = _tls_context(parts.scheme, ca_file, cert_file, key_file) if parts.scheme in {"https", "grpcs"} else None
     return Target(url=url, host=parts.hostname, port=port, path=parts.path.rstrip("/"), key=key, tls=tls)
 

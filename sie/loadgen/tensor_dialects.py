@@ -119,7 +119,7 @@ class TrtisGrpc:
         self._request, self._request_head, self._reply, self._reply_head = classes
 
     def new_channel(self) -> GrpcChannel:
-        return GrpcChannel(_trtis_error)
+        return GrpcChannel(self._error)
 
     def request(self, target: Target, texts: Sequence[str]) -> bytes:
         raw = _bytes_tensor(texts)
@@ -135,10 +135,15 @@ class TrtisGrpc:
             head = self._reply_head.FromString(reply.meta_data)
             return Answer(_floats(reply.raw_output[0]).reshape(list(head.output[0].raw.dims)))
 
-
-def _trtis_error(message: bytes) -> str:
-    """Check the first field of an InferResponse, request_status, and its first field, code: 1 is success."""
-    return "" if message[:1] == b"\x0a" and message[2:4] == b"\x08\x01" else "request_status"
+    def _error(self, message: bytes) -> str:
+        """Check the first field of an InferResponse, request_status, and its first field, code: 1 is success."""
+        if message[:1] == b"\x0a" and message[2:4] == b"\x08\x01":
+            return ""
+        try:
+            with decoding():
+                return f"request_status: {self._reply.FromString(message).request_status.msg}"
+        except WrongAnswerError as error:
+            return f"request_status: {error}"
 
 
 @contextmanager

@@ -238,18 +238,33 @@ def find_sandbox(
 
 def probe(sandbox: Sandbox) -> Report:
     """Start a sandbox once, and return what holds in it."""
-    with tempfile.TemporaryDirectory(prefix="sie-sandbox-") as directory:
-        Path(directory).chmod(0o711)
-        home = Path(directory, "home")
-        make_home(home, sandbox)
-        command = sandbox.command(home, Program(command=("/bin/true",)), reports=True)
-        try:
-            ran = subprocess.run(  # noqa: S603  # bubblewrap and our own entry
-                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=False,
-                env=sandbox.environment(home),
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return Report(problem=f"bubblewrap does not run: {error}")
+    directory = Path(tempfile.mkdtemp(prefix="sie-sandbox-"))
+    try:
+        report = _probe_in(directory, sandbox)
+    except OSError as error:  # root without the capabilities of root, as in a container
+        report = Report(problem=f"this user cannot give files to another one: {error}")
+    shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        for part in Path(directory, "home").iterdir():
+            os.chown(part, os.getuid(), os.getgid())
+        shutil.rmtree(directory, ignore_errors=True)
+        report = Report(problem="this user cannot remove files of another one (CAP_DAC_OVERRIDE)")
+    return report
+
+
+def _probe_in(directory: Path, sandbox: Sandbox) -> Report:
+    """Return what holds in a sandbox whose files are in this directory. Raises OSError if they cannot be made."""
+    directory.chmod(0o711)
+    home = Path(directory, "home")
+    make_home(home, sandbox)
+    command = sandbox.command(home, Program(command=("/bin/true",)), reports=True)
+    try:
+        ran = subprocess.run(  # noqa: S603  # bubblewrap and our own entry
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=False,
+            env=sandbox.environment(home),
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Report(problem=f"bubblewrap does not run: {error}")
     if ran.returncode != 0:
         lines = ran.stderr.decode(errors="replace").strip().splitlines()
         return Report(problem=lines[-1][:300] if lines else f"exit status {ran.returncode}")

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import ssl
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
 
+from sie.config.agent_settings import Agents
 from sie.config.mcp_config import read_mcp_config
 from sie.config.settings import Loaded, Settings
 from sie.runtime import failpoints
 from sie.supervisor.host_resources import StartError
+
+_NATS_KINDS: Final = {"nats": 0, "tls": 0, "ws": 1, "wss": 1}
+"""The schemes of NATS's addresses. Those of one connection have one number."""
+_CREDENTIALS: Final = (b"BEGIN NATS USER JWT", b"BEGIN USER NKEY SEED")
 
 
 def check_start(loaded: Loaded, *, is_gateway: bool) -> None:
@@ -16,7 +25,10 @@ def check_start(loaded: Loaded, *, is_gateway: bool) -> None:
     _check_failpoints(loaded)
     _check_tracing(settings)
     _check_cluster(settings, is_gateway=is_gateway)
-    check_mcp("" if settings.agents.agent_socket else settings.agents.mcp_config)
+    _check_text("chat_template", settings.generation.chat_template)
+    if not settings.agents.agent_socket:  # else another process uses the files, as another user
+        check_mcp(settings.agents.mcp_config)
+        check_search(settings.agents)
 
 
 def _check_failpoints(loaded: Loaded) -> None:
@@ -48,6 +60,59 @@ def _check_cluster(settings: Settings, *, is_gateway: bool) -> None:
         raise StartError("grpc_port: a gateway serves no gRPC")
     if settings.cluster.nats and importlib.util.find_spec("nats") is None:
         raise StartError("nats: the NATS client is not installed; pip install 'ringserve[cluster]'")
+    if settings.cluster.nats:
+        _check_addresses(settings.cluster.nats)
+        _check_authority(settings.cluster.nats_tls_ca)
+        _check_credentials(settings.cluster.nats_credentials)
+
+
+def _check_addresses(nats: str) -> None:
+    """Raise StartError for an address that the NATS client does not take, or for sockets and websockets together."""
+    kinds: set[int] = set()
+    for address in nats.split(","):
+        try:
+            parts = urlsplit(address.strip() if "://" in address else f"nats://{address.strip()}")
+            is_address = parts.scheme in _NATS_KINDS and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_address = False
+        if not is_address:
+            shown = address.rpartition("@")[2].strip()
+            raise StartError(f"nats: {shown!r} is not an address of NATS, which is nats://HOST:PORT")
+        kinds.add(_NATS_KINDS[parts.scheme])
+    if len(kinds) > 1:
+        raise StartError(
+            "nats: addresses with ws:// or wss:// cannot stand beside those with nats://HOST:PORT or tls://"
+        )
+
+
+def _check_authority(path: str) -> None:
+    try:
+        if path:
+            ssl.create_default_context(cafile=path)
+    except ssl.SSLError:
+        raise StartError(f"nats_tls_ca: {path}: holds no certificate in PEM form") from None
+    except OSError as error:
+        raise StartError(f"nats_tls_ca: {path}: cannot be read: {error.strerror}") from None
+
+
+def _check_credentials(path: str) -> None:
+    if not path:
+        return
+    if importlib.util.find_spec("nkeys") is None:
+        raise StartError("nats_credentials: nkeys is not installed; pip install nkeys")
+    import nkeys  # needed with this setting alone
+
+    try:
+        data = Path(path).read_bytes()
+        if data.startswith(b"SU"):
+            nkeys.from_seed(bytearray(data.strip()))
+            return
+    except OSError as error:
+        raise StartError(f"nats_credentials: {path}: cannot be read: {error.strerror}") from None
+    except nkeys.NkeysError as error:
+        raise StartError(f"nats_credentials: {path}: holds no seed of an nkey: {error}") from None
+    if not all(part in data for part in _CREDENTIALS):
+        raise StartError(f"nats_credentials: {path}: holds no JWT with its seed, and no seed alone")
 
 
 def check_mcp(path: str) -> None:
@@ -62,3 +127,22 @@ def check_mcp(path: str) -> None:
         raise StartError(f"mcp_config: {path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise StartError(f"mcp_config: {path}: {error}") from None
+
+
+def check_search(agents: Agents) -> None:
+    """Raise StartError for web search without the address of an engine, or with a key that cannot be read."""
+    if agents.enable_search and not agents.search_url:
+        raise StartError("search_url: enable_search needs the address of a search engine (--search-url URL)")
+    if agents.has_search:
+        _check_text("search_key_file", agents.search_key_file)
+
+
+def _check_text(setting: str, path: str) -> None:
+    """Raise StartError if the setting names a file that is not a text."""
+    try:
+        if path:
+            Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise StartError(f"{setting}: {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise StartError(f"{setting}: {path}: is not UTF-8 text") from None

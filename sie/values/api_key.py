@@ -139,7 +139,11 @@ def add_entry(path: str, key: ApiKey) -> None:
     KeyFileError when the file is not a file of keys, or has a key of that name.
     """
     entry = render_entry(key)
-    if Path(path).exists():
+    try:
+        exists = Path(path).exists()
+    except OSError as error:
+        raise KeyFileError(f"{path}: cannot be read: {error.strerror}") from None
+    if exists:
         text, _ = _read(path)
         if text.strip():
             if key.name in [known.name for known in parse_keys(text, path)]:

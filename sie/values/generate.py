@@ -281,8 +281,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     """Both as in `GenerateTask`."""
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    truncate_prompt: bool = False
-    """Whether an overlong prompt loses its oldest tokens instead of being refused."""
+    truncate_prompt: bool | None = None
+    """Whether an overlong prompt loses its oldest tokens instead of being refused. None: the route has no field for it."""
     stream: bool = False
     agent: AgentTask | None = None
     """The acts besides generating that are asked of the server, if any."""

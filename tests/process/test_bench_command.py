@@ -76,7 +76,8 @@ def test_every_dialect_is_answered_and_checked(bench: Bench, server: Server, dia
 def test_a_refusal_over_grpc_is_told(bench: Bench, server: Server, dialect: str):
     done = bench("--url", f"grpc://127.0.0.1:{server.grpc_port}", "--model", "none", "--dialect", dialect)
     assert done.status == 1
-    assert "none" in done.stderr
+    assert done.stderr.endswith(": Request for unknown model: 'none' is not found\n")
+    assert "\N{REPLACEMENT CHARACTER}" not in done.stderr
 
 
 def test_a_closed_loop_for_each_number_of_connections(bench: Bench, server: Server):
@@ -120,7 +121,9 @@ def test_a_key_and_a_unix_socket(bench: Bench, tmp_path: Path):
     [
         (("--model", "none"), "MODEL_NOT_FOUND"),
         (("--model", "none", "--dialect", "trtis"), "none"),
-        (("--model", "stub/a", "--texts", "12:x"), "'12:x'"),
+        (("--model", "stub/a", "--texts", "12:x"), "--texts: '12:x'"),
+        (("--model", "stub/a", "--dialect", "kserve-grpc"), "--dialect kserve-grpc needs --url grpc"),
+        (("--model", "stub/a", "--url", "grpc://127.0.0.1:1"), "--dialect sie-encode needs --url http"),
         (("--model", "stub/a", "--url", "http://127.0.0.1:1"), "cannot connect to http://127.0.0.1:1"),
         (("--model", "stub/a", "--url", "nowhere"), "'nowhere' is not"),
         (("--model", "stub/a", "--label", "x"), "takes no labels"),

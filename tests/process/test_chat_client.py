@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,6 +20,7 @@ from sie.commands import chat_agent, cli
 from sie.commands.chat_client import Answer, Message, Question, ToolEvent, ask
 from sie.commands.http_client import ServerError
 from sie.loadgen.target import parse_target
+from tests.process.harness import WAIT_S
 
 DONE = b"data: [DONE]\n\n"
 
@@ -72,6 +74,29 @@ def test_reasoning_is_told_apart_and_is_no_part_of_the_text() -> None:
             "stream_options": {"include_usage": True},
         }
     ]  # fmt: skip
+
+
+def test_a_typed_text_that_is_not_utf8_is_an_error() -> None:
+    question = Question(messages=[Message("user", "caf\udce9")])
+    with pytest.raises(ServerError, match="not UTF-8 text"):
+        list(ask(parse_target("http://127.0.0.1:1"), question, Answer()))
+
+
+def test_a_refusal_that_comes_before_the_whole_question_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def refuse() -> None:
+            taken, _ = listener.accept()
+            with taken:
+                taken.recv(1024)
+                taken.sendall(b'HTTP/1.1 413 x\r\nContent-Length: 20\r\n\r\n{"error":"too long"}')
+
+        server = threading.Thread(target=refuse)
+        server.start()
+        target = parse_target(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(ServerError, match="too long"):
+            list(ask(target, Question(messages=[Message("user", "x" * (32 << 20))]), Answer()))
+        server.join(WAIT_S)
 
 
 def test_only_the_answer_itself_is_printed_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -496,6 +498,23 @@ def test_an_input_that_kills_workers_is_refused_and_kept_as_a_dead_letter(gatewa
     answer = encode(gateway.port, "stub/poison", ["this is poison"])
     assert (answer.status, answer.code()) == (422, "POISON_INPUT")
     assert encode(gateway.port, "stub/a", ["others are served"]).status == 200
+
+
+def test_a_gateway_and_a_host_say_that_nats_does_not_answer():
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="sie-nats-"))
+        nats = Nats(directory)
+        servers = [
+            stack.enter_context(start_gateway(nats.url)),
+            stack.enter_context(start_host(nats.url, "--model", "stub/a=stub:dense=8")),
+        ]
+        for server in servers:
+            assert '"level":"warning"' in server.log_line("NATS does not answer yet")
+        nats.start()
+        stack.callback(nats.kill)
+        for server in servers:
+            server.log_line("connected to NATS")
+        wait_for_hosts(servers[0], 1)
 
 
 def test_a_gateway_without_nats_does_not_start():

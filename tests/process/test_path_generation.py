@@ -110,9 +110,18 @@ def test_the_path_names_the_model(server: Server, path: str, status: int) -> Non
     assert ask(server, f"/v1/generate/{path}", {"prompt": "a", "max_new_tokens": 1})[0] == status
 
 
-def test_the_sdk_raises_for_a_prompt_over_the_context(client: SIEClient) -> None:
-    with pytest.raises(RequestError, match="context"):
+def test_the_sdk_raises_for_a_prompt_over_the_context(client: SIEClient, server: Server) -> None:
+    with pytest.raises(RequestError, match=r"prompt alone has 5000; shorten it$"):  # names no field of other routes
         client.generate("org/m.1", "x" * 5000, max_new_tokens=1)
+    _, answer = ask(server, "/v1/generate/org__m_dot_1", {"prompt": "x" * 5000, "max_new_tokens": 1})
+    assert answer["detail"]["param"] == "prompt"
+
+
+def test_an_adapter_that_the_sdk_asks_for_is_refused_on_every_route(client: SIEClient) -> None:
+    with pytest.raises(RequestError, match="lora_adapter"):
+        client.generate("org/m.1", "a", max_new_tokens=1, lora_adapter="legal")
+    with pytest.raises(RequestError, match="Field 'lora_adapter' is not served"):
+        client.chat_completions("org/m.1", [{"role": "user", "content": "a"}], max_tokens=1, lora_adapter="legal")
 
 
 # --- KServe ---------------------------------------------------------------------------------------------------------
@@ -166,12 +175,12 @@ def test_a_stream_has_pieces_or_one_event(server: Server) -> None:
         ("org/m.1/generate", {"text_input": "a", "parameters": {"max_tokens": "x"}}, 400, "parameters.max_tokens"),
         ("org/m.1/generate", {"text_input": "a", "parameters": {"x": {}}}, 400, "'x' has invalid type"),
         ("org/m.1/generate", {"text_input": "a", "parameters": {"stream": True}}, 400, "generate_stream"),
-        ("org/m.1/generate_stream", {"text_input": "x" * 5000}, 400, "context"),
+        ("org/m.1/generate_stream", {"text_input": "x" * 5000}, 400, "has 5000; shorten it\n"),
         ("vectors/infer", {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"]}]}, 400,
          "text_input"),
         ("org/m.1/infer", {**_infer_body(), "parameters": {"max_tokens": "x"}}, 400, "parameters.max_tokens"),
         ("org/m.1/infer", {**_infer_body(), "parameters": {"stream": True}}, 400, "generate_stream"),
-        ("org/m.1/infer", _infer_body("x" * 5000), 400, "context"),
+        ("org/m.1/infer", _infer_body("x" * 5000), 400, "has 5000; shorten it\n"),
         ("org/m.1/infer", _infer_body("a", "b"), 400, "text_input"),
     ],
 )  # fmt: skip
@@ -179,7 +188,7 @@ def test_errors_have_kserves_shape(server: Server, path: str, body: Any, status:
     answered, answer = ask(server, f"/v2/models/{path}", body)
     assert answered == status
     assert list(answer) == ["error"]
-    assert message in answer["error"]
+    assert message in f"{answer['error']}\n"
 
 
 def test_what_no_client_should_send_is_refused(server: Server) -> None:

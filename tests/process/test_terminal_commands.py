@@ -27,6 +27,12 @@ from sie.config.settings import load_settings
 from tests.process.harness import WAIT_S, Server, eventually, start_server
 from tests.process.wire import total
 
+CHAT_WITH_A_SMALL_PIPE = """
+import sys
+from sie.commands import chat, cli
+chat.MAX_PIPED_CHARS = 1 << 20
+sys.exit(cli.main())
+"""
 FIGURES = r"{} · \d+ tokens.* · [\d.]+ tokens/s · first token after \d+ ms"
 
 
@@ -138,6 +144,13 @@ def test_a_pipe_is_a_question(server: Server) -> None:
     assert done.stdout == "user: from a pipe\nassistant: \n"
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "sie: there is no question\n")
+    for data, said in ((b"caf\xe9", "is not UTF-8 text"), (bytes(1 << 20), "is over 1048576 characters")):
+        for language in ("C", "C.UTF-8"):
+            odd = subprocess.run(
+                [sys.executable, "-c", CHAT_WITH_A_SMALL_PIPE, "chat", "--url", server.url],
+                input=data + b"x", capture_output=True, timeout=WAIT_S, check=False, env={**os.environ, "LC_ALL": language},
+            )  # fmt: skip
+            assert (odd.returncode, odd.stderr.decode()) == (1, f"sie: the text from the pipe {said}\n")
     reader, writer = os.pipe()
     os.close(reader)  # as `sie chat hello | head -0` does
     with os.fdopen(writer, "wb") as nobody:
@@ -233,6 +246,17 @@ def test_ps_shows_the_server_and_its_models(server: Server, capsys: pytest.Captu
     assert [row.split()[0::5] for row in models] == [["g", "generate"], ["slow", "generate"], ["v", "dense"]]
     assert cli.main(["ps", "--url", server.url, "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out)["server"]["pid"] == server.process.pid
+
+
+def test_ps_and_top_follow_a_server_on_a_unix_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"unix:{tmp_path}/s"
+    with start_server("--model", "v=stub:dense=8", "--uds", f"{tmp_path}/s", "--frontends", "1", "--devices", "cpu:1"):
+        assert cli.main(["ps", "--url", url]) == 0
+        assert f" at {url}: ready, " in capsys.readouterr().out
+        with terminal("top", "--url", url, term="xterm") as screen:
+            screen.wait("MODEL")
+            screen.press("q")
+            assert screen.process.wait(WAIT_S) == 0
 
 
 def test_a_server_that_is_not_there_is_one_line_that_says_how_to_start_one(

@@ -10,4 +10,7 @@ DATABASE: Final = "agents.db"
 
 def has_store(directory: str) -> bool:
     """Tell whether a server has kept anything in this state directory."""
-    return Path(directory, DATABASE).exists()
+    try:
+        return Path(directory, DATABASE).exists()
+    except OSError:  # the first request for the store tells why
+        return False

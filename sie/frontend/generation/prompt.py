@@ -157,11 +157,12 @@ def chat_ids(rendered: Rendered, vocabulary: Vocabulary, *, whole: bool = False)
     return ids
 
 
-def fit(ids: list[int], max_tokens: int | None, context_length: int, *, truncate: bool) -> tuple[list[int], int]:
+def fit(ids: list[int], max_tokens: int | None, context_length: int, *, truncate: bool | None) -> tuple[list[int], int]:
     """Return the prompt and the most tokens of each choice, which together fit the context.
 
     truncate: an overlong prompt loses its oldest tokens until max_tokens fit, or a quarter of the context without
-    max_tokens. Raises BadRequest for an empty prompt, and InputTooLong if no room is left for a wanted token.
+    max_tokens; None: the client cannot ask for that. Raises BadRequest for an empty prompt, and InputTooLong if no room
+    is left for a wanted token.
     """
     if not ids:
         raise BadRequest("The prompt is empty: it has no token", extras={"param": "messages"})
@@ -170,9 +171,9 @@ def fit(ids: list[int], max_tokens: int | None, context_length: int, *, truncate
         ids = ids[-max(1, context_length - room) :]
     left = context_length - len(ids)
     if left < (1 if max_tokens is None else min(1, max_tokens)):
+        hint = "" if truncate is None else ", or have it cut with 'truncate_sequence'"
         raise InputTooLong(
-            f"This model's context is {context_length} tokens, and the prompt alone has {len(ids)}; shorten it, or have "
-            "it cut with 'truncate_sequence'",
+            f"This model's context is {context_length} tokens, and the prompt alone has {len(ids)}; shorten it{hint}",
             code="CONTEXT_LENGTH_EXCEEDED",
             extras={"param": "messages"},
         )

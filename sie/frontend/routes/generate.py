@@ -123,13 +123,14 @@ class TextRoutes:
             raise BadRequest("Header 'X-SIE-Remote' must be 'forbid'")
         waits = process.settings.models.wait_for_load
         request = await self._read(exchange, native_generate.decode_generate, model, waits=waits)
-        return await self._answer_from(
-            exchange,
-            self.service.find_exactly(exchange, model),
-            request,
-            lambda reply, _prompts: native_generate.encode_generate(reply),
-            lambda _model, _prompts: native_generate.GenerateWriter(exchange.request_id),
-        )
+        with renamed(native_generate.NAMES):
+            return await self._answer_from(
+                exchange,
+                self.service.find_exactly(exchange, model),
+                request,
+                lambda reply, _prompts: native_generate.encode_generate(reply),
+                lambda _model, _prompts: native_generate.GenerateWriter(exchange.request_id),
+            )
 
     async def generate_tensor(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `/v2/models/{model}/generate`."""

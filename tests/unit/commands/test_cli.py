@@ -144,11 +144,128 @@ def test_a_wrong_variable_stops_the_start(supervisor, monkeypatch, capsys):
     assert capsys.readouterr().err == "sie: environment: SIE_PORT: 'http' is not an integer from 0 to 65535\n"
 
 
+def test_a_model_that_is_another_file_is_told_what_it_may_be(capsys, tmp_path: Path):
+    path = tmp_path / "weights.bin"
+    path.write_text("x")
+    assert cli.main(["list", f"a={path}"]) == 1
+    assert f"{path} is not a directory or a .gguf file" in capsys.readouterr().out
+
+
+LONG = "a" * 300
+"""No file can have this name: every look at it fails, as those in a directory do that only another user may enter."""
+
+
+@pytest.mark.parametrize(
+    ("args", "status"),
+    [
+        (["list", f"a=./{LONG}"], 1),
+        (["list", f"a=./{LONG}.gguf"], 1),
+        (["list", "--model-repository", LONG], EX_CONFIG),
+        (["config", "--config", LONG], EX_CONFIG),
+        (["keys", "new", "a", "--file", LONG], EX_CONFIG),
+        (["convert", LONG, "to"], 1),
+        (["convert", ".", LONG], 1),
+        (["pull", f"a=./{LONG}"], 1),
+        (["doctor", "--bundle", LONG, "--bundle-log", LONG, "--only", "clock"], EX_CONFIG),
+        (["ps", "--url", "https://127.0.0.1:1", "--ca", LONG], 1),
+        (["service", "print", "--config", f"/{LONG}"], 1),
+    ],
+)
+def test_a_path_that_cannot_be_looked_at_is_one_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, args: list[str], status: int
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(args) == status
+    shown = capfd.readouterr()
+    assert "Traceback" not in shown.err
+    assert "ame too long" in shown.err + shown.out
+
+
+def test_models_in_a_directory_that_is_gone_are_one_line(tmp_path: Path):
+    script = "import os, sys; os.rmdir(os.getcwd()); from sie.__main__ import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "list", "./a"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "sie: the current directory does not exist any more\n")
+
+
+def test_an_agent_socket_that_cannot_be_made_is_named(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "sie", "agents", "--agent-socket", str(tmp_path / "none" / "s")],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == EX_CONFIG
+    assert f"sie: agent_socket: cannot listen on {tmp_path}/none/s: No such file or directory\n" in done.stderr
+
+
 def test_an_unknown_command_is_a_usage_error(capsys):
     assert cli.main(["serv"]) == 2
     assert "'serv': unknown command; did you mean serve?" in capsys.readouterr().err
     assert cli.main(["xyzzy"]) == 2
     assert "'xyzzy': unknown command; `sie --help` lists the commands" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [["serve"], ["chat", "--system"], ["stop"], ["ps", "--key"], ["bench", "--model"]])
+def test_an_argument_that_is_not_text_is_one_line(capsys, args: list[str]):
+    assert cli.main([*args, "a\udcff"]) == 2
+    assert capsys.readouterr().err == f"sie: argument {len(args) + 1}: 'a\\udcff' is not UTF-8 text\n"
+
+
+def test_a_variable_that_is_not_text_stops_the_start(supervisor, monkeypatch, capsys):
+    monkeypatch.setenv("SIE_LOG_LEVEL", "\udcff")
+    assert cli.main(["serve"]) == EX_CONFIG
+    assert capsys.readouterr().err == "sie: environment: SIE_LOG_LEVEL: '\\udcff' is not UTF-8 text\n"
+
+
+@pytest.mark.parametrize("args", [["version"], ["config"], ["completion", "bash"], ["list", STUB], ["--help"]])
+def test_output_that_cannot_be_written_is_one_line_and_status_1(args: list[str]):
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "sie", *args],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (1, "sie: cannot write the output: No space left on device\n")
+
+
+def test_output_that_is_only_open_for_reading_is_one_line():
+    with Path("/dev/null").open("rb") as null:
+        ended = subprocess.run(
+            [sys.executable, "-m", "sie", "version"],
+            stdout=null,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (1, "sie: cannot write the output: Bad file descriptor\n")
+
+
+def test_a_closed_stream_is_dev_null_and_its_number_is_no_sockets():
+    script = (
+        "import os, sys\n"
+        "from sie.commands import cli\n"
+        "from sie.__main__ import main\n"
+        "cli.main = lambda: print(sys.stdin.read(), *(os.readlink(f'/proc/self/fd/{fd}') for fd in (0, 1)), file=sys.stderr)\n"
+        "main()\n"
+    )
+    ended = subprocess.run(
+        ["sh", "-c", '"$@" <&- >&-', "sh", sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )  # fmt: skip
+    assert ended.stderr.split() == ["/dev/null", "/dev/null"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["chat", "--temperature", "nan"], ["bench", "--model", "a", "--find-max", "nan"], ["doctor", "--wait-s", "nan"]],
+)
+def test_nan_is_in_no_range(capsys, args: list[str]):
+    assert cli.main(args) in {2, EX_CONFIG}
+    assert f"'{args[-2]}': nan is not a number" in capsys.readouterr().err
 
 
 def test_help_lists_every_command_once_and_the_version_is_a_flag_too(capsys):
@@ -209,7 +326,7 @@ def test_models_shows_what_repositories_hold(tmp_path: Path, capsys):
 
 def test_a_repository_that_is_not_there_stops_the_start(capsys):
     assert cli.main(["serve", "--model-repository", "/nonexistent"]) == EX_CONFIG
-    assert "model_repository (from flag --model-repository): there is no directory" in capsys.readouterr().err
+    assert "model_repository (from flag --model-repository): /nonexistent is not a directory" in capsys.readouterr().err
 
 
 def test_models_shows_cards_as_a_table(capsys):

@@ -150,6 +150,10 @@ def test_an_unknown_flag_is_refused_with_the_nearest():
         load_settings(None, {}, {"prot": "1"})
 
 
+def test_every_pattern_is_told_in_words():
+    assert not [key.name for key in all_keys() if typing.get_args(key.annotation)[1].pattern and not key.form]
+
+
 @pytest.mark.parametrize("text", ["auto", "cpu", "cpu:4", "cuda", "cuda:0", "cuda:0,cuda:1"])
 def test_devices_accepts_its_forms(text: str):
     assert load_settings(None, {}, {"devices": text}).settings.devices.devices == text

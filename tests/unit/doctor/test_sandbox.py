@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +59,16 @@ def test_a_service_of_agents_is_asked_whether_it_listens(tmp_path: Path) -> None
         sock.listen()
         (finding,) = sandbox.check_sandbox(settings)
     assert finding.level == "ok"
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="drops capabilities of root")
+@pytest.mark.parametrize("dropped", ["-dac_override,-dac_read_search", "-chown", "-all"])
+def test_root_without_its_capabilities_is_told_what_it_can_hold(tmp_path: Path, dropped: str) -> None:
+    done = subprocess.run(
+        ["setpriv", f"--bounding-set={dropped}", sys.executable, "-m", "sie", "doctor", "--only", "sandbox"],
+        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "made by root" not in done.stdout
+    assert " sandbox for agents: " in done.stdout
+    assert not list(tmp_path.iterdir())

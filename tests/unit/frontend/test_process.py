@@ -118,6 +118,12 @@ async def test_request_for_another_machine_is_refused_with_both_names(desk: Desk
 
 
 @at_desk()
+async def test_request_for_a_machine_is_refused_by_one_without_a_profile(desk: Desk) -> None:
+    with pytest.raises(BadRequest, match="has no machine profile, and the request wants 'H100'"):
+        desk.process.check_machine_profile("H100")
+
+
+@at_desk()
 async def test_default_is_the_only_able_model(desk: Desk) -> None:
     desk.tell(models("only"))
     assert desk.process.models.resolve_default("default", "dense") == "only"

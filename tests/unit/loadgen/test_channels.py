@@ -52,6 +52,16 @@ def literal(name: bytes, value: bytes) -> bytes:
     return b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
 
 
+def long_literal(name: bytes, value: bytes) -> bytes:
+    """Return a field whose value may have 127 bytes and more. Source: RFC 7541, section 5.1."""
+    if len(value) < 127:
+        return literal(name, value)
+    rest, length = len(value) - 127, b"\x7f"
+    while rest >= 128:
+        rest, length = rest >> 7, length + bytes((rest & 127 | 128,))
+    return b"\0" + bytes((len(name),)) + name + length + bytes((rest,)) + value
+
+
 def grpc_answer(stream: int, message: bytes, status: bytes = b"0") -> bytes:
     body = b"\0" + struct.pack(">I", len(message)) + message
     middle = len(body) // 2
@@ -77,6 +87,16 @@ def test_a_grpc_status_is_the_error():
     channel = GrpcChannel()
     channel.frame(b"")
     assert channel.feed(grpc_answer(1, b"", b"8")).error == "grpc-status 8"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("length", [5, 126, 127, 128, 20_000])
+def test_the_reason_of_a_grpc_status_is_read_from_between_other_fields(length: int):
+    reason = b"r" * length
+    channel = GrpcChannel()
+    channel.frame(b"")
+    block = literal(b"content-type", b"application/grpc") + literal(b"grpc-status", b"5")
+    answer = channel.feed(frame(1, 5, 1, block + long_literal(b"grpc-message", reason) + literal(b"a", b"b")))
+    assert answer == Response("grpc-status 5", reason, b"")
 
 
 def test_an_answer_without_a_message_is_no_good():

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 
 import pytest
 
 from sie.loadgen.target import TargetError, parse_target, reason_of
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a b", "k\r", "\u20ac", "\udcff", "a\x7f"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str):
+    with pytest.raises(TargetError, match="the API key has a character that no header can carry") as refused:
+        parse_target("http://h:1", key=key)
+    assert key not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["http://h:1/a b", "http://h:1/\u00e4", "http://h:1/\udcff"])
+def test_a_path_that_no_request_can_carry_is_refused(url: str):
+    with pytest.raises(TargetError, match="percent"):
+        parse_target(url)
 
 
 def test_addresses():
@@ -24,10 +38,21 @@ def test_addresses():
 
 
 @pytest.mark.parametrize(
-    "url", ["", "host:80", "ftp://host", "http://", "http://host:x", "http://host:99999", "http://h/?a=b"]
+    "url",
+    [
+        "",
+        "host:80",
+        "ftp://host",
+        "http://",
+        "http://host:x",
+        "http://host:99999",
+        "http://h/?a=b",
+        "http://[::1",
+        "http://[x]",
+    ],
 )
 def test_what_is_no_address_is_refused(url: str):
-    with pytest.raises(TargetError):
+    with pytest.raises(TargetError, match=re.escape(repr(url))):
         parse_target(url)
 
 
@@ -45,6 +70,12 @@ def test_unreadable_tls_files_are_refused_with_their_flag(tmp_path):
 def test_nobody_listening_is_told_with_the_address():
     with pytest.raises(TargetError, match=r"unix:/nowhere\.sock"):
         parse_target("unix:/nowhere.sock").connect()
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".b", "\u00e4..b"])
+def test_what_is_no_host_name_is_told(host: str):
+    with pytest.raises(TargetError, match=r": not a host name$"):
+        parse_target(f"http://{host}").connect()
 
 
 def test_a_failed_handshake_says_what_may_be_wrong():

@@ -39,6 +39,8 @@ from sie.values.generate import (
     TextDelta,
 )
 
+NAMES: Final = {"messages": "prompt", "max_tokens": "max_new_tokens"}
+"""This route's names for fields in the errors of the generation core."""
 _to_json: Final = msgspec.json.Encoder().encode
 
 

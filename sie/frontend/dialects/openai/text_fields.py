@@ -67,6 +67,7 @@ class SamplingFields(AgentFields, kw_only=True):
     truncate_sequence: bool | None = None
     grammar: GrammarField | None = None
     adapter: Any = None
+    lora_adapter: Any = None
     stream: bool | None = None
 
 
@@ -181,8 +182,9 @@ def read_sampling_fields(body: SamplingFields) -> GenerateRequest:
     """Return a request with the common fields of all routes. Raises BadRequest for a wrong value."""
     if body.dry_multiplier:
         raise wrong("dry_multiplier", "is not served; leave it out, or give 0")
-    if body.adapter is not None:
-        raise wrong("adapter", "is not served for generation")
+    for name, value in (("adapter", body.adapter), ("lora_adapter", body.lora_adapter)):
+        if value is not None:
+            raise wrong(name, "is not served for generation")
     request = GenerateRequest(
         model=body.model or embeddings.DEFAULT_MODEL,
         max_tokens=body.max_tokens,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from hpack import Decoder, Encoder, HPACKDecodingError, HPACKError, OversizedHeaderListError
+from hpack.hpack import decode_integer
 from hpack.table import HeaderTable
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from sie.frontend.grpc.transport.hpack_blocks import decode_block
@@ -35,7 +36,16 @@ def test_decoded_lists_equal_the_encoded_ones(
         assert decoded(block, table) == [(name, value) for name, value, _ in fields]
 
 
+def num_resizes(block: bytes) -> int:
+    """Return how often a block resizes the table at its start. Source: RFC 7541, section 6.3."""
+    count = 0
+    while block and block[0] & 0xE0 == 0x20:
+        block, count = block[decode_integer(block, 5)[1] :], count + 1
+    return count
+
+
 @settings(max_examples=400, deadline=None)
+@example([b"   \x81"])
 @given(st.lists(st.binary(max_size=30), min_size=1, max_size=4))
 def test_any_bytes_decode_as_in_the_hpack_package(blocks: list[bytes]):
     decoder, table = Decoder(1 << 16), HeaderTable()
@@ -45,7 +55,7 @@ def test_any_bytes_decode_as_in_the_hpack_package(blocks: list[bytes]):
             expected = [tuple(field) for field in decoder.decode(block, raw=True)]
         except HPACKError:
             expected = None
-        if found is None and expected == []:
+        if found is None and expected is not None and num_resizes(block) > 2:
             event("more resizes than a client needs")
             return
         assert found == expected
