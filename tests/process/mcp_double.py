@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 
 import anyio
 from mcp.server import MCPServer
@@ -94,12 +93,7 @@ async def serve_websocket(port: int) -> None:
 
 def main() -> None:
     way = sys.argv[1]
-    if way == "silent":
-        time.sleep(600)
-    elif way == "endless":
-        while True:
-            os.write(1, b"x" * 65536)
-    elif way == "websocket":
+    if way == "websocket":
         asyncio.run(serve_websocket(int(sys.argv[2])))
     elif way == "http":
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))

@@ -23,10 +23,13 @@ from tests.process.harness import WAIT_S, eventually, free_port, start_server
 from tests.process.test_agents import CHAT, Client, call, script
 
 DOUBLE = str(Path(__file__).with_name("mcp_double.py"))
+SILENT = ("sleep", ("600",))
 
 
-def stdio(name: str, way: str = "stdio", **fields: Any) -> dict[str, Any]:
-    source = {"type": "Process", "command": sys.executable, "args": [DOUBLE, way], "env": {"MARK": name}}
+def stdio(
+    name: str, command: str = sys.executable, args: tuple[str, ...] = (DOUBLE, "stdio"), **fields: Any
+) -> dict[str, Any]:
+    source = {"type": "Process", "command": command, "args": args, "env": {"MARK": name}}
     return {"name": name, "source": source, **fields}
 
 
@@ -228,14 +231,14 @@ def test_a_server_that_dies_floods_or_hangs_is_cut_and_comes_back() -> None:
     with_servers(work, stdio("d"), timeout_s=10.0)  # on a busy machine its start alone takes seconds
 
 
-@pytest.mark.parametrize("way", ["silent", "endless"])
-def test_a_server_that_never_or_always_speaks_does_not_hold_the_others(way: str) -> None:
+@pytest.mark.parametrize("program", [SILENT, ("cat", ("/dev/zero",))], ids=["silent", "endless"])
+def test_a_server_that_never_or_always_speaks_does_not_hold_the_others(program: tuple[str, tuple[str, ...]]) -> None:
     async def work(servers: McpServers) -> None:
         await connected(servers, 1)
         assert (await servers.run(tool("large", "e"))).content.startswith("yyy")
         assert "not connected" in (await servers.run(tool("add"))).content
 
-    with_servers(work, stdio("d", way), stdio("e"))
+    with_servers(work, stdio("d", *program), stdio("e"))
 
 
 def test_a_server_over_http_that_was_restarted_is_found_again() -> None:
@@ -270,7 +273,7 @@ def test_a_call_that_is_given_up_leaves_the_connection() -> None:
 
 def test_a_program_ends_with_the_agent_process(tmp_path: Path) -> None:
     path = tmp_path / "mcp.json"
-    path.write_text(json.dumps({"servers": [stdio("ends", "silent")]}))
+    path.write_text(json.dumps({"servers": [stdio("ends", *SILENT)]}))
     with start_server("--model", "s=stub:generate,scripted", "--frontends", "1", "--mcp-config", str(path)) as server:
         (program,) = eventually(lambda: programs("ends"), "the program")
         answer = Client(server, "").post(CHAT, messages=[{"role": "user", "content": "x"}], tools=[mcp("ends")])
