@@ -32,6 +32,15 @@ class DecoderLayer(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Screen(ctypes.Structure):
+    """Mirrors `SieScreen`."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_void_p)
+        for name in ("tiles", "kept", "input_scales", "scales", "sums", "errors", "lengths", "head_lengths")
+    ]
+
+
 class Decoder(ctypes.Structure):
     """Mirrors `SieDecoder`."""
 
@@ -40,6 +49,7 @@ class Decoder(ctypes.Structure):
         ("layers", ctypes.POINTER(DecoderLayer)),
         ("last_norm", ctypes.c_void_p),
         ("head", Matrix),
+        ("screen", Screen),
         *(
             (name, ctypes.c_int32)
             for name in (

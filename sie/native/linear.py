@@ -79,6 +79,13 @@ def pack_bf16(bits: NDArray[np.uint16]) -> NDArray[np.uint8]:
     return _tiles(bits, 2).reshape(-1).view(np.uint8)
 
 
+def unpack_bf16(packed: NDArray[np.uint8], inputs: int) -> NDArray[np.uint16]:
+    """Return the bits (outputs in whole tiles, inputs) of whole tiles that `pack_bf16` made."""
+    groups = -(-inputs // GROUP_INPUTS)
+    tiles = packed.view(np.uint16).reshape(-1, groups, GROUP_INPUTS // 2, TILE_OUTPUTS, 2)
+    return tiles.transpose(0, 3, 1, 2, 4).reshape(-1, groups * GROUP_INPUTS)[:, :inputs]
+
+
 def pack_int8(numbers: NDArray[np.int8], scales: NDArray[np.float16]) -> NDArray[np.uint8]:
     """Return the packed bytes of numbers (outputs, inputs) with scales (outputs, groups) for groups of 32."""
     return _with_scales(_tiles(numbers.view(np.uint8) ^ np.uint8(0x80), 4), scales)

@@ -25,11 +25,26 @@ struct SieDecoderLayer {
     int32_t is_norm_whole;         // query_norm and key_norm take all heads of a token together
 };
 
+// A head in eight bits, to find where the likeliest token may be (screen.h). An output is its scale times numbers, which stand for
+// the head's weights divided by input_scales. A few pairs of inputs are kept as they are: these have scales of zero.
+struct SieScreen {
+    // [tile of 16 outputs, whole pairs][numbers: quad of inputs, 16 for each 64; then kept pairs of inputs][output]; null: none
+    const uint32_t* tiles;
+    const int32_t* kept;        // (kScreenKept): the kept pairs of inputs
+    const float* input_scales;  // (inputs)
+    const float *scales, *sums;  // (outputs, whole pairs): scales, and scales times the sums of numbers
+    // (pairs): the greatest length of what rounding changes, of a rounded output, and of an output of the head
+    const float *errors, *lengths, *head_lengths;
+};
+
+constexpr int kScreenKept = 16;
+
 struct SieDecoder {
     const void* embeddings;  // (vocabulary, width)
     const SieDecoderLayer* layers;
     const float* last_norm;  // (width)
     SieMatrix head;
+    SieScreen screen;
     int32_t num_layers, width, num_heads, num_key_heads, head_width, rotary_width;
     int32_t activation;  // SieActivation, of encoder.h
     int32_t is_gated;

@@ -10,6 +10,7 @@
 #include "pairs.h"
 #include "prompt_attention.h"
 #include "row_steps.h"
+#include "screen.h"
 #include "token_attention.h"
 
 namespace {
@@ -79,9 +80,13 @@ class Decoder {
     // Calls done(row, pair, left, right, thread) for the product of the step's tokens with a matrix.
     template <class Done>
     void multiply(const SieMatrix& matrix, const Rows& rows, bool is_gated, const Done& done) const {
-        // Each thread unpacks into its own share of the scratch.
+        multiply_pairs(product_of(matrix, rows, is_gated), done);
+    }
+
+    // Each thread unpacks into its own share of the scratch.
+    Product product_of(const SieMatrix& matrix, const Rows& rows, bool is_gated) const {
         char* unpacked = at<char>(layout_.threads + layout_.unpacked);
-        multiply_pairs(Product{matrix, rows, step_.num_tokens, is_gated, step_.num_threads, unpacked, layout_.thread}, done);
+        return {matrix, rows, step_.num_tokens, is_gated, step_.num_threads, unpacked, static_cast<int64_t>(layout_.thread)};
     }
 
     void write(const Rows& to, int64_t row, const float* values, const float* weight) const {
@@ -269,14 +274,24 @@ class Decoder {
             return decoder_.logit_cap > 0 ? capped(scaled, decoder_.logit_cap) : scaled;
         };
         const BestTokens best(step_, step_.best ? thread_room(0) + layout_.best : nullptr, layout_.thread);
-        multiply(head, rows(layout_.input, head), false, [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t thread) {
+        const Rows from = rows(layout_.input, head);
+        const auto done = [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t thread) {
             left = finish(left), right = finish(right);
             if (step_.logits) store_pair(step_.logits + row * static_cast<int64_t>(head.outputs), head.outputs, pair, left, right);
             if (!step_.best) return;
             const int64_t first = pair * kPairOutputs, rest = head.outputs - first;
             best.see(thread, row, first, first_lanes(static_cast<int>(rest)), left);
             best.see(thread, row, first + kTileOutputs, first_lanes(static_cast<int>(rest - kTileOutputs)), right);
-        });
+        };
+#ifdef __AVX512BF16__
+        if (is_screened(decoder_, step_)) {
+            const Screen screen(decoder_, step_, from, at<char>(layout_.screen), thread_room(0) + layout_.least, layout_.thread);
+            multiply_chosen(product_of(head, from, false), screen.find(), done);
+            best.finish();
+            return;
+        }
+#endif
+        multiply_pairs(product_of(head, from, false), done);
         if (step_.best) best.finish();
     }
 };

@@ -13,6 +13,21 @@ constexpr int kPromptKeys = 256;    // keys that such a piece reads at a time
 constexpr int kSegmentKeys = 512;   // keys of a piece of one token's attention
 constexpr int kShortSlot = 2;       // slots with up to this number of tokens compute attention token by token
 
+constexpr int kScreenRows = 32;     // rows up to which a rounded head is asked first
+
+// Whether the likeliest tokens are looked for with the rounded head first (screen.h).
+inline bool is_screened(const SieDecoder& decoder, const SieDecoderStep& step) {
+    return decoder.screen.tiles && step.best && !step.logits && step.num_kept > 0 && step.num_kept <= kScreenRows;
+}
+
+inline int64_t pairs_of(int64_t outputs) { return (outputs + 2 * kTileOutputs - 1) / (2 * kTileOutputs); }
+
+// Rows in float32 and in bytes; a bound for each row and pair of tiles; numbers of pairs.
+inline int64_t screen_bytes(const SieDecoder& decoder, const SieDecoderStep& step) {
+    const int64_t rows = step.num_kept, pairs = pairs_of(decoder.head.outputs), inputs = (decoder.head.inputs + 63) / 64 * 64;
+    return rows * (4 * inputs + inputs + 64 + 8) + 64 + 4 * (rows + 1) * pairs + 64;
+}
+
 inline int64_t keys_seen(int64_t position, int64_t window) { return window && position >= window ? window : position + 1; }
 
 // The likeliest tokens of a row that one thread has seen, one for each of 16 lanes.
@@ -23,8 +38,9 @@ struct alignas(64) BestLanes {
 };
 
 struct DecoderLayout {
-    size_t hidden, inner, input, product, query, attended, partials, kept, threads;
-    size_t thread, unpacked, best;  // bytes of a thread; offsets of its memory for unpacking and for the likeliest tokens
+    size_t hidden, inner, input, product, query, attended, partials, kept, screen, threads;
+    // Bytes of a thread; offsets of its memory for unpacking, the likeliest tokens, and the least that they must reach.
+    size_t thread, unpacked, best, least;
     size_t end;
 
     DecoderLayout(const SieDecoder& decoder, const SieDecoderStep& step) {
@@ -60,6 +76,7 @@ struct DecoderLayout {
         place(of_prompt > of_token ? of_prompt : of_token);
         unpacked = place(widest);
         best = place(step.best ? step.num_kept * sizeof(BestLanes) : 0);
+        least = place(is_screened(decoder, step) ? step.num_kept * sizeof(float) : 0);
         thread = at;
         at = 0;
         hidden = place(4 * tokens * decoder.width);
@@ -70,6 +87,7 @@ struct DecoderLayout {
         attended = place(4 * tokens * heads * decoder.head_width);
         partials = place(4 * num_segments(step) * heads * (head + 2));
         kept = place(step.num_kept * sizeof(SieSlot));
+        screen = place(is_screened(decoder, step) ? screen_bytes(decoder, step) : 0);
         threads = place(step.num_threads * thread);
         end = at;
     }

@@ -72,24 +72,49 @@ void multiply_pair(const Product& product, int64_t pair, int32_t thread, const W
     }
 }
 
-// Calls done(row, pair, left, right, thread) for the finished sums of every row and pair; each thread comes to the pairs in
-// ascending order. After the last tile, right has no meaning.
+// Some of a product's pairs, ascending.
+struct Chosen {
+    const int32_t* pairs;
+    int64_t count;
+};
+
+// Calls run(i, thread) for every i below count, several at a time; each thread comes to them in ascending order.
+template <class F>
+void share_pairs(int64_t count, int32_t num_threads, const F& run) {
+    constexpr int64_t kPiecesPerThread = 8;
+    const int64_t wanted = num_threads * kPiecesPerThread;
+    const int64_t each = count > wanted ? (count < 64 * wanted ? count / wanted : 64) : 1;
+    share((count + each - 1) / each, num_threads, [&](int64_t piece, int32_t thread) {
+        const int64_t end = (piece + 1) * each < count ? (piece + 1) * each : count;
+        for (int64_t i = piece * each; i < end; ++i) run(i, thread);
+    });
+}
+
+// Calls done(row, pair, left, right, thread) for the finished sums of all rows and one pair.
+template <class Done>
+void finish_pair(const Product& product, int64_t pair, int32_t thread, const Done& done) {
+    multiply_pair(product, pair, thread, [&](int64_t first, int count, const float* sums) {
+        for (int r = 0; r < count; ++r) {
+            const float* own = sums + r * kPairOutputs;
+            const Vec left = product.finished(own, product.left(pair));
+            done(first + r, pair, left, product.finished(own + kTileOutputs, product.right(pair)), thread);
+        }
+    });
+}
+
+// Calls done for the finished sums of every row and pair; each thread comes to the pairs in ascending order. After the last
+// tile, right has no meaning.
 template <class Done>
 void multiply_pairs(const Product& product, const Done& done) {
-    constexpr int64_t kPiecesPerThread = 8;
-    const int64_t pairs = product.pairs(), wanted = product.num_threads * kPiecesPerThread;
-    const int64_t piece_pairs = pairs > wanted ? (pairs < 64 * wanted ? pairs / wanted : 64) : 1;
-    share((pairs + piece_pairs - 1) / piece_pairs, product.num_threads, [&](int64_t piece, int32_t thread) {
-        const int64_t end = (piece + 1) * piece_pairs < pairs ? (piece + 1) * piece_pairs : pairs;
-        for (int64_t pair = piece * piece_pairs; pair < end; ++pair)
-            multiply_pair(product, pair, thread, [&](int64_t first, int count, const float* sums) {
-                for (int r = 0; r < count; ++r) {
-                    const float* own = sums + r * kPairOutputs;
-                    const Vec left = product.finished(own, product.left(pair));
-                    done(first + r, pair, left, product.finished(own + kTileOutputs, product.right(pair)), thread);
-                }
-            });
-    });
+    share_pairs(product.pairs(), product.num_threads,
+                [&](int64_t pair, int32_t thread) { finish_pair(product, pair, thread, done); });
+}
+
+// The same for some pairs.
+template <class Done>
+void multiply_chosen(const Product& product, const Chosen& chosen, const Done& done) {
+    share_pairs(chosen.count, product.num_threads,
+                [&](int64_t i, int32_t thread) { finish_pair(product, chosen.pairs[i], thread, done); });
 }
 
 }  // namespace

@@ -14,22 +14,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sie.native.decoder import Decoder, DecoderLayer, DecoderStep, decoder_scratch_bytes, run_decoder
+from sie.native.decoder import Decoder, DecoderLayer, DecoderStep, Screen, decoder_scratch_bytes, run_decoder
 from sie.native.encoder import empty_aligned
+from sie.native.linear import WeightFormat
 from sie.native.team import num_threads
 from sie.workers.generation.decoder_parts import DecoderParts, LayerParts
+from sie.workers.generation.head_screen import HeadScreen
 from sie.workers.generation.norms import CompiledNorm
 from sie.workers.generation.paged_cache import LayerCache, PagedCache, Rule
 from sie.workers.model_api import Slot
 from sie.workers.packed.rotary_tables import RotaryTable, point_to_tables
 
+_LEAST_SHARE = 0.2
+"""Of the weights: a smaller head is not worth half of its memory more."""
+
 
 class ObservedForms(NamedTuple):
-    """Facts seen in a forward pass: each layer's scoring rule and rotary table, and the scale of the embeddings."""
+    """Facts seen in a forward pass: layers' scoring rules and rotary tables, the embeddings' scale, and the head's input."""
 
     rules: Sequence[Rule]
     tables: Sequence[RotaryTable | None]
     embedding_scale: float
+    last: Tensor
 
 
 class StepArrays(NamedTuple):
@@ -66,18 +72,20 @@ class CompiledDecoder:
                 for layer, layer_cache, rule in zip(parts.layers, cache.layers, seen.rules, strict=True)
             )
         )
+        matrices = [parts.head.matrix, *(m for one in self._layers for m in (one.qkv, one.out, one.up, one.down))]
+        self._num_weights = sum(matrix.inputs * matrix.outputs for matrix in matrices)
+        self.screen = HeadScreen(parts.head, seen.last) if _takes_screen(parts, cache, self._num_weights) else None
         self._record = Decoder(
             parts.embeddings.weight.data_ptr(),
             ctypes.cast(self._layers, ctypes.POINTER(DecoderLayer)),
             parts.norm.factors.data_ptr(),
             parts.head.matrix,
+            Screen() if self.screen is None else self.screen.record,
             len(parts.layers), parts.embeddings.embedding_dim, parts.layers[0].out.in_features // head, num_keys, head,
             0 if table is None else table.cosines.shape[1],
             parts.activation, parts.is_gated, cache.block_tokens, cache.dtype == torch.bfloat16,
             seen.embedding_scale, parts.residual_scale, parts.logit_scale, parts.logit_cap, parts.norm.epsilon,
         )  # fmt: skip
-        matrices = [parts.head.matrix, *(m for one in self._layers for m in (one.qkv, one.out, one.up, one.down))]
-        self._num_weights = sum(matrix.inputs * matrix.outputs for matrix in matrices)
         self._num_positions = point_to_tables(self._layers, self._tables)
         self._scratch = empty_aligned(0)
         self._logits = empty_aligned(0)
@@ -159,6 +167,22 @@ class CompiledDecoder:
             self._scratch = empty_aligned(num_bytes)
         step.scratch = self._scratch.ctypes.data
         run_decoder(self._record, step)
+
+
+def _takes_screen(parts: DecoderParts, cache: PagedCache, num_weights: int) -> bool:
+    """Return whether a rounded copy of the head saves a stream enough, and its bounds hold for the logits.
+
+    A cap may make logits equal that are not.
+    """
+    matrix = parts.head.matrix
+    is_plain = (
+        cache.dtype == torch.bfloat16
+        and matrix.format == WeightFormat.BF16
+        and not matrix.bias
+        and not parts.logit_cap
+        and parts.logit_scale > 0
+    )
+    return is_plain and matrix.inputs >= 64 and matrix.inputs * matrix.outputs > _LEAST_SHARE * num_weights
 
 
 def _record(layer: LayerParts, cache: LayerCache, rule: Rule) -> DecoderLayer:

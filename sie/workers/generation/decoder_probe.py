@@ -66,11 +66,14 @@ def _compile(runner: TextGenerator, cache: PagedCache, rules: Sequence[Rule]) ->
     parts = find_parts(runner.model)
     _check_shapes(parts, cache, rules)
     with watching(runner.model, parts.first, [layer.attention for layer in parts.layers]) as seen:
+        last: list[Tensor] = []
+        hook = runner.model.base_model.register_forward_hook(lambda _module, _args, output: last.append(output[0][0]))
         runner.run_logits([Slot(_tokens(parts.embeddings, 5), 0, (0,), _DRAWN)])
+        hook.remove()
     tables = rotary_tables(seen, [layer.is_rotary for layer in parts.layers], cache.layers[0].widths[0])
     table = parts.embeddings.weight[torch.from_numpy(_tokens(parts.embeddings, 5)).long()]
     scale = embedding_scale(runner.model.config.get_text_config(), table, seen.first)
-    forms = ObservedForms(rules, tables, scale)
+    forms = ObservedForms(rules, tables, scale, last[0])
     return CompiledDecoder(runner.model, parts, cache, forms)
 
 

@@ -158,10 +158,10 @@ class PackedLinear(nn.Module):
     def __init__(self, quantised: Quantised, bias: Tensor | None, num_threads: int) -> None:
         super().__init__()
         self.out_features, self.in_features = quantised.shape
-        self._packed = quantised.packed
+        self.packed = quantised.packed
         self._bias = None if bias is None else session.tensor("packed bias", lambda: bias.detach().float().contiguous())
         self.matrix = Matrix(
-            weights=self._packed.ctypes.data, codebook=_CODES.ctypes.data,
+            weights=self.packed.ctypes.data, codebook=_CODES.ctypes.data,
             bias=None if self._bias is None else self._bias.data_ptr(),
             inputs=self.in_features, outputs=self.out_features, format=_FORMATS[quantised.bits],
         )  # fmt: skip
@@ -171,7 +171,7 @@ class PackedLinear(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of its weights."""
-        return self._packed.nbytes
+        return self.packed.nbytes
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the layer's output."""

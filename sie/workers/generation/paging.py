@@ -95,7 +95,10 @@ def make_pageable(
         if device.type != "cpu":
             note("no_graphs", "tensor_parallel: steps that exchange tensors are not captured")
         return runner
-    runner.decoder = choose_decoder(runner, runner.cache, recorder.rules)
+    decoder = choose_decoder(runner, runner.cache, recorder.rules)
+    runner.decoder = decoder
+    if decoder is not None and decoder.screen is not None:
+        runner.memory_bytes += decoder.screen.nbytes
     if expected is not None and runner.capture_decoding(settings.max_sequences, blocks_of_a_choice(card, settings)):
         _check_graphs(runner, sequence, expected)
     return runner
