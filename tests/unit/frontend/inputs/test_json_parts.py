@@ -82,7 +82,7 @@ def test_a_body_in_parts_is_the_whole_body(value: dict[str, Any], use_ascii: boo
 def test_a_damaged_body_is_refused_as_a_whole_one_is(value: dict[str, Any], data: st.DataObject):
     body = bytearray(json.dumps(value).encode())
     for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(body) - 1))
+        at = data.draw(st.integers(0, len(body)))  # earlier damage may have left nothing
         body[at : at + data.draw(st.integers(0, 2))] = data.draw(
             st.sampled_from([b"", b",", b"]", b"[", b'"', b"\\", b"{", b" "])
         )
