@@ -25,6 +25,8 @@ from sie.workers.generation.paged_cache import LayerCache, PagedCache, Rule
 from sie.workers.model_api import Slot
 from sie.workers.packed.rotary_tables import RotaryTable, point_to_tables
 
+_LEAST_INPUTS = 64
+"""Of a rounded head, which keeps 32 inputs as they are."""
 _LEAST_SHARE = 0.2
 """Of the weights: a smaller head is not worth half of its memory more."""
 
@@ -175,14 +177,10 @@ def _takes_screen(parts: DecoderParts, cache: PagedCache, num_weights: int) -> b
     A cap may make logits equal that are not.
     """
     matrix = parts.head.matrix
-    is_plain = (
-        cache.dtype == torch.bfloat16
-        and matrix.format == WeightFormat.BF16
-        and not matrix.bias
-        and not parts.logit_cap
-        and parts.logit_scale > 0
-    )
-    return is_plain and matrix.inputs >= 64 and matrix.inputs * matrix.outputs > _LEAST_SHARE * num_weights
+    is_exact = cache.dtype == torch.bfloat16 and matrix.format == WeightFormat.BF16 and not matrix.bias
+    is_ordered = not parts.logit_cap and parts.logit_scale > 0
+    is_wide = matrix.inputs >= _LEAST_INPUTS and matrix.inputs % 2 == 0
+    return is_exact and is_ordered and is_wide and matrix.inputs * matrix.outputs > _LEAST_SHARE * num_weights
 
 
 def _record(layer: LayerParts, cache: LayerCache, rule: Rule) -> DecoderLayer:

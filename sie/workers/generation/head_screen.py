@@ -20,6 +20,7 @@ from sie.workers.prepared import session
 _CHUNK_TILES = 64
 _QUAD = 4
 _KEPT = 16
+"""Pairs of inputs that keep bfloat16: `kScreenKept` in `src/decoder.h`."""
 _PADDED_INPUTS = 64
 _SAMPLED_CHUNKS = 8
 _ROUNDING = 1e-4
@@ -80,8 +81,8 @@ class _Layout:
 def _make(head: PackedLinear, sample: Tensor, layout: _Layout) -> NDArray[np.uint8]:
     whole = empty_aligned(layout.nbytes)
     words, kept, input_scales, of_outputs, of_pairs = layout.views(whole)
-    chunks = range(0, -(-layout.outputs // TILE_OUTPUTS), _CHUNK_TILES)
     tiles = -(-layout.outputs // TILE_OUTPUTS)
+    chunks = range(0, tiles, _CHUNK_TILES)
     words[tiles:], of_outputs[:, tiles * TILE_OUTPUTS :] = 0, 0
     # Any scales give true bounds. Those of the head's columns give close ones, and a part of its rows shows them.
     some = torch.cat([_weights(head, first) for first in chunks[:: max(1, len(chunks) // _SAMPLED_CHUNKS)]])
@@ -98,12 +99,12 @@ def _make(head: PackedLinear, sample: Tensor, layout: _Layout) -> NDArray[np.uin
         rounded, found = _round(weights, scales, is_rounded)
         count, first = len(weights) // TILE_OUTPUTS, first_tile * TILE_OUTPUTS
         padded = np.pad(rounded, ((0, 0), (0, layout.quads * _QUAD - layout.inputs)))
-        pairs = weights.bfloat16().view(torch.int32).numpy()[:, kept]
-        split = np.concatenate((padded.view(np.int32), pairs), 1).reshape(count, TILE_OUTPUTS, -1)
+        own = weights.bfloat16().view(torch.int32).numpy()[:, kept]
+        split = np.concatenate((padded.view(np.int32), own), 1).reshape(count, TILE_OUTPUTS, -1)
         words[first_tile : first_tile + count] = split.transpose(0, 2, 1)
         of_outputs[:, first : first + len(weights)] = found[:2]
-        pairs = np.pad(found[2:], ((0, 0), (0, -len(weights) % (2 * TILE_OUTPUTS)))).reshape(3, -1, 2 * TILE_OUTPUTS)
-        of_pairs[:, first_tile // 2 : first_tile // 2 + pairs.shape[1]] = pairs.max(2)
+        bounds = np.pad(found[2:], ((0, 0), (0, -len(weights) % (2 * TILE_OUTPUTS)))).reshape(3, -1, 2 * TILE_OUTPUTS)
+        of_pairs[:, first_tile // 2 : first_tile // 2 + bounds.shape[1]] = bounds.max(2)
 
     on_all_cores(pack, chunks)
     return whole
