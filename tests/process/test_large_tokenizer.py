@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -54,8 +55,8 @@ def embed_until(server: Server, is_over: threading.Event) -> list[float]:
 
 
 def times_of(server: Server) -> np.ndarray:
-    """Return for the frontend and the worker how long all threads have run, and have waited for a core, in ns."""
-    pids = (*server.frontends(), server.worker())
+    """Return for the frontend, the worker and this client how long all threads have run, and waited for a core, in ns."""
+    pids = (*server.frontends(), server.worker(), os.getpid())
     threads = [[*Path(f"/proc/{pid}/task").glob("*/schedstat")] for pid in pids]
     return np.array([np.sum([read(one) for one in each], axis=0) for each in threads])
 

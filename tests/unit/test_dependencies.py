@@ -22,6 +22,7 @@ PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
 UNDECLARED = {
     "triton": "comes with torch's builds for GPUs; who imports it asks find_spec first",
     "grpc_tools": "of sie.proto.compile alone, a program for who edits a .proto",
+    "nkeys": "needed for nats_credentials alone; the start asks find_spec first, and says what to install",
     "gliner": "declares an older transformers; a load without it names the command (docs/decisions/009)",
 }
 NOT_IMPORTED = {"accelerate": "transformers demands it before it reads a GGUF file"}
