@@ -59,6 +59,11 @@ def has(feature: Feature) -> bool:
     return load() is not None and feature in _features()
 
 
+def computes(*, is_bf16: bool) -> bool:
+    """Tell whether the library computes in bfloat16 (else float32) on this processor."""
+    return has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX2)
+
+
 def features() -> Feature:
     """Return the features that kernels may use; none without the library."""
     return Feature(0) if load() is None else _features()

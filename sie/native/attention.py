@@ -6,7 +6,6 @@ import ctypes
 from typing import ClassVar
 
 from sie import native
-from sie.native import Feature
 
 MAX_WIDTH = 512
 
@@ -35,8 +34,7 @@ class AttentionCall(ctypes.Structure):
 
 def can_attend(*, is_bf16: bool, width: int) -> bool:
     """Tell whether the library computes attention in bfloat16 (else float32) for this head width."""
-    needed = Feature.AVX512_BF16 if is_bf16 else Feature.AVX2
-    return 0 < width <= MAX_WIDTH and width % 2 == 0 and native.has(needed)
+    return 0 < width <= MAX_WIDTH and width % 2 == 0 and native.computes(is_bf16=is_bf16)
 
 
 def scratch_bytes(longest: int, width: int, num_threads: int) -> int:

@@ -9,7 +9,6 @@ import ctypes
 from typing import ClassVar
 
 from sie import native
-from sie.native import Feature
 from sie.native.linear import Matrix
 
 
@@ -88,7 +87,7 @@ class DecoderStep(ctypes.Structure):
 
 def can_decode(*, is_bf16: bool) -> bool:
     """Tell whether the library runs decoders in bfloat16 (else float32)."""
-    return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX2)
+    return native.computes(is_bf16=is_bf16)
 
 
 def decoder_scratch_bytes(decoder: Decoder, step: DecoderStep) -> int:

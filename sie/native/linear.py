@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie import native
-from sie.native import Feature
 
 TILE_OUTPUTS = 16
 GROUP_INPUTS = 32
@@ -50,7 +49,7 @@ class LinearCall(ctypes.Structure):
 
 def can_multiply(*, is_bf16: bool) -> bool:
     """Tell whether the library computes linear layers with bfloat16 (else float32) inputs."""
-    return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX2)
+    return native.computes(is_bf16=is_bf16)
 
 
 def scratch_bytes(rows: int, inputs: int, num_threads: int) -> int:

@@ -6,7 +6,6 @@ import ctypes
 from typing import ClassVar
 
 from sie import native
-from sie.native import Feature
 
 
 class NormCall(ctypes.Structure):
@@ -22,7 +21,7 @@ class NormCall(ctypes.Structure):
 
 def can_normalise(*, is_bf16: bool) -> bool:
     """Tell whether the library computes norms in bfloat16 (else float32)."""
-    return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX2)
+    return native.computes(is_bf16=is_bf16)
 
 
 def run_norm(call: NormCall) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 
 from sie import native
-from sie.native import Feature
 
 
 def can_pool(*, is_bf16: bool) -> bool:
     """Tell whether the library pools hidden states in bfloat16 (else float32)."""
-    return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX2)
+    return native.computes(is_bf16=is_bf16)
 
 
 def pool_mean(hidden: int, width: int, bounds: int, num_sequences: int, out: int, *, is_bf16: bool) -> None:

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 
+#include "byte_rows.h"
 #include "decoder.h"
 
 namespace {
@@ -20,12 +21,11 @@ inline bool is_screened(const SieDecoder& decoder, const SieDecoderStep& step) {
     return decoder.screen.tiles && step.best && !step.logits && step.num_kept > 0 && step.num_kept <= kScreenRows;
 }
 
-inline int64_t pairs_of(int64_t outputs) { return (outputs + 2 * kTileOutputs - 1) / (2 * kTileOutputs); }
-
 // Rows in float32 and in bytes; a bound for each row and pair of tiles; numbers of pairs.
 inline int64_t screen_bytes(const SieDecoder& decoder, const SieDecoderStep& step) {
-    const int64_t rows = step.num_kept, pairs = pairs_of(decoder.head.outputs), inputs = (decoder.head.inputs + 63) / 64 * 64;
-    return rows * (4 * inputs + inputs + 64 + 8) + 64 + 4 * (rows + 1) * pairs + 64;
+    const int64_t rows = step.num_kept, inputs = decoder.head.inputs;
+    const int64_t in_floats = 4 * rows * padded_inputs(inputs), in_bytes = byte_rows_bytes(rows, inputs);
+    return in_floats + in_bytes + 4 * (rows + 1) * pairs_of(decoder.head.outputs);
 }
 
 inline int64_t keys_seen(int64_t position, int64_t window) { return window && position >= window ? window : position + 1; }

@@ -1,6 +1,7 @@
 // Offsets of the parts of a step's scratch memory.
 #pragma once
 #include "attention.h"
+#include "byte_rows.h"
 #include "encoder.h"
 
 namespace {
@@ -31,8 +32,7 @@ struct EncoderLayout {
         input = place(kBlockRows * row_bytes_apart(4 * width));
         inner = place(kBlockRows * row_bytes_apart(4 * inner_width));
         sums = place(4 * kBlockRows * (width + kPanel));
-        // Rows in bytes (products_int8.h): the bytes of the widest row, rounded up, 64 more as a gap, and two numbers.
-        bytes = place(encoder.level < kLevelInt8F32 ? 0 : kBlockRows * (widest + 64 + 64 + 8) + 64);
+        bytes = place(encoder.level < kLevelInt8F32 ? 0 : byte_rows_bytes(kBlockRows, static_cast<int>(widest)));
         share = at;
         at = 0;
         stream = place(4 * tokens * width);

@@ -42,6 +42,9 @@ struct SieLinear {
 // rows of products, and saves an eighth of each row.
 constexpr int kFixedRows = 96;
 
+// Pairs of tiles of so many outputs; the last may have one tile only.
+inline int64_t pairs_of(int64_t outputs) { return (outputs + 2 * kTileOutputs - 1) / (2 * kTileOutputs); }
+
 inline int64_t groups_of(int64_t inputs) { return (inputs + kGroupInputs - 1) / kGroupInputs; }
 
 inline int64_t group_bytes(int32_t format) {

@@ -17,7 +17,7 @@ struct Product {
     int64_t apart;    // bytes from one thread's memory to the next thread's
 
     int64_t tiles() const { return (matrix.outputs + kTileOutputs - 1) / kTileOutputs; }
-    int64_t pairs() const { return (tiles() + 1) / 2; }
+    int64_t pairs() const { return pairs_of(matrix.outputs); }
     int64_t left(int64_t pair) const { return is_gated ? pair : 2 * pair; }
     int64_t right(int64_t pair) const { return is_gated ? pair + pairs() : 2 * pair + 1; }
     int64_t words() const { return rows.groups() * kGroupInputs / Number::kPerWord; }  // of an output in tiles of two

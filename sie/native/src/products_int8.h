@@ -4,17 +4,10 @@
 // one low and one step for each row and q from 0 to 255. So an output is step * scale * (sum of q w) + low * scale * (sum
 // of w). The first sum is the product of bytes, the second is known when weights are packed.
 #pragma once
+#include "byte_rows.h"
 #include "products.h"
 
 namespace {
-
-constexpr int kByteInputs = 64;  // a row is padded to a multiple of this: a word of four for each of the 16 rows of a tile
-
-inline int padded_inputs(int inputs) { return (inputs + kByteInputs - 1) / kByteInputs * kByteInputs; }
-
-// Bytes from one row to the next, one cache line more than needed: of rows that are 4096 bytes apart, the level 1 cache
-// keeps only as many as a set has ways.
-inline size_t byte_stride(int inputs) { return padded_inputs(inputs) + 64; }
 
 // Rows of any stored format, converted to bytes; the room has byte_rows_bytes bytes.
 template <class T>
@@ -27,7 +20,7 @@ struct ByteRows {
         : stride(byte_stride(linear.inputs)),
           steps(reinterpret_cast<float*>(room)),
           lows(steps + num_rows),
-          bytes(reinterpret_cast<uint8_t*>(room) + (2 * sizeof(float) * num_rows + 63) / 64 * 64) {
+          bytes(reinterpret_cast<uint8_t*>(room) + byte_row_numbers(num_rows)) {
         for (int r = 0; r < num_rows; ++r) round(r, from + r * apart, linear.inputs);
     }
 

@@ -47,7 +47,7 @@ class Screen {
           dense_{nullptr, nullptr, decoder.screen.scales, decoder.screen.sums, decoder.head.inputs, decoder.head.outputs},
           floats_(reinterpret_cast<float*>(room)),
           bytes_(dense_, split(), floats_apart(), step.num_kept, room + 4 * step.num_kept * floats_apart()),
-          uppers_(reinterpret_cast<float*>(aligned(bytes_.bytes + step.num_kept * bytes_.stride))),
+          uppers_(reinterpret_cast<float*>(bytes_.bytes + step.num_kept * bytes_.stride)),
           found_(reinterpret_cast<int32_t*>(uppers_ + step.num_kept * pairs())),
           lowers_(lowers),
           apart_(apart) {
@@ -82,7 +82,6 @@ class Screen {
     int words() const { return quads() + kScreenKept; }
     const uint32_t* tile(int64_t number) const { return decoder_.screen.tiles + number * words() * kLanes; }
     float* lowers_of(int thread) const { return reinterpret_cast<float*>(lowers_ + thread * apart_); }
-    static char* aligned(uint8_t* at) { return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(at) + 63) & ~uintptr_t{63}); }
 
     // Fills in the rows, and returns what is rounded of them.
     const float* split() {
@@ -94,22 +93,18 @@ class Screen {
         const int inputs = decoder_.head.inputs;
         float* rest = floats_ + row * floats_apart();
         Row& own = of_row_[row];
-        Vec squares = zero();
-        for (int k = 0; k < static_cast<int>(floats_apart()); k += kLanes) {
+        Vec squares = zero(), of_rest = zero();
+        for (int k = 0; k < inputs; k += kLanes) {
             const Lanes lanes = first_lanes(inputs - k);
-            const Vec x = lanes ? Number::load(rows_.numbers(row) + k, lanes) : zero();
+            const Vec x = Number::load(rows_.numbers(row) + k, lanes), r = x * load(decoder_.screen.input_scales + k, lanes);
             squares = fmadd(x, x, squares);
-            store(rest + k, lanes ? x * load(decoder_.screen.input_scales + k, lanes) : zero());
+            of_rest = fmadd(r, r, of_rest);
+            store(rest + k, r);
         }
         own.length = std::sqrt(sum_of(squares));
+        own.rest = std::sqrt(sum_of(of_rest));
         for (int i = 0; i < kScreenKept; ++i)
             std::memcpy(kept_[row] + 2 * i, rows_.halves(row) + 2 * decoder_.screen.kept[i], sizeof(uint32_t));
-        squares = zero();
-        for (int k = 0; k < inputs; k += kLanes) {
-            const Vec x = load(rest + k);
-            squares = fmadd(x, x, squares);
-        }
-        own.rest = std::sqrt(sum_of(squares));
     }
 
     // Returns how far a row's bytes are from what they stand for.
