@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -85,14 +87,23 @@ def _check_addresses(nats: str) -> None:
         )
 
 
-def _check_authority(path: str) -> None:
+@contextmanager
+def _reading(setting: str, path: str) -> Iterator[None]:
+    """Turn an OSError into a StartError that names the setting of the file."""
     try:
-        if path:
-            ssl.create_default_context(cafile=path)
-    except ssl.SSLError:
-        raise StartError(f"nats_tls_ca: {path}: holds no certificate in PEM form") from None
+        yield
     except OSError as error:
-        raise StartError(f"nats_tls_ca: {path}: cannot be read: {error.strerror}") from None
+        raise StartError(f"{setting}: {path}: cannot be read: {error.strerror}") from None
+
+
+def _check_authority(path: str) -> None:
+    if not path:
+        return
+    with _reading("nats_tls_ca", path):
+        try:
+            ssl.create_default_context(cafile=path)
+        except ssl.SSLError:
+            raise StartError(f"nats_tls_ca: {path}: holds no certificate in PEM form") from None
 
 
 def _check_credentials(path: str) -> None:
@@ -102,13 +113,12 @@ def _check_credentials(path: str) -> None:
         raise StartError("nats_credentials: nkeys is not installed; pip install nkeys")
     import nkeys  # needed with this setting alone
 
-    try:
+    with _reading("nats_credentials", path):
         data = Path(path).read_bytes()
+    try:
         if data.startswith(b"SU"):
             nkeys.from_seed(bytearray(data.strip()))
             return
-    except OSError as error:
-        raise StartError(f"nats_credentials: {path}: cannot be read: {error.strerror}") from None
     except nkeys.NkeysError as error:
         raise StartError(f"nats_credentials: {path}: holds no seed of an nkey: {error}") from None
     if not all(part in data for part in _CREDENTIALS):
@@ -121,12 +131,11 @@ def check_mcp(path: str) -> None:
         return
     if importlib.util.find_spec("mcp") is None:
         raise StartError("mcp_config: the MCP client is not installed; pip install 'ringserve[mcp]'")
-    try:
-        read_mcp_config(path)
-    except OSError as error:
-        raise StartError(f"mcp_config: {path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise StartError(f"mcp_config: {path}: {error}") from None
+    with _reading("mcp_config", path):
+        try:
+            read_mcp_config(path)
+        except ValueError as error:
+            raise StartError(f"mcp_config: {path}: {error}") from None
 
 
 def check_search(agents: Agents) -> None:
@@ -139,10 +148,10 @@ def check_search(agents: Agents) -> None:
 
 def _check_text(setting: str, path: str) -> None:
     """Raise StartError if the setting names a file that is not a text."""
-    try:
-        if path:
+    if not path:
+        return
+    with _reading(setting, path):
+        try:
             Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise StartError(f"{setting}: {path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise StartError(f"{setting}: {path}: is not UTF-8 text") from None
+        except UnicodeDecodeError:
+            raise StartError(f"{setting}: {path}: is not UTF-8 text") from None

@@ -218,31 +218,29 @@ def test_a_variable_that_is_not_text_stops_the_start(supervisor, monkeypatch, ca
     assert capsys.readouterr().err == "sie: environment: SIE_LOG_LEVEL: '\\udcff' is not UTF-8 text\n"
 
 
-@pytest.mark.parametrize("args", [["version"], ["config"], ["completion", "bash"], ["list", STUB], ["--help"]])
-def test_output_that_cannot_be_written_is_one_line_and_status_1(args: list[str]):
-    with Path("/dev/full").open("wb") as full:
+def run_into(path: str, mode: str, args: list[str]) -> tuple[int, str]:
+    """Run a command whose output goes to an open file; return its status and its errors."""
+    with Path(path).open(mode) as output:
         ended = subprocess.run(
             [sys.executable, "-m", "sie", *args],
-            stdout=full,
+            stdout=output,
             stderr=subprocess.PIPE,
             text=True,
             timeout=60,
             check=False,
         )
-    assert (ended.returncode, ended.stderr) == (1, "sie: cannot write the output: No space left on device\n")
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.parametrize("args", [["version"], ["config"], ["completion", "bash"], ["list", STUB], ["--help"]])
+def test_output_that_cannot_be_written_is_one_line_and_status_1(args: list[str]):
+    written = run_into("/dev/full", "wb", args)
+    assert written == (1, "sie: cannot write the output: No space left on device\n")
 
 
 def test_output_that_is_only_open_for_reading_is_one_line():
-    with Path("/dev/null").open("rb") as null:
-        ended = subprocess.run(
-            [sys.executable, "-m", "sie", "version"],
-            stdout=null,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    assert (ended.returncode, ended.stderr) == (1, "sie: cannot write the output: Bad file descriptor\n")
+    written = run_into("/dev/null", "rb", ["version"])
+    assert written == (1, "sie: cannot write the output: Bad file descriptor\n")
 
 
 def test_a_closed_stream_is_dev_null_and_its_number_is_no_sockets():
