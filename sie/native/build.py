@@ -48,10 +48,10 @@ def digest() -> str:
     return state.hexdigest()[:32]
 
 
-def build(target: Path = SHARED_LIBRARY, extra_flags: tuple[str, ...] = (), parts: tuple[str, ...] = ("",)) -> None:
+def build(target: Path = SHARED_LIBRARY, extra_flags: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> None:
     """Compile and link the sources into target. An existing library is replaced atomically, or kept on BuildError.
 
-    parts are the beginnings of the sources' names. As many compilers run as there are processors.
+    Sources whose names end with one of `without` are left out. As many compilers run as there are processors.
     """
     from concurrent.futures import ThreadPoolExecutor  # every process imports this module, and hardly one builds
 
@@ -65,7 +65,7 @@ def build(target: Path = SHARED_LIBRARY, extra_flags: tuple[str, ...] = (), part
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(
-                pool.map(compiled, sorted(path for path in SOURCES.glob("*.cpp") if path.name.startswith(parts)))
+                pool.map(compiled, sorted(path for path in SOURCES.glob("*.cpp") if not path.stem.endswith(without)))
             )
         # In the target's folder, so that one rename replaces it: a running server may have mapped the old one.
         made = target.with_name(f".{target.name}.{os.getpid()}")

@@ -20,14 +20,19 @@ struct SieAttention {
                           // plus i - bias_reach; null: nothing
 };
 
-constexpr int kQueryRows = 12;     // queries of a block
+constexpr int kMostQueryRows = 32;  // queries of a block, at most
 constexpr int kChunkKeys = 512;    // keys whose scores are kept; more keys take several turns
-constexpr int kChunkRows = 8 * kQueryRows;  // queries that go through a chunk of keys together
+constexpr int kMostChunkRows = 96;  // queries that go through a chunk of keys together, at most
+constexpr int kChunkPadding = 32;  // keys between rows of scores, so that these do not evict each other from the level 1 cache
+
+// Keys and columns in whole tiles of any level.
+constexpr int64_t attention_keys(int64_t count) { return (count + 31) / 32 * 32; }
+constexpr int64_t attention_columns(int64_t width) { return (width + 15) / 16 * 16; }
 
 // Bytes that each thread of an attention needs beside its tensors, for sequences of at most `longest` tokens.
 static inline size_t attention_scratch_bytes(int64_t longest, int64_t width) {
-    const size_t padded = (longest + 15) / 16 * 16, columns = (width + 15) / 16 * 16;
-    const size_t chunk = padded < kChunkKeys ? padded : kChunkKeys;
-    const size_t running = padded > kChunkKeys ? kChunkRows * (columns + 2) : 0;
-    return (4 * (padded * columns * 2 + kQueryRows * chunk * 2 + running) + 127) / 64 * 64;
+    const size_t padded = attention_keys(longest), columns = attention_columns(width);
+    const size_t chunk = (padded < kChunkKeys ? padded : kChunkKeys) + kChunkPadding;
+    const size_t running = padded > kChunkKeys ? kMostChunkRows * (columns + 2) : 0;
+    return (4 * (padded * columns * 2 + kMostQueryRows * chunk * 2 + running) + 127) / 64 * 64;
 }

@@ -1,24 +1,119 @@
 // Computes attention within each of many sequences, one head at a time.
 //
-// The keys and values of a head are packed once in the order of the products. Then blocks of 12 queries run through
-// scores, softmax and the sum of values. All data of a short sequence stays in the level 1 or 2 cache. In a long sequence, 8
+// The keys and values of a head are packed once in the order of the products. Then blocks of queries run through scores,
+// softmax and the sum of values. All data of a short sequence stays in the level 1 or 2 cache. In a long sequence, some
 // blocks of queries read one chunk of keys in turn, so that the chunk stays in the cache. Their sums continue with the next
 // chunk. Source: Milakov and Gimelshein, arXiv 1805.02867.
 #pragma once
+#include <algorithm>
+
 #include "attention.h"
 #include "lanes.h"
 #include "share.h"
 
 namespace {
 
-constexpr float kLeast = -3e38f;
-constexpr int kSumQueries = kQueryRows < kSumRows ? kQueryRows : kSumRows;  // whose sums stay in registers
+// The sums of a block's rows so far, and their factors.
+struct SumsBefore {
+    const float* sums;
+    size_t apart;  // values from one row to the next
+    const float* factors;
 
-inline int padded(int count) { return (count + kLanes - 1) / kLanes * kLanes; }
+    Vec at(int row, int column) const { return load(sums + row * apart + column) * broadcast(factors[row]); }
+};
 
+// The two products of attention by dot products; sums stay in registers.
 template <class T>
-struct Attention {
+struct DotAttention {
+    using Format = T;
     using Stored = typename T::Stored;
+    static constexpr int kRows = 12;       // queries of a block
+    static constexpr int kKeys = kLanes;   // the number of keys is a multiple of this
+    static constexpr int kSumRows = kRows < ::kSumRows ? kRows : ::kSumRows;
+
+    static bool takes(int) { return true; }  // heads of a width
+    void fit(int) {}  // a number of queries
+
+    // Writes the scores of `count` queries, `apart` values from one to the next, for num_keys packed keys.
+    static void score(const Stored* queries, size_t apart, int count, const uint32_t* keys, int words, int num_keys, float* to,
+                      size_t to_apart) {
+        int key = 0;
+        for (; key + kSumColumns <= num_keys; key += kSumColumns)
+            score<kSumColumns / kLanes>(queries, apart, count, keys + static_cast<size_t>(key) * words, words, to + key, to_apart);
+        if (key < num_keys) score<1>(queries, apart, count, keys + static_cast<size_t>(key) * words, words, to + key, to_apart);
+    }
+
+    // Calls done(row, column, sum) for the sums of values times weights, added to those before where there are some.
+    template <class Done>
+    static void sum(const Stored* weights, size_t apart, int count, const uint32_t* values, int columns, int num_keys,
+                    const SumsBefore* before, const Done& done) {
+        int column = 0;
+        for (; column + kSumColumns <= columns; column += kSumColumns)
+            sum<kSumColumns / kLanes>(weights, apart, count, values, columns, column, num_keys, before, done);
+        if (column < columns) sum<1>(weights, apart, count, values, columns, column, num_keys, before, done);
+    }
+
+  private:
+    // The last row repeats in the places after it, so that every block has the same shape.
+    static const Stored* row(const Stored* first, size_t apart, int number, int count) {
+        return first + (number < count ? number : count - 1) * apart;
+    }
+
+    template <int kTiles>
+    static void score(const Stored* queries, size_t apart, int count, const uint32_t* keys, int words, float* to, size_t to_apart) {
+        for (int first = 0; first < count; first += kSumRows) {
+            const Stored* q[kSumRows];
+            for (int r = 0; r < kSumRows; ++r) q[r] = row(queries, apart, first + r, count);
+            Vec sums[kSumRows][kTiles];
+            for (auto& each : sums)
+                for (Vec& sum : each) sum = zero();
+            for (int word = 0; word < words; ++word) {
+                Words k[kTiles];
+                for (int t = 0; t < kTiles; ++t) k[t] = load_words(keys + (t * words + word) * kLanes);
+#pragma GCC unroll 12
+                for (int r = 0; r < kSumRows; ++r) {
+                    const Words one = broadcast_word(q[r] + word * T::kPerWord);
+                    for (int t = 0; t < kTiles; ++t) sums[r][t] = T::dot(sums[r][t], one, k[t]);
+                }
+            }
+            for (int r = 0; r < kSumRows && first + r < count; ++r)
+                for (int t = 0; t < kTiles; ++t) store(to + (first + r) * to_apart + t * kLanes, sums[r][t]);
+        }
+    }
+
+    template <int kTiles, class Done>
+    static void sum(const Stored* weights, size_t apart, int count, const uint32_t* values, int columns, int column, int num_keys,
+                    const SumsBefore* before, const Done& done) {
+        for (int first = 0; first < count; first += kSumRows) {
+            const Stored* own[kSumRows];
+            for (int r = 0; r < kSumRows; ++r) own[r] = row(weights, apart, first + r, count);
+            Vec sums[kSumRows][kTiles];
+            for (int r = 0; r < kSumRows; ++r)
+                for (int t = 0; t < kTiles; ++t)
+                    sums[r][t] = before && first + r < count ? before->at(first + r, column + t * kLanes) : zero();
+            const uint32_t* from = values + column;
+            for (int word = 0; word < num_keys / T::kPerWord; ++word, from += columns) {
+                Words v[kTiles];
+                for (int t = 0; t < kTiles; ++t) v[t] = load_words(from + t * kLanes);
+#pragma GCC unroll 12
+                for (int r = 0; r < kSumRows; ++r) {
+                    const Words one = broadcast_word(own[r] + word * T::kPerWord);
+                    for (int t = 0; t < kTiles; ++t) sums[r][t] = T::dot(sums[r][t], one, v[t]);
+                }
+            }
+            for (int r = 0; r < kSumRows && first + r < count; ++r)
+                for (int t = 0; t < kTiles; ++t) done(first + r, column + t * kLanes, sums[r][t]);
+        }
+    }
+};
+
+template <class Products>
+struct Attention {
+    using T = typename Products::Format;
+    using Stored = typename T::Stored;
+    static constexpr int kRows = Products::kRows;
+    static constexpr int kChunkRows = kMostChunkRows / kRows * kRows;  // queries that go through a chunk of keys together
+    static_assert(kRows <= kMostQueryRows, "the scratch memory is laid out for it");
 
     const SieAttention& shape;
     const int columns;      // width, in whole lanes
@@ -28,21 +123,22 @@ struct Attention {
     float* scores;          // [row][key of a chunk]
     Stored* weights;        // [row][key of a chunk]
     float *running, *tops, *totals;  // of long sequences: [row][column], [row], [row]
+    Products products{};
     int padded_keys = 0;
     int origin = 0;         // the first key that scores and weights have
     const float* biases = nullptr;  // of the head, for a key at the query's own position
 
     Attention(const SieAttention& shape, int longest, void* scratch)
-        : shape(shape), columns(padded(shape.width)), words(shape.width / T::kPerWord) {
-        const size_t room = static_cast<size_t>(padded(longest));
+        : shape(shape), columns(attention_columns(shape.width)), words(shape.width / T::kPerWord) {
+        const size_t room = static_cast<size_t>(attention_keys(longest));
         keys = reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~uintptr_t{63});
         values = keys + room * columns;
         const size_t chunk = room < kChunkKeys ? room : kChunkKeys;
         scores = reinterpret_cast<float*>(values + room * columns);
-        running = scores + 2 * kQueryRows * chunk;
-        tops = running + kChunkRows * columns;
-        totals = tops + kChunkRows;
-        weights = reinterpret_cast<Stored*>(scores + kQueryRows * chunk);
+        running = scores + 2 * kMostQueryRows * (chunk + kChunkPadding);
+        tops = running + kMostChunkRows * columns;
+        totals = tops + kMostChunkRows;
+        weights = reinterpret_cast<Stored*>(scores + kMostQueryRows * (chunk + kChunkPadding));
     }
 
     // Computes attention within one sequence, for the queries that share a key head.
@@ -58,9 +154,9 @@ struct Attention {
             if (shape.biases) biases = shape.biases + (2 * static_cast<size_t>(h) + 1) * shape.bias_reach;
             const Stored* query = rows(shape.query, start * shape.query_token + h * shape.query_head);
             Stored* out = static_cast<Stored*>(shape.out) + start * shape.out_token + h * shape.out_head;
-            const int most = shape.window ? 2 * (shape.window + kQueryRows) : seen;
-            if (padded_keys <= kChunkKeys || most + 2 * kLanes <= kChunkKeys) {
-                for (int first = 0; first < length; first += kQueryRows) block(query, out, first, length, seen);
+            const int most = shape.window ? 2 * (shape.window + kRows) : seen;
+            if (padded_keys <= kChunkKeys || most + 2 * Products::kKeys <= kChunkKeys) {
+                for (int first = 0; first < length; first += kRows) block(query, out, first, length, seen);
             } else {
                 for (int first = 0; first < length; first += kChunkRows) blocks(query, out, first, length, seen);
             }
@@ -68,9 +164,10 @@ struct Attention {
     }
 
     static const Stored* rows(const void* base, int64_t offset) { return static_cast<const Stored*>(base) + offset; }
+    static int padded(int count) { return (count + Products::kKeys - 1) / Products::kKeys * Products::kKeys; }
 
     void pack_keys(const Stored* from, int count) {
-        for (int tile = 0; tile < count; tile += kLanes) {
+        for (int tile = 0; tile < padded_keys; tile += kLanes) {
             for (int word = 0; word < words; word += kLanes) {
                 const int num_words = words - word < kLanes ? words - word : kLanes;
                 Words square[kLanes];
@@ -98,68 +195,34 @@ struct Attention {
         }
     }
 
-    // A block of queries. The last row repeats in the places after it, so that every block has the same shape.
-    struct Queries {
-        const Stored* rows[kQueryRows];
-        int first, count;
-
-        int at(int row) const { return first + (row < count ? row : count - 1); }
-    };
-
-    template <int kTiles>
-    struct Tiles {
-        static constexpr int kCount = kTiles;
-    };
-
-    // The sums of a block so far, in this column, and their factors.
-    struct Before {
-        const float *sums, *factors;
-    };
-
-    // Calls run(tiles, column) for all columns, as many tiles at a time as stay in registers.
-    template <class F>
-    void for_columns(const F& run) const {
-        int column = 0;
-        for (; column + kSumColumns <= columns; column += kSumColumns) run(Tiles<kSumColumns / kLanes>{}, column);
-        if (column < columns) run(Tiles<1>{}, column);
-    }
-
     void put(Stored* out, int column, Vec values) const { T::store(out + column, first_lanes(shape.width - column), values); }
 
-    Queries queries_of(const Stored* query, int first, int length) const {
-        Queries found{{}, first, length - first < kQueryRows ? length - first : kQueryRows};
-        for (int r = 0; r < kQueryRows; ++r) found.rows[r] = query + found.at(r) * shape.query_token;
-        return found;
-    }
-
-    // Computes attention for queries first .. first + 12 of a sequence.
+    // Computes attention for a block of queries of a sequence, from the query `first` on.
     void block(const Stored* query, Stored* out, int first, int length, int seen) {
-        const Queries queries = queries_of(query, first, length);
-        const int begin = lowest(first) / kLanes * kLanes, end = padded(highest(first + queries.count - 1, seen));
+        const int count = length - first < kRows ? length - first : kRows;
+        const int begin = lowest(first) / Products::kKeys * Products::kKeys, end = padded(highest(first + count - 1, seen));
         origin = begin;
-        score_all(queries, begin, end);
-        float scaling[kQueryRows];
-        for (int r = 0; r < kQueryRows; ++r) {
+        score(query, first, count, begin, end);
+        float scaling[kRows];
+        for (int r = 0; r < count; ++r) {
             float top = kLeast, total = 0;
-            softmax(r, queries.at(r), seen, begin, end, top, total);
+            softmax(r, first + r, seen, begin, end, top, total);
             scaling[r] = total > 0 ? 1.0f / total : 0.0f;
         }
-        for_columns([&](auto tiles, int column) {
-            this->template sum<decltype(tiles)::kCount>(queries.count, column, begin, end, nullptr, [&](int r, int t, Vec sum) {
-                put(out + (first + r) * shape.out_token, column + t * kLanes, sum * broadcast(scaling[r]));
-            });
+        sum(count, begin, end, nullptr, [&](int r, int column, Vec sum) {
+            put(out + (first + r) * shape.out_token, column, sum * broadcast(scaling[r]));
         });
     }
 
-    // Computes attention for queries first .. first + 96 of a long sequence.
+    // Computes attention for queries first .. first + kChunkRows of a long sequence.
     void blocks(const Stored* query, Stored* out, int first, int length, int seen) {
         const int rows = length - first < kChunkRows ? length - first : kChunkRows;
         for (int i = 0; i < rows * columns; i += kLanes) store(running + i, zero());
         for (int r = 0; r < rows; ++r) tops[r] = kLeast, totals[r] = 0;
         const int last = padded(highest(first + rows - 1, seen));
-        for (origin = lowest(first) / kLanes * kLanes; origin < last; origin += kChunkKeys)
-            for (int row = 0; row < rows; row += kQueryRows)
-                go_on(queries_of(query, first + row, length), row, seen);
+        for (origin = lowest(first) / Products::kKeys * Products::kKeys; origin < last; origin += kChunkKeys)
+            for (int row = 0; row < rows; row += kRows)
+                go_on(query, first + row, rows - row < kRows ? rows - row : kRows, row, seen);
         for (int r = 0; r < rows; ++r)
             for (int c = 0; c < shape.width; c += kLanes) {
                 const Vec scaling = broadcast(totals[r] > 0 ? 1.0f / totals[r] : 0.0f);
@@ -168,21 +231,17 @@ struct Attention {
     }
 
     // Continues a block of queries over the chunk of keys from origin on; row is the place of its sums.
-    void go_on(const Queries& queries, int row, int seen) {
-        const int from = lowest(queries.first) / kLanes * kLanes, to = padded(highest(queries.at(kQueryRows), seen));
+    void go_on(const Stored* query, int first, int count, int row, int seen) {
+        const int from = lowest(first) / Products::kKeys * Products::kKeys, to = padded(highest(first + count - 1, seen));
         const int begin = from > origin ? from : origin, end = to < origin + kChunkKeys ? to : origin + kChunkKeys;
         if (begin >= end) return;
-        score_all(queries, begin, end);
-        float factors[kQueryRows];
-        for (int r = 0; r < queries.count; ++r)
-            factors[r] = softmax(r, queries.at(r), seen, begin, end, tops[row + r], totals[row + r]);
-        for_columns([&](auto tiles, int column) {
-            float* sums = running + static_cast<size_t>(row) * columns + column;
-            const Before before{sums, factors};
-            this->template sum<decltype(tiles)::kCount>(queries.count, column, begin, end, &before, [&](int r, int t, Vec sum) {
-                store(sums + r * columns + t * kLanes, sum);
-            });
-        });
+        score(query, first, count, begin, end);
+        float factors[kRows];
+        for (int r = 0; r < count; ++r)
+            factors[r] = softmax(r, first + r, seen, begin, end, tops[row + r], totals[row + r]);
+        float* sums = running + static_cast<size_t>(row) * columns;
+        const SumsBefore before{sums, static_cast<size_t>(columns), factors};
+        sum(count, begin, end, &before, [&](int r, int column, Vec sum) { store(sums + r * columns + column, sum); });
     }
 
     // The range of keys that the query at a position attends to: from lowest, below highest.
@@ -192,36 +251,21 @@ struct Attention {
         return end < seen ? end : seen;
     }
 
-    void score_all(const Queries& queries, int begin, int end) {
-        int tile = begin;
-        for (; tile + kSumColumns <= end; tile += kSumColumns) score<kSumColumns / kLanes>(queries.rows, tile);
-        if (tile < end) score<1>(queries.rows, tile);
+    void score(const Stored* query, int first, int count, int begin, int end) {
+        products.fit(count);
+        products.score(query + first * shape.query_token, shape.query_token, count, keys + static_cast<size_t>(begin) * words, words,
+                       end - begin, scores_of(0, begin), apart());
     }
 
-    float* scores_of(int row, int key) const { return scores + row * chunk() + key - origin; }
-    Stored* weights_of(int row, int key) const { return weights + row * chunk() + key - origin; }
-    int chunk() const { return padded_keys < kChunkKeys ? padded_keys : kChunkKeys; }
-
-    template <int kTiles>
-    void score(const Stored* const (&q)[kQueryRows], int tile) {
-        for (int row = 0; row < kQueryRows; row += kSumQueries) {
-            Vec sums[kSumQueries][kTiles];
-            for (auto& each : sums)
-                for (Vec& sum : each) sum = zero();
-            const uint32_t* from = keys + static_cast<size_t>(tile) * words;
-            for (int word = 0; word < words; ++word) {
-                Words k[kTiles];
-                for (int t = 0; t < kTiles; ++t) k[t] = load_words(from + (t * words + word) * kLanes);
-#pragma GCC unroll 12
-                for (int r = 0; r < kSumQueries; ++r) {
-                    const Words one = broadcast_word(q[row + r] + word * T::kPerWord);
-                    for (int t = 0; t < kTiles; ++t) sums[r][t] = T::dot(sums[r][t], one, k[t]);
-                }
-            }
-            for (int r = 0; r < kSumQueries; ++r)
-                for (int t = 0; t < kTiles; ++t) store(scores_of(row + r, tile + t * kLanes), sums[r][t]);
-        }
+    template <class Done>
+    void sum(int count, int begin, int end, const SumsBefore* before, const Done& done) {
+        products.sum(weights_of(0, begin), apart(), count, values + static_cast<size_t>(begin / T::kPerWord) * columns, columns,
+                     end - begin, before, done);
     }
+
+    float* scores_of(int row, int key) const { return scores + row * apart() + key - origin; }
+    Stored* weights_of(int row, int key) const { return weights + row * apart() + key - origin; }
+    size_t apart() const { return (padded_keys < kChunkKeys ? padded_keys : kChunkKeys) + kChunkPadding; }
 
     // Writes the weights of row r, of the query at a position: not normalised, and zero outside of its keys. top and total are
     // the largest scaled score and the sum of weights so far. Returns the factor of the sums so far.
@@ -233,7 +277,7 @@ struct Attention {
             return key >= lowest && key + kLanes <= highest ? kAllLanes : between(lowest - key, highest - key);
         };
         for (int key = begin; key < end && biases; key += kLanes)
-            store(from + key, load(from + key) + load(biases + key - at));
+            store(from + key, load(from + key) + load(biases + key - at, lanes_at(key)));
         Vec most = broadcast(kLeast);
         for (int key = begin; key < end; key += kLanes)
             most = max_where(lanes_at(key), most, load(from + key));
@@ -241,13 +285,18 @@ struct Attention {
         if (found > top) top = found;
         const Vec scale = broadcast(factor), highest_score = broadcast(top);
         Vec sum = zero();
-        for (int key = begin; key < end; key += kLanes) {
+        const auto weigh = [&](int key) {
             const Vec exponent = fmsub(load(from + key), scale, highest_score);
-            const Vec power = sizeof(Stored) == 2 ? rough_exp2(exponent) : exp2(exponent);
-            const Vec weight = only(lanes_at(key), power);
+            const Vec weight = only(lanes_at(key), sizeof(Stored) == 2 ? rough_exp2(exponent) : exp2(exponent));
             sum += weight;
-            T::store(to + key, kAllLanes, weight);
+            return weight;
+        };
+        int key = begin;
+        for (; key + 2 * kLanes <= end; key += 2 * kLanes) {
+            const Vec first = weigh(key);
+            T::store_two(to + key, first, weigh(key + kLanes));
         }
+        if (key < end) T::store(to + key, kAllLanes, weigh(key));
         const float so_far = before > kLeast ? __builtin_exp2f(before - top) : 0.0f;
         total = total * so_far + sum_of(sum);
         return so_far;
@@ -255,32 +304,6 @@ struct Attention {
 
     static Lanes between(int lowest, int highest) {
         return static_cast<Lanes>(first_lanes(highest) & ~first_lanes(lowest));
-    }
-
-    // Calls done(row, tile, sum) for the sums of values times weights, added to those before where there are some.
-    template <int kTiles, class Done>
-    void sum(int count, int column, int begin, int end, const Before* before, const Done& done) {
-        for (int row = 0; row < count; row += kSumQueries) {
-            Vec sums[kSumQueries][kTiles];
-            for (int r = 0; r < kSumQueries; ++r)
-                for (int t = 0; t < kTiles; ++t)
-                    sums[r][t] = before && row + r < count ? load(before->sums + (row + r) * columns + t * kLanes) *
-                                                                 broadcast(before->factors[row + r])
-                                                           : zero();
-            const uint32_t* from = values + column;
-            const Stored* own = weights_of(row, 0);
-            for (int word = begin / T::kPerWord; word < end / T::kPerWord; ++word) {
-                Words v[kTiles];
-                for (int t = 0; t < kTiles; ++t) v[t] = load_words(from + static_cast<size_t>(word) * columns + t * kLanes);
-#pragma GCC unroll 12
-                for (int r = 0; r < kSumQueries; ++r) {
-                    const Words one = broadcast_word(own + r * chunk() + word * T::kPerWord);
-                    for (int t = 0; t < kTiles; ++t) sums[r][t] = T::dot(sums[r][t], one, v[t]);
-                }
-            }
-            for (int r = 0; r < kSumQueries && row + r < count; ++r)
-                for (int t = 0; t < kTiles; ++t) done(row + r, t, sums[r][t]);
-        }
     }
 };
 
@@ -293,18 +316,16 @@ inline int longest_of(const SieAttention& shape) {
     return longest;
 }
 
-template <class T>
+template <class Products>
 void attend(const SieAttention& shape, int longest, void* scratch) {
     const size_t bytes = attention_scratch_bytes(longest, shape.width);
     const int64_t heads = shape.num_key_heads;
     share(shape.num_sequences * heads, shape.num_threads, [&](int64_t piece, int32_t thread) {
-        Attention<T>(shape, longest, static_cast<char*>(scratch) + thread * bytes).run(piece / heads, piece % heads);
+        char* own = static_cast<char*>(scratch) + thread * bytes;
+        const int sequence = static_cast<int>(piece / heads), head = static_cast<int>(piece % heads);
+        if (Products::takes(shape.width)) return Attention<Products>(shape, longest, own).run(sequence, head);
+        Attention<DotAttention<typename Products::Format>>(shape, longest, own).run(sequence, head);
     });
-}
-
-template <class T>
-void attend(const SieAttention& shape, void* scratch) {
-    attend<T>(shape, longest_of(shape), scratch);
 }
 
 }  // namespace

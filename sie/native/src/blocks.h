@@ -42,9 +42,13 @@ struct Attending {
     // The first position that a token sees; its own is the last.
     int64_t lowest(int64_t position) const { return position + 1 - keys_seen(position, layer.window); }
 
+    static constexpr float kLog2E = 1.44269504f;
+
+    // The factor of scores without a cap, for exponentials of base 2.
+    float scale() const { return layer.scale * kLog2E; }
+
     // Returns the scaled scores, for exponentials of base 2.
     Vec scaled(Vec scores) const {
-        constexpr float kLog2E = 1.44269504f;
         scores *= broadcast(layer.scale);
         if (layer.cap > 0) scores = capped(scores, layer.cap);
         return scores * broadcast(kLog2E);

@@ -12,6 +12,7 @@ SIE_EXPORT int64_t sie_decoder_scratch(const SieDecoder* decoder, const SieDecod
 
 #ifdef __x86_64__
 SIE_EXPORT void sie_decode(const SieDecoder* decoder, const SieDecoderStep* step) {
-    (decoder->is_bf16 ? decode_bf16_avx512 : has_avx512() ? decode_f32_avx512 : decode_f32_avx2)(*decoder, *step);
+    const auto in_bf16 = has_amx() ? decode_bf16_amx : decode_bf16_avx512;
+    (decoder->is_bf16 ? in_bf16 : has_avx512() ? decode_f32_avx512 : decode_f32_avx2)(*decoder, *step);
 }
 #endif

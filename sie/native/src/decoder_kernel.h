@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "activations.h"
 #include "best_tokens.h"
 #include "decoder.h"
 #include "decoder_layout.h"
-#include "encoder.h"
 #include "pairs.h"
 #include "prompt_attention.h"
 #include "row_steps.h"
@@ -17,12 +17,21 @@ namespace {
 
 class Decoder {
     static constexpr int kRowsPerPiece = 8;
+    static constexpr int64_t kRowsPerThread = 4 * kMostAtOnce;  // with fewer, threads share the columns of products
+
+    // Rows of the step that go through a layer together, so that the results between products stay in the level 2 cache, and
+    // the threads that share out the columns of these products.
+    struct Block {
+        int64_t first, rows;
+        char* room;  // of the thread, at DecoderLayout.threads
+        int32_t num_threads;
+    };
 
     const SieDecoder& decoder_;
     const DecoderLayout layout_;
     SieDecoderStep step_;  // from the last layer's attention on, only the kept tokens
     const int width_;
-    float *hidden_, *product_, *attended_;
+    float *hidden_, *attended_;
     Stored* query_;
 
   public:
@@ -32,24 +41,24 @@ class Decoder {
           step_(step),
           width_(decoder.width),
           hidden_(at<float>(layout_.hidden)),
-          product_(at<float>(layout_.product)),
-          attended_(at<float>(layout_.attended)),
+          attended_(at<float>(layout_.attended_floats)),
           query_(at<Stored>(layout_.query)) {}
 
     void run() {
         const SieDecoderLayer *layer = decoder_.layers, *last = layer + decoder_.num_layers - 1;
-        const Rows first = rows(layout_.input, layer->qkv);
-        for_rows(step_.num_tokens, [&](int64_t row) {
-            embed(row);
-            write(first, row, hidden(row), layer->before_attention);
+        for_blocks([&](const Block& block) {
+            const Rows to = input(block, layer->qkv);
+            for_rows(block.rows, block.num_threads, [&](int64_t row) {
+                embed(block.first + row);
+                write(to, row, hidden(block.first + row), layer->before_attention);
+            });
+            project(*layer, block);
         });
         for (; layer <= last; ++layer) {
-            project(*layer);
             if (layer == last && step_.num_kept < step_.num_tokens) keep();
             if (!step_.num_tokens) return;
             attention(*layer);
-            const bool is_last = layer == last;
-            block(*layer, is_last ? decoder_.head : layer[1].qkv, is_last ? decoder_.last_norm : layer[1].before_attention);
+            for_blocks([&](const Block& block) { rest_of_layer(*layer, layer < last ? layer + 1 : nullptr, block); });
         }
         logits();
     }
@@ -60,33 +69,46 @@ class Decoder {
         return reinterpret_cast<P*>(static_cast<char*>(step_.scratch) + offset);
     }
     float* hidden(int64_t row) const { return hidden_ + row * width_; }
-    float* product(int64_t row, int64_t outputs) const { return product_ + row * outputs; }
     char* thread_room(int32_t thread) const { return at<char>(layout_.threads + thread * layout_.thread); }
+    float* product(const Block& block, int64_t row, int64_t outputs) const {
+        return reinterpret_cast<float*>(block.room + layout_.product) + row * outputs;
+    }
+
+    // Calls run(block) for blocks of nearly the same number of rows. Threads take blocks if there are enough rows, and else
+    // share the columns of products, so that each weight is read once.
+    template <class F>
+    void for_blocks(const F& run) const {
+        const int64_t tokens = step_.num_tokens;
+        const bool by_columns = tokens < kRowsPerThread * step_.num_threads;
+        const int32_t inside = by_columns ? step_.num_threads : 1, threads = by_columns ? 1 : step_.num_threads;
+        const int64_t least = (tokens + kBlockRows - 1) / kBlockRows, count = (least + threads - 1) / threads * threads;
+        share(count, threads, [&](int64_t i, int32_t thread) {
+            const int64_t first = tokens * i / count, next = tokens * (i + 1) / count;
+            run(Block{first, next - first, thread_room(thread), inside});
+        });
+    }
 
     // Calls run(row) for all rows. The caller does few rows alone, because another thread would wake too late.
     template <class F>
-    void for_rows(int64_t count, const F& run) const {
+    static void for_rows(int64_t count, int32_t num_threads, const F& run) {
         const int64_t pieces = (count + kRowsPerPiece - 1) / kRowsPerPiece;
-        share(pieces, count > kFewRows ? step_.num_threads : 1, [&](int64_t piece, int32_t) {
+        share(pieces, count > kFewRows ? num_threads : 1, [&](int64_t piece, int32_t) {
             for (int64_t row = piece * kRowsPerPiece; row < std::min(count, (piece + 1) * kRowsPerPiece); ++row) run(row);
         });
     }
 
-    // Returns the input rows of a matrix for the step's tokens.
-    Rows rows(size_t offset, const SieMatrix& matrix) const {
-        return {at<char>(offset), matrix.inputs, form_of(matrix.format, step_.num_tokens)};
-    }
+    // Returns rows in the form that a product with this matrix reads in this step.
+    Rows rows(char* at, const SieMatrix& matrix) const { return {at, matrix.inputs, form_of(matrix.format, step_.num_tokens)}; }
+    Rows input(const Block& block, const SieMatrix& matrix) const { return rows(block.room + layout_.input, matrix); }
+    Rows attended(const SieDecoderLayer& layer) const { return rows(at<char>(layout_.attended), layer.out); }
+    Rows head_input() const { return rows(at<char>(layout_.head_input), decoder_.head); }
 
-    // Calls done(row, pair, left, right, thread) for the product of the step's tokens with a matrix.
+    // Calls done(row, pair, left, right, thread) for the product of a block's rows with a matrix.
     template <class Done>
-    void multiply(const SieMatrix& matrix, const Rows& rows, bool is_gated, const Done& done) const {
-        multiply_pairs(product_of(matrix, rows, is_gated), done);
-    }
-
-    // Each thread unpacks into its own share of the scratch.
-    Product product_of(const SieMatrix& matrix, const Rows& rows, bool is_gated) const {
-        char* unpacked = at<char>(layout_.threads + layout_.unpacked);
-        return {matrix, rows, step_.num_tokens, is_gated, step_.num_threads, unpacked, static_cast<int64_t>(layout_.thread)};
+    void multiply(const SieMatrix& matrix, const Rows& rows, const Block& block, bool is_gated, const Done& done) const {
+        multiply_pairs(Product{matrix, rows, block.rows, is_gated, block.num_threads, block.room + layout_.unpacked,
+                               static_cast<int64_t>(layout_.thread)},
+                       done);
     }
 
     void write(const Rows& to, int64_t row, const float* values, const float* weight) const {
@@ -103,29 +125,37 @@ class Decoder {
     }
 
     Attending attending(const SieDecoderLayer& layer) const {
-        return {decoder_, layer, step_, query_, rows(layout_.input, layer.out), attended_};
+        return {decoder_, layer, step_, query_, attended(layer), attended_};
     }
 
-    // Computes queries, and writes keys and values into their blocks.
-    void project(const SieDecoderLayer& layer) const {
+    // Computes a block's queries, and writes its keys and values into their blocks.
+    void project(const SieDecoderLayer& layer, const Block& block) const {
         const int64_t outputs = layer.qkv.outputs;
-        multiply(layer.qkv, rows(layout_.input, layer.qkv), false, [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t) {
-            store_pair(product(row, outputs), outputs, pair, left, right);
+        multiply(layer.qkv, input(block, layer.qkv), block, false, [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t) {
+            store_pair(product(block, row, outputs), outputs, pair, left, right);
         });
         const Attending by = attending(layer);
-        for_tokens([&](const SieSlot& slot, int64_t token, int64_t position) { turn(by, slot, token, position); });
+        for_rows(block.rows, block.num_threads, [&](int64_t row) {
+            const int64_t token = block.first + row;
+            turn(by, slot_of(token), token, product(block, row, outputs));
+        });
+    }
+
+    // Returns the slot that a token belongs to.
+    const SieSlot& slot_of(int64_t token) const {
+        const auto begins_behind = [](int64_t token, const SieSlot& slot) { return token < slot.first_token; };
+        return *(std::upper_bound(step_.slots, step_.slots + step_.num_slots, token, begins_behind) - 1);
     }
 
     // Reduces the step to the kept tokens, each as a slot of its own. In the last layer, the other tokens need only keys
     // and values.
     void keep() {
         SieSlot* slots = at<SieSlot>(layout_.kept);
-        const SieSlot* slot = step_.slots;
         const int64_t query_values = static_cast<int64_t>(decoder_.num_heads) * decoder_.head_width;
         for (int i = 0; i < step_.num_kept; ++i) {
             const int64_t token = step_.kept[i];
-            while (token >= slot->first_token + slot->length) ++slot;
-            slots[i] = {slot->start + token - slot->first_token, 1, i, slot->first_block};
+            const SieSlot& slot = slot_of(token);
+            slots[i] = {slot.start + token - slot.first_token, 1, i, slot.first_block};
             std::memmove(hidden(i), hidden(token), width_ * sizeof(float));
             std::memmove(query_ + i * query_values, query_ + token * query_values, query_values * sizeof(Stored));
         }
@@ -136,30 +166,16 @@ class Decoder {
     void attention(const SieDecoderLayer& layer) const {
         const Attending by = attending(layer);
         attend(by);
-        if (!by.rows.takes_pieces())
-            for_rows(step_.num_tokens, [&](int64_t row) { write(by.rows, row, attended_ + row * layer.out.inputs, nullptr); });
-        add(layer.out, by.rows, layer.after_attention, layer.up, layer.before_block);
-    }
-
-    // Calls run(slot, token, position) for all tokens.
-    template <class F>
-    void for_tokens(const F& run) const {
-        const auto one = [&](const SieSlot& slot, int64_t own) { run(slot, slot.first_token + own, slot.start + own); };
-        if (step_.num_slots <= kFewRows) {
-            for (const SieSlot* slot = step_.slots; slot < step_.slots + step_.num_slots; ++slot)
-                for_rows(slot->length, [&](int64_t own) { one(*slot, own); });
-            return;
-        }
-        for_rows(step_.num_slots, [&](int64_t i) {
-            for (int64_t own = 0; own < step_.slots[i].length; ++own) one(step_.slots[i], own);
-        });
+        if (by.rows.takes_pieces()) return;
+        for_rows(step_.num_tokens, step_.num_threads,
+                 [&](int64_t row) { write(by.rows, row, attended_ + row * layer.out.inputs, nullptr); });
     }
 
     // Rotates a token's queries and key by its position, and writes key and value into their block.
-    void turn(const Attending& attending, const SieSlot& slot, int64_t token, int64_t position) const {
+    void turn(const Attending& attending, const SieSlot& slot, int64_t token, float* queries) const {
         const SieDecoderLayer& layer = attending.layer;
         const int head = decoder_.head_width, num_heads = decoder_.num_heads, num_keys = decoder_.num_key_heads;
-        float* queries = product(token, layer.qkv.outputs);
+        const int64_t position = slot.start + token - slot.first_token;
         float* keys = queries + num_heads * head;
         const float* values = keys + num_keys * head;
         normalise_heads(queries, num_heads, layer.query_norm, layer.is_norm_whole);
@@ -210,7 +226,7 @@ class Decoder {
             float* room = reinterpret_cast<float*>(thread_room(thread));
             by_token.run(*own, segment - own->first, static_cast<int>(piece % heads), room);
         });
-        for_rows(count, [&](int64_t i) { by_token.merge(pieces[i]); });
+        for_rows(count, step_.num_threads, [&](int64_t i) { by_token.merge(pieces[i]); });
     }
 
     // The last tokens see the most keys, so their pieces come first.
@@ -224,45 +240,46 @@ class Decoder {
         });
     }
 
-    void block(const SieDecoderLayer& layer, const SieMatrix& next, const float* before_next) const {
-        const int64_t inner = layer.down.inputs;
-        const Rows to = rows(layout_.inner, layer.down);
+    // Computes a layer after its attention, and the next layer's queries, keys and values; without a next one, the head's input.
+    void rest_of_layer(const SieDecoderLayer& layer, const SieDecoderLayer* next, const Block& block) const {
+        const Rows between = input(block, layer.up), inner = rows(block.room + layout_.inner, layer.down);
+        add(layer.out, attended(layer).from(block.first), block, layer.after_attention, layer.before_block, between);
+        go_in(layer, block, between, inner);
+        if (!next) return add(layer.down, inner, block, layer.after_block, decoder_.last_norm, head_input().from(block.first));
+        add(layer.down, inner, block, layer.after_block, next->before_attention, input(block, next->qkv));
+        project(*next, block);
+    }
+
+    // Computes the input of a layer's last product.
+    void go_in(const SieDecoderLayer& layer, const Block& block, const Rows& from, const Rows& to) const {
+        const int64_t width = layer.down.inputs;
         const bool is_gated = decoder_.is_gated, takes_pieces = to.takes_pieces();
         const auto put = [&](int64_t row, int64_t first, Vec values) {  // whole tiles
             if (takes_pieces) return to.put(row, first, kAllLanes, values);
-            store(product(row, inner) + first, values);
+            store(product(block, row, width) + first, values);
         };
-        with_activation([&](auto activate) {
-            multiply(layer.up, rows(layout_.input, layer.up), is_gated, [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t) {
+        with_activation<Number>(decoder_.activation, [&](auto activate) {
+            multiply(layer.up, from, block, is_gated, [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t) {
                 if (is_gated) return put(row, pair * kTileOutputs, activate(left) * right);
                 put(row, pair * kPairOutputs, activate(left));
-                if (pair * kPairOutputs + kTileOutputs < inner) put(row, pair * kPairOutputs + kTileOutputs, activate(right));
+                if (pair * kPairOutputs + kTileOutputs < width) put(row, pair * kPairOutputs + kTileOutputs, activate(right));
             });
         });
-        if (!takes_pieces) for_rows(step_.num_tokens, [&](int64_t row) { write(to, row, product(row, inner), nullptr); });
-        add(layer.down, to, layer.after_block, next, before_next);
+        if (takes_pieces) return;
+        for_rows(block.rows, block.num_threads, [&](int64_t row) { write(to, row, product(block, row, width), nullptr); });
     }
 
-    template <class F>
-    void with_activation(const F& run) const {
-        switch (decoder_.activation) {
-            case kGelu: return run([](Vec x) { return gelu(x); });
-            case kGeluTanh: return run([](Vec x) { return gelu_tanh(x); });
-            case kRelu: return run([](Vec x) { return max(zero(), x); });
-            default: return run([](Vec x) { return times_sigmoid(x, x); });
-        }
-    }
-
-    // Adds a product to the hidden states, and writes these as the input of the next product. Both are normalised first if
-    // they have a weight.
-    void add(const SieMatrix& matrix, const Rows& from, const float* weight, const SieMatrix& next, const float* before) const {
-        multiply(matrix, from, false, [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t) {
-            store_pair(product(row, width_), width_, pair, left, right);
+    // Adds a product to a block's hidden states, and writes these as the input of the next product. Both are normalised
+    // first if they have a weight.
+    void add(const SieMatrix& matrix, const Rows& from, const Block& block, const float* weight, const float* before,
+             const Rows& to) const {
+        multiply(matrix, from, block, false, [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t) {
+            store_pair(product(block, row, width_), width_, pair, left, right);
         });
-        const Rows to = rows(layout_.input, next);
-        for_rows(step_.num_tokens, [&](int64_t row) {
-            add_row(hidden(row), product(row, width_), width_, weight, decoder_.epsilon, decoder_.residual_scale);
-            write(to, row, hidden(row), before);
+        for_rows(block.rows, block.num_threads, [&](int64_t row) {
+            float* own = hidden(block.first + row);
+            add_row(own, product(block, row, width_), width_, weight, decoder_.epsilon, decoder_.residual_scale);
+            write(to, row, own, before);
         });
     }
 
@@ -274,7 +291,9 @@ class Decoder {
             return decoder_.logit_cap > 0 ? capped(scaled, decoder_.logit_cap) : scaled;
         };
         const BestTokens best(step_, step_.best ? thread_room(0) + layout_.best : nullptr, layout_.thread);
-        const Rows from = rows(layout_.input, head);
+        const Rows from = head_input();
+        const Product product{head, from, step_.num_tokens, false, step_.num_threads, thread_room(0) + layout_.unpacked,
+                              static_cast<int64_t>(layout_.thread)};
         const auto done = [&](int64_t row, int64_t pair, Vec left, Vec right, int32_t thread) {
             left = finish(left), right = finish(right);
             if (step_.logits) store_pair(step_.logits + row * static_cast<int64_t>(head.outputs), head.outputs, pair, left, right);
@@ -286,12 +305,12 @@ class Decoder {
 #ifdef __AVX512BF16__
         if (is_screened(decoder_, step_)) {
             const Screen screen(decoder_, step_, from, at<char>(layout_.screen), thread_room(0) + layout_.least, layout_.thread);
-            multiply_chosen(product_of(head, from, false), screen.find(), done);
+            multiply_chosen(product, screen.find(), done);
             best.finish();
             return;
         }
 #endif
-        multiply_pairs(product_of(head, from, false), done);
+        multiply_pairs(product, done);
         if (step_.best) best.finish();
     }
 };

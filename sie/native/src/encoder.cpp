@@ -12,7 +12,8 @@ SIE_EXPORT int64_t sie_attention_scratch(int64_t longest, int64_t width) {
 
 #ifdef __x86_64__
 SIE_EXPORT void sie_attend(const SieAttention* shape, int32_t is_bf16, void* scratch) {
-    (is_bf16 ? attend_bf16_avx512 : has_avx512() ? attend_f32_avx512 : attend_f32_avx2)(*shape, scratch);
+    const auto in_bf16 = has_amx() ? attend_bf16_amx : attend_bf16_avx512;
+    (is_bf16 ? in_bf16 : has_avx512() ? attend_f32_avx512 : attend_f32_avx2)(*shape, scratch);
 }
 
 // Bytes of memory that sie_encode needs beside its result, for a step of num_tokens tokens.

@@ -4,7 +4,7 @@
 #include "levels.h"
 #include "pooling_kernel.h"
 
-void attend_f32_avx512(const SieAttention& shape, void* scratch) { attend<F32>(shape, scratch); }
+void attend_f32_avx512(const SieAttention& shape, void* scratch) { attend<DotAttention<F32>>(shape, longest_of(shape), scratch); }
 void encode_f32_avx512(const SieEncoder& encoder, const SieStep& step) { encode<DotProducts<F32>>(encoder, step); }
 
 void pool_mean_f32_avx512(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to) {

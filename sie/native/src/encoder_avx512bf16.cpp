@@ -5,7 +5,7 @@
 #include "pooling_kernel.h"
 #include "products_int8.h"
 
-void attend_bf16_avx512(const SieAttention& shape, void* scratch) { attend<Bf16>(shape, scratch); }
+void attend_bf16_avx512(const SieAttention& shape, void* scratch) { attend<DotAttention<Bf16>>(shape, longest_of(shape), scratch); }
 void encode_bf16_avx512(const SieEncoder& encoder, const SieStep& step) { encode<DotProducts<Bf16>>(encoder, step); }
 void encode_int8_bf16_avx512(const SieEncoder& encoder, const SieStep& step) { encode<Int8Products<Bf16>>(encoder, step); }
 

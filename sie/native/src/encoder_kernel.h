@@ -1,5 +1,6 @@
 // The encoder of encoder.h, for one number format and one kind of products.
 #pragma once
+#include "activations.h"
 #include "attention_kernel.h"
 #include "encoder.h"
 #include "encoder_layout.h"
@@ -16,6 +17,9 @@ class Encoder {
 
     static constexpr int64_t kFewTiles = 16;  // for each thread
     static constexpr int kRowsPerPiece = 16;
+    // Rows of a block: so many that weights are read often enough for their use, and so few that the results between products
+    // stay in the level 2 cache.
+    static constexpr int kBlockRows = Products::kMaxRows < 32 ? 112 : kMostBlockRows;
 
     // Memory of a thread for results between the products of its rows.
     struct Room {
@@ -160,7 +164,7 @@ class Encoder {
                                  stride,       head,           out,              head,            step_.bounds, step_.seen,
                                  step_.num_sequences, encoder_.num_heads, encoder_.num_key_heads, encoder_.head_width,
                                  layer.scale,  layer.is_causal, layer.window,    step_.num_threads, encoder_.bias_reach, layer.biases};
-        attend<T>(shape, step_.longest, base() + layout_.attention);
+        attend<typename Products::OfAttention>(shape, step_.longest, base() + layout_.attention);
     }
 
     // Computes a layer after its attention, and the next layer's queries, keys and values; without a next one, the result.
@@ -168,12 +172,7 @@ class Encoder {
         const Lines attended{attended_.at(block.first), attended_.apart};
         add(layer.out, attended, block, layer.of_attention, layer.after_attention, layer.before_block, input(block));
         const Lines inner = lines(block.room.inner, layer.down.inputs);
-        switch (encoder_.activation) {
-            case kGelu: go_in(layer, block, inner, [](Vec x) { return gelu(x); }); break;
-            case kGeluTanh: go_in(layer, block, inner, [](Vec x) { return gelu_tanh(x); }); break;
-            case kRelu: go_in(layer, block, inner, [](Vec x) { return max(zero(), x); }); break;
-            default: go_in(layer, block, inner, [](Vec x) { return times_sigmoid(x, x); });
-        }
+        with_activation<T>(encoder_.activation, [&](auto activate) { go_in(layer, block, inner, activate); });
         const Lines hidden{static_cast<Stored*>(step_.hidden) + static_cast<size_t>(block.first) * width_, static_cast<size_t>(width_)};
         add(layer.down, inner, block, layer.of_block, layer.after_block, next ? next->before_attention : encoder_.last,
             next ? input(block) : hidden);
@@ -199,7 +198,15 @@ class Encoder {
     template <class Activation>
     static void linear(const SieDense& linear, const Lines& from, const Block& block, const Lines& to, Activation activate) {
         multiply<Products>(linear, from, block.rows, block.room.bytes, block.num_threads, [&](int first, int count, int column, const float* tile) {
-            for (int c = column; c < column + kPanel && c < linear.outputs; c += kLanes) {
+            if (column + kPanel <= linear.outputs) {
+                const Vec left = bias(linear, column, kAllLanes), right = bias(linear, column + kLanes, kAllLanes);
+                for (int r = 0; r < count; ++r) {
+                    const float* sums = tile + r * kPanel;
+                    T::store_two(to.at(first + r) + column, activate(load(sums) + left), activate(load(sums + kLanes) + right));
+                }
+                return;
+            }
+            for (int c = column; c < linear.outputs; c += kLanes) {
                 const Lanes lanes = first_lanes(linear.outputs - c);
                 const Vec added = bias(linear, c, lanes);
                 for (int r = 0; r < count; ++r) {
@@ -268,7 +275,6 @@ class Encoder {
 template <class Products>
 void encode(const SieEncoder& encoder, const SieStep& step) {
     Encoder<Products>(encoder, step).run();
-    Products::finish();
 }
 
 }  // namespace

@@ -6,9 +6,8 @@
 
 namespace {
 
-// Rows that go together through a layer, from after its attention to the next layer's attention, so that the results
-// between its products stay in the level 2 cache.
-constexpr int kBlockRows = 112;
+// Rows that go together through a layer at any level, from after its attention to the next layer's attention.
+constexpr int kMostBlockRows = 192;
 
 // Bytes from one row of products' input to the next: an odd number of lines. In a tile of rows that are a power of two
 // apart, each would evict the others from the level 1 cache.
@@ -29,10 +28,10 @@ struct EncoderLayout {
         const size_t width = encoder.width, heads = encoder.num_heads, head = encoder.head_width;
         const size_t inner_width = encoder.inner, most = width > inner_width ? width : inner_width;
         const size_t widest = most > heads * head ? most : heads * head;
-        input = place(kBlockRows * row_bytes_apart(4 * width));
-        inner = place(kBlockRows * row_bytes_apart(4 * inner_width));
-        sums = place(4 * kBlockRows * (width + kPanel));
-        bytes = place(encoder.level < kLevelInt8F32 ? 0 : byte_rows_bytes(kBlockRows, static_cast<int>(widest)));
+        input = place(kMostBlockRows * row_bytes_apart(4 * width));
+        inner = place(kMostBlockRows * row_bytes_apart(4 * inner_width));
+        sums = place(4 * kMostBlockRows * (width + kPanel));
+        bytes = place(encoder.level < kLevelInt8F32 ? 0 : byte_rows_bytes(kMostBlockRows, static_cast<int>(widest)));
         share = at;
         at = 0;
         stream = place(4 * tokens * width);

@@ -8,6 +8,9 @@
 
 namespace {
 
+#ifdef SIE_TILES_IN_SOFTWARE  // a test replaces the instructions for tiles by functions
+int32_t amx_features() { return kAmxBf16 | kAmxInt8; }
+#else
 constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
 constexpr unsigned long kTileData = 18;
 
@@ -21,6 +24,7 @@ int32_t amx_features() {
     if ((low >> 17 & 3) != 3 || syscall(SYS_arch_prctl, kRequestPermission, kTileData)) return 0;
     return (leaf7_d & (1u << 22) ? kAmxBf16 : 0) | (leaf7_d & (1u << 25) ? kAmxInt8 : 0);
 }
+#endif
 
 // Not every compiler that we build with knows the name for __builtin_cpu_supports.
 bool has_f16c() {

@@ -18,3 +18,4 @@ enum : int32_t {
 };
 
 inline bool has_avx512() { return sie_native_features() & kAvx512; }
+inline bool has_amx() { return (sie_native_features() & (kAmxBf16 | kAmxInt8)) == (kAmxBf16 | kAmxInt8); }

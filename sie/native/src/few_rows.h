@@ -7,7 +7,11 @@ namespace {
 
 constexpr int kFewAtOnce = 8;
 // More rows are as fast in tiles of two (many_rows.h). In bf16 those also read further ahead; in float32 they unpack weights.
+#ifdef __AMX_BF16__
+constexpr int kMostDirect = 0;
+#else
 constexpr int kMostDirect = Number::kPerWord == 2 ? 2 : kFewAtOnce;
+#endif
 
 // Writes the sums of a tile for the rows from `row` on; sums has rows of kPairOutputs.
 using FewKernel = void (*)(const SieMatrix& matrix, const uint8_t* tile, const Rows& rows, int64_t row, float* sums);
@@ -110,10 +114,10 @@ __attribute__((noinline)) void multiply_fixed(const SieMatrix& matrix, const uin
 #define SIE_FEW(kernel, W) \
     { kernel<W, 1>, kernel<W, 2>, kernel<W, 3>, kernel<W, 4>, kernel<W, 5>, kernel<W, 6>, kernel<W, 7>, kernel<W, 8> }
 
-// Returns the kernel for a number of rows, at most kFewAtOnce (kMostDirect in bf16), of an input in the form of the format.
+// Returns the kernel for a number of rows, at most kFewAtOnce (two in bf16), of an input in the form of the format.
 inline FewKernel few_kernel(int32_t format, int num_rows) {
 #ifdef __AVX512BF16__
-    static constexpr FewKernel kHalves[kMostDirect] = {multiply_halves<1>, multiply_halves<2>};
+    static constexpr FewKernel kHalves[] = {multiply_halves<1>, multiply_halves<2>};
     static constexpr FewKernel kFixed[2][kFewAtOnce] = {SIE_FEW(multiply_fixed, Int8Weights),
                                                         SIE_FEW(multiply_fixed, Int4Weights)};
     return format == kWeightBf16 ? kHalves[num_rows - 1] : kFixed[format == kWeightInt4][num_rows - 1];

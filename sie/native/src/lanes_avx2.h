@@ -150,11 +150,14 @@ inline Vec from_float16(const void* from) {
     const __m128i* halves = static_cast<const __m128i*>(from);
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
 }
-// Byte number i of each word, less 128.
-inline Vec numbers_of_byte(Words bytes, int i) {
-    const auto half = [i](__m256i words) {
-        const __m256i byte = _mm256_and_si256(_mm256_srli_epi32(words, 8 * i), _mm256_set1_epi32(255));
-        return _mm256_cvtepi32_ps(_mm256_sub_epi32(byte, _mm256_set1_epi32(128)));
+// Byte number i of each word, plus 256: the byte lies in the upper bits of a mantissa.
+template <int i>
+inline Vec byte_plus_256(Words bytes) {
+    constexpr int kUp = 15 - 8 * i;
+    const auto half = [](__m256i words) {
+        const __m256i moved = kUp > 0 ? _mm256_slli_epi32(words, kUp > 0 ? kUp : 0) : _mm256_srli_epi32(words, kUp > 0 ? 0 : -kUp);
+        const __m256i byte = _mm256_and_si256(moved, _mm256_set1_epi32(0xFF << 15));
+        return _mm256_castsi256_ps(_mm256_or_si256(byte, _mm256_set1_epi32(0x43800000)));
     };
     return {half(bytes.low), half(bytes.high)};
 }

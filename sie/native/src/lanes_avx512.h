@@ -67,10 +67,13 @@ inline Vec upper_halves(Words x) { return as_floats(_mm512_and_si512(x, _mm512_s
 inline Vec from_float16(const void* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
 }
-// Byte number i of each word, less 128.
-inline Vec numbers_of_byte(Words bytes, int i) {
-    const Words byte = _mm512_and_si512(_mm512_srli_epi32(bytes, 8 * i), _mm512_set1_epi32(255));
-    return _mm512_cvtepi32_ps(_mm512_sub_epi32(byte, _mm512_set1_epi32(128)));
+// Byte number i of each word, plus 256: the byte lies in the upper bits of a mantissa.
+template <int i>
+inline Vec byte_plus_256(Words bytes) {
+    constexpr int kUp = 15 - 8 * i;
+    const Words moved = kUp > 0 ? _mm512_slli_epi32(bytes, kUp > 0 ? kUp : 0) : _mm512_srli_epi32(bytes, kUp > 0 ? 0 : -kUp);
+    constexpr int kAndOr = 0xEA;  // (a & b) | c
+    return as_floats(_mm512_ternarylogic_epi32(moved, _mm512_set1_epi32(0xFF << 15), _mm512_set1_epi32(0x43800000), kAndOr));
 }
 // The 16 bytes at an address plus 128, in each quarter of a result.
 inline Words load_codes(const int8_t* from) {
@@ -95,6 +98,16 @@ struct Bf16 {
     static Vec load(const Stored* from, Lanes lanes) { return lower_halves(half(from, lanes)); }
     static void store(Stored* to, Lanes lanes, Vec values) {
         _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(values));
+    }
+    static void store_two(Stored* to, Vec first, Vec second) {
+        store_words(to, (Words)_mm512_cvtne2ps_pbh(second, first));
+    }
+    // Words of two values that are rounded to the nearest; halves go up. VCVTNE2PS2BF16 and a permutation take longer.
+    static Words pairs(Vec first, Vec second) {
+        const auto risen = [](Vec x) { return _mm512_add_epi32(as_words(x), _mm512_set1_epi32(0x8000)); };
+        constexpr int kAndOr = 0xEA;  // (a & b) | c
+        return _mm512_ternarylogic_epi32(risen(second), _mm512_set1_epi32(static_cast<int>(0xFFFF0000)),
+                                         _mm512_srli_epi32(risen(first), 16), kAndOr);
     }
     // The words of 16 columns of two rows; without a second row its half is zero.
     static Words words(const Stored* row, const Stored* next, Lanes lanes) {

@@ -10,6 +10,7 @@ SIE_EXPORT int64_t sie_linear_scratch(int64_t rows, int64_t inputs, int64_t num_
 
 #ifdef __x86_64__
 SIE_EXPORT void sie_linear(const SieLinear* call) {
-    (call->is_bf16 ? linear_bf16_avx512 : has_avx512() ? linear_f32_avx512 : linear_f32_avx2)(*call);
+    const auto in_bf16 = has_amx() ? linear_bf16_amx : linear_bf16_avx512;
+    (call->is_bf16 ? in_bf16 : has_avx512() ? linear_f32_avx512 : linear_f32_avx2)(*call);
 }
 #endif

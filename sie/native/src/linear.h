@@ -38,10 +38,6 @@ struct SieLinear {
     int32_t num_threads;
 };
 
-// Up to this number of rows, integer weights are multiplied without conversion. Unpacking them to bf16 takes as long as 15
-// rows of products, and saves an eighth of each row.
-constexpr int kFixedRows = 96;
-
 // Pairs of tiles of so many outputs; the last may have one tile only.
 inline int64_t pairs_of(int64_t outputs) { return (outputs + 2 * kTileOutputs - 1) / (2 * kTileOutputs); }
 

@@ -3,21 +3,25 @@
 #include "products.h"
 #include "rows.h"
 #include "weights.h"
+#ifdef __AMX_BF16__
+#include "products_amx.h"
+#endif
 
 namespace {
 
-constexpr int kMostAtOnce = DotProducts<Number>::kMaxRows;
+#ifdef __AMX_BF16__
+using RowProducts = AmxProductsOf<AmxBf16>;
+#else
+using RowProducts = DotProducts<Number>;
+#endif
+constexpr int kMostAtOnce = RowProducts::kMaxRows;
+constexpr int kBlockRows = 8 * kMostAtOnce;  // rows that go through a layer of a decoder together
 
 // Stores the weights of four inputs of 16 outputs each as products read them, and returns where the next ones belong.
 inline uint32_t* store_quad(uint32_t* to, const Vec (&quad)[4]) {
 #ifdef __AVX512BF16__
-    alignas(64) static constexpr uint16_t kTurns[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const auto words = [](Vec first, Vec second) {
-        return _mm512_permutexvar_epi16(load_words(kTurns), (Words)_mm512_cvtne2ps_pbh(second, first));
-    };
-    store_words(to, words(quad[0], quad[1]));
-    store_words(to + kLanes, words(quad[2], quad[3]));
+    store_words(to, Bf16::pairs(quad[0], quad[1]));
+    store_words(to + kLanes, Bf16::pairs(quad[2], quad[3]));
 #else
     for (int i = 0; i < 4; ++i) store_words(to + i * kLanes, as_words(quad[i]));
 #endif
@@ -31,9 +35,7 @@ void unpack_tile(const SieMatrix& matrix, const uint8_t* tile, uint32_t* to) {
         const Vec scales = weights.scales();
         for (int q = 0; q < kGroupInputs / 4; ++q) {
             Vec quad[4];
-            weights.quad(q, quad);
-            for (Vec& weight : quad)
-                if (W::kScaled) weight *= scales;
+            weights.scaled_quad(q, scales, quad);
             to = store_quad(to, quad);
         }
     }

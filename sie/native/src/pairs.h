@@ -41,10 +41,16 @@ struct Product {
     }
 };
 
+// Rows are divided into blocks of nearly the same height; returns the greatest.
+inline int64_t highest_block(int64_t num_rows) {
+    const int64_t blocks = (num_rows + kMostAtOnce - 1) / kMostAtOnce;
+    return blocks ? (num_rows + blocks - 1) / blocks : 1;
+}
+
 // Calls with(first, count, sums) for all rows and one pair.
 template <class With>
 void multiply_pair(const Product& product, int64_t pair, int32_t thread, const With& with) {
-    alignas(64) float sums[16 * kPairOutputs];
+    alignas(64) float sums[(kMostAtOnce > kFewAtOnce ? kMostAtOnce : kFewAtOnce) * kPairOutputs];
     const int64_t num_rows = product.num_rows, left = product.left(pair), right = product.right(pair);
     const bool has_right = right < product.tiles();
     if (product.rows.form != Form::kFixed && num_rows > kMostDirect) {
@@ -56,8 +62,8 @@ void multiply_pair(const Product& product, int64_t pair, int32_t thread, const W
         for (int64_t block = 0; block < blocks; ++block) {
             const int64_t row = num_rows * block / blocks;
             const int count = static_cast<int>(num_rows * (block + 1) / blocks - row);
-            DotProducts<Number>::run_halves<kLanes>(count, product.rows.numbers(row), product.rows.stride(), first, second,
-                                                    words, sums, product.ahead(pair, block, blocks));
+            RowProducts::run_halves<kLanes>(count, product.rows.numbers(row), product.rows.stride(), first, second, words, sums,
+                                            product.ahead(pair, block, blocks));
             with(row, count, sums);
         }
         return;
@@ -78,14 +84,16 @@ struct Chosen {
     int64_t count;
 };
 
-// Calls run(i, thread) for every i below count, several at a time; each thread comes to them in ascending order.
+// Calls run(i, thread) for every i below count, several at a time; each thread comes to them in ascending order, and is
+// prepared for products of num_rows rows.
 template <class F>
-void share_pairs(int64_t count, int32_t num_threads, const F& run) {
+void share_pairs(int64_t count, int64_t num_rows, int32_t num_threads, const F& run) {
     constexpr int64_t kPiecesPerThread = 8;
     const int64_t wanted = num_threads * kPiecesPerThread;
     const int64_t each = count > wanted ? (count < 64 * wanted ? count / wanted : 64) : 1;
     share((count + each - 1) / each, num_threads, [&](int64_t piece, int32_t thread) {
         const int64_t end = (piece + 1) * each < count ? (piece + 1) * each : count;
+        [[maybe_unused]] const RowProducts::Tiles tiles(highest_block(num_rows));
         for (int64_t i = piece * each; i < end; ++i) run(i, thread);
     });
 }
@@ -106,14 +114,14 @@ void finish_pair(const Product& product, int64_t pair, int32_t thread, const Don
 // tile, right has no meaning.
 template <class Done>
 void multiply_pairs(const Product& product, const Done& done) {
-    share_pairs(product.pairs(), product.num_threads,
+    share_pairs(product.pairs(), product.num_rows, product.num_threads,
                 [&](int64_t pair, int32_t thread) { finish_pair(product, pair, thread, done); });
 }
 
 // The same for some pairs.
 template <class Done>
 void multiply_chosen(const Product& product, const Chosen& chosen, const Done& done) {
-    share_pairs(chosen.count, product.num_threads,
+    share_pairs(chosen.count, product.num_rows, product.num_threads,
                 [&](int64_t i, int32_t thread) { finish_pair(product, chosen.pairs[i], thread, done); });
 }
 

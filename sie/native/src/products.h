@@ -3,6 +3,7 @@
 #include <array>
 #include <utility>
 
+#include "attention_kernel.h"
 #include "encoder.h"
 #include "lanes.h"
 #include "share.h"
@@ -26,12 +27,21 @@ struct Ahead {
     int64_t step = 0;
 };
 
+// What a thread prepares before it computes tiles of at most so many rows: nothing, unless a product needs it.
+struct NoTiles {
+    static constexpr int kWords = 1;  // the number of words in a row must be a multiple of it
+
+    explicit NoTiles(int64_t) {}
+};
+
 // Computes one tile by dot products. The sums of kRows rows and a panel, or half of one, stay in registers.
 template <class T>
 struct DotProducts {
     using Format = T;
     using Stored = typename T::Stored;
     using Input = StoredRows<Stored>;
+    using Tiles = NoTiles;
+    using OfAttention = DotAttention<T>;
     static constexpr int kMaxRows = kSumRows;
     static constexpr int kVectors = kSumColumns / kLanes;
 
@@ -81,10 +91,8 @@ struct DotProducts {
     }
 
     static int words(const SieDense& linear) { return linear.inputs / T::kPerWord; }
-    static void prepare(int) {}
-    static void finish() {}
 
-    static void run(int count, const Input& rows, int first, const SieDense& linear, int, const uint32_t* panel, float* to) {
+    static void run(int count, const Input& rows, int first, const SieDense& linear, int, const uint32_t* panel, float* to, Ahead) {
         run_halves<kPanel>(count, rows.at(first), rows.stride, panel, panel + kLanes, words(linear), to);
     }
 
@@ -118,11 +126,16 @@ void multiply(const SieDense& linear, const Lines& from, int num_rows, char* roo
     const int64_t pieces = wanted < panels ? wanted : panels;
     share(pieces, num_threads, [&](int64_t piece, int32_t) {
         alignas(64) float sums[Products::kMaxRows * kPanel];
-        Products::prepare(height);
+        [[maybe_unused]] const typename Products::Tiles tiles(height);
         for (int64_t i = panels * piece / pieces; i < panels * (piece + 1) / pieces; ++i)
             for (int tile = 0; tile < num_tiles; ++tile) {
                 const int first = tile + 1 < num_tiles ? tile * height : num_rows - height, column = static_cast<int>(i) * kPanel;
-                Products::run(height, rows, first, linear, column, linear.panels + i * panel_words, sums);
+                const uint32_t* panel = linear.panels + i * panel_words;
+                // Each tile's share of the next panel. Behind the last panel this reads nothing of use.
+                const auto next = [&](size_t half) {
+                    return reinterpret_cast<const char*>(panel + panel_words) + panel_words * 2 * half + panel_words * 2 * tile / num_tiles;
+                };
+                Products::run(height, rows, first, linear, column, panel, sums, {next(0), next(1), 64 / num_tiles});
                 done(first, height, column, sums);
             }
     });

@@ -81,14 +81,14 @@ template <class T>
 struct Int8Products {
     using Format = T;
     using Input = ByteRows<T>;
+    using Tiles = NoTiles;
+    using OfAttention = DotAttention<T>;
     static constexpr int kMaxRows = DotProducts<ByteNumbers>::kMaxRows;
 
     static int words(const SieDense& linear) { return padded_inputs(linear.inputs) / ByteNumbers::kPerWord; }
-    static void prepare(int) {}
-    static void finish() {}
 
-    static void run(int count, const Input& rows, int first, const SieDense& linear, int column, const uint32_t* panel,
-                    float* to) {
+    static void run(int count, const Input& rows, int first, const SieDense& linear, int column, const uint32_t* panel, float* to,
+                    Ahead) {
         DotProducts<ByteNumbers>::template run_halves<kPanel>(count, rows.at(first), rows.stride, panel, panel + kLanes,
                                                               words(linear), to);
         scale_tile(linear, column, rows, first, count, to);

@@ -18,6 +18,12 @@
 
 namespace {
 
+#ifdef __AMX_BF16__
+using ByteProducts = AmxProductsOf<AmxInt8>;
+#else
+using ByteProducts = DotProducts<ByteNumbers>;
+#endif
+
 class Screen {
     static constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
@@ -58,7 +64,7 @@ class Screen {
 
     // Returns the pairs that may hold a likeliest token, ascending.
     Chosen find() const {
-        share_pairs(pairs(), step_.num_threads, [&](int64_t pair, int32_t thread) { see_pair(pair, thread); });
+        share_pairs(pairs(), step_.num_kept, step_.num_threads, [&](int64_t pair, int32_t thread) { see_pair(pair, thread); });
         float least[kScreenRows];
         for (int row = 0; row < step_.num_kept; ++row) {
             const Row& own = of_row_[row];
@@ -119,7 +125,7 @@ class Screen {
     }
 
     void see_pair(int64_t pair, int32_t thread) const {
-        constexpr int kMost = DotProducts<ByteNumbers>::kMaxRows;
+        constexpr int kMost = ByteProducts::kMaxRows;
         alignas(64) float sums[kMost * kPanel], kept[kMost * kPanel];
         const int num_rows = step_.num_kept, blocks = (num_rows + kMost - 1) / kMost;
         const uint32_t *left = tile(2 * pair), *right = tile(2 * pair + 1);
@@ -128,9 +134,9 @@ class Screen {
             const int row = num_rows * block / blocks, count = num_rows * (block + 1) / blocks - row;
             const Ahead ahead{ahead_of(2 * pair + 2, block, blocks), ahead_of(2 * pair + 3, block, blocks),
                               64 * words() / (quads() * blocks)};
-            DotProducts<ByteNumbers>::run_halves<kLanes>(count, bytes_.at(row), bytes_.stride, left, right, quads(), sums, ahead);
-            DotProducts<Number>::run_halves<kLanes>(count, kept_[row], 2 * kScreenKept, left + apart, right + apart, kScreenKept,
-                                                    kept, ahead);
+            ByteProducts::run_halves<kLanes>(count, bytes_.at(row), bytes_.stride, left, right, quads(), sums, ahead);
+            RowProducts::run_halves<kLanes>(count, kept_[row], 2 * kScreenKept, left + apart, right + apart, kScreenKept, kept,
+                                            ahead);
             scale_tile(dense_, static_cast<int>(pair) * kPairOutputs, bytes_, row, count, sums);
             for (int r = 0; r < count; ++r)
                 see(thread, row + r, pair, load(sums + r * kPanel) + load(kept + r * kPanel),

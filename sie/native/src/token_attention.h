@@ -8,8 +8,6 @@
 
 namespace {
 
-constexpr float kLeast = -3e38f;
-
 // A token, and its segments in the partial sums.
 struct TokenPiece {
     const SieSlot* slot;

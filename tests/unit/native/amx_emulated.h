@@ -6,6 +6,24 @@
 #include <cstdint>
 #include <cstring>
 
+// Functions of levels that are left out of the library with these instructions (tests/kernels.py), which calls none of them.
+__attribute__((weak)) void attend_f32_avx2(const struct SieAttention& shape, void* scratch);
+__attribute__((weak)) void attend_f32_avx512(const struct SieAttention& shape, void* scratch);
+__attribute__((weak)) void encode_f32_avx2(const struct SieEncoder& encoder, const struct SieStep& step);
+__attribute__((weak)) void encode_f32_avx512(const struct SieEncoder& encoder, const struct SieStep& step);
+__attribute__((weak)) void encode_int8_f32_avx512(const struct SieEncoder& encoder, const struct SieStep& step);
+__attribute__((weak)) void pool_mean_f32_avx2(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to);
+__attribute__((weak)) void pool_mean_f32_avx512(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to);
+__attribute__((weak)) void decode_f32_avx2(const struct SieDecoder& decoder, const struct SieDecoderStep& step);
+__attribute__((weak)) void decode_f32_avx512(const struct SieDecoder& decoder, const struct SieDecoderStep& step);
+__attribute__((weak)) void decode_bf16_avx512(const struct SieDecoder& decoder, const struct SieDecoderStep& step);
+__attribute__((weak)) void linear_bf16_avx512(const struct SieLinear& call);
+__attribute__((weak)) void draw_avx2(struct SieDraw* draws, int64_t count, char* scratch, int32_t num_threads);
+__attribute__((weak)) void linear_f32_avx2(const struct SieLinear& call);
+__attribute__((weak)) void linear_f32_avx512(const struct SieLinear& call);
+__attribute__((weak)) void normalise_f32_avx2(const struct SieRmsNorm& call);
+__attribute__((weak)) void normalise_f32_avx512(const struct SieRmsNorm& call);
+
 namespace amx_emulated {
 
 struct Tiles {

@@ -15,9 +15,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from sie import native
 from sie.native import Feature
 from sie.values.card import ModelCard
-from tests.kernels import limited_to
+from tests.kernels import OLDER, has_tiles, limited_to, tiles_in_software
 
 WORDS = [f"w{i}" for i in range(200)]
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "[unused0]", "[unused1]", ".", ","]
@@ -98,8 +99,23 @@ def save_checkpoint(
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """Return the format of `in_every_format`, while the kernels are those of its processor."""
     name, _, older = request.param.partition(" on ")
-    with limited_to(Feature[older]) if older else nullcontext():
+    with limited_to(OLDER[older]) if older else nullcontext():
         yield getattr(torch, name)
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let kernels for bfloat16 use tiles, in software where the processor has none."""
+    if has_tiles:
+        yield
+        return
+    library = tiles_in_software()
+    monkeypatch.setattr(native, "_load", lambda: library)
+    native._features.cache_clear()
+    assert native.has(Feature.AMX_BF16 | Feature.AMX_INT8)
+    yield
+    monkeypatch.undo()
+    native._features.cache_clear()
 
 
 @pytest.fixture

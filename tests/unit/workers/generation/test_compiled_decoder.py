@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from sie.workers.generation.decoder_probe import relative_distance
 from sie.workers.generation.packed_weights import dequantise
 from sie.workers.model_api import Draw, Slot
 from tests.generation_models import FAMILIES, Stream, answer_alone_and_mixed, generate, load, random_prompt, save, step
-from tests.kernels import in_every_format, limited_to, needs_bf16_kernels, needs_kernels
+from tests.kernels import OLDER, in_every_format, limited_to, needs_bf16_kernels, needs_kernels
 
 COMPILED = (
     "llama", "mistral", "qwen2", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2",
@@ -31,6 +32,8 @@ OTHERS = [
 PROMPTS = [random_prompt(length, seed) for seed, length in enumerate((5, 29, 18))]
 NUM_TOKENS = 10
 PROCESSORS = (native.features(), Feature.AVX2)
+PARTS = [1, 2, 3, 4, 5, 8, 9, 16, 17, 40, 1, 13, 7, 1]
+"""Lengths of the first parts of a prompt of 150 tokens."""
 pytestmark = needs_kernels
 
 
@@ -90,15 +93,35 @@ def steps_of(prompt, cuts, blocks) -> list[list[Slot]]:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "phi3"])
 def test_parts_of_every_size_give_what_the_layers_give(name, weights, num_threads, load_tiny):
     runner, _ = load_tiny(name, weights=weights, dtype="bfloat16")
-    prompt = random_prompt(150, 4)
-    cuts = np.cumsum([1, 2, 3, 4, 5, 8, 9, 16, 17, 40, 1, 13, 7, 1])
-    blocks = np.random.default_rng(8).permutation(20).tolist()
+    steps = steps_of(random_prompt(150, 4), np.cumsum(PARTS), np.random.default_rng(8).permutation(20).tolist())
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        far = [relative_distance(a[0], b[0]) for a, b in logits_both_ways(runner, steps_of(prompt, cuts, blocks))]
+        far = [relative_distance(a[0], b[0]) for a, b in logits_both_ways(runner, steps)]
     finally:
         torch.set_num_threads(before)
+    assert np.median(far) < 0.05
+    assert max(far) < 0.25
+
+
+@needs_bf16_kernels
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_tiles_give_what_the_layers_give_without_them(name, weights, tmp_path, request):
+    """Prompts of more and fewer rows than a tile has, alone and beside streams, with windows, over blocks in any order."""
+    runner = load(save(tmp_path / name, name), weights=weights, dtype="bfloat16", max_sequences=100)
+    blocks = np.random.default_rng(8).permutation(60).tolist()
+    parts = steps_of(random_prompt(150, 4), np.cumsum(PARTS), blocks[:20])
+    beside = steps_of(random_prompt(150, 5), np.cumsum([33, 32, 31, 1, 1]), blocks[20:40])
+    steps = [[*one, *other] for one, other in zip_longest(parts, beside, fillvalue=[])]
+    steps.append([first_slot(random_prompt(1 + i % 3, i), [40 + i % 20]) for i in range(20)])
+    with limited_to(OLDER["AVX-512"]):
+        expected = [by_layer for _, by_layer in logits_both_ways(runner, steps)]
+    request.getfixturevalue("tiles")
+    found = [compiled for compiled, _ in logits_both_ways(runner, steps)]
+    far = [
+        relative_distance(a, b) for one, two in zip(found, expected, strict=True) for a, b in zip(one, two, strict=True)
+    ]
     assert np.median(far) < 0.05
     assert max(far) < 0.25
 

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import shutil
-from functools import lru_cache
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from sie import native
-from sie.native import build as building
-from sie.native import encoder
-from sie.native.encoder import Level
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.packed.formulas import UnknownPartsError
 from sie.workers.runners.compiled_encoder import compile_encoder
@@ -26,7 +17,6 @@ from tests.unit.workers.encoder_models import MODELS, MODERN, OTHERS, rounded
 
 ALL = {**MODELS, **MODERN}
 LENGTHS = [1, 12, 3, 230, 16, 12, 33]
-EMULATED = Path(__file__).parents[4] / "build" / "tests"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -159,33 +149,8 @@ def test_without_kernels_a_model_runs_as_before() -> None:
         native.allow(allowed=True)
 
 
-@lru_cache(maxsize=1)
-def _emulated() -> ctypes.CDLL:
-    """Return the library with the tiles in software; it takes a while to compile, and is kept for the next run."""
-    header = Path(__file__).parents[2] / "native" / "amx_emulated.h"
-    flags = ("-O1", "-include", str(header))  # half of the compiler's time, and the tiles are in software anyway
-    made_of = header.read_bytes() + Path(building.__file__).read_bytes() + (building.digest() + flags[0]).encode()
-    target = EMULATED / f"amx_emulated_{hashlib.sha256(made_of).hexdigest()[:32]}.so"
-    if not target.exists():
-        EMULATED.mkdir(parents=True, exist_ok=True)
-        building.build(target, flags, ("encoder", "features", "team"))
-    return ctypes.CDLL(str(target))
-
-
-@pytest.fixture
-def amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let encoders run with the tiles of AMX, in software."""
-    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        pytest.skip("no compiler")
-    library = _emulated()
-    monkeypatch.setattr(native, "load", lambda: library)
-    monkeypatch.setattr(encoder, "choose_level", lambda **_: Level.AMX)
-    monkeypatch.setattr("sie.workers.runners.compiled_encoder.choose_level", lambda **_: Level.AMX)
-    monkeypatch.setattr("sie.workers.runners.compiled_encoder.choose_int8_level", lambda **_: Level.INT8_AMX)
-
-
 @needs_bf16_kernels
-@pytest.mark.usefixtures("amx")
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(
     ("name", "lengths"),
     [
@@ -203,7 +168,7 @@ def test_products_in_tiles_give_what_the_library_gives(name: str, lengths: list[
 
 
 @needs_bf16_kernels
-@pytest.mark.usefixtures("amx")
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("name", ["bert", "bert, no round widths"])
 @pytest.mark.parametrize("lengths", [[1], [16], [17], [113], [230, 12, 5]])
 def test_bytes_in_tiles_give_what_torch_gives(name: str, lengths: list[int]) -> None:
