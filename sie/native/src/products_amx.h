@@ -64,9 +64,9 @@ class AmxTiles {
     }
 };
 
-// Weights of 16 or 32 columns: the words of a tile's row are contiguous, and rows `apart` bytes from each other.
+// Twice 16 columns of weights: the words of a tile's row are contiguous, and rows `apart` bytes from each other.
 struct AmxColumns {
-    const void *first, *second;  // second null: 16 columns only
+    const void *first, *second;
     int64_t apart;
 };
 
@@ -81,9 +81,8 @@ struct AmxProductsOf {
                          int64_t to_bytes, Ahead ahead = {}) {
         const char *upper = static_cast<const char*>(rows), *lower = upper + 16 * row_bytes;
         const char *first = static_cast<const char*>(columns.first), *second = static_cast<const char*>(columns.second);
-        const int64_t apart = columns.apart;
-        const int64_t bytes_ahead = ahead.step * Tiles::kWords;
-        const bool has_lower = count > 16, has_second = second;
+        const int64_t apart = columns.apart, bytes_ahead = ahead.step * Tiles::kWords;
+        const bool has_lower = count > 16;
         write_out(rows);
         _tile_zero(0);
         _tile_zero(1);
@@ -92,7 +91,7 @@ struct AmxProductsOf {
         for (int word = 0; word < words; word += Tiles::kWords, upper += 64, lower += 64) {
             _tile_loadd(6, first, apart);
             _tile_loadd(4, upper, row_bytes);
-            if (has_second) _tile_loadd(7, second, apart);
+            _tile_loadd(7, second, apart);
             Numbers::add_upper();
             first += Tiles::kWords * apart, second += Tiles::kWords * apart;
             for (int64_t line = 0; line < bytes_ahead; line += 64) {
@@ -106,10 +105,10 @@ struct AmxProductsOf {
         }
         char* below = reinterpret_cast<char*>(to) + 16 * to_bytes;
         _tile_stored(0, to, to_bytes);
-        if (has_second) _tile_stored(1, to + kLanes, to_bytes);
+        _tile_stored(1, to + kLanes, to_bytes);
         if (!has_lower) return;
         _tile_stored(2, below, to_bytes);
-        if (has_second) _tile_stored(3, below + 64, to_bytes);
+        _tile_stored(3, below + 64, to_bytes);
     }
 
     // As DotProducts has it.
