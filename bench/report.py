@@ -115,5 +115,5 @@ def _gpu_names() -> list[str]:
 def _cpu_name() -> str:
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
-            return line.partition(":")[2].strip()
+            return line.partition(":")[2].replace("(R)", "").replace("(TM)", "").strip()
     return platform.machine()
