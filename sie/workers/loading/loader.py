@@ -6,7 +6,6 @@ Runs in a thread beside the step loop. A worker imports it with its first such m
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from sie.catalog.architecture import (
 )
 from sie.config.generation_settings import Generation
 from sie.values.card import ModelCard
-from sie.values.errors import BadRequest
 from sie.values.extract import Detection, TokenClassification
 from sie.workers.device.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.device.fallbacks import note
@@ -284,12 +282,8 @@ def load_generator(
         runner = make_encoder_decoder(card, model, device, settings, form, pressure_pct=pressure_pct)
     else:
         runner = make_pageable(card, model, device, settings, form.name, pressure_pct=pressure_pct, group=group)
-    if session.is_skeleton():  # a restarted worker should serve at once
+    if not session.is_trial():
         runner.start_grammars()
-    elif not session.is_trial():
-        on_progress(0.9, "reading the vocabulary for grammars")
-        with suppress(BadRequest):  # a request with a grammar will get the error
-            runner.prepare_grammars()
     on_progress(1.0, f"{runner.num_blocks} blocks of {runner.block_tokens} tokens")
     return runner
 
