@@ -65,10 +65,11 @@ def arm(texts: Sequence[str]) -> None:
     _armed.update({failpoint.point: failpoint for failpoint in failpoints})
 
 
-def reach(point: str) -> None:
-    """Report that this process has reached a point. Returns at once unless the point is armed."""
+def reach(point: str, num_passes: int = 1) -> None:
+    """Report that this process has reached a point, so many times. Returns at once unless the point is armed."""
     if _armed and point in _armed:
-        _armed[point].hit()
+        for _ in range(num_passes):
+            _armed[point].hit()
 
 
 def parse(text: str) -> Failpoint:

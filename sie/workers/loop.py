@@ -278,15 +278,19 @@ class Loop:
 
     def _on_bell(self, link: FrontendLink) -> None:
         try:
+            now_ns = time.monotonic_ns()
+            released: list[int] = []
             for descriptor in link.attachment.drain():
                 if descriptor.kind == SUBMIT:
-                    self._accept(link, descriptor)
+                    self._accept(link, descriptor, now_ns)
                 elif descriptor.kind == RELEASE:
-                    link.release(descriptor)
-                    if self._parked:
-                        self._unpark()
+                    released.append(descriptor.offset)
                 else:
                     raise ProtocolError(f"a frontend sent kind {descriptor.kind}")
+            if released:
+                link.release(released)
+                if self._parked:
+                    self._unpark()
             link.flush()
             link.check()
         except ProtocolError as error:
@@ -297,7 +301,7 @@ class Loop:
         self._detach(link)
         self._channel.send(messages.PeerFault(link.slot))
 
-    def _accept(self, link: FrontendLink, descriptor: Descriptor) -> None:
+    def _accept(self, link: FrontendLink, descriptor: Descriptor, now_ns: int) -> None:
         try:
             request = Request(link, descriptor)
         except ProtocolError as error:
@@ -313,7 +317,6 @@ class Loop:
         if request.header.lora and (error := self._adapters.refusal(model, request.header.lora)) is not None:
             send_error(link, request.request_id, error)
             return
-        now_ns = time.monotonic_ns()
         if request.header.operation == "generate":
             self._generators.accept(request, runner, now_ns)
             return
