@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from sie.values.card import ModelCard
+from sie.values.card import LateInteraction, ModelCard
 from sie.values.errors import BadRequest, Overloaded, SieError, Unavailable
 from sie.values.extract import ExtractTask, TextClassification, TokenClassification, ZeroShot
 from sie.values.work import WorkHeader
@@ -19,7 +19,7 @@ from sie.workers.model_api import RowStep, Side, StepOutputs
 from sie.workers.requests.fixed_encoding import encoding_cost
 from sie.workers.requests.quantise import output_layout
 from sie.workers.requests.tensors import grouping
-from sie.workers.requests.worker_request import Request
+from sie.workers.requests.worker_request import ROWS, ReplyLayout, Request, reply_layout
 from sie.workers.scheduling.queue_policy import policy_of
 from sie.workers.scheduling.waiting import Refused, RequestPolicy, WaitingItem
 
@@ -40,6 +40,16 @@ _task_decoder = msgspec.msgpack.Decoder(ExtractTask)
 def words_of(items: list[WaitingItem]) -> str:
     """Return the name of a forward pass of these items in error messages."""
     return _WORDS[items[0].request.header.operation]
+
+
+def fit_reply(request: Request, card: ModelCard) -> ReplyLayout:
+    """Return the layout of a request's reply, if its size is fixed. Raises BadRequest as `row_layout` does."""
+    form = request.form
+    if form.card is not card or form.reply is None:
+        header = form.header
+        form.reply = reply_layout(header.num_items, *row_layout(header, card), ROWS[header.operation])
+        form.card = card
+    return form.reply
 
 
 def row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
@@ -75,19 +85,18 @@ def _num_classes(header: WorkHeader, card: ModelCard) -> int:
 
 def costs_of(request: Request, card: ModelCard) -> list[int]:
     """Return the cost of each item in tokens: those that the runner sees, and the cost of its fixed encoding."""
-    costs, header = _padded_costs(request, card), request.header
+    header = request.header
+    costs = request.costs if card.late is None else _padded_costs(request, card.late)
     if header.muvera is None or "multivector" not in card.dims:
         return costs
     dims = card.dims["multivector"]
     return [cost + encoding_cost(header.muvera, cost, dims, is_query=header.is_query) for cost in costs]
 
 
-def _padded_costs(request: Request, card: ModelCard) -> list[int]:
+def _padded_costs(request: Request, late: LateInteraction) -> list[int]:
     """Return the tokens of each item, after the runner pads short queries."""
     costs = request.costs
-    if card.late is None:
-        return costs
-    expand_to = card.late.expand_to if request.header.expand_to is None else request.header.expand_to
+    expand_to = late.expand_to if request.header.expand_to is None else request.header.expand_to
     if request.comparison is not None:
         return [max(costs[0], expand_to), *costs[1:]]
     return [max(cost, expand_to) for cost in costs] if request.header.is_query else costs

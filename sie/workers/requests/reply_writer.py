@@ -18,7 +18,7 @@ from sie.values.errors import BadRequest
 from sie.workers.model_api import StepOutputs
 from sie.workers.requests.postprocess import Finished, finish_ragged, finish_rows_of
 from sie.workers.requests.ragged import KeptBytes
-from sie.workers.requests.worker_request import Link, Request
+from sie.workers.requests.worker_request import Link, ReplyLayout, Request
 from sie.workers.scheduling.waiting import WaitingItem
 
 NEVER_FITS = "The reply would not fit into this worker's memory for replies; split the request"
@@ -36,15 +36,15 @@ class ReplyWriter:
         """Whether complete replies wait for memory."""
         return bool(self._waiting)
 
-    def try_reserve(self, request: Request, code: str, width: int, now_ns: int) -> bool:
+    def try_reserve(self, request: Request, layout: ReplyLayout, now_ns: int) -> bool:
         """Reserve the reply of a request, so that its items may run. Return False if it finds no memory now.
 
-        A reply of unknown size needs none yet. code and width describe its rows, as `operations.row_layout` returns them.
+        A reply of unknown size needs none yet, and has no layout.
         """
-        if request.is_ragged:
+        if request.form.is_ragged:
             request.start_ragged(self._kept, self._max_reply_bytes, now_ns)
             return True
-        return request.try_reserve(code, width, now_ns)
+        return request.try_reserve(layout, now_ns)
 
     def put(self, card: ModelCard, items: list[WaitingItem], outputs: StepOutputs, ran_ns: int) -> None:
         """Convert outputs for each request, and send the complete replies.

@@ -1,13 +1,19 @@
-"""Items whose answers take several steps: what they cost, and what is left of them after a failed step."""
+"""Items whose answers take several steps: what they cost, and what is left of them after a failed step. Layouts of replies."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest
+from sie.values.work import WorkHeader
 from sie.workers.model_api import SearchedImage
-from sie.workers.operations import begin_again, take_unfinished
+from sie.workers.operations import begin_again, fit_reply, take_unfinished
+from sie.workers.requests.worker_request import RequestForm
 from sie.workers.scheduling.waiting import WaitingItem
 
 IDS = np.array([1], np.int32)
@@ -31,3 +37,17 @@ def test_items_of_a_failed_step_have_their_cost_again() -> None:
     take_unfinished([begun], [None])
     begin_again([begun, new])
     assert [(one.is_running, one.num_tokens) for one in (begun, new)] == [(False, 5), (False, 7)]
+
+
+def test_layout_of_a_reply_follows_the_model_s_card() -> None:
+    header = WorkHeader("m", "encode", 2, ())
+    request: Any = SimpleNamespace(
+        form=RequestForm(header, is_ragged=False, num_outputs=2, read=lambda _payload: ([], []))
+    )
+    before, after = (ModelCard(id="m", kind="encoder", dims={"dense": width}) for width in (4, 8))
+    row_bytes = [fit_reply(request, card).row_bytes for card in (before, before, after, before)]
+
+    assert row_bytes == [16, 16, 32, 16]
+    with pytest.raises(BadRequest):
+        fit_reply(request, ModelCard(id="m", kind="encoder", outputs=("sparse",)))
+    assert fit_reply(request, after).row_bytes == 32
