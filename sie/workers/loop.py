@@ -35,6 +35,7 @@ from sie.workers.requests.worker_request import Request, read_request, send_erro
 from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown
 from sie.workers.scheduling.scheduler import State, plan_step
 from sie.workers.scheduling.waiting import Budget, Step, WaitingItem
+from sie.workers.scheduling.waiting_queue import count_items
 from sie.workers.steps import Steps
 from sie.workers.telemetry import WorkerMetrics
 from sie.workers.tensor_statistics import TensorStatistics
@@ -146,7 +147,8 @@ class Loop:
         """Return whether a step leaves items waiting: more items would not make it larger."""
         if step is None or step.is_own:
             return False
-        return len(step.items) + len(step.expired) + len(step.refused) < len(self._state.queues[step.model])
+        num_leaving = count_items(step.items) + count_items(step.expired) + len(step.refused)
+        return num_leaving < len(self._state.queues[step.model])
 
     def _publish_heartbeat(self, now_ns: int) -> None:
         self._heartbeat_ns = now_ns

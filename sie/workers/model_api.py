@@ -154,6 +154,12 @@ class StepOutputs(NamedTuple):
     boxes: Sequence[NDArray[np.float32]] | None = None
     generated: Sequence[NDArray[np.int32] | SieError | None] | None = None
 
+    @property
+    def has_rows_only(self) -> bool:
+        """Whether there are only outputs with one row for each item."""
+        others = (self.extract, self.token_logits, self.tensors, self.boxes, self.generated)
+        return not self.ragged and others.count(None) == len(others)
+
 
 Forward = Literal["encode", "score", "compare", "extract"]
 """The operation of one forward pass of a runner of rows."""

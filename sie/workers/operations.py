@@ -110,11 +110,23 @@ def waiting_items(request: Request, card: ModelCard, now_ns: int) -> list[Waitin
             WaitingItem(request, 0, request.costs[0], now_ns, request.deadline_ns, request.is_alone, batch_key=batch_key,
                     num_rows=num_rows, max_rows=max_rows, policy=_policy_of(request, card, now_ns))
         ]  # fmt: skip
-    leader = None if request.comparison is None else 0
-    return [
-        WaitingItem(request, index, cost, now_ns, request.deadline_ns, request.is_alone, index == leader)
-        for index, cost in enumerate(costs_of(request, card))
-    ]
+    costs = costs_of(request, card)
+    if request.comparison is not None:
+        leader = _together(request, costs[:1], 0, now_ns)
+        leader.leads = True
+        return [leader, _together(request, costs[1:], 1, now_ns)] if len(costs) > 1 else [leader]
+    if request.header.operation == "extract":  # their answers may take different numbers of steps
+        return [_together(request, [cost], index, now_ns) for index, cost in enumerate(costs)]
+    return [_together(request, costs, 0, now_ns)]
+
+
+def _together(request: Request, costs: list[int], index: int, now_ns: int) -> WaitingItem:
+    """Return the items with these costs from row index on, which wait together."""
+    if len(costs) == 1:
+        return WaitingItem(request, index, costs[0], now_ns, request.deadline_ns, request.is_alone)
+    return WaitingItem(
+        request, index, sum(costs), now_ns, request.deadline_ns, request.is_alone, num_items=len(costs), costs=costs
+    )
 
 
 def _policy_of(request: Request, card: ModelCard, now_ns: int) -> RequestPolicy | None:
@@ -141,11 +153,11 @@ def launch(runner: Any, items: list[WaitingItem]) -> Callable[[], StepOutputs] |
 
 
 def _row_step(runner: Any, items: list[WaitingItem]) -> RowStep:
-    inputs = [item.request.inputs[item.index] for item in items]
-    headers = [item.request.header for item in items]
+    inputs = [own for item in items for own in item.request.inputs[item.index : item.index + item.num_items]]
+    headers = [item.request.header for item in items for _ in range(item.num_items)]
     operation = headers[0].operation
     if operation == "score" and items[0].request.comparison is not None:
-        sides = [Side(item.request.comparison, item.leads) for item in items]
+        sides = [Side(item.request.comparison, item.leads) for item in items for _ in range(item.num_items)]
         return RowStep("compare", inputs, sides)
     loras = _loras(headers) if operation == "encode" and getattr(runner, "adapters", None) else ()
     tasks = [_task_of(header.task) for header in headers] if operation == "extract" and headers[0].task else ()

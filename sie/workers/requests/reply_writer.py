@@ -20,6 +20,7 @@ from sie.workers.requests.postprocess import Finished, finish_ragged, finish_row
 from sie.workers.requests.ragged import KeptBytes
 from sie.workers.requests.worker_request import Link, ReplyLayout, Request
 from sie.workers.scheduling.waiting import WaitingItem
+from sie.workers.scheduling.waiting_queue import singles
 
 NEVER_FITS = "The reply would not fit into this worker's memory for replies; split the request"
 
@@ -53,9 +54,12 @@ class ReplyWriter:
         errors of the conversion.
         """
         began_ns = time.monotonic_ns()
+        has_rows_only = outputs.has_rows_only
+        if not has_rows_only:  # outputs of unknown size are kept item by item
+            items = list(singles(items))
         wants = [item.request.header for item in items]
-        rows = finish_rows_of(card, wants, outputs)
-        ragged = list(finish_ragged(card, wants, outputs))
+        rows = finish_rows_of(card, wants, outputs, [item.num_items for item in items])
+        ragged = [] if has_rows_only else list(finish_ragged(card, wants, outputs))
         took_ns = time.monotonic_ns() - began_ns
         for finished in rows:
             _put_rows(items, finished)
@@ -99,15 +103,18 @@ class ReplyWriter:
 def _put_rows(items: list[WaitingItem], finished: Finished) -> None:
     members, rows = finished
     data = rows.data.cast("B")
-    row_bytes = len(data) // len(members)
-    for place, row in enumerate(members):
-        item = items[row]
+    row_bytes = len(data) // len(rows)
+    end = 0
+    for member in members:
+        item = items[member]
+        start, end = end, end + item.num_items
         if item.request.ended:  # another step of the request ended it meanwhile
             continue
         if item.request.ragged is None:
-            item.request.put_row(item.index, data[place * row_bytes : (place + 1) * row_bytes])
+            item.request.put_rows(item.index, item.num_items, data[start * row_bytes : end * row_bytes])
         else:
-            _keep(item, "dense", (rows[place],))
+            assert item.num_items == 1, "outputs of unknown size have been told apart"
+            _keep(item, "dense", (rows[start],))
 
 
 def _keep(item: WaitingItem, output: str, arrays: tuple[NDArray[Any], ...]) -> None:

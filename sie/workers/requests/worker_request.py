@@ -201,15 +201,15 @@ class Request(msgspec.Struct, eq=False):
             self.fail(error)
         self.num_left -= 1
 
-    def put_row(self, index: int, row: memoryview) -> None:
-        """Copy one finished row (bytes) to its place in the reply extent."""
+    def put_rows(self, index: int, num_rows: int, rows: memoryview) -> None:
+        """Copy the finished rows (bytes) of adjacent items, from item index on, to their place in the reply extent."""
         lease, layout = self._lease, self._layout
         assert lease is not None
         assert layout is not None
         start = layout.rows_at + index * layout.row_bytes
-        lease.view[start : start + len(row)] = row
+        lease.view[start : start + len(rows)] = rows
         failpoints.reach("worker.mid_write")
-        self.num_left -= 1
+        self.num_left -= num_rows
 
     def try_reply(self) -> bool:
         """Send the complete reply. Return False if a ragged reply finds no memory now."""

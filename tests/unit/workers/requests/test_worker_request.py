@@ -123,9 +123,9 @@ def test_reply_holds_rows_in_their_places_and_the_times(link):
     request = request_of(link)
     assert request.try_reserve(reply_layout(2, "<f4", 2), now_ns=1000)
     request.inference_ns, request.postprocessing_ns = 20, 3
-    request.put_row(1, memoryview(np.array([3, 4], np.float32)).cast("B"))
+    request.put_rows(1, 1, memoryview(np.array([3, 4], np.float32)).cast("B"))
     assert request.num_left == 1
-    request.put_row(0, memoryview(np.array([1, 2], np.float32)).cast("B"))
+    request.put_rows(0, 1, memoryview(np.array([1, 2], np.float32)).cast("B"))
     assert request.try_reply()
 
     ((kind, request_id, lease, length),) = link.sent
