@@ -10,18 +10,22 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from sie.values.card import LateInteraction, ModelCard
 from sie.values.errors import BadRequest, Overloaded, SieError, Unavailable
 from sie.values.extract import ExtractTask, TextClassification, TokenClassification, ZeroShot
 from sie.values.work import WorkHeader
 from sie.workers.model_api import RowStep, Side, StepOutputs
+from sie.workers.packed.adjacent import AdjacentItems
 from sie.workers.requests.fixed_encoding import encoding_cost
 from sie.workers.requests.quantise import output_layout
 from sie.workers.requests.tensors import grouping
 from sie.workers.requests.worker_request import ROWS, ReplyLayout, Request, reply_layout
 from sie.workers.scheduling.queue_policy import policy_of
 from sie.workers.scheduling.waiting import Refused, RequestPolicy, WaitingItem
+from sie.workers.scheduling.waiting_queue import count_items
 
 
 def by_operation(items: list[WaitingItem]) -> list[list[WaitingItem]]:
@@ -153,8 +157,13 @@ def launch(runner: Any, items: list[WaitingItem]) -> Callable[[], StepOutputs] |
 
 
 def _row_step(runner: Any, items: list[WaitingItem]) -> RowStep:
-    inputs = [own for item in items for own in item.request.inputs[item.index : item.index + item.num_items]]
-    headers = [item.request.header for item in items for _ in range(item.num_items)]
+    headers = [item.request.header for item in items]
+    inputs: Sequence[Any]
+    if count_items(items) == len(items):
+        inputs = [item.request.inputs[item.index] for item in items]
+    else:
+        headers = [header for header, item in zip(headers, items, strict=True) for _ in range(item.num_items)]
+        inputs = _inputs_together(items)
     operation = headers[0].operation
     if operation == "score" and items[0].request.comparison is not None:
         sides = [Side(item.request.comparison, item.leads) for item in items for _ in range(item.num_items)]
@@ -163,6 +172,24 @@ def _row_step(runner: Any, items: list[WaitingItem]) -> RowStep:
     tasks = [_task_of(header.task) for header in headers] if operation == "extract" and headers[0].task else ()
     wants = [header if header.muvera is None else _without_encoding(header) for header in headers]
     return RowStep(operation, inputs, wants, loras, tasks)
+
+
+def _inputs_together(items: list[WaitingItem]) -> Sequence[Any]:
+    """Return the input of each item. Token ids and bytes of several that wait together stay in one piece."""
+    pieces: list[NDArray[Any]] = []
+    lengths: list[int] = []
+    for item in items:
+        inputs = item.request.inputs
+        if isinstance(inputs, AdjacentItems):
+            own = inputs if item.num_items == len(inputs) else inputs.part(item.index, item.index + item.num_items)
+            pieces += own.pieces
+            lengths += own.lengths
+        elif len(inputs) == 1 and isinstance(inputs[0], np.ndarray):
+            pieces += inputs
+            lengths.append(len(inputs[0]))
+        else:
+            return [own for each in items for own in each.request.inputs[each.index : each.index + each.num_items]]
+    return AdjacentItems(pieces, lengths)
 
 
 def _run_outputs(header: WorkHeader) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ from sie.values.work_bytes import (
     split_extent,
 )
 from sie.workers.model_api import Comparison, ImageItem, OutputTensor, Pair, SearchedImage
+from sie.workers.packed.adjacent import AdjacentItems
 from sie.workers.requests.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
 from sie.workers.requests.readers import Reader, reader_of
 from sie.workers.requests.tensors import KeptTensors, read_tensors
@@ -372,7 +373,7 @@ def _images(payload: memoryview, refs: dict[str, ArrayRef], count: int) -> list[
 
 
 def _pairs(
-    payload: memoryview, refs: dict[str, ArrayRef], costs: list[int], token_ids: list[NDArray[Any]]
+    payload: memoryview, refs: dict[str, ArrayRef], costs: list[int], token_ids: Sequence[NDArray[Any]]
 ) -> list[Pair]:
     types = refs.get("token_types")
     if types is None:
@@ -399,14 +400,7 @@ def _lengths(payload: memoryview, ref: ArrayRef | None, num_items: int) -> list[
     return lengths
 
 
-def _split(data: NDArray[Any], lengths: list[int]) -> list[NDArray[Any]]:
+def _split(data: NDArray[Any], lengths: list[int]) -> Sequence[NDArray[Any]]:
     if data.ndim != 1 or sum(lengths) != len(data):
         raise ProtocolError(f"items of {sum(lengths)} elements in an array of shape {data.shape}")
-    if len(lengths) == 1:
-        return [data]
-    pieces: list[NDArray[Any]] = []
-    start = 0
-    for length in lengths:
-        pieces.append(data[start : start + length])
-        start += length
-    return pieces
+    return [data] if len(lengths) == 1 else AdjacentItems([data], lengths)
