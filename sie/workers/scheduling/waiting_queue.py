@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, islice
 
 import msgspec
@@ -19,9 +19,9 @@ class WaitingQueue:
 
     __slots__ = ("_items", "_num_items")
 
-    def __init__(self, items: Iterable[WaitingItem] = ()) -> None:
+    def __init__(self, items: Sequence[WaitingItem] = ()) -> None:
         self._items = deque(items)
-        self._num_items = count_items(self._items)
+        self._num_items = count_items(items) if items else 0
 
     def __len__(self) -> int:
         return self._num_items
