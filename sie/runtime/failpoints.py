@@ -20,7 +20,7 @@ POINTS: Final[dict[str, str]] = {
     "frontend.after_push": "the descriptor lies in the ring, the worker may not have been told, the client still waits",
     "frontend.before_release": "a reply was encoded, its extent not given back",
     "worker.before_step": "the supervisor was told what runs, the forward pass has not begun",
-    "worker.mid_write": "a row of a reply was written, others perhaps not",
+    "worker.mid_write": "rows of a reply were written, others perhaps not",
     "worker.before_reply": "a reply lies whole in shared memory, its descriptor was not pushed",
     "worker.after_reply": "the descriptor of a reply was pushed",
     "cluster.taken": "a host took a work item from NATS, and has not begun to run it",
