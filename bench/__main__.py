@@ -10,7 +10,7 @@ from typing import Final
 import click
 
 COMMANDS: Final = (
-    "hop", "limits", "engine", "encoder", "scaling", "peers", "generate", "streams", "rounding", "tensors", "fairness", "queueing", "shm", "plot",
+    "hop", "limits", "engine", "encoder", "scaling", "peers", "generate", "streams", "rounding", "tensors", "fairness", "queueing", "shm", "worker", "plot",
     "device-encoders", "device-decode", "agents", "memory", "loading", "cluster", "fixed-encodings",
 )  # fmt: skip
 """One module each, with a click command `main`."""

@@ -47,7 +47,7 @@ class Cost(NamedTuple):
 
 
 class Order(NamedTuple):
-    """How the next texts are chosen. overtaking: `by_turn` with another number; below -1 longer texts go first.
+    """How the next texts are chosen. overtaking: `_order_by_turn` with another number; below -1 longer texts go first.
 
     is_shared: all workers take from one queue when they are free. is_one_step: all that waits goes into one step on all
     cores, which takes slowdown times as long as the workers would take.
@@ -125,7 +125,9 @@ class Simulation:
         worker.outstanding_tokens += 0 if self._order.is_shared else num_tokens
         item.request = (worker, on_answer, worker.outstanding_tokens)
         worker.state.add("m", item)
-        item.work_before += round((self._order.overtaking - OVERTAKING) * num_tokens)  # `by_turn` adds its own multiple
+        item.work_before += round(
+            (self._order.overtaking - OVERTAKING) * num_tokens
+        )  # `_order_by_turn` adds its own multiple
         self._start_steps()
 
     def _start_steps(self) -> None:

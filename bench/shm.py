@@ -67,10 +67,11 @@ def _ring_rows() -> list[list[str]]:
         producer.push(SUBMIT, 0, 1, 1, 0, 64, 0, 0, 0, 1)
         consumer.drain()
 
-    many = [(SUBMIT, 0, 1, number, 0, 64, 0, 0, 0, 1) for number in range(32)]
+    many = [(REPLY, number, 0, 64) for number in range(32)]
 
     def push_drain_many() -> None:
-        producer.push_many(many)
+        producer.stage_extents(1, many)
+        producer.publish()
         consumer.drain()
 
     rows = [_time("push and drain, 1 descriptor", push_drain), _time("push and drain, 32 descriptors", push_drain_many)]

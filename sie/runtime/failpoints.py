@@ -20,7 +20,7 @@ POINTS: Final[dict[str, str]] = {
     "frontend.after_push": "the descriptor lies in the ring, the worker may not have been told, the client still waits",
     "frontend.before_release": "a reply was encoded, its extent not given back",
     "worker.before_step": "the supervisor was told what runs, the forward pass has not begun",
-    "worker.mid_write": "a row of a reply was written, others perhaps not",
+    "worker.mid_write": "rows of a reply were written, others perhaps not",
     "worker.before_reply": "a reply lies whole in shared memory, its descriptor was not pushed",
     "worker.after_reply": "the descriptor of a reply was pushed",
     "cluster.taken": "a host took a work item from NATS, and has not begun to run it",
@@ -65,10 +65,11 @@ def arm(texts: Sequence[str]) -> None:
     _armed.update({failpoint.point: failpoint for failpoint in failpoints})
 
 
-def reach(point: str) -> None:
-    """Report that this process has reached a point. Returns at once unless the point is armed."""
+def reach(point: str, num_passes: int = 1) -> None:
+    """Report that this process has reached a point, so many times. Returns at once unless the point is armed."""
     if _armed and point in _armed:
-        _armed[point].hit()
+        for _ in range(num_passes):
+            _armed[point].hit()
 
 
 def parse(text: str) -> Failpoint:

@@ -24,7 +24,8 @@ import os
 import select
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from sie.shm.attach_messages import Announce, Message, Offer, Retire, close_all, receive, send
 from sie.shm.layout import LAST_KIND, LAYOUT_VERSION, OFFSET_MASK, RELEASE, SEGMENT_SHIFT, Descriptor, ProtocolError
@@ -133,7 +134,7 @@ class Attachment:
         self._peer_bytes = peer.nbytes
         self._announced: set[int] = set()  # numbers of our large segments that the peer has
         self._retired: list[int] = []  # numbers that the peer must be told are gone
-        self._releases: list[tuple[int, ...]] = []  # descriptors waiting for credit
+        self._releases: list[tuple[int, int, int, int]] = []  # extents whose releases wait for credit
         outbound.retire_listeners.append(self._retire)
         self.generation = generation
         self._credit_fd = producer.fds[2]
@@ -208,6 +209,16 @@ class Attachment:
             self._wait_for_credit(waits=True)
         return staged
 
+    def stage_many(self, extents: Sequence[tuple[int, int, int, int]]) -> int:
+        """Stage (kind, request_id, address, length) of extents in order, as `stage` does; return how many fitted."""
+        if self._releases or self._outbound.large.num_leased:
+            staged = (self.stage(kind, 0, request_id, address, length) for kind, request_id, address, length in extents)
+            return sum(1 for _ in takewhile(bool, staged))
+        num_staged = self._producer.stage_extents(self.generation, extents)
+        if num_staged < len(extents):
+            self._wait_for_credit(waits=True)
+        return num_staged
+
     def push(self, *fields: int, **named: int) -> bool:
         """Stage one extent as `stage` does, and publish all staged descriptors."""
         staged = self.stage(*fields, **named)
@@ -219,8 +230,7 @@ class Attachment:
 
         A later `push`, `push_release` or `drain` publishes the rest; no release is ever lost.
         """
-        generation = self.generation
-        self._releases += [(RELEASE, 0, generation, 0, address, 0, 0, 0, 0, 1) for address in addresses]
+        self._releases += [(RELEASE, 0, address, 0) for address in addresses]
         return self._flush_releases()
 
     def drain(self) -> list[Descriptor]:
@@ -231,7 +241,7 @@ class Attachment:
         descriptors = self._consumer.drain()
         generation = self.generation
         for descriptor in descriptors:
-            if descriptor[2] != generation or not 0 < descriptor[0] <= LAST_KIND:
+            if descriptor.generation != generation or not 0 < descriptor.kind <= LAST_KIND:
                 descriptors = self._checked(descriptors)
                 break
         if self._waits_for_credit:
@@ -244,8 +254,7 @@ class Attachment:
 
         Raises ProtocolError when the descriptor does not name an aligned extent with a prologue inside a segment.
         """
-        offset = descriptor[4]
-        length = descriptor[5]
+        offset, length = descriptor.offset, descriptor.length
         end = offset + length
         if offset & 63 or length < PROLOGUE_BYTES or end > self._peer_bytes:
             return self._other_view(offset, length)
@@ -289,7 +298,10 @@ class Attachment:
         """Publish the releases that wait for credit; return how many still do."""
         releases = self._releases
         if releases:
-            del releases[: self._producer.push_many(releases)]
+            num_staged = self._producer.stage_extents(self.generation, releases)
+            del releases[:num_staged]
+            if num_staged:
+                self._producer.publish()
             if releases:
                 self._wait_for_credit(waits=True)
         return len(releases)

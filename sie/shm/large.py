@@ -79,7 +79,7 @@ class LargePool:
         if not number:
             return None
         self.num_leased += 1
-        return Lease(self, number << SEGMENT_SHIFT, self._segments[number].view)
+        return Lease(self, number << SEGMENT_SHIFT, self._segments[number].nbytes, self._segments[number].view)
 
     def reclaim(self, lease: Lease) -> None:
         """Take back an ended lease; only `Lease.end` calls this."""

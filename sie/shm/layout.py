@@ -69,7 +69,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from sie.values.errors import ProtocolError
 
@@ -114,7 +116,7 @@ RELEASE: Final = 5
 LAST_KIND: Final = 5
 
 
-class Descriptor(NamedTuple):
+class Descriptor(msgspec.Struct, frozen=True, gc=False):
     """A private copy of one descriptor, in the order of its bytes."""
 
     kind: int

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import Final, Protocol, Self
 
+import msgspec
+
 from sie.shm.layout import ALIGNMENT, ProtocolError
 
 MAX_STACKED: Final = 1024
@@ -37,7 +39,7 @@ class LeaseOwner(Protocol):
         ...
 
 
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     """The right to use one extent: leased, then handed over to a peer, then ended; or ended at once.
 
     address goes into a descriptor's `offset`. nbytes is the usable size, at least the requested one. view is the
@@ -45,15 +47,12 @@ class Lease:
     that was not handed over.
     """
 
-    __slots__ = ("_owner", "_state", "address", "nbytes", "request_id", "view")
-
-    def __init__(self, owner: LeaseOwner, address: int, view: memoryview) -> None:
-        self._owner = owner
-        self._state = _LEASED
-        self.address = address
-        self.nbytes = view.nbytes
-        self.request_id = 0
-        self.view = view
+    _owner: LeaseOwner
+    address: int
+    nbytes: int
+    view: memoryview
+    request_id: int = 0
+    _state: int = _LEASED
 
     def hand_over(self, request_id: int) -> None:
         """Record that a descriptor with this extent was pushed; from now on only `end` gives it back."""
@@ -142,7 +141,7 @@ class ExtentPool:
                 return None
         self.free_bytes -= size
         self.num_leased += 1
-        return Lease(self, start, self._view[start : start + size])
+        return Lease(self, start, size, self._view[start : start + size])
 
     def reclaim(self, lease: Lease) -> None:
         """Take back an ended lease; only `Lease.end` calls this."""

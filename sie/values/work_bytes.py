@@ -84,7 +84,7 @@ def split_extent(view: memoryview) -> tuple[bytes, memoryview]:
     if end > total or header_bytes > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {header_bytes} bytes in an extent of {total} bytes")
     # A copy, because a parser must not read bytes that a peer may change meanwhile.
-    return bytes(view[PROLOGUE_BYTES:end]), view[(end + 63) & ~63 :]
+    return view[PROLOGUE_BYTES:end].tobytes(), view[(end + 63) & ~63 :]
 
 
 def read_extent(view: memoryview, decoder: msgspec.msgpack.Decoder[HeaderT]) -> tuple[HeaderT, memoryview]:

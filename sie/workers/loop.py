@@ -27,19 +27,15 @@ from sie.workers.device.memory import is_worn
 from sie.workers.generation.engines import Generators
 from sie.workers.loading.adapters import AdapterHost
 from sie.workers.loading.hosting import Host
-from sie.workers.operations import (
-    by_operation,
-    refusal,
-    row_layout,
-    waiting_items,
-)
+from sie.workers.operations import by_operation, fit_reply, refusal, waiting_items
 from sie.workers.requests.frontend_link import FrontendLink
 from sie.workers.requests.joining import Joining
 from sie.workers.requests.reply_writer import NEVER_FITS, ReplyWriter
-from sie.workers.requests.worker_request import Request, send_error
+from sie.workers.requests.worker_request import Request, read_request, send_error
 from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown
 from sie.workers.scheduling.scheduler import State, plan_step
 from sie.workers.scheduling.waiting import Budget, Step, WaitingItem
+from sie.workers.scheduling.waiting_queue import count_items
 from sie.workers.steps import Steps
 from sie.workers.telemetry import WorkerMetrics
 from sie.workers.tensor_statistics import TensorStatistics
@@ -151,7 +147,8 @@ class Loop:
         """Return whether a step leaves items waiting: more items would not make it larger."""
         if step is None or step.is_own:
             return False
-        return len(step.items) + len(step.expired) + len(step.refused) < len(self._state.queues[step.model])
+        num_leaving = count_items(step.items) + count_items(step.expired) + len(step.refused)
+        return num_leaving < len(self._state.queues[step.model])
 
     def _publish_heartbeat(self, now_ns: int) -> None:
         self._heartbeat_ns = now_ns
@@ -278,15 +275,19 @@ class Loop:
 
     def _on_bell(self, link: FrontendLink) -> None:
         try:
+            now_ns = time.monotonic_ns()
+            released: list[int] = []
             for descriptor in link.attachment.drain():
                 if descriptor.kind == SUBMIT:
-                    self._accept(link, descriptor)
+                    self._accept(link, descriptor, now_ns)
                 elif descriptor.kind == RELEASE:
-                    link.release(descriptor)
-                    if self._parked:
-                        self._unpark()
+                    released.append(descriptor.offset)
                 else:
                     raise ProtocolError(f"a frontend sent kind {descriptor.kind}")
+            if released:
+                link.release(released)
+                if self._parked:
+                    self._unpark()
             link.flush()
             link.check()
         except ProtocolError as error:
@@ -297,9 +298,9 @@ class Loop:
         self._detach(link)
         self._channel.send(messages.PeerFault(link.slot))
 
-    def _accept(self, link: FrontendLink, descriptor: Descriptor) -> None:
+    def _accept(self, link: FrontendLink, descriptor: Descriptor, now_ns: int) -> None:
         try:
-            request = Request(link, descriptor)
+            request = read_request(link, descriptor)
         except ProtocolError as error:
             _log.error("a request of frontend-%d cannot be read: %s", link.slot, error)
             send_error(link, descriptor.request_id, Internal("the request reached the worker incomplete"))
@@ -313,7 +314,6 @@ class Loop:
         if request.header.lora and (error := self._adapters.refusal(model, request.header.lora)) is not None:
             send_error(link, request.request_id, error)
             return
-        now_ns = time.monotonic_ns()
         if request.header.operation == "generate":
             self._generators.accept(request, runner, now_ns)
             return
@@ -333,30 +333,32 @@ class Loop:
         hosted = self._host.models[step.model]
         runner = hosted.runner
         assert runner is not None
-        now_ns = time.monotonic_ns()
         for item in step.items:  # before others look for memory: a cancel may free some
             if not item.request.ended and item.request.is_cancelled:
                 item.request.cancel()
-        items = [item for item in step.items if self._may_run(item.request, hosted.card, now_ns)]
-        if len(items) < len(step.items):
-            blocked = [item for item in step.items if not item.request.ended and not item.request.may_run]
-            if blocked:
-                self._park(step.model, blocked)
+        items, blocked = self._reserve(step.items, hosted.card)
+        if blocked:
+            self._park(step.model, blocked)
         self._send_replies()  # the replies to items that do not run
         for same in by_operation(items):
             self._steps.run(runner, hosted.card, same)
 
-    def _may_run(self, request: Request, card: ModelCard, now_ns: int) -> bool:
-        if request.ended:
-            return False
-        if request.may_run:
-            return True
-        try:
-            code, width = row_layout(request.header, card)
-        except SieError as error:
-            request.fail(error)
-            return False
-        return self._replies.try_reserve(request, code, width, now_ns)
+    def _reserve(self, items: list[WaitingItem], card: ModelCard) -> tuple[list[WaitingItem], list[WaitingItem]]:
+        """Return the items that may run, and those whose replies find no memory now. Others end here."""
+        now_ns = time.monotonic_ns()
+        ready: list[WaitingItem] = []
+        blocked: list[WaitingItem] = []
+        for item in items:
+            request: Request = item.request
+            if request.ended:
+                continue
+            try:
+                is_ready = request.may_run or self._replies.try_reserve(request, fit_reply(request, card), now_ns)
+            except SieError as error:
+                request.fail(error)
+                continue
+            (ready if is_ready else blocked).append(item)
+        return ready, blocked
 
     def _may_get_memory(self) -> bool:
         """Return whether a frontend still holds a reply that it will release."""

@@ -154,6 +154,12 @@ class StepOutputs(NamedTuple):
     boxes: Sequence[NDArray[np.float32]] | None = None
     generated: Sequence[NDArray[np.int32] | SieError | None] | None = None
 
+    @property
+    def has_rows_only(self) -> bool:
+        """Whether there are only outputs with one row for each item."""
+        others = (self.extract, self.token_logits, self.tensors, self.boxes, self.generated)
+        return not self.ragged and others.count(None) == len(others)
+
 
 Forward = Literal["encode", "score", "compare", "extract"]
 """The operation of one forward pass of a runner of rows."""
@@ -163,7 +169,7 @@ class RowStep(NamedTuple):
     """The n items of one forward pass.
 
     inputs have the form that the card reads: token ids (t_i,) int32, UTF-8 bytes, `ImageItem`, `Pair`, or
-    `SearchedImage`. wants has one for each input; to compare, they are `Side`s, and each query comes no later than its
+    `SearchedImage`. Token ids and bytes may come as `sie.workers.packed.adjacent.AdjacentItems`, a sequence of views. wants has one for each input; to compare, they are `Side`s, and each query comes no later than its
     documents. loras is empty if no input has an adapter; otherwise it has one name for each input, empty for no adapter.
     tasks has one for each input of an extractor that needs it.
     """

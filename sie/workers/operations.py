@@ -10,18 +10,22 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from sie.values.card import ModelCard
+from sie.values.card import LateInteraction, ModelCard
 from sie.values.errors import BadRequest, Overloaded, SieError, Unavailable
 from sie.values.extract import ExtractTask, TextClassification, TokenClassification, ZeroShot
 from sie.values.work import WorkHeader
 from sie.workers.model_api import RowStep, Side, StepOutputs
+from sie.workers.packed.adjacent import AdjacentItems
 from sie.workers.requests.fixed_encoding import encoding_cost
 from sie.workers.requests.quantise import output_layout
 from sie.workers.requests.tensors import grouping
-from sie.workers.requests.worker_request import Request
+from sie.workers.requests.worker_request import ROWS, ReplyLayout, Request, reply_layout
 from sie.workers.scheduling.queue_policy import policy_of
 from sie.workers.scheduling.waiting import Refused, RequestPolicy, WaitingItem
+from sie.workers.scheduling.waiting_queue import count_items
 
 
 def by_operation(items: list[WaitingItem]) -> list[list[WaitingItem]]:
@@ -40,6 +44,16 @@ _task_decoder = msgspec.msgpack.Decoder(ExtractTask)
 def words_of(items: list[WaitingItem]) -> str:
     """Return the name of a forward pass of these items in error messages."""
     return _WORDS[items[0].request.header.operation]
+
+
+def fit_reply(request: Request, card: ModelCard) -> ReplyLayout:
+    """Return the layout of a request's reply, if its size is fixed. Raises BadRequest as `row_layout` does."""
+    form = request.form
+    if form.card is not card or form.reply is None:
+        header = form.header
+        form.reply = reply_layout(header.num_items, *row_layout(header, card), ROWS[header.operation])
+        form.card = card
+    return form.reply
 
 
 def row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
@@ -75,19 +89,18 @@ def _num_classes(header: WorkHeader, card: ModelCard) -> int:
 
 def costs_of(request: Request, card: ModelCard) -> list[int]:
     """Return the cost of each item in tokens: those that the runner sees, and the cost of its fixed encoding."""
-    costs, header = _padded_costs(request, card), request.header
+    header = request.header
+    costs = request.costs if card.late is None else _padded_costs(request, card.late)
     if header.muvera is None or "multivector" not in card.dims:
         return costs
     dims = card.dims["multivector"]
     return [cost + encoding_cost(header.muvera, cost, dims, is_query=header.is_query) for cost in costs]
 
 
-def _padded_costs(request: Request, card: ModelCard) -> list[int]:
+def _padded_costs(request: Request, late: LateInteraction) -> list[int]:
     """Return the tokens of each item, after the runner pads short queries."""
     costs = request.costs
-    if card.late is None:
-        return costs
-    expand_to = card.late.expand_to if request.header.expand_to is None else request.header.expand_to
+    expand_to = late.expand_to if request.header.expand_to is None else request.header.expand_to
     if request.comparison is not None:
         return [max(costs[0], expand_to), *costs[1:]]
     return [max(cost, expand_to) for cost in costs] if request.header.is_query else costs
@@ -101,11 +114,23 @@ def waiting_items(request: Request, card: ModelCard, now_ns: int) -> list[Waitin
             WaitingItem(request, 0, request.costs[0], now_ns, request.deadline_ns, request.is_alone, batch_key=batch_key,
                     num_rows=num_rows, max_rows=max_rows, policy=_policy_of(request, card, now_ns))
         ]  # fmt: skip
-    leader = None if request.comparison is None else 0
-    return [
-        WaitingItem(request, index, cost, now_ns, request.deadline_ns, request.is_alone, index == leader)
-        for index, cost in enumerate(costs_of(request, card))
-    ]
+    costs = costs_of(request, card)
+    if request.comparison is not None:
+        leader = _together(request, costs[:1], 0, now_ns)
+        leader.leads = True
+        return [leader, _together(request, costs[1:], 1, now_ns)] if len(costs) > 1 else [leader]
+    if request.header.operation == "extract":  # their answers may take different numbers of steps
+        return [_together(request, [cost], index, now_ns) for index, cost in enumerate(costs)]
+    return [_together(request, costs, 0, now_ns)]
+
+
+def _together(request: Request, costs: list[int], index: int, now_ns: int) -> WaitingItem:
+    """Return the items with these costs from row index on, which wait together."""
+    if len(costs) == 1:
+        return WaitingItem(request, index, costs[0], now_ns, request.deadline_ns, request.is_alone)
+    return WaitingItem(
+        request, index, sum(costs), now_ns, request.deadline_ns, request.is_alone, num_items=len(costs), costs=costs
+    )
 
 
 def _policy_of(request: Request, card: ModelCard, now_ns: int) -> RequestPolicy | None:
@@ -132,16 +157,39 @@ def launch(runner: Any, items: list[WaitingItem]) -> Callable[[], StepOutputs] |
 
 
 def _row_step(runner: Any, items: list[WaitingItem]) -> RowStep:
-    inputs = [item.request.inputs[item.index] for item in items]
     headers = [item.request.header for item in items]
+    inputs: Sequence[Any]
+    if count_items(items) == len(items):
+        inputs = [item.request.inputs[item.index] for item in items]
+    else:
+        headers = [header for header, item in zip(headers, items, strict=True) for _ in range(item.num_items)]
+        inputs = _inputs_together(items)
     operation = headers[0].operation
     if operation == "score" and items[0].request.comparison is not None:
-        sides = [Side(item.request.comparison, item.leads) for item in items]
+        sides = [Side(item.request.comparison, item.leads) for item in items for _ in range(item.num_items)]
         return RowStep("compare", inputs, sides)
     loras = _loras(headers) if operation == "encode" and getattr(runner, "adapters", None) else ()
     tasks = [_task_of(header.task) for header in headers] if operation == "extract" and headers[0].task else ()
     wants = [header if header.muvera is None else _without_encoding(header) for header in headers]
     return RowStep(operation, inputs, wants, loras, tasks)
+
+
+def _inputs_together(items: list[WaitingItem]) -> Sequence[Any]:
+    """Return the input of each item. Token ids and bytes of several that wait together stay in one piece."""
+    pieces: list[NDArray[Any]] = []
+    lengths: list[int] = []
+    for item in items:
+        inputs = item.request.inputs
+        if isinstance(inputs, AdjacentItems):
+            own = inputs if item.num_items == len(inputs) else inputs.part(item.index, item.index + item.num_items)
+            pieces += own.pieces
+            lengths += own.lengths
+        elif len(inputs) == 1 and isinstance(inputs[0], np.ndarray):
+            pieces += inputs
+            lengths.append(len(inputs[0]))
+        else:
+            return [own for each in items for own in each.request.inputs[each.index : each.index + each.num_items]]
+    return AdjacentItems(pieces, lengths)
 
 
 def _run_outputs(header: WorkHeader) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from sie.workers.operations import words_of
 from sie.workers.scheduling.ceilings import Ceiling, lower_ceiling
 from sie.workers.scheduling.scheduler import by_length
 from sie.workers.scheduling.waiting import WaitingItem
+from sie.workers.scheduling.waiting_queue import count_items, singles
 from sie.workers.telemetry import WorkerMetrics
 
 _log = get_logger(__name__)
@@ -64,7 +65,7 @@ class Recovery:
                 _log.error("a step of %s failed", card.id, exc_info=error)
                 error = Internal(f"internal error during {words_of(items)}")
             if isinstance(error, NonFinite):
-                self._metrics.count_non_finite(card.id, len(items))
+                self._metrics.count_non_finite(card.id, count_items(items))
             for request in alive:
                 request.fail(error)
             return
@@ -84,8 +85,8 @@ class Recovery:
         """
         self._metrics.count_oom(definitions.OOM_ATTEMPTED, card.id)
         self.ask_for_memory(card.id)
-        waiting = deque(sorted(items, key=by_length))
-        max_items, max_tokens = self._shrink(card, items, error)
+        waiting = deque(sorted(singles(items), key=by_length))
+        max_items, max_tokens = self._shrink(card, list(waiting), error)
         num_lost = 0
         while waiting:
             chunk = _take(waiting, max_items, max_tokens)

@@ -24,6 +24,7 @@ from sie.workers.requests.reply_writer import ReplyWriter
 from sie.workers.scheduling.pace import Pace
 from sie.workers.scheduling.scheduler import State
 from sie.workers.scheduling.waiting import WaitingItem
+from sie.workers.scheduling.waiting_queue import count_items
 from sie.workers.telemetry import WorkerMetrics
 from sie.workers.tensor_statistics import TensorStatistics, compute_times
 
@@ -208,7 +209,7 @@ class Steps:
 
     def _measure(self, card: ModelCard, items: list[WaitingItem], num_tokens: int, took_ns: int) -> None:
         self._state.charge(card.id, took_ns)
-        num_rows = len(items) if card.tensor is None else sum(item.num_rows for item in items)
+        num_rows = count_items(items) if card.tensor is None else sum(item.num_rows for item in items)
         self._metrics.observe_step(took_ns / 1e9, num_tokens)
         self._metrics.observe_batch(card.id, num_rows, num_tokens, took_ns / 1e9)
 

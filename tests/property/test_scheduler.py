@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 from hypothesis import event, given, settings
@@ -10,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from sie.workers.scheduling.scheduler import OVERTAKING, State, plan_step
 from sie.workers.scheduling.waiting import Budget, WaitingItem
+from sie.workers.scheduling.waiting_queue import singles
 
 _reached: Counter[str] = Counter()
 _MODELS = ("a", "b", "c")
@@ -204,3 +206,76 @@ def test_work_that_overtakes_an_item_is_bounded_by_its_own(
             assert overtaken[item.request] <= OVERTAKING * item.num_tokens
             if overtaken[item.request]:
                 event("overtaken")
+
+
+class Arrival(NamedTuple):
+    """A request that arrives: the tokens of its items, and its fields."""
+
+    sizes: list[int]
+    lifetime_ns: int
+    alone: bool
+    led: bool
+
+
+_arrivals = st.builds(
+    Arrival, st.lists(st.integers(0, 6) | st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 60),
+    st.sampled_from([False, False, False, False, True]), st.booleans(),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    turns=st.lists(st.tuples(st.lists(_arrivals, max_size=3), st.integers(0, 12)), min_size=1, max_size=12),
+    max_tokens=st.integers(1, 120),
+    max_items=st.integers(1, 20),
+    max_age_ns=st.integers(0, 40),
+    window_items=st.integers(1, 40),
+)
+def test_items_that_wait_together_go_into_the_same_steps_as_items_that_wait_alone(
+    turns: list[tuple[list[Arrival], int]], max_tokens: int, max_items: int, max_age_ns: int, window_items: int
+) -> None:
+    budget = Budget(max_tokens=max_tokens, max_items=max_items, max_age_ns=max_age_ns, window_items=window_items)
+    together, apart = State(), State()
+    now_ns = num_requests = num_cut = 0
+    while turns or apart:
+        arrivals, elapsed_ns = turns.pop() if turns else ([], 1)
+        now_ns += elapsed_ns
+        for arrival in arrivals:
+            num_requests += 1
+            for item in _waiting(num_requests, arrival, now_ns):
+                together.add("m", item)
+            for item in _waiting(num_requests, arrival, now_ns):
+                for one in singles([item]):
+                    apart.add("m", one)
+        step, expected = plan_step(together, budget, now_ns), plan_step(apart, budget, now_ns)
+        if step is None or expected is None:
+            assert step is expected is None
+            continue
+        assert _rows(step.items) == _rows(expected.items)
+        assert _rows(step.expired) == _rows(expected.expired)
+        assert step.num_tokens == expected.num_tokens == sum(item.num_tokens for item in step.items)
+        num_cut += any(item.part_of is not None for item in step.items)
+        together.remove(step)
+        apart.remove(expected)
+        assert all(item.part_of is None for item in step.items), "from here on each is an item of its own"
+        assert [len(queue) for queue in together.queues.values()] == [len(queue) for queue in apart.queues.values()]
+    if num_cut:
+        event("cut")
+
+
+def _waiting(request: int, arrival: Arrival, now_ns: int) -> list[WaitingItem]:
+    """Return a request's items, all of them together but one that leads."""
+    items: list[WaitingItem] = []
+    for first, end in ((0, 1), (1, len(arrival.sizes))) if arrival.led else ((0, len(arrival.sizes)),):
+        costs = arrival.sizes[first:end]
+        if costs:
+            item = WaitingItem(request, first, sum(costs), now_ns, now_ns + arrival.lifetime_ns, arrival.alone)
+            item.leads = arrival.led and first == 0
+            item.num_items, item.costs = len(costs), costs if len(costs) > 1 else ()
+            items.append(item)
+    return items
+
+
+def _rows(items: list[WaitingItem]) -> list[tuple[int, int, int]]:
+    """Return the request, row and tokens of each item in a fixed order."""
+    return sorted((item.request, item.index, item.num_tokens) for item in singles(items))

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sie.workers.packed.adjacent import AdjacentItems, lengths_of
+
 
 class Run(NamedTuple):
     """Adjacent sequences of equal length: tokens start .. start + count * length of the row."""
@@ -53,16 +55,20 @@ def pack_sequences(
 
     Copies all input. Raises ValueError without a sequence or for an empty one.
     """
-    lengths = np.fromiter(map(len, token_ids), dtype=np.int32, count=len(token_ids))
-    if not len(lengths) or not lengths.all():
+    given = np.array(lengths_of(token_ids), np.int32)
+    if not len(given) or not given.all():
         raise ValueError("a step has at least one sequence, and each at least one token")
-    order = np.argsort(lengths, kind="stable")
-    lengths = lengths[order]
+    order = np.argsort(given, kind="stable")
+    lengths = given[order]
     cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
-    input_ids = np.concatenate([token_ids[i] for i in order], dtype=np.int64)
-    position_ids = np.arange(len(input_ids), dtype=np.int64) - np.repeat(cu_seqlens[:-1], lengths)
-    types = None if token_types is None else np.concatenate([token_types[i] for i in order], dtype=np.int64)
+    position_ids = np.arange(cu_seqlens[-1], dtype=np.int64) - np.repeat(cu_seqlens[:-1], lengths)
+    if isinstance(token_ids, AdjacentItems):  # a view of each sequence would cost more than one more copy of the ids
+        places = position_ids + np.repeat((given.cumsum() - given)[order], lengths)
+        input_ids = token_ids.joined()[places].astype(np.int64)
+    else:
+        input_ids = _in_order(token_ids, order)
+    types = None if token_types is None else _in_order(token_types, order)
     if attended is not None:
         attended = None if np.array_equal(attended[order], lengths) else attended[order]
     runs = _runs(lengths.tolist())
@@ -98,6 +104,10 @@ def rounded_tokens(num_tokens: int) -> int:
         if num_tokens <= limit:
             return -(-num_tokens // multiple) * multiple
     return -(-num_tokens // 512) * 512
+
+
+def _in_order(sequences: Sequence[NDArray[np.integer]], order: NDArray[np.intp]) -> NDArray[np.int64]:
+    return np.concatenate([sequences[i] for i in order.tolist()], dtype=np.int64)
 
 
 def _runs(lengths: list[int]) -> tuple[Run, ...]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from sie.config.settings import Settings
 from sie.ipc.messages import Attach
 from sie.runtime import failpoints
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.large import LargeBudget
-from sie.shm.layout import TOKENS, Descriptor, ProtocolError
+from sie.shm.layout import TOKENS, ProtocolError
 from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
 
@@ -61,11 +61,14 @@ class FrontendLink:
         self.slot = slot
         self.attachment = attachment
         self._space = space
-        self._unsent: deque[tuple[int, int, Lease | None, int]] = deque()
+        self._unsent: list[tuple[int, int, int, int]] = []
+        self._leases: list[Lease | None] = []
+        """Those of the unsent replies."""
         self._to_retry: deque[Callable[[], bool]] = deque()
         self._fault: Exception | None = None
         self.view = attachment.view
         """Return the read-only extent that a descriptor names. Raises ProtocolError."""
+        self._end_released = space.end_released
         self.lease = space.lease
         """Return a lease for a reply; None while the memory for replies is full."""
 
@@ -76,7 +79,8 @@ class FrontendLink:
 
     def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
         """Queue a terminal descriptor for the next `flush`, which the loop calls once for all replies of a step."""
-        self._unsent.append((kind, request_id, lease, length))
+        self._unsent.append((kind, request_id, 0 if lease is None else lease.address, length))
+        self._leases.append(lease)
 
     def try_tokens(self, lease: Lease, length: int) -> bool:
         """Send tokens. Return False, with the lease ended, without credit or while earlier replies wait for it."""
@@ -107,23 +111,19 @@ class FrontendLink:
         unsent = self._unsent
         if not unsent:
             return True
-        stage = self.attachment.stage
-        num_staged = 0
+        leases, num_staged = self._leases, 0
         try:
-            while unsent:
-                kind, request_id, lease, length = unsent[0]
-                if not stage(kind, 0, request_id, lease.address if lease else 0, length):
-                    break
+            num_staged = self.attachment.stage_many(unsent)
+            for (_, request_id, _, _), lease in zip(unsent[:num_staged], leases, strict=False):
                 if lease is not None:
                     lease.hand_over(request_id)
-                unsent.popleft()
-                num_staged += 1
+            del unsent[:num_staged], leases[:num_staged]
             self.attachment.publish()
         except (ConnectionError, ProtocolError) as error:
             self._fault = error
             unsent.clear()
-        for _ in range(num_staged):
-            failpoints.reach("worker.after_reply")
+            leases.clear()
+        failpoints.reach("worker.after_reply", num_staged)
         return not unsent
 
     def check(self) -> None:
@@ -131,9 +131,10 @@ class FrontendLink:
         if self._fault is not None:
             raise ProtocolError(f"a reply could not be sent: {self._fault}") from self._fault
 
-    def release(self, descriptor: Descriptor) -> None:
-        """End the lease on a reply that the frontend has read. Raises ProtocolError for a reply that the frontend does not hold."""
-        self._space.end_released(descriptor.offset)
+    def release(self, addresses: Iterable[int]) -> None:
+        """End the leases on replies that the frontend has read. Raises ProtocolError for one that the frontend does not hold."""
+        for address in addresses:
+            self._end_released(address)
         if self._to_retry:
             self.retry()
 

@@ -24,34 +24,51 @@ _to_msgpack = msgspec.msgpack.Encoder().encode
 
 
 class Finished(NamedTuple):
-    """Finished rows of one output: row `place` belongs to item members[place] of the step."""
+    """Finished rows of one output: those of wants[members[0]], then those of wants[members[1]], and so on."""
 
     members: list[int]
     rows: NDArray[np.generic]
 
 
-def finish_rows_of(card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOutputs) -> list[Finished]:
-    """Finish the outputs with rows of a fixed size: scores, logits or dense vectors. Raises NonFinite."""
+def finish_rows_of(
+    card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOutputs, counts: Sequence[int] = ()
+) -> list[Finished]:
+    """Finish the outputs with rows of a fixed size: scores, logits or dense vectors. Raises NonFinite.
+
+    counts has the number of adjacent items of the step for each of wants; empty: one each, as for all other outputs.
+    """
     if outputs.logits is not None:
         _check_finite(card, outputs.logits)
         return [Finished(list(range(len(wants))), outputs.logits)]
     if outputs.scores is not None:
         check_scores(card.id, outputs.scores)
         return [Finished(list(range(len(wants))), outputs.scores)]
-    rows = [] if outputs.dense is None else finish_dense(card, wants, outputs.dense)
+    rows = [] if outputs.dense is None else finish_dense(card, wants, outputs.dense, counts)
     vectors = outputs.ragged.get("multivector")
     return rows if vectors is None else [*rows, *_finish_encodings(card, wants, vectors)]
 
 
-def finish_dense(card: ModelCard, wants: Sequence[WorkHeader], rows: NDArray[np.float32]) -> list[Finished]:
-    """Finish dense rows (n, d), one for each item of the step; items without a dense output are left out."""
+def finish_dense(
+    card: ModelCard, wants: Sequence[WorkHeader], rows: NDArray[np.float32], counts: Sequence[int] = ()
+) -> list[Finished]:
+    """Finish dense rows (n, d), one for each item of the step; items without a dense output are left out.
+
+    counts as in `finish_rows_of`.
+    """
     finished: list[Finished] = []
     for (normalize, truncate_dim, output_dtype), members in _group_by_format(wants, "dense"):
-        own = rows if len(members) == len(rows) else rows[members]
+        own = rows if len(members) == len(wants) else rows[_places(members, counts or [1] * len(wants))]
         done = finish_rows(own, normalize=normalize if normalize is not None else card.normalize,
                            truncate_dim=truncate_dim, output_dtype=output_dtype)  # fmt: skip
         finished.append(Finished(members, done))
     return finished
+
+
+def _places(members: list[int], counts: Sequence[int]) -> NDArray[np.bool_]:
+    """Return (n,): whether an item of the step belongs to the members."""
+    is_member = np.zeros(len(counts), np.bool_)
+    is_member[members] = True
+    return np.repeat(is_member, counts)
 
 
 def _finish_encodings(

@@ -39,17 +39,20 @@ def finish_rows(
     """Cut, L2-normalise and convert a runner's rows, in that order, so that a cut row has unit length again.
 
     rows (n, d) float32, not modified. normalize is the request's choice, or else the card's. Returns (n, width) of the
-    type that `output_layout` names: `out` if given (C order, that shape and type), else a new array. Raises NonFinite.
+    type that `output_layout` names, in C order: `out` if given (that shape and type), else a new array, or rows if
+    nothing changes them. Raises NonFinite.
     """
     code, width = output_layout(rows.shape[1], truncate_dim, output_dtype)
-    if out is None:
-        out = np.empty((rows.shape[0], width), dtype=code)
-    elif out.shape != (rows.shape[0], width) or out.dtype != np.dtype(code):
+    if out is not None and (out.shape != (rows.shape[0], width) or out.dtype != np.dtype(code)):
         raise ValueError(f"out is {out.shape} {out.dtype}, the answer is {(rows.shape[0], width)} {code}")
     _check_finite(rows)
     values = rows[:, :truncate_dim]
     if normalize:
         values = _normalized(values)
+    if out is None and output_dtype == "float32":
+        return np.ascontiguousarray(values, np.float32)
+    if out is None:
+        out = np.empty((rows.shape[0], width), dtype=code)
     _convert(values, output_dtype, out)
     return out
 

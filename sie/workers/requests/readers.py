@@ -52,18 +52,18 @@ def _is_pair(ref: ArrayRef | None) -> bool:
 def _item_reader(costs: ArrayRef, data: ArrayRef, bounds: ArrayRef | None) -> Reader:
     """Return the reader of one item: its cost, and all of data. bounds are data's own; None: the costs."""
     count, dtype, offset = data.shape[0], np.dtype(data.dtype), data.offset
-    costs_at, bounds_at = costs.offset, (costs if bounds is None else bounds).offset
-    least_bytes = max(costs_at + _BOUNDS.size, bounds_at + _BOUNDS.size, offset + count * dtype.itemsize)
-    unpack = _BOUNDS.unpack_from
+    costs_at, bounds_at = costs.offset, None if bounds is None else bounds.offset
+    least_bytes = max(costs_at + _BOUNDS.size, (bounds_at or 0) + _BOUNDS.size, offset + count * dtype.itemsize)
+    unpack, from_buffer = _BOUNDS.unpack_from, np.frombuffer
 
     def read(payload: memoryview) -> tuple[list[int], Sequence[Any]]:
         if len(payload) < least_bytes:
             raise ProtocolError("a request whose arrays lie outside its extent")
         first, cost = unpack(payload, costs_at)
-        start, end = unpack(payload, bounds_at)
+        start, end = (first, cost) if bounds_at is None else unpack(payload, bounds_at)
         if first or start or cost < 0 or end != count:
             raise ProtocolError(f"one item of {cost} tokens, from {start} to {end} of {count}")
-        return [cost], [np.frombuffer(payload, dtype, count, offset)]
+        return [cost], [from_buffer(payload, dtype, count, offset)]
 
     return read
 

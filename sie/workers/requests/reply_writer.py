@@ -18,8 +18,9 @@ from sie.values.errors import BadRequest
 from sie.workers.model_api import StepOutputs
 from sie.workers.requests.postprocess import Finished, finish_ragged, finish_rows_of
 from sie.workers.requests.ragged import KeptBytes
-from sie.workers.requests.worker_request import Link, Request
+from sie.workers.requests.worker_request import Link, ReplyLayout, Request
 from sie.workers.scheduling.waiting import WaitingItem
+from sie.workers.scheduling.waiting_queue import singles
 
 NEVER_FITS = "The reply would not fit into this worker's memory for replies; split the request"
 
@@ -36,15 +37,15 @@ class ReplyWriter:
         """Whether complete replies wait for memory."""
         return bool(self._waiting)
 
-    def try_reserve(self, request: Request, code: str, width: int, now_ns: int) -> bool:
+    def try_reserve(self, request: Request, layout: ReplyLayout, now_ns: int) -> bool:
         """Reserve the reply of a request, so that its items may run. Return False if it finds no memory now.
 
-        A reply of unknown size needs none yet. code and width describe its rows, as `operations.row_layout` returns them.
+        A reply of unknown size needs none yet, and has no layout.
         """
-        if request.is_ragged:
+        if request.form.is_ragged:
             request.start_ragged(self._kept, self._max_reply_bytes, now_ns)
             return True
-        return request.try_reserve(code, width, now_ns)
+        return request.try_reserve(layout, now_ns)
 
     def put(self, card: ModelCard, items: list[WaitingItem], outputs: StepOutputs, ran_ns: int) -> None:
         """Convert outputs for each request, and send the complete replies.
@@ -53,9 +54,12 @@ class ReplyWriter:
         errors of the conversion.
         """
         began_ns = time.monotonic_ns()
+        has_rows_only = outputs.has_rows_only
+        if not has_rows_only:  # outputs of unknown size are kept item by item
+            items = list(singles(items))
         wants = [item.request.header for item in items]
-        rows = finish_rows_of(card, wants, outputs)
-        ragged = list(finish_ragged(card, wants, outputs))
+        rows = finish_rows_of(card, wants, outputs, [item.num_items for item in items])
+        ragged = [] if has_rows_only else list(finish_ragged(card, wants, outputs))
         took_ns = time.monotonic_ns() - began_ns
         for finished in rows:
             _put_rows(items, finished)
@@ -99,15 +103,18 @@ class ReplyWriter:
 def _put_rows(items: list[WaitingItem], finished: Finished) -> None:
     members, rows = finished
     data = rows.data.cast("B")
-    row_bytes = len(data) // len(members)
-    for place, row in enumerate(members):
-        item = items[row]
+    row_bytes = len(data) // len(rows)
+    end = 0
+    for member in members:
+        item = items[member]
+        start, end = end, end + item.num_items
         if item.request.ended:  # another step of the request ended it meanwhile
             continue
         if item.request.ragged is None:
-            item.request.put_row(item.index, data[place * row_bytes : (place + 1) * row_bytes])
+            item.request.put_rows(item.index, item.num_items, data[start * row_bytes : end * row_bytes])
         else:
-            _keep(item, "dense", (rows[place],))
+            assert item.num_items == 1, "outputs of unknown size have been told apart"
+            _keep(item, "dense", (rows[start],))
 
 
 def _keep(item: WaitingItem, output: str, arrays: tuple[NDArray[Any], ...]) -> None:

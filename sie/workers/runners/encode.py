@@ -24,6 +24,7 @@ from sie.values.errors import BadRequest, InputTooLong
 from sie.workers.device.device import move, read_later
 from sie.workers.lora.lora_layers import LoraAdapters, StepRows
 from sie.workers.model_api import RowStep, StepOutputs
+from sie.workers.packed.adjacent import lengths_of
 from sie.workers.packed.attention import Boundaries, packed_step
 from sie.workers.packed.batch import PackedBatch, pack_sequences, rounded_tokens, token_lengths, with_filler
 from sie.workers.packed.rotation import find_rotations
@@ -209,7 +210,7 @@ class EncodeRunner:
         self, token_ids: Sequence[NDArray[np.int32]], loras: Sequence[str], skips: Sequence[int]
     ) -> Callable[[], NDArray[np.float32]]:
         """Begin what `run_tokens` does."""
-        lengths = [len(ids) for ids in token_ids]
+        lengths = lengths_of(token_ids)
         if not all(lengths) or not lengths:
             rows = self._run_some(token_ids, [row for row, length in enumerate(lengths) if length], loras, skips)
             return lambda: rows

@@ -7,16 +7,18 @@ starts at once, and batches form by themselves while the device is busy.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
-from itertools import islice
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from sie.workers.scheduling.ceilings import Ceiling
 from sie.workers.scheduling.queue_policy import order_by_policy
 from sie.workers.scheduling.waiting import Budget, Refused, Step, WaitingItem
+from sie.workers.scheduling.waiting_queue import WaitingQueue, count_items, taken_parts
 
 OVERTAKING: Final = 3
 """Work that may overtake an item, in multiples of its own.
@@ -36,7 +38,7 @@ class State:
     """
 
     def __init__(self) -> None:
-        self.queues: dict[str, deque[WaitingItem]] = {}
+        self.queues: dict[str, WaitingQueue] = {}
         self.active: dict[str, str] = {}
         """Models with a step to run that they plan themselves, by the name under which its time is counted."""
         self.served_ns: dict[str, int] = {}
@@ -63,7 +65,7 @@ class State:
         self.active.pop(own_name(model), None)
 
     def add(self, model: str, item: WaitingItem) -> None:
-        """Append one item to its model's queue."""
+        """Append an item to its model's queue."""
         queue = self.queues.get(model)
         if queue is None:
             self._add_queue(model)
@@ -74,7 +76,7 @@ class State:
 
     def _add_queue(self, model: str) -> None:
         self._begin_service(model)
-        self.queues[model] = deque()
+        self.queues[model] = WaitingQueue()
 
     def _begin_service(self, name: str) -> None:
         self.served_ns[name] = max(self.served_ns.get(name, 0), self._start_ns)
@@ -82,22 +84,13 @@ class State:
     def remove(self, step: Step) -> None:
         """Remove a step's items from the queue."""
         queue = self.queues[step.model]
-        if len(step.items) + len(step.expired) + len(step.refused) == len(queue):
+        leaving = step.items
+        if step.expired or step.refused:
+            leaving = [*leaving, *step.expired, *[refused.item for refused in step.refused]]
+        if count_items(leaving) == len(queue):
             del self.queues[step.model]
-            return
-        gone = {id(item) for item in step.items}
-        gone.update(id(item) for item in step.expired)
-        gone.update(id(refused.item) for refused in step.refused)
-        kept: list[WaitingItem] = []
-        while gone:
-            item = queue.popleft()
-            if id(item) in gone:
-                gone.discard(id(item))
-            else:
-                kept.append(item)
-        queue.extendleft(reversed(kept))
-        if not queue:
-            del self.queues[step.model]
+        else:
+            queue.remove(leaving)
 
     def charge(self, model: str, took_ns: int) -> None:
         """Add the time of a model's step. Items of the step that did not run cost nothing."""
@@ -108,16 +101,16 @@ class State:
         """Put items back at the front of the queue, in order, because there was no capacity for their reply."""
         if model not in self.queues:
             self._add_queue(model)
-        self.queues[model].extendleft(reversed(items))
+        self.queues[model].put_back(items)
 
     def drop_where(self, is_gone: Callable[[Any], bool]) -> list[WaitingItem]:
         """Remove and return the items whose request is gone, because its frontend died."""
         gone: list[WaitingItem] = []
         for model, queue in list(self.queues.items()):
             gone.extend(item for item in queue if is_gone(item.request))
-            kept = deque(item for item in queue if not is_gone(item.request))
+            kept = [item for item in queue if not is_gone(item.request)]
             if kept:
-                self.queues[model] = kept
+                self.queues[model] = WaitingQueue(kept)
             else:
                 del self.queues[model]
         return gone
@@ -133,7 +126,7 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
 
     The least served model goes next. Of its oldest items, those past their deadline are returned as expired. The rest
     run together if they fit. Otherwise items older than max_age_ns go first in order of arrival, then all others by
-    `by_turn`: a short text's wait is short, and a long text's wait grows with its length only.
+    `_order_by_turn`: a short text's wait is short, and a long text's wait grows with its length only.
     """
     if state.active:
         model = min((*state.queues, *state.active), key=state.served_ns.__getitem__)
@@ -150,8 +143,8 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
         budget = msgspec.structs.replace(budget, max_tokens=int(state.max_tokens[model]))
     queue = state.queues[model]
     refused: list[Refused] = []
-    if queue[0].policy is None:
-        window = list(islice(queue, budget.window_items))
+    if queue.head.policy is None:
+        window = queue.oldest(budget.window_items)
     else:
         ordered, refused = order_by_policy(queue, now_ns)
         window = ordered[: budget.window_items]
@@ -179,13 +172,10 @@ def _choose(live: list[WaitingItem], budget: Budget, now_ns: int) -> list[Waitin
 
 def _choose_new(together: list[WaitingItem], budget: Budget, now_ns: int) -> list[WaitingItem]:
     """Choose among items that may share a step, of which none has begun."""
-    if len(together) <= budget.max_items and sum([item.num_tokens for item in together]) <= budget.max_tokens:
+    num_tokens = sum([item.num_tokens for item in together])
+    if num_tokens <= budget.max_tokens and count_items(together) <= budget.max_items:
         return together
-    overdue_ns = now_ns - budget.max_age_ns
-    overdue = [item for item in together if item.arrival_ns < overdue_ns]
-    recent = [item for item in together if item.arrival_ns >= overdue_ns]
-    recent.sort(key=by_turn)
-    return _fill(overdue + recent, budget)
+    return _fill(together, budget, now_ns - budget.max_age_ns)
 
 
 def _max_tokens_by_key(state: State, budget: Budget, model: str) -> float:
@@ -209,27 +199,56 @@ def _choose_by_key(live: list[WaitingItem], max_items: int, max_tokens: float) -
     return chosen
 
 
-def by_turn(item: WaitingItem) -> int:
-    """Return the sort key that lets shorter items overtake longer ones, by a bounded amount of work.
-
-    Of the items that arrive after an item of n tokens, those that go before it have at most `OVERTAKING` x n tokens
-    together. It needs neither a clock nor the pace. Items of one request keep the leading one first.
-    """
-    return item.work_before + (0 if item.leads else (1 + OVERTAKING) * item.num_tokens)
-
-
 def by_length(item: WaitingItem) -> int:
     """Return the sort key that puts leading items first, then the shortest."""
     return 0 if item.leads else item.num_tokens
 
 
-def _fill(ordered: list[WaitingItem], budget: Budget) -> list[WaitingItem]:
-    """Take items in order until the next one does not fit; the first one always fits."""
+def _fill(waiting: list[WaitingItem], budget: Budget, overdue_ns: int | None = None) -> list[WaitingItem]:
+    """Take items in order until the next one does not fit; the first one always fits.
+
+    The order is that of arrival; or with overdue_ns `_order_by_turn`. The items of a request that are taken together
+    stay together.
+    """
+    counts = np.array([item.num_items for item in waiting])
+    costs = np.fromiter(chain.from_iterable([item.costs or (item.num_tokens,) for item in waiting]), np.int64)
+    owners, starts = np.repeat(np.arange(len(waiting)), counts), counts.cumsum() - counts
+    order = np.arange(len(costs))
+    if overdue_ns is not None:
+        order = _order_by_turn(waiting, costs, owners, starts, overdue_ns)
+    num_fit = int(np.count_nonzero(costs[order].cumsum() <= budget.max_tokens))
+    taken = order[: max(1, min(num_fit, budget.max_items))]
+    is_taken = np.zeros(len(costs), np.bool_)
+    is_taken[taken] = True
+    owners_taken: list[int] = owners[taken].tolist()
+    num_taken: list[int] = np.bincount(owners_taken).tolist()
     chosen: list[WaitingItem] = []
-    num_tokens = 0
-    for item in ordered:
-        num_tokens += item.num_tokens
-        if chosen and (num_tokens > budget.max_tokens or len(chosen) == budget.max_items):
-            break
-        chosen.append(item)
+    for owner in dict.fromkeys(owners_taken):
+        item = waiting[owner]
+        if num_taken[owner] == item.num_items:
+            chosen.append(item)
+        else:
+            chosen.extend(taken_parts(item, is_taken[starts[owner] : starts[owner] + item.num_items]))
     return chosen
+
+
+def _order_by_turn(
+    waiting: list[WaitingItem],
+    costs: NDArray[np.int64],
+    owners: NDArray[np.intp],
+    starts: NDArray[np.intp],
+    overdue_ns: int,
+) -> NDArray[np.intp]:
+    """Return the order in which shorter items overtake longer ones, by a bounded amount of work.
+
+    costs has the tokens of each item, owners its place in waiting, starts the first item of each place.
+
+    Of the items that arrive after an item of n tokens, those that go before it have at most `OVERTAKING` x n tokens
+    together. It needs neither a clock nor the pace. Items of one request keep the leading one first. Those that arrived
+    before overdue_ns go first, in order of arrival.
+    """
+    before = costs.cumsum() - costs
+    work_before = before + (np.array([item.work_before for item in waiting]) - before[starts])[owners]
+    weights = np.array([0 if item.leads else 1 + OVERTAKING for item in waiting])[owners]
+    is_recent = np.array([item.arrival_ns >= overdue_ns for item in waiting])[owners]
+    return np.lexsort((np.where(is_recent, work_before + weights * costs, 0), is_recent))

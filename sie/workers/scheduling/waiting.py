@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 
 class WaitingItem(msgspec.Struct, eq=False):
-    """One item of one request, waiting for a step.
+    """One item of one request, or several adjacent items of it, waiting for a step.
 
-    request is the loop's own record and opaque here; index is the item's row in it. alone: its request was running when
-    a worker died, so it shares no step with other requests. leads: the later items of its request need its output, so a
+    Several together cost as much to queue, plan and answer as one. A step that has no room for all of them takes a part.
+
+    request is the loop's own record and opaque here; index is the (first) item's row in it. alone: its request was
+    running when a worker died, so it shares no step with other requests. leads: the later items of its request need its output, so a
     step that takes one of them also takes this item. batch_key: it shares a step only with items of an equal key, with
     at most max_rows rows together; None: with any item. policy: the queue policy of its request; either all items of a
     model have one or none. is_running: earlier steps computed a part of its answer, so it goes into every step of its
-    model at no cost.
+    model at no cost. Several items have none of these but alone.
     """
 
     request: Any
@@ -32,6 +35,11 @@ class WaitingItem(msgspec.Struct, eq=False):
     is_running: bool = False
     work_before: int = 0
     """Tokens of its model that had arrived before it; `State.add` counts them."""
+    num_items: int = 1
+    costs: Sequence[int] = ()
+    """The tokens of each item if there are several; num_tokens is their sum."""
+    part_of: WaitingItem | None = None
+    """The item in the queue of which a planned step takes this part."""
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,6 +34,13 @@ def test_a_count_is_the_only_pass_that_acts():
     failpoints.reach("worker.before_reply")
 
 
+def test_passes_that_are_reported_together_count_each():
+    failpoints.arm(["worker.after_reply=raise@3"])
+    failpoints.reach("worker.after_reply", 2)
+    with pytest.raises(RuntimeError):
+        failpoints.reach("worker.after_reply", 2)
+
+
 def test_without_a_count_each_pass_acts():
     failpoints.arm(["worker.before_reply=raise"])
     for _ in range(2):

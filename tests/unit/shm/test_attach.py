@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 import pytest
+from msgspec.structs import astuple, replace
 
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.attach_messages import Announce, Message, Offer, Retire, send
@@ -59,6 +60,45 @@ def test_full_ring_refuses_work_and_takes_it_again_after_a_drain(pair) -> None:
     assert not pair.frontend.push(SUBMIT, 0, 1, 0, 64)
     assert len(pair.worker.drain()) == 8
     assert pair.frontend.push(SUBMIT, 0, 1, 0, 64)
+
+
+def test_extents_are_staged_together_as_far_as_there_is_credit(pair) -> None:
+    extents = [(REPLY, number, 64 * number, 64) for number in range(1, 11)]
+    assert pair.worker.stage_many(extents) == 8
+    assert pair.frontend.drain() == [], "not before they are published"
+    pair.worker.publish()
+    assert [(d.kind, d.request_id, d.offset, d.length) for d in pair.frontend.drain()] == extents[:8]
+
+    assert _is_readable(pair.worker.bell_fd), "credit came back, for which the others wait"
+    pair.worker.drain()
+    assert pair.worker.stage_many(extents[8:]) == 2
+
+
+def test_releases_go_before_extents_that_are_staged_together(pair) -> None:
+    for _ in range(8):
+        assert pair.worker.push(REPLY, 0, 1, 0, 64)
+    assert pair.worker.push_release([64, 128]) == 2
+    assert pair.worker.stage_many([(REPLY, 2, 0, 64)]) == 0
+    pair.frontend.drain()
+    assert pair.worker.stage_many([(REPLY, 2, 0, 64), (REPLY, 3, 0, 64)]) == 2
+    pair.worker.publish()
+
+    assert [(d.kind, d.request_id) for d in pair.frontend.drain()] == [
+        (RELEASE, 0),
+        (RELEASE, 0),
+        (REPLY, 2),
+        (REPLY, 3),
+    ]
+
+
+def test_large_extent_among_those_that_are_staged_together_is_announced(pair) -> None:
+    small, large = pair.replies.lease(64), pair.replies.lease(5000)
+    large.view[:5000] = b"x" * 5000
+    assert pair.worker.stage_many([(REPLY, 1, small.address, 64), (REPLY, 2, large.address, 5000)]) == 2
+    pair.worker.publish()
+    _, reply = pair.frontend.drain()
+
+    assert bytes(pair.frontend.view(reply)) == b"x" * 5000
 
 
 def test_releases_wait_for_credit_ahead_of_later_work(pair) -> None:
@@ -123,14 +163,14 @@ def test_credit_without_a_waiting_side_wakes_nobody(pair) -> None:
 
 def test_descriptors_of_another_generation_are_dropped(pair) -> None:
     for generation in (6, 7, 8):
-        pair.frontend._producer.push(*_raw(generation=generation, request_id=generation))
+        pair.frontend._producer.push(*astuple(_raw(generation=generation, request_id=generation)))
 
     assert [d.request_id for d in pair.worker.drain()] == [7]
 
 
 @pytest.mark.parametrize("kind", [0, 6, 65535])
 def test_unknown_kind_is_a_protocol_error(pair, kind: int) -> None:
-    pair.frontend._producer.push(*_raw(kind=kind))
+    pair.frontend._producer.push(*astuple(_raw(kind=kind)))
 
     with pytest.raises(ProtocolError, match="kind"):
         pair.worker.drain()
@@ -154,7 +194,7 @@ def test_large_payload_crosses_in_its_own_segment_announced_once(pair) -> None:
     assert bytes(pair.worker.view(second)) == b"x" * 5000
     assert pair.worker.view(first).readonly
     with pytest.raises(ProtocolError, match="bytes at"):
-        pair.worker.view(first._replace(length=8193))
+        pair.worker.view(replace(first, length=8193))
 
 
 def test_large_reply_is_released_like_any_other(pair) -> None:

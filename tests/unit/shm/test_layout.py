@@ -3,6 +3,7 @@ from __future__ import annotations
 import struct
 
 import pytest
+from msgspec.structs import asdict
 
 from sie.shm import layout
 from sie.values.work_bytes import PROLOGUE
@@ -16,9 +17,9 @@ def test_descriptor_bytes_are_those_of_the_drawing() -> None:
 
 
 def test_descriptor_fields_have_the_order_of_the_bytes() -> None:
-    descriptor = layout.Descriptor._make(layout.DESCRIPTOR.unpack(layout.DESCRIPTOR.pack(*range(1, 11))))
+    descriptor = layout.Descriptor(*layout.DESCRIPTOR.unpack(layout.DESCRIPTOR.pack(*range(1, 11))))
 
-    assert descriptor._asdict() == {
+    assert asdict(descriptor) == {
         "kind": 1, "flags": 2, "generation": 3, "request_id": 4, "offset": 5, "length": 6, "deadline_ns": 7,
         "num_tokens": 8, "part": 9, "parts": 10,
     }  # fmt: skip

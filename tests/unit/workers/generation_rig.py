@@ -32,7 +32,7 @@ from sie.workers.generation.sequences import Job
 from sie.workers.generation.step import Begin, StepSize
 from sie.workers.generation.stub import StubGenerator
 from sie.workers.model_api import Chosen, GenerateRunner, Slot, SlotResult
-from sie.workers.requests.worker_request import Request
+from sie.workers.requests.worker_request import Request, read_request
 
 FAR_NS = 1 << 62
 MODEL = "stub/g"
@@ -158,7 +158,7 @@ class Frontend:
         length = write_extent(view, _encode(header), header.arrays, arrays)
         self._extents[request_id] = view[:length]
         self.answers[request_id] = Answer(task)
-        return Request(self, Descriptor(1, flags, 1, request_id, 0, length, deadline_ns, 0, 0, 1))
+        return read_request(self, Descriptor(1, flags, 1, request_id, 0, length, deadline_ns, 0, 0, 1))
 
     def cancel(self, request_id: int) -> None:
         set_cancelled(self._extents[request_id])

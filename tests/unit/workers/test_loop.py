@@ -78,6 +78,35 @@ async def test_one_step_answers_each_request_in_its_own_form(rig: Rig) -> None:
 
 
 @in_rig()
+async def test_one_step_answers_several_items_of_each_request_in_its_own_form(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    plain = rig.submit([3, 4], [5], [6])
+    half = rig.submit([7], [8, 9], output_dtype="float16")
+    cut = rig.submit([1], [2], truncate_dim=2)
+    more = rig.submit([2, 2], [1, 1])
+    await rig.serve(worker)
+
+    assert await rig.rows(plain) == [checksum([3, 4]), checksum([5]), checksum([6])]
+    assert await rig.rows(half) == [checksum([7]), checksum([8, 9])]
+    assert await rig.rows(cut) == [checksum([1])[:2], checksum([2])[:2]]
+    assert await rig.rows(more) == [checksum([2, 2]), checksum([1, 1])]
+    assert len(worker.ran) == 1
+
+
+@in_rig(budget=TWO_ITEMS)
+async def test_request_of_more_items_than_a_step_is_answered_whole_beside_others(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    many = [[token] * length for token, length in enumerate((9, 1, 5, 1, 1, 7, 2), 1)]
+    first, last = rig.submit(*many), rig.submit([8], [9, 9])
+    await rig.serve(worker)
+
+    assert await rig.rows(first) == [checksum(ids) for ids in many]
+    assert await rig.rows(last) == [checksum([8]), checksum([9, 9])]
+    assert sorted(ids for step in worker.ran for ids in step) == sorted([*many, [8], [9, 9]]), "each ran once"
+    assert all(len(step) <= 2 for step in worker.ran)
+
+
+@in_rig()
 async def test_in_flight_page_names_what_runs_only_while_it_runs(rig: Rig) -> None:
     worker = rig.start_worker("m")
     seen = []
@@ -177,6 +206,18 @@ async def test_queue_depth_follows_what_comes_and_what_is_given_up(rig: Rig) -> 
     await rig.rows(other)
     for pending in late:
         assert isinstance(await rig.error(pending), DeadlineExceeded)
+
+
+@in_rig(budget=TWO_ITEMS)
+async def test_queue_depth_counts_each_item_of_a_request(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    pending = rig.submit([1], [2], [3], [4], [5])
+    depths = []
+    for _ in range(3):
+        worker.turn()
+        depths.append(queue_depth(worker, "m"))
+    assert depths == [3, 1, 0]
+    assert len(await rig.rows(pending)) == 5
 
 
 @in_rig(budget=TWO_ITEMS)

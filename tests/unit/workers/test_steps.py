@@ -75,6 +75,19 @@ async def test_a_full_step_begins_before_the_one_before_is_read(rig: Rig) -> Non
 
 
 @in_rig(budget=TWO_ITEMS)
+async def test_a_step_with_a_part_of_a_request_is_full(rig: Rig) -> None:
+    worker, runner = start(rig)
+    pending = rig.submit([1], [2], [3], [4], [5])
+    await rig.serve(worker)
+
+    one, two, three = [[1], [2]], [[3], [4]], [[5]]
+    assert runner.events == [
+        ("begin", one), ("begin", two), ("read", one), ("read", two), ("begin", three), ("read", three)
+    ]  # fmt: skip
+    assert await rig.rows(pending) == [checksum([i]) for i in range(1, 6)]
+
+
+@in_rig(budget=TWO_ITEMS)
 async def test_a_step_that_has_to_run_whole_waits_for_the_one_before(rig: Rig) -> None:
     worker, runner = start(rig)
     requests = [rig.submit([i]) for i in (1, 2, 9, 3, 4)]

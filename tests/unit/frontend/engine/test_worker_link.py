@@ -17,7 +17,7 @@ def released(worker: Worker) -> list[int]:
     (link,) = worker.loop._links.values()
     descriptors = link.attachment.drain()
     for descriptor in descriptors:
-        link.release(descriptor)
+        link.release([descriptor.offset])
     return [descriptor.kind for descriptor in descriptors]
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sie.workers.packed.adjacent import AdjacentItems
 from sie.workers.packed.batch import Run, pack_sequences, rounded_tokens, with_filler
 
 
@@ -33,6 +34,17 @@ def test_every_sequence_is_found_again(lengths: list[int]) -> None:
         assert batch.position_ids[part].tolist() == list(range(lengths[item]))
     assert sum(run.count * run.length for run in batch.runs) == len(batch.input_ids) == bounds[-1]
     assert len({run.length for run in batch.runs}) == len(batch.runs)
+
+
+@given(st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=6), min_size=1, max_size=6))
+def test_items_that_lie_back_to_back_are_packed_like_others(pieces: list[list[int]]) -> None:
+    sequences = _sequences([length for piece in pieces for length in piece])
+    ends = np.cumsum([len(piece) for piece in pieces])
+    joined = [np.concatenate(some) for some in np.split(np.array(sequences, object), ends[:-1])]
+    adjacent = AdjacentItems(joined, [len(ids) for ids in sequences])
+
+    for ours, others in zip(pack_sequences(adjacent), pack_sequences(sequences), strict=True):
+        assert np.array_equal(ours, others)
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0]])

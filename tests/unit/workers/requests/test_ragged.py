@@ -20,7 +20,7 @@ from sie.values.inference import EncodeReply, EncodeRequest
 from sie.values.work import WorkHeader
 from sie.values.work_bytes import extent_bytes, plan_arrays, read_extent
 from sie.workers.requests.ragged import KeptBytes
-from sie.workers.requests.worker_request import Request
+from sie.workers.requests.worker_request import Request, read_request
 
 MIB = 1 << 20
 CARD = ModelCard(id="a", kind="encoder", outputs=("dense", "sparse", "multivector"),
@@ -63,7 +63,7 @@ def submit(link: Link, *outputs: str) -> Request:
     view = memoryview(bytearray(extent_bytes(len(header), plan.nbytes)))
     write_extent(view, header, plan.refs, arrays)
     link.submitted = view.toreadonly()
-    return Request(link, Descriptor(SUBMIT, 0, 1, 1, 0, len(view), 0, 3, 0, 1))
+    return read_request(link, Descriptor(SUBMIT, 0, 1, 1, 0, len(view), 0, 3, 0, 1))
 
 
 def kept_request(link: Link, kept: KeptBytes, *outputs: str, max_reply_bytes: int = MIB) -> Request:

@@ -48,6 +48,22 @@ async def test_frontend_that_reads_nothing_blocks_only_itself(rig: Rig) -> None:
     other.close()
 
 
+@in_rig(budget=TWO_ITEMS)
+async def test_items_of_a_request_that_waits_for_room_are_neither_lost_nor_run_twice(rig: Rig) -> None:
+    worker = rig.start_worker("wide")
+    unread = [rig.submit([i], model="wide") for i in (1, 2)]
+    await rig.serve(worker)
+    waiting = rig.submit([4] * 5, [5], [6], model="wide")
+    worker.turn(2)
+    assert len(worker.ran) == 1, "its reply of three rows finds no room"
+    for pending in unread:
+        await rig.rows(pending)
+    await rig.serve(worker)
+
+    assert await rig.rows(waiting) == [checksum(ids, WIDTH) for ids in ([4] * 5, [5], [6])]
+    assert worker.ran[1:] == [[[5], [6]], [[4] * 5]]
+
+
 @in_rig()
 async def test_waiting_for_room_is_no_busy_loop(rig: Rig) -> None:
     worker = rig.start_worker("wide")

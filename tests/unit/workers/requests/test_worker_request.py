@@ -10,7 +10,7 @@ from sie.shm.pool import ExtentPool
 from sie.values.errors import InputTooLong, WireError, from_wire
 from sie.values.work import ReplyHeader, WorkHeader
 from sie.values.work_bytes import array_view, extent_bytes, plan_arrays, read_extent
-from sie.workers.requests.worker_request import Request, reply_layout
+from sie.workers.requests.worker_request import read_request, reply_layout
 
 _encode = msgspec.msgpack.Encoder().encode
 BYTES = ("text", "pixels")
@@ -52,7 +52,7 @@ def extent_of(num_items, **arrays):
 
 
 def request_of(link, flags=0, deadline_ns=50):
-    return Request(link, Descriptor(1, flags, 1, 77, 0, len(link.extent), deadline_ns, 0, 0, 1))
+    return read_request(link, Descriptor(1, flags, 1, 77, 0, len(link.extent), deadline_ns, 0, 0, 1))
 
 
 @pytest.fixture
@@ -121,11 +121,11 @@ def test_every_changed_byte_of_a_header_is_read_or_refused(link):
 
 def test_reply_holds_rows_in_their_places_and_the_times(link):
     request = request_of(link)
-    assert request.try_reserve("<f4", 2, now_ns=1000)
+    assert request.try_reserve(reply_layout(2, "<f4", 2), now_ns=1000)
     request.inference_ns, request.postprocessing_ns = 20, 3
-    request.put_row(1, memoryview(np.array([3, 4], np.float32)).cast("B"))
+    request.put_rows(1, 1, memoryview(np.array([3, 4], np.float32)).cast("B"))
     assert request.num_left == 1
-    request.put_row(0, memoryview(np.array([1, 2], np.float32)).cast("B"))
+    request.put_rows(0, 1, memoryview(np.array([1, 2], np.float32)).cast("B"))
     assert request.try_reply()
 
     ((kind, request_id, lease, length),) = link.sent
@@ -138,16 +138,16 @@ def test_reply_holds_rows_in_their_places_and_the_times(link):
 
 def test_replies_of_one_shape_have_the_same_bytes_before_their_payload():
     assert reply_layout(2, "<f4", 8) is reply_layout(2, "<f4", 8)
-    assert reply_layout(2, "<f4", 8).header != reply_layout(3, "<f4", 8).header
+    assert reply_layout(2, "<f4", 8).head != reply_layout(3, "<f4", 8).head
 
 
 def test_no_room_for_the_reply_changes_nothing(link):
     whole = link.pool.lease(4096)
     request = request_of(link)
-    assert not request.try_reserve("<f4", 2, now_ns=1)
+    assert not request.try_reserve(reply_layout(2, "<f4", 2), now_ns=1)
     assert not request.may_run
     whole.end()
-    assert request.try_reserve("<f4", 2, now_ns=2)
+    assert request.try_reserve(reply_layout(2, "<f4", 2), now_ns=2)
 
 
 def test_cancelled_request_is_acknowledged_and_its_reply_memory_freed(link):
@@ -155,7 +155,7 @@ def test_cancelled_request_is_acknowledged_and_its_reply_memory_freed(link):
     assert not request.is_cancelled
     set_cancelled(link.extent)
     assert request.is_cancelled
-    assert request.try_reserve("<f4", 2, now_ns=1)
+    assert request.try_reserve(reply_layout(2, "<f4", 2), now_ns=1)
     request.cancel()
 
     assert link.sent == [(ERROR, 77, None, 0)]
@@ -164,7 +164,7 @@ def test_cancelled_request_is_acknowledged_and_its_reply_memory_freed(link):
 
 def test_error_crosses_whole_and_frees_the_reply_memory(link):
     request = request_of(link)
-    assert request.try_reserve("<f4", 2, now_ns=1)
+    assert request.try_reserve(reply_layout(2, "<f4", 2), now_ns=1)
     request.fail(InputTooLong("too long", extras={"items": [1]}))
 
     ((kind, _, lease, length),) = link.sent
