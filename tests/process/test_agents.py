@@ -413,6 +413,39 @@ def test_messages_interleave_the_events(client: Client) -> None:
     ]  # fmt: skip
 
 
+@anthropic.beta_tool
+def town_hall_clock(town: str) -> str:
+    """Tell the time of a town."""
+    return f"noon in {town}"
+
+
+@pytest.fixture(scope="module")
+def plain_client() -> Iterator[Client]:
+    """Return the client of a server that returns the calls of a client's functions."""
+    flags = ("--agent", "--sandbox-nice", "10", "--frontends", "1")
+    with (
+        start_server("--model", "s=stub:generate,scripted,max_tokens=8192", *flags) as server,
+        contextlib.closing(Client(server, "unused")) as client,
+    ):
+        client.wait_for_tools()
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropic_s_tool_runner_runs_its_functions_beside_the_server_s_tools(
+    plain_client: Client, stream: bool
+) -> None:
+    """It asks the server to hold the conversation, and sends all of it if it hears that this is not served."""
+    calls = call("town_hall_clock", town="Oslo") + call(PYTHON, code="6 * 7")
+    runner: Any = plain_client.anthropic.beta.messages.tool_runner(
+        model="s", max_tokens=500, messages=[{"role": "user", "content": script(calls, "It is {result}")}], stream=stream,
+        tools=[town_hall_clock, {"type": "code_execution_20250825", "name": "code_execution"}],
+    )  # fmt: skip
+    said = [turn.get_final_message() if stream else turn for turn in runner]
+    assert [message.stop_reason for message in said] == ["tool_use", "end_turn"]
+    assert said[-1].content[0].text == "It is noon in Oslo"
+
+
 # --- files and skills -----------------------------------------------------------------------------------------------
 
 

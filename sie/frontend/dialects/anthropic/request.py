@@ -27,6 +27,7 @@ from sie.frontend.dialects.openai.mcp_tools import McpFields, read_mcp_choice
 from sie.frontend.dialects.openai.text_fields import SamplingFields, decode_body, read_grammar, read_sampling_fields
 from sie.frontend.generation.sampling_fields import Number, read_stop, wrong
 from sie.values.agent import McpChoice, SkillReference
+from sie.values.errors import BadRequest
 from sie.values.generate import ChatMessage, GenerateRequest, Grammar, Tool, ToolChoice
 
 _MAX_LIST: Final = 65_536
@@ -95,6 +96,7 @@ class MessagesBody(SamplingFields, kw_only=True):
     response_format: ResponseFormat | None = None
     container: Any = None
     mcp_servers: Any = None
+    thread: Any = None
     metadata: Any = None
 
 
@@ -108,6 +110,8 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     skills = _read_container(call.container)
     if call.mcp_servers:
         raise wrong("mcp_servers", "is not served: the operator configures them; use a tool of type 'mcp_toolset'")
+    if call.thread is not None:
+        raise _refused_thread()
     session_id = take_session_id(call)
     request = read_sampling_fields(call)
     request.session_id = session_id
@@ -125,6 +129,17 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     request.thinking, request.reasoning_effort = _read_thinking(call)
     request.stop = read_stop(call.stop_sequences, "stop_sequences")
     return request
+
+
+def _refused_thread() -> BadRequest:
+    """Return the error for a conversation that the server should hold. Its details have the client send all of it.
+
+    Source: anthropic client 2.12, lib/threads/_thread_state.py.
+    """
+    error = wrong("thread", "is not served: send the whole conversation, or use 'session_id'")
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    error.extras = {**error.extras, "details": details}
+    return error
 
 
 def _read_container(container: Any) -> tuple[SkillReference, ...]:
