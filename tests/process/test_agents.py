@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import anthropic
 import httpx
+import httpx2
 import openai
 import psutil
 import pytest
@@ -444,6 +445,31 @@ def test_anthropic_s_tool_runner_runs_its_functions_beside_the_server_s_tools(
     said = [turn.get_final_message() if stream else turn for turn in runner]
     assert [message.stop_reason for message in said] == ["tool_use", "end_turn"]
     assert said[-1].content[0].text == "It is noon in Oslo"
+
+
+def test_a_run_that_has_acted_is_not_repeated_by_its_client() -> None:
+    """The clients send a request that failed on the server's side three times; its commands would run three times."""
+    asked: list[str] = []
+
+    def note(request: httpx2.Request) -> None:
+        asked.append(request.url.path)
+
+    told = script(call(SHELL, commands=["sleep 600"]), "x")
+    said: Any = [{"role": "user", "content": told}]
+    flags = ("--model", "s=stub:generate,scripted", "--agent", "--sandbox-nice", "10", "--agent-timeout-s", "2")
+    with start_server(*flags, "--frontends", "1") as server, httpx2.Client(event_hooks={"request": [note]}) as http:
+        one = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", http_client=http)
+        other = anthropic.Anthropic(base_url=server.url, api_key="unused", http_client=http)
+        shell: Any = {"enable_shell": True}
+        for ask in (
+            lambda: one.chat.completions.create(model="s", messages=said, extra_body=shell),
+            lambda: one.responses.create(model="s", input=told, tools=TOOLS),
+            lambda: other.messages.create(model="s", max_tokens=500, messages=said, extra_body=shell),
+        ):
+            with pytest.raises((openai.InternalServerError, anthropic.InternalServerError)) as caught:
+                ask()
+            assert (caught.value.status_code, caught.value.response.headers["x-should-retry"]) == (504, "false")
+    assert asked == [CHAT, "/v1/responses", "/v1/messages"]
 
 
 # --- files and skills -----------------------------------------------------------------------------------------------

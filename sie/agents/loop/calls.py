@@ -46,6 +46,8 @@ class CallRunner:
         self, link: AgentLink, plan: AgentPlan, emit: Callable[[GenerateEvent], None],
         *, owner: str, session: str, run_id: str,
     ) -> None:  # fmt: skip
+        self.has_begun = False
+        """Whether a tool has begun to run."""
         self.records: list[ToolRecord] = []
         self._link = link
         self._plan = plan
@@ -109,6 +111,7 @@ class CallRunner:
             owner=self._owner, session=self._session, run_id=self._run_id, round=number, turn=turn, name=call.name,
             arguments=call.arguments, server=tool.server, inputs=self._task.inputs, skills=self._task.mounted,
         )  # fmt: skip
+        self.has_begun = True
         try:
             return await self._link.ask(question, ToolResult)
         except Unavailable as error:  # the agent process died with the call: the model is told, and the run goes on
