@@ -97,6 +97,11 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     mounted: tuple[MountedSkill, ...] = ()
 
     @property
+    def has_tools(self) -> bool:
+        """Whether it asks for a tool."""
+        return bool(self.code_field or self.shell_field or self.search_field or self.mcp)
+
+    @property
     def has_directory(self) -> bool:
         """Whether its tools work in a directory."""
         return bool(self.code_field or self.shell_field)

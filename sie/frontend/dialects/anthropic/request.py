@@ -26,7 +26,7 @@ from sie.frontend.dialects.openai.chat_tools import ToolField, read_tools
 from sie.frontend.dialects.openai.mcp_tools import McpFields, read_mcp_choice
 from sie.frontend.dialects.openai.text_fields import SamplingFields, decode_body, read_grammar, read_sampling_fields
 from sie.frontend.generation.sampling_fields import Number, read_stop, wrong
-from sie.values.agent import McpChoice, SkillReference
+from sie.values.agent import AgentTask, McpChoice, SkillReference
 from sie.values.errors import BadRequest
 from sie.values.generate import ChatMessage, GenerateRequest, Grammar, Tool, ToolChoice
 
@@ -123,7 +123,7 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     # `none` switches off the server's tools, too.
     is_none = call.tool_choice is not None and call.tool_choice.type == "none"
     request.agent = None if is_none else read_agent_task(call, server_tools, session_id, skills, mcp)
-    request.tool_choice = _read_choice(call.tool_choice, request.tools, has_server_tools=bool(server_tools or mcp))
+    request.tool_choice = _read_choice(call.tool_choice, request.tools, request.agent)
     request.parallel_tool_calls = call.tool_choice is None or not call.tool_choice.disable_parallel_tool_use
     request.grammar = _read_grammar(call)
     request.thinking, request.reasoning_effort = _read_thinking(call)
@@ -164,7 +164,7 @@ def _read_tools(tools: Sequence[InputTool], server_tools: dict[str, str], mcp: l
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
         if tool.type == "mcp_toolset":
-            mcp.append(read_mcp_choice(McpFields(server_label=tool.mcp_server_name), path))
+            mcp.append(read_mcp_choice(McpFields(server_label=tool.mcp_server_name), path, "mcp_server_name"))
             continue
         if tool.type not in _CLIENT_TOOLS:
             for kind in _server_kinds(str(tool.type)):
@@ -190,14 +190,14 @@ def _server_kinds(kind: str) -> tuple[str, ...]:
     return (kind,)
 
 
-def _read_choice(choice: InputToolChoice | None, tools: Sequence[Tool], *, has_server_tools: bool) -> ToolChoice:
+def _read_choice(choice: InputToolChoice | None, tools: Sequence[Tool], agent: AgentTask | None) -> ToolChoice:
     if choice is None or (choice.type == "tool" and choice.name in _SERVER_NAMES):
         return ToolChoice()
     if choice.type == "tool":
         if choice.name not in {tool.name for tool in tools}:
             raise wrong("tool_choice.name", f"is {str(choice.name)[:80]!r}, which is not one of the tools")
         return ToolChoice(mode="required", names=(choice.name or "",))
-    if choice.type == "any" and not tools and not has_server_tools:
+    if choice.type == "any" and not tools and not (agent is not None and agent.has_tools):
         raise wrong("tool_choice", "is 'any', but there are no tools")
     return ToolChoice(mode=_MODES[choice.type])
 

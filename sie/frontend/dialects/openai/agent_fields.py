@@ -48,8 +48,10 @@ _OWN = tuple(field for field in AgentFields.__struct_fields__ if field not in Sa
 _SESSION_ID: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}")
 SEARCH_TOOLS: Final = frozenset({"web_search", "web_search_preview"})
 _UNSERVED_TOOLS: Final = {
-    "file_search": "searching in files is not served",
-    "namespace": "namespaces belong to the Responses API",
+    "file_search": "and searching in files is not served",
+    "namespace": "and namespaces belong to the Responses API",
+    "shell": "which belongs to the Responses API; here use 'enable_shell'",
+    **dict.fromkeys(SEARCH_TOOLS, "which belongs to the Responses API; here use 'web_search_options'"),
 }
 
 
@@ -145,8 +147,8 @@ def _is_given(value: Any) -> bool:
 def take_server_tool(kind: str, path: str, allowed: Collection[str], found: dict[str, str]) -> None:
     """Note a tool of the server in found. Raises BadRequest for one that this route or this server does not have."""
     if kind not in allowed:
-        reason = _UNSERVED_TOOLS.get(kind) or "is unknown here"
-        raise BadRequest(f"Field '{path}.type': a tool of type {kind!r}: {reason}", extras={"param": path})
+        reason = _UNSERVED_TOOLS.get(kind) or "and there is no such tool here"
+        raise BadRequest(f"Field '{path}.type' is {kind[:40]!r}, {reason}", extras={"param": path})
     if kind in found:
-        raise BadRequest(f"Field '{path}.type': there is a tool of type {kind!r} already", extras={"param": path})
+        raise BadRequest(f"Field '{path}.type' is {kind!r} for a second time", extras={"param": path})
     found[kind] = path

@@ -139,7 +139,7 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
         for skill in read_skills(tool.environment, f"tools[{number}].environment", "skill_reference")
     ]
     request.agent = read_agent_task(call, server_tools, skills=skills, mcp=mcp)
-    request.tool_choice = read_tool_choice(call.tool_choice, request.tools)
+    request.tool_choice = read_tool_choice(call.tool_choice, request.tools, request.agent)
     request.parallel_tool_calls = call.parallel_tool_calls is not False
     request.grammar = _read_grammar(call, request.grammar)
     request.logprobs = _read_logprobs(call)

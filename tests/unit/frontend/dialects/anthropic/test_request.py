@@ -160,6 +160,13 @@ def test_fields_reach_the_request() -> None:
     assert (request.parallel_tool_calls, request.thinking, request.reasoning_effort) == (False, True, "xhigh")
 
 
+@pytest.mark.parametrize(
+    "fields", [{"enable_shell": True}, {"tools": [{"type": "mcp_toolset", "mcp_server_name": "wiki"}]}]
+)
+def test_any_call_may_be_one_of_the_server_s_tools(fields: dict[str, Any]) -> None:
+    assert decode(**fields, tool_choice={"type": "any"}).tool_choice.mode == "required"
+
+
 @pytest.mark.parametrize("system", ["", [], [{"type": "text", "text": ""}]])
 def test_an_empty_system_counts_as_missing(system: Any) -> None:
     assert decode(system=system).messages == decode().messages
@@ -231,6 +238,7 @@ def test_each_spelling_of_a_schema_binds_the_answer(fields: dict[str, Any]) -> N
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{"type": "mcp_toolset"}]}, "tools[0].mcp_server_name"),
         ({"tools": [TOOL, TOOL]}, "tools[1]"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name"),

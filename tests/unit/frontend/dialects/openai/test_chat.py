@@ -102,6 +102,31 @@ def test_tools_and_the_choice_among_them(choice: Any, expected: ToolChoice) -> N
     assert request.tool_choice == expected
 
 
+SERVERS: list[dict[str, Any]] = [
+    {"tools": [{"type": "code_interpreter", "container": {"type": "auto"}}]}, {"enable_shell": True}, {"web_search_options": {}},
+    {"tools": [{"type": "mcp", "server_label": "wiki"}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", SERVERS)
+def test_a_call_of_the_server_s_tools_alone_may_be_required(fields: dict[str, Any]) -> None:
+    assert read(**fields, tool_choice="required").tool_choice == ToolChoice(mode="required")
+
+
+@pytest.mark.parametrize("fields", [{}, {"session_id": "s"}, {"max_tool_rounds": 3}])
+def test_a_call_cannot_be_required_without_a_tool(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="'tool_choice' is 'required', but there are no tools"):
+        read(**fields, tool_choice="required")
+
+
+@pytest.mark.parametrize(
+    ("kind", "hint"), [("shell", "enable_shell"), ("web_search", "web_search_options"), ("file_search", "not served"), ("x", "no such tool")]
+)  # fmt: skip
+def test_a_tool_of_another_route_is_refused_with_its_field_here(kind: str, hint: str) -> None:
+    with pytest.raises(BadRequest, match=rf"'tools\[0\]\.type' is '{kind}'.*{hint}"):
+        read(tools=[{"type": kind}])
+
+
 @pytest.mark.parametrize(
     "choice",
     [

@@ -215,6 +215,12 @@ def test_response_repeats_its_request_as_the_client_has_it(fields: dict[str, Any
     assert call.echoed[name] == expected
 
 
+@pytest.mark.parametrize("kind", ["shell", "code_interpreter", "web_search"])
+def test_a_call_of_the_server_s_tools_alone_may_be_required(kind: str) -> None:
+    call = decode(tools=[{"type": kind}], tool_choice="required")
+    assert (call.request.tool_choice.mode, call.echoed["tool_choice"]) == ("required", "required")
+
+
 def test_functions_of_a_namespace_have_their_full_names() -> None:
     call = decode(tools=[{"type": "namespace", "name": "crm", "tools": [FUNCTION]}, FUNCTION])
     assert [tool.name for tool in call.request.tools] == ["crm.f", "f"]
