@@ -307,6 +307,13 @@ def test_search_and_pages(client: Client) -> None:
     read = client.chat(page, "{result}", web_search_options={})
     told = json.loads(read["choices"][0]["message"]["content"])
     assert told == {"url": f"{Double.url}/page", "text": "A page of foxes"}
+    other = {"filters": {"blocked_domains": ["127.0.0.1", "foxes.example"]}}
+    for asked in (page, call("mistralrs_search_the_web", query="fox")):
+        told = json.loads(client.chat(asked, "{result}", web_search_options=other)["choices"][0]["message"]["content"])
+        assert told in (
+            {"status": "error", "exception": "127.0.0.1 is not a site that this request allows"},
+            {"results": []},
+        )
     wrong = client.chat(
         call("mistralrs_website_content_extractor", url="file:///etc/passwd"), "ok", web_search_options={}
     )
