@@ -228,6 +228,7 @@ def test_animation_and_error_have_fields_of_their_own(client: Client) -> None:
         for name, data in client.events(messages=question, enable_code_execution=True)
         if name and data.get("phase") == "complete"
     ]
+    assert complete[0]["result"].startswith("<PIL.")
     assert (complete[0]["video_frame_count"], len(complete[0]["video_frames_base64"])) == (3, 3)
     assert "ZeroDivisionError" in complete[1]["exception"]
     assert "stdout" not in complete[1]
@@ -370,6 +371,30 @@ def test_responses_have_an_item_for_each_call_and_cite_the_files(client: Client)
     assert again.output_text == "Again."
     replayed = list(api.responses.retrieve(made.id, stream=True))
     assert replayed[-1].response.output == made.output  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_show_values_and_the_pictures_that_are_asked_for(client: Client, stream: bool) -> None:
+    api = client.openai
+    body: Any = {"model": "s", "tools": TOOLS, "input": script(
+        call(PYTHON, code="print('out'); 6 * 7") + call(PYTHON, code="from PIL import Image; Image.new('RGB', (2, 2))"), "ok")}  # fmt: skip
+
+    def outputs(**fields: Any) -> list[list[Any]]:
+        if stream:
+            *_, last = api.responses.create(**body, stream=True, **fields)
+            made = last.response
+        else:
+            made = api.responses.create(**body, **fields)
+        replayed = list(api.responses.retrieve(made.id, stream=True))
+        assert replayed[-1].response.output == made.output  # type: ignore[union-attr]
+        return [item.outputs for item in made.output if item.type == "code_interpreter_call"]
+
+    printed, (shown, picture) = outputs(include=["code_interpreter_call.outputs"])
+    assert [one.logs for one in printed] == ["out\n\n42"]
+    assert shown.logs.startswith("<PIL.Image.Image")
+    kind, _, data = picture.url.partition(",")
+    assert (picture.type, kind, base64.b64decode(data)[:4]) == ("image", "data:image/png;base64", b"\x89PNG")
+    assert [len(one) for one in outputs()] == [1, 1], "pictures are large, and were not asked for"
 
 
 def test_responses_stream_has_numbers_without_a_gap(client: Client) -> None:

@@ -29,6 +29,7 @@ _MAX_PAIRS: Final = 16
 _SERVER_TOOLS: Final = SEARCH_TOOLS | {"code_interpreter", "shell"}
 _PREVIEW: Final = "web_search_preview"
 _NOT_OF_PREVIEW: Final = ("filters", "return_token_budget")
+_OUTPUTS: Final = "code_interpreter_call.outputs"
 _LOGPROBS: Final = "message.output_text.logprobs"
 _UNSERVED: Final = {
     "max_tool_calls": "is not served; use 'max_tool_rounds'",
@@ -118,6 +119,8 @@ class ResponsesCall(msgspec.Struct, frozen=True, kw_only=True):
     """Namespace and name of each function in a namespace, by its full name."""
     stores: bool
     is_background: bool
+    shows_pictures: bool
+    """Whether its items have the pictures that code made."""
 
     def begin(self, before: Sequence[ChatMessage]) -> None:
         """Put the instructions and the conversation so far before the input. Raises BadRequest for a result without call."""
@@ -167,6 +170,7 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
         namespaces=namespaces,
         stores=call.store is not False,
         is_background=bool(call.background),
+        shows_pictures=_OUTPUTS in (call.include or ()),
     )
 
 
