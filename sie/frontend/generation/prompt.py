@@ -117,7 +117,9 @@ def draft_chat(request: GenerateRequest, rule: GenerateRule) -> Draft:
     if not source:
         text = "has no chat template: ask it on /v1/completions, or give the server one with the setting chat_template"
         raise BadRequest(f"Model '{request.model}' {text}", extras={"param": "model"})
-    for message in request.messages or ():
+    # The first message of each other role, because a long template is searched for each.
+    others = {message.role: message for message in reversed(request.messages or ()) if message.role not in ROLES}
+    for message in others.values():
         _check_role(message, source)
     variables = chat_variables(request, rule)
     marks = Marks(rule.special_texts, _strings([variables["messages"], variables["tools"]]))
@@ -130,8 +132,6 @@ def draft_chat(request: GenerateRequest, rule: GenerateRule) -> Draft:
 def _check_role(message: ChatMessage, source: str) -> None:
     """Raise BadRequest for a role that no tag of the template names: it would be left out, or mean nothing to the model."""
     role = message.role
-    if role in ROLES:
-        return
     tags = (part[max(part.rfind("{%"), part.rfind("{{")) :] for part in _TAG_END.split(source))
     if not any("role" in tag and (f"'{role}'" in tag or f'"{role}"' in tag) for tag in tags):
         known = ", ".join(map(repr, ROLES))

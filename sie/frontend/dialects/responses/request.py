@@ -176,10 +176,12 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
 
 def _read_search(tools: Sequence[NamespaceTool], server_tools: dict[str, str]) -> SearchRule | None:
     """Return the search of a tool, or None without one. A tool that may not reach the web is taken out of server_tools."""
-    found = next(((number, tool) for number, tool in enumerate(tools) if tool.type in SEARCH_TOOLS), None)
-    if found is None:
+    found = [(number, tool) for number, tool in enumerate(tools) if tool.type in SEARCH_TOOLS]
+    if not found:
         return None
-    number, tool = found
+    if len(found) > 1:
+        raise wrong(f"tools[{found[1][0]}]", "is a second web search; give one")
+    number, tool = found[0]
     for field in _NOT_OF_PREVIEW if tool.type == _PREVIEW else ():
         if getattr(tool, field) is not None:
             raise wrong(f"tools[{number}].{field}", f"is not served for a tool of type {_PREVIEW!r}; use 'web_search'")

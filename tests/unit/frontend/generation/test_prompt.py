@@ -199,6 +199,15 @@ def test_a_role_that_the_template_does_not_name_is_refused_by_its_field(source: 
     assert refused.value.extras["param"] == "input[7].role"
 
 
+def test_the_first_message_of_an_unknown_role_is_named() -> None:
+    asked = [
+        ChatMessage(role=role, content="x", role_field=f"messages[{n}].role")
+        for n, role in enumerate(("critic", "odd", "odd"))
+    ]
+    with pytest.raises(BadRequest, match=r"messages\[1\]\.role"):
+        render_chat(GenerateRequest(model="m", messages=asked), rule_of(TRAINED))
+
+
 def rule_of(source: str) -> GenerateRule:
     return msgspec.structs.replace(RULE, chat_template=source)
 

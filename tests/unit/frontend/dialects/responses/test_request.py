@@ -245,6 +245,11 @@ def test_a_search_tool_is_refused_by_the_field_that_it_cannot_have(fields: dict[
     assert refused.value.extras["param"] == named
 
 
+def test_a_second_search_tool_is_refused() -> None:
+    with pytest.raises(BadRequest, match=r"'tools\[1\]' is a second web search"):
+        decode(tools=[{"type": "web_search", "external_web_access": False}, {"type": "web_search_preview"}])
+
+
 def test_functions_of_a_namespace_have_their_full_names() -> None:
     call = decode(tools=[{"type": "namespace", "name": "crm", "tools": [FUNCTION]}, FUNCTION])
     assert [tool.name for tool in call.request.tools] == ["crm.f", "f"]
