@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from sie.values.agent import AgentFile, McpServerTools, MountedFile, MountedSkill
+from sie.values.agent import AgentFile, McpServerTools, MountedFile, MountedSkill, SearchRule
 from sie.values.errors import WireError
 
 
@@ -17,7 +17,8 @@ class RunTool(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Run one call of a tool in a session, which begins with its first call. Answered by `ToolResult`.
 
     run_id, round and turn name the place of the call in its request, for the files that it makes. arguments is JSON. inputs
-    and skills are put into the working directory first, unless they are there. server is the label of an MCP server, or empty.
+    and skills are put into the working directory first, unless they are there. server is the label of an MCP server, or empty. search: the sites
+    of a call that searches the web, or reads a page.
     """
 
     owner: str
@@ -28,6 +29,7 @@ class RunTool(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     name: str
     arguments: str
     server: str = ""
+    search: SearchRule = SearchRule()
     inputs: tuple[MountedFile, ...] = ()
     skills: tuple[MountedSkill, ...] = ()
 

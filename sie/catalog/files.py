@@ -7,7 +7,9 @@ folder. Source: fault sheet S31.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,12 +18,21 @@ import msgspec
 from sie.values.errors import ModelLoadFailed
 
 _MAX_JSON_BYTES = 16 << 20
+_OF_PATHS = frozenset((
+    errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR,
+))  # fmt: skip
+"""Errors that a path has until somebody changes it; others, such as those of a disk or a network, may pass."""
 T = TypeVar("T")
 
 
 def refuse(model_id: str, reason: str, error_class: str = "CONFIG") -> ModelLoadFailed:
     """Return the error for a checkpoint that will not be served. CONFIG is permanent, STORAGE is retried."""
     return ModelLoadFailed(f"Model '{model_id}' cannot be loaded: {reason}", extras={"error_class": error_class})
+
+
+def refuse_unreadable(model_id: str, name: str, error: OSError) -> ModelLoadFailed:
+    """Return the error for a file that cannot be read; it is permanent if another try would fail in the same way."""
+    return refuse(model_id, f"{name}: {error.strerror}", "CONFIG" if error.errno in _OF_PATHS else "STORAGE")
 
 
 def decode_json(data: bytes, form: type[T]) -> T:
@@ -49,7 +60,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
     def find(self, name: str) -> Path | None:
         """Return the path of a file or folder of the checkpoint, or None when it does not exist.
 
-        Raises ModelLoadFailed when the path leads outside the checkpoint, and for a pipe or another special file.
+        Raises ModelLoadFailed when the path leads outside the checkpoint, for a pipe or another special file, and for a
+        file that this user may not read.
         """
         path = self.root / name
         try:
@@ -59,11 +71,13 @@ class Checkpoint(msgspec.Struct, frozen=True):
                 return None
             is_plain = outside or real.is_file() or real.is_dir()
         except OSError as error:
-            raise refuse(self.id, f"{name}: {error.strerror}", "STORAGE") from error
+            raise refuse_unreadable(self.id, name, error) from error
         if outside:
             raise refuse(self.id, f"{name} leads out of the model's directory")
         if not is_plain:  # a read of a pipe waits for ever
             raise refuse(self.id, f"{name} is not a file")
+        if not os.access(path, os.R_OK):
+            raise refuse(self.id, f"{name}: {os.strerror(errno.EACCES)}")
         return path
 
     def folder(self, name: str) -> Checkpoint:
@@ -83,7 +97,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
                 raise refuse(self.id, f"{name} is over {_MAX_JSON_BYTES} bytes")
             return decode_json(path.read_bytes(), form)
         except OSError as error:
-            raise refuse(self.id, f"{name}: {error.strerror}", "STORAGE") from error
+            raise refuse_unreadable(self.id, name, error) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise refuse(self.id, f"{name} cannot be read: {error}") from error
 
@@ -100,7 +114,7 @@ def open_checkpoint(model_id: str, directory: str) -> Checkpoint:
             reason = f"{root} is not a directory or a .gguf file" if root.exists() else f"there is no directory {root}"
             raise refuse(model_id, reason, "STORAGE")
     except OSError as error:
-        raise refuse(model_id, f"{root}: {error.strerror}", "STORAGE") from error
+        raise refuse_unreadable(model_id, str(root), error) from error
     boundary = root.resolve()
     if boundary.parent.name == "snapshots" and boundary.parent.parent.name.startswith("models--"):
         boundary = boundary.parent.parent

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sie.catalog.files import refuse
+from sie.catalog.files import refuse, refuse_unreadable
 from sie.catalog.gguf_architectures import find_row
 from sie.catalog.gguf_cards import FOLDER, SPECIALS, read_row_card, read_rule
 from sie.catalog.gguf_contents import GgufContents
@@ -54,7 +54,7 @@ def find_gguf(model_id: str, directory: str) -> str:
         if not path.is_dir() or (path / "config.json").exists():
             return ""
     except OSError as error:
-        raise refuse(model_id, f"{path}: {error.strerror}", "STORAGE") from error
+        raise refuse_unreadable(model_id, str(path), error) from error
     files = sorted(file.name for file in path.glob(f"*{SUFFIX}"))
     if len(files) > 1:
         raise refuse(model_id, f"there are several GGUF files; write ID=DIRECTORY/{files[0]} for that one")
@@ -110,7 +110,7 @@ def _open(model_id: str, path: str) -> Any:
     try:
         return VocabularyReader(path)
     except OSError as error:
-        raise refuse(model_id, f"{Path(path).name}: {error.strerror}", "STORAGE") from error
+        raise refuse_unreadable(model_id, Path(path).name, error) from error
     except Exception as error:  # the library trusts the file, and fails in many ways on a damaged one
         raise refuse(model_id, f"the GGUF file is damaged: {error}") from error
 

@@ -165,7 +165,7 @@ def with_num_weights(card: ModelCard) -> ModelCard:
     tensors = {name: tensor for header in headers for name, tensor in header.items()}
     num_weights = sum(math.prod(tensor.shape) for tensor in tensors.values())
     if num_weights > sum(path.stat().st_size for path in shards):  # each takes a byte or more
-        raise refuse(card.id, "its safetensors file is damaged: it has fewer bytes than weights", "STORAGE")
+        raise refuse(card.id, "its safetensors file is damaged: it has fewer bytes than weights")
     if (found := read_quantisation(checkpoint)) is None:
         return msgspec.structs.replace(card, num_weights=num_weights)
     for weight in _plan(card.id, found, tensors):

@@ -58,7 +58,9 @@ class AgentScreen:
             self._show_result(data.get("data", {}))
 
     def _show_result(self, data: dict[str, Any]) -> None:
-        texts = [str(data[name]) for name in ("stdout", "stderr", "exception", "content", "note") if data.get(name)]
+        texts = [
+            str(data[name]) for name in ("stdout", "stderr", "result", "exception", "content", "note") if data.get(name)
+        ]
         if data.get("sources"):
             texts += [str(source) for source in data["sources"]]
         _show("result", "\n".join(texts) or "(nothing)")

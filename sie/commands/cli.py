@@ -180,10 +180,10 @@ def agents(config_file: str | None, **flags: Any) -> int:
         raise SettingsError("agent_socket: `sie agents` needs the path of its socket (--agent-socket PATH)")
     from sie.agents.host.main import serve_service
     from sie.supervisor.host_resources import StartError
-    from sie.supervisor.start_checks import check_search
+    from sie.supervisor.start_checks import check_agents
 
     try:
-        check_search(loaded.settings.agents)
+        check_agents(loaded.settings.agents)
         return serve_service(loaded.settings)
     except StartError as error:
         raise SettingsError(str(error)) from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 60.0
+_STOPPED_STATUS = 128 + signal.SIGTERM
 _ANSWERS = frozenset({200, 404})
 
 
@@ -133,8 +133,9 @@ def _serving(spec: str, model_id: str, flags: Sequence[str]) -> Generator[Target
     """
     from sie.loadgen.target import parse_target
     from sie.runtime.child_setup import die_with_parent
+    from sie.runtime.termination import ended_by_sigterm
 
-    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="sie-run-") as directory:
+    with ended_by_sigterm(_STOPPED_STATUS), tempfile.TemporaryDirectory(prefix="sie-run-") as directory:
         path = Path(directory, "http")
         server = subprocess.Popen(  # noqa: S603  # our own command
             [*run_module("sie"), "serve", *flags, "--model", spec, "--uds", str(path), "--uds-mode", "600",
@@ -158,20 +159,6 @@ def _serving(spec: str, model_id: str, flags: Sequence[str]) -> Generator[Target
 def _server_variables() -> dict[str, str]:
     """Return our variables without a client's, which a server does not know. It need not try a failed load again."""
     return {name: value for name, value in os.environ.items() if name != "SIE_API_KEY"} | {"SIE_LOAD_RETRY_S": "0"}
-
-
-@contextmanager
-def _ended_by_sigterm() -> Generator[None]:
-    """Let SIGTERM run the cleanups, as Ctrl-C does."""
-
-    def leave(number: int, _frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _wait_until_loaded(server: subprocess.Popen[bytes], target: Target, model_id: str) -> bool:

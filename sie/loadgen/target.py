@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -122,9 +123,10 @@ def parse_target(url: str, *, key: str = "", ca_file: str = "", cert_file: str =
         raise TargetError(
             "the API key has a character that no header can carry; look at --key, SIE_API_KEY and the like"
         )
+    files = {"--ca": ca_file, "--cert": cert_file, "--cert-key": key_file}
     if url.startswith("unix:"):
         path = url.removeprefix("unix:")
-        return Target(url=url, uds=os.path.normpath(path), key=key)
+        return Target(url=url, uds=os.path.normpath(path), key=key, tls=_tls_context("unix", files))
     try:
         parts = urlsplit(url)
         port = parts.port or _PORTS.get(parts.scheme, 0)
@@ -134,13 +136,26 @@ def parse_target(url: str, *, key: str = "", ca_file: str = "", cert_file: str =
         raise TargetError(f"{url!r} is not http://HOST:PORT, https://, grpc://, grpcs:// or unix:PATH")
     if not _GRAPHIC.fullmatch(parts.path):
         raise TargetError(f"{url!r}: write spaces and letters beyond ASCII in the path as percent codes, such as %20")
-    tls = _tls_context(parts.scheme, ca_file, cert_file, key_file) if parts.scheme in {"https", "grpcs"} else None
+    tls = _tls_context(parts.scheme, files)
     return Target(url=url, host=parts.hostname, port=port, path=parts.path.rstrip("/"), key=key, tls=tls)
 
 
-def _tls_context(scheme: str, ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContext:
-    for flag, file in (("--ca", ca_file), ("--cert", cert_file), ("--cert-key", key_file)):
+def _tls_context(scheme: str, files: Mapping[str, str]) -> ssl.SSLContext | None:
+    """Return the TLS settings of an address, or None for one without TLS, which has no files either.
+
+    files: by flag, empty if not given. Raises TargetError.
+    """
+    if scheme not in {"https", "grpcs"}:
+        for flag in filter(files.get, files):
+            raise TargetError(
+                f"{flag} is for addresses with TLS (https:// or grpcs://), and this one begins with {scheme}:"
+            )
+        return None
+    for flag, file in files.items():
         _check_readable(flag, file)
+    ca_file, cert_file, key_file = files.values()
+    if key_file and not cert_file:
+        raise TargetError(f"--cert-key {key_file}: --cert names the file of its certificate, and is missing")
     try:
         context = ssl.create_default_context(cafile=ca_file or None)
     except ssl.SSLError as error:

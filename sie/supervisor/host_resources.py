@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from sie.config.sections import Memory
@@ -20,15 +20,15 @@ class StartError(Exception):
     """The server cannot start with these settings. The message names the setting, and the command exits with 78."""
 
 
-def make_runtime_dir(base: Path) -> Path:
-    """Create a private directory (0700) under base for this run's control socket.
+def make_runtime_dir(base: Path) -> TemporaryDirectory[str]:
+    """Create a private directory (0700) under base for this run's control socket; the caller's `with` removes it.
 
     Raises StartError if base cannot be used or if other users can write to it: they could pose as the server.
     """
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_private(base)
-        return Path(tempfile.mkdtemp(prefix="run-", dir=base))
+        return TemporaryDirectory(prefix="run-", dir=base, ignore_cleanup_errors=True)
     except OSError as error:
         raise StartError(f"runtime_dir: cannot create a directory in {base}: {error}") from error
 

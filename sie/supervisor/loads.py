@@ -193,6 +193,14 @@ class Loads:
         if self._registry.demand(record, time.monotonic()):
             self._load(record)
 
+    def retry_repaired(self, record: Record) -> None:
+        """Let a model that was refused for good be loaded again, because its files have changed: now, or when it is wanted."""
+        _log.info("the files of %s have changed since its load failed", record.spec.id)
+        self._registry.repair(record)
+        if record.preload and not record.is_excused:
+            self.load(record)
+        self._state.broadcast()
+
     def touch(self, models: tuple[str, ...]) -> None:
         """Mark these models as just used."""
         self._registry.touch(models, time.monotonic())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from sie.config.settings import Access, Loaded, Settings
 from sie.runtime.child_setup import dump_stacks_on_abort, exclude_imports_from_collections
 from sie.runtime.logs import configure, get_logger
 from sie.runtime.progress import Progress
+from sie.runtime.termination import ended_by_sigterm
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.certificates import open_certificates
 from sie.supervisor.configured_models import read_adapters, read_models
@@ -49,11 +49,10 @@ def main(loaded: Loaded, reload: Callable[[], Loaded], *, is_gateway: bool = Fal
     adapters = read_adapters(loaded, models)
     key_file = _open_key_file(settings.access.api_keys)
     certificates = open_certificates(settings.access)
-    with contextlib.ExitStack() as held:
+    with ended_by_sigterm(0), contextlib.ExitStack() as held:
         listener, grpc_listener = _open_listeners(held, settings)
         base = Path(server.runtime_dir)
-        runtime_dir = make_runtime_dir(base)
-        held.callback(shutil.rmtree, runtime_dir, ignore_errors=True)
+        runtime_dir = Path(held.enter_context(make_runtime_dir(base)))
         if listener.port:
             held.callback(os.close, take_lock(base, listener.port))
         places = [] if is_gateway else resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)

@@ -60,6 +60,7 @@ class Record(msgspec.Struct):
     preparing: bool = False
     error: WireError | None = None
     num_attempts: int = 0
+    failed_s: float = 0.0
     retry_at_s: float = 0.0
     last_used_s: float = 0.0
     loading_since_s: dict[int, float] = {}
@@ -146,8 +147,7 @@ class ModelRegistry:
         record.last_used_s = now_s
         if _is_asked_for(record) or now_s < record.retry_at_s or record.spec.tensor is not None:
             return None  # only administrators load models of a repository
-        _start(record)
-        record.error = None
+        _try_again(record)
         return record
 
     def demand(self, record: Record, now_s: float) -> bool:
@@ -211,9 +211,21 @@ class ModelRegistry:
             and now_s >= record.retry_at_s
         ]
         for record in due:
-            _start(record)
-            record.error = None
+            _try_again(record)
         return due
+
+    def refused_for_good(self) -> list[Record]:
+        """Return the models in directories that are not tried again, although their files may change; none if nothing is."""
+        return [
+            record
+            for record in self.records.values()
+            if self._retry_s and _is_refused_for_good(record) and _is_local(record) and not _is_asked_for(record)
+        ]
+
+    def repair(self, record: Record) -> None:
+        """Record that the files of such a model have changed: the next load reads them, and earlier failures do not count."""
+        record.is_stale = True
+        self._forgive(record)
 
     def overdue(self, timeout_s: float, now_s: float) -> list[tuple[Record, int]]:
         """Return (model, worker slot) of every load that takes longer than timeout_s."""
@@ -259,7 +271,7 @@ class ModelRegistry:
     def fail(self, record: Record, error: WireError, now_s: float) -> None:
         """Record a failed load and the time of its next try. Workers that have the model keep serving it."""
         record.num_attempts += 1
-        record.has_failed = True
+        record.has_failed, record.failed_s = True, now_s
         error_class = str(error.extras.get("error_class", "UNKNOWN"))
         is_last = record.num_attempts >= _PERMANENT_ATTEMPTS or not self._retry_s
         permanent = is_last or error_class in _PERMANENT_CLASSES
@@ -370,7 +382,11 @@ class ModelRegistry:
 def _has_no_hope(record: Record) -> bool:
     """Return whether readiness waits for a model that is not tried again."""
     is_awaited = record.preload and not (record.is_excused or record.may_fail or record.loaded_on)
-    return is_awaited and record.error is not None and bool(record.error.extras.get("permanent"))
+    return is_awaited and _is_refused_for_good(record)
+
+
+def _is_refused_for_good(record: Record) -> bool:
+    return record.error is not None and bool(record.error.extras.get("permanent"))
 
 
 def is_refused(error: WireError) -> bool:
@@ -390,6 +406,18 @@ def _start(record: Record) -> None:
     record.apply(Event.WANT)
     if record.loaded_on:
         record.apply(Event.LOADED)
+
+
+def _try_again(record: Record) -> None:
+    """Start a load, perhaps after a failed one: then a directory may have other files than those that its card was made of."""
+    _start(record)
+    if record.error is not None:
+        record.error = None
+        record.is_stale = record.is_stale or _is_local(record)
+
+
+def _is_local(record: Record) -> bool:
+    return record.spec.directory is not None and record.spec.tensor is None
 
 
 def _is_asked_for(record: Record) -> bool:

@@ -37,6 +37,7 @@ from sie.supervisor.model_registry import ModelRegistry, is_refused
 from sie.supervisor.notify import open_reporter
 from sie.supervisor.reload import Reading, Reloader
 from sie.supervisor.renewal import Renewal
+from sie.supervisor.repair_watch import RepairWatch
 from sie.supervisor.repositories import Repositories
 from sie.supervisor.shared_configs import add_configs
 from sie.supervisor.state_broadcast import StateBroadcast
@@ -97,6 +98,7 @@ class Supervisor:
         self._loads = Loads(settings, self._registry, self._children, self._state,
                             progress=progress, spawn=self._spawn, preparer=preparer)  # fmt: skip
         self._loads.bind_lost_causes(self._on_lost_causes)
+        self._repair_watch = RepairWatch(self._registry, self._loads.retry_repaired)
         self._repositories = Repositories(settings, self._registry, self._children, self._state, self._loads,
                                           preparer=preparer, spawn=self._spawn)  # fmt: skip
         self._history = LoadHistory()
@@ -130,6 +132,7 @@ class Supervisor:
             self._loads.start()
             self._repositories.start()
             self._spawn(self._tick_forever())
+            self._spawn(self._repair_watch.run())
             self._spawn(self._reloader.run(lambda: self._settings, self._on_reloaded))
             await self._stopped.wait()
         finally:

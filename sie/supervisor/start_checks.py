@@ -29,8 +29,13 @@ def check_start(loaded: Loaded, *, is_gateway: bool) -> None:
     _check_cluster(settings, is_gateway=is_gateway)
     _check_text("chat_template", settings.generation.chat_template)
     if not settings.agents.agent_socket:  # else another process uses the files, as another user
-        check_mcp(settings.agents.mcp_config)
-        check_search(settings.agents)
+        check_agents(settings.agents)
+
+
+def check_agents(agents: Agents) -> None:
+    """Raise StartError for files of the agent process that cannot be used, and for a search without its engine."""
+    _check_mcp(agents.mcp_config)
+    _check_search(agents)
 
 
 def _check_failpoints(loaded: Loaded) -> None:
@@ -125,7 +130,7 @@ def _check_credentials(path: str) -> None:
         raise StartError(f"nats_credentials: {path}: holds no JWT with its seed, and no seed alone")
 
 
-def check_mcp(path: str) -> None:
+def _check_mcp(path: str) -> None:
     """Raise StartError for a file of MCP servers that cannot be used."""
     if not path:
         return
@@ -138,7 +143,7 @@ def check_mcp(path: str) -> None:
             raise StartError(f"mcp_config: {path}: {error}") from None
 
 
-def check_search(agents: Agents) -> None:
+def _check_search(agents: Agents) -> None:
     """Raise StartError for web search without the address of an engine, or with a key that cannot be read."""
     if agents.enable_search and not agents.search_url:
         raise StartError("search_url: enable_search needs the address of a search engine (--search-url URL)")

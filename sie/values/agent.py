@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -57,6 +58,26 @@ class McpServerTools(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[McpTool, ...] = ()
 
 
+class SearchRule(msgspec.Struct, frozen=True, kw_only=True):
+    """The web search that a request allows: only the allowed sites (empty: all), without the blocked ones, max_uses calls.
+
+    A site is a domain in lower case, and has its subdomains.
+    """
+
+    allowed: tuple[str, ...] = ()
+    blocked: tuple[str, ...] = ()
+    max_uses: int | None = None
+
+    def allows(self, host: str) -> bool:
+        """Return whether pages of a host may be found and read."""
+        return (not self.allowed or _is_in(host, self.allowed)) and not _is_in(host, self.blocked)
+
+
+def _is_in(host: str, domains: Iterable[str]) -> bool:
+    dotted = f".{host.lower().rstrip('.')}"
+    return any(dotted.endswith(f".{domain}") for domain in domains)
+
+
 class MountedFile(msgspec.Struct, frozen=True, kw_only=True):
     """A client's file for the working directory. path is its name there; blob names its bytes in the store."""
 
@@ -90,11 +111,17 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""
     permission: Permission = "auto"
     max_rounds: int | None = None
+    search: SearchRule = SearchRule()
     files: tuple[ExpectedFile, ...] = ()
     skills: tuple[SkillReference, ...] = ()
     mcp: tuple[McpChoice, ...] = ()
     inputs: tuple[MountedFile, ...] = ()
     mounted: tuple[MountedSkill, ...] = ()
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether it asks for a tool."""
+        return bool(self.code_field or self.shell_field or self.search_field or self.mcp)
 
     @property
     def has_directory(self) -> bool:

@@ -68,12 +68,14 @@ class SieError(Exception):
 
     message is shown to the client. One that blames the client is cut where it repeats a long value of the request, so
     that no answer or log line grows with it. retry_after_s becomes `Retry-After` (whole seconds) when not None.
-    extras are further keys of the dialect's error object (`error_class`, `attempts`, ...).
+    extras are further keys of the dialect's error object (`error_class`, `attempts`, ...). may_be_repeated is false if the
+    request has had an effect already, so that a client must not send it again by itself.
     """
 
     code: ClassVar[str] = "INTERNAL_ERROR"
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
+    may_be_repeated: bool = True
 
     def __init__(
         self,

@@ -180,10 +180,16 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The roles that every chat may have. Others are for models whose templates name them."""
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     """One message of a conversation, with the fields of chat templates."""
 
     role: str
+    role_field: str = ""
+    """The place of another role than ROLES in the request, for errors."""
     content: str | None = None
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import anthropic
 import httpx
+import httpx2
 import openai
 import psutil
 import pytest
@@ -227,6 +228,7 @@ def test_animation_and_error_have_fields_of_their_own(client: Client) -> None:
         for name, data in client.events(messages=question, enable_code_execution=True)
         if name and data.get("phase") == "complete"
     ]
+    assert complete[0]["result"].startswith("<PIL.")
     assert (complete[0]["video_frame_count"], len(complete[0]["video_frames_base64"])) == (3, 3)
     assert "ZeroDivisionError" in complete[1]["exception"]
     assert "stdout" not in complete[1]
@@ -306,6 +308,13 @@ def test_search_and_pages(client: Client) -> None:
     read = client.chat(page, "{result}", web_search_options={})
     told = json.loads(read["choices"][0]["message"]["content"])
     assert told == {"url": f"{Double.url}/page", "text": "A page of foxes"}
+    other = {"filters": {"blocked_domains": ["127.0.0.1", "foxes.example"]}}
+    for asked in (page, call("mistralrs_search_the_web", query="fox")):
+        told = json.loads(client.chat(asked, "{result}", web_search_options=other)["choices"][0]["message"]["content"])
+        assert told in (
+            {"status": "error", "exception": "127.0.0.1 is not a site that this request allows"},
+            {"results": []},
+        )
     wrong = client.chat(
         call("mistralrs_website_content_extractor", url="file:///etc/passwd"), "ok", web_search_options={}
     )
@@ -364,6 +373,30 @@ def test_responses_have_an_item_for_each_call_and_cite_the_files(client: Client)
     assert replayed[-1].response.output == made.output  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_show_values_and_the_pictures_that_are_asked_for(client: Client, stream: bool) -> None:
+    api = client.openai
+    body: Any = {"model": "s", "tools": TOOLS, "input": script(
+        call(PYTHON, code="print('out'); 6 * 7") + call(PYTHON, code="from PIL import Image; Image.new('RGB', (2, 2))"), "ok")}  # fmt: skip
+
+    def outputs(**fields: Any) -> list[list[Any]]:
+        if stream:
+            *_, last = api.responses.create(**body, stream=True, **fields)
+            made = last.response
+        else:
+            made = api.responses.create(**body, **fields)
+        replayed = list(api.responses.retrieve(made.id, stream=True))
+        assert replayed[-1].response.output == made.output  # type: ignore[union-attr]
+        return [item.outputs for item in made.output if item.type == "code_interpreter_call"]
+
+    printed, (shown, picture) = outputs(include=["code_interpreter_call.outputs"])
+    assert [one.logs for one in printed] == ["out\n\n42"]
+    assert shown.logs.startswith("<PIL.Image.Image")
+    kind, _, data = picture.url.partition(",")
+    assert (picture.type, kind, base64.b64decode(data)[:4]) == ("image", "data:image/png;base64", b"\x89PNG")
+    assert [len(one) for one in outputs()] == [1, 1], "pictures are large, and were not asked for"
+
+
 def test_responses_stream_has_numbers_without_a_gap(client: Client) -> None:
     events = list(client.events("/v1/responses", model="s", input=script(f"First.{MAKES}", "Then."), tools=TOOLS))
     numbered = [data for _, data in events if "sequence_number" in data]
@@ -411,6 +444,64 @@ def test_messages_interleave_the_events(client: Client) -> None:
         "message_start", "content_block_start", "content_block_stop", *["agentic_tool_call_progress"] * 2,
         "content_block_start", "content_block_stop", "message_delta", "message_stop",
     ]  # fmt: skip
+
+
+@anthropic.beta_tool
+def town_hall_clock(town: str) -> str:
+    """Tell the time of a town."""
+    return f"noon in {town}"
+
+
+@pytest.fixture(scope="module")
+def plain_client() -> Iterator[Client]:
+    """Return the client of a server that returns the calls of a client's functions."""
+    flags = ("--agent", "--sandbox-nice", "10", "--frontends", "1")
+    with (
+        start_server("--model", "s=stub:generate,scripted,max_tokens=8192", *flags) as server,
+        contextlib.closing(Client(server, "unused")) as client,
+    ):
+        client.wait_for_tools()
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropic_s_tool_runner_runs_its_functions_beside_the_server_s_tools(
+    plain_client: Client, stream: bool
+) -> None:
+    """It asks the server to hold the conversation, and sends all of it if it hears that this is not served."""
+    calls = call("town_hall_clock", town="Oslo") + call(PYTHON, code="6 * 7")
+    runner: Any = plain_client.anthropic.beta.messages.tool_runner(
+        model="s", max_tokens=500, messages=[{"role": "user", "content": script(calls, "It is {result}")}], stream=stream,
+        tools=[town_hall_clock, {"type": "code_execution_20250825", "name": "code_execution"}],
+    )  # fmt: skip
+    said = [turn.get_final_message() if stream else turn for turn in runner]
+    assert [message.stop_reason for message in said] == ["tool_use", "end_turn"]
+    assert said[-1].content[0].text == "It is noon in Oslo"
+
+
+def test_a_run_that_has_acted_is_not_repeated_by_its_client() -> None:
+    """The clients send a request that failed on the server's side three times; its commands would run three times."""
+    asked: list[str] = []
+
+    def note(request: httpx2.Request) -> None:
+        asked.append(request.url.path)
+
+    told = script(call(SHELL, commands=["sleep 600"]), "x")
+    said: Any = [{"role": "user", "content": told}]
+    flags = ("--model", "s=stub:generate,scripted", "--agent", "--sandbox-nice", "10", "--agent-timeout-s", "2")
+    with start_server(*flags, "--frontends", "1") as server, httpx2.Client(event_hooks={"request": [note]}) as http:
+        one = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", http_client=http)
+        other = anthropic.Anthropic(base_url=server.url, api_key="unused", http_client=http)
+        shell: Any = {"enable_shell": True}
+        for ask in (
+            lambda: one.chat.completions.create(model="s", messages=said, extra_body=shell),
+            lambda: one.responses.create(model="s", input=told, tools=TOOLS),
+            lambda: other.messages.create(model="s", max_tokens=500, messages=said, extra_body=shell),
+        ):
+            with pytest.raises((openai.InternalServerError, anthropic.InternalServerError)) as caught:
+                ask()
+            assert (caught.value.status_code, caught.value.response.headers["x-should-retry"]) == (504, "false")
+    assert asked == [CHAT, "/v1/responses", "/v1/messages"]
 
 
 # --- files and skills -----------------------------------------------------------------------------------------------

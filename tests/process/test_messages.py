@@ -121,6 +121,16 @@ def test_refusals_are_the_clients_own_exceptions(client: anthropic.Anthropic) ->
         client.messages.create(model="m", max_tokens=5, messages=HELLO, stop_sequences=[str(n) for n in range(99)])
 
 
+def test_a_thread_is_refused_in_the_form_that_its_client_knows(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="Field 'thread' is not served") as refused:
+        client.beta.messages.thread(model="m", max_tokens=9).send(HELLO[0])
+    body: Any = refused.value.body
+    assert body["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    thread = client.beta.messages.thread(model="m", max_tokens=9, unsupported_request_behavior="continue_unthreaded")
+    assert [thread.send(HELLO[0]).role, thread.send(HELLO[0]).role] == ["assistant"] * 2
+    assert len(thread.messages) == 4
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "kind"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import openai
 import pytest
 
+from tests.gguf_models import write_tiny_llama
 from tests.process.harness import EX_CONFIG, WAIT_S, Server, eventually, run_to_end, start_server
 from tests.process.notify_socket import ServiceManager
 from tests.process.wire import (
@@ -108,15 +110,12 @@ def test_a_real_load_beside_a_serving_model_fails_none_of_its_requests(minilm_di
 
 @pytest.fixture(scope="module")
 def broken_server(minilm_directory: Path, tmp_path_factory: pytest.TempPathFactory):
-    """Return a server with a good stub and a MiniLM whose weights were cut in the middle; its load has failed."""
-    directory = tmp_path_factory.mktemp("cut") / "model"
+    """Return a server with a good stub and a MiniLM whose weights went away since the start; its load has failed."""
+    directory = tmp_path_factory.mktemp("gone") / "model"
     shutil.copytree(minilm_directory, directory)
-    weights = directory / "model.safetensors"
-    data = weights.read_bytes()
-    weights.unlink()
-    weights.write_bytes(data[: len(data) // 2])
     flags = ("--lazy-model", f"broken={directory}", "--load-retry-s", "1800")
     with start_server("--model", "stub/a=stub:dense=16", *flags) as server:
+        (directory / "model.safetensors").unlink()
         assert encode(server.port, "broken", ["x"]).code() == "MODEL_LOADING"
         eventually(lambda: state(server, "broken") == "failed", "the load failed")
         yield server
@@ -149,6 +148,51 @@ def test_a_failed_load_leaves_the_server_ready_and_the_other_model_serving(broke
     assert get(broken_server.port, "/readyz").status == 200
     rows = dense_rows(encode(broken_server.port, "stub/a", ["x"]))
     assert np.array_equal(rows, stub_rows(["x"], 16))
+
+
+def test_damaged_weights_are_refused_for_good_until_somebody_repairs_them(minilm_directory: Path, tmp_path: Path):
+    directory = tmp_path / "model"
+    shutil.copytree(minilm_directory, directory)
+    weights = directory / "model.safetensors"
+    whole = weights.rename(tmp_path / "whole")
+    weights.write_bytes(whole.read_bytes()[: whole.stat().st_size * 2 // 3])
+    with start_server("--model", "stub/a=stub:dense=16", "--lazy-model", f"broken={directory}") as server:
+        encode(server.port, "broken", ["x"])
+        eventually(lambda: state(server, "broken") == "failed", "the load failed")
+        detail = encode(server.port, "broken", ["x"]).json()["detail"]
+        assert (detail["error_class"], detail["permanent"], detail["attempts"]) == ("CONFIG", True, 1)
+        whole.rename(weights)
+        server.log_line("the files of broken have changed since its load failed")
+        eventually(lambda: encode(server.port, "broken", ["x"]).status == 200, "it is loaded")
+        assert server.output.text().count("load failed: ") == 1
+
+
+WITHOUT_RIGHTS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.getuid() == 0 else ()
+"""Lets root read no files of others, as an ordinary user."""
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model.safetensors", "tokenizer.json", "config.json"])
+def test_a_file_that_may_not_be_read_stops_the_start(minilm_directory: Path, tmp_path: Path, name: str):
+    path = tmp_path / "model.gguf" if name == "model.gguf" else tmp_path
+    if path == tmp_path:
+        shutil.copytree(minilm_directory, tmp_path, dirs_exist_ok=True)
+    else:
+        path.write_bytes(b"GGUF")
+    (tmp_path / name).chmod(0)
+    status, said = run_to_end("--model", f"m={path}", prefix=WITHOUT_RIGHTS)
+    assert status == EX_CONFIG
+    assert f"Model 'm' cannot be loaded: {name}: Permission denied" in said
+
+
+def test_a_file_that_may_be_read_again_is_loaded_without_a_restart(tmp_path: Path):
+    path = write_tiny_llama(tmp_path / "tiny.gguf")
+    path.chmod(0)
+    models = ("--model", "stub/a=stub:dense=16", "--model", f"m={path}", "--no-strict-readiness")
+    with start_server(*models, prefix=WITHOUT_RIGHTS) as server:
+        eventually(lambda: state(server, "m") == "failed", "it may not be read")
+        path.chmod(0o600)
+        eventually(lambda: state(server, "m") == "loaded", "it may be read")
+        assert server.output.text().count("load failed: ") == 1
 
 
 HQQ = {

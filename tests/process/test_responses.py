@@ -128,6 +128,7 @@ def test_store_false_leaves_nothing(client: openai.OpenAI) -> None:
         ({"input": "x", "model": "nope"}, 404, "model"),
         ({"input": "x", "max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"input": "x" * 5000}, 400, "input"),
+        ({"input": [{"role": "user", "content": "x"}, {"role": "asistant", "content": "x"}]}, 400, "input[1].role"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, 400, "tools[0]"),
         ({"input": "x", "top_logprobs": 99}, 400, "top_logprobs"),
         ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, 400, "text.format"),

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -31,6 +33,28 @@ def test_an_idle_server_stops_at_once():
         began_s = time.monotonic()
         server.stop()
         assert time.monotonic() - began_s < 15, "it waited for something"
+
+
+STOPPED_EARLY = """
+import signal, sys
+from sie.commands import cli
+from sie.supervisor import main as supervisor
+real = getattr(supervisor, sys.argv[1])
+def stopped(*args, **kwargs):
+    signal.raise_signal(signal.SIGTERM)
+    return real(*args, **kwargs)
+setattr(supervisor, sys.argv[1], stopped)
+sys.exit(cli.main(["serve", "--model", "stub/a=stub:dense=16", "--port", "0", "--runtime-dir", sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize("place", ["take_lock", "resolve_devices", "Supervisor"])
+def test_a_stop_before_the_signal_handlers_leaves_nothing(tmp_path: Path, place: str):
+    """Each place is a function that a start calls after it has made its directory."""
+    command = [sys.executable, "-c", STOPPED_EARLY, place, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, list(tmp_path.glob("run-*"))) == (0, [])
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.timing

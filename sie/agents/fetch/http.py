@@ -14,7 +14,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
@@ -60,10 +60,18 @@ class Client:
         self._allows_private = allows_private
         self._tls = ssl.create_default_context()
 
-    def get(self, url: str, headers: Mapping[str, str] | None = None) -> Fetched:
-        """Return the answer behind redirects, each of which is judged anew. Raises FetchError."""
+    def get(
+        self, url: str, headers: Mapping[str, str] | None = None, may_read: Callable[[str], bool] | None = None
+    ) -> Fetched:
+        """Return the answer behind redirects, each of which is judged anew. Raises FetchError.
+
+        may_read tells whether a host is one that the request allows.
+        """
         deadline_s = time.monotonic() + self._timeout_s
         for _ in range(self._max_redirects + 1):
+            host = _split(url).hostname or ""
+            if may_read is not None and not may_read(host):
+                raise FetchError(f"{host} is not a site that this request allows")
             found, place = self._ask("GET", url, None, headers or {}, deadline_s)
             if found.status not in _REDIRECTS or not place:
                 return found

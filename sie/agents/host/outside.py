@@ -77,7 +77,9 @@ class OutsideTools:
 
     def _search(self, call: RunTool) -> ToolResult:
         assert self._engine is not None
-        results = self._engine.search(msgspec.json.decode(call.arguments, type=_Query).query)
+        query, rule = msgspec.json.decode(call.arguments, type=_Query).query, call.search
+        sites = " OR ".join(f"site:{domain}" for domain in rule.allowed)
+        results = [one for one in self._engine.search(f"{query} {sites}".rstrip()) if rule.allows(one.source)]
         sources = list(dict.fromkeys(result.source for result in results if result.source))
         told = [{"title": one.title, "url": one.url, "content": one.content or one.description} for one in results]
         record = "\n".join([f"{len(results)} results", *sources])
@@ -85,7 +87,7 @@ class OutsideTools:
         return ToolResult(content=_to_json({"results": told}).decode(), record=record, data=data)
 
     def _fetch(self, call: RunTool) -> Fetched:
-        found = self._pages.get(msgspec.json.decode(call.arguments, type=_Page).url)
+        found = self._pages.get(msgspec.json.decode(call.arguments, type=_Page).url, may_read=call.search.allows)
         if found.status != 200:
             raise FetchError(f"the page answered with status {found.status}")
         return found

@@ -154,8 +154,9 @@ class Tools:
         limit = self._settings.max_result_chars
         stdout, stderr = python.box.stdout.take(limit), python.box.stderr.take(limit)
         exception = ran.exception[-limit:] if ran.exception else None
+        result = ran.result[:limit] if ran.result else None
         shown: dict[str, Any] = {
-            "stdout": stdout, "stderr": stderr, "exception": exception, "working_directory": WORK,
+            "stdout": stdout, "stderr": stderr, "result": result, "exception": exception, "working_directory": WORK,
             "execution_time_ms": elapsed_ms,
         }  # fmt: skip
         pictures = {"images_base64": ran.images, "video_frames_base64": ran.frames}
@@ -164,9 +165,8 @@ class Tools:
         note = note_left_out(num_left_out, "one call") if num_left_out else None
         data = {**shown, **pictures, "note": note}
         data |= {"video_frame_count": ran.num_frames} if ran.frames else {}
-        result = ran.result[:limit] if ran.result else None
         told = {
-            "status": "error" if exception else "success", **shown, "result": result, "result_type": ran.result_type,
+            "status": "error" if exception else "success", **shown, "result_type": ran.result_type,
             "images": len(pictures["images_base64"]) or None, "note": note, "files": [for_model(file) for file in files],
         }  # fmt: skip
         lines = [f"{name}: {value}" for name, value in (("stdout", stdout), ("stderr", stderr), ("result", result),

@@ -109,7 +109,7 @@ class AgentRun:
     @property
     def has_acted(self) -> bool:
         """Whether a tool has run, so that the run must not begin again."""
-        return bool(self._calls.records)
+        return self._calls.has_begun
 
     async def wait(self, timeout_s: float) -> list[GenerateEvent]:
         """Return the next events, or an empty list after timeout_s. Raises the error that ended the run."""
@@ -169,6 +169,8 @@ class AgentRun:
             _log.exception("a run of tools failed")
             error = Internal("internal error")
         finally:
+            if error is not None and self.has_acted:
+                error.may_be_repeated = False
             self._queue.end(error)
 
     async def _run_rounds(self) -> None:

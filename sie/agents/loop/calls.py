@@ -46,6 +46,8 @@ class CallRunner:
         self, link: AgentLink, plan: AgentPlan, emit: Callable[[GenerateEvent], None],
         *, owner: str, session: str, run_id: str,
     ) -> None:  # fmt: skip
+        self.has_begun = False
+        """Whether a tool has begun to run."""
         self.records: list[ToolRecord] = []
         self._link = link
         self._plan = plan
@@ -56,6 +58,7 @@ class CallRunner:
         self._run_id = run_id
         self._picture_chars = _MAX_PICTURE_CHARS
         """The room for further pictures."""
+        self._num_searches = 0
 
     async def run(self, call: ToolCall, number: int, turn: int) -> str:
         """Run call `turn` of round `number`; return its result for the model. Raises SieError if the run must end."""
@@ -90,6 +93,11 @@ class CallRunner:
         )  # fmt: skip
 
     async def _decide(self, tool: ServerTool, arguments: dict[str, Any], number: int) -> Decision:
+        if tool.type == "web_search":
+            self._num_searches += 1
+            most = self._task.search.max_uses
+            if most is not None and self._num_searches > most:
+                return Decision(False, f"This request allows at most {most} calls of web search (max_uses)")
         if self._task.permission != "ask":
             return Decision(self._task.permission == "auto", _DENIED)
         question = OpenApproval(owner=self._owner, session=self._session, kind=tool.kind)
@@ -107,8 +115,9 @@ class CallRunner:
     async def _execute(self, tool: ServerTool, call: ToolCall, number: int, turn: int) -> ToolResult:
         question = RunTool(
             owner=self._owner, session=self._session, run_id=self._run_id, round=number, turn=turn, name=call.name,
-            arguments=call.arguments, server=tool.server, inputs=self._task.inputs, skills=self._task.mounted,
+            arguments=call.arguments, server=tool.server, search=self._task.search, inputs=self._task.inputs, skills=self._task.mounted,
         )  # fmt: skip
+        self.has_begun = True
         try:
             return await self._link.ask(question, ToolResult)
         except Unavailable as error:  # the agent process died with the call: the model is told, and the run goes on

@@ -14,10 +14,10 @@ from sie.values.agent import AgentTask, McpChoice, McpServerTools, stricter
 from sie.values.errors import BadRequest, Unavailable
 from sie.values.generate import GenerateRequest
 
-_FOR_CODE: Final = "--enable-code-execution"
-_FOR_SHELL: Final = "--enable-shell"
+_FOR_CODE: Final = "--enable-code-execution, or --agent for all"
+_FOR_SHELL: Final = "--enable-shell, or --agent for all"
 _FOR_MCP: Final = "--mcp-config"
-_FOR_SEARCH: Final = "--enable-search and --search-url"
+_FOR_SEARCH: Final = "--search-url and --enable-search"
 
 
 class AgentPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,9 +85,7 @@ def check_switches(task: AgentTask, settings: Agents) -> None:
         (task.mcp[0].field if task.mcp else "", settings.has_mcp, _FOR_MCP),
     ):
         if field and not is_on:
-            raise _wrong(
-                field, f"asks for a tool that is off on this server; start it with {switch}, or --agent for all"
-            )
+            raise _wrong(field, f"asks for a tool that is off on this server; start it with {switch}")
     if not settings.is_on:
         raise _wrong(task.field, "asks the server to act as an agent, which is off; start it with --agent")
 

@@ -1,7 +1,10 @@
-"""Refuses JSON schemas whose `multipleOf` needs too much memory. Pure.
+"""Refuses JSON schemas whose `multipleOf` needs too much memory, or would leave out numbers. Pure.
 
 llguidance (1.9) makes a state of about 400 bytes for each remainder before its own limits apply. Where parts of a
 schema apply to one value, it makes a state for each remainder of their least common multiple.
+
+It has a number written with the decimals of its `multipleOf` (1.50 for 0.25), or as a whole number. So every multiple
+can be written, but an `enum` or `const` whose fractions have fewer decimals would lose them.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ _INEXACT: Final = (
     "multipleOf {} is one of the fractions that binary numbers do not keep exactly when they are multiplied by 10; "
     "take another, such as 0.01 or 0.05"
 )
+_LOST: Final = (
+    "multipleOf {} beside fractions in enum or const would leave out some of them; leave out multipleOf, "
+    "because they are the only numbers anyway"
+)
 _JOINED: Final = frozenset({"$ref", "anyOf", "oneOf"})
 """Keywords whose schemas apply to the same value as the keywords beside them."""
 _BESIDE: Final = _JOINED | {"multipleOf", "properties", "additionalProperties", "items", "prefixItems"}
@@ -33,7 +40,9 @@ def refusal_of_schema(schema: object) -> str:
     Every `multipleOf` with a number counts, because a reference may lead to any place of a schema.
     """
     found: set[tuple[int, int]] = set()
-    is_joined = False
+    strict: float | None = None
+    """A multiple whose fractions need all of its decimals."""
+    is_joined = has_fractions = False
     rest = [schema]
     while rest:
         part = rest.pop()
@@ -47,10 +56,17 @@ def refusal_of_schema(schema: object) -> str:
                 if factor > MAX_REMAINDERS:
                     return _INEXACT.format(multiple) if _has_few_digits(multiple) else _REFUSAL
                 found.add((factor, places))
+                if factor > 1 and places > 1:
+                    strict = multiple
+                    if _has_fractions(keywords):
+                        return _LOST.format(multiple)
+            has_fractions = has_fractions or _has_fractions(keywords)
             is_joined = is_joined or _joins(keywords)
             rest.extend(keywords.values())
         elif isinstance(part, list):
             rest.extend(cast("list[Any]", part))
+    if is_joined and has_fractions and strict is not None:
+        return _LOST.format(strict)
     return _REFUSAL if is_joined and _is_common_over(found) else ""
 
 
@@ -69,6 +85,12 @@ def _joins(keywords: dict[str, Any]) -> bool:
     if "allOf" in keywords or "patternProperties" in keywords:
         return True
     return not _JOINED.isdisjoint(keywords) and sum(name in keywords for name in _BESIDE) > 1
+
+
+def _has_fractions(keywords: dict[str, Any]) -> bool:
+    listed = keywords.get("enum")
+    values = [*(cast("list[Any]", listed) if isinstance(listed, list) else ()), keywords.get("const")]
+    return any(isinstance(value, float) and not value.is_integer() for value in values)
 
 
 def _without_decimals(multiple: float) -> tuple[int, int]:

@@ -15,19 +15,21 @@ from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
+from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.generation.special_texts import find_special
 from sie.frontend.generation.templates import pack
 from sie.frontend.generation.vocabulary import Vocabulary
 from sie.frontend.inputs.bounded_json import children_of
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, is_long
 from sie.values.errors import BadRequest, InputTooLong
-from sie.values.generate import ChatMessage, GenerateRequest, GenerateRule, Tool, ToolCall
+from sie.values.generate import ROLES, ChatMessage, GenerateRequest, GenerateRule, Tool, ToolCall
 
 _PRIVATE_USE: Final = range(0xE000, 0xF900)
 _MANY_MARKS: Final = 64
 """Each mark starts a new piece, which takes about 20 microseconds to read."""
 _CHECKED_TOKENS: Final = 65_536
 """Ids that are checked at a time: other threads run between two such parts."""
+_TAG_END: Final = re.compile(r"[%}]\}")
 _DEVELOPER: Final = "developer"
 """A role of newer APIs. Few templates know it; for the others it becomes `system`."""
 
@@ -110,17 +112,33 @@ class Rendered(NamedTuple):
 
 
 def draft_chat(request: GenerateRequest, rule: GenerateRule) -> Draft:
-    """Return the input for a conversation's template. Raises BadRequest if the model has no template."""
+    """Return the input for a conversation's template. Raises BadRequest for a model without one, and for a role that it does not name."""
     source = _source(request, rule)
     if not source:
         text = "has no chat template: ask it on /v1/completions, or give the server one with the setting chat_template"
         raise BadRequest(f"Model '{request.model}' {text}", extras={"param": "model"})
+    # The first message of each other role, because a long template is searched for each.
+    others = {message.role: message for message in reversed(request.messages or ()) if message.role not in ROLES}
+    for message in others.values():
+        _check_role(message, source)
     variables = chat_variables(request, rule)
     marks = Marks(rule.special_texts, _strings([variables["messages"], variables["tools"]]))
     for name in ("messages", "tools"):
         variables[name] = marks.put(variables[name])
     begun: str | None = variables["messages"].pop()["content"] if request.continues else None
     return Draft(pack(source, variables), marks, begun)
+
+
+def _check_role(message: ChatMessage, source: str) -> None:
+    """Raise BadRequest for a role that no tag of the template names: it would be left out, or mean nothing to the model."""
+    role = message.role
+    tags = (part[max(part.rfind("{%"), part.rfind("{{")) :] for part in _TAG_END.split(source))
+    if not any("role" in tag and (f"'{role}'" in tag or f'"{role}"' in tag) for tag in tags):
+        known = ", ".join(map(repr, ROLES))
+        raise wrong(
+            message.role_field or "messages",
+            f"is {role!r}, which this model's chat template does not name; use one of {known}",
+        )
 
 
 def finish_chat(draft: Draft, text: str, rule: GenerateRule) -> Rendered:

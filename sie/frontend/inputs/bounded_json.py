@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
 
 from sie.frontend.inputs.json_parts import QUOTE, STEP, decode_json, pieces, structure_places
+from sie.frontend.inputs.msgpack_parts import decode_msgpack
 from sie.values.choices import with_choices
 from sie.values.errors import BadRequest
 
@@ -44,19 +45,9 @@ _NOT_STRUCTURE = bytes(set(_ALL_BYTES) - set(b'",[]{}'))
 _FREE_FORM_MSGPACK = msgspec.msgpack.Decoder(dict[str, Any] | None)
 _FREE_FORM_JSON = msgspec.json.Decoder(dict[str, Any] | None)
 
-_T_co = TypeVar("_T_co", covariant=True)
 _T = TypeVar("_T")
-
-
-class Decoder(Protocol[_T_co]):
-    """A msgspec decoder of either format."""
-
-    @property
-    def type(self) -> Any:
-        """The type that it decodes to."""
-        ...
-
-    def decode(self, buf: bytes, /) -> _T_co: ...
+Decoder = msgspec.json.Decoder[_T] | msgspec.msgpack.Decoder[_T]
+"""A decoder of either format."""
 
 
 def check_json(body: bytes, max_depth: int, max_values: int = MAX_VALUES, max_containers: int = MAX_CONTAINERS) -> None:
@@ -121,7 +112,9 @@ def check_utf8(body: bytes) -> None:
 def decode_typed(decoder: Decoder[_T], body: bytes) -> _T:
     """Decode a body. Every msgspec error becomes BadRequest with its text, which contains the path and any choices."""
     try:
-        return decode_json(decoder, body) if isinstance(decoder, msgspec.json.Decoder) else decoder.decode(body)
+        if isinstance(decoder, msgspec.json.Decoder):
+            return decode_json(decoder, body)
+        return decode_msgpack(decoder, body)
     except msgspec.DecodeError as exc:
         raise BadRequest(with_choices(exc, decoder.type)) from None
     except UnicodeDecodeError:

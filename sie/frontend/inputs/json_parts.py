@@ -154,18 +154,18 @@ def _field(body_type: Any, key: str) -> tuple[str, float, Any] | None:
     if not (isinstance(body_type, type) and issubclass(body_type, msgspec.Struct)):
         return None
     for field in msgspec.structs.fields(body_type):
-        if field.encode_name == key and (found := _list_in(field.type)) is not None:
+        if field.encode_name == key and (found := list_in(field.type)) is not None:
             list_type, max_length = found
             return field.name, max_length, msgspec.json.Decoder(list_type).decode
     return None
 
 
-def _list_in(field_type: Any, max_length: float = math.inf) -> tuple[Any, float] | None:
+def list_in(field_type: Any, max_length: float = math.inf) -> tuple[Any, float] | None:
     """Return the list among the types of a field, and the most items that it may have; None without a list."""
     if get_origin(field_type) is list:
         return field_type, max_length
     args = get_args(field_type)
     if get_origin(field_type) is Annotated:
         lengths = [meta.max_length for meta in args[1:] if isinstance(meta, msgspec.Meta)]
-        return _list_in(args[0], min((length for length in lengths if length is not None), default=math.inf))
-    return next((found for arg in args if (found := _list_in(arg)) is not None), None)
+        return list_in(args[0], min((length for length in lengths if length is not None), default=math.inf))
+    return next((found for arg in args if (found := list_in(arg)) is not None), None)

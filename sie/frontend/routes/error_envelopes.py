@@ -20,7 +20,7 @@ def failure(envelope: str, error: SieError) -> Response:
     """Return the response for a failed request on a route with this envelope."""
     form = ENVELOPES[envelope]
     response = form.failure(error)
-    if form.retries_5xx and error.extras.get("permanent"):
+    if form.retries_5xx and (error.extras.get("permanent") or not error.may_be_repeated):
         return response._replace(headers=[*response.headers, _ASK_NO_MORE])
     return response
 

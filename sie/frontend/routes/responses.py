@@ -21,7 +21,13 @@ from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.dialects.openai.text_fields import renamed
 from sie.frontend.dialects.responses.items import name_kept_files, read_kept
 from sie.frontend.dialects.responses.page import read_page, read_stream_query
-from sie.frontend.dialects.responses.reply import ResponseRecord, ResponseWriter, encode_count, encode_deleted
+from sie.frontend.dialects.responses.reply import (
+    RUNNING,
+    ResponseRecord,
+    ResponseWriter,
+    encode_count,
+    encode_deleted,
+)
 from sie.frontend.dialects.responses.request import ResponsesCall
 from sie.frontend.generation.interface import TextRun
 from sie.frontend.generation.reply_size import events_bytes
@@ -286,7 +292,14 @@ class Responses:
         kept = await self._store.do(lambda file: look(file, response_id, owner)) if self._store.is_on else None
         if kept is None:
             raise _not_found(response_id)
-        return kept
+        return self._latest(kept)
+
+    def _latest(self, kept: Kept) -> Kept:
+        """Return a stored response with its last state, which this process may have been unable to store."""
+        late = self._unkept.get(kept.id)
+        if late is None or kept.status not in RUNNING:
+            return kept
+        return msgspec.structs.replace(kept, status=late.status, body=late.body)
 
     async def _join_history(self, call: ResponsesCall, owner: str) -> bytes:
         """Put the conversation before a call, and the list of all files, into its request. Return the stored items."""
@@ -306,7 +319,8 @@ class Responses:
         if kept is None:
             text = f"Previous response '{previous_id[:80]}' not found"
             raise NotFound(text, code="PREVIOUS_RESPONSE_NOT_FOUND", extras={"param": "previous_response_id"})
-        if kept.status in ("queued", "in_progress"):
+        kept = self._latest(kept)
+        if kept.status in RUNNING:
             raise wrong("previous_response_id", "names a response that has not ended yet")
         return await offload(self._pool, len(kept.history) + len(kept.input) + len(kept.body), _read_conversation, kept)
 
@@ -334,7 +348,7 @@ class Responses:
             return
         try:
             await self._keep([record], is_update=True)
-        except Unavailable:  # the store has logged it; until it is stored, clients see the status before this
+        except Unavailable:  # the store has logged it; until it is stored, other processes show the status before this
             self._unkept[record.id] = _Unkept(record.status, record.to_json(), record.is_newly_cut)
             if len(self._unkept) > self._max_jobs:
                 del self._unkept[next(iter(self._unkept))]

@@ -13,10 +13,10 @@ from sie.values.card import ModelCard
 
 @contextmanager
 def storage_faults(card: ModelCard) -> Iterator[None]:
-    """Within the block, errors of a damaged or missing file are ModelLoadFailed with `error_class` STORAGE."""
+    """Within the block, errors of a file are ModelLoadFailed: `error_class` STORAGE for one that is missing, CONFIG for a damaged one."""
     try:
         yield
     except OSError as error:
         raise refuse(card.id, str(error), "STORAGE") from error
     except SafetensorError as error:
-        raise refuse(card.id, f"its safetensors file is damaged: {error}", "STORAGE") from error
+        raise refuse(card.id, f"its safetensors file is damaged: {error}") from error

@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 import sie.supervisor
+from sie.agents.host import main as agent_process
 from sie.commands import cli, running
 from sie.config import bundled
-from sie.config.settings import Loaded, all_keys
+from sie.config.settings import Loaded, Settings, all_keys
 from sie.supervisor import card_helper
 from tests import onnx_models
 
@@ -197,6 +198,32 @@ def test_an_agent_socket_that_cannot_be_made_is_named(tmp_path: Path):
     )  # fmt: skip
     assert done.returncode == EX_CONFIG
     assert f"sie: agent_socket: cannot listen on {tmp_path}/none/s: No such file or directory\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(None, "cannot be read: No such file or directory"), ("{", "Input data was truncated"), ("{}", "")],
+    ids=["missing", "malformed", "empty"],
+)
+def test_a_file_of_mcp_servers_that_cannot_be_used_stops_the_agent_process(
+    capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, reason: str
+):
+    path = tmp_path / "mcp.json"
+    if text is not None:
+        path.write_text(text)
+    served: list[str] = []
+
+    def serve(settings: Settings) -> int:
+        served.append(settings.agents.mcp_config)
+        return 0
+
+    monkeypatch.setattr(agent_process, "serve_service", serve)
+    status = cli.main(["agents", "--agent-socket", str(tmp_path / "s"), "--mcp-config", str(path)])
+    if reason:
+        assert (status, served) == (EX_CONFIG, [])
+        assert capsys.readouterr().err == f"sie: mcp_config: {path}: {reason}\n"
+    else:
+        assert (status, served) == (0, [str(path)])
 
 
 def test_an_unknown_command_is_a_usage_error(capsys):

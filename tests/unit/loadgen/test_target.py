@@ -67,6 +67,19 @@ def test_unreadable_tls_files_are_refused_with_their_flag(tmp_path):
         parse_target("https://host", cert_file=str(other))
 
 
+@pytest.mark.parametrize("url", ["http://host", "grpc://host:1", "unix:/run/sie.sock"])
+def test_tls_files_are_refused_beside_an_address_without_tls(url: str):
+    for field, flag in (("ca_file", "--ca"), ("cert_file", "--cert"), ("key_file", "--cert-key")):
+        with pytest.raises(TargetError, match=rf"^{flag} .*https://.*{url.partition(':')[0]}:"):
+            parse_target(url, **{field: "/nowhere/file.pem"})
+
+
+def test_a_private_key_without_a_certificate_is_refused(tmp_path):
+    (tmp_path / "key.pem").write_text("no PEM")
+    with pytest.raises(TargetError, match=r"^--cert-key .*--cert"):
+        parse_target("https://host", key_file=str(tmp_path / "key.pem"))
+
+
 def test_nobody_listening_is_told_with_the_address():
     with pytest.raises(TargetError, match=r"unix:/nowhere\.sock"):
         parse_target("unix:/nowhere.sock").connect()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -109,9 +110,11 @@ def test_lock_that_is_somebody_s_link_is_refused(tmp_path):
 
 
 def test_runtime_dir_is_private_and_fresh_each_time(tmp_path):
-    made = [make_runtime_dir(tmp_path / "base") for _ in range(2)]
-    assert made[0] != made[1]
-    assert [path.stat().st_mode & 0o777 for path in (*made, tmp_path / "base")] == [0o700] * 3
+    with make_runtime_dir(tmp_path / "base") as first, make_runtime_dir(tmp_path / "base") as second:
+        assert first != second
+        made = [Path(first), Path(second), tmp_path / "base"]
+        assert [path.stat().st_mode & 0o777 for path in made] == [0o700] * 3
+    assert not list((tmp_path / "base").iterdir())
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])

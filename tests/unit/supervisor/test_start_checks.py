@@ -10,7 +10,11 @@ from sie.commands import cli
 from sie.config.settings import load_settings
 from sie.ipc.exit_statuses import CONFIG_STATUS
 from sie.supervisor.host_resources import StartError
-from sie.supervisor.start_checks import check_mcp, check_search, check_start
+from sie.supervisor.start_checks import check_agents, check_start
+
+
+def check(**given: str) -> None:
+    check_agents(load_settings(None, {}, given).settings.agents)
 
 
 @pytest.mark.parametrize(
@@ -27,10 +31,10 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "mcp.json"
     path.write_text(text)
     with pytest.raises(StartError, match=words) as caught:
-        check_mcp(str(path))
+        check(mcp_config=str(path))
     assert str(path) in str(caught.value)
     with pytest.raises(StartError, match="No such file"):
-        check_mcp(str(tmp_path / "none"))
+        check(mcp_config=str(tmp_path / "none"))
 
 
 def check_nats(nats: str, **files: str) -> None:
@@ -82,17 +86,17 @@ def test_a_seed_and_credentials_for_nats_are_taken(tmp_path: Path) -> None:
 
 def test_search_without_an_address_or_its_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"^search_url: .*--search-url"):
-        check_search(load_settings(None, {}, {"enable_search": "true"}).settings.agents)
+        check(enable_search="true")
     odd = tmp_path / "odd"
     odd.write_bytes(b"\xff")
     for path, reason in ((tmp_path / "none", "cannot be read: No such file"), (odd, "is not UTF-8 text")):
         given = {"agent": "true", "search_url": "http://h/", "search_key_file": str(path)}
         with pytest.raises(StartError, match=f"^search_key_file: {path}: {reason}"):
-            check_search(load_settings(None, {}, given).settings.agents)
-        check_search(load_settings(None, {}, {**given, "agent": "false"}).settings.agents)
+            check(**given)
+        check(**{**given, "agent": "false"})
     odd.write_text("key\n")
-    check_search(load_settings(None, {}, given).settings.agents)
-    check_search(load_settings(None, {}, {"agent": "true"}).settings.agents)
+    check(**given)
+    check(agent="true")
 
 
 def test_a_chat_template_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:

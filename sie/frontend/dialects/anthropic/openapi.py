@@ -41,6 +41,7 @@ class TokenCount(Reply):
 class MessageErrorObject(Struct, kw_only=True):
     type: str
     message: str
+    details: dict[str, Any] | UnsetType = UNSET
 
 
 class MessageError(Struct, kw_only=True):

@@ -212,11 +212,12 @@ def error_status(error: SieError) -> int:
 
 
 def error_body(error: SieError) -> bytes:
-    """Return `{"type": "error", "error": {"type", "message"}}`."""
+    """Return `{"type": "error", "error": {"type", "message"}}`, with `details` if the error has them."""
     return _to_json({"type": "error", "error": _error_object(error)})
 
 
-def _error_object(error: SieError) -> dict[str, str]:
+def _error_object(error: SieError) -> dict[str, Any]:
     status = error_status(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": kind, "message": error.message}
+    details = {"details": error.extras["details"]} if "details" in error.extras else {}
+    return {"type": kind, "message": error.message, **details}

@@ -24,15 +24,18 @@ from sie.frontend.dialects.openai.agent_fields import read_agent_task, read_skil
 from sie.frontend.dialects.openai.chat import ResponseFormat, read_effort, read_format, read_thinking
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tools
 from sie.frontend.dialects.openai.mcp_tools import McpFields, read_mcp_choice
+from sie.frontend.dialects.openai.search_fields import Domains, search_rule
 from sie.frontend.dialects.openai.text_fields import SamplingFields, decode_body, read_grammar, read_sampling_fields
 from sie.frontend.generation.sampling_fields import Number, read_stop, wrong
-from sie.values.agent import McpChoice, SkillReference
+from sie.values.agent import AgentTask, McpChoice, SearchRule, SkillReference
+from sie.values.errors import BadRequest
 from sie.values.generate import ChatMessage, GenerateRequest, Grammar, Tool, ToolChoice
 
 _MAX_LIST: Final = 65_536
 _MODES: Final[dict[str, Literal["auto", "required", "none"]]] = {"auto": "auto", "any": "required", "none": "none"}
 _CLIENT_TOOLS: Final = frozenset({None, "custom", "function"})
 _SERVER_TOOLS: Final = frozenset({"code_interpreter", "web_search"})
+_SEARCH: Final = "web_search_"
 _SERVER_NAMES: Final = frozenset({"code_execution", "web_search"})
 """The names of server tools in `tool_choice`."""
 NAMES: Final = {"stop": "stop_sequences"}
@@ -48,6 +51,9 @@ class InputTool(msgspec.Struct):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     mcp_server_name: str | None = None
+    allowed_domains: Domains | None = None
+    blocked_domains: Domains | None = None
+    max_uses: Annotated[int, Meta(ge=1, le=10_000)] | None = None
 
 
 class InputToolChoice(msgspec.Struct):
@@ -95,6 +101,7 @@ class MessagesBody(SamplingFields, kw_only=True):
     response_format: ResponseFormat | None = None
     container: Any = None
     mcp_servers: Any = None
+    thread: Any = None
     metadata: Any = None
 
 
@@ -108,6 +115,8 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     skills = _read_container(call.container)
     if call.mcp_servers:
         raise wrong("mcp_servers", "is not served: the operator configures them; use a tool of type 'mcp_toolset'")
+    if call.thread is not None:
+        raise _refused_thread()
     session_id = take_session_id(call)
     request = read_sampling_fields(call)
     request.session_id = session_id
@@ -118,13 +127,26 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     request.tools = _read_tools(call.tools or (), server_tools, mcp := [])
     # `none` switches off the server's tools, too.
     is_none = call.tool_choice is not None and call.tool_choice.type == "none"
-    request.agent = None if is_none else read_agent_task(call, server_tools, session_id, skills, mcp)
-    request.tool_choice = _read_choice(call.tool_choice, request.tools, has_server_tools=bool(server_tools or mcp))
+    search = _read_search(call.tools or ())
+    task = read_agent_task(call, server_tools, session_id, skills, mcp=mcp, search=search)
+    request.agent = None if is_none else task
+    request.tool_choice = _read_choice(call.tool_choice, request.tools, request.agent)
     request.parallel_tool_calls = call.tool_choice is None or not call.tool_choice.disable_parallel_tool_use
     request.grammar = _read_grammar(call)
     request.thinking, request.reasoning_effort = _read_thinking(call)
     request.stop = read_stop(call.stop_sequences, "stop_sequences")
     return request
+
+
+def _refused_thread() -> BadRequest:
+    """Return the error for a conversation that the server should hold. Its details have the client send all of it.
+
+    Source: anthropic client 2.12, lib/threads/_thread_state.py.
+    """
+    error = wrong("thread", "is not served: send the whole conversation, or use 'session_id'")
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    error.extras = {**error.extras, "details": details}
+    return error
 
 
 def _read_container(container: Any) -> tuple[SkillReference, ...]:
@@ -149,7 +171,7 @@ def _read_tools(tools: Sequence[InputTool], server_tools: dict[str, str], mcp: l
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
         if tool.type == "mcp_toolset":
-            mcp.append(read_mcp_choice(McpFields(server_label=tool.mcp_server_name), path))
+            mcp.append(read_mcp_choice(McpFields(server_label=tool.mcp_server_name), path, "mcp_server_name"))
             continue
         if tool.type not in _CLIENT_TOOLS:
             for kind in _server_kinds(str(tool.type)):
@@ -165,24 +187,30 @@ def _read_tools(tools: Sequence[InputTool], server_tools: dict[str, str], mcp: l
     return read_tools(fields)
 
 
+def _read_search(tools: Sequence[InputTool]) -> SearchRule | None:
+    """Return the web search of a tool, or None without one."""
+    tool = next((tool for tool in tools if str(tool.type).startswith(_SEARCH)), None)
+    return None if tool is None else search_rule(tool.allowed_domains, tool.blocked_domains, tool.max_uses)
+
+
 def _server_kinds(kind: str) -> tuple[str, ...]:
     """Return the tools of the server that one of Anthropic's names turns on. Its names end in a date."""
     if kind == "web_search_20260209":
         return "web_search", "code_interpreter"
-    for start, name in (("web_search_", "web_search"), ("code_execution_", "code_interpreter")):
+    for start, name in ((_SEARCH, "web_search"), ("code_execution_", "code_interpreter")):
         if kind.startswith(start):
             return (name,)
     return (kind,)
 
 
-def _read_choice(choice: InputToolChoice | None, tools: Sequence[Tool], *, has_server_tools: bool) -> ToolChoice:
+def _read_choice(choice: InputToolChoice | None, tools: Sequence[Tool], agent: AgentTask | None) -> ToolChoice:
     if choice is None or (choice.type == "tool" and choice.name in _SERVER_NAMES):
         return ToolChoice()
     if choice.type == "tool":
         if choice.name not in {tool.name for tool in tools}:
             raise wrong("tool_choice.name", f"is {str(choice.name)[:80]!r}, which is not one of the tools")
         return ToolChoice(mode="required", names=(choice.name or "",))
-    if choice.type == "any" and not tools and not has_server_tools:
+    if choice.type == "any" and not tools and not (agent is not None and agent.has_tools):
         raise wrong("tool_choice", "is 'any', but there are no tools")
     return ToolChoice(mode=_MODES[choice.type])
 

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Final, Literal, cast
 import msgspec
 from msgspec import Meta
 
+from sie.frontend.dialects.openai.search_fields import WebSearchField, read_search
 from sie.frontend.generation.sampling_fields import SamplingNumbers
-from sie.values.agent import AgentTask, ExpectedFile, McpChoice, SkillReference, stricter
+from sie.values.agent import AgentTask, ExpectedFile, McpChoice, SearchRule, SkillReference, stricter
 from sie.values.errors import BadRequest
 
 _MAX_FILES: Final = 64
@@ -31,7 +32,7 @@ class ExpectedFileField(msgspec.Struct):
 class AgentFields(SamplingNumbers, kw_only=True):
     """The agent fields. They extend the sampling fields, because a struct can have one base with fields.
 
-    A field that is null, false or empty is ignored, except an empty `web_search_options`.
+    A field that is null, false or empty is ignored.
     """
 
     files: Annotated[list[ExpectedFileField], Meta(max_length=_MAX_FILES)] | None = None
@@ -41,15 +42,17 @@ class AgentFields(SamplingNumbers, kw_only=True):
     enable_shell: bool | None = None
     enable_code_execution: bool | None = None
     max_tool_rounds: Annotated[int, Meta(ge=0, le=10_000)] | None = None
-    web_search_options: dict[str, Any] | None = None
+    web_search_options: WebSearchField | None = None
 
 
 _OWN = tuple(field for field in AgentFields.__struct_fields__ if field not in SamplingNumbers.__struct_fields__)
 _SESSION_ID: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}")
 SEARCH_TOOLS: Final = frozenset({"web_search", "web_search_preview"})
 _UNSERVED_TOOLS: Final = {
-    "file_search": "searching in files is not served",
-    "namespace": "namespaces belong to the Responses API",
+    "file_search": "and searching in files is not served",
+    "namespace": "and namespaces belong to the Responses API",
+    "shell": "which belongs to the Responses API; here use 'enable_shell'",
+    **dict.fromkeys(SEARCH_TOOLS, "which belongs to the Responses API; here use 'web_search_options'"),
 }
 
 
@@ -65,12 +68,19 @@ def read_agent_task(
     tools: dict[str, str],
     session_id: str = "",
     skills: Sequence[SkillReference] = (),
+    *,
     mcp: Sequence[McpChoice] = (),
+    search: SearchRule | None = None,
 ) -> AgentTask | None:
     """Return what the request asks the server to do, or None. tools: the path of each server tool by its type.
 
-    session_id: of the tools' interpreter and files, if the request asks for tools; by itself it asks for none.
+    session_id: of the tools' interpreter and files, if the request asks for tools; by itself it asks for none. search: that of
+    a tool, if there is one.
     """
+    if body.web_search_options is not None:
+        search = read_search(body.web_search_options, "web_search_options")
+        if search is None:
+            body.web_search_options = None
     asked = [field for field in _OWN if _is_given(getattr(body, field))]
     fields = [*asked, *tools.values(), *(one.field for one in (*skills, *mcp))]
     if not fields:
@@ -84,6 +94,7 @@ def read_agent_task(
         session=session_id,
         permission=stricter(body.agent_permission or "auto", body.code_execution_permission or "auto"),
         max_rounds=body.max_tool_rounds,
+        search=search or SearchRule(),
         files=tuple(ExpectedFile(file.name, file.format, file.description) for file in body.files or ()),
         skills=tuple(skills),
         mcp=tuple(mcp),
@@ -139,14 +150,14 @@ def check_session_id(session_id: str) -> None:
 
 def _is_given(value: Any) -> bool:
     is_number = isinstance(value, int) and not isinstance(value, bool)  # a field with 0 was given, too
-    return bool(value) or is_number or value == {}
+    return bool(value) or is_number
 
 
 def take_server_tool(kind: str, path: str, allowed: Collection[str], found: dict[str, str]) -> None:
     """Note a tool of the server in found. Raises BadRequest for one that this route or this server does not have."""
     if kind not in allowed:
-        reason = _UNSERVED_TOOLS.get(kind) or "is unknown here"
-        raise BadRequest(f"Field '{path}.type': a tool of type {kind!r}: {reason}", extras={"param": path})
+        reason = _UNSERVED_TOOLS.get(kind) or "and there is no such tool here"
+        raise BadRequest(f"Field '{path}.type' is {kind[:40]!r}, {reason}", extras={"param": path})
     if kind in found:
-        raise BadRequest(f"Field '{path}.type': there is a tool of type {kind!r} already", extras={"param": path})
+        raise BadRequest(f"Field '{path}.type' is {kind!r} for a second time", extras={"param": path})
     found[kind] = path

@@ -107,7 +107,7 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     server_tools: dict[str, str] = {}
     request.tools = read_tools(call.tools or (), {"code_interpreter"}, server_tools, mcp := [])
     request.agent = read_agent_task(call, server_tools, session_id, mcp=mcp)
-    request.tool_choice = read_tool_choice(call.tool_choice, request.tools)
+    request.tool_choice = read_tool_choice(call.tool_choice, request.tools, request.agent)
     request.parallel_tool_calls = call.parallel_tool_calls is not False
     if call.response_format is not None and request.grammar is not None:
         raise wrong("grammar", "and 'response_format' cannot both be given")

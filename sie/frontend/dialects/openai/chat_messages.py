@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from sie.frontend.generation.sampling_fields import wrong
 from sie.values.errors import BadRequest
-from sie.values.generate import ChatMessage, InputFile, ToolCall
+from sie.values.generate import ROLES, ChatMessage, InputFile, ToolCall
 
 _MAX_LIST: Final = 65_536
 ROLE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -133,6 +133,7 @@ def _read_message(message: MessageField, path: str, files: list[InputFile] | Non
     content = message.content
     return ChatMessage(
         role=message.role,
+        role_field="" if message.role in ROLES else f"{path}.role",
         content=_join(content, f"{path}.content", files if message.role == "user" else None)
         if isinstance(content, list)
         else content,

@@ -11,7 +11,7 @@ from sie.frontend.dialects.openai.agent_fields import take_server_tool
 from sie.frontend.dialects.openai.chat_messages import NAME
 from sie.frontend.dialects.openai.mcp_tools import McpFields, read_mcp_choice
 from sie.frontend.generation.sampling_fields import wrong
-from sie.values.agent import McpChoice
+from sie.values.agent import AgentTask, McpChoice
 from sie.values.generate import Tool, ToolChoice
 
 _MODES: Final = ("auto", "required")
@@ -87,15 +87,18 @@ def _check_place(place: Any, path: str, kind: str) -> None:
             raise wrong(f"{path}.{field}", "is not served")
 
 
-def read_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """Return which tools may or must be called. Raises BadRequest for an unknown form or name."""
+def read_tool_choice(choice: Any, tools: Sequence[Tool], agent: AgentTask | None) -> ToolChoice:
+    """Return which tools may or must be called: the client's functions, and the server's tools for agent.
+
+    Raises BadRequest for an unknown form or name.
+    """
     names = frozenset(tool.name for tool in tools)
     if choice is None or choice == "auto":
         return ToolChoice()
     if choice == "none":
         return ToolChoice(mode="none")
     if choice == "required":
-        if not tools:
+        if not (tools or (agent is not None and agent.has_tools)):
             raise _wrong("is 'required', but there are no tools")
         return ToolChoice(mode="required")
     if not isinstance(choice, dict):

@@ -29,20 +29,18 @@ class McpFields(msgspec.Struct, kw_only=True):
     require_approval: Any = None
 
 
-def read_mcp_choice(tool: McpFields, path: str) -> McpChoice:
-    """Return the server that a tool picks. Raises BadRequest naming the field."""
-    for field in _UNSERVED:
-        if getattr(tool, field):
+def read_mcp_choice(tool: McpFields, path: str, field: str = "server_label") -> McpChoice:
+    """Return the server that a tool picks; field is the API's name for it. Raises BadRequest naming the field."""
+    for unserved in _UNSERVED:
+        if getattr(tool, unserved):
             raise wrong(
-                f"{path}.{field}", "is not served: the operator configures MCP servers; give their 'server_label'"
+                f"{path}.{unserved}", "is not served: the operator configures MCP servers; give their 'server_label'"
             )
     if tool.require_approval not in (None, "never"):
         raise wrong(f"{path}.require_approval", "must be 'never'; use 'agent_permission' to be asked")
     if not tool.server_label:
-        raise wrong(f"{path}.server_label", "is required")
-    return McpChoice(
-        field=f"{path}.server_label", label=tool.server_label, tools=_read_allowed(tool.allowed_tools, path)
-    )
+        raise wrong(f"{path}.{field}", "is required")
+    return McpChoice(field=f"{path}.{field}", label=tool.server_label, tools=_read_allowed(tool.allowed_tools, path))
 
 
 def _read_allowed(allowed: Any, path: str) -> tuple[str, ...] | None:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from sie.frontend.dialects.openai.chat_messages import NAME, ROLE, read_file
 from sie.frontend.generation.sampling_fields import wrong
-from sie.values.generate import ChatMessage, InputFile, ToolCall
+from sie.values.generate import ROLES, ChatMessage, InputFile, ToolCall
 
 _MAX_LIST: Final = 65_536
 _TEXT_PARTS: Final = frozenset({"input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"})
@@ -208,7 +208,8 @@ def _read_message(item: InputItem, path: str, files: list[InputFile]) -> ChatMes
     if item.content is None:
         raise wrong(f"{path}.content", "is required")
     named = files if role == "user" else None
-    return ChatMessage(role=role, content=_text(item.content, f"{path}.content", named))
+    role_field = "" if role in ROLES else f"{path}.role"
+    return ChatMessage(role=role, role_field=role_field, content=_text(item.content, f"{path}.content", named))
 
 
 def _read_call(item: InputItem, path: str) -> ToolCall:

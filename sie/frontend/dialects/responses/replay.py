@@ -86,6 +86,7 @@ def _record(made: dict[str, Any]) -> ResponseRecord:
         namespaces={_name(item): (item["namespace"], item["name"]) for item in calls if item.get("namespace")},
         stores=made["store"],
         is_background=False,
+        shows_pictures=True,
     )
     record = ResponseRecord(
         made["id"], made["created_at"], call, made["model"], max_kept_bytes=sys.maxsize, new_id=lambda _kind: next(ids)

@@ -66,6 +66,7 @@ class ResponseRecord:
         self._completed_s: int | None = None
         self._echoed = call.echoed
         self._namespaces = call.namespaces
+        self._shows_pictures = call.shows_pictures
         self._items: list[Item] = []
         self._open: _OpenText | None = None
         self._files: list[AgentFile] = []
@@ -287,7 +288,7 @@ class ResponseRecord:
 
     def _add_progress(self, event: ToolProgress) -> None:
         """Add the items of a call that the server runs. The items of a shell replace its events."""
-        item = tool_item(event, f"cntr_{self.id}")
+        item = tool_item(event, f"cntr_{self.id}", shows_pictures=self._shows_pictures)
         self.end_text()  # ORDER: before the files of this call are announced, because only a later text cites them
         if event.data.get("tool_type") != "shell":
             self._emit_beside(event)

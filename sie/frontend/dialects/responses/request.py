@@ -17,14 +17,19 @@ from sie.frontend.dialects.openai.agent_fields import SEARCH_TOOLS, drop_agent_f
 from sie.frontend.dialects.openai.chat import ANY_OBJECT, ResponseFormat, read_effort, read_format
 from sie.frontend.dialects.openai.chat_messages import name_results
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
+from sie.frontend.dialects.openai.search_fields import SearchFilters, WebSearchField, read_search
 from sie.frontend.dialects.openai.text_fields import TextFields, decode_body, read_text_fields
 from sie.frontend.dialects.responses.items import Input, Item, full_name, listed_items, read_items
 from sie.frontend.generation.sampling_fields import Count, Number, wrong
+from sie.values.agent import SearchRule
 from sie.values.generate import ChatMessage, GenerateRequest, Grammar, ToolChoice
 
 _MAX_LIST: Final = 65_536
 _MAX_PAIRS: Final = 16
 _SERVER_TOOLS: Final = SEARCH_TOOLS | {"code_interpreter", "shell"}
+_PREVIEW: Final = "web_search_preview"
+_NOT_OF_PREVIEW: Final = ("filters", "return_token_budget")
+_OUTPUTS: Final = "code_interpreter_call.outputs"
 _LOGPROBS: Final = "message.output_text.logprobs"
 _UNSERVED: Final = {
     "max_tool_calls": "is not served; use 'max_tool_rounds'",
@@ -38,6 +43,12 @@ class NamespaceTool(ToolField, kw_only=True):
     """A function, or a namespace of several functions, which the model knows as `name.function`."""
 
     tools: Annotated[list[ToolField], Meta(max_length=_MAX_LIST)] | None = None
+    filters: SearchFilters | None = None
+    search_context_size: Literal["low", "medium", "high"] | None = None
+    user_location: dict[str, Any] | None = None
+    return_token_budget: Literal["default", "unlimited"] | None = None
+    search_content_types: Annotated[list[str], Meta(max_length=16)] | None = None
+    external_web_access: bool | None = None
 
 
 class ReasoningField(msgspec.Struct):
@@ -108,6 +119,8 @@ class ResponsesCall(msgspec.Struct, frozen=True, kw_only=True):
     """Namespace and name of each function in a namespace, by its full name."""
     stores: bool
     is_background: bool
+    shows_pictures: bool
+    """Whether its items have the pictures that code made."""
 
     def begin(self, before: Sequence[ChatMessage]) -> None:
         """Put the instructions and the conversation so far before the input. Raises BadRequest for a result without call."""
@@ -138,8 +151,9 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
         if tool.type == "shell"
         for skill in read_skills(tool.environment, f"tools[{number}].environment", "skill_reference")
     ]
-    request.agent = read_agent_task(call, server_tools, skills=skills, mcp=mcp)
-    request.tool_choice = read_tool_choice(call.tool_choice, request.tools)
+    search = _read_search(call.tools or (), server_tools)
+    request.agent = read_agent_task(call, server_tools, skills=skills, mcp=mcp, search=search)
+    request.tool_choice = read_tool_choice(call.tool_choice, request.tools, request.agent)
     request.parallel_tool_calls = call.parallel_tool_calls is not False
     request.grammar = _read_grammar(call, request.grammar)
     request.logprobs = _read_logprobs(call)
@@ -156,7 +170,26 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
         namespaces=namespaces,
         stores=call.store is not False,
         is_background=bool(call.background),
+        shows_pictures=_OUTPUTS in (call.include or ()),
     )
+
+
+def _read_search(tools: Sequence[NamespaceTool], server_tools: dict[str, str]) -> SearchRule | None:
+    """Return the search of a tool, or None without one. A tool that may not reach the web is taken out of server_tools."""
+    found = [(number, tool) for number, tool in enumerate(tools) if tool.type in SEARCH_TOOLS]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise wrong(f"tools[{found[1][0]}]", "is a second web search; give one")
+    number, tool = found[0]
+    for field in _NOT_OF_PREVIEW if tool.type == _PREVIEW else ():
+        if getattr(tool, field) is not None:
+            raise wrong(f"tools[{number}].{field}", f"is not served for a tool of type {_PREVIEW!r}; use 'web_search'")
+    options = {name: getattr(tool, name) for name in WebSearchField.__struct_fields__}
+    rule = read_search(WebSearchField(**options), f"tools[{number}]")
+    if rule is None:
+        del server_tools[tool.type]
+    return rule
 
 
 def _refuse_unserved(call: ResponsesBody) -> None:
@@ -279,8 +312,10 @@ def _echo_tool(tool: ToolField) -> dict[str, Any]:
             **{name: one for name, one in shown.items() if one is not None},
         }
     if tool.type in _SERVER_TOOLS:
-        places = {"container": tool.container, "environment": tool.environment}
-        return {"type": tool.type, **{name: place for name, place in places.items() if place is not None}}
+        shown = {"container": tool.container, "environment": tool.environment}
+        if isinstance(tool, NamespaceTool) and tool.filters is not None:
+            shown["filters"] = msgspec.to_builtins(tool.filters)
+        return {"type": tool.type, **{name: value for name, value in shown.items() if value is not None}}
     made = tool.function or tool
     return {
         "type": "function", "name": made.name, "description": made.description, "parameters": made.parameters,

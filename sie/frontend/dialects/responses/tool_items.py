@@ -15,12 +15,13 @@ from sie.frontend.dialects.responses.items import Item
 from sie.values.agent import AgentFile, FileProduced, ToolProgress
 
 _to_json: Final = msgspec.json.Encoder().encode
+_PICTURE: Final = "data:image/png;base64,"
 TOOL_ITEMS: Final = frozenset(
     {"code_interpreter_call", "shell_call", "shell_call_output", "web_search_call", "mcp_call"}
 )
 
 
-def tool_item(event: ToolProgress, container_id: str) -> Item | None:
+def tool_item(event: ToolProgress, container_id: str, *, shows_pictures: bool) -> Item | None:
     """Return the item that an event completes, without its id, or None."""
     kind, data = event.data.get("tool_type"), event.data
     if kind == "shell" and event.phase == "calling":
@@ -39,8 +40,10 @@ def tool_item(event: ToolProgress, container_id: str) -> Item | None:
         output = {"stdout": data.get("stdout", ""), "stderr": data.get("stderr", ""), "outcome": outcome}
         return {"type": "shell_call_output", "call_id": event.call_id, "output": [output], "status": "completed"}
     if kind == "code_execution":
-        logs = "\n".join(data[name] for name in ("stdout", "stderr", "exception") if data.get(name))
+        logs = "\n".join(data[name] for name in ("stdout", "stderr", "result", "exception") if data.get(name))
         outputs = [{"type": "logs", "logs": logs}] if logs else []
+        pictures = data.get("images_base64", ()) if shows_pictures else ()
+        outputs += [{"type": "image", "url": f"{_PICTURE}{picture}"} for picture in pictures]
         code = _arguments(event).get("code", "")
         return {
             "type": "code_interpreter_call", "code": code, "container_id": container_id, "outputs": outputs,
@@ -89,8 +92,12 @@ def tool_events(item: Item) -> Iterator[ToolProgress]:
             arguments=item["arguments"], server=item["server_label"], is_error=failed,
         )  # fmt: skip
     elif kind == "code_interpreter_call":
-        logs = {"stdout": "\n".join(one["logs"] for one in item["outputs"])}
-        yield _event("code_execution", "complete", logs, arguments={"code": item["code"]})
+        outputs: list[dict[str, str]] = item["outputs"]
+        shown = {
+            "stdout": "\n".join(one["logs"] for one in outputs if one["type"] == "logs"),
+            "images_base64": [one["url"].removeprefix(_PICTURE) for one in outputs if one["type"] == "image"],
+        }
+        yield _event("code_execution", "complete", shown, arguments={"code": item["code"]})
     else:
         asked = {name: value for name, value in item["action"].items() if name != "type"}
         yield _event("web_search", "complete", {}, arguments=asked)

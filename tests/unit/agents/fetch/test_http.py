@@ -65,6 +65,18 @@ def test_a_page_behind_a_redirect_up_to_the_limit(port: int) -> None:
     assert client().get(f"http://127.0.0.1:{port}/x/my%20notes.txt?q=1").name == "my notes.txt"
 
 
+def test_a_redirect_to_a_site_that_is_not_wanted_is_not_followed(port: int) -> None:
+    asked: list[str] = []
+
+    def may_read(host: str) -> bool:
+        asked.append(host)
+        return len(asked) < 2
+
+    with pytest.raises(FetchError, match=r"127\.0\.0\.1 is not a site that this request allows"):
+        client().get(f"http://127.0.0.1:{port}/moved", may_read=may_read)
+    assert asked == ["127.0.0.1"] * 2
+
+
 def test_an_answer_that_breaks_off_is_not_a_whole_one(port: int) -> None:
     with pytest.raises(FetchError, match="IncompleteRead"):
         client().get(f"http://127.0.0.1:{port}/short")

@@ -10,10 +10,12 @@ import pytest
 
 from sie.agents import tools
 from sie.agents.fetch.http import Fetched
+from sie.agents.fetch.search import Result
 from sie.agents.host.outside import OutsideTools
 from sie.agents.messages import RunTool, ToolResult
 from sie.config.agent_settings import Agents
 from sie.runtime.helper import HelperFailed
+from sie.values.agent import SearchRule
 
 SETTINGS = Agents(agent=True, search_url="http://127.0.0.1:9", max_result_chars=300, tool_timeout_s=20)
 CALL = RunTool(
@@ -27,8 +29,19 @@ class Pages:
     def __init__(self, body: bytes) -> None:
         self._body = body
 
-    def get(self, url: str) -> Fetched:
+    def get(self, url: str, **_: Any) -> Fetched:
         return Fetched(200, "text/html", self._body, url)
+
+
+class Engine:
+    """A search engine that notes what it was asked, and finds three sites."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def search(self, query: str) -> list[Result]:
+        self.asked.append(query)
+        return [Result(url=f"https://{host}/") for host in ("a.example", "www.b.example", "notb.example")]
 
 
 class Reader:
@@ -58,6 +71,33 @@ def read(body: bytes, error: Exception | None = None) -> ToolResult:
             outside.close()
 
     return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize(
+    ("rule", "found", "asked"),
+    [
+        (SearchRule(), ["a.example", "www.b.example", "notb.example"], "fox"),
+        (SearchRule(allowed=("b.example",)), ["www.b.example"], "fox site:b.example"),
+        (SearchRule(allowed=("b.example", "c.example")), ["www.b.example"], "fox site:b.example OR site:c.example"),
+        (SearchRule(blocked=("b.example",)), ["a.example", "notb.example"], "fox"),
+        (SearchRule(allowed=("b.example",), blocked=("www.b.example",)), [], "fox site:b.example"),
+    ],
+)
+def test_a_search_finds_only_the_sites_that_its_request_allows(rule: SearchRule, found: list[str], asked: str) -> None:
+    call = msgspec.structs.replace(CALL, name=tools.SEARCH, arguments='{"query": "fox"}', search=rule)
+    engine = Engine()
+
+    async def main() -> ToolResult:
+        outside = OutsideTools(SETTINGS)
+        outside._engine = engine  # type: ignore[assignment]
+        try:
+            return await outside.run(call)
+        finally:
+            outside.close()
+
+    result = asyncio.run(asyncio.wait_for(main(), 60))
+    assert result.data == {"results_count": len(found), "sources": found}
+    assert engine.asked == [asked]
 
 
 def test_a_page_is_read_in_a_process_of_its_own() -> None:

@@ -29,6 +29,7 @@ from sie.values.agent import (
     ApprovalRequired,
     ExpectedFile,
     FileProduced,
+    McpChoice,
     ToolProgress,
 )
 from sie.values.errors import BadRequest, ClientGone, DeadlineExceeded, SieError, Unavailable
@@ -482,6 +483,23 @@ def test_what_is_off_or_impossible_is_refused_by_name(
 def test_the_stricter_permission_counts(asked: Any, setting: Any, found: str) -> None:
     plan = make_plan(AgentTask(code_field="x", permission=asked), Agents(agent=True, agent_permission=setting))
     assert plan.task.permission == found
+
+
+@pytest.mark.parametrize(
+    ("task", "switch"),
+    [
+        (AgentTask(code_field="f"), "start it with --enable-code-execution, or --agent for all"),
+        (AgentTask(search_field="f"), "start it with --search-url and --enable-search"),
+        (AgentTask(mcp=(McpChoice(field="f", label="x"),)), "start it with --mcp-config"),
+    ],
+)
+def test_a_tool_that_is_off_is_refused_with_the_switches_that_turn_it_on(task: AgentTask, switch: str) -> None:
+    for settings in (Agents(), Agents(agent=True)):
+        if not (task.code_field and settings.agent):
+            with pytest.raises(BadRequest) as refused:
+                make_plan(task, settings)
+            assert refused.value.message.endswith(switch)
+            assert refused.value.extras["param"] == "f"
 
 
 def test_functions_are_dispatched_only_with_an_address() -> None:

@@ -13,7 +13,7 @@ from sie.agents.loop.calls import CallRunner
 from sie.agents.loop.plan import plan_agent
 from sie.agents.messages import ToolResult
 from sie.config.agent_settings import Agents
-from sie.values.agent import AgentTask, ToolProgress
+from sie.values.agent import AgentTask, SearchRule, ToolProgress
 from sie.values.generate import ChatMessage, GenerateEvent, GenerateRequest, ToolCall
 
 
@@ -22,6 +22,22 @@ class Link:
 
     async def ask(self, question: Any, kind: Any) -> Any:
         return ToolResult(content="{}", record="", data={"images_base64": [f"{question.round}" * 1000] * 2})
+
+
+def test_searches_over_their_number_are_denied() -> None:
+    task = AgentTask(search_field="tools", search=SearchRule(max_uses=2))
+    request = GenerateRequest(model="m", messages=[ChatMessage(role="user", content="q")], agent=task)
+    plan = plan_agent(request, Agents(agent=True, search_url="http://h/"))
+    assert plan is not None
+    runner = CallRunner(Link(), plan, lambda _: None, owner="", session="s", run_id="r")
+    names = (tools.SEARCH, tools.READ_PAGE, tools.SEARCH)
+
+    async def main() -> list[str]:
+        return [await runner.run(ToolCall(id="c", name=name, arguments="{}"), 0, 0) for name in names]
+
+    first, second, third = asyncio.run(main())
+    assert (first, second) == ("{}", "{}")
+    assert "at most 2 calls of web search (max_uses)" in third
 
 
 def test_the_pictures_of_a_run_are_bounded_and_others_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:

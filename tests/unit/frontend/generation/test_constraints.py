@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from decimal import Decimal
 from typing import Any, cast
 
 import pytest
@@ -274,6 +275,46 @@ def test_ordinary_multiples_are_taken() -> None:
     ):
         for asked in ways_in(schema):
             assert constrain(asked, rule("json")) is not None
+
+
+@pytest.mark.parametrize("multiple", ["0.25", "0.05", "0.375", "12.5", "100.5"])
+def test_every_multiple_can_be_written_with_the_decimals_of_its_step(multiple: str) -> None:
+    """llguidance takes 1.5 for a multiple of 0.25 as 1.50 alone, which is the same number."""
+    step = Decimal(multiple)
+    schema = {"type": "number", "multipleOf": float(step)}
+    grammar = constrain(request(grammar=Grammar(kind="json_schema", value=json.dumps(schema)), tools=()), rule("json"))
+    numbers = [step * count for count in range(-20, 60)]
+    assert all(allows(grammar, str(number)) for number in numbers)
+    assert not any(allows(grammar, str(number + step / 5)) for number in numbers)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [1.5, 2], "multipleOf": 0.25},
+        {"const": 1.5, "type": "number", "multipleOf": 0.25},
+        {"allOf": [{"enum": ["a", 1.1]}, {"multipleOf": 0.05}]},
+    ],
+)
+def test_fractions_that_a_multiple_would_leave_out_are_refused_by_name(schema: dict[str, Any]) -> None:
+    for asked in ways_in(schema):
+        with pytest.raises(BadRequest, match=r"multipleOf 0\.[02]5 beside fractions in enum or const"):
+            constrain(asked, rule("json"))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [1.5, 2], "multipleOf": 0.5},
+        {"enum": [1.5, 2], "multipleOf": 0.01},
+        {"anyOf": [{"enum": [1.5, 2]}, {"type": "number", "multipleOf": 0.25}]},
+        {"enum": [1.5, 2], "properties": {"multipleOf": {"const": 0.5}}},
+    ],
+)
+def test_fractions_that_a_multiple_keeps_are_taken(schema: dict[str, Any]) -> None:
+    grammar = constrain(request(grammar=Grammar(kind="json_schema", value=json.dumps(schema)), tools=()), rule("json"))
+    assert allows(grammar, "1.5")
+    assert allows(grammar, "2")
 
 
 def test_signs_that_intersect_or_complement_nothing_are_taken() -> None:

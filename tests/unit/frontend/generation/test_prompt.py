@@ -181,6 +181,37 @@ def test_developer_is_the_system_to_templates_that_know_none(also: str, shown: s
     assert f"<|im_start|>{shown}\nbe brief<|im_end|>" in render_chat(request, rule).text
 
 
+TRAINED = """{% for message in messages %}{% if message.role in ['critic', "ipython"] %}{{ message['role'] }}
+{%- endif %}{% endfor %}{{ {"type": "function"} | tojson }} roles: {% raw %}"narrator"{% endraw %}"""
+
+
+@pytest.mark.parametrize("role", ["critic", "ipython"])
+def test_a_role_that_the_template_names_is_taken(role: str) -> None:
+    assert render_chat(chat((role, "x")), rule_of(TRAINED)).text.startswith(role)
+
+
+@pytest.mark.parametrize("role", ["function", "narrator", "asistant"])
+@pytest.mark.parametrize("source", [TRAINED, CHATML])
+def test_a_role_that_the_template_does_not_name_is_refused_by_its_field(source: str, role: str) -> None:
+    asked = GenerateRequest(model="m", messages=[ChatMessage(role=role, content="x", role_field="input[7].role")])
+    with pytest.raises(BadRequest, match=rf"'input\[7\]\.role' is '{role}'.*'user'") as refused:
+        render_chat(asked, rule_of(source))
+    assert refused.value.extras["param"] == "input[7].role"
+
+
+def test_the_first_message_of_an_unknown_role_is_named() -> None:
+    asked = [
+        ChatMessage(role=role, content="x", role_field=f"messages[{n}].role")
+        for n, role in enumerate(("critic", "odd", "odd"))
+    ]
+    with pytest.raises(BadRequest, match=r"messages\[1\]\.role"):
+        render_chat(GenerateRequest(model="m", messages=asked), rule_of(TRAINED))
+
+
+def rule_of(source: str) -> GenerateRule:
+    return msgspec.structs.replace(RULE, chat_template=source)
+
+
 def test_no_tools_are_shown_where_none_may_be_called() -> None:
     tools = (Tool(name="f"),)
     assert chat_variables(chat(("user", "x"), tools=tools), RULE)["tools"] is not None

@@ -154,6 +154,9 @@ def test_response_that_ends_while_nothing_can_be_stored_is_stored_later(
         with monkeypatch.context() as patch:
             patch.setattr(ResponseFile, "update", full)
             await routes.finish()
+            assert (await routes.show(response_id))["status"] == "completed", "its own process knows better"
+            assert await routes.post({**BACKGROUND, "previous_response_id": response_id}) == 200
+            await routes.finish()
         watcher = routes.handlers._watcher
         assert watcher is not None
         await asyncio.wait_for(watcher, 60)

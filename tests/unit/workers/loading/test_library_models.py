@@ -570,12 +570,12 @@ def test_missing_weights_are_refused(tmp_path: Path, save: Any) -> None:
 
 
 @pytest.mark.parametrize("save", [save_gliner, save_gliclass])
-def test_damaged_weights_may_be_tried_again(tmp_path: Path, save: Any) -> None:
+def test_damaged_weights_are_refused_until_they_change(tmp_path: Path, save: Any) -> None:
     directory = save(tmp_path / "model")
     (directory / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(ModelLoadFailed) as caught:
         Served(directory)
-    assert caught.value.extras["error_class"] == "STORAGE"
+    assert caught.value.extras["error_class"] == "CONFIG"
 
 
 def test_loading_leaves_the_process_in_its_own_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

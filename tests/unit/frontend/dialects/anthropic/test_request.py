@@ -16,6 +16,7 @@ from sie.config.limits import Limits
 from sie.frontend.dialects.anthropic.reply import MessageWriter, encode_message, error_body, error_status
 from sie.frontend.dialects.anthropic.request import decode_messages
 from sie.frontend.dialects.openai.chat_messages import name_results
+from sie.values.agent import SearchRule
 from sie.values.errors import BadRequest, Overloaded, SieError
 from sie.values.generate import (
     ChatMessage,
@@ -160,6 +161,20 @@ def test_fields_reach_the_request() -> None:
     assert (request.parallel_tool_calls, request.thinking, request.reasoning_effort) == (False, True, "xhigh")
 
 
+def test_a_search_tool_has_its_domains_and_its_number_of_uses() -> None:
+    tool = {"type": "web_search_20250305", "name": "web_search", "allowed_domains": ["a.example"], "max_uses": 3}
+    agent = decode(tools=[tool]).agent
+    assert agent is not None
+    assert agent.search == SearchRule(allowed=("a.example",), max_uses=3)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"enable_shell": True}, {"tools": [{"type": "mcp_toolset", "mcp_server_name": "wiki"}]}]
+)
+def test_any_call_may_be_one_of_the_server_s_tools(fields: dict[str, Any]) -> None:
+    assert decode(**fields, tool_choice={"type": "any"}).tool_choice.mode == "required"
+
+
 @pytest.mark.parametrize("system", ["", [], [{"type": "text", "text": ""}]])
 def test_an_empty_system_counts_as_missing(system: Any) -> None:
     assert decode(system=system).messages == decode().messages
@@ -231,6 +246,9 @@ def test_each_spelling_of_a_schema_binds_the_answer(fields: dict[str, Any]) -> N
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{"type": "mcp_toolset"}]}, "tools[0].mcp_server_name"),
+        ({"tools": [{"type": "web_search_20250305", "blocked_domains": ["a/b"]}]}, "tools[0].blocked_domains"),
+        ({"tools": [{"type": "web_search_20250305", "max_uses": 0}]}, "tools[0].max_uses"),
         ({"tools": [TOOL, TOOL]}, "tools[1]"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name"),

@@ -10,6 +10,7 @@ import pytest
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai.chat import ChatWriter, decode_chat
 from sie.frontend.dialects.openai.text_fields import Shown, error_object
+from sie.values.agent import SearchRule
 from sie.values.errors import BadRequest, NotFound, Overloaded
 from sie.values.generate import (
     ChatMessage,
@@ -100,6 +101,56 @@ def test_tools_and_the_choice_among_them(choice: Any, expected: ToolChoice) -> N
         Tool(name="g", strict=True),
     )
     assert request.tool_choice == expected
+
+
+SERVERS: list[dict[str, Any]] = [
+    {"tools": [{"type": "code_interpreter", "container": {"type": "auto"}}]}, {"enable_shell": True}, {"web_search_options": {}},
+    {"tools": [{"type": "mcp", "server_label": "wiki"}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", SERVERS)
+def test_a_call_of_the_server_s_tools_alone_may_be_required(fields: dict[str, Any]) -> None:
+    assert read(**fields, tool_choice="required").tool_choice == ToolChoice(mode="required")
+
+
+@pytest.mark.parametrize("fields", [{}, {"session_id": "s"}, {"max_tool_rounds": 3}])
+def test_a_call_cannot_be_required_without_a_tool(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="'tool_choice' is 'required', but there are no tools"):
+        read(**fields, tool_choice="required")
+
+
+def test_options_of_a_search_bound_it() -> None:
+    filters = {"allowed_domains": ["A.example"], "blocked_domains": ["b.a.example"]}
+    asked = read(
+        web_search_options={"filters": filters, "search_context_size": "low", "user_location": {"type": "approximate"}}
+    )
+    assert asked.agent is not None
+    assert asked.agent.search == SearchRule(allowed=("a.example",), blocked=("b.a.example",))
+    assert read(web_search_options={"external_web_access": False}).agent is None
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"filters": {"allowed_domains": "x"}}, "web_search_options.filters.allowed_domains"),
+        ({"filters": {"allowed_domains": ["http://x"]}}, "web_search_options.filters.allowed_domains"),
+        ({"filters": {"blocked_domains": ["x"] * 101}}, "web_search_options.filters.blocked_domains"),
+        ({"search_content_types": ["image"]}, "web_search_options.search_content_types"),
+        ({"search_context_size": "huge"}, "web_search_options.search_context_size"),
+    ],
+)
+def test_wrong_options_of_a_search_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadRequest, match=named):
+        read(web_search_options=options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hint"), [("shell", "enable_shell"), ("web_search", "web_search_options"), ("file_search", "not served"), ("x", "no such tool")]
+)  # fmt: skip
+def test_a_tool_of_another_route_is_refused_with_its_field_here(kind: str, hint: str) -> None:
+    with pytest.raises(BadRequest, match=rf"'tools\[0\]\.type' is '{kind}'.*{hint}"):
+        read(tools=[{"type": kind}])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from sie.frontend.dialects.responses.items import read_kept
 from sie.frontend.dialects.responses.page import read_page, read_stream_query
 from sie.frontend.dialects.responses.reply import ResponseRecord
 from sie.frontend.dialects.responses.request import ResponsesCall, decode_responses
+from sie.values.agent import SearchRule
 from sie.values.errors import BadRequest
 from sie.values.generate import ChatMessage, ToolCall, ToolChoice
 
@@ -213,6 +214,40 @@ def test_response_repeats_its_request_as_the_client_has_it(fields: dict[str, Any
     call = decode(**{"tools": [{"type": "function", "function": {"name": "f"}}], **fields})
     Response.model_validate(ResponseRecord("resp_1", 1, call, "m").to_object())
     assert call.echoed[name] == expected
+
+
+@pytest.mark.parametrize("kind", ["shell", "code_interpreter", "web_search"])
+def test_a_call_of_the_server_s_tools_alone_may_be_required(kind: str) -> None:
+    call = decode(tools=[{"type": kind}], tool_choice="required")
+    assert (call.request.tool_choice.mode, call.echoed["tool_choice"]) == ("required", "required")
+
+
+def test_a_search_tool_has_its_filters() -> None:
+    filters = {"allowed_domains": ["a.example"], "blocked_domains": ["b.a.example"]}
+    call = decode(tools=[{"type": "web_search", "filters": filters}])
+    assert call.request.agent is not None
+    assert call.request.agent.search == SearchRule(allowed=("a.example",), blocked=("b.a.example",))
+    assert call.echoed["tools"] == [{"type": "web_search", "filters": filters}]
+    assert decode(tools=[{"type": "web_search", "external_web_access": False}]).request.agent is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"filters": {"allowed_domains": ["x"]}}, "tools[0].filters"),
+        ({"return_token_budget": "unlimited"}, "tools[0].return_token_budget"),
+        ({"type": "web_search", "search_content_types": ["text", "image"]}, "tools[0].search_content_types"),
+    ],
+)
+def test_a_search_tool_is_refused_by_the_field_that_it_cannot_have(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        decode(tools=[{"type": "web_search_preview", **fields}])
+    assert refused.value.extras["param"] == named
+
+
+def test_a_second_search_tool_is_refused() -> None:
+    with pytest.raises(BadRequest, match=r"'tools\[1\]' is a second web search"):
+        decode(tools=[{"type": "web_search", "external_web_access": False}, {"type": "web_search_preview"}])
 
 
 def test_functions_of_a_namespace_have_their_full_names() -> None:

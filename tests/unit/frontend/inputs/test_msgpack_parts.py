@@ -1,0 +1,102 @@
+"""A msgpack body whose items are decoded by themselves gives what it gives as a whole, and no other body is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sie.frontend.dialects.native import encode, extract, score
+from sie.frontend.inputs import msgpack_parts
+from sie.frontend.inputs.bounded_json import decode_typed
+from sie.frontend.inputs.msgpack_parts import decode_msgpack
+from tests.unit.frontend.inputs.test_json_parts import longest_turn_s
+
+pack = msgspec.msgpack.encode
+
+
+class Item(msgspec.Struct, gc=False):
+    text: str = ""
+    data: memoryview | None = None
+    metadata: msgspec.Raw = msgspec.Raw(b"")
+
+
+class Body(msgspec.Struct, gc=False):
+    items: Annotated[list[Item], msgspec.Meta(max_length=9)]
+    names: list[str] = []
+    n: int = 0
+
+
+DECODER = msgspec.msgpack.Decoder(Body)
+
+
+def plain(call: Body) -> Any:
+    """Return what compares by value: a view is not its bytes."""
+    items = [(item.text, bytes(item.data or b""), bytes(item.metadata)) for item in call.items]
+    return items, call.names, call.n
+
+
+def outcome(decode: Callable[[bytes], Body], body: bytes) -> Any:
+    """Return what a body is decoded to, or the error."""
+    try:
+        return plain(decode(body))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return type(error), str(error)
+
+
+def in_parts(body: bytes) -> Body:
+    return decode_msgpack(DECODER, body)
+
+
+@pytest.fixture(autouse=True)
+def _parts_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(msgpack_parts, "PARTED_BYTES", 0)
+
+
+_VALUES = st.recursive(
+    st.none() | st.text(max_size=5) | st.integers(-99, 2**40) | st.binary(max_size=5),
+    lambda one: st.lists(one, max_size=3) | st.dictionaries(st.text(max_size=5), one, max_size=3),
+    max_leaves=5,
+)
+_ITEMS = st.fixed_dictionaries(
+    {}, optional={"text": st.text(), "data": st.binary(), "metadata": _VALUES, "more": _VALUES}
+)
+_BODIES = st.fixed_dictionaries(
+    {"items": st.lists(_ITEMS | _VALUES, max_size=11)},
+    optional={"names": st.lists(st.text() | st.integers(0, 9), max_size=3), "n": _VALUES, "more": _VALUES},
+)
+
+
+@given(_BODIES)
+def test_a_body_in_parts_is_the_whole_body(value: Any):
+    body = pack(value)
+    assert outcome(in_parts, body) == outcome(DECODER.decode, body)
+
+
+@given(_BODIES, st.data())
+def test_a_damaged_body_is_refused_as_a_whole_one_is(value: Any, data: st.DataObject):
+    body = bytearray(pack(value))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(body)))
+        body[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
+    damaged = bytes(body)
+    assert outcome(in_parts, damaged) == outcome(DECODER.decode, damaged)
+
+
+@pytest.mark.parametrize("body", [{"items": None}, {"n": 1}, [], {"items": [{"text": 1}]}, {"items": [{}] * 10}])
+def test_a_fault_is_named_as_in_a_whole_body(body: Any):
+    assert outcome(in_parts, pack(body)) == outcome(DECODER.decode, pack(body))
+    assert isinstance(outcome(in_parts, pack(body))[0], type)
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("decoder", [encode._FROM_MSGPACK, score._FROM_MSGPACK, extract._FROM_MSGPACK])
+def test_a_large_body_lets_other_threads_run(decoder: msgspec.msgpack.Decoder[Any]):
+    body = pack({"query": {"text": "q"}, "items": [{"text": "ü" * 8000}] * 2000})
+    decoders = (lambda: decoder.decode(body)), (lambda: decode_typed(decoder, body))
+    whole_s, parts_s = (min(longest_turn_s(decode) for _ in range(3)) for decode in decoders)
+    assert parts_s < whole_s / 2
