@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -9,13 +10,13 @@ from pathlib import Path
 import pytest
 from websockets.sync.client import connect as connect_ws
 
-from tests.chaos.cluster import Leaks, cluster, count_loads, kill
+from tests.chaos.cluster import MODEL, Leaks, cluster, count_loads, is_attached, kill, logged
 from tests.chaos.control_group import control_group
 from tests.chaos.history import open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
 from tests.chaos.test_start import refused
-from tests.process.harness import WAIT_S, Server, eventually
-from tests.process.wire import get, total
+from tests.process.harness import WAIT_S, Server, eventually, paused
+from tests.process.wire import encode, get, total
 
 
 def states_shown(server: Server) -> dict[int, str]:
@@ -87,6 +88,23 @@ def test_f20_a_limit_that_comes_later_costs_no_answer(row: Row):
         eventually(lambda: count_loads(server, num_lines) >= 1, "a successor that serves")
     assert not any("Traceback" in line for line in server.output.lines)
     row.equals("failed requests", len(load.history.failed()), 0)
+
+
+@pytest.mark.row("F21", "frontends that stand still hold the memory of a dead worker, which its successor needs")
+@pytest.mark.timeout(400)
+def test_f21_a_successor_takes_no_memory_before_a_frontend_has_let_go_of_the_dead_one_s(row: Row):
+    with control_group("memory") as group, cluster(prefix=group.prefix, workers=1) as server:
+        group.limit(group.usage() + (48 << 20))  # each of two frontends maps 32 MiB of replies: not twice
+        num_lines = len(server.output.lines)
+        with contextlib.ExitStack() as stack:
+            for pid in server.frontends():
+                stack.enter_context(paused(pid))
+            kill(server.worker())
+            eventually(lambda: count_loads(server, num_lines) >= 1, "a successor that has the model")
+        eventually(lambda: is_attached(server), "a successor that shares memory with both frontends")
+        answers = [encode(server.port, MODEL, [f"again {number}"]).status for number in range(16)]
+        assert not logged(server, "has to wait", num_lines)
+    row.equals("answers of both frontends", answers.count(200), len(answers))
 
 
 @pytest.mark.row("F21", "the kernel kills a worker for want of memory, whose steps are too large")
