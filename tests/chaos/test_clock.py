@@ -73,7 +73,7 @@ def test_f35_a_wall_clock_that_is_set_changes_no_deadline(row: Row, tmp_path: Pa
         after = sorted(server.pids())
     row.equals("times that the clock was set", len(offsets_s), pick(6, 60))
     row.equals("times that the server saw it", num_seen, len(offsets_s))
-    row.equals("failed requests", len(load.history.failed()), 0)
+    row.all_right("failed requests", load.history)
     row.at_most("p99 of requests", quantile(load.history.latencies_s(), 0.99), 1.0, "s")
     row.equals("processes replaced", len(set(before) ^ set(after)), 0)
     row.at_most("error of the uptime that it shows", abs(off_s), 2.0, "s")

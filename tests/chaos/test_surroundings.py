@@ -222,7 +222,7 @@ def test_f55_watchers_and_scrapes_cost_little(row: Row):
         assert all(watcher.recv(timeout=WAIT_S) for watcher in watchers)
     row.tell("watchers", len(watchers), "")
     row.at_most("processor for them, of one core", share * 100, 10, "%")
-    row.equals("failed requests", len(load.history.failed()), 0)
+    row.all_right("failed requests", load.history)
     share = pick(0.8, 0.99)  # of the few requests of a short run one stall of the machine delays more than a hundredth
     row.at_most(
         "p99 (short run: p80) of requests", quantile(load.history.latencies_s(), share) * 1e3, 100, "ms", slack=15.0
