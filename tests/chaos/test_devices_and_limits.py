@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from pathlib import Path
 
 import pytest
-from websockets.sync.client import connect as connect_ws
 
 from tests.chaos.cluster import MODEL, Leaks, cluster, count_loads, is_attached, kill, logged
 from tests.chaos.control_group import control_group
 from tests.chaos.history import History, open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
 from tests.chaos.test_start import refused
-from tests.process.harness import WAIT_S, Server, eventually, paused
+from tests.process.harness import Server, eventually, paused
+from tests.process.watchers import first_frame
 from tests.process.wire import encode, get, total
 
 
 def states_shown(server: Server) -> dict[int, str]:
-    with connect_ws(f"ws://127.0.0.1:{server.port}/ws/status", open_timeout=WAIT_S) as watcher:
-        return {worker["slot"]: worker["state"] for worker in json.loads(watcher.recv(WAIT_S))["workers"]}
+    return {worker["slot"]: worker["state"] for worker in first_frame(server)["workers"]}
 
 
 @pytest.mark.row("F9", "one of two devices is gone for good, and comes back in the end")

@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
-from websockets.sync.client import connect as connect_ws
 
 from sie.shm.large import LargeBudget
 from sie.shm.layout import ProtocolError
@@ -29,6 +28,7 @@ from tests.chaos.cluster import DENSE, MODEL, Leaks, cluster, logged
 from tests.chaos.history import open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
 from tests.process.harness import WAIT_S, count_fds, eventually, free_port
+from tests.process.watchers import watch
 from tests.process.wire import connect, dense_rows, encode, get, stub_rows
 
 SEGMENT_BYTES = 1 << 20
@@ -206,8 +206,7 @@ def drain(fd: int) -> bytes:
 @pytest.mark.timing(forks=True)
 def test_f55_watchers_and_scrapes_cost_little(row: Row):
     with cluster() as server, contextlib.ExitStack() as stack:
-        url = f"ws://127.0.0.1:{server.port}/ws/status"
-        watchers = [stack.enter_context(connect_ws(url, open_timeout=10, max_queue=None)) for _ in range(pick(16, 64))]
+        watchers = [stack.enter_context(watch(server)) for _ in range(pick(16, 64))]
         processes = [psutil.Process(pid) for pid in server.frontends()]
         before_s, began_s = cpu_s(processes), time.monotonic()
         time.sleep(2.0)
