@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from tests.chaos.control_group import control_group
 from tests.chaos.history import History, open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
 from tests.chaos.test_start import refused
-from tests.process.harness import Server, eventually, paused
+from tests.process.harness import WAIT_S, Server, eventually, paused
 from tests.process.watchers import first_frame
 from tests.process.wire import encode, get, total
 
@@ -103,6 +106,24 @@ def test_f21_a_successor_takes_no_memory_before_a_frontend_has_let_go_of_the_dea
         answers = [encode(server.port, MODEL, [f"again {number}"]).status for number in range(16)]
         assert not logged(server, "has to wait", num_lines)
     row.equals("answers of both frontends", answers.count(200), len(answers))
+
+
+@pytest.mark.row("F21", "the kernel kills a program of another container, and somebody a worker of ours")
+@pytest.mark.timeout(400)
+def test_f21_a_kill_in_another_group_is_no_want_of_memory_of_ours(row: Row):
+    hog = f"b = bytearray({64 << 20})"
+    with control_group("memory") as group, cluster(workers=1) as server:
+        group.limit(32 << 20)
+        num_lines = len(server.output.lines)
+        with open_loop(server, 50, seed=SEED) as load:
+            for _ in range(2):
+                hogged = subprocess.run([*group.prefix, sys.executable, "-c", hog], check=False, timeout=WAIT_S)
+                assert hogged.returncode == -signal.SIGKILL
+                loads = count_loads(server)
+                kill(server.worker())
+                eventually(lambda loads=loads: count_loads(server) > loads, "a successor that has the model")
+        assert not logged(server, "lack of memory", num_lines)
+    row.all_right("failed requests", load.history)
 
 
 @pytest.mark.row("F21", "the kernel kills a worker for want of memory, whose steps are too large")

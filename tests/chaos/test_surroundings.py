@@ -120,7 +120,9 @@ def test_f19_a_limit_lowered_at_run_time_is_answered_by_a_successor(row: Row):
         with contextlib.ExitStack() as stack:
             sockets = [stack.enter_context(connect(server.port)) for _ in range(40)]
             began_s = time.monotonic()
-            subprocess.run(["prlimit", "--pid", str(victim), f"--nofile={count_fds(victim)}"], check=True, timeout=WAIT_S)
+            subprocess.run(
+                ["prlimit", "--pid", str(victim), f"--nofile={count_fds(victim)}"], check=True, timeout=WAIT_S
+            )
             # Some of these wait in the kernel from now on: no accept succeeds any more.
             sockets += [stack.enter_context(connect(server.port)) for _ in range(40)]
             eventually(lambda: victim not in server.frontends(), "a successor")
