@@ -157,6 +157,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
         return [*words, *(["--info-fd", str(info_fd)] if info_fd >= 0 else []), "--"]
 
     def _mounts(self, home: Path, program: Program) -> Iterator[tuple[str, ...]]:
+        assert program.python in self.pythons, "its directories in /tmp would not be covered"
         python = _find_python(program.python)
         shown = ["/usr", *python.roots]
         covers = self._covers()

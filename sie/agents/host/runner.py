@@ -254,7 +254,7 @@ class Tools:
         """Raise Forbidden without a sandbox, unless the operator turned it off."""
         if self._sandbox.mode == "off" and self._settings.sandbox != "off":
             reason = f": {text_without_paths(self._sandbox.problem)}" if self._sandbox.problem else ""
-            text = f"This host has no sandbox for code and commands{reason}; see `sie doctor`, or set `--sandbox off` on a host that is one"
+            text = f"This host has no sandbox for code and commands{reason} (see `sie doctor`); the operator may set `--sandbox off`"
             raise Forbidden(text, code="SANDBOX_MISSING")
 
 

@@ -25,7 +25,7 @@ class JoiningFrontend:
         self.slot = message.peer_slot
         self.sock_fd, self.pidfd = fds
         self.lacks_memory = False
-        """Whether the last `try_finish` found no memory."""
+        """Whether there was no memory for our offer."""
         self._generation = message.generation
         self._memory = settings.memory
         self._budget = budget
@@ -66,16 +66,21 @@ class JoiningFrontend:
 
     def _offer(self) -> tuple[OutboundSpace, PendingAttachment]:
         memory = self._memory
-        self.lacks_memory = True
-        space = OutboundSpace.create(
-            f"reply-{self.slot}", memory.reply_segment_bytes, self._budget, large_extent_bytes=memory.large_extent_bytes
-        )
+        try:
+            space = OutboundSpace.create(
+                f"reply-{self.slot}",
+                memory.reply_segment_bytes,
+                self._budget,
+                large_extent_bytes=memory.large_extent_bytes,
+            )
+        except OSError:
+            self.close()
+            raise
         try:
             pending = PendingAttachment(self._sock, self.pidfd, self._generation, space, memory.ring_capacity)
         except BaseException:
             space.close()
             raise
-        self.lacks_memory = False
         return space, pending
 
 

@@ -62,20 +62,20 @@ class Joining:
             joining.close()
 
     def _finish(self, joining: JoiningFrontend) -> None:
-        did_lack_memory = joining.lacks_memory
         try:
             link = joining.try_finish()
         except ReservationError as error:
-            self._unwatch(joining.sock_fd)  # its offer stays readable
-            if not did_lack_memory:
+            if not joining.lacks_memory:
                 _log.error("frontend-%d has to wait for this worker: %s", joining.slot, error)
+            joining.lacks_memory = True
+            self._unwatch(joining.sock_fd)  # its offer stays readable
             return
         except (OSError, ProtocolError) as error:
             _log.warning("frontend-%d did not attach: %s", joining.slot, error)
             self._forget(joining)
             return
         if link is not None:
-            if did_lack_memory:
+            if joining.lacks_memory:
                 _log.info("frontend-%d is attached: there is memory again", joining.slot)
             self._forget(joining)
             self._on_link(link)
