@@ -23,7 +23,7 @@ from sie.config.agent_settings import Agents
 from sie.config.sections import Access, Server
 from sie.config.settings import Settings
 from sie.config.store_settings import Store
-from sie.runtime.sandbox import Sandbox, SandboxMode, find_bwrap, find_sandbox
+from sie.runtime.sandbox import Sandbox, SandboxMode, find_sandbox
 
 WAIT_S = 120.0
 
@@ -92,8 +92,8 @@ def start_host(mode: SandboxMode, directory: Path, *, store: Store | None = None
     found = find_sandbox
 
     def choose(**wanted: Any) -> tuple[Sandbox, Any]:
-        sandbox = Sandbox(mode=mode, bwrap=find_bwrap(), **wanted | {"hidden": tuple(wanted["hidden"])})
-        return (sandbox, found(**wanted)[1])
+        sandbox, report = found(**wanted)
+        return msgspec.structs.replace(sandbox, mode=mode), report
 
     main.find_sandbox = choose
     try:

@@ -25,7 +25,7 @@ def check_sandbox(settings: Settings) -> Iterator[Finding]:
     if agents.agent_socket:
         yield _of_service(agents.agent_socket)
         return
-    _, report = find_sandbox(has_network=agents.sandbox_network == "host")
+    _, report = find_sandbox(has_network=agents.sandbox_network == "host", python=agents.agent_python)
     if report.problem:
         message = f"no sandbox for agents: {report.problem}"
         yield Finding(

@@ -42,7 +42,9 @@ _ETC: Final = (
     "pki", "fonts",
 )  # fmt: skip
 _ETC_NETWORK: Final = ("hosts", "nsswitch.conf", "resolv.conf")
+_TMP: Final = "/tmp"  # noqa: S108  # the sandbox's own
 _PROBE_TIMEOUT_S: Final = 20.0
+_MOST_LINKS: Final = 40
 _PARTS: Final = ("work", "tmp", "shm", "etc", "skills")
 """The parts of a home: the working directory, /tmp, /dev/shm, files made for /etc, and skills."""
 _READ_ONLY: Final = frozenset({"etc", "skills"})
@@ -94,6 +96,10 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     hidden: tuple[str, ...] = ()
     """Paths of the server's own that must not be seen, wherever they are."""
+    problem: str = ""
+    """Why the mode is off, if the operator did not ask for that."""
+    pythons: tuple[str, ...] = (sys.executable,)
+    """The interpreters of all programs."""
     session_nice: int = 19
     """The nice value of its session, where the kernel shares the processor among sessions; 19 is the smallest share."""
 
@@ -106,7 +112,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
             "dies_with": 0 if is_confined else os.getpid(),
             "uid": _NOBODY if self.mode == "privileged" else 0,
             "limits": msgspec.to_builtins(self.limits),
-            "writable": [WORK, "/tmp", "/dev/shm"],  # noqa: S108  # the sandbox's own
+            "writable": [WORK, _TMP, "/dev/shm"],  # noqa: S108  # the sandbox's own
             "directory": WORK if is_confined else str(home / "work"),
             "session_nice": self.session_nice,
             "command": list(program.command),
@@ -121,7 +127,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
 
     def environment(self, home: Path) -> dict[str, str]:
         """Return the program's whole environment. Nothing of the server's own is in it."""
-        temporary = str(home / "tmp") if self.mode == "off" else "/tmp"  # noqa: S108  # the sandbox's own
+        temporary = str(home / "tmp") if self.mode == "off" else _TMP
         return {
             "PATH": "/usr/local/bin:/usr/bin:/bin",
             "HOME": str(home / "work") if self.mode == "off" else WORK,
@@ -151,14 +157,22 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
         return [*words, *(["--info-fd", str(info_fd)] if info_fd >= 0 else []), "--"]
 
     def _mounts(self, home: Path, program: Program) -> Iterator[tuple[str, ...]]:
-        shown = ["/usr", *_python_roots(program.python)]
+        assert program.python in self.pythons, "its directories in /tmp would not be covered"
+        python = _find_python(program.python)
+        shown = ["/usr", *python.roots]
+        covers = self._covers()
+        yield "--bind", str(home / "tmp"), _TMP
+        for path in covers:
+            yield "--tmpfs", path
         # Without these rows the directories above a mount would be open to nobody but root.
         for path in _parents(
-            [*shown, *(f"{_CODE}/sie/{name}" for name in (*_OWN_CODE, program.module)), "/etc/passwd"]
+            [*python.paths, *(f"{_CODE}/sie/{name}" for name in (*_OWN_CODE, program.module)), "/etc/passwd"]
         ):
             yield "--dir", path
         for path in dict.fromkeys(shown):
             yield "--ro-bind", path, path
+        for path, target in python.links:
+            yield "--symlink", target, path
         for name in _SYSTEM:
             path = Path("/", name)
             if path.is_symlink():
@@ -174,11 +188,20 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
             yield "--ro-bind", str(package / name), f"{_CODE}/sie/{name}"
         yield from (("--proc", "/proc"), ("--dev", "/dev"))
         yield "--bind", str(home / "shm"), "/dev/shm"  # noqa: S108  # the sandbox's own
-        yield "--bind", str(home / "tmp"), "/tmp"  # noqa: S108  # the sandbox's own
         yield "--bind", str(home / "work"), WORK
         yield "--ro-bind", str(home / "skills"), SKILLS
         yield from _hiding(self.hidden, [*shown, *(f"/{name}" for name in _SYSTEM)])
-        yield from (("--remount-ro", "/dev"), ("--remount-ro", "/"))
+        for path in (*covers, "/dev", "/"):
+            yield "--remount-ro", path
+
+    def _covers(self) -> list[str]:
+        """Return the directories in /tmp below which a Python lies: each is a mount of its own, and shows nothing else.
+
+        A program can neither rename nor replace a mount. A plain directory of its own /tmp it could replace by a link, and the
+        next sandbox of this home would start the interpreter behind that. So every sandbox has all of these mounts.
+        """
+        paths = [path for python in self.pythons for path in _find_python(python).paths]
+        return sorted({str(Path(*Path(path).parts[:3])) for path in paths if _is_below(path, (_TMP,))})
 
 
 def make_home(home: Path, sandbox: Sandbox) -> None:
@@ -189,6 +212,10 @@ def make_home(home: Path, sandbox: Sandbox) -> None:
         part.mkdir(mode=0o700)
         if sandbox.owner() is not None and name not in _READ_ONLY:
             os.chown(part, _NOBODY, _NOBODY)
+    if sandbox.owner() is not None:
+        # The entry starts as root without a capability, maybe from an interpreter below /tmp.
+        os.chown(home / "tmp", _NOBODY, os.getegid())
+        Path(home, "tmp").chmod(0o710)
     uid = _NOBODY
     Path(home, "etc", "passwd").write_text(f"user:x:{uid}:{uid}:user:{WORK}:/bin/sh\n")
     Path(home, "etc", "group").write_text(f"user:x:{uid}:\n")
@@ -212,28 +239,52 @@ def find_bwrap() -> str:
 
 
 def find_sandbox(
-    *, has_network: bool = False, limits: Limits | None = None, hidden: Iterable[str] = (), bwrap: str | None = None
+    *,
+    has_network: bool = False,
+    limits: Limits | None = None,
+    hidden: Iterable[str] = (),
+    bwrap: str | None = None,
+    python: str = "",
 ) -> tuple[Sandbox, Report]:
     """Return the strongest sandbox that works here, and what it holds. Without one its mode is off.
 
-    Starts a sandbox to find out. bwrap: the path of the program; None: search for it.
+    Starts a sandbox to find out. bwrap: the path of the program; None: search for it. python: the interpreter of programs that
+    have packages, if it is not the server's own.
     """
     path = find_bwrap() if bwrap is None else bwrap
-    kept = Sandbox(mode="off", bwrap=path, has_network=has_network, limits=limits or Limits(), hidden=tuple(hidden))
-    if not path:
-        return kept, Report(problem="bubblewrap is missing: install the host's package or `ringserve[sandbox]`")
-    if covered := _covered(_python_roots(sys.executable)):
-        reason = f"the server's Python is below {covered}, and each sandbox has a {covered} of its own"
-        return kept, Report(problem=f"{reason}: install the server elsewhere")
-    problem = ""
+    pythons = tuple(dict.fromkeys((sys.executable, python or sys.executable)))
+    kept = Sandbox(
+        mode="off",
+        bwrap=path,
+        has_network=has_network,
+        limits=limits or Limits(),
+        hidden=tuple(hidden),
+        pythons=pythons,
+    )
+    problem = _find_problem(kept)
     modes: tuple[SandboxMode, ...] = ("privileged", "user") if os.geteuid() == 0 else ("user",)
-    for mode in modes:
+    for mode in () if problem else modes:
         sandbox = msgspec.structs.replace(kept, mode=mode)
         report = probe(sandbox)
         if not report.problem:
             return sandbox, report
         problem = report.problem
-    return kept, Report(problem=problem)
+    return msgspec.structs.replace(kept, problem=problem), Report(problem=problem)
+
+
+def _find_problem(sandbox: Sandbox) -> str:
+    """Return why no sandbox can be made, as far as that is known without a try, or an empty text."""
+    if not sandbox.bwrap:
+        return "bubblewrap is missing: install the host's package or `ringserve[sandbox]`"
+    for number, python in enumerate(sandbox.pythons):
+        name = f"the Python of agent_python, {python}," if number else "the server's Python"
+        try:
+            covered = _covered(_find_python(python))
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            return f"{name} does not run: {error}"
+        if covered:
+            return f"{name} is {covered}, which each sandbox has for itself: install it elsewhere"
+    return ""
 
 
 def probe(sandbox: Sandbox) -> Report:
@@ -267,32 +318,63 @@ def _probe_in(directory: Path, sandbox: Sandbox) -> Report:
         return Report(problem=f"bubblewrap does not run: {error}")
     if ran.returncode != 0:
         lines = ran.stderr.decode(errors="replace").strip().splitlines()
-        return Report(problem=lines[-1][:300] if lines else f"exit status {ran.returncode}")
+        problem = lines[-1][:300] if lines else f"exit status {ran.returncode}"
+        if "ermission denied" in problem:
+            problem += "; a sandbox's user has to read the server's Python and code: `chmod -R go+rX` their directories"
+        return Report(problem=problem)
     held: dict[str, Any] = json.loads(ran.stdout)
     if not held["seccomp"]:
         return Report(problem="the kernel does not filter system calls (seccomp)")
     return Report(mode=sandbox.mode, **held)
 
 
+class _Python(msgspec.Struct, frozen=True):
+    """What a sandbox shows of an interpreter, beside what it shows of the system."""
+
+    roots: tuple[str, ...]
+    """The directories of its environment and of the Python behind it, and the program if it is outside of them."""
+    links: tuple[tuple[str, str], ...]
+    """The links outside of them by which its path leads to the program, with their targets."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (*self.roots, *(path for path, _ in self.links))
+
+
 @functools.cache
-def _python_roots(python: str) -> tuple[str, ...]:
-    """Return the directories that an interpreter needs: its environment's, and that of the Python behind it."""
+def _find_python(python: str) -> _Python:
+    """Return what an interpreter needs. Raises OSError or SubprocessError if it does not run, ValueError if it is none."""
+    system = ("/usr", *(f"/{name}" for name in _SYSTEM))
     if python == sys.executable:
         found = {sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib")}
     else:
-        code = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix]))"
+        code = "import json, os, sys; print(json.dumps([sys.prefix, sys.base_prefix, os.path.dirname(os.__file__)]))"
         command = [python, "-I", "-S", "-c", code]
         ran = subprocess.run(command, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True)  # noqa: S603  # the operator's interpreter
-        found = set(json.loads(ran.stdout))
-        found |= {str(Path(python).resolve().parent.parent), str(Path(python).parent.parent)}
-    below = ("/usr", *(f"/{name}" for name in _SYSTEM))
-    return tuple(sorted(path for path in found if path != "/" and not _is_below(path, below)))
+        environment = Path(python).parent.parent
+        found = {*json.loads(ran.stdout), *([str(environment)] if Path(environment, "pyvenv.cfg").exists() else [])}
+    roots = {path for path in found if path != "/" and not _is_below(path, system)}
+    links: list[tuple[str, str]] = []
+    place = Path(python)
+    for _ in range(_MOST_LINKS):
+        is_shown = _is_below(str(place), (*system, *roots))
+        if not place.is_symlink():
+            roots |= set() if is_shown else {str(place)}
+            break
+        target = place.readlink()
+        links += [] if is_shown else [(str(place), str(target))]
+        place = Path(os.path.normpath(place.parent / target))
+    return _Python(tuple(sorted(roots)), tuple(links))
 
 
-def _covered(roots: Iterable[str]) -> str:
-    """Return the directory of a sandbox's own that would cover one of these, or an empty text."""
-    own = ("/tmp", "/dev", "/proc", WORK, SKILLS)  # noqa: S108  # the sandbox's own
-    return next((place for root in roots for place in own if _is_below(root, (place,))), "")
+def _covered(python: _Python) -> str:
+    """Return the place of an interpreter in which no sandbox can show it, or an empty text."""
+    for path in python.paths:
+        if place := next((place for place in ("/dev", "/proc", WORK, SKILLS) if _is_below(path, (place,))), ""):
+            return f"below {place}"
+        if path == _TMP or (Path(path).parent == Path(_TMP) and not Path(path).is_dir()):
+            return f"in {_TMP} itself, not in a directory below it"
+    return ""
 
 
 def _parents(paths: Iterable[str]) -> list[str]:

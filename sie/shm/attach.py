@@ -1,6 +1,6 @@
 """Connects one frontend-worker pair: both rings, the peer's memory, and the socket that exchanged them.
 
-Both sides do the same on a new SOCK_SEQPACKET pair from the supervisor:
+Both sides do the same on a new SOCK_SEQPACKET pair from the supervisor. A worker waits for the frontend's offer first:
 
     Offer + fds (segment, ring, bell, credit)   -->    <--   Offer + fds
     Announce(number, nbytes) + fd of a large segment         before the first descriptor that uses it
@@ -30,7 +30,7 @@ from itertools import takewhile
 from sie.shm.attach_messages import Announce, Message, Offer, Retire, close_all, receive, send
 from sie.shm.layout import LAST_KIND, LAYOUT_VERSION, OFFSET_MASK, RELEASE, SEGMENT_SHIFT, Descriptor, ProtocolError
 from sie.shm.ring import RingConsumer, RingProducer
-from sie.shm.segment import Segment
+from sie.shm.segment import ReservationError, Segment
 from sie.shm.space import InboundSpace, OutboundSpace
 from sie.values.work_bytes import PROLOGUE_BYTES
 
@@ -48,7 +48,8 @@ class PendingAttachment:
     ) -> None:
         """Create our ring and send our offer. Takes over sock (SOCK_SEQPACKET) and peer_pidfd, also when it raises.
 
-        Raises ReservationError when the ring's memory is not available, ConnectionError when the peer has gone.
+        Raises ConnectionError when the peer has gone, ReservationError when the ring's memory is not available. After a
+        ReservationError both stay the caller's, who can try again.
         """
         self._sock = sock
         self._pidfd = peer_pidfd
@@ -62,6 +63,8 @@ class PendingAttachment:
             offer = Offer(LAYOUT_VERSION, generation, outbound.nbytes, ring_capacity)
             if not send(sock, offer, [outbound.fd, *self._producer.fds]):
                 raise ConnectionError("the attachment's socket is in use already")
+        except ReservationError:
+            raise
         except BaseException:
             self.close()
             raise
@@ -165,7 +168,12 @@ class Attachment:
         Waits at most timeout_s, then raises TimeoutError. Raises the errors of `PendingAttachment`.
         """
         deadline = time.monotonic() + timeout_s
-        pending = PendingAttachment(sock, peer_pidfd, generation, outbound, ring_capacity)
+        try:
+            pending = PendingAttachment(sock, peer_pidfd, generation, outbound, ring_capacity)
+        except ReservationError:
+            sock.close()
+            os.close(peer_pidfd)
+            raise
         poll = select.poll()
         poll.register(pending.sock_fd, select.POLLIN)
         poll.register(peer_pidfd, select.POLLIN)

@@ -359,6 +359,10 @@ class Children:
             worker.max_step_tokens = 0
         if was_oom_killed:
             worker.max_step_tokens = tokens_after_kill(worker.max_step_tokens, running.num_tokens)
+            _log.warning(
+                "%s was killed for lack of memory, in a step of %d tokens; most tokens in a step of its successor: %s",
+                worker.name, running.num_tokens, worker.max_step_tokens or "not limited",
+            )  # fmt: skip
         self.attachments.end(worker, suspects)
 
     def _plan_restart(self, child: Child, was_ready: bool, was_killed: bool) -> None:

@@ -1,13 +1,14 @@
-"""Tells whether the kernel recently killed a process for lack of memory. Its counter is host-wide and names no process.
+"""Tells whether the kernel recently killed a process for lack of memory. Its counters name no process.
 
 So a SIGKILL counts as an out-of-memory kill only if the counter grew within the last seconds. An older kill of any
-process does not explain a death now.
+process does not explain a death now. The counter is that of this process's control group, which its workers share: on a
+host of many containers, those of others are killed, too.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -16,13 +17,41 @@ _WINDOW_S: Final = 10.0
 _SAMPLE_S: Final = 1.0
 
 
-def count_oom_kills() -> int:
-    """Return the number of out-of-memory kills since boot; 0 if the kernel does not report it."""
+def count_oom_kills(*, proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the number of out-of-memory kills in this process's control group, or of the whole host if it has none.
+
+    Returns 0 if the kernel reports neither.
+    """
+    for path in (*_group_files(proc, sysfs), proc / "vmstat"):
+        for line in _read_lines(path):
+            name, _, count = line.partition(" ")
+            if name == "oom_kill" and count.isdigit():
+                return int(count)
+    return 0
+
+
+def _group_files(proc: Path, sysfs: Path) -> Iterator[Path]:
+    """Yield the files that may count the kills in our group, of either version: not of the groups below it, where it can be told.
+
+    A container may see its own group as the root, and its path on the host all the same.
+    """
+    for line in _read_lines(proc / "self" / "cgroup"):
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            root, names = sysfs, ("memory.events.local", "memory.events")
+        elif "memory" in controllers.split(","):
+            root, names = sysfs / "memory", ("memory.oom_control",)
+        else:
+            continue
+        for group in (root / path.lstrip("/"), root):
+            yield from (group / name for name in names)
+
+
+def _read_lines(path: Path) -> list[str]:
     try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
+        return path.read_text().splitlines()
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+        return []
 
 
 class OomKills:

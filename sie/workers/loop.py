@@ -160,6 +160,7 @@ class Loop:
         drop_outgrown(self._state.ceilings, self._budget.max_tokens, now_ns)
         for link in self._links.values():
             link.retry()  # a lease that ended here without a release may have freed memory
+        self._joining.retry()
         if self._read_memory is not None:
             self._channel.send(self._read_memory())
         if is_worn() and self._is_idle():

@@ -123,6 +123,8 @@ def cluster(
 ) -> Iterator[Server]:
     """Yield a ready server of stub workers under `stub/a`; its answer is a digest of its input. Flags come on top.
 
+    Its log is printed at the end: most figures are judged then, and pytest shows what a failed test printed.
+
     is_stopped: the test ends it. is_warm: every process has answered before the test begins. prefix: a command that
     becomes the server, such as `prlimit`. env comes on top of the test's own.
     """
@@ -135,6 +137,7 @@ def cluster(
         for number in range(8 * frontends if is_warm else 0):
             assert encode(server.port, MODEL, [f"warm {number}"]).status == 200
         yield server
+    print(f"--- log of the server ---\n{server.output.text()}")
 
 
 def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:

@@ -21,6 +21,8 @@ _TIMEOUT_S = 20.0
 _UNTIMED_S = 90.0
 """The deadline of requests where no time is measured: a server at idle priority may stand still for half a minute."""
 
+_MOST_TOLD = 5
+
 
 class Ask(NamedTuple):
     """One request: when it was due, sent and over on the monotonic clock, how, and which frontend it was given to.
@@ -67,6 +69,18 @@ class History:
     def failed(self) -> list[Ask]:
         """Return the requests that were not answered rightly."""
         return [ask for ask in self.asks if ask.outcome != "right"]
+
+    def failures(self) -> str:
+        """Tell how the requests that were not answered rightly ended, and of the first ones when and at which frontend."""
+        failed, began_s = self.failed(), self.asks[0].due_s
+        kinds = ", ".join(f"{count} x {outcome}" for outcome, count in Counter(ask.outcome for ask in failed).items())
+        first = ", ".join(
+            f"request {ask.index} at {ask.due_s - began_s:.2f} s for {ask.took_s:.2f} s ({ask.outcome}; {ask.instance or 'no'} frontend)"
+            for ask in failed[:_MOST_TOLD]
+        )
+        return (
+            f"of {len(self.asks)} requests {kinds}; first {first}" if failed else f"none of {len(self.asks)} requests"
+        )
 
     def latencies_s(self, asks: Iterable[Ask] | None = None) -> list[float]:
         """Return how long right answers took, ascending."""

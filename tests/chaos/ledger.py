@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from tests.chaos.history import History
 
 IS_LONG = os.environ.get("CHAOS") == "long"
 SEED = int(os.environ.get("CHAOS_SEED", "20260"))
@@ -38,9 +41,14 @@ class Row:
         self.figures: list[dict[str, Any]] = []
         self.plots: list[dict[str, Any]] = []
 
-    def equals(self, name: str, value: float, wanted: float) -> None:
-        """Assert a figure that has only one right value."""
-        self._note(name, value, f"= {wanted:g}", "", value == wanted)
+    def equals(self, name: str, value: float, wanted: float, seen: str = "") -> None:
+        """Assert a figure that has only one right value; seen tells more of another one."""
+        self._note(name, value, f"= {wanted:g}", "", value == wanted, seen)
+
+    def all_right(self, name: str, *histories: History) -> None:
+        """Assert that each request of these loads was answered rightly; say how the others ended, if not."""
+        failed = [ask for history in histories for ask in history.failed()]
+        self._note(name, len(failed), "= 0", "", not failed, "; ".join(history.failures() for history in histories))
 
     def at_most(self, name: str, value: float, limit: float, unit: str, slack: float = SLACK) -> None:
         """Assert a figure that must not be over its limit; slack is what CI allows."""
@@ -60,11 +68,12 @@ class Row:
         """Keep points (x, y) and the times of faults for the report."""
         self.plots.append({"title": title, "points": points, "marks": marks, "axes": axes})
 
-    def _note(self, name: str, value: float, demand: str, unit: str, is_met: bool) -> None:
+    def _note(self, name: str, value: float, demand: str, unit: str, is_met: bool, seen: str = "") -> None:
+        """Keep a figure; fail if its demand is not met, with what was seen of it."""
         figure = {"name": name, "value": value, "unit": unit, "demand": demand, "is_met": is_met}
         self.figures.append(figure)
         print(f"{self.row_id} {name}: {value:g} {unit} {f'(demanded {demand})' if demand else ''}")
-        assert is_met, f"{self.row_id} {name}: {value:g} {unit}, demanded {demand}"
+        assert is_met, f"{self.row_id} {name}: {value:g} {unit}, demanded {demand}{seen and f': {seen}'}"
 
     def save(self, outcome: str, reason: str, took_s: float) -> None:
         """Write what is known to the report's folder, if there is to be one."""

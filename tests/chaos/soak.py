@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import msgpack
 import numpy as np
-from websockets.sync.client import connect as connect_ws
 
 from tests.process.harness import Role, Server, start_server
 from tests.process.mutants import PACKED, mutate
+from tests.process.watchers import watch
 from tests.process.wire import Client, connect, raw_request
 
 MAX_SLOPE = 1.0
@@ -77,7 +77,7 @@ class Soak:
         for thread in self._threads:
             thread.start()
         deadline_s = time.monotonic() + seconds
-        with connect_ws(f"ws://127.0.0.1:{self._server.port}/ws/status", max_queue=None):
+        with watch(self._server):
             while time.monotonic() < deadline_s:
                 time.sleep(sample_s)
                 num_requests = self.statuses.total()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import struct
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from websockets.sync.client import connect as connect_ws
 
 from tests.chaos.cluster import cluster
 from tests.chaos.history import open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
-from tests.process.harness import WAIT_S, Server, eventually
+from tests.process.harness import eventually
+from tests.process.watchers import first_frame
 from tests.process.wire import encode
 
 HOUR_S = 3600
@@ -42,11 +40,6 @@ class WallClock:
             file.write(struct.pack("=q", offset_s))
 
 
-def frame(server: Server) -> dict[str, Any]:
-    with connect_ws(f"ws://127.0.0.1:{server.port}/ws/status", open_timeout=10) as watcher:
-        return json.loads(watcher.recv(WAIT_S))
-
-
 @pytest.mark.row("F35", "the wall clock is set by an hour, forth and back, again and again")
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here, to put a clock before the machine's")
@@ -59,21 +52,21 @@ def test_f35_a_wall_clock_that_is_set_changes_no_deadline(row: Row, tmp_path: Pa
              "--model", "slow=stub:latency_ms=60000")  # fmt: skip
     with cluster(*flags, stub="latency_ms=20", env=clock.env) as server:
         before, began_s = sorted(server.pids()), time.monotonic()
-        uptime_s = frame(server)["server"]["uptime_seconds"]
+        uptime_s = first_frame(server)["server"]["uptime_seconds"]
         with open_loop(server, 50, seed=SEED, timeout_s=5.0) as load:
             for offset_s in offsets_s:
                 clock.set(offset_s)
                 time.sleep(STEP_S)
-                num_seen += abs(frame(server)["timestamp"] - time.time() - offset_s) < 60
+                num_seen += abs(first_frame(server)["timestamp"] - time.time() - offset_s) < 60
         clock.set(-HOUR_S)
         assert encode(server.port, "lazy", ["x"]).code() == "MODEL_LOADING"
         eventually(lambda: encode(server.port, "lazy", ["x"]).status == 200, "a load after the clock was set")
         late = encode(server.port, "slow", ["x"], {"x-sie-timeout-ms": "200"})
-        off_s = frame(server)["server"]["uptime_seconds"] - uptime_s - (time.monotonic() - began_s)
+        off_s = first_frame(server)["server"]["uptime_seconds"] - uptime_s - (time.monotonic() - began_s)
         after = sorted(server.pids())
     row.equals("times that the clock was set", len(offsets_s), pick(6, 60))
     row.equals("times that the server saw it", num_seen, len(offsets_s))
-    row.equals("failed requests", len(load.history.failed()), 0)
+    row.all_right("failed requests", load.history)
     row.at_most("p99 of requests", quantile(load.history.latencies_s(), 0.99), 1.0, "s")
     row.equals("processes replaced", len(set(before) ^ set(after)), 0)
     row.at_most("error of the uptime that it shows", abs(off_s), 2.0, "s")

@@ -72,7 +72,7 @@ class Rounds:
     def judge(self, row: Row) -> None:
         """Record what the loads saw: every request answered, rightly, and once."""
         row.equals("rounds", len(self._histories), ROUNDS)
-        row.equals("lost answers", sum(len(history.failed()) for history in self._histories), 0)
+        row.all_right("lost answers", *self._histories)
         row.equals("wrong answers", sum(history.outcomes()["wrong"] for history in self._histories), 0)
         row.at_least("requests", sum(len(history.asks) for history in self._histories), 20 * ROUNDS, "")
         row.tell("slowest answer", max(max(history.latencies_s()) for history in self._histories), "s")

@@ -55,7 +55,7 @@ def test_f5_a_hung_worker_is_found_within_its_watchdog(row: Row):
             found_s = [hang_and_find(server, server.pids("worker")[n % 2]) for n in range(pick(2, 20))]
         leaks.check()
     row.at_most("slowest finding", max(found_s), FOUND_S, "s")
-    row.equals("failed requests", len(load.history.failed()), 0)
+    row.all_right("failed requests", load.history)
     row.at_most("slowest answer", max(load.history.latencies_s()), FOUND_S + 2.0, "s")
 
 
@@ -73,7 +73,7 @@ def test_f5_requests_of_a_stopped_worker_are_answered_by_another(row: Row):
                 eventually(lambda: logged(server, "is no longer late", num_lines), "word of its return")  # noqa: B023
         leaks.check()
         restarts = num_restarts(server)
-    row.equals("failed requests", len(load.history.failed()), 0)
+    row.all_right("failed requests", load.history)
     row.at_most("slowest answer", max(load.history.latencies_s()), LATE_S + 1.0, "s")
     row.equals("workers killed", restarts, 0)
 
@@ -147,7 +147,7 @@ def test_f5_an_input_that_hangs_every_worker_is_refused(row: Row, tmp_path: Path
         )
     row.at_least("workers lost", restarts, 2, "")
     row.at_most("workers lost, others that the machine starved included", restarts, 2, "", slack=2.0)
-    row.equals("failed requests of others", len(load.history.failed()), 0)
+    row.all_right("failed requests of others", load.history)
     row.at_most("time to the refusal", took_s, 2 * FOUND_S + 2.0, "s")
 
 
@@ -188,7 +188,7 @@ def test_f36_a_gap_in_time_kills_nobody(row: Row):
                 os.kill(pid, signal.SIGCONT)
             with open_loop(server, 50, seed=SEED) as load:
                 time.sleep(1.5 * watchdog_s)
-            row.equals("failed requests afterwards", len(load.history.failed()), 0)
+            row.all_right("failed requests afterwards", load.history)
         after = sorted(server.pids())
     row.equals("processes replaced", len(set(before) ^ set(after)), 0)
 
@@ -210,4 +210,4 @@ def test_f56_starved_of_processors_it_kills_nobody(row: Row):
             hog.kill()
             hog.wait()
     row.equals("processes replaced", len(set(before) ^ set(after)), 0)
-    row.equals("failed requests", len(load.history.failed()), 0)
+    row.all_right("failed requests", load.history)

@@ -153,7 +153,7 @@ def test_f52_a_cached_model_starts_without_a_network(row: Row, files: dict[str, 
 
 
 def can_unshare() -> bool:
-    return subprocess.run([*WITHOUT_ROUTE, "true"], capture_output=True, check=False, timeout=10).returncode == 0
+    return subprocess.run([*WITHOUT_ROUTE, "true"], capture_output=True, check=False, timeout=WAIT_S).returncode == 0
 
 
 @pytest.mark.row("F53", "a download is cut, and another one brings wrong bytes")

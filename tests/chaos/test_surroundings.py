@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
-from websockets.sync.client import connect as connect_ws
 
 from sie.shm.large import LargeBudget
 from sie.shm.layout import ProtocolError
@@ -29,6 +28,7 @@ from tests.chaos.cluster import DENSE, MODEL, Leaks, cluster, logged
 from tests.chaos.history import open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
 from tests.process.harness import WAIT_S, count_fds, eventually, free_port
+from tests.process.watchers import watch
 from tests.process.wire import connect, dense_rows, encode, get, stub_rows
 
 SEGMENT_BYTES = 1 << 20
@@ -120,7 +120,9 @@ def test_f19_a_limit_lowered_at_run_time_is_answered_by_a_successor(row: Row):
         with contextlib.ExitStack() as stack:
             sockets = [stack.enter_context(connect(server.port)) for _ in range(40)]
             began_s = time.monotonic()
-            subprocess.run(["prlimit", "--pid", str(victim), f"--nofile={count_fds(victim)}"], check=True, timeout=10)
+            subprocess.run(
+                ["prlimit", "--pid", str(victim), f"--nofile={count_fds(victim)}"], check=True, timeout=WAIT_S
+            )
             # Some of these wait in the kernel from now on: no accept succeeds any more.
             sockets += [stack.enter_context(connect(server.port)) for _ in range(40)]
             eventually(lambda: victim not in server.frontends(), "a successor")
@@ -190,7 +192,7 @@ def kill_workers_of(supervisor: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             if "sie.workers.main" in child.cmdline():
                 child.kill()
-                child.wait(5.0)
+                child.wait(WAIT_S)
 
 
 def drain(fd: int) -> bytes:
@@ -206,8 +208,7 @@ def drain(fd: int) -> bytes:
 @pytest.mark.timing(forks=True)
 def test_f55_watchers_and_scrapes_cost_little(row: Row):
     with cluster() as server, contextlib.ExitStack() as stack:
-        url = f"ws://127.0.0.1:{server.port}/ws/status"
-        watchers = [stack.enter_context(connect_ws(url, open_timeout=10, max_queue=None)) for _ in range(pick(16, 64))]
+        watchers = [stack.enter_context(watch(server)) for _ in range(pick(16, 64))]
         processes = [psutil.Process(pid) for pid in server.frontends()]
         before_s, began_s = cpu_s(processes), time.monotonic()
         time.sleep(2.0)
@@ -222,7 +223,7 @@ def test_f55_watchers_and_scrapes_cost_little(row: Row):
         assert all(watcher.recv(timeout=WAIT_S) for watcher in watchers)
     row.tell("watchers", len(watchers), "")
     row.at_most("processor for them, of one core", share * 100, 10, "%")
-    row.equals("failed requests", len(load.history.failed()), 0)
+    row.all_right("failed requests", load.history)
     share = pick(0.8, 0.99)  # of the few requests of a short run one stall of the machine delays more than a hundredth
     row.at_most(
         "p99 (short run: p80) of requests", quantile(load.history.latencies_s(), share) * 1e3, 100, "ms", slack=15.0

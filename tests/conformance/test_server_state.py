@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from sie_sdk import SIEClient
-from websockets.sync.client import connect
 
-from tests.process.harness import WAIT_S, Server, eventually, start_server
+from tests.process.harness import Server, eventually, start_server
+from tests.process.watchers import next_frame, watch
 from tests.process.wire import encode, families, get, post_json, total
 
 CATALOG = """
@@ -172,10 +171,10 @@ def frame(server: Server) -> dict[str, Any]:
         "sie_model_busy_seconds": "stub/all",
         "sie_requests": "stub/all",
     }
-    with connect(f"ws://127.0.0.1:{server.port}/ws/status", open_timeout=WAIT_S) as feed:
+    with watch(server) as feed:
 
         def counted() -> dict[str, Any] | None:
-            found = msgspec.json.decode(feed.recv(timeout=WAIT_S))
+            found = next_frame(feed)
             return found if all(found["counters"][name].get(model) for name, model in counts.items()) else None
 
         return eventually(counted, "a frame that counts what was done")

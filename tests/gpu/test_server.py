@@ -207,11 +207,10 @@ class Stream:
 
 
 def test_the_status_shows_the_device(served: Served) -> None:
-    from websockets.sync.client import connect  # of this test alone
+    from tests.process.watchers import first_frame  # needs websockets, for this test alone
 
     def frame() -> dict[str, Any]:
-        with connect(f"ws://127.0.0.1:{served.server.port}/ws/status", open_timeout=WAIT_S) as socket:
-            return json.loads(socket.recv(WAIT_S))
+        return first_frame(served.server)
 
     if DEVICE == "cpu":
         assert frame()["gpus"] == []

@@ -95,7 +95,7 @@ def open_page(binary: str, url: str) -> Iterator[Page]:
         output = Output(process.stderr)
         try:
             line = output.find("DevTools listening on ", START_TIMEOUT_S, lambda: process.poll() is not None)
-            with connect(line.split("DevTools listening on ")[1].strip(), max_size=None) as socket:
+            with connect(line.split("DevTools listening on ")[1].strip(), max_size=None, max_queue=None) as socket:
                 page = Page(socket)
                 page.open(url)
                 try:

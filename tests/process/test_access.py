@@ -12,12 +12,12 @@ from urllib.parse import unquote
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection
-from websockets.sync.client import connect as connect_websocket
 
 from sie.frontend.routes.table import TABLE, WEBSOCKETS
 from tests.process.harness import EX_CONFIG, WAIT_S, Server, eventually, paused, run_to_end, start_server
 from tests.process.keys import ADMIN, BOTH, INFER, METRICS, bearer, entry, write_keys
 from tests.process.notify_socket import ServiceManager
+from tests.process.watchers import next_frame, watch
 from tests.process.wire import Client, connect, encode, get, post_json, raw_request, read_response
 
 STUB = ("--model", "stub/a=stub:dense=16")
@@ -309,10 +309,6 @@ def test_concurrency_is_the_keys_and_is_given_back(server):
 # --- websockets --------------------------------------------------------------------------------------------------------
 
 
-def watch(server: Server, query: str = "", path: str = "/ws/status", **options):
-    return connect_websocket(f"ws://127.0.0.1:{server.port}{path}{query}", open_timeout=WAIT_S, **options)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -324,7 +320,7 @@ def watch(server: Server, query: str = "", path: str = "/ws/status", **options):
 )
 def test_watcher_shows_its_key_in_a_header_or_a_subprotocol(server, options):
     with watch(server, **options) as socket:
-        assert json.loads(socket.recv(WAIT_S))["ready"]
+        assert next_frame(socket)["ready"]
 
 
 @pytest.mark.parametrize(
@@ -334,7 +330,7 @@ def test_watcher_shows_its_key_in_a_header_or_a_subprotocol(server, options):
         ({"additional_headers": bearer("nope")}, 401),
         ({"subprotocols": ["sie.bearer.nope"]}, 401),
         ({"additional_headers": bearer(INFER)}, 403),
-        ({"query": "?ticket=nope"}, 401),
+        ({"path": "/ws/status?ticket=nope"}, 401),
         ({"path": "/ws/other"}, 401),
         ({"path": "//ws/status"}, 401),
         ({"path": "/ws/status/"}, 401),
@@ -353,8 +349,8 @@ def test_page_gets_a_ticket_for_its_websocket(server):
     assert post_json(server.port, "/v1/watch-ticket", {}).status == 401
     answer = post_json(server.port, "/v1/watch-ticket", {}, bearer(METRICS))
     assert answer.headers["cache-control"] == "no-store"
-    with watch(server, f"?ticket={answer.json()['ticket']}") as socket:
-        assert json.loads(socket.recv(WAIT_S))["ready"]
+    with watch(server, f"/ws/status?ticket={answer.json()['ticket']}") as socket:
+        assert next_frame(socket)["ready"]
 
 
 # --- other origins -----------------------------------------------------------------------------------------------------
@@ -395,14 +391,14 @@ def test_keys_change_while_the_server_runs_and_never_open_it(tmp_path):
             return "\nsie_api_keys_refused 1.0\n" in text
 
         with watch(server, additional_headers=bearer(BOTH)) as watcher:
-            assert json.loads(watcher.recv(WAIT_S))["keys_error"] is None
+            assert next_frame(watcher)["keys_error"] is None
             path.write_text(path.read_text() + entry("fresh", fresh, ["infer"]))
             # One of two frontends may hear of a key later than the other: ten answers come from both.
             eventually(lambda: all(status(fresh) == 200 for _ in range(10)), "the new key is known")
             path.unlink()
             eventually(alarm, "the alarm")
             assert (status(INFER), status(fresh), status("nope")) == (200, 200, 401)
-            eventually(lambda: str(path) in (json.loads(watcher.recv(WAIT_S))["keys_error"] or ""), "it says so")
+            eventually(lambda: str(path) in (next_frame(watcher)["keys_error"] or ""), "it says so")
             server.log_line("the API keys in force stay")
             assert manager.wait_for("STATUS", "API keys not reloaded")
             for pid in server.frontends():  # their successors know the keys that are in force, and ask for them
@@ -426,7 +422,7 @@ def try_status(server: Server, key: str = "") -> int | None:
 
 
 def read_frames(watcher: ClientConnection, num_frames: int) -> int:
-    return sum(json.loads(watcher.recv(WAIT_S))["ready"] for _ in range(num_frames))
+    return sum(next_frame(watcher)["ready"] for _ in range(num_frames))
 
 
 def is_cut_off(watcher: ClientConnection) -> bool:

@@ -242,8 +242,11 @@ def test_leftovers_of_a_killed_server_are_removed() -> None:
 def test_without_its_sandbox_code_runs_only_if_the_operator_says_so() -> None:
     with (
         open_directory() as directory,
-        start_host("off", directory) as host,
-        pytest.raises(Forbidden, match="no sandbox"),
+        start_host("off", directory, agent_python="/nowhere/python") as host,
+        pytest.raises(
+            Forbidden,
+            match=r"no sandbox for code and commands: the Python of agent_python, \.\.\./python, does not run",
+        ),
     ):
         host.python("1")
     with open_directory() as directory, start_host("off", directory, sandbox="off") as host:

@@ -15,12 +15,12 @@ import openai
 import pytest
 from sie_sdk import SIEClient
 from sie_sdk.client.errors import ProvisioningError, RequestError
-from websockets.sync.client import connect as connect_websocket
 
 from tests.conftest import MINILM
 from tests.process.browser import find_browser, open_page
-from tests.process.harness import EX_CONFIG, WAIT_S, Server, eventually, run_to_end
+from tests.process.harness import EX_CONFIG, Server, eventually, run_to_end
 from tests.process.nats_harness import Nats, start_gateway, start_host, start_nats, wait_for_hosts
+from tests.process.watchers import next_frame, watch
 from tests.process.wire import Response, connect, encode, get, post_json, raw_request, samples, send_raw, to_array
 
 BROWSER = find_browser()
@@ -256,10 +256,10 @@ def test_health_says_gateway(gateway: Server):
 
 
 def test_the_cluster_is_watched_each_second(gateway: Server):
-    with connect_websocket(f"ws://127.0.0.1:{gateway.port}/ws/cluster-status") as watcher:
-        first = json.loads(watcher.recv(WAIT_S))
+    with watch(gateway, "/ws/cluster-status") as watcher:
+        first = next_frame(watcher)
         # Without its host where a heartbeat is late.
-        frame = eventually(lambda: (one := json.loads(watcher.recv(WAIT_S)))["workers"] and one, "a frame")
+        frame = eventually(lambda: (one := next_frame(watcher))["workers"] and one, "a frame")
     assert first["timestamp"] < frame["timestamp"]
     (worker,) = frame["workers"]
     assert "stub/a" in worker["loaded_models"]

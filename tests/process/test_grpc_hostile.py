@@ -38,7 +38,8 @@ from tests.unit.frontend.grpc.transport.client_bytes import (
 KSERVE = "/inference.GRPCInferenceService"
 ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
 LIVE = block(path=f"{KSERVE}/ServerLive")
-LIMIT_S = 40.0
+LIMIT_S = 90.0
+"""Longer than a busy machine stands still, and less than the deadline of a request, which would end what stalls, too."""
 STALL_S = "3"
 """How long a client may stall; a busy machine stalls the good ones, too."""
 
@@ -205,7 +206,7 @@ def test_what_stalls_ends_in_time(server: Server, good: triton.InferenceServerCl
             assert b"grpc-status\x014" in ended[3]
         for raw, _ in stalled:
             raw.frames()
-        assert 2 < time.monotonic() - began_s < 30
+        assert 2 < time.monotonic() - began_s < LIMIT_S
 
 
 def test_a_client_that_gives_no_room_holds_up_nobody_and_is_cut_in_time(
@@ -218,7 +219,7 @@ def test_a_client_that_gives_no_room_holds_up_nobody_and_is_cut_in_time(
         while time.monotonic() - began_s < 0.5:
             check_good(good)
         assert reset_with(raw.frames(kinds=(frames.RST_STREAM,)), 1) == Code.CANCEL
-        assert time.monotonic() - began_s < 30
+        assert time.monotonic() - began_s < LIMIT_S
 
 
 def test_a_client_that_reads_nothing_is_cut_in_time(server: Server, good: triton.InferenceServerClient):
@@ -235,7 +236,7 @@ def test_a_client_that_reads_nothing_is_cut_in_time(server: Server, good: triton
                 raw.send(data(stream, large[at : at + (1 << 20)], frames.END_STREAM if is_end else 0))
         began_s = time.monotonic()
         eventually(lambda: num_connections(server) == 1, "its end")
-        assert time.monotonic() - began_s < 30
+        assert time.monotonic() - began_s < LIMIT_S
 
 
 def num_connections(server: Server) -> int:

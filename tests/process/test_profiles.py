@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import openai
 import pytest
@@ -14,6 +13,7 @@ from sie_sdk import SIEClient
 from sie_sdk.client import RequestError
 
 from tests.process.harness import EX_CONFIG, WAIT_S, Server, eventually, run_to_end, start_server
+from tests.process.watchers import first_frame
 from tests.process.wire import dense_rows, encode, get, post_json, stub_rows, total
 
 CATALOG = """
@@ -205,10 +205,7 @@ def test_an_entry_loads_its_model_and_is_counted_under_its_own_name(server):
 
 
 def test_the_status_feed_shows_entries(server):
-    from websockets.sync.client import connect
-
-    with connect(f"ws://127.0.0.1:{server.port}/ws/status", open_timeout=WAIT_S) as feed:
-        frame = msgspec.json.decode(feed.recv(timeout=WAIT_S))
+    frame = first_frame(server)
     assert {"stub/a", "stub/a:sparse"} <= set(frame["loaded_models"])
     assert {model["name"] for model in frame["models"]} == set(ENTRIES)
 

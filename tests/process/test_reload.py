@@ -7,10 +7,9 @@ from __future__ import annotations
 import json
 import signal
 
-from websockets.sync.client import connect as connect_websocket
-
-from tests.process.harness import WAIT_S, Server, eventually, start_server
+from tests.process.harness import Server, eventually, start_server
 from tests.process.notify_socket import ServiceManager
+from tests.process.watchers import first_frame
 from tests.process.wire import Client, encode, get, total, under_load
 
 MODEL_A = "stub/a=stub:dense=16"
@@ -28,8 +27,7 @@ def reload(server: Server, expected: str) -> None:
 
 
 def config_error(server: Server) -> str | None:
-    with connect_websocket(f"ws://127.0.0.1:{server.port}/ws/status", open_timeout=WAIT_S) as socket:
-        return json.loads(socket.recv(WAIT_S))["config_error"]
+    return first_frame(server)["config_error"]
 
 
 def status_of(server: Server, num_items: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import statistics
 import time
@@ -12,13 +11,13 @@ import grpc
 import psutil
 import pytest
 from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect as connect_websocket
 
 from sie.frontend.grpc.methods import METHODS
 from sie.frontend.routes.table import TABLE
 from tests.conftest import MINILM
 from tests.process.harness import WAIT_S, eventually, free_port, start_server
 from tests.process.keys import INFER, bearer, write_keys
+from tests.process.watchers import first_frame, watch
 from tests.process.wire import Client, connect, encode, get, raw_request, read_response, send_raw, total
 
 STUB = ("--model", "stub/a=stub:dense=16")
@@ -37,8 +36,7 @@ def server(tmp_path_factory):
 
 def test_metrics_can_be_left_open_and_nothing_else_is(server):
     assert total(server.port, "sie_api_keys") == 4
-    with connect_websocket(f"ws://127.0.0.1:{server.port}/ws/status", open_timeout=WAIT_S) as watcher:
-        assert json.loads(watcher.recv(WAIT_S))["ready"]
+    assert first_frame(server)["ready"]
     for path in ("/v1/models", "/v1/admin"):
         assert get(server.port, path).status == 401
 
@@ -149,19 +147,17 @@ def test_s37_there_is_no_http_2_to_reset(server, data):
 
 
 def test_s38_a_flood_of_watchers_fills_its_own_places_and_no_others(server):
-    url = f"ws://127.0.0.1:{server.port}/ws/status"
     eventually(lambda: total(server.port, "sie_status_watchers") == 0, "those of other tests are gone")
-    watchers = [connect_websocket(url, open_timeout=WAIT_S) for _ in range(8)]
+    watchers = [watch(server) for _ in range(8)]
     try:
         for _ in range(20):
             with pytest.raises(InvalidStatus, match="503"):
-                connect_websocket(url, open_timeout=WAIT_S)
+                watch(server)
         for watcher in watchers:  # one that talks much is cut off, not listened to
             watcher.send("x" * 70_000)
         assert encode(server.port, "stub/a", ["x"], bearer(INFER)).status == 200
         eventually(lambda: total(server.port, "sie_status_watchers") == 0, "the talkers are gone")
-        with connect_websocket(url, open_timeout=WAIT_S) as watcher:
-            assert json.loads(watcher.recv(WAIT_S))["ready"]
+        assert first_frame(server)["ready"]
     finally:
         for watcher in watchers:
             watcher.close()

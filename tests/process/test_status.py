@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import http.client
 import itertools
-import json
 import os
 import signal
 
 import pytest
 from prometheus_client.samples import Sample
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection
 
 from tests.conftest import MINILM
 from tests.process.harness import WAIT_S, Server, eventually, start_server
+from tests.process.watchers import next_frame, watch
 from tests.process.wire import connect as connect_raw
 from tests.process.wire import encode, families, get, raw_request, samples, total, under_load, without_worker
 
@@ -29,14 +29,6 @@ GPU_KEYS = {
 }  # fmt: skip
 MODEL_KEYS = {"name", "state", "device", "memory_bytes", "config", "queue_depth", "queue_pending_items"}
 CONFIG_KEYS = {"hf_id", "adapter", "inputs", "outputs", "dims", "max_sequence_length"}
-
-
-def watch(server: Server) -> contextlib.AbstractContextManager[ClientConnection]:
-    return connect(f"ws://127.0.0.1:{server.port}/ws/status", open_timeout=WAIT_S)
-
-
-def next_frame(socket: ClientConnection, timeout_s: float = WAIT_S) -> dict:
-    return json.loads(socket.recv(timeout_s))
 
 
 def num_watchers(server: Server) -> int:
@@ -118,8 +110,7 @@ def test_watchers_beyond_the_limit_are_refused_and_the_others_stay():
 
 
 def test_other_websocket_paths_are_404(stub_server):
-    url = f"ws://127.0.0.1:{stub_server.port}/ws/other"
-    with pytest.raises(InvalidStatus) as refused, connect(url, open_timeout=WAIT_S):
+    with pytest.raises(InvalidStatus) as refused, watch(stub_server, "/ws/other"):
         pass
     assert refused.value.response.status_code == 404
 

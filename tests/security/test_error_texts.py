@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import websockets.sync.client
 
 from sie.values.errors import Internal, to_wire, without_paths
-from tests.process.harness import WAIT_S, eventually, start_server
+from tests.process.harness import eventually, start_server
+from tests.process.watchers import first_frame
 from tests.process.wire import get, post_json
 
 
@@ -39,9 +39,7 @@ def test_a_failed_load_does_not_tell_where_the_model_lies(tmp_path: Path, minilm
             lambda: (found := post_json(server.port, "/v1/encode/mine", body)).status == 502 and found,
             "the load has failed",
         )
-        url = f"ws://127.0.0.1:{server.port}/ws/status"
-        with websockets.sync.client.connect(url, open_timeout=WAIT_S) as socket:
-            seen = [refusal.body.decode(), str(socket.recv(timeout=WAIT_S))]
+        seen = [refusal.body.decode(), str(first_frame(server))]
         seen += [
             get(server.port, path).body.decode() for path in ("/v1/models", "/v1/models/mine", "/readyz", "/metrics")
         ]

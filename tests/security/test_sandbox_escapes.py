@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from sie.agents.host import sandboxed
 from sie.agents.host.main import hidden_paths
 from sie.config.sections import Access, Server
 from sie.config.settings import Settings
-from sie.runtime.sandbox import Program, Sandbox, find_bwrap, make_home
+from sie.runtime.sandbox import Program, Sandbox, _find_python, find_bwrap, make_home
 from tests.agent_rig import Host, modes, open_directory, start_host
 from tests.process.harness import eventually
 
@@ -58,6 +59,12 @@ def attempt(work):
         return work() or "done"
     except BaseException as error:
         return type(error).__name__
+def beside(top, *shown):
+    found, places = [], [top] * os.path.isdir(top)
+    for place in places:
+        for path in {os.path.join(place, name) for name in os.listdir(place)} - set(shown):
+            (places if any(one.startswith(path + "/") for one in shown) else found).append(path)
+    return str(found)
 """
 NOT_PERMITTED = "Operation not permitted"
 
@@ -121,8 +128,10 @@ ATTEMPTS = {
     "other sessions": ("attempt(lambda: os.listdir('{agent_dir}'))", {"FileNotFoundError"}),
     "users of the host": ("str(open('/etc/passwd').read().count(chr(10)))", {"1"}),
     "passwords": ("attempt(lambda: open('/etc/shadow').read())", {"FileNotFoundError"}),
-    "homes": ("str(os.path.exists('/home'))", {"False"}),
-    "a log": ("str(os.path.exists('/var'))", {"False"}),
+    "homes": ("beside('/home', {shown})", {"[]"}),
+    "the home of root": ("beside('/root', {shown})", {"[]"}),
+    "a log": ("beside('/var', {shown})", {"[]"}),
+    "files of others beside the interpreter": ("beside('{place}', {shown})", {"[]"}),
     "write to the system": ("attempt(lambda: open('/usr/bin/sie', 'w'))", {"OSError", "PermissionError"}),
     "write to the root": ("attempt(lambda: open('/x', 'w'))", {"OSError", "PermissionError"}),
     "write to the devices": ("attempt(lambda: open('/dev/x', 'w'))", {"OSError", "PermissionError"}),
@@ -157,24 +166,77 @@ ATTEMPTS = {
 
 
 @pytest.fixture(scope="module")
-def facts(host: Host) -> Iterator[dict[str, object]]:
-    """What a sandbox would have to know: a listening port, an abstract socket, paths and a process of the host."""
+def facts() -> Iterator[dict[str, object]]:
+    """What a sandbox would have to know: a listening port, an abstract socket and a process of the host."""
     abstract = f"sie-test-{os.getpid()}"
-    directory = Path(host.settings.server.state_dir)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as named:
         named.bind(f"\0{abstract}")
         named.listen()
-        yield {"port": server.getsockname()[1], "abstract": abstract, "directory": directory, "host_pid": os.getpid(),
-               "agent_dir": directory / "agents"}  # fmt: skip
+        yield {"port": server.getsockname()[1], "abstract": abstract, "host_pid": os.getpid()}
+
+
+def attempt(host: Host, facts: dict[str, object], name: str) -> None:
+    """Try one row of the table, from the interpreter of this host."""
+    python, directory = host.settings.agents.agent_python or sys.executable, Path(host.settings.server.state_dir)
+    shown = _find_python(python).paths
+    known = facts | {
+        "directory": directory, "agent_dir": directory / "agents", "shown": ", ".join(map(repr, shown)),
+        "place": Path(*Path(python).parts[:3]),
+    }  # fmt: skip
+    expression, answers = ATTEMPTS[name]
+    for key, value in known.items():
+        expression = expression.replace("{" + key + "}", str(value))
+    ran = host.python(CALLS + expression, "attempts")
+    assert ran.get("result", "").strip("'") in answers, ran
 
 
 @pytest.mark.parametrize("name", ATTEMPTS)
 def test_code_cannot(host: Host, facts: dict[str, object], name: str) -> None:
-    expression, answers = ATTEMPTS[name]
-    for key, value in facts.items():
-        expression = expression.replace("{" + key + "}", str(value))
-    ran = host.python(CALLS + expression, "attempts")
-    assert ran.get("result", "").strip("'") in answers, ran
+    attempt(host, facts, name)
+
+
+# --- an interpreter below /tmp, of which each sandbox has its own ------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=modes())
+def below_tmp(request: pytest.FixtureRequest) -> Iterator[Host]:
+    """A host whose interpreter is in a clone in a private directory in /tmp."""
+    with tempfile.TemporaryDirectory(prefix="sie-python-", dir="/tmp") as place, open_directory() as directory:
+        environment = Path(place, "clone", ".venv")
+        venv.create(environment, symlinks=True)
+        Path(place, "clone", "keys.toml").write_text(CANARY)
+        (directory / "keys.toml").write_text(CANARY)
+        with start_host(request.param, directory, agent_python=str(environment / "bin" / "python")) as host:
+            yield host
+
+
+def place_of(host: Host) -> Path:
+    return Path(*Path(host.settings.agents.agent_python).parts[:3])
+
+
+@pytest.mark.parametrize("name", ATTEMPTS)
+def test_code_of_a_python_below_tmp_cannot(below_tmp: Host, facts: dict[str, object], name: str) -> None:
+    attempt(below_tmp, facts, name)
+
+
+def test_a_python_below_tmp_has_its_packages_and_a_tmp_to_write_to(below_tmp: Host) -> None:
+    code = "import sys, tempfile\nwith tempfile.NamedTemporaryFile() as file:\n    name = file.name\n(sys.prefix, name[:5])"
+    ran = below_tmp.python(code, "own")
+    assert ran["result"] == repr((str(place_of(below_tmp) / "clone" / ".venv"), "/tmp/")), ran
+
+
+def test_no_program_takes_the_place_of_a_python_below_tmp(below_tmp: Host) -> None:
+    """The next sandbox of a session starts the interpreter before anything confines it."""
+    place = place_of(below_tmp)
+    tries = [
+        f"mv {place} /tmp/other", f"rmdir {place}", f"rm -rf {place}", f"ln -sfT /workspace {place}", f"touch {place}/x",
+        f"mkdir -p /tmp/own && mv -T /tmp/own {place}", f"chmod 777 {place}", f"mv {place}/clone {place}/x",
+    ]  # fmt: skip
+    for one in tries:
+        ran = below_tmp.shell(f"({one}) || echo refused", session="place")
+        assert ran["stdout"] == "refused\n", (one, ran)
+    ran = below_tmp.python("import sys; sys.prefix", "place")
+    assert ran["result"] == repr(f"{place}/clone/.venv"), ran
 
 
 @pytest.mark.skipif(not os.access(sys.prefix, os.W_OK), reason="needs to write beside the interpreter")

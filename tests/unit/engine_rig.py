@@ -8,14 +8,16 @@ without a step loop, whose part the test plays.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from sie.config.sections import Memory, Scheduler
 from sie.config.settings import Settings
@@ -24,10 +26,12 @@ from sie.frontend.engine.worker_link import ShmPending, ShmReply
 from sie.ipc import messages as control_messages
 from sie.ipc.channel import Channel
 from sie.ipc.messages import ModelEntry
+from sie.shm import segment
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
+from sie.shm.segment import ReservationError
 from sie.shm.space import OutboundSpace
 from sie.values.card import ModelCard
 from sie.values.work import ReplyHeader, WorkHeader
@@ -327,6 +331,20 @@ def read_rows(reply: ShmReply) -> list[list[float]]:
     """Return a copy of a reply's rows."""
     header, payload = read_extent(reply.view, _reply_decoder)
     return array_view(payload, header.arrays[1]).tolist()
+
+
+@contextlib.contextmanager
+def no_memory() -> Iterator[list[int]]:
+    """Refuse each reservation of shared memory; yield the sizes of those that were refused."""
+    refused: list[int] = []
+
+    def refuse(nbytes: int) -> None:
+        refused.append(nbytes)
+        raise ReservationError(f"shared memory needs {nbytes} bytes, but the test leaves none", nbytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment, "check_reservation", refuse)
+        yield refused
 
 
 def in_rig(**options: Any) -> Callable[[Callable[[Rig], Any]], Callable[[], None]]:

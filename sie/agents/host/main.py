@@ -150,7 +150,10 @@ def _sandbox_of(settings: Settings) -> Sandbox:
         limits = msgspec.structs.replace(limits, processes=0)
         return Sandbox(mode="off", limits=limits, session_nice=agents.sandbox_nice)
     sandbox, report = find_sandbox(
-        has_network=agents.sandbox_network == "host", limits=limits, hidden=hidden_paths(settings)
+        has_network=agents.sandbox_network == "host",
+        limits=limits,
+        hidden=hidden_paths(settings),
+        python=agents.agent_python,
     )
     if report.problem and (agents.has_code or agents.has_shell):
         _log.error("no code and no command can run, because there is no sandbox: %s", report.problem)

@@ -26,7 +26,7 @@ from sie.agents.store.store import Store
 from sie.config.agent_settings import Agents
 from sie.runtime.sandbox import WORK, Program, Sandbox
 from sie.values.agent import AgentFile
-from sie.values.errors import Forbidden
+from sie.values.errors import Forbidden, text_without_paths
 
 _MAX_SCRIPT_BYTES: Final = 100_000
 """A shell takes its script as one argument, which the kernel limits."""
@@ -253,7 +253,8 @@ class Tools:
     def _check_sandbox(self) -> None:
         """Raise Forbidden without a sandbox, unless the operator turned it off."""
         if self._sandbox.mode == "off" and self._settings.sandbox != "off":
-            text = "This host has no sandbox for code and commands (see `sie doctor`); the operator may set `--sandbox off`"
+            reason = f": {text_without_paths(self._sandbox.problem)}" if self._sandbox.problem else ""
+            text = f"This host has no sandbox for code and commands{reason} (see `sie doctor`); the operator may set `--sandbox off`"
             raise Forbidden(text, code="SANDBOX_MISSING")
 
 

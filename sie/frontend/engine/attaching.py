@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
+from typing import Final
 
 from sie.runtime.logs import get_logger
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.layout import ProtocolError
+from sie.shm.segment import ReservationError
 from sie.shm.space import OutboundSpace
 
 _log = get_logger(__name__)
+_RETRY_S: Final = 1.0
 
 
 class Attaching:
@@ -29,17 +33,19 @@ class Attaching:
         self._ring_capacity = ring_capacity
         self._on_attached = on_attached
         self._pending: dict[int, tuple[int, PendingAttachment]] = {}
+        self._waiting: dict[int, tuple[socket.socket, int, asyncio.TimerHandle]] = {}
+        """By generation, the descriptors to a worker while there is no memory for our offer."""
 
     def begin(self, slot: int, generation: int, fds: list[int]) -> None:
         """Send our offer without waiting; the worker answers after its step. fds: the socket to it, and its pidfd."""
         try:
             sock = socket.socket(fileno=fds[0])
-            pending = PendingAttachment(sock, fds[1], generation, self._space, self._ring_capacity)
         except OSError as error:
             _log.warning("worker-%d cannot be attached: %s", slot, error)
+            for fd in fds:
+                os.close(fd)
             return
-        self._pending[generation] = (slot, pending)
-        self._loop.add_reader(pending.sock_fd, self._finish, generation)
+        self._offer(slot, generation, sock, fds[1])
 
     def end(self, generation: int) -> None:
         """Forget the pending attachment of a worker that died."""
@@ -47,6 +53,28 @@ class Attaching:
         if found is not None:
             self._loop.remove_reader(found[1].sock_fd)
             found[1].close()
+        waiting = self._waiting.pop(generation, None)
+        if waiting is not None:
+            sock, pidfd, timer = waiting
+            timer.cancel()
+            sock.close()
+            os.close(pidfd)
+
+    def _offer(self, slot: int, generation: int, sock: socket.socket, pidfd: int) -> None:
+        did_wait = self._waiting.pop(generation, None) is not None
+        try:
+            pending = PendingAttachment(sock, pidfd, generation, self._space, self._ring_capacity)
+        except ReservationError as error:
+            if not did_wait:
+                _log.error("worker-%d has to wait for this frontend: %s", slot, error)
+            timer = self._loop.call_later(_RETRY_S, self._offer, slot, generation, sock, pidfd)
+            self._waiting[generation] = (sock, pidfd, timer)
+            return
+        except OSError as error:
+            _log.warning("worker-%d cannot be attached: %s", slot, error)
+            return
+        self._pending[generation] = (slot, pending)
+        self._loop.add_reader(pending.sock_fd, self._finish, generation)
 
     def _finish(self, generation: int) -> None:
         slot, pending = self._pending[generation]

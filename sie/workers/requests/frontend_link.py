@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,40 +18,70 @@ from sie.shm.space import OutboundSpace
 
 
 class JoiningFrontend:
-    """A frontend that has our offer while its own is pending. The step loop continues meanwhile."""
+    """A frontend whose offer, or the memory for its replies, is awaited. The step loop continues meanwhile."""
 
     def __init__(self, message: Attach, fds: list[int], settings: Settings, budget: LargeBudget) -> None:
-        """Create the reply memory and send our offer. Raises OSError or ReservationError."""
+        """fds: the socket to the frontend and its pidfd. Raises OSError if the first is no socket; both are closed then."""
         self.slot = message.peer_slot
-        self.pidfd = fds[1]
-        memory = settings.memory
-        self._space = OutboundSpace.create(
-            f"reply-{self.slot}", memory.reply_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
-        )
+        self.sock_fd, self.pidfd = fds
+        self.lacks_memory = False
+        """Whether there was no memory for our offer."""
+        self._generation = message.generation
+        self._memory = settings.memory
+        self._budget = budget
+        self._offered: tuple[OutboundSpace, PendingAttachment] | None = None
         try:
-            sock = socket.socket(fileno=fds[0])
-            self._pending = PendingAttachment(sock, fds[1], message.generation, self._space, memory.ring_capacity)
-        except BaseException:
-            self._space.close()
+            self._sock = socket.socket(fileno=self.sock_fd)
+        except OSError:
+            for fd in fds:
+                os.close(fd)
             raise
-        self.sock_fd = self._pending.sock_fd
 
     def try_finish(self) -> FrontendLink | None:
-        """Return the link, or None until the frontend's offer arrives.
+        """Answer the frontend's offer, which has arrived, with ours. Return the link, or None if nothing has arrived.
 
-        Raises OSError or ProtocolError if the attachment fails; everything is closed then.
+        ORDER: the reply memory is created after the frontend's offer. Before its offer, the frontend unmaps the reply memory of
+        this worker's predecessor, and there may be no room for both.
+
+        Raises ReservationError without memory for our offer: a later call tries again. Raises OSError or ProtocolError if
+        the attachment fails; everything is closed then.
         """
+        space, pending = self._offered = self._offered or self._offer()
         try:
-            attachment = self._pending.try_finish()
+            attachment = pending.try_finish()
         except BaseException:
-            self._space.close()
+            space.close()
             raise
-        return None if attachment is None else FrontendLink(self.slot, attachment, self._space)
+        return None if attachment is None else FrontendLink(self.slot, attachment, space)
 
     def close(self) -> None:
         """Cancel the attachment: the frontend is dead, or another one has its slot."""
-        self._pending.close()
-        self._space.close()
+        if self._offered is None:
+            self._sock.close()
+            os.close(self.pidfd)
+            return
+        space, pending = self._offered
+        pending.close()
+        space.close()
+
+    def _offer(self) -> tuple[OutboundSpace, PendingAttachment]:
+        memory = self._memory
+        try:
+            space = OutboundSpace.create(
+                f"reply-{self.slot}",
+                memory.reply_segment_bytes,
+                self._budget,
+                large_extent_bytes=memory.large_extent_bytes,
+            )
+        except OSError:
+            self.close()
+            raise
+        try:
+            pending = PendingAttachment(self._sock, self.pidfd, self._generation, space, memory.ring_capacity)
+        except BaseException:
+            space.close()
+            raise
+        return space, pending
 
 
 class FrontendLink:

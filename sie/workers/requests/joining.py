@@ -1,4 +1,4 @@
-"""Tracks the frontends that got this worker's offer of memory and have not sent theirs yet.
+"""Tracks the frontends that have not sent their offer of memory to this worker yet, or for which it has no memory.
 
 The step loop continues meanwhile, so a stopped frontend does not block it.
 """
@@ -39,16 +39,21 @@ class Joining:
         self._by_slot: dict[int, JoiningFrontend] = {}
 
     def add(self, message: Attach, fds: list[int]) -> None:
-        """Send our offer to a frontend, and cancel an earlier attachment of its slot. Takes ownership of fds."""
+        """Wait for a frontend's offer, and cancel an earlier attachment of its slot. Takes ownership of fds."""
         self._give_up(message.peer_slot)
         try:
             joining = JoiningFrontend(message, fds, self._settings, self._large)
-        except (OSError, ReservationError) as error:
+        except OSError as error:
             _log.error("frontend-%d cannot be attached: %s", message.peer_slot, error)
             return
         self._by_slot[joining.slot] = joining
         self._watch(joining.sock_fd, lambda: self._finish(joining))
         self._watch(joining.pidfd, lambda: self._give_up(joining.slot))
+
+    def retry(self) -> None:
+        """Try again to attach the frontends for which there was no memory. The loop calls this once a second."""
+        for joining in [joining for joining in self._by_slot.values() if joining.lacks_memory]:
+            self._finish(joining)
 
     def _give_up(self, slot: int) -> None:
         joining = self._by_slot.get(slot)
@@ -59,11 +64,19 @@ class Joining:
     def _finish(self, joining: JoiningFrontend) -> None:
         try:
             link = joining.try_finish()
+        except ReservationError as error:
+            if not joining.lacks_memory:
+                _log.error("frontend-%d has to wait for this worker: %s", joining.slot, error)
+            joining.lacks_memory = True
+            self._unwatch(joining.sock_fd)  # its offer stays readable
+            return
         except (OSError, ProtocolError) as error:
             _log.warning("frontend-%d did not attach: %s", joining.slot, error)
             self._forget(joining)
             return
         if link is not None:
+            if joining.lacks_memory:
+                _log.info("frontend-%d is attached: there is memory again", joining.slot)
             self._forget(joining)
             self._on_link(link)
 

@@ -337,7 +337,7 @@ def test_a_download_that_is_ended_leaves_no_part_of_a_file(hub: FakeHub, tmp_pat
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
         helper.terminate()
-        assert helper.wait(30) == 128 + signal.SIGTERM
+        assert helper.wait(120) == 128 + signal.SIGTERM
     assert not list(tmp_path.rglob("*.incomplete"))
 
 

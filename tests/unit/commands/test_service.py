@@ -253,7 +253,7 @@ def test_every_device_of_the_driver_gets_its_node(tmp_path: Path):
     command.chmod(0o755)
     script = line.replace("$$", "$").replace("/proc/driver/nvidia", str(tmp_path))
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = subprocess.run(["/bin/sh", "-c", script], env=env, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(["/bin/sh", "-c", script], env=env, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "-u -c 0 -c 1 -c 7\n"
 
 

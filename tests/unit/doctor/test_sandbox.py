@@ -7,6 +7,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
+import tempfile
+import venv
 from pathlib import Path
 
 import pytest
@@ -42,11 +45,57 @@ def test_a_missing_sandbox_is_a_fault_only_with_agents(monkeypatch: pytest.Monke
     assert [one.level for one in findings(monkeypatch, HELD, agent=True, sandbox="off")] == ["warn"]
 
 
-def test_a_python_that_a_sandbox_would_cover_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("roots", "links", "place"),
+    [
+        (("/usr/local", "/dev/shm/clone/.venv"), (), "is below /dev,"),
+        (("/workspace/clone/.venv",), (), "is below /workspace,"),
+        (("/tmp",), (), "is in /tmp itself,"),
+        (("/opt/python",), (("/tmp/python3", "/opt/python/bin/python3"),), "is in /tmp itself,"),
+    ],
+)
+def test_a_python_that_a_sandbox_would_cover_is_named(
+    monkeypatch: pytest.MonkeyPatch, roots: tuple[str, ...], links: tuple[tuple[str, str], ...], place: str
+) -> None:
     monkeypatch.setattr(runtime_sandbox, "find_bwrap", lambda: "/usr/bin/bwrap")
-    monkeypatch.setattr(runtime_sandbox, "_python_roots", lambda _: ("/usr/local", "/tmp/clone/.venv"))
+    monkeypatch.setattr(runtime_sandbox, "_find_python", lambda _: runtime_sandbox._Python(roots, links))
     (found,) = sandbox.check_sandbox(Settings(agents=Agents(agent=True)))
-    assert "the server's Python is below /tmp" in found.message
+    assert f"the server's Python {place}" in found.message
+
+
+def test_an_interpreter_for_code_that_does_not_run_is_named() -> None:
+    (found,) = sandbox.check_sandbox(Settings(agents=Agents(agent=True, agent_python="/nowhere/python")))
+    assert (found.level, "agent_python, /nowhere/python, does not run" in found.message) == ("error", True)
+
+
+def make_environment(directory: Path, python: Path | None = None) -> Path:
+    """Make an environment with the packages of this one, without installing any; return its interpreter."""
+    command = [str(python), "-m", "venv", "--without-pip", str(directory)]
+    subprocess.run(command, check=True, timeout=120) if python else venv.create(directory, symlinks=True)
+    line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    next(directory.glob("lib/*/site-packages")).joinpath("here.pth").write_text(line)
+    return directory / "bin" / "python"
+
+
+@pytest.mark.parametrize("kind", ["private", "linked"])
+def test_a_server_below_tmp_has_a_sandbox(kind: str) -> None:
+    """In a directory that nobody else may enter; with a Python that is reached by a link from another directory."""
+    with tempfile.TemporaryDirectory(prefix="sie-python-", dir="/tmp") as place:
+        link = None
+        if kind == "linked":
+            link = Path(place, "bin", "python3")
+            link.parent.mkdir()
+            link.symlink_to(Path(sys.base_prefix, "bin", Path(sys.executable).resolve().name))
+        python = make_environment(Path(place, "clone", ".venv"), link)
+        done = subprocess.run(
+            [python, "-m", "sie", "doctor", "--only", "sandbox"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert " sandbox for agents: bubblewrap" in done.stdout
 
 
 def test_a_service_of_agents_is_asked_whether_it_listens(tmp_path: Path) -> None:

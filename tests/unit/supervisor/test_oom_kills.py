@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from sie.supervisor.oom_kills import OomKills, count_oom_kills
@@ -57,3 +59,38 @@ def test_a_kill_of_a_minute_ago_explains_no_death(kernel, kills):
 
 def test_the_kernels_counter_can_be_read_here():
     assert count_oom_kills() >= 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "count"),
+    [
+        ("0::/", {}, 9),  # the group of all has no counter
+        ("0::/", {"memory.events": "low 0\noom 3\noom_kill 2\n"}, 2),  # a container's own group
+        ("0::/a/b", {"a/b/memory.events": "oom_kill 2\n", "a/memory.events": "oom_kill 5\n"}, 2),
+        ("0::/a", {"a/memory.events.local": "oom_kill 1\n", "a/memory.events": "oom_kill 2\n"}, 1),  # not of sandboxes
+        ("4:cpu,memory:/a\n0::/", {"memory/a/memory.oom_control": "under_oom 0\noom_kill 3\n"}, 3),
+        (
+            "4:memory:/docker/x",
+            {"memory/memory.oom_control": "oom_kill 3\n"},
+            3,
+        ),  # as a container without a view of its own
+        ("4:memory:/a", {"memory/a/memory.oom_control": "under_oom 0\n"}, 9),  # before Linux 4.17
+        ("", {}, 9),
+    ],
+)
+def test_kills_in_the_own_group_count_where_it_has_a_counter(
+    tmp_path: Path, groups: str, files: dict[str, str], count: int
+) -> None:
+    proc, sysfs = tmp_path / "proc", tmp_path / "sysfs"
+    for path, text in {
+        **{sysfs / name: text for name, text in files.items()},
+        proc / "self" / "cgroup": groups,
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (proc / "vmstat").write_text("nr_free_pages 1\noom_kill 9\n")
+    assert count_oom_kills(proc=proc, sysfs=sysfs) == count
+
+
+def test_a_kernel_that_counts_nothing_is_taken_at_its_word(tmp_path: Path) -> None:
+    assert count_oom_kills(proc=tmp_path, sysfs=tmp_path) == 0

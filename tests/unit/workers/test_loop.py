@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,12 +17,13 @@ from sie.ipc import messages
 from sie.ipc.messages import PeerFault
 from sie.metrics import definitions
 from sie.native import team
+from sie.shm.attach import PendingAttachment
 from sie.shm.attach_messages import Retire, send
 from sie.shm.layout import REPLY
 from sie.values.errors import BadRequest, DeadlineExceeded, Internal, Overloaded, Unavailable, WorkerLost
 from sie.workers import steps
 from sie.workers.scheduling.waiting import Budget
-from tests.unit.engine_rig import DEADLINE_S, MIB, Rig, SumRunner, Worker, card, checksum, in_rig
+from tests.unit.engine_rig import DEADLINE_S, MIB, Rig, SumRunner, Worker, card, checksum, in_rig, no_memory
 
 TWO_ITEMS = Budget(max_tokens=1000, max_items=2, max_age_ns=10**12)
 WIDTH = 65536
@@ -340,6 +342,56 @@ async def test_frontend_that_does_not_attach_leaves_the_others_served(rig: Rig) 
     await rig.serve(worker)
 
     assert await rig.rows(pending) == [checksum([1])]
+
+
+def introduce(worker: Worker) -> socket.socket:
+    """Tell a worker of a frontend that has made no offer yet; return the frontend's end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pidfd = os.pidfd_open(os.getpid())
+    worker.supervisor.send(messages.Attach(0, 1), [theirs.fileno(), pidfd])
+    theirs.close()
+    os.close(pidfd)
+    ours.setblocking(False)
+    return ours
+
+
+@in_rig()
+async def test_frontend_gets_no_offer_before_its_own(rig: Rig) -> None:
+    """Until then it may hold the memory of the worker's predecessor."""
+    worker = rig.start_worker(attach=False)
+    sock = introduce(worker)
+    worker.turn(3)
+    with pytest.raises(BlockingIOError):
+        sock.recv(1)
+    pending = PendingAttachment(sock, os.pidfd_open(os.getpid()), 1, rig.space, rig.settings.memory.ring_capacity)
+    worker.turn()
+    attachment = pending.try_finish()
+    assert attachment is not None
+    attachment.close()
+
+
+@in_rig()
+async def test_frontend_for_which_there_is_no_memory_is_attached_when_there_is(rig: Rig) -> None:
+    worker = rig.start_worker("m", attach=False)
+    pending = PendingAttachment(
+        introduce(worker), os.pidfd_open(os.getpid()), 1, rig.space, rig.settings.memory.ring_capacity
+    )
+    with no_memory() as refused:
+        worker.turn(3)
+        assert len(refused) == 1, "its offer stays readable, and is no reason to try again at once"
+        worker.loop._periodic_ns = 0
+        worker.turn()
+        assert len(refused) == 2
+    assert pending.try_finish() is None
+    worker.loop._periodic_ns = 0
+    worker.turn()
+    attachment = pending.try_finish()
+    assert attachment is not None
+    rig.engine.attach(0, attachment)
+    worker.frontends.append(attachment)
+    mine = rig.submit([1])
+    await rig.serve(worker)
+    assert await rig.rows(mine) == [checksum([1])]
 
 
 @in_rig()
