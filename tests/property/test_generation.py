@@ -6,25 +6,18 @@ each step at once, another begins steps ahead and computes them when they are re
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import event, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sie.values.errors import Internal, ResourceExhausted
 from sie.values.generate import Sampling
 from sie.workers.model_api import Slot
+from tests.property.lives import live, note
 from tests.unit.workers.generation_rig import AheadStub, Answer, EngineRig, Frontend, echo, make_card
 
-_reached: Counter[str] = Counter()
 _BLOCK = 4
-
-
-def _note(name: str, count: int = 1) -> None:
-    event(name)
-    _reached[name] += count
 
 
 class GenerationMachine(RuleBasedStateMachine):
@@ -93,7 +86,7 @@ class GenerationMachine(RuleBasedStateMachine):
         if running:
             number = running[pick % len(running)]
             _, frontend, request_id, _, _ = self.asked[number]
-            _note("cancelled", number not in self.cancelled)
+            note("cancelled", number not in self.cancelled)
             frontend.cancel(request_id)
             self.cancelled.add(number)
 
@@ -109,7 +102,7 @@ class GenerationMachine(RuleBasedStateMachine):
         if going_on:
             number, choice = going_on[pick % len(going_on)]
             _, frontend, request_id, _, _ = self.asked[number]
-            _note("stopped", (number, choice) not in self.stopped)
+            note("stopped", (number, choice) not in self.stopped)
             frontend.stop(request_id, choice)
             self.stopped.add((number, choice))
 
@@ -119,14 +112,14 @@ class GenerationMachine(RuleBasedStateMachine):
             self.frontends[1].fill()
         else:
             self.frontends[1].credit = credit
-        _note("no room" if is_full else "no credit")
+        note("no room" if is_full else "no credit")
 
     @rule(is_memory=st.booleans(), is_late=st.booleans())
     def break_a_step(self, is_memory: bool, is_late: bool) -> None:
         error: Exception = MemoryError("none left") if is_memory else RuntimeError("broken")
         self.rig.runner.faults.append((error, is_late))
         self.num_broken += 1
-        _note("no memory" if is_memory else "broken")
+        note("no memory" if is_memory else "broken")
 
     @rule()
     def feed(self) -> None:
@@ -143,8 +136,8 @@ class GenerationMachine(RuleBasedStateMachine):
         self.rig.assert_all_given_back()
         assert not self.frontends[1].num_leased
         planner = self.rig.engine.planner
-        _note("preempted", planner.num_preempted)
-        _note("shared", planner.num_hits)
+        note("preempted", planner.num_preempted)
+        note("shared", planner.num_hits)
         self.asked.clear()
         self.stopped.clear()
         self.cancelled.clear()
@@ -193,7 +186,7 @@ class AheadMachine(GenerationMachine):
     @rule()
     def refuse_to_begin(self) -> None:
         self.rig.runner.launch_faults.append(MemoryError("none left"))
-        _note("not begun")
+        note("not begun")
 
     @rule(every=st.integers(2, 9))
     def leave_to_the_host(self, every: int) -> None:
@@ -205,24 +198,19 @@ class AheadMachine(GenerationMachine):
     @rule()
     def finish_all(self) -> None:
         super().finish_all()
-        _note("ahead", self.rig.runner.num_behind)
+        note("ahead", self.rig.runner.num_behind)
         self.rig.runner.num_behind = 0
 
 
 def test_every_choice_gets_its_tokens_once_and_in_order() -> None:
     live(
-        GenerationMachine, "preempted", "shared", "cancelled", "stopped", "no room", "no credit", "no memory", "broken"
-    )
+        GenerationMachine, "preempted", "shared", "cancelled", "stopped", "no room", "no credit", "no memory", "broken",
+        lives=80, steps=30, times=5,
+    )  # fmt: skip
 
 
 def test_steps_that_begin_ahead_change_no_token() -> None:
-    live(AheadMachine, "preempted", "shared", "stopped", "no memory", "broken", "not begun", "ahead", count=60)
-
-
-def live(machine: type[GenerationMachine], *wanted: str, count: int = 80) -> None:
-    """Run so many of the machine's lives, and assert that they came to all that is wanted."""
-    _reached.clear()
-    # The same lives each time: what these reach would else vary by a factor of a hundred.
-    lives = settings(max_examples=count, stateful_step_count=30, deadline=None, derandomize=True)
-    run_state_machine_as_test(machine, settings=lives)
-    assert all(_reached[name] for name in wanted), _reached
+    live(
+        AheadMachine, "preempted", "shared", "stopped", "no memory", "broken", "not begun", "ahead",
+        lives=60, steps=30, times=5,
+    )  # fmt: skip

@@ -7,17 +7,10 @@ from __future__ import annotations
 from collections import Counter
 
 import hypothesis.strategies as st
-from hypothesis import event, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sie.workers.generation.kv import BlockPool
-
-_reached: Counter[str] = Counter()
-
-
-def _note(name: str) -> None:
-    event(name)
-    _reached[name] += 1
+from tests.property.lives import live, note
 
 
 class BlockMachine(RuleBasedStateMachine):
@@ -39,14 +32,14 @@ class BlockMachine(RuleBasedStateMachine):
         block = self.pool.allocate()
         if block is None:
             assert len(self.held()) == self.pool.num_blocks
-            _note("full")
+            note("full")
             return
         assert not self.holders[block], "a block that somebody holds"
         if block in self.cached:
             assert not unkeyed, "a cached block went while another was free"
             assert block == self.cached.pop(0), "not the one that was let go first"
             del self.keys[block]
-            _note("evicted")
+            note("evicted")
         self.holders[block] = 1
 
     @rule(pick=st.integers(0, 100), name=st.integers(0, 5))
@@ -57,7 +50,7 @@ class BlockMachine(RuleBasedStateMachine):
         block, key = held[pick % len(held)], bytes([name])
         self.pool.enter(block, key)
         if key in self.keys.values() or block in self.keys:
-            _note("known before")
+            note("known before")
         else:
             self.keys[block] = key
 
@@ -75,10 +68,10 @@ class BlockMachine(RuleBasedStateMachine):
         self.pool.hold(block)
         if not self.holders[block]:
             self.cached.remove(block)
-            _note("revived")
+            note("revived")
         self.holders[block] += 1
         if self.holders[block] > 1:
-            _note("shared")
+            note("shared")
 
     @rule(picks=st.lists(st.integers(0, 100), min_size=1, max_size=6))
     def let_go(self, picks: list[int]) -> None:
@@ -117,8 +110,4 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 def test_books_of_blocks_agree_with_the_model() -> None:
-    _reached.clear()
-    run_state_machine_as_test(BlockMachine, settings=settings(max_examples=200, stateful_step_count=40, deadline=None))
-
-    wanted = ("full", "evicted", "known before", "revived", "shared")
-    assert all(_reached[name] > 5 for name in wanted), _reached
+    live(BlockMachine, "full", "evicted", "known before", "revived", "shared", lives=200, steps=40, times=5)

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import pairwise
 
 import hypothesis.strategies as st
-from hypothesis import event, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sie.shm.pool import ExtentPool, Lease
-
-_reached: Counter[str] = Counter()
-
-
-def _note(name: str) -> None:
-    event(name)
-    _reached[name] += 1
+from tests.property.lives import live, note
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -35,7 +27,7 @@ class PoolMachine(RuleBasedStateMachine):
     def lease(self, nbytes: int) -> None:
         lease = self.pool.lease(nbytes)
         if lease is None:
-            _note("full")
+            note("full")
             return
         assert lease.nbytes >= nbytes
         assert lease.address % 64 == 0
@@ -48,7 +40,7 @@ class PoolMachine(RuleBasedStateMachine):
             lease = fresh[pick % len(fresh)]
             lease.hand_over(pick)
             self.handed_over.add(lease)
-            _note("handed over")
+            note("handed over")
 
     @rule(pick=st.integers(0, 10_000), num=st.integers(1, 8))
     def end(self, pick: int, num: int) -> None:
@@ -63,7 +55,7 @@ class PoolMachine(RuleBasedStateMachine):
         whole = self.pool.lease(self.pool.nbytes)
         assert whole is not None, "free bytes that no lease can get"
         whole.end()
-        _note("whole again")
+        note("whole again")
 
     @invariant()
     def leased_and_free_are_the_whole_segment(self) -> None:
@@ -78,12 +70,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 def test_pool_agrees_with_the_model() -> None:
-    _reached.clear()
-    names = ("full", "handed over", "whole again")
-    for _ in range(8):  # a run that rarely reaches a state proves little of it: then there is another one
-        run_state_machine_as_test(
-            PoolMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
-        )
-        if all(_reached[name] > 20 for name in names):
-            break
-    assert all(_reached[name] > 20 for name in names), _reached
+    live(PoolMachine, "full", "handed over", "whole again", lives=150, steps=40, times=20)

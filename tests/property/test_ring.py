@@ -10,18 +10,10 @@ import itertools
 import os
 import socket
 import zlib
-from collections import Counter, deque
+from collections import deque
 
 import hypothesis.strategies as st
-from hypothesis import event, settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.extent import is_cancelled, set_cancelled
@@ -30,6 +22,7 @@ from sie.shm.layout import ERROR, RELEASE, REPLY, SUBMIT, Descriptor
 from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
 from sie.values.work_bytes import PROLOGUE_BYTES
+from tests.property.lives import live, note
 
 _CAPACITY = 4
 _REQUEST_BYTES = 64 * 12
@@ -37,12 +30,6 @@ _REPLY_BYTES = 64 * 3
 # 44 bytes fill an extent of one cache line to its end; 150 is most of a reply segment.
 _payloads = st.builds(lambda first, size: bytes((first + k) % 256 for k in range(size)),
                       st.integers(0, 255), st.sampled_from([1, 44, 45, 150]))  # fmt: skip
-_reached: Counter[str] = Counter()
-
-
-def _note(name: str) -> None:
-    event(name)
-    _reached[name] += 1
 
 
 def _write(lease: Lease, payload: bytes) -> int:
@@ -120,7 +107,7 @@ class RingMachine(RuleBasedStateMachine):
                 if not self._push_submit(request_id, request):
                     return
                 request.is_submitted = True
-                _note("submitted again")
+                note("submitted again")
 
     def _push_submit(self, request_id: int, request: Request) -> bool:
         staged = self.frontend.stage(SUBMIT, 0, request_id, request.lease.address, request.length, num_tokens=3)
@@ -131,7 +118,7 @@ class RingMachine(RuleBasedStateMachine):
             self.num_staged += 1
             self.num_pushed += 1
         else:
-            _note("ring full")
+            note("ring full")
         return staged
 
     def _releases_went_out(self) -> None:
@@ -140,7 +127,7 @@ class RingMachine(RuleBasedStateMachine):
             self.num_staged = 0  # releases are published, and with them all before them
             self.num_pushed += 1
         if self.num_pushed > _CAPACITY:
-            _note("wrapped")
+            note("wrapped")
 
     @precondition(_has_worker)
     @rule(payloads=st.lists(_payloads, min_size=1, max_size=4), publishes=st.booleans())
@@ -157,7 +144,7 @@ class RingMachine(RuleBasedStateMachine):
     def _push_one(self, payload: bytes) -> None:
         lease = self.requests.lease(PROLOGUE_BYTES + 4 + len(payload))
         if lease is None:
-            _note("request segment full")
+            note("request segment full")
             return
         with lease:
             request = Request(lease, _write(lease, payload), payload)
@@ -182,9 +169,9 @@ class RingMachine(RuleBasedStateMachine):
         num_seen = len(self.to_worker) - self.num_staged
         assert got == self.to_worker[:num_seen]
         if not got:
-            _note("empty")
+            note("empty")
         if self.num_staged:
-            _note("staged and not seen")
+            note("staged and not seen")
         del self.to_worker[:num_seen]
         for descriptor in drained:
             if descriptor.kind == RELEASE:
@@ -197,7 +184,7 @@ class RingMachine(RuleBasedStateMachine):
         for descriptor in itertools.islice(self.queue, num_replies):
             answer = self._answer(descriptor)
             if answer is None:
-                _note("reply segment full")
+                note("reply segment full")
                 break
             answers.append(answer)
         room = _CAPACITY - len(self.to_frontend)
@@ -205,7 +192,7 @@ class RingMachine(RuleBasedStateMachine):
         self.live_worker().publish()
         assert num_staged == min(len(answers), room)
         if num_staged > 1:
-            _note("answered several at once")
+            note("answered several at once")
         for place, ((kind, request_id, _, _), lease) in enumerate(answers):
             if place < num_staged:
                 self.to_frontend.append((kind, request_id))
@@ -236,7 +223,7 @@ class RingMachine(RuleBasedStateMachine):
         request = list(self.open.values())[pick % len(self.open)]
         set_cancelled(request.lease.view)
         request.is_cancelled = True
-        _note("cancel lost its race" if request.is_answered else "cancel in time")
+        note("cancel lost its race" if request.is_answered else "cancel in time")
 
     @precondition(_has_worker)
     @rule()
@@ -260,7 +247,7 @@ class RingMachine(RuleBasedStateMachine):
         self._releases_went_out()
         assert waiting == len(self.releases)
         if waiting:
-            _note("release waited for credit")
+            note("release waited for credit")
 
     @precondition(_has_worker)
     @rule()
@@ -271,7 +258,7 @@ class RingMachine(RuleBasedStateMachine):
         self.queue.clear()
         assert not self.frontend.read_socket()
         if self.to_frontend:
-            _note("died with answers in its ring")
+            note("died with answers in its ring")
         self._take_replies()
         self.frontend.close()
         for request in self.open.values():
@@ -309,20 +296,8 @@ class RingMachine(RuleBasedStateMachine):
             part.close()
 
 
-_MUST_REACH = (
-    "ring full", "request segment full", "reply segment full", "empty", "wrapped", "cancel in time",
-    "staged and not seen", "answered several at once",
-)  # fmt: skip
-
-
 def test_attachment_agrees_with_the_model() -> None:
-    _reached.clear()
-    for _ in range(8):  # a run that misses a rare state proves nothing: the machine is run again, and then it fails
-        run_state_machine_as_test(
-            RingMachine,
-            settings=settings(max_examples=200, stateful_step_count=50, deadline=None, derandomize=False),
-        )
-        if all(_reached[name] for name in _MUST_REACH):
-            break
-
-    assert not [name for name in _MUST_REACH if not _reached[name]], _reached
+    live(
+        RingMachine, "ring full", "request segment full", "reply segment full", "empty", "wrapped", "cancel in time",
+        "staged and not seen", "answered several at once", lives=200, steps=50,
+    )  # fmt: skip

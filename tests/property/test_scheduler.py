@@ -7,19 +7,14 @@ from typing import NamedTuple
 
 import hypothesis.strategies as st
 from hypothesis import event, given, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sie.workers.scheduling.scheduler import OVERTAKING, State, plan_step
 from sie.workers.scheduling.waiting import Budget, WaitingItem
 from sie.workers.scheduling.waiting_queue import singles
+from tests.property.lives import live, note
 
-_reached: Counter[str] = Counter()
 _MODELS = ("a", "b", "c")
-
-
-def _note(name: str) -> None:
-    event(name)
-    _reached[name] += 1
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -70,7 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         step = plan_step(self.state, self.budget, self.now_ns)
         assert (step is None) == (not self.waiting)
         if step is None:
-            _note("nothing to do")
+            note("nothing to do")
             return
         assert step.items or step.expired, "a step without items would be planned for ever"
         self._check_items(step.items, step.num_tokens)
@@ -81,7 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert model == step.model
         self.state.remove(step)
         if step.expired:
-            _note("expired")
+            note("expired")
         self._check_leaders(step.items, runs)
         if runs:
             self.state.charge(step.model, step.num_tokens)
@@ -98,9 +93,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             there.update({item.request} if item.leads else ())
             assert item.request not in self.led - there, "an item came before the one that leads it"
         if there and any(item.request in there and not item.leads for item in items):
-            _note("led in one step")
+            note("led in one step")
         if any(item.request in self.was_led for item in items):
-            _note("led by an earlier step")
+            note("led by an earlier step")
         if runs:
             self.led -= there
             self.was_led |= there
@@ -110,10 +105,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(items) <= self.budget.max_items
         if num_tokens > self.budget.max_tokens:
             assert len(items) == 1
-            _note("over the budget")
+            note("over the budget")
         if any(item.alone for item in items):
             assert len({item.request for item in items}) == 1
-            _note("alone")
+            note("alone")
 
     @rule()
     def requeue(self) -> None:
@@ -121,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.state.requeue(model, items)
             self.waiting.update((id(item), (model, item)) for item in items)
             assert list(self.state.queues[model])[: len(items)] == items
-            _note("put back")
+            note("put back")
         self.parked.clear()
 
     @rule(pick=st.integers(0, 6))
@@ -132,7 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for item in dropped:
             del self.waiting[id(item)]
         if dropped:
-            _note("dropped")
+            note("dropped")
 
     @invariant()
     def what_waits_is_in_its_model_s_queue_once(self) -> None:
@@ -153,23 +148,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def test_scheduler_agrees_with_the_model() -> None:
-    _reached.clear()
-    options = settings(max_examples=200, stateful_step_count=40, deadline=None)
-    names = (
-        "nothing to do",
-        "expired",
-        "over the budget",
-        "alone",
-        "put back",
-        "dropped",
-        "led in one step",
-        "led by an earlier step",
-    )
-    for _ in range(8):  # a rare state is missed by some runs: then there is another one
-        run_state_machine_as_test(SchedulerMachine, settings=options)
-        if all(_reached[name] for name in names):
-            break
-    assert all(_reached[name] for name in names), _reached
+    live(
+        SchedulerMachine, "nothing to do", "expired", "over the budget", "alone", "put back", "dropped",
+        "led in one step", "led by an earlier step", lives=200, steps=40,
+    )  # fmt: skip
 
 
 @settings(max_examples=200, deadline=None)
