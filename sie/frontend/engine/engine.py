@@ -116,13 +116,13 @@ class ShmEngine:
     def check_open(self) -> None:
         """Refuse a request before its body is read if no worker could take even one more token.
 
-        Raises Overloaded.
+        While no worker is attached, the requests that wait for one count. Raises Overloaded.
         """
         max_tokens = self._limits.max_queued_tokens
         for link in self._links.values():
             if link.outstanding_tokens < max_tokens:
                 return
-        if self._links:
+        if self._links or self._held.num_tokens >= max_tokens:
             raise self._overloaded("the queue holds max_queued_tokens")
 
     def submit(
@@ -280,7 +280,7 @@ class ShmEngine:
         self._held.add(pending)
 
     def _overloaded(self, reason: str) -> SieError:
-        return admission.overloaded(reason, self.queued_tokens, self.tokens_per_s)
+        return admission.overloaded(reason, self.queued_tokens + self._held.num_tokens, self.tokens_per_s)
 
     # --- abandoning -----------------------------------------------------------------------------------------------
 

@@ -234,6 +234,19 @@ async def test_full_request_segment_is_overloaded(rig: Rig) -> None:
 
 
 @in_rig()
+async def test_requests_that_wait_for_the_first_worker_fill_the_queue(rig: Rig) -> None:
+    rig.tell("m", recovering=True)
+    rig.engine._limits = type(rig.engine._limits)(max_queued_tokens=10)
+    waiting = rig.submit([1] * 50)
+    with pytest.raises(Overloaded, match="max_queued_tokens"):
+        rig.engine.check_open()
+    await rig.serve(rig.start_worker("m"))
+
+    rig.engine.check_open()
+    await rig.rows(waiting)
+
+
+@in_rig()
 async def test_full_queue_is_overloaded_but_an_empty_one_takes_any_request(rig: Rig) -> None:
     worker = rig.start_worker("m")
     rig.engine._limits = type(rig.engine._limits)(max_queued_tokens=10)
