@@ -22,7 +22,9 @@ def test_refusal_reaches_a_client_that_sends_its_body_late():
         with connect(server.port) as sock:
             with paused(server.worker()):
                 full.start()
-                eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") == 1, "the queue is full")
+                eventually(
+                    lambda: total(server.port, "sie_extents_in_use", segment="request") == 1, "the queue is full"
+                )
                 sock.sendall(head)
                 refused = read_response(sock)
                 assert (refused.status, refused.code()) == (503, "QUEUE_FULL")

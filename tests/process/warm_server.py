@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,7 @@ def _take_place(command: Sequence[str], environment: Mapping[str, str], pass_fds
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     asyncio._set_running_loop(None)
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # a supervisor's directory would go when a frontend ends
     gc.freeze()  # an object of the parent that ended would close a descriptor, whose number may be another's by now
     for fd in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {0, 1, 2, *pass_fds}:
         with contextlib.suppress(OSError):
