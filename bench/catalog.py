@@ -26,7 +26,7 @@ _MODEL = "model"
 _REPOSITORY, _REVISION = "local/model", "0" * 40
 """What a hub's cache calls it, for who takes models from nowhere else."""
 _START_TIMEOUT_S = 300.0
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 class Setup(NamedTuple):
@@ -111,7 +111,7 @@ def _infinity(peer: Peer[Contender], setup: Setup) -> Contender:
         "--port", str(port), "--url-prefix", "/v1", "--no-bettertransformer", "--log-level", "error",
     ]  # fmt: skip
     env = {
-        **_OFFLINE,
+        **OFFLINE,
         "OMP_NUM_THREADS": str(setup.threads),
         "DO_NOT_TRACK": "1",
         "INFINITY_ANONYMOUS_USAGE_STATS": "0",
@@ -126,7 +126,7 @@ def _vllm(peer: Peer[Contender], setup: Setup) -> Contender:
         "--served-model-name", _MODEL, "--runner", "pooling", "--dtype", "bfloat16", "--host", "127.0.0.1",
         "--port", str(port), "--disable-uvicorn-access-log",
     ]  # fmt: skip
-    env = {**_OFFLINE, "VLLM_NO_USAGE_STATS": "1"}
+    env = {**OFFLINE, "VLLM_NO_USAGE_STATS": "1"}
     if setup.device == "cpu":
         env |= {"OMP_NUM_THREADS": str(setup.threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
         env |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.threads - 1}"}
@@ -172,12 +172,12 @@ def start_sie_server(
         f"{peer.program()}/sie-server", "serve", "--host", "127.0.0.1", "--port", str(port), "--device", setup.device,
         "--log-level", "ERROR", *args,
     ]  # fmt: skip
-    return Program(command, env={**_OFFLINE, "OMP_NUM_THREADS": str(setup.threads), **env})
+    return Program(command, env={**OFFLINE, "OMP_NUM_THREADS": str(setup.threads), **env})
 
 
 def local_env(threads: int) -> dict[str, str]:
     """Return the variables of a library in a process of its own, with so many compute threads."""
-    return {**_OFFLINE, "OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
+    return {**OFFLINE, "OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
 
 
 def _served(name: str, program: Program, port: int, dialect: SieEncode | OpenAiEmbeddings) -> Contender:

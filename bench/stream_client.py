@@ -52,10 +52,18 @@ def run_streams(target: Target, model: str, load: StreamLoad, seed: int, timeout
     return asyncio.run(run())
 
 
+def make_prompts(load: StreamLoad, seed: int) -> list[str]:
+    """Return the prompts of one turn; the same seed gives the same ones."""
+    return [_prompt(load, seed * 1000 + place) for place in range(load.streams)]
+
+
+def _prompt(load: StreamLoad, seed: int) -> str:
+    return " ".join(Random(seed).choices(_WORDS, k=load.words))
+
+
 def _body(model: str, load: StreamLoad, seed: int) -> bytes:
-    prompt = " ".join(Random(seed).choices(_WORDS, k=load.words))
     fields: dict[str, Any] = {
-        "model": model, "prompt": prompt, "max_tokens": load.tokens, "temperature": load.temperature, "seed": seed,
+        "model": model, "prompt": _prompt(load, seed), "max_tokens": load.tokens, "temperature": load.temperature, "seed": seed,
         "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     return json.dumps(fields).encode()

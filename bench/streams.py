@@ -1,33 +1,37 @@
 """Compare servers of generated text over HTTP as they start: this server, vllm's CPU build, llama.cpp's server.
 
-Each takes its turn under each load in each round, with the client on the same cores; who is not having a turn is kept from
+OpenVINO GenAI, which has no server, takes part in a process of its own. Each takes its turn under each load in each round, with the client on the same cores; who is not having a turn is kept from
 running. `generate` compares steps without a server.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import click
 import msgspec
 
-from bench.catalog import Peer, Setup, started
+from bench.catalog import OFFLINE, Peer, Setup, local_env, started
 from bench.checkpoint import as_checkpoint, packaged_gemma
 from bench.compare import all_started, leaving_out, ratio, say
 from bench.processes import Program
+from bench.questions import Respondent
 from bench.report import ROOT, facts, print_facts, print_table, save
 from bench.server import free_port
-from bench.stream_client import StreamLoad, run_streams, tokens_per_s
+from bench.stream_client import Streamed, StreamLoad, make_prompts, run_streams, tokens_per_s
 from sie.loadgen.target import Target, parse_target
 
 _MODEL: Final = "model"
 _START_TIMEOUT_S: Final = 300.0
+_TURN_TIMEOUT_S: Final = 300.0
 _FIRST: Final = StreamLoad("first", 1, 4, 2)
 
 
@@ -40,6 +44,20 @@ class StreamTurn(msgspec.Struct, frozen=True, kw_only=True):
     first_s: list[float]
     """Of each stream: seconds to its first event."""
     all_s: list[float]
+
+
+class StreamContender(Protocol):
+    """Who generates streams of text."""
+
+    name: str
+
+    def measure(self, load: StreamLoad, seed: int) -> StreamTurn:
+        """Take a turn. Raises OSError or RuntimeError."""
+        ...
+
+    def stop(self) -> None:
+        """End its processes."""
+        ...
 
 
 class ServingContender:
@@ -64,14 +82,39 @@ class ServingContender:
         self._program.resume()
         streams = run_streams(self._target, _MODEL, load, seed)
         self._program.pause()
-        return StreamTurn(
-            contender=self.name, load=load.name, tokens_per_s=tokens_per_s(streams),
-            first_s=[one.first_s for one in streams], all_s=[one.all_s for one in streams],
-        )  # fmt: skip
+        return _turn(self.name, load, streams)
 
     def stop(self) -> None:
         """End its processes."""
         self._program.stop()
+
+
+class LocalStreams:
+    """A library that generates streams of text, in a process of its own."""
+
+    def __init__(self, name: str, program: Program) -> None:
+        """Wait until it has loaded its model. Raises RuntimeError with its output."""
+        self.name = name
+        self._asked = Respondent(program, _TURN_TIMEOUT_S)
+
+    def measure(self, load: StreamLoad, seed: int) -> StreamTurn:
+        """Take a turn."""
+        answer = self._asked.ask(
+            {"prompts": make_prompts(load, seed), "tokens": load.tokens, "temperature": load.temperature}
+        )
+        times = zip(answer["first_s"], answer["all_s"], strict=True)
+        return _turn(self.name, load, [Streamed(first_s, all_s, load.tokens) for first_s, all_s in times])
+
+    def stop(self) -> None:
+        """End its process."""
+        self._asked.program.stop()
+
+
+def _turn(name: str, load: StreamLoad, streams: Sequence[Streamed]) -> StreamTurn:
+    return StreamTurn(
+        contender=name, load=load.name, tokens_per_s=tokens_per_s(streams),
+        first_s=[one.first_s for one in streams], all_s=[one.all_s for one in streams],
+    )  # fmt: skip
 
 
 class StreamFigures(NamedTuple):
@@ -90,16 +133,17 @@ class StreamFigures(NamedTuple):
         return [seconds for turn in own for seconds in turn.first_s]
 
 
-def serving_peers(weights: Sequence[str]) -> list[Peer[ServingContender]]:
+def serving_peers(weights: Sequence[str]) -> list[Peer[StreamContender]]:
     """Return this server with each format of weights, and its peers."""
     return [
         *(Peer(f"sie {name}", "sie", "sie", _start_sie, (name,)) for name in weights),
         Peer("vllm bf16", "vllm", "vllm", _start_vllm),
         Peer("llama.cpp server", "llama", "llama_cpp", _start_llama_cpp),
+        Peer("OpenVINO GenAI int8", "openvino", "openvino_genai", _start_openvino),
     ]
 
 
-def _start_sie(peer: Peer[ServingContender], setup: Setup) -> ServingContender:
+def _start_sie(peer: Peer[StreamContender], setup: Setup) -> ServingContender:
     port = free_port()
     command = [
         sys.executable, "-m", "sie", "serve", "--port", str(port), "--model", f"{_MODEL}={setup.directory}",
@@ -108,7 +152,7 @@ def _start_sie(peer: Peer[ServingContender], setup: Setup) -> ServingContender:
     return _served(peer.name, Program(command, cwd=str(ROOT), may_pause=False), port)
 
 
-def _start_vllm(peer: Peer[ServingContender], setup: Setup) -> ServingContender:
+def _start_vllm(peer: Peer[StreamContender], setup: Setup) -> ServingContender:
     port = free_port()
     command = [
         f"{peer.program()}/python", "-m", "vllm.entrypoints.openai.api_server", "--model",
@@ -116,19 +160,47 @@ def _start_vllm(peer: Peer[ServingContender], setup: Setup) -> ServingContender:
         "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096", "--disable-uvicorn-access-log",
     ]  # fmt: skip
     env = {
-        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "2",
+        **OFFLINE, "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "2",
         "OMP_NUM_THREADS": str(setup.threads), "VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.threads - 1}",
     }  # fmt: skip
     return _served(peer.name, Program(command, env=env), port)
 
 
-def _start_llama_cpp(peer: Peer[ServingContender], setup: Setup) -> ServingContender:
+def _start_llama_cpp(peer: Peer[StreamContender], setup: Setup) -> ServingContender:
     port = free_port()
     command = [
         f"{peer.program()}/python", "-m", "llama_cpp.server", "--model", setup.directory, "--model_alias", _MODEL,
         "--host", "127.0.0.1", "--port", str(port), "--n_threads", str(setup.threads), "--n_ctx", "4096",
     ]  # fmt: skip
     return _served(peer.name, Program(command), port)
+
+
+def _start_openvino(peer: Peer[StreamContender], setup: Setup) -> StreamContender:
+    checkpoint = as_checkpoint(Path(setup.directory))
+    converted = checkpoint.with_suffix(".openvino")
+    if not converted.exists():
+        parts = converted.with_suffix(".part")
+        command = [
+            f"{peer.program()}/optimum-cli", "export", "openvino", "--model", str(checkpoint), "--task",
+            "text-generation-with-past", "--weight-format", "int8", str(parts),
+        ]  # fmt: skip
+        done = subprocess.run(  # the peer's own program
+            command,
+            env={**os.environ, **OFFLINE},
+            capture_output=True,
+            text=True,
+            timeout=_START_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"not converted: {done.stderr[-2000:]}")
+        parts.rename(converted)
+    command = [
+        f"{peer.program()}/python", "-m", "bench.openvino_streams", "--model", str(converted),
+        "--threads", str(setup.threads),
+    ]  # fmt: skip
+    program = Program(command, env=local_env(setup.threads), cwd=str(ROOT), talks=True)
+    return started(lambda own: LocalStreams(peer.name, own), program)
 
 
 def _served(name: str, program: Program, port: int) -> ServingContender:
@@ -182,7 +254,7 @@ def main(
 
 
 def _compare(
-    peers: list[Peer[ServingContender]], setup: Setup, loads: Sequence[StreamLoad], rounds: int
+    peers: list[Peer[StreamContender]], setup: Setup, loads: Sequence[StreamLoad], rounds: int
 ) -> StreamFigures:
     """Start everyone, give each its turn under each load once to warm up, and then in each round."""
     figures = StreamFigures([], {})
