@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from bench.stream_client import Streamed, StreamLoad, run_streams, tokens_per_s
+from bench.processes import Program
+from bench.report import ROOT
+from bench.stream_client import Streamed, StreamLoad, make_prompts, run_streams, tokens_per_s
+from bench.streams import LocalStreams
 from sie.loadgen.target import Target, parse_target
 
 LOAD = StreamLoad("3 x 5 words", 3, 5, 7)
@@ -58,8 +62,9 @@ def test_every_stream_is_asked_for_at_once_and_counts_what_the_server_counts(ans
     streams = run_streams(answering.target, "model", LOAD, seed=4)
     assert [one.tokens for one in streams] == [7, 7, 7]
     assert all(0 < one.first_s <= one.all_s for one in streams)
-    assert len({str(body["prompt"]) for body in answering.bodies}) == 3
-    assert {len(str(body["prompt"]).split()) for body in answering.bodies} == {5}
+    prompts = make_prompts(LOAD, seed=4)
+    assert sorted(str(body["prompt"]) for body in answering.bodies) == sorted(prompts)
+    assert (len(set(prompts)), {len(prompt.split()) for prompt in prompts}) == (3, {5})
     assert {(body["max_tokens"], body["ignore_eos"], body["stream"]) for body in answering.bodies} == {(7, True, True)}
 
 
@@ -71,3 +76,21 @@ def test_an_answer_without_usage_is_an_error_with_its_text(answering: Answering)
 
 def test_the_rate_of_a_turn_is_all_tokens_until_the_last_stream_ends():
     assert tokens_per_s([Streamed(0.1, 1.0, 10), Streamed(0.1, 2.0, 10)]) == 10
+
+
+LIBRARY = """
+from bench.questions import answer_questions
+def answer(question):
+    lengths = [len(prompt.split()) for prompt in question["prompts"]]
+    return {"first_s": lengths, "all_s": [length + question["tokens"] + question["temperature"] for length in lengths]}
+answer_questions(lambda: ({"version": "1"}, answer))
+"""
+
+
+def test_a_library_without_a_server_is_asked_the_same():
+    library = LocalStreams("library", Program([sys.executable, "-c", LIBRARY], cwd=str(ROOT), talks=True))
+    try:
+        turn = library.measure(LOAD, seed=4)
+    finally:
+        library.stop()
+    assert (turn.first_s, turn.all_s, turn.tokens_per_s) == ([5.0] * 3, [12.0] * 3, 3 * 7 / 12)
