@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from sie.shm.layout import ProtocolError
+from sie.values.own_groups import SYSFS, own_groups, read_lines
 
 F_SEAL_FUTURE_WRITE: Final = 0x10
 """Linux 5.1; missing from `fcntl` up to Python 3.13."""
@@ -23,6 +24,8 @@ _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _OWNER_SEALS: Final = _SIZE_SEALS | F_SEAL_FUTURE_WRITE
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT})
 _EMPTY: Final = memoryview(b"")
+_LIMIT_FILES: Final = ("memory.max", "memory.current", "inactive_file")
+_LIMIT_FILES_V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 class ReservationError(Exception):
@@ -140,7 +143,7 @@ def doorbell() -> int:
     return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
 
-def check_reservation(total_bytes: int, *, proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgroup")) -> None:
+def check_reservation(total_bytes: int, *, proc: Path = Path("/proc"), sysfs: Path = SYSFS) -> None:
     """Raise ReservationError when total_bytes more exceed the free memory or this control group's limit.
 
     Call it once at start with the sum of all segments, because a control group over its limit kills processes.
@@ -152,7 +155,7 @@ def check_reservation(total_bytes: int, *, proc: Path = Path("/proc"), sysfs: Pa
             )
 
 
-def read_memory(*, proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
+def read_memory(*, proc: Path = Path("/proc"), sysfs: Path = SYSFS) -> tuple[int, int] | None:
     """Return (total, available) bytes of the host or the control group, the one with less left; None if unknown."""
     limits = [(left, total) for _, total, left in _memory_limits(proc, sysfs)]
     if not limits:
@@ -163,7 +166,7 @@ def read_memory(*, proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgrou
 
 def _memory_limits(proc: Path, sysfs: Path) -> list[tuple[str, int, int]]:
     """Return (name, total bytes, bytes left) of the host's memory and of every control group with a limit."""
-    host = {line.split(":")[0]: line.split()[1] for line in _read_lines(proc / "meminfo") if line.startswith("Mem")}
+    host = {line.split(":")[0]: line.split()[1] for line in read_lines(proc / "meminfo") if line.startswith("Mem")}
     groups = _cgroup_limits(proc, sysfs)
     if "MemAvailable" not in host:
         return groups
@@ -174,38 +177,20 @@ def _memory_limits(proc: Path, sysfs: Path) -> list[tuple[str, int, int]]:
 def _cgroup_limits(proc: Path, sysfs: Path) -> list[tuple[str, int, int]]:
     """Return (limit's name, limit, bytes left under it) for this process's control group and all its parents."""
     found: list[tuple[str, int, int]] = []
-    for line in _read_lines(proc / "self" / "cgroup"):
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0":
-            root, names = sysfs, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root = sysfs / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = root / path.lstrip("/")
-        for directory in (group, *group.parents):
+    for group in own_groups("memory", proc=proc, sysfs=sysfs):
+        names = _LIMIT_FILES if group.is_unified else _LIMIT_FILES_V1
+        for directory in group.with_parents():
             limit = _group_limit(directory, *names)
             if limit is not None:
                 found.append((names[0], *limit))
-            if directory == root:
-                break
     return found
 
 
 def _group_limit(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> tuple[int, int] | None:
     """Return the limit, and the limit - usage + cache that the kernel can drop at once; None without a limit."""
-    limit = _read_lines(directory / limit_name)
-    usage = _read_lines(directory / usage_name)
+    limit = read_lines(directory / limit_name)
+    usage = read_lines(directory / usage_name)
     if not limit or not usage or not limit[0].isdigit():
         return None
-    cache = [line.split()[1] for line in _read_lines(directory / "memory.stat") if line.startswith(cache_name + " ")]
+    cache = [line.split()[1] for line in read_lines(directory / "memory.stat") if line.startswith(cache_name + " ")]
     return int(limit[0]), int(limit[0]) - int(usage[0]) + (int(cache[0]) if cache else 0)
-
-
-def _read_lines(path: Path) -> list[str]:
-    """Return the file's lines, or an empty list when it cannot be read."""
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -12,18 +12,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from sie.values.own_groups import SYSFS, own_groups, read_lines
+
 _WINDOW_S: Final = 10.0
 """A killed process with much memory takes seconds to exit, so the counter grows before its death is seen."""
 _SAMPLE_S: Final = 1.0
 
 
-def count_oom_kills(*, proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgroup")) -> int:
+def count_oom_kills(*, proc: Path = Path("/proc"), sysfs: Path = SYSFS) -> int:
     """Return the number of out-of-memory kills in this process's control group, or of the whole host if it has none.
 
     Returns 0 if the kernel reports neither.
     """
     for path in (*_group_files(proc, sysfs), proc / "vmstat"):
-        for line in _read_lines(path):
+        for line in read_lines(path):
             name, _, count = line.partition(" ")
             if name == "oom_kill" and count.isdigit():
                 return int(count)
@@ -35,23 +37,10 @@ def _group_files(proc: Path, sysfs: Path) -> Iterator[Path]:
 
     A container may see its own group as the root, and its path on the host all the same.
     """
-    for line in _read_lines(proc / "self" / "cgroup"):
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0":
-            root, names = sysfs, ("memory.events.local", "memory.events")
-        elif "memory" in controllers.split(","):
-            root, names = sysfs / "memory", ("memory.oom_control",)
-        else:
-            continue
-        for group in (root / path.lstrip("/"), root):
+    for own in own_groups("memory", proc=proc, sysfs=sysfs):
+        names = ("memory.events.local", "memory.events") if own.is_unified else ("memory.oom_control",)
+        for group in (own.path, own.root):
             yield from (group / name for name in names)
-
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
 
 
 class OomKills:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from sie.supervisor.host_resources import StartError
+from sie.values.own_groups import own_groups
 
 _SUPERVISOR: Final = 6
 """The supervisor, the template of the workers, and the process between the template and a worker that it forks."""
@@ -18,7 +20,6 @@ _IMAGE_READERS: Final = 4
 _GRPC: Final = 16
 _WORKER: Final = 6
 """In addition to the compute threads."""
-_CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 class Headroom(NamedTuple):
@@ -45,30 +46,13 @@ def check_tasks(needed: int) -> None:
 
 
 def _headrooms() -> Iterator[Headroom]:
-    for directory in _pids_cgroups():
+    for directory in chain.from_iterable(group.with_parents() for group in own_groups("pids")):
         limit, used = _number(directory / "pids.max"), _number(directory / "pids.current")
         if limit is not None and used is not None:
             yield Headroom(f"{directory}/pids.max ({limit})", limit - used)
     limit = _user_limit()
     if limit is not None:
         yield Headroom(f"the limit of processes of user {os.getuid()} ({limit})", limit - _count_tasks(os.getuid()))
-
-
-def _pids_cgroups() -> Iterator[Path]:
-    """Yield this process's control group and its parents that count tasks, for cgroup versions 1 and 2."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "pids" not in controllers.split(","):
-            continue
-        root = _CGROUPS / "pids" if controllers else _CGROUPS
-        directory = root / path.lstrip("/")
-        while directory != root.parent:
-            yield directory
-            directory = directory.parent
 
 
 def _user_limit() -> int | None:
