@@ -46,10 +46,10 @@ class PendingAttachment:
     def __init__(
         self, sock: socket.socket, peer_pidfd: int, generation: int, outbound: OutboundSpace, ring_capacity: int
     ) -> None:
-        """Create our ring and send our offer. Takes over sock (SOCK_SEQPACKET) and peer_pidfd, also when it raises.
+        """Create our ring and send our offer. Takes over sock (SOCK_SEQPACKET) and peer_pidfd.
 
-        Raises ConnectionError when the peer has gone, ReservationError when the ring's memory is not available. After a
-        ReservationError both stay the caller's, who can try again.
+        Raises ConnectionError when the peer has gone; both are closed then, as after other errors. Raises ReservationError when
+        the ring's memory is not available; both stay open then, and the caller can try again.
         """
         self._sock = sock
         self._pidfd = peer_pidfd

@@ -34,7 +34,8 @@ class Attaching:
         self._on_attached = on_attached
         self._pending: dict[int, tuple[int, PendingAttachment]] = {}
         self._waiting: dict[int, tuple[socket.socket, int, asyncio.TimerHandle]] = {}
-        """By generation, the descriptors to a worker while there is no memory for our offer."""
+        """Workers to which no offer could be made, because memory is short: by generation, the socket, the pidfd and the timer of
+        the next try."""
 
     def begin(self, slot: int, generation: int, fds: list[int]) -> None:
         """Send our offer without waiting; the worker answers after its step. fds: the socket to it, and its pidfd."""

@@ -128,7 +128,7 @@ class GrammarCompiler:
         return GrammarMatcher(matcher, vocabulary.vocab_size, spellings)
 
     def read_vocabulary(self, vocab_size: int) -> None:
-        """Read the tokens, if that was not done."""
+        """Read the tokens, unless they were read before."""
         self._vocabulary(vocab_size)
 
     def start_reading(self, vocab_size: int) -> None:

@@ -21,7 +21,10 @@ class JoiningFrontend:
     """A frontend whose offer, or the memory for its replies, is awaited. The step loop continues meanwhile."""
 
     def __init__(self, message: Attach, fds: list[int], settings: Settings, budget: LargeBudget) -> None:
-        """fds: the socket to the frontend and its pidfd. Raises OSError if the first is no socket; both are closed then."""
+        """Take over fds: the socket to the frontend, and the frontend's pidfd.
+
+        If the first is not a socket, close both and raise OSError.
+        """
         self.slot = message.peer_slot
         self.sock_fd, self.pidfd = fds
         self.lacks_memory = False

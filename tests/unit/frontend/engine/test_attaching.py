@@ -1,4 +1,4 @@
-"""A frontend's offers to workers, when there is no memory for one."""
+"""Offers of a frontend to workers while memory is short."""
 
 from __future__ import annotations
 
