@@ -23,6 +23,7 @@ Raise where the fault is known; each dialect translates once. Sources: SIE API r
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any, ClassVar
 
@@ -226,6 +227,15 @@ _KINDS: dict[str, type[SieError]] = {
         NonFinite,
     )
 }  # fmt: skip
+
+
+def untied(error: SieError) -> SieError:
+    """Return a copy of a kept error, without its traceback, to be raised or kept in its place.
+
+    A traceback refers to the frames that the error passed, and so to their request. If such a frame, or an object of its,
+    keeps the error, the two refer to each other, and only the garbage collector would free them. It runs rarely.
+    """
+    return copy.copy(error)
 
 
 def to_wire(error: SieError) -> WireError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from sie.values.errors import SieError
+from sie.values.errors import SieError, untied
 from sie.values.generate import GenerateEvent
 
 
@@ -27,7 +27,7 @@ class EventQueue:
     def end(self, error: SieError | None = None) -> None:
         """End the events, with an error or None. Only the first end counts."""
         if not self._is_ended:
-            self._is_ended, self._error = True, error
+            self._is_ended, self._error = True, error and untied(error)
             self._changed.set()
 
     async def take(self, timeout_s: float) -> list[GenerateEvent]:
@@ -42,6 +42,6 @@ class EventQueue:
         events, self._events = self._events, []
         if not events and self._error is not None:
             self.is_over = True
-            raise self._error
+            raise untied(self._error)
         self.is_over = self._is_ended and self._error is None
         return events

@@ -13,7 +13,7 @@ from sie.cluster.gateway.host_directory import Host
 from sie.cluster.payloads import TextFrame, TextWork
 from sie.cluster.text_events import decode_events
 from sie.frontend.generation.generation_run import TokenMeter, add_event
-from sie.values.errors import DeadlineExceeded, Internal, ProtocolError, SieError, WorkerLost, from_wire
+from sie.values.errors import DeadlineExceeded, Internal, ProtocolError, SieError, WorkerLost, from_wire, untied
 from sie.values.generate import (
     ChoiceReply,
     Ended,
@@ -202,7 +202,7 @@ class RemoteRun:
     def fail(self, error: SieError) -> None:
         """End the answer with an error, which comes after the events before it."""
         if not self.is_done:
-            self._error = error
+            self._error = untied(error)
             self._end(error)
             self._owner.cancel(self)
 
@@ -235,7 +235,7 @@ class RemoteRun:
             return []
         events, self._events = self._events, []
         if not events and self._error is not None:
-            raise self._error
+            raise untied(self._error)
         self.is_over = self.is_over or any(isinstance(event, Ended) for event in events)
         if not events and self.is_done and not self.is_over:
             raise Internal("the host ended an answer that it had not finished")
@@ -270,13 +270,13 @@ class RemoteRun:
             self._news.clear()
             await self._news.wait()
         if self._error is not None:
-            raise self._error
+            raise untied(self._error)
         return await self._next(None)
 
     def raise_early(self) -> None:
         """Raise the error of an answer that ended before its first event."""
         if self._error is not None and not self._events:
-            raise self._error
+            raise untied(self._error)
 
     def give_up(self, error: SieError) -> None:
         """Cancel the answer; a caller that still waits gets this error."""

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from sie.frontend.engine.interface import Engine, Pending
 from sie.frontend.engine.token_stream import TokenStream
 from sie.frontend.generation.reader import Reader
-from sie.values.errors import Internal, SieError
+from sie.values.errors import Internal, SieError, untied
 from sie.values.generate import (
     ChoiceReply,
     Ended,
@@ -176,7 +176,7 @@ class Run:
         """Return the events since the last call."""
         self._news.clear()
         if self._error is not None:
-            raise self._error
+            raise untied(self._error)
         events: list[GenerateEvent] = []
         try:
             for part in self.parts:
@@ -185,7 +185,7 @@ class Run:
             self.give_up(error)
             if not events:
                 raise
-            self._error = error
+            self._error = untied(error)
             self._news.set()
         if events and not self._is_started:
             self._is_started = True

@@ -174,6 +174,7 @@ class Service:
         finally:
             call.hold(-num_held)
             self._end(exchange, failure, is_stream=method.is_stream)
+            failure = None  # its traceback refers to this frame, and so to the message
 
     def _enter(self, exchange: Exchange) -> None:
         """Check the host, the API key and `admin_from`. Raises Unauthorized, Forbidden or RateLimited."""

@@ -106,6 +106,15 @@ class Reading:
             self.error = error
             self.task.cancel()
 
+    def take_error(self) -> SieError:
+        """Return the error, once, to be raised: its traceback refers to the read, and so to the bytes received.
+
+        If the read referred to it, too, only the garbage collector would free them, and it runs rarely.
+        """
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
 
 class BodyReader:
     """Reads bodies for one process, and cancels reads that stall."""
@@ -230,7 +239,7 @@ class BodyReader:
             if reading.error is None:
                 raise
             task.uncancel()
-            raise reading.error from None
+            raise reading.take_error() from None
         except RuntimeError as error:  # Granian's ProtocolClosed: the client closed its connection
             raise _client_gone() from error
         finally:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from sie.runtime.free_memory import release_free_memory
 from sie.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -49,6 +50,8 @@ class HeldBytes:
         self.num_bytes = 0
         self._on_cut = on_cut
         self._warn_s = 0.0
+        self._has_cut = False
+        self._trim_s = 0.0
         self._holdings: set[Holding] = set()
 
     @property
@@ -69,6 +72,8 @@ class HeldBytes:
 
     def tick(self) -> None:
         """Cut holdings until the rest is within the limit. The process's tick calls this."""
+        if self._has_cut:
+            self._trim()
         if not self.is_over:
             return
         for holding in list(self._holdings):
@@ -83,6 +88,14 @@ class HeldBytes:
             largest.is_cut = True
             largest.cut()
             self._on_cut()
+            self._has_cut = True
+
+    def _trim(self) -> None:
+        """Release the memory of what was cut: large bodies of many sizes leave gaps. At most four times a second."""
+        now_s = time.monotonic()
+        if now_s >= self._trim_s:
+            self._has_cut, self._trim_s = False, now_s + 0.25
+            release_free_memory()
 
     def _warn(self, holding: Holding) -> None:
         """Log a cut, at most once a second: a client decides how many there are."""

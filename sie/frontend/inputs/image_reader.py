@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sie.config.limits import Limits
 from sie.frontend.inputs.images import decode_image, fitted_size, open_image, prepare_image, silence_decoders
 from sie.values.card import ImageRule
-from sie.values.errors import BadRequest, DeadlineExceeded, Overloaded, SieError
+from sie.values.errors import BadRequest, DeadlineExceeded, Overloaded, SieError, untied
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class _Reading:
             return self._read(data, path)
         except SieError as error:
             self._has_failed = True
-            return error
+            return untied(error)
 
     def _read(self, data: memoryview, path: str) -> _Prepared:
         if time.monotonic_ns() > self._deadline_ns:
@@ -144,5 +144,5 @@ def _unless_failed(results: list[_Prepared | SieError | None]) -> list[_Prepared
     """Return the images, or raise the first error."""
     for result in results:
         if isinstance(result, SieError):
-            raise result
+            raise untied(result)
     return [result for result in results if isinstance(result, _Prepared)]

@@ -17,7 +17,7 @@ from sie.frontend.http.stream import EventSource
 from sie.frontend.http.threads import offload
 from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.runtime.logs import get_logger
-from sie.values.errors import BadRequest, ClientGone, Internal, SieError, Unavailable
+from sie.values.errors import BadRequest, ClientGone, Internal, SieError, Unavailable, untied
 from sie.values.generate import GenerateEvent, GenerateUsage
 from sie.values.inference import Timing
 
@@ -54,7 +54,7 @@ class Follower:
 
     def end(self, error: SieError | None) -> None:
         """End the events, with an error or None."""
-        self._is_ended, self._error = True, error
+        self._is_ended, self._error = True, error and untied(error)
         self._changed.set()
 
     async def wait(self, timeout_s: float) -> list[GenerateEvent]:
@@ -69,7 +69,7 @@ class Follower:
         events, self._events = self._events, []
         if not events and self._error is not None:
             self.is_over = True
-            raise self._error
+            raise untied(self._error)
         self.is_over = self._is_ended and self._error is None
         return events
 

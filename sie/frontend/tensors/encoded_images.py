@@ -24,7 +24,7 @@ from sie.frontend.inputs.images import keep_position, open_image
 from sie.frontend.tensors.checks import check_data
 from sie.frontend.tensors.image_inputs import IMAGE_RANK, ImageForm, image_form
 from sie.values.bytes_tensor import element_bounds
-from sie.values.errors import BadRequest, DeadlineExceeded, SieError
+from sie.values.errors import BadRequest, DeadlineExceeded, SieError, untied
 from sie.values.tensor import DATATYPES, ITEM_BYTES, Tensor, TensorRequest, TensorRule, TensorSpec
 
 _CHANNELS: Final = {"L": 1, "RGB": 3, "RGBA": 4}
@@ -72,7 +72,7 @@ class TensorImages:
             failures = await self._images.run([partial(batch.decode, index) for index in range(len(files))])
             failure = next((found for found in failures if found is not None), None)
         if failure is not None:
-            raise failure
+            raise untied(failure)
         return Tensor(spec.name, spec.datatype, batch.pixels.shape, batch.data())
 
 
@@ -129,7 +129,7 @@ class _Batch:
         try:
             self._open(files)
         except SieError as error:
-            return error
+            return untied(error)
         return None
 
     def _open(self, files: Sequence[memoryview]) -> None:
@@ -173,7 +173,7 @@ class _Batch:
             self._decode(index)
         except SieError as error:
             self._has_failed = True
-            return error
+            return untied(error)
         return None
 
     def _decode(self, index: int) -> None:

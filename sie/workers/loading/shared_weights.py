@@ -6,7 +6,6 @@ Other workers wait for it. Whatever goes wrong with the file, the model is loade
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -14,6 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 from sie.config.sections import Models
+from sie.runtime.free_memory import release_free_memory
 from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.workers.device.faults import is_out_of_memory
@@ -196,5 +196,4 @@ def _publish(writer: Writer) -> Exception | None:
 def _free_heap() -> None:
     """Give the memory of unreferenced objects back to the system."""
     gc.collect()
-    with suppress(OSError, AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
+    release_free_memory()

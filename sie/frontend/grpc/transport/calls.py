@@ -233,11 +233,16 @@ class Call:
     def leave(self) -> None:
         """Cancel the work of a call whose connection has removed it."""
         self.is_over = True
-        if self.task is not None:
-            self.task.cancel()
+        self.cancel_work()
         if self.unsent is not None:
             self.unsent.wake()
         self.wake()
+
+    def cancel_work(self) -> None:
+        """Cancel the task of this call, and drop it: a cancelled one keeps its traceback, which refers to the call."""
+        task, self.task = self.task, None
+        if task is not None:
+            task.cancel()
 
     def start(self, work: Any) -> None:
         """Run the work of this call in a task."""

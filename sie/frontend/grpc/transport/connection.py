@@ -352,7 +352,6 @@ class Connection(asyncio.Protocol):
         fault = self._listener.fault_of(call, now_ns)
         if fault is None or call.is_over:
             return
-        task = call.task
         if call.unsent is None:
             call.finish(*fault)
         elif self._outbox.is_stuck and fault[0] is Status.CANCELLED:
@@ -363,8 +362,7 @@ class Connection(asyncio.Protocol):
                 self._inbox.reset(call, Code.CANCEL)
             except ConnectionFault as error:
                 self.end(error)
-        if task is not None:
-            task.cancel()
+        call.cancel_work()
 
     def end(self, fault: ConnectionFault, reason: str = "") -> None:
         """Send GOAWAY with the fault, and close."""
