@@ -30,7 +30,7 @@ from itertools import takewhile
 from sie.shm.attach_messages import Announce, Message, Offer, Retire, close_all, receive, send
 from sie.shm.layout import LAST_KIND, LAYOUT_VERSION, OFFSET_MASK, RELEASE, SEGMENT_SHIFT, Descriptor, ProtocolError
 from sie.shm.ring import RingConsumer, RingProducer
-from sie.shm.segment import ReservationError, Segment
+from sie.shm.segment import Segment
 from sie.shm.space import InboundSpace, OutboundSpace
 from sie.values.work_bytes import PROLOGUE_BYTES
 
@@ -46,61 +46,58 @@ class PendingAttachment:
     def __init__(
         self, sock: socket.socket, peer_pidfd: int, generation: int, outbound: OutboundSpace, ring_capacity: int
     ) -> None:
-        """Create our ring and send our offer. Takes over sock (SOCK_SEQPACKET) and peer_pidfd.
+        """Create our ring and send our offer. Takes over sock (SOCK_SEQPACKET) and peer_pidfd, but not if it raises.
 
-        Raises ConnectionError when the peer has gone; both are closed then, as after other errors. Raises ReservationError when
-        the ring's memory is not available; both stay open then, and the caller can try again.
+        Raises ConnectionError when the peer has gone, ReservationError when the ring's memory is not available, and OSError
+        without a free descriptor. After the last two the caller can try again.
         """
         self._sock = sock
         self._pidfd = peer_pidfd
         self._generation = generation
         self._outbound = outbound
-        self._producer: RingProducer | None = None
         self.sock_fd = sock.fileno()
+        sock.setblocking(False)
+        self._producer = RingProducer.create(ring_capacity)
         try:
-            sock.setblocking(False)
-            self._producer = RingProducer.create(ring_capacity)
             offer = Offer(LAYOUT_VERSION, generation, outbound.nbytes, ring_capacity)
             if not send(sock, offer, [outbound.fd, *self._producer.fds]):
                 raise ConnectionError("the attachment's socket is in use already")
-        except ReservationError:
-            raise
         except BaseException:
-            self.close()
+            self._producer.close()
             raise
 
     def try_finish(self) -> Attachment | None:
         """Return the attachment, or None while the peer's offer has not arrived.
 
-        Raises ProtocolError on an offer that does not fit ours, ConnectionError at end of file; both close this.
+        Raises ProtocolError on an offer that does not fit ours, ConnectionError at end of file, OSError without a free
+        descriptor. Then the caller stops watching this, and closes it.
         """
-        assert self._producer is not None
+        received = receive(self._sock)
+        if received is None:
+            return None
+        peer, consumer = _accept_offer(*received, self._generation)
         try:
-            received = receive(self._sock)
-            if received is None:
-                return None
-            message, fds = received
-            peer, consumer = _accept_offer(message, fds, self._generation)
+            attachment = Attachment(
+                sock=self._sock,
+                pidfd=self._pidfd,
+                generation=self._generation,
+                outbound=self._outbound,
+                producer=self._producer,
+                consumer=consumer,
+                peer=peer,
+            )
         except BaseException:
-            self.close()
+            consumer.close()
+            peer.close()
             raise
-        pidfd, self._pidfd = self._pidfd, -1
-        return Attachment(
-            sock=self._sock,
-            pidfd=pidfd,
-            generation=self._generation,
-            outbound=self._outbound,
-            producer=self._producer,
-            consumer=consumer,
-            peer=peer,
-        )
+        self._pidfd = -1
+        return attachment
 
     def close(self) -> None:
         """Give up the attachment; does nothing after it is finished or closed."""
         if self._pidfd < 0:
             return
-        if self._producer is not None:
-            self._producer.close()
+        self._producer.close()
         self._sock.close()
         os.close(self._pidfd)
         self._pidfd = -1
@@ -124,7 +121,11 @@ class Attachment:
         consumer: RingConsumer,
         peer: Segment,
     ) -> None:
-        """Take over all arguments except outbound. Callers use `connect` or `PendingAttachment` instead."""
+        """Take over all arguments except outbound, but not if it raises. Callers use `connect` or `PendingAttachment` instead.
+
+        Raises OSError without a free descriptor.
+        """
+        self._epoll = select.epoll()
         self._sock = sock
         self._outbound = outbound
         self._producer = producer
@@ -138,11 +139,9 @@ class Attachment:
         self._announced: set[int] = set()  # numbers of our large segments that the peer has
         self._retired: list[int] = []  # numbers that the peer must be told are gone
         self._releases: list[tuple[int, int, int, int]] = []  # extents whose releases wait for credit
-        outbound.retire_listeners.append(self._retire)
         self.generation = generation
         self._credit_fd = producer.fds[2]
         self._waits_for_credit = False
-        self._epoll = select.epoll()
         self._epoll.register(consumer.bell_fd, select.EPOLLIN)
         self._epoll.register(self._credit_fd, 0)
         self.bell_fd = self._epoll.fileno()
@@ -151,6 +150,7 @@ class Attachment:
         """Readable: call `read_socket`."""
         self.pidfd = pidfd
         """Readable: the peer is dead."""
+        outbound.retire_listeners.append(self._retire)
 
     @classmethod
     def connect(
@@ -170,25 +170,25 @@ class Attachment:
         deadline = time.monotonic() + timeout_s
         try:
             pending = PendingAttachment(sock, peer_pidfd, generation, outbound, ring_capacity)
-        except ReservationError:
+        except BaseException:
             sock.close()
             os.close(peer_pidfd)
             raise
         poll = select.poll()
         poll.register(pending.sock_fd, select.POLLIN)
         poll.register(peer_pidfd, select.POLLIN)
-        while True:
-            attachment = pending.try_finish()
-            if attachment is not None:
-                return attachment
-            left_s = deadline - time.monotonic()
-            ready = poll.poll(max(0.0, left_s) * 1000)
-            if not ready and left_s <= 0:
-                pending.close()
-                raise TimeoutError(f"no offer from the peer within {timeout_s} s")
-            if [fd for fd, _ in ready] == [peer_pidfd]:
-                pending.close()
-                raise ConnectionError("the peer died before its offer")
+        try:
+            while (attachment := pending.try_finish()) is None:
+                left_s = deadline - time.monotonic()
+                ready = poll.poll(max(0.0, left_s) * 1000)
+                if not ready and left_s <= 0:
+                    raise TimeoutError(f"no offer from the peer within {timeout_s} s")
+                if [fd for fd, _ in ready] == [peer_pidfd]:
+                    raise ConnectionError("the peer died before its offer")
+        except BaseException:
+            pending.close()
+            raise
+        return attachment
 
     def stage(  # noqa: PLR0917  # a descriptor's fields in its order; keywords cost 0.1 us here
         self,

@@ -50,11 +50,20 @@ class RingProducer:
 
     @classmethod
     def create(cls, capacity: int) -> RingProducer:
-        """Return an empty ring of capacity descriptors, a power of two. Raises ReservationError."""
+        """Return an empty ring of capacity descriptors, a power of two. Raises ReservationError, or OSError without a descriptor."""
         if not is_capacity(capacity):
             raise ValueError(f"a ring's capacity is a power of two from 2 to 65536, not {capacity}")
         segment = Segment.create("ring", capacity * DESCRIPTOR_BYTES)
-        return cls(segment, doorbell(), doorbell())
+        bells: list[int] = []
+        try:
+            bells.append(doorbell())
+            bells.append(doorbell())
+        except OSError:
+            segment.close()
+            for bell in bells:
+                close(bell)
+            raise
+        return cls(segment, *bells)
 
     @property
     def fds(self) -> tuple[int, int, int]:

@@ -5,7 +5,6 @@ It has one thread. It waits in epoll only if no item waits for a step, and it ne
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import time
@@ -194,17 +193,17 @@ class Loop:
         self._epoll.register(fd, select.EPOLLIN)
 
     def _unwatch(self, fd: int) -> None:
+        """Stop watching. ORDER: before fd is closed, which does not end its events while others have the same pidfd."""
         if self._handlers.pop(fd, None) is not None:
-            with contextlib.suppress(OSError):  # closing it has already removed it
-                self._epoll.unregister(fd)
+            self._epoll.unregister(fd)
 
     def _poll(self, timeout_s: float) -> None:
         self._handle(self._epoll.poll(timeout_s))
 
     def _handle(self, events: list[tuple[int, int]]) -> None:
-        for fd, _ in events:
-            handler = self._handlers.get(fd)  # an earlier handler of this round may have closed it
-            if handler is not None:
+        # A handler may close a descriptor of this round and open another one, which gets the same number.
+        for fd, handler in [(fd, self._handlers.get(fd)) for fd, _ in events]:
+            if handler is not None and self._handlers.get(fd) is handler:
                 handler()
 
     def _on_control(self) -> None:

@@ -73,6 +73,8 @@ class Attaching:
             return
         except OSError as error:
             _log.warning("worker-%d cannot be attached: %s", slot, error)
+            sock.close()
+            os.close(pidfd)
             return
         self._pending[generation] = (slot, pending)
         self._loop.add_reader(pending.sock_fd, self._finish, generation)
@@ -84,6 +86,7 @@ class Attaching:
         except (OSError, ProtocolError) as error:
             _log.warning("worker-%d did not attach: %s", slot, error)
             self._loop.remove_reader(pending.sock_fd)
+            pending.close()
             del self._pending[generation]
             return
         if attachment is not None:

@@ -47,14 +47,10 @@ class JoiningFrontend:
         this worker's predecessor, and there may be no room for both.
 
         Raises ReservationError without memory for our offer: a later call tries again. Raises OSError or ProtocolError if
-        the attachment fails; everything is closed then.
+        the attachment fails: then the caller stops watching this, and closes it.
         """
         space, pending = self._offered = self._offered or self._offer()
-        try:
-            attachment = pending.try_finish()
-        except BaseException:
-            space.close()
-            raise
+        attachment = pending.try_finish()
         return None if attachment is None else FrontendLink(self.slot, attachment, space)
 
     def close(self) -> None:
@@ -69,16 +65,12 @@ class JoiningFrontend:
 
     def _offer(self) -> tuple[OutboundSpace, PendingAttachment]:
         memory = self._memory
-        try:
-            space = OutboundSpace.create(
-                f"reply-{self.slot}",
-                memory.reply_segment_bytes,
-                self._budget,
-                large_extent_bytes=memory.large_extent_bytes,
-            )
-        except OSError:
-            self.close()
-            raise
+        space = OutboundSpace.create(
+            f"reply-{self.slot}",
+            memory.reply_segment_bytes,
+            self._budget,
+            large_extent_bytes=memory.large_extent_bytes,
+        )
         try:
             pending = PendingAttachment(self._sock, self.pidfd, self._generation, space, memory.ring_capacity)
         except BaseException:

@@ -73,6 +73,7 @@ class Joining:
         except (OSError, ProtocolError) as error:
             _log.warning("frontend-%d did not attach: %s", joining.slot, error)
             self._forget(joining)
+            joining.close()
             return
         if link is not None:
             if joining.lacks_memory:
@@ -81,6 +82,7 @@ class Joining:
             self._on_link(link)
 
     def _forget(self, joining: JoiningFrontend) -> None:
+        """Stop watching a frontend. ORDER: before it is closed, see `Loop._unwatch`."""
         self._unwatch(joining.sock_fd)
         self._unwatch(joining.pidfd)
         del self._by_slot[joining.slot]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import socket
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.attach_messages import Announce, Message, Offer, Retire, send
 from sie.shm.large import LargeBudget
 from sie.shm.layout import LAYOUT_VERSION, RELEASE, REPLY, SUBMIT, Descriptor, ProtocolError
-from sie.shm.segment import Segment
+from sie.shm.segment import ReservationError, Segment
 from sie.shm.space import OutboundSpace
 
 
@@ -290,6 +291,33 @@ def test_closed_attachment_leaves_no_descriptor_open(pair, num_fds: Callable[[],
         part.close()
 
     assert num_fds() == open_after_close
+
+
+@pytest.mark.parametrize("num_left", range(9))
+def test_attachment_without_descriptors_leaves_none_open(num_left: int, num_fds: Callable[[], int]) -> None:
+    requests, replies = (OutboundSpace.create(name, 4096, LargeBudget(0)) for name in "ab")
+    before = num_fds()
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pidfds = [os.pidfd_open(os.getpid()) for _ in ends]
+    peer = PendingAttachment(ends[1], pidfds[1], 1, replies, 8)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free_fd() + num_left, hard))
+    try:
+        with pytest.raises((OSError, ProtocolError, ReservationError)):
+            Attachment.connect(ends[0], pidfds[0], 1, requests, 8, timeout_s=60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    peer.close()
+    assert num_fds() == before
+    requests.close()
+    replies.close()
+
+
+def first_free_fd() -> int:
+    """Return the number that the next descriptor gets."""
+    fd = os.dup(0)
+    os.close(fd)
+    return fd
 
 
 class Stranger:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -344,15 +345,71 @@ async def test_frontend_that_does_not_attach_leaves_the_others_served(rig: Rig) 
     assert await rig.rows(pending) == [checksum([1])]
 
 
-def introduce(worker: Worker) -> socket.socket:
-    """Tell a worker of a frontend that has made no offer yet; return the frontend's end."""
+def introduce(worker: Worker, slot: int = 0, generation: int = 1, pidfd: int | None = None) -> socket.socket:
+    """Tell a worker of a frontend that has made no offer yet; return the frontend's end. pidfd: of its process, not ours."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pidfd = os.pidfd_open(os.getpid())
-    worker.supervisor.send(messages.Attach(0, 1), [theirs.fileno(), pidfd])
+    own = os.pidfd_open(os.getpid())
+    worker.supervisor.send(messages.Attach(slot, generation), [theirs.fileno(), own if pidfd is None else pidfd])
     theirs.close()
-    os.close(pidfd)
+    os.close(own)
     ours.setblocking(False)
     return ours
+
+
+def is_awaited(frontend: socket.socket) -> bool:
+    """Tell whether a worker still waits for the offer of an introduced frontend."""
+    try:
+        return frontend.recv(1, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+
+
+@contextlib.contextmanager
+def frontend_process() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Yield a process to kill, and its pidfd, which stays open as the supervisor's does."""
+    process = subprocess.Popen(["sleep", "600"])
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        yield process, pidfd
+    finally:
+        process.kill()
+        process.wait()
+        os.close(pidfd)
+
+
+@in_rig()
+async def test_successor_of_a_frontend_that_died_before_its_offer_is_awaited(rig: Rig) -> None:
+    """The supervisor keeps the dead one's pidfd open, so closing the worker's does not end its events."""
+    worker = rig.start_worker("m", attach=False)
+    with frontend_process() as (process, pidfd):
+        first = introduce(worker, 0, 1, pidfd)
+        worker.turn()
+        first.close()
+        process.kill()
+        process.wait()
+        worker.turn()
+        successor = introduce(worker, 0, 2)
+        worker.turn(3)
+        assert is_awaited(successor)
+    successor.close()
+
+
+@in_rig()
+async def test_frontends_that_are_replaced_during_one_step_are_awaited(rig: Rig) -> None:
+    """Their predecessors' deaths are events of the same turn, and their descriptors have the predecessors' numbers."""
+    worker = rig.start_worker("m", attach=False)
+    with frontend_process() as (first, first_fd), frontend_process() as (second, second_fd):
+        before = [introduce(worker, 0, 1, first_fd), introduce(worker, 1, 2, second_fd)]
+        worker.turn(2)
+        worker.supervisor.send(messages.Configure(rig.settings))  # so that control messages are the turn's first event
+        for process in (first, second):
+            process.kill()
+            process.wait()
+        successors = [introduce(worker, 0, 3), introduce(worker, 1, 4)]
+        worker.turn()
+        assert [is_awaited(successor) for successor in successors] == [True, True]
+    for sock in (*before, *successors):
+        sock.close()
 
 
 @in_rig()
