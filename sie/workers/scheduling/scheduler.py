@@ -166,6 +166,10 @@ def _choose(live: list[WaitingItem], budget: Budget, now_ns: int) -> list[Waitin
         waiting = [item for item in live if not item.is_running]
         if waiting and waiting[0].alone:
             return running  # its turn comes when they are complete; new ones would put that off for ever
+        room = budget.max_items - count_items(running)
+        if room <= 0:
+            return running
+        budget = msgspec.structs.replace(budget, max_items=room)
         return running + _choose_new([item for item in waiting if not item.alone], budget, now_ns)
     return _choose_new([item for item in live if not item.alone], budget, now_ns)
 

@@ -394,6 +394,17 @@ def test_items_that_have_begun_go_into_every_step_and_cost_nothing():
     assert sizes(take(state)) == [0, 0, 0, 70]
 
 
+def test_those_that_have_begun_leave_less_room_for_others():
+    begun = running(BUDGET.max_items - 2)
+    state = state_of(*begun, *(item(1) for _ in range(4)))
+    step = take(state)
+    assert len(step.items) == BUDGET.max_items
+    for one in step.items:
+        one.is_running = True
+    state.requeue("m", step.items)
+    assert len(take(state).items) == BUDGET.max_items, "the others wait"
+
+
 def test_a_large_item_joins_those_that_have_begun():
     assert sizes(take(state_of(*running(2), item(500)))) == [0, 0, 500]
     assert sizes(take(state_of(*running(2)))) == [0, 0]
