@@ -24,16 +24,20 @@ class QuarantinedInputs:
 
     def __init__(self) -> None:
         self._until_s: dict[bytes, float] = {}
+        self._last_s = 0.0
+        """When the last of them expires."""
 
     def __bool__(self) -> bool:
-        """Whether there may be any."""
+        """Whether there may be any: then each input has to be hashed."""
+        if self._until_s and time.monotonic() >= self._last_s:
+            self._until_s.clear()
         return bool(self._until_s)
 
     def add(self, digest: bytes) -> None:
         """Refuse this input from now on."""
         now_s = time.monotonic()
         self._until_s = {key: until_s for key, until_s in self._until_s.items() if until_s > now_s}
-        self._until_s[digest] = now_s + _QUARANTINE_S
+        self._until_s[digest] = self._last_s = now_s + _QUARANTINE_S
 
     def check(self, extent: memoryview) -> None:
         """Raise PoisonInput when a request's extent holds a refused input."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import pytest
 
+from sie.frontend.engine import quarantine
 from sie.ipc.messages import PeerFault, Quarantine
 from sie.shm.layout import ERROR, RELEASE, REPLY
 from sie.values.errors import ClientGone, Internal, PoisonInput, Unavailable, WorkerLost
@@ -176,6 +180,23 @@ async def test_input_that_kills_twice_is_refused_and_quarantined_for_all(rig: Ri
     assert isinstance(await rig.error(poison), PoisonInput)
     assert isinstance(await rig.error(same), PoisonInput), "it waits as a suspect and holds the same input"
     assert rig.engine.num_extents == 0
+
+
+@in_rig()
+async def test_inputs_are_hashed_only_as_long_as_one_is_refused(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    hashed: list[bytes] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quarantine, "digest_of", lambda _extent: hashed.append(b"") or b"other")
+        rig.engine.quarantine(b"refused")
+        first = rig.submit([1])
+        assert len(hashed) == 1
+        patch.setattr(quarantine, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 601))
+        second = rig.submit([2])
+        assert len(hashed) == 1
+    await rig.serve(worker)
+    for pending in (first, second):
+        await rig.rows(pending)
 
 
 @in_rig()
