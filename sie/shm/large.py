@@ -74,12 +74,16 @@ class LargePool:
 
     def lease(self, nbytes: int) -> Lease | None:
         """Return a lease on a separate segment of at least nbytes; None when budget or memory do not allow it."""
-        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        nbytes = _in_pages(nbytes)
         number = self._take_idle(nbytes) or self._create(nbytes)
         if not number:
             return None
         self.num_leased += 1
         return Lease(self, number << SEGMENT_SHIFT, self._segments[number].nbytes, self._segments[number].view)
+
+    def can_hold(self, nbytes: int) -> bool:
+        """Whether the budget allows a segment of nbytes when nothing else is charged to it."""
+        return _in_pages(nbytes) <= self._budget.max_bytes
 
     def reclaim(self, lease: Lease) -> None:
         """Take back an ended lease; only `Lease.end` calls this."""
@@ -143,3 +147,7 @@ class LargePool:
         self._last_number = number
         self._segments[number] = segment
         return number
+
+
+def _in_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -67,6 +67,10 @@ class OutboundSpace:
             return self.large.lease(nbytes)
         return self.pool.lease(nbytes)
 
+    def can_hold(self, nbytes: int) -> bool:
+        """Whether there is room for a lease of nbytes when nothing else is leased, and the host is not short of memory."""
+        return self.large.can_hold(nbytes) if nbytes > self._large_extent_bytes else nbytes <= self.nbytes
+
     def end_released(self, address: int) -> Lease:
         """End the lease that a peer's RELEASE names, and return it. Raises ProtocolError if it was not handed over."""
         return end_released(self.large if address > OFFSET_MASK else self.pool, address)

@@ -147,6 +147,12 @@ class Supervisor:
 
     def _launch(self, num_children: int) -> messages.Launch:
         server = self._settings.server
+        share = self._settings.memory.max_large_bytes // num_children
+        if self._settings.limits.max_body_bytes > max(share, self._settings.memory.large_extent_bytes):
+            _log.warning(
+                "max_large_bytes gives each of %d processes %d bytes: larger requests are refused, though max_body_bytes is %d",
+                num_children, share, self._settings.limits.max_body_bytes,
+            )  # fmt: skip
         return messages.Launch(
             control_path=str(self._runtime_dir / "control"),
             supervisor_pid=os.getpid(),
@@ -159,7 +165,7 @@ class Supervisor:
             backlog=server.backlog,
             log_format=server.log_format,
             log_level=server.log_level,
-            max_large_bytes=self._settings.memory.max_large_bytes // num_children,
+            max_large_bytes=share,
             started_s=self._started_s,
         )
 

@@ -20,7 +20,7 @@ from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
 from sie.values.card import ModelCard
-from sie.values.errors import BadRequest, Internal, SieError, Unavailable
+from sie.values.errors import Internal, SieError, Unavailable
 from sie.workers.device.faults import WornError
 from sie.workers.device.memory import is_worn
 from sie.workers.generation.engines import Generators
@@ -29,7 +29,7 @@ from sie.workers.loading.hosting import Host
 from sie.workers.operations import by_operation, fit_reply, refusal, waiting_items
 from sie.workers.requests.frontend_link import FrontendLink
 from sie.workers.requests.joining import Joining
-from sie.workers.requests.reply_writer import NEVER_FITS, ReplyWriter
+from sie.workers.requests.reply_writer import ReplyWriter
 from sie.workers.requests.worker_request import Request, read_request, send_error
 from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown
 from sie.workers.scheduling.scheduler import State, plan_step
@@ -365,7 +365,7 @@ class Loop:
         return any(link.num_leased for link in self._links.values())
 
     def _park(self, model: str, items: list[WaitingItem]) -> None:
-        """Set items aside until a reply extent is released. If none will be, their replies can never fit.
+        """Set items aside until a reply extent is released. If none will be, their requests fail.
 
         With a leading item, the items that need its output are parked too: they must not run before it.
         """
@@ -375,7 +375,7 @@ class Loop:
             self._parked.setdefault(model, []).extend((*items, *followers))
             return
         for request in {id(item.request): item.request for item in items}.values():
-            request.fail(BadRequest(NEVER_FITS))
+            request.fail(request.lack_of_memory())
 
     def _unpark(self) -> None:
         """Return parked items to the front of their queues."""

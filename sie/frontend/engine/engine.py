@@ -39,7 +39,7 @@ from sie.shm.extent import set_cancelled, write_extent, write_parts, write_piece
 from sie.shm.layout import FLAG_ALONE, ProtocolError
 from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
-from sie.values.errors import ClientGone, Overloaded, SieError, Unavailable, WorkerLost
+from sie.values.errors import ClientGone, InputTooLong, Overloaded, SieError, Unavailable, WorkerLost
 from sie.values.work import WorkHeader
 
 _log = get_logger(__name__)
@@ -185,6 +185,12 @@ class ShmEngine:
 
     def _lease(self, layout: RequestLayout) -> Lease:
         lease = self._space.lease(layout.nbytes)
+        if lease is None and not self._space.can_hold(layout.nbytes):
+            raise InputTooLong(
+                f"The request takes {layout.nbytes} bytes of memory, more than one process may have (request_segment_bytes, "
+                "or its share of max_large_bytes)",
+                http_status=413,
+            )
         if lease is None:
             raise self._overloaded("request memory is full")
         return lease

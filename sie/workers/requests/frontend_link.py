@@ -97,6 +97,8 @@ class FrontendLink:
         self._end_released = space.end_released
         self.lease = space.lease
         """Return a lease for a reply; None while the memory for replies is full."""
+        self.can_hold = space.can_hold
+        """Whether the memory for replies is large enough for one of this size."""
 
     @property
     def num_leased(self) -> int:

@@ -14,15 +14,12 @@ from numpy.typing import NDArray
 
 from sie.config.settings import Settings
 from sie.values.card import ModelCard
-from sie.values.errors import BadRequest
 from sie.workers.model_api import StepOutputs
 from sie.workers.requests.postprocess import Finished, finish_ragged, finish_rows_of
 from sie.workers.requests.ragged import KeptBytes
 from sie.workers.requests.worker_request import Link, ReplyLayout, Request
 from sie.workers.scheduling.waiting import WaitingItem
 from sie.workers.scheduling.waiting_queue import singles
-
-NEVER_FITS = "The reply would not fit into this worker's memory for replies; split the request"
 
 
 class ReplyWriter:
@@ -77,7 +74,7 @@ class ReplyWriter:
                 self._waiting.append(request)
 
     def retry(self, now_ns: int, may_get_memory: Callable[[], bool]) -> None:
-        """Retry the replies that wait for memory. End those without a waiting client, and those that can never fit.
+        """Retry the replies that wait for memory. End those without a waiting client, and, if no memory will be free, all others.
 
         may_get_memory tells whether a frontend still holds a reply that it will release; replies sent here count.
         """
@@ -91,7 +88,7 @@ class ReplyWriter:
                 if may_get_memory():
                     self._waiting.append(request)
                 else:
-                    request.fail(BadRequest(NEVER_FITS))
+                    request.fail(request.lack_of_memory())
 
     def drop(self, link: Link) -> None:
         """Drop the replies to a frontend that is gone."""

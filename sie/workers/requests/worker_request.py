@@ -22,7 +22,7 @@ from sie.shm.extent import begin_extent, is_cancelled, is_stopped
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.values.card import ModelCard
-from sie.values.errors import SieError, to_wire
+from sie.values.errors import BadRequest, ResourceExhausted, SieError, to_wire
 from sie.values.work import ArrayRef, ReplyHeader, WorkHeader
 from sie.values.work_bytes import (
     REPLY_TIMES,
@@ -60,6 +60,10 @@ class Link(Protocol):
 
     def lease(self, nbytes: int) -> Lease | None:
         """Return a lease for a reply; None while the memory for replies is full."""
+        ...
+
+    def can_hold(self, nbytes: int) -> bool:
+        """Whether the memory for replies is large enough for one of nbytes."""
         ...
 
     def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
@@ -150,6 +154,8 @@ class Request(msgspec.Struct, eq=False):
     has_failed: bool = False
     _lease: Lease | None = None
     _layout: ReplyLayout | None = None
+    _lacking_bytes: int = 0
+    """Size of the reply that found no memory."""
 
     @property
     def is_cancelled(self) -> bool:
@@ -167,13 +173,28 @@ class Request(msgspec.Struct, eq=False):
 
     def try_reserve(self, layout: ReplyLayout, now_ns: int) -> bool:
         """Lease the reply extent. Return False without free memory."""
-        lease = self.link.lease(layout.nbytes)
+        lease = self._lease_reply(layout.nbytes)
         if lease is None:
             return False
         self._lease, self._layout = lease, layout
         lease.view[: len(layout.head)] = layout.head
         self.started_ns = now_ns
         return True
+
+    def _lease_reply(self, nbytes: int) -> Lease | None:
+        lease = self.link.lease(nbytes)
+        if lease is None:
+            self._lacking_bytes = nbytes
+        return lease
+
+    def lack_of_memory(self) -> SieError:
+        """Return the error of a reply that finds no memory although no other reply holds any."""
+        if self.link.can_hold(self._lacking_bytes):
+            return ResourceExhausted("The host has no memory for this reply now")
+        return BadRequest(
+            f"The reply of {self._lacking_bytes} bytes would not fit into this worker's memory for replies "
+            "(reply_segment_bytes, max_large_bytes); split the request"
+        )
 
     def start_ragged(self, kept: KeptBytes, max_reply_bytes: int, now_ns: int) -> None:
         """Start to keep the outputs of a request whose reply size is unknown."""
@@ -226,7 +247,7 @@ class Request(msgspec.Struct, eq=False):
     def _try_reply_ragged(self, ragged: RaggedReply | KeptTensors) -> bool:
         header, plan = ragged.plan()
         nbytes = extent_bytes(len(header), plan.nbytes)
-        lease = self.link.lease(nbytes)
+        lease = self._lease_reply(nbytes)
         if lease is None:
             return False
         payload = begin_extent(lease.view, header)

@@ -21,7 +21,15 @@ from sie.native import team
 from sie.shm.attach import PendingAttachment
 from sie.shm.attach_messages import Retire, send
 from sie.shm.layout import REPLY
-from sie.values.errors import BadRequest, DeadlineExceeded, Internal, Overloaded, Unavailable, WorkerLost
+from sie.values.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    Internal,
+    Overloaded,
+    ResourceExhausted,
+    Unavailable,
+    WorkerLost,
+)
 from sie.workers import steps
 from sie.workers.scheduling.waiting import Budget
 from tests.unit.engine_rig import DEADLINE_S, MIB, Rig, SumRunner, Worker, card, checksum, in_rig, no_memory
@@ -410,6 +418,22 @@ async def test_frontends_that_are_replaced_during_one_step_are_awaited(rig: Rig)
         assert [is_awaited(successor) for successor in successors] == [True, True]
     for sock in (*before, *successors):
         sock.close()
+
+
+@in_rig(max_large_bytes=4 * MIB, large_extent_bytes=65536)
+async def test_reply_for_which_the_host_has_no_memory_may_be_asked_for_again(rig: Rig) -> None:
+    """Unlike one that is larger than the memory for replies."""
+    worker = rig.start_worker("wide")
+    pending = rig.submit([1], model="wide")
+    with no_memory():
+        worker.turn(4)
+        await rig.settle()
+    error = await rig.error(pending)
+    assert isinstance(error, ResourceExhausted)
+    assert error.retryable
+    again = rig.submit([1], model="wide")
+    await rig.serve(worker)
+    assert len(await rig.rows(again)) == 1
 
 
 @in_rig()

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from sie.values.errors import ClientGone, DeadlineExceeded, Internal, NotFound, Overloaded, Unavailable
+from sie.values.errors import ClientGone, DeadlineExceeded, InputTooLong, Internal, NotFound, Overloaded, Unavailable
 from sie.values.work import WorkHeader
 from sie.workers.scheduling.waiting import Budget
 from tests.unit.engine_rig import MIB, Rig, checksum, in_rig
@@ -227,10 +227,28 @@ async def test_request_goes_to_a_busier_worker_when_the_ring_of_the_idler_one_is
 
 @in_rig()
 async def test_full_request_segment_is_overloaded(rig: Rig) -> None:
-    rig.start_worker("m")
+    worker = rig.start_worker("m")
+    first = rig.submit(np.ones(MIB // 6, np.int32))
     with pytest.raises(Overloaded, match="request memory"):
-        rig.submit(np.ones(MIB // 4 + 1, np.int32))
+        rig.submit(np.ones(MIB // 6, np.int32))
+    await rig.serve(worker)
+    await rig.rows(first)
     assert rig.engine.num_extents == 0
+
+
+@pytest.mark.parametrize("large_bytes", [0, MIB])
+def test_request_that_can_never_fit_is_too_long(large_bytes: int) -> None:
+    """Whoever sent it would be told to come back for ever."""
+
+    @in_rig(max_large_bytes=large_bytes)
+    async def submit(rig: Rig) -> None:
+        rig.start_worker("m")
+        with pytest.raises(InputTooLong, match="max_large_bytes") as caught:
+            rig.submit(np.ones(MIB // 4 + 1, np.int32))
+        assert (caught.value.http_status, caught.value.retryable) == (413, False)
+        assert rig.engine.num_extents == 0
+
+    submit()
 
 
 @in_rig()

@@ -35,6 +35,9 @@ class MemoryLink:
     def lease(self, nbytes):
         return self.pool.lease(nbytes)
 
+    def can_hold(self, nbytes):
+        return nbytes <= self.pool.free_bytes
+
     def reply(self, kind, request_id, lease, length):
         self.sent.append((kind, request_id, lease, length))
         if lease is not None:
