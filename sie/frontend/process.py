@@ -141,7 +141,9 @@ class FrontendProcess:
         """The tasks that serve requests."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leaving = self._make_leaving()
-        self._attaching = Attaching(loop, self._space, settings.memory.ring_capacity, self.engine.attach)
+        self._attaching = Attaching(
+            loop, self._space, settings.memory.ring_capacity, self.engine.attach, self._supervisor.send
+        )
 
     def _set_operations(self, settings: Settings) -> None:
         self.encoder: EncodeOperation

@@ -362,7 +362,7 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerDown(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to frontend: a worker died. Drain its ring a last time, then resubmit its work.
+    """Supervisor to frontend: a worker died, or its end of the attachment is closed. Drain its ring, then resubmit its work.
 
     suspects are this frontend's request ids in the fatal step, if they may have caused the death.
     """
@@ -400,6 +400,13 @@ class PeerFault(msgspec.Struct, tag=True, frozen=True):
     """Child to supervisor: the peer in this slot broke the shared-memory protocol; only its death repairs that."""
 
     slot: int
+
+
+class Detached(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to supervisor: this attachment to a worker failed or has ended. If the worker lives, a new one repairs that."""
+
+    slot: int
+    generation: int
 
 
 class Touch(msgspec.Struct, tag=True, frozen=True):
@@ -445,7 +452,7 @@ class Finish(msgspec.Struct, tag=True, frozen=True):
 
 Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
-    | PeerFault | Spilled | Touch | Ping | Pong | Silence | Retire | Drain | Finish | Manage | Managed | MemoryReport | MemoryShort
+    | PeerFault | Detached | Spilled | Touch | Ping | Pong | Silence | Retire | Drain | Finish | Manage | Managed | MemoryReport | MemoryShort
     | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys | Certificates
     | Stage | Unstage | Staged | WorkerLate | TakeConfigs | TookConfigs | History
 )  # fmt: skip

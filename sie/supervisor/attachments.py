@@ -10,9 +10,12 @@ from typing import Protocol
 
 from sie.ipc import messages
 from sie.ipc.messages import Message
+from sie.runtime.logs import get_logger
 from sie.shm.core_board import CoreBoard
 from sie.shm.inflight import InflightPage, InflightStatus
 from sie.supervisor.child import Child
+
+_log = get_logger(__name__)
 
 
 class Send(Protocol):
@@ -52,6 +55,15 @@ class Attachments:
             for frontend in [child] if child.role == "frontend" else self._frontends:
                 if worker.channel is not None and frontend.channel is not None:
                     self._attach(frontend, worker)
+
+    def repair(self, frontend: Child, slot: int, generation: int) -> None:
+        """Attach a frontend to a worker again whose end of this attachment is closed, if both still live."""
+        worker = self._workers[slot]
+        is_latest = self._generations.get((frontend.slot, slot)) == generation
+        if is_latest and frontend.channel is not None and worker.channel is not None:
+            _log.warning("%s is attached to %s again", frontend.name, worker.name)
+            self._send(frontend, messages.WorkerDown(slot, generation, ()))
+            self._attach(frontend, worker)
 
     def end(self, worker: Child, suspects: tuple[tuple[int, int], ...]) -> None:
         """Tell the frontends to drain a dead worker's rings one last time, and which of their requests are suspects.

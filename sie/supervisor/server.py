@@ -50,6 +50,8 @@ _TICK_S = 0.1
 _MAX_PING_S = 0.5
 _CLOSE_AFTER_S = 0.5
 """How long a draining frontend keeps listening, so that keep-alive clients get 503 and `Connection: close`."""
+_REPAIR_S = 1.0
+"""After this time a worker whose attachment has ended is dead, or lives."""
 _WORKER_STOP_S = 2.0
 _KILL_S = 5.0
 _STOP_MARGIN_S = 5.0
@@ -234,6 +236,8 @@ class Supervisor:
                 self._spawn(self._take_configs(child, message))
             case messages.MemoryReport() | messages.MemoryShort() | messages.Staged():
                 self._loads.on_worker_message(child, message)
+            case messages.Detached(slot, generation):
+                self._loop.call_later(_REPAIR_S, self._children.attachments.repair, child, slot, generation)
             case messages.PeerFault():
                 self._children.kill_peer(child, message.slot)
             case messages.Touch(models, adapters):

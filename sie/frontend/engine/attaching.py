@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
+from sie.ipc.messages import Detached
 from sie.runtime.logs import get_logger
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.layout import ProtocolError
@@ -27,11 +28,14 @@ class Attaching:
         space: OutboundSpace,
         ring_capacity: int,
         on_attached: Callable[[int, Attachment], None],
+        send: Callable[[Detached], None],
     ) -> None:
+        """Send tells the supervisor of a worker that could not be attached."""
         self._loop = loop
         self._space = space
         self._ring_capacity = ring_capacity
         self._on_attached = on_attached
+        self._send = send
         self._pending: dict[int, tuple[int, PendingAttachment]] = {}
         self._waiting: dict[int, tuple[socket.socket, int, asyncio.TimerHandle]] = {}
         """Workers to which no offer could be made, because memory is short: by generation, the socket, the pidfd and the timer of
@@ -45,6 +49,7 @@ class Attaching:
             _log.warning("worker-%d cannot be attached: %s", slot, error)
             for fd in fds:
                 os.close(fd)
+            self._send(Detached(slot, generation))
             return
         self._offer(slot, generation, sock, fds[1])
 
@@ -75,6 +80,7 @@ class Attaching:
             _log.warning("worker-%d cannot be attached: %s", slot, error)
             sock.close()
             os.close(pidfd)
+            self._send(Detached(slot, generation))
             return
         self._pending[generation] = (slot, pending)
         self._loop.add_reader(pending.sock_fd, self._finish, generation)
@@ -88,6 +94,7 @@ class Attaching:
             self._loop.remove_reader(pending.sock_fd)
             pending.close()
             del self._pending[generation]
+            self._send(Detached(slot, generation))
             return
         if attachment is not None:
             self._loop.remove_reader(pending.sock_fd)

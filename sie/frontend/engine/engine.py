@@ -31,7 +31,7 @@ from sie.frontend.engine.request_layout import RequestLayout, lay_out, lay_out_o
 from sie.frontend.engine.token_stream import TokenStream
 from sie.frontend.engine.worker_link import ShmPending, WorkerLink
 from sie.frontend.models.adapter_lookup import is_coming, loading, workers_with
-from sie.ipc.messages import ModelEntry, PeerFault, Quarantine
+from sie.ipc.messages import Detached, ModelEntry, PeerFault, Quarantine
 from sie.runtime import failpoints
 from sie.runtime.logs import get_logger
 from sie.shm.attach import Attachment
@@ -58,7 +58,7 @@ class ShmEngine:
         settings: Settings,
         space: OutboundSpace,
         find_model: Callable[[str], ModelEntry | None],
-        send: Callable[[Quarantine | PeerFault], None],
+        send: Callable[[Quarantine | PeerFault | Detached], None],
         *,
         streams_together: int = 0,
         needs_cores: Callable[[int], bool] = lambda _slot: False,
@@ -387,7 +387,7 @@ class ShmEngine:
                     pair(pending, copy)
 
     def fail_over(self, slot: int, generation: int, suspects: tuple[int, ...]) -> None:
-        """Take back the requests of a worker that is proven dead. `place_held` gives them to other workers.
+        """Take back the requests of a worker that is dead, or has closed its end of the attachment. `place_held` gives them to other workers.
 
         suspects: its requests in the fatal step, if they may have caused the death. ORDER: its ring is drained a last
         time first, since an answered request must not run again.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from sie.frontend.engine.worker_link import WorkerLink
-from sie.ipc.messages import PeerFault
+from sie.ipc.messages import Detached, PeerFault
 from sie.runtime.logs import get_logger
 from sie.shm.attach import Attachment
 from sie.shm.layout import ProtocolError
@@ -23,7 +23,7 @@ class WorkerLinks:
     def __init__(
         self,
         on_bell: Callable[[WorkerLink], None],
-        send: Callable[[PeerFault], None],
+        send: Callable[[PeerFault | Detached], None],
         needs_cores: Callable[[int], bool],
     ) -> None:
         self._on_bell = on_bell
@@ -76,7 +76,7 @@ class WorkerLinks:
         return link
 
     def _on_socket(self, link: WorkerLink) -> None:
-        """Read announcements. At the end of file, give the worker no more work until its death is confirmed."""
+        """Read announcements. At the end of file, give the worker no more work until it is dead or attached anew."""
         try:
             if link.attachment.read_socket():
                 return
@@ -85,6 +85,7 @@ class WorkerLinks:
             return
         asyncio.get_running_loop().remove_reader(link.attachment.sock_fd)
         self.set_aside(link)
+        self._send(Detached(link.slot, link.generation))
 
 
 def unwatch(link: WorkerLink) -> None:

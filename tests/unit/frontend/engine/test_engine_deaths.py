@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sie.frontend.engine import quarantine
-from sie.ipc.messages import PeerFault, Quarantine
+from sie.ipc.messages import Detached, PeerFault, Quarantine
 from sie.shm.layout import ERROR, RELEASE, REPLY
 from sie.values.errors import ClientGone, Internal, PoisonInput, Unavailable, WorkerLost
 from tests.unit.engine_rig import MIB, Rig, Worker, checksum, in_rig
@@ -164,6 +164,24 @@ async def test_suspects_run_alone_the_second_time(rig: Rig) -> None:
     for pending in (suspect, bystander, other):
         await rig.rows(pending)
     assert rig.sent == []
+
+
+@in_rig()
+async def test_worker_that_lives_and_has_closed_its_end_is_reported_and_its_work_runs_once_it_is_attached_again(
+    rig: Rig,
+) -> None:
+    worker = rig.start_worker("m")
+    pending = rig.submit([1])
+    await rig.settle()
+    generation = worker.generation
+    worker.loop._detach_slot(0)
+    await rig.settle()
+    assert rig.sent == [Detached(worker.slot, generation)]
+    rig.engine.fail_over(worker.slot, generation, ())
+    rig.attach(worker)
+    rig.engine.place_held()
+    await rig.serve(worker)
+    assert await rig.rows(pending) == [checksum([1])]
 
 
 @in_rig()
