@@ -182,15 +182,15 @@ class Host:
     def _finish_load(self, ended: _Ended) -> None:
         hosted = ended.hosted
         is_wanted = hosted.state is LoadState.LOADING
-        if ended.runner is None:
+        if not is_wanted:  # its end is the same with an error, which would be taken for that of the load that follows
+            ended.runner = None
+            self._free(hosted, LoadEvent.READY)
+        elif ended.runner is None:
             self._change(hosted, LoadEvent.FAIL, ended.error)
-        elif is_wanted:
+        else:
             hosted.runner, ended.runner = ended.runner, None
             hosted.fallbacks = ended.fallbacks
             self._change(hosted, LoadEvent.READY)
-        else:
-            ended.runner = None
-            self._free(hosted, LoadEvent.READY)
         if is_wanted and hosted.number is not None:
             self._send(Staged(hosted.number, hosted.card.id, ended.error))
 

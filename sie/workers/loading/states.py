@@ -4,7 +4,7 @@ An event that the table does not list for a state cannot happen in that state. T
 The supervisor follows the reports of these states with a table of its own (`sie.supervisor.lifecycle.Place`).
 
     load:          absent, failed ──▶ queued ──▶ loading ──▶ loaded or failed
-    unload:        queued ──▶ absent; loading ──▶ cancelled ──▶ absent or failed; loaded ──▶ unloading ──▶ absent
+    unload:        queued ──▶ absent; loading ──▶ cancelled ──▶ absent; loaded ──▶ unloading ──▶ absent
     wanted again:  cancelled ──▶ loading; unloading ──▶ loaded
 """
 
@@ -50,7 +50,8 @@ class LoadState(Enum):
 class LoadEvent(Enum):
     """An event in the life of a model or an adapter.
 
-    LOAD, UNLOAD: the supervisor asks for it. START: its load begins. READY, FAIL: its load has ended. FREE: its last
+    LOAD, UNLOAD: the supervisor asks for it. START: its load begins. READY, FAIL: its load has ended; a cancelled one ends
+    with READY in any case. FREE: its last
     item is answered.
     """
 
@@ -83,7 +84,6 @@ _STATES: Final[dict[LoadState, dict[LoadEvent, LoadState]]] = {
     },
     LoadState.CANCELLED: {
         LoadEvent.LOAD: LoadState.LOADING, LoadEvent.UNLOAD: LoadState.CANCELLED, LoadEvent.READY: LoadState.ABSENT,
-        LoadEvent.FAIL: LoadState.FAILED,
     },
     LoadState.LOADED: {LoadEvent.LOAD: LoadState.LOADED, LoadEvent.UNLOAD: LoadState.UNLOADING},
     LoadState.UNLOADING: {

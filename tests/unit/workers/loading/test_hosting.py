@@ -243,6 +243,28 @@ def test_another_definition_that_comes_while_the_old_one_loads_is_the_one_that_s
     assert hosting.host.models["m"].card.directory == "another"
 
 
+def test_failure_of_a_load_that_is_not_wanted_any_more_is_not_that_of_the_next_definition(hosting):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def build(card: ModelCard, _progress: Any) -> Runner:
+        if card.directory == "old":
+            begun.set()
+            assert may_end.wait(DEADLINE_S)
+            raise ModelLoadFailed("it broke")
+        return Runner()
+
+    hosting.build = build
+    hosting.host.load(ModelCard(id="m", kind="encoder", directory="old"))
+    assert begun.wait(DEADLINE_S)
+    hosting.host.start_unload("m")
+    hosting.host.load(ModelCard(id="m", kind="encoder", directory="new"))
+    may_end.set()
+    hosting.collect_until("loaded")
+    assert [report.state for report in hosting.reports if report.progress is None] == [
+        "loading", "available", "loading", "loaded",
+    ]  # fmt: skip
+
+
 def test_another_definition_that_is_unwanted_again_is_not_loaded(hosting):
     hosting.load("m")
     hosting.collect_until("loaded")
