@@ -209,7 +209,7 @@ def _find(request: Request) -> str:
 def _read_gguf(spec: ModelSpec, path: str, request: Request, on_progress: Progress) -> ModelCard:
     from sie.catalog.gguf_file import read_gguf_card  # imports gguf
 
-    on_progress(1.0, "reading the GGUF file")
+    on_progress(0.0, "reading the GGUF file")
     return complete_card(read_gguf_card(spec.id, path, request.cache_dir, spec.pooling), spec)
 
 

@@ -356,6 +356,8 @@ class FrontendProcess:
                 self.models.update(message)
                 self.engine.place_held()
                 self.engine.fail_held()
+            case messages.LoadProgress():
+                self.models.set_progress(message)
             case messages.Attach(slot, generation):
                 self._attaching.begin(slot, generation, fds)
             case messages.WorkerDown(slot, generation, suspects):

@@ -183,6 +183,18 @@ class ModelReport(msgspec.Struct, tag=True, frozen=True):
     """Tokens that its key/value cache holds, if it generates."""
 
 
+class LoadProgress(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend: how far the load of a model is, on the worker that is furthest; empty before it has begun on any.
+
+    fraction is from 0 to 1, or None if unknown.
+    """
+
+    model: str
+    fraction: float | None
+    stage: str
+    worker: str
+
+
 ManageAction = Literal["load", "unload", "reload"]
 
 
@@ -451,7 +463,7 @@ class Finish(msgspec.Struct, tag=True, frozen=True):
 
 
 Message = (
-    Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
+    Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | LoadProgress | Models | WorkerDown | Quarantine
     | PeerFault | Detached | Spilled | Touch | Ping | Pong | Silence | Retire | Drain | Finish | Manage | Managed | MemoryReport | MemoryShort
     | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys | Certificates
     | Stage | Unstage | Staged | WorkerLate | TakeConfigs | TookConfigs | History

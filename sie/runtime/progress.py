@@ -26,6 +26,7 @@ class Progress:
     On a terminal with log_format text it draws a bar. Otherwise each new stage or tenth becomes a log line, with
     `model`, `worker` and `fraction` as its extras. A load's time counts from its first update. Of several workers that
     load one model, only the furthest one is shown. When one of them has the model, only the ends of the others are shown.
+    on_step is called with each new stage or tenth: model, fraction, text and worker.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Progress:
         self._draws = log_format == "text" and stream.isatty()
         self._clock_s = clock_s
         self._verb = verb
+        self.on_step: Callable[[str, float | None, str, str], None] = lambda *_: None
         self._started_s: dict[tuple[str, str], float] = {}
         self._shown: dict[str, tuple[str, int]] = {}
         self._furthest: dict[str, tuple[str, float]] = {}
@@ -52,12 +54,13 @@ class Progress:
         fraction = None if fraction is None else min(1.0, max(0.0, fraction))
         if not self._leads(model, fraction or 0.0, worker):
             return
-        if self._draws:
-            self._draw(f"{self._verb} {model}", fraction, text)
-            return
         shown = (text, int((fraction or 0.0) * 10))
-        if self._shown.get(model) != shown:
-            self._shown[model] = shown
+        is_new, self._shown[model] = self._shown.get(model) != shown, shown
+        if is_new:
+            self.on_step(model, fraction, text, worker)
+        if self._draws:
+            self._draw(f"{self._verb} {model}{f' on {worker}' if worker else ''}", fraction, text)
+        elif is_new:
             extras = {} if fraction is None else {"fraction": round(fraction, 3)}
             _log.info("loading: %s", text, extra=_named(model, worker) | extras)
 

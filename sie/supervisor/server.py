@@ -96,6 +96,7 @@ class Supervisor:
         self._adapters = AdapterLoads(settings, adapters, self._children, self._state.broadcast,
                                       progress=progress, spawn=self._spawn)  # fmt: skip
         self._state.bind_adapters(self._adapters.entries)
+        progress.on_step = self._send_progress
         preparer = Preparer(settings, progress)
         self._loads = Loads(settings, self._registry, self._children, self._state,
                             progress=progress, spawn=self._spawn, preparer=preparer)  # fmt: skip
@@ -256,6 +257,9 @@ class Supervisor:
                 )
             case _:
                 _log.warning("%s sent an unexpected %s", child.name, type(message).__name__)
+
+    def _send_progress(self, model: str, fraction: float | None, stage: str, worker: str) -> None:
+        self._children.send_all(self._children.frontends, messages.LoadProgress(model, fraction, stage, worker))
 
     def on_worker_death(
         self, worker: Child, status: int, running: InflightStatus, *, was_oom_killed: bool

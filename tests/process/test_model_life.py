@@ -45,6 +45,22 @@ def test_a_cold_model_answers_503_at_once_and_loads():
         assert np.array_equal(dense_rows(encode(server.port, "stub/lazy", ["x"])), stub_rows(["x"], 16))
 
 
+def test_list_of_models_says_how_far_a_load_is():
+    with start_server(
+        "--model", "stub/a=stub:dense=16", "--lazy-model", "stub/late=stub:dense=16,load_ms=3600000", "--frontends", "2"
+    ) as server:  # fmt: skip
+        assert "progress" not in get(server.port, "/v1/models/stub/late").json()
+        encode(server.port, "stub/late", ["x"])
+
+        def progress() -> dict[str, object] | None:
+            return get(server.port, "/v1/models/stub/late").json().get("progress")
+
+        eventually(progress, "progress")
+        found = progress()
+        assert found == {"stage": "starting", "fraction": 0.0, "worker": "worker-0"}
+        assert "progress" not in get(server.port, "/v1/models/stub/a").json()
+
+
 @pytest.mark.parametrize(
     ("flags", "requests"),
     [

@@ -18,7 +18,7 @@ import msgspec
 from sie.catalog.profiles import entry_cards, fold_default, model_of
 from sie.frontend.inputs.profile_options import gives, is_own_entry
 from sie.frontend.inputs.tokenize import Tokenizer
-from sie.ipc.messages import ModelEntry, Models, WorkerEntry
+from sie.ipc.messages import LoadProgress, ModelEntry, Models, WorkerEntry
 from sie.native.preempt import free
 from sie.runtime.gil_stalls import seconds_to_read
 from sie.runtime.logs import get_logger
@@ -53,6 +53,7 @@ class ModelTable:
         self._tokenizers: dict[str, tuple[str, asyncio.Future[Tokenizer]]] = {}
         self.entries: dict[str, ModelEntry] = {}
         self._hosted: dict[str, ModelEntry] = {}
+        self._progress: dict[str, LoadProgress] = {}
         self.workers: tuple[WorkerEntry, ...] = ()
         self.is_ready = False
         self.reason = "starting"
@@ -83,7 +84,20 @@ class ModelTable:
             if self.reads_tokenizers and entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)
         self._drop_tokenizers()
+        self._progress = {model: progress for model, progress in self._progress.items() if self._is_loading(model)}
         self.announce()
+
+    def set_progress(self, message: LoadProgress) -> None:
+        """Record how far a load is. The next update that says that the model is not loading drops it."""
+        self._progress[message.model] = message
+
+    def progress_of(self, entry: ModelEntry) -> LoadProgress | None:
+        """Return how far the load of a model is, or None if it is not loading."""
+        model = model_of(entry.card.id)
+        return self._progress.get(model) if self._is_loading(model) else None
+
+    def _is_loading(self, model: str) -> bool:
+        return model in self._hosted and self._hosted[model].state == "loading"
 
     def _drop_tokenizers(self) -> None:
         """Drop the tokenizers of removed models, and of models whose file may change before the next load."""

@@ -8,6 +8,7 @@ from typing import Any, Final
 from sie.frontend.dialects.openai import models as dialect
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Response
+from sie.frontend.models.model_table import ModelTable
 from sie.frontend.models.not_found import model_not_found
 from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.access_log import id_headers
@@ -31,7 +32,7 @@ class Cards:
         """Answer `GET /v1/models` with all models, including the default."""
         models = self._process.models
         mcp = await self._mcp_facts()
-        infos = [_with_mcp(model_info(entry, models.created_s), mcp) for entry in models.entries.values()]
+        infos = [_with_mcp(model_info(entry, models), mcp) for entry in models.entries.values()]
         return Response(200, [JSON, *id_headers(exchange)], dialect.models_body(infos, models.default_of()))
 
     async def show_model(self, exchange: Exchange) -> Response:
@@ -39,13 +40,13 @@ class Cards:
         models, model = self._process.models, exchange.model
         entry = models.find(model)
         if entry is not None:
-            info = model_info(entry, models.created_s)
+            info = model_info(entry, models)
         else:
             entry = models.find(models.default_of() or "") if model == DEFAULT_MODEL else None
             if entry is None:
                 body = dialect.model_not_found_body(model_not_found(model, models.entries))
                 return Response(404, [JSON, (ERROR_CODE, NotFound.code), *id_headers(exchange)], body)
-            info = {**model_info(entry, models.created_s), "id": DEFAULT_MODEL}
+            info = {**model_info(entry, models), "id": DEFAULT_MODEL}
         info = _with_mcp(info, await self._mcp_facts())
         return Response(200, [JSON, *id_headers(exchange)], dialect.model_body(info))
 
@@ -87,9 +88,9 @@ def _with_mcp(info: dict[str, Any], mcp: dict[str, int]) -> dict[str, Any]:
     return {**info, **mcp} if info.get("tools_available") else info
 
 
-def model_info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
+def model_info(entry: ModelEntry, models: ModelTable) -> dict[str, Any]:
     """Return the description of a model for clients."""
-    error = entry.error
+    error, progress = entry.error, models.progress_of(entry)
     last_error = None
     if error is not None:
         extras = error.extras
@@ -101,5 +102,7 @@ def model_info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
         }
     loras = {name: adapter.state for name, adapter in entry.adapters.items()}
     return dialect.model_info(
-        entry.card, entry.state, last_error, created_s, loras, is_reloading=entry.reloading, fallbacks=entry.fallbacks
-    )
+        entry.card, entry.state, last_error, models.created_s, loras,
+        is_reloading=entry.reloading, fallbacks=entry.fallbacks,
+        progress=None if progress is None else (progress.stage, progress.fraction, progress.worker),
+    )  # fmt: skip

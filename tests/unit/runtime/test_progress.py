@@ -43,6 +43,18 @@ def test_a_terminal_sees_one_line_redrawn_and_then_the_result():
     assert shown_line(terminal) == "Loaded m in 2.5 s (cpu float32)\n"
 
 
+def test_the_worker_that_is_furthest_is_named():
+    terminal, steps = Terminal(), []
+    progress = Progress(terminal, "text")
+    progress.on_step = lambda *step: steps.append(step)
+    progress.update("m", 0.2, "reading weights", "worker-1")
+    progress.update("m", 0.21, "reading weights", "worker-1")
+    progress.update("m", 0.1, "reading weights", "worker-0")
+    assert shown_line(terminal).startswith("Loading m on worker-1 ")
+    assert " 21%" in shown_line(terminal)
+    assert steps == [("m", 0.2, "reading weights", "worker-1")], "each stage and tenth, once"
+
+
 def test_a_long_name_does_not_break_the_line():
     terminal = Terminal()
     Progress(terminal, "text").update("m" * 300, None, "downloading")

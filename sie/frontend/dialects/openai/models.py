@@ -35,12 +35,14 @@ def model_info(
     *,
     is_reloading: bool = False,
     fallbacks: Sequence[Fallback] = (),
+    progress: tuple[str, float | None, str] | None = None,
 ) -> dict[str, Any]:
     """Return one model's entry in the list.
 
     last_error is null or `{code, message, attempts, permanent}`; created is in seconds since 1970; loras holds the
     state of each adapter that requests may name. is_reloading: it is unloading or unloaded, and will be loaded again.
-    fallbacks are the slower ways in which workers run it.
+    fallbacks are the slower ways in which workers run it. progress of a load: its stage, the fraction done (0 to 1, None:
+    unknown), and the worker, empty before one has begun.
     """
     return {
         "id": card.id,
@@ -65,6 +67,7 @@ def model_info(
         **({"encoder_weights": card.encoder_weights} if card.encoder_weights != "auto" else {}),
         **({"accept_token_ids": True} if card.accept_token_ids else {}),
         **({"loras": [{"id": name, "state": lora_state} for name, lora_state in loras.items()]} if loras else {}),
+        **({"progress": dict(zip(("stage", "fraction", "worker"), progress, strict=True))} if progress else {}),
         **({"fallbacks": [{"name": one.name, "reason": one.reason} for one in fallbacks]} if fallbacks else {}),
     }
 

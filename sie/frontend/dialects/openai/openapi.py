@@ -80,6 +80,12 @@ class LoadError(Reply):
     permanent: bool
 
 
+class ModelProgress(Reply):
+    stage: str
+    fraction: float | None
+    worker: str
+
+
 class Routing(Reply):
     policy: str | None
     upstream_kind: str | None
@@ -120,6 +126,7 @@ class ModelInfo(Reply):
     encoder_weights: Literal["int8"] | UnsetType = UNSET
     accept_token_ids: Literal[True] | UnsetType = UNSET
     loras: list[Lora] | UnsetType = UNSET
+    progress: ModelProgress | UnsetType = UNSET
     fallbacks: list[ModelFallback] | UnsetType = UNSET
 
 
