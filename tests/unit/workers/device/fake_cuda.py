@@ -30,7 +30,7 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "Stream", lambda _device: _Stream(self))
         monkeypatch.setattr(capture, "_users", Counter())
         monkeypatch.setattr(torch.cuda, "stream", self.on_stream)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda _device=None: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -47,8 +47,12 @@ class FakeCuda:
         finally:
             self.stream = before
 
+    def synchronize(self, _device=None):
+        """Wait for the whole device, which breaks a capture of any thread, in every mode."""
+        self.invalidate()
+
     def invalidate(self):
-        """Do what a capture does not allow, as a synchronisation."""
+        """Do what a capture does not allow."""
         if self.is_capturing:
             self.is_invalid = True
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")

@@ -7,8 +7,9 @@ import threading
 import pytest
 import torch
 
-from sie.workers.device import memory
+from sie.workers.device import faults, memory
 from sie.workers.device.capture import Capturer, CaptureRefusedError, refusing_waits
+from sie.workers.device.faults import is_device_lost
 from sie.workers.device.memory import free_cached, is_worn
 from tests.unit.workers.device.fake_cuda import FakeCuda
 
@@ -80,6 +81,24 @@ def test_memory_that_another_thread_frees_during_a_capture_is_freed_after_it(cud
     Capturer(GPU).capture(run)
     assert cuda.num_released == 1
     assert not is_worn()
+
+
+def test_another_thread_settles_an_error_during_a_capture_without_breaking_it(cuda, monkeypatch):
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda count, **_options: ones(count))
+    monkeypatch.setattr(faults, "_device", "cuda:0")
+    found = []
+
+    def run():
+        if cuda.is_capturing:
+            error = RuntimeError("Expected all tensors to be on the same device, cuda:0 and cpu")
+            other = threading.Thread(target=lambda: found.append(is_device_lost(error)))
+            other.start()
+            other.join(30)
+            assert not other.is_alive()
+
+    Capturer(GPU).capture(run)
+    assert (found, cuda.num_captured) == ([False], 1)
 
 
 def test_a_warm_up_that_waits_is_not_captured(cuda):
