@@ -28,6 +28,8 @@ _INDEXING = {
     torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
     torch.ops.aten._index_put_impl_.default,
 }  # fmt: skip
+_GROUPING_MAJORS = (9, 10)
+"""Compute capabilities on which torch multiplies groups of bfloat16 rows without the host (`GroupedBlas.cpp`)."""
 
 _POOL_STREAMS = 32
 """The number of streams of a device that torch gives out in turn."""
@@ -148,6 +150,8 @@ def _waits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return _is_slow_copy(args[0], device, None, is_async=kwargs.get("non_blocking", False))
     if func in _INDEXING:
         return _indexes_slowly(args)
+    if func is torch.ops.aten._grouped_mm.default:
+        return _groups_slowly(args[0])
     kinds = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()}
     if len(kinds) > 1:
         return True
@@ -174,3 +178,13 @@ def _indexes_slowly(args: Sequence[Any]) -> bool:
     is_masked = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
     is_fill = len(args) > 2 and args[2].numel() == 1
     return kinds != {"cpu"} and (len(kinds) > 1 or (is_masked and not is_fill))
+
+
+def _groups_slowly(rows: Tensor) -> bool:
+    """Return whether products of groups of rows, as in a mixture of experts, copy the groups' bounds to the host.
+
+    The copy is inside of the operation, where no dispatch mode sees it.
+    """
+    if rows.device.type == "cpu":
+        return False
+    return rows.dtype != torch.bfloat16 or torch.cuda.get_device_capability(rows.device)[0] not in _GROUPING_MAJORS

@@ -26,11 +26,13 @@ class FakeCuda:
         self.num_streams = 0
         self.is_capturing = self.is_invalid = False
         self.can_repair = True
+        self.capability = (9, 0)
         graph = type("Graph", (_Graph,), {"cuda": self})
         monkeypatch.setattr(torch.cuda, "Stream", lambda _device: _Stream(self))
         monkeypatch.setattr(capture, "_users", Counter())
         monkeypatch.setattr(torch.cuda, "stream", self.on_stream)
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: self.capability)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -191,3 +191,23 @@ def test_operations_that_wait_for_the_device_are_refused(wait):
 def test_work_that_does_not_wait_is_let_through(work):
     with refusing_waits(), torch.inference_mode():
         work()
+
+
+def grouped_products(dtype):
+    """Return the products of two groups of rows with their own weights, as in a mixture of experts."""
+    rows, weights = (torch.ones(*shape, dtype=dtype, device=META) for shape in ((4, 16), (2, 16, 16)))
+    return torch.nn.functional.grouped_mm(rows, weights, offs=torch.ones(2, dtype=torch.int32, device=META))
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((8, 0), "bfloat16"), ((12, 0), "bfloat16"), ((9, 0), "float16")])
+def test_products_of_groups_are_refused_where_they_copy_the_groups_to_the_host(capability, dtype, cuda):
+    cuda.capability = capability
+    with refusing_waits(), pytest.raises(CaptureRefusedError, match=r"aten\._grouped_mm\.default waits"):
+        grouped_products(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_products_of_groups_in_bfloat16_are_captured_where_they_need_no_host(capability, cuda):
+    cuda.capability = capability
+    with refusing_waits():
+        assert grouped_products(torch.bfloat16).shape == (4, 16)
