@@ -59,8 +59,22 @@ def test_a_capture_whose_code_fails_is_released_once(cuda):
     assert not is_worn()
 
 
-def test_after_a_capture_that_cannot_be_undone_nothing_is_captured_and_memory_is_asked_for_without_harm(cuda):
-    cuda.can_repair = False
+def test_a_graph_that_finds_no_memory_after_its_capture_ended_harms_nothing(cuda):
+    capturer = Capturer(GPU)
+    cuda.is_too_large = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        capturer.capture(lambda: None)
+    assert not is_worn()
+    cuda.is_too_large = False
+    capturer.capture(lambda: None)
+    assert cuda.num_captured == 1
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_after_a_capture_that_cannot_be_undone_nothing_is_captured_and_memory_is_asked_for_without_harm(
+    is_silent, cuda
+):
+    cuda.can_repair, cuda.is_silent = False, is_silent
     with pytest.raises(RuntimeError, match="capturing"):
         Capturer(GPU).capture(cuda.invalidate)
     assert is_worn()
