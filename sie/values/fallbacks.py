@@ -15,7 +15,7 @@ MEANINGS: Final[dict[FallbackName, str]] = {
     "float32": "it computes in float32, because it does not run in 16 bits",
     "unpacked": "steps run in batches of equal length instead of packed",
     "gathered_blocks": "keys and values are gathered before attention instead of read in place",
-    "gathered_prompts": "keys and values of prompts are gathered, and attention writes their scores to memory",
+    "gathered_prompts": "keys and values of prompts are gathered before attention, which is not flash attention",
     "no_kernels": "layers run as the library's many small kernels",
     "no_graphs": "small steps are launched kernel by kernel instead of as CUDA graphs",
     "uncompiled_int8": "torch computes the layers of encoder_weights int8, slower than without int8",

@@ -35,10 +35,10 @@ def direct_weights(
 ) -> Iterator[None]:
     """Give the models that transformers reads within the block their weights in this format, on this device.
 
-    Weights that the architecture keeps in float32 stay so, and those of the modules named in kept. Buffers that no file has are computed in float32 on the CPU.
-    Beside the placed weights, memory holds at most four of the checkpoint's tensors at a time, or the parts of one
-    weight that is made of several. With shards, the models get one member's parts only. With tensors, the models get
-    these in place of the files' own. For one load at a time.
+    Weights that the architecture keeps in float32 stay so, and those of the modules named in kept. Buffers that no file
+    has are computed in float32 on the CPU. Beside the placed weights, memory holds at most four of the checkpoint's
+    tensors at a time, or the parts of one weight that is made of several. With shards, the models get one member's
+    parts only. With tensors, the models get these in place of the files' own. For one load at a time.
     """
     base: Any = PreTrainedModel
     read = base._load_pretrained_model

@@ -51,9 +51,9 @@ def read_pretrained(
     """Return a card's model on a device, with its weights in dtype, or with one member's shards of them.
 
     unused is the prefix of the names of weights that the checkpoint need not have. The weights of modules named in kept
-    stay in float32. A GGUF file of transformers' own
-    architectures is read in float32 on the CPU, whatever dtype and device are; it always has a language model.
-    In a load that takes prepared weights the model is a skeleton: float32, without weights, on the meta device.
+    stay in float32. A GGUF file of transformers' own architectures is read in float32 on the CPU, whatever dtype and
+    device are; it always has a language model. In a load that takes prepared weights the model is a skeleton: float32,
+    without weights, on the meta device.
 
     Raises ModelLoadFailed for a checkpoint that does not fit its class, and the errors of `storage_faults` as they are.
     """
