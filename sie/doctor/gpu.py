@@ -171,7 +171,12 @@ def _check_device(nvml: Any, number: int, trial: Trial | None) -> Iterator[Findi
     index = None if trial is None else next(filter(_is_number, map(trial.index_of, (uuid, *slices))), None)
     is_hidden = trial is not None and trial.is_complete and index is None and not slices
     name = f"device {number} {name}" if index is None else f"cuda:{index} {name}"
-    faults = [*_device_faults(nvml, handle, name), *_mig_faults(nvml, handle, name, slices)]
+    computes = index is not None and trial is not None and not trial.devices[index].error
+    faults = [
+        *_device_faults(nvml, handle, name),
+        *_fabric_faults(nvml, handle, name, computes=computes),
+        *_mig_faults(nvml, handle, name, slices),
+    ]
     if (node := _closed_node(nvml, handle)) is not None:
         fix = f"`nvidia-modprobe -c {node.name.removeprefix('nvidia')} -u` as root makes it; see also its mode"
         faults.append(_error(f"{name}: {node} cannot be opened", fix))
@@ -241,7 +246,6 @@ def _device_faults(nvml: Any, handle: Any, name: str) -> Iterator[Finding]:
     if uncorrected:
         message = f"{name}: {uncorrected} memory errors that could not be corrected since the driver was loaded"
         yield Finding(area="gpu", level="warn", message=message, fix="restart the host; if they return, replace it")
-    yield from _fabric_faults(nvml, handle, name)
     temperature = _try(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
     if temperature is not None and temperature >= _HOT_C:
         yield Finding(area="gpu", level="warn", message=f"{name}: {temperature} °C", fix="see to its cooling")
@@ -251,13 +255,21 @@ def _device_faults(nvml: Any, handle: Any, name: str) -> Iterator[Finding]:
         yield Finding(area="gpu", level="warn", message=message, fix="`nvidia-smi` shows by whom")
 
 
-def _fabric_faults(nvml: Any, handle: Any, name: str) -> Iterator[Finding]:
-    """Check that a device behind NVSwitch has joined the fabric: until then CUDA fails with error 802."""
+def _fabric_faults(nvml: Any, handle: Any, name: str, *, computes: bool) -> Iterator[Finding]:
+    """Check that a device behind NVSwitch has joined the fabric: until then CUDA fails with error 802.
+
+    A device that computed in the trial works alone all the same: then this is a warning for those that work together.
+    """
     info = nvml.c_nvmlGpuFabricInfo_t()
     if _try(nvml, nvml.nvmlDeviceGetGpuFabricInfo, handle, ctypes.byref(info)) is None:
         return
     if info.state in (nvml.NVML_GPU_FABRIC_STATE_NOT_STARTED, nvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS):
-        yield _error(f"{name}: it has not joined the NVSwitch fabric: CUDA fails with error 802", _START_FABRIC)
+        message = f"{name}: it has not joined the NVSwitch fabric"
+        if computes:
+            message += ", though it computes: devices that work together may not reach it"
+            yield Finding(area="gpu", level="warn", message=message, fix=_START_FABRIC)
+        else:
+            yield _error(f"{message}: CUDA fails with error 802", _START_FABRIC)
     elif info.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED and info.status != nvml.NVML_SUCCESS:
         yield _error(f"{name}: the NVSwitch fabric failed with status {info.status}", _START_FABRIC)
 

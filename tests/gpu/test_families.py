@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu.device import DEVICE
 from tests.gpu.families import FAMILIES, Family
@@ -61,9 +62,15 @@ def misplaced(family: Family, model: Model, device: str, dtype: str) -> list[str
         is_half = dtype in HALF
         if runner.reads_in_place is not is_half:
             faults.append(f"reads in place is {runner.reads_in_place}")
-        if (runner._graphs is not None) is not (is_half and family.is_recorded):
+        if (runner._graphs is not None) is not (is_half and family.is_recorded and not has_slow_experts(runner, dtype)):
             faults.append(f"CUDA graphs are {'there' if runner._graphs is not None else 'missing'}")
     return faults
+
+
+def has_slow_experts(runner: Any, dtype: str) -> bool:
+    """Return whether torch multiplies the rows of experts with the host's help, which no CUDA graph can have."""
+    has_experts = runner.model.config.get_text_config()._experts_implementation == "grouped_mm"
+    return has_experts and (dtype != "bfloat16" or torch.cuda.get_device_capability()[0] not in (9, 10))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sie.workers.device.memory import can_release, keeping_cached
+from sie.workers.device.memory import can_release, keeping_cached, wear_out
 
 _WARM_UPS = 2
 """Runs before a capture. Kernels are compiled and chosen, and libraries allocate, in the first; waits are refused in
@@ -28,7 +28,11 @@ _INDEXING = {
     torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
     torch.ops.aten._index_put_impl_.default,
 }  # fmt: skip
+_GROUPING_MAJORS = (9, 10)
+"""Compute capabilities on which torch multiplies groups of bfloat16 rows without the host (`GroupedBlas.cpp`)."""
 
+_HAS_ENDED = "not currently recording"
+"""In the allocator's error for the end of a capture that it does not count."""
 _POOL_STREAMS = 32
 """The number of streams of a device that torch gives out in turn."""
 _users: Counter[tuple[int, int]] = Counter()
@@ -89,14 +93,23 @@ class Capturer:
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a failed capture on its stream and in the allocator."""
-        index = self._device.index or 0
-        with suppress(Exception):  # of the broken capture; it ends all the same
+        try:
             graph.capture_end()
-        with suppress(Exception):  # fails if the capture had ended in the allocator: then the graph releases the pool
-            torch._C._cuda_endAllocateToPool(index, self._pool)
-            torch._C._cuda_releasePool(index, self._pool)
+        except Exception:  # of the broken capture; it ends all the same, though maybe not in the allocator
+            _end_in_allocator(self._device.index or 0, self._pool)
         if not can_release():
             Capturer.forbidden = "an earlier capture failed and could not be undone"
+
+
+def _end_in_allocator(index: int, pool: tuple[int, int]) -> None:
+    """End a capture in the allocator, which may have heard of its end: then the graph releases the pool."""
+    try:
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    except Exception as error:
+        # A torch that counts a capture for ever need not raise when it is to release memory: it may keep all of it.
+        if _HAS_ENDED not in str(error):
+            wear_out(f"{type(error).__name__}: {error}")
 
 
 def _unused_stream(device: torch.device) -> torch.cuda.Stream:
@@ -148,6 +161,8 @@ def _waits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return _is_slow_copy(args[0], device, None, is_async=kwargs.get("non_blocking", False))
     if func in _INDEXING:
         return _indexes_slowly(args)
+    if func is torch.ops.aten._grouped_mm.default:
+        return _groups_slowly(args[0])
     kinds = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()}
     if len(kinds) > 1:
         return True
@@ -174,3 +189,13 @@ def _indexes_slowly(args: Sequence[Any]) -> bool:
     is_masked = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
     is_fill = len(args) > 2 and args[2].numel() == 1
     return kinds != {"cpu"} and (len(kinds) > 1 or (is_masked and not is_fill))
+
+
+def _groups_slowly(rows: Tensor) -> bool:
+    """Return whether products of groups of rows, as in a mixture of experts, copy the groups' bounds to the host.
+
+    The copy is inside of the operation, where no dispatch mode sees it.
+    """
+    if rows.device.type == "cpu":
+        return False
+    return rows.dtype != torch.bfloat16 or torch.cuda.get_device_capability(rows.device)[0] not in _GROUPING_MAJORS

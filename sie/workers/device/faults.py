@@ -9,10 +9,14 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 
+from sie.values.errors import BadRequest
+
 _OUT_OF_MEMORY = ("out of memory", "you tried to allocate", "CUBLAS_STATUS_ALLOC_FAILED")
 """GPU allocators; the CPU's (`DefaultCPUAllocator: ... you tried to allocate N bytes`); cuBLAS's workspace."""
 _DEVICE_WORDS = ("cuda", "cudnn", "cublas")
 """In the errors of torch, Triton (`Triton Error [CUDA]`) and onnxruntime (`CUDA failure 700`)."""
+_OF_A_CAPTURE = "captur"
+"""In all of CUDA's errors that captures of graphs cause (900 to 908): `operation not permitted when stream is capturing`."""
 _device = ""
 
 
@@ -61,19 +65,23 @@ def raise_if_lost(error: BaseException) -> None:
 
 
 def _is_from_device(error: BaseException) -> bool:
-    texts = (f"{type(cause).__name__} {cause}".lower() for cause in _causes(error))
+    """Return whether a GPU's libraries may have raised an error. A client's mistake may quote any text."""
+    causes = (cause for cause in _causes(error) if not isinstance(cause, BadRequest))
+    texts = (f"{type(cause).__name__} {cause}".lower() for cause in causes)
     return any("acceleratorerror" in text or any(word in text for word in _DEVICE_WORDS) for text in texts)
 
 
 def _can_compute(device: str) -> bool:
-    """Return whether a small operation succeeds on a GPU, or only lacks memory."""
+    """Return whether a small operation succeeds on a GPU, or only lacks memory or meets a capture.
+
+    Waits for this thread's stream alone: a wait for the whole device would fail and break another thread's capture.
+    """
     try:
         import torch  # the error may be onnxruntime's, in a worker without torch
 
-        torch.ones(1, device=device).add_(1)
-        torch.cuda.synchronize(device)
+        torch.ones(1, device=device).add_(1).item()
     except Exception as error:
-        return is_out_of_memory(error)
+        return is_out_of_memory(error) or _OF_A_CAPTURE in str(error)
     return True
 
 

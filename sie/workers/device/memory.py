@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 class _Allocator:
     """torch's GPU allocator in this process. A capture holds the lock, because releasing memory beside one fails.
 
-    worn: it refuses to release memory since a failed capture. Models still run; only a new process repairs it.
+    worn: it releases no memory since a failed capture. Models still run; only a new process repairs it.
     """
 
     def __init__(self) -> None:
@@ -112,13 +112,15 @@ def can_release() -> bool:
     return not _allocator.worn
 
 
-def wear_out() -> None:
+def wear_out(reason: str) -> None:
     """Let this process end when it is idle, as after a failed capture that could not be undone."""
+    if not _allocator.worn:
+        _log.error("the GPU's allocator releases no memory any more: %s", reason)
     _allocator.worn = True
 
 
 def is_worn() -> bool:
-    """Return whether the allocator refuses to release memory, so that this process should end when it is idle."""
+    """Return whether the allocator releases no memory, so that this process should end when it is idle."""
     return _allocator.worn
 
 
@@ -130,6 +132,4 @@ def _release() -> None:
         torch.cuda.empty_cache()
     except RuntimeError as error:
         raise_if_lost(error)
-        if not _allocator.worn:
-            _log.error("the GPU's allocator releases no memory any more: %s", error)
-        wear_out()
+        wear_out(str(error))

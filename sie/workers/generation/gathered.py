@@ -20,7 +20,7 @@ from sie.workers.generation.step_layout import DecodeGroup, PromptPart, StepLayo
 
 _MIN_ROWS = 16
 _MAX_SCORES = 1 << 25
-"""Numbers: 64 MiB."""
+"""Numbers: 64 MiB in 16 bits, 128 MiB in float32."""
 
 
 class _Source(NamedTuple):
@@ -132,8 +132,10 @@ def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, r
     if rule.softcap is not None or rule.sinks is not None:
         if mask is None:
             mask = _causal(query.shape[1], query.dtype, query.device)
-        grouped = query.unflatten(0, (key.shape[0], -1))
-        return _weigh(grouped, key.unsqueeze(1), value.unsqueeze(1), mask, rule).flatten(0, 1).transpose(0, 1)
+        grouped, count = query.unflatten(0, (key.shape[0], -1)), max(1, _MAX_SCORES // (query.shape[0] * key.shape[1]))
+        parts = zip(grouped.split(count, 2), mask.split(count), strict=True)
+        attended = [_weigh(part, key.unsqueeze(1), value.unsqueeze(1), own_mask, rule) for part, own_mask in parts]
+        return torch.cat(attended, 2).flatten(0, 1).transpose(0, 1)
     if mask is not None and _prefers_products(query, key):
         return _multiply(query, key, value, mask, rule.scaling)
     attended = scaled_dot_product_attention(

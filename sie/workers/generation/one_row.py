@@ -8,7 +8,9 @@ cache can hold.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
+from itertools import cycle, islice
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,8 @@ _log = get_logger(__name__)
 _TOLERANCE = 2e-2
 """Largest difference, relative to the largest output: 16-bit rounding, and sums in another order."""
 _MOST_LAYERS = 24
+_CACHES = 3
+"""The least bytes of weights that are timed, in caches of the device."""
 _REPEATS = 5
 _LEAST_GAIN = 0.97
 """Share of the library's time; a smaller gain is noise."""
@@ -84,8 +88,20 @@ def _is_faster(layers: Sequence[nn.Linear], measure: Measure) -> bool:
     far = (multiply_row(states, weight, layers[0].bias).float() - expected).abs().max()
     if not bool(far <= _TOLERANCE * expected.abs().max()):
         return False
-    own = layers[:_MOST_LAYERS]
-    return measure(multiply_row, states, own) < _LEAST_GAIN * measure(linear, states, own)
+    timed = _beyond_cache(layers)
+    return measure(multiply_row, states, timed) < _LEAST_GAIN * measure(linear, states, timed)
+
+
+def _beyond_cache(layers: Sequence[nn.Linear]) -> list[nn.Linear]:
+    """Return layers to time: also copies, if the weights of all layers of this shape are no more than a few caches."""
+    weight = layers[0].weight
+    count = -(-_CACHES * _cache_bytes(weight.device) // weight.nbytes)
+    own = layers[: max(_MOST_LAYERS, count)]
+    return [*own, *(deepcopy(layer) for layer in islice(cycle(own), max(0, count - len(own))))]
+
+
+def _cache_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
 
 
 def _multiply(layer: nn.Linear, states: Tensor) -> Tensor:

@@ -29,9 +29,9 @@ from sie.workers.generation import block_attention as attention
 from sie.workers.generation.block_attention import Recorder
 from sie.workers.generation.cache_size import blocks_of_a_choice, count_blocks
 from sie.workers.generation.decoder_probe import choose_decoder, relative_distance
-from sie.workers.generation.paged_cache import LayerForm, PagedCache
+from sie.workers.generation.paged_cache import LayerForm, PagedCache, Rule
 from sie.workers.generation.runner import TextGenerator, takes_rows
-from sie.workers.generation.varlen import why_gathered
+from sie.workers.generation.varlen import why_gathered, why_gathered_prompts
 from sie.workers.model_api import Draw, Slot
 from sie.workers.prepared import session
 from sie.workers.sharded.group import Group
@@ -91,6 +91,8 @@ def make_pageable(
     if expected is not None:
         _choose_reading(runner, sequence, expected)
         session.remember("is_pageable", True)
+    if runner.reads_in_place:
+        _note_prompts(runner.cache, recorder.rules)
     if group is not None:
         if device.type != "cpu":
             note("no_graphs", "tensor_parallel: steps that exchange tensors are not captured")
@@ -119,6 +121,12 @@ def _choose_reading(runner: TextGenerator, sequence: NDArray[np.int32], expected
         note("gathered_blocks", f"reading them in place fails: {error}")
         runner.reads_in_place = False
         _compare(runner, cache, sequence, expected)
+
+
+def _note_prompts(cache: PagedCache, rules: Sequence[Rule]) -> None:
+    for layer, rule in zip(cache.layers, rules, strict=True):
+        if reason := why_gathered_prompts(cache.device, cache.dtype, layer.widths, rule):
+            note("gathered_prompts", reason)
 
 
 def _check_graphs(runner: TextGenerator, sequence: NDArray[np.int32], expected: Tensor) -> None:

@@ -46,6 +46,17 @@ def why_gathered(device: torch.device, dtype: torch.dtype, widths: set[int]) -> 
     return why_no_kernels(device) if is_ampere(device) else "the GPU is older than Ampere"
 
 
+def why_gathered_prompts(device: torch.device, dtype: torch.dtype, widths: tuple[int, int], rule: Rule) -> str:
+    """Return why flash attention does not compute a layer's prefill chunks, or an empty text if it does."""
+    if rule.softcap is not None:
+        return "its scores are capped"
+    if rule.sinks is not None:
+        return "its attention has sinks"
+    if can_attend_flash(device, dtype, widths):
+        return ""
+    return f"flash attention does not take keys and values that are {widths[0]} and {widths[1]} wide"
+
+
 class DecodeStep:
     """A step in which every sequence has one token; a `StepAttention`. Its tensors may change after a graph capture."""
 
@@ -109,7 +120,7 @@ class PromptStep:
 
     def attend(self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """Store keys and values and attend, as `StepAttention.attend`."""
-        if rule.softcap is not None or rule.sinks is not None or not self._is_flash(layer):
+        if why_gathered_prompts(self._device, self._dtype, layer.widths, rule):
             if self._gathered is None:
                 self._gathered = GatheredStep(self._layout, self._device, self._dtype)
             return self._gathered.attend(layer, query, key, value, rule)
@@ -125,9 +136,6 @@ class PromptStep:
             query, key, value, bounds=(self._bounds, seen.bounds), longest=(self._longest, seen.longest),
             scaling=rule.scaling, reach=(-1 if layer.window is None else layer.window - 1, 0),
         )  # fmt: skip
-
-    def _is_flash(self, layer: LayerCache) -> bool:
-        return can_attend_flash(self._device, self._dtype, layer.widths)
 
     def _see(self, window: int | None) -> _Seen:
         prompts, size = self._layout.prompts, self._layout.block_tokens

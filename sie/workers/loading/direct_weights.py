@@ -31,18 +31,20 @@ def direct_weights(
     device: torch.device,
     shards: Shards | None = None,
     tensors: Mapping[str, LazyTensor] | None = None,
+    kept: frozenset[str] = frozenset(),
 ) -> Iterator[None]:
     """Give the models that transformers reads within the block their weights in this format, on this device.
 
-    Weights that the architecture keeps in float32 stay so. Buffers that no file has are computed in float32 on the CPU.
-    Beside the placed weights, memory holds at most four of the checkpoint's tensors at a time, or the parts of one
-    weight that is made of several. With shards, the models get one member's parts only. With tensors, the models get
-    these in place of the files' own. For one load at a time.
+    Weights that the architecture keeps in float32 stay so, and those of the modules named in kept. Buffers that no file
+    has are computed in float32 on the CPU. Beside the placed weights, memory holds at most four of the checkpoint's
+    tensors at a time, or the parts of one weight that is made of several. With shards, the models get one member's
+    parts only. With tensors, the models get these in place of the files' own. For one load at a time.
     """
     base: Any = PreTrainedModel
     read = base._load_pretrained_model
 
     def read_directly(model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any) -> Any:
+        keep(model, kept)
         _set_format(model, dtype)
         if shards is not None:
             shards.shrink(model)
@@ -91,6 +93,11 @@ def _taking_parts(shards: Shards, device: torch.device) -> Iterator[None]:
         yield
     finally:
         core_model_loading.set_param_for_module = place
+
+
+def keep(model: Any, names: frozenset[str]) -> None:
+    """Keep the weights of these modules in float32, whatever format the others get."""
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *names}
 
 
 def is_kept(model: Any, name: str, dtype: torch.dtype) -> bool:

@@ -26,12 +26,13 @@ from sie.catalog.architecture import plain_config
 from sie.catalog.files import refuse
 from sie.catalog.gli import GLINER2_ENCODER, GLINER_CONFIG, GLIREL_CONFIG, LABELS_TOKENIZER
 from sie.config.limits import Limits
-from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
 from sie.values.extract import ExtractTask, Gliclass, Gliner, GlinerUnion, Glirel
 from sie.values.glirel_items import GlirelItem
 from sie.workers.device.device import DtypeSetting, choose_dtype, resolve_device
+from sie.workers.device.fallbacks import note
+from sie.workers.device.faults import raise_if_lost
 from sie.workers.loading.storage_faults import storage_faults
 from sie.workers.runners.gliclass import GliclassRunner
 from sie.workers.runners.gliner import GlinerRunner
@@ -41,7 +42,6 @@ from sie.workers.runners.glirel import GlirelRunner
 from sie.workers.runners.glirel_model import GlirelModel
 from sie.workers.stall_notices import read_tokenizer, reading
 
-_log = get_logger(__name__)
 _INSTALL = {
     # gliner declares an older transformers than the version here. It runs with this one, but pip would refuse the pair.
     "gliner": "pip install --no-deps gliner",
@@ -207,7 +207,7 @@ def _try_formats(
     """Return build's result in the wanted number format, or in float32 if the probe fails in a 16-bit one.
 
     The libraries were written for float32, and parts of some models have no 16-bit kernel. Raises ModelLoadFailed if
-    the probe fails in float32 as well.
+    the probe fails in float32 as well, DeviceLostError if the device is lost.
     """
     for chosen in dict.fromkeys((dtype, torch.float32)):
         on_progress(0.7, f"trying the model in {_name(chosen)}")
@@ -220,9 +220,10 @@ def _try_formats(
         except torch.OutOfMemoryError:
             raise  # not the model's fault
         except Exception as error:  # libraries raise many types for a model that they cannot run
+            raise_if_lost(error)
             reason = f"{type(error).__name__}: {error}"
         if chosen in _HALF_FORMATS:
-            _log.warning("%s does not run in %s (%s); float32 instead", card.id, _name(chosen), reason)
+            note("float32", f"{_name(chosen)}: {reason}")
     raise refuse(card.id, f"the library cannot run it: {reason}")
 
 

@@ -6,7 +6,6 @@ Runs in a thread beside the step loop. A worker imports it with its first such m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +87,9 @@ def load_encoder(
     language_head = None
     with storage_faults(card):
         if card.sparse is not None and card.sparse.kind == "splade":
-            model, language_head = take_head(card.id, read_pretrained(card, masked_lm_class))
+            model, language_head = take_head(
+                card.id, read_pretrained(card, masked_lm_class, dtype=form.read_dtype, device=device)
+            )
         else:
             model = read_pretrained(card, text_encoder_class, unused="pooler.", dtype=form.read_dtype, device=device)
         heads = build_heads(card, language_head, device)
@@ -146,15 +147,24 @@ def load_list_scorer(
 
 
 def _read_converted(
-    card: ModelCard, choose_class: ChooseClass, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+    card: ModelCard,
+    choose_class: ChooseClass,
+    device_name: str,
+    dtype_setting: DtypeSetting,
+    on_progress: Progress,
+    *,
+    kept: frozenset[str] = frozenset(),
 ) -> tuple[PreTrainedModel, torch.device, str]:
-    """Return a model in its format on its device, the device, and the format's name. Errors as in `load_encoder`."""
+    """Return a model in its format on its device, the device, and the format's name. Errors as in `load_encoder`.
+
+    kept are the modules whose weights stay in float32.
+    """
     device = resolve_device(device_name)
     dtype = choose_dtype(dtype_setting, device)
     dtype_name = str(dtype).removeprefix("torch.")
     on_progress(0.1, "reading weights")
     with storage_faults(card):
-        model = read_pretrained(card, choose_class, dtype=dtype, device=device)
+        model = read_pretrained(card, choose_class, dtype=dtype, device=device, kept=kept)
     on_progress(0.6, f"converting weights to {dtype_name} on {device}")
     _convert(model, dtype, device)
     return model, device, dtype_name
@@ -210,17 +220,10 @@ def load_detector(
     Grounding DINO computes in float32, whatever dtype_setting is.
     """
     assert isinstance(card.extract, Detection)
-    device = resolve_device(device_name)
     is_owl = card.extract.family != "grounding-dino"
-    dtype = choose_dtype(dtype_setting, device) if is_owl else torch.float32
-    dtype_name = str(dtype).removeprefix("torch.")
-    on_progress(0.1, "reading weights")
-    with storage_faults(card):
-        model: Any = read_pretrained(card, detector_class)
-    on_progress(0.6, f"converting weights to {dtype_name} on {device}")
-    if is_owl:
-        model._keep_in_fp32_modules_strict = FLOAT32_HEADS
-    _convert(model, dtype, device)
+    model, device, dtype_name = _read_converted(
+        card, detector_class, device_name, dtype_setting if is_owl else "float32", on_progress, kept=FLOAT32_HEADS
+    )
     on_progress(0.8, "looking at a grey image")
     runner = (
         build_owl_runner(card, model, device, dtype_name) if is_owl else build_grounding_runner(card, model, device)

@@ -21,7 +21,7 @@ from sie.catalog.gguf_reader import WeightsReader, reading_with
 from sie.values.card import ModelCard
 from sie.workers.device.faults import is_out_of_memory
 from sie.workers.loading.dequantised import LazyTensor, open_dequantised
-from sie.workers.loading.direct_weights import direct_weights
+from sie.workers.loading.direct_weights import direct_weights, keep
 from sie.workers.loading.gguf_weights import open_gguf
 from sie.workers.loading.light_imports import counting_on_cpu, register_metas
 from sie.workers.loading.renamed_weights import read_renamed_weights
@@ -46,12 +46,14 @@ def read_pretrained(
     dtype: torch.dtype = torch.float32,
     device: torch.device = _CPU,
     shards: Shards | None = None,
+    kept: frozenset[str] = frozenset(),
 ) -> PreTrainedModel:
     """Return a card's model on a device, with its weights in dtype, or with one member's shards of them.
 
-    unused is the prefix of the names of weights that the checkpoint need not have. A GGUF file of transformers' own
-    architectures is read in float32 on the CPU, whatever dtype and device are; it always has a language model.
-    In a load that takes prepared weights the model is a skeleton: float32, without weights, on the meta device.
+    unused is the prefix of the names of weights that the checkpoint need not have. The weights of modules named in kept
+    stay in float32. A GGUF file of transformers' own architectures is read in float32 on the CPU, whatever dtype and
+    device are; it always has a language model. In a load that takes prepared weights the model is a skeleton: float32,
+    without weights, on the meta device.
 
     Raises ModelLoadFailed for a checkpoint that does not fit its class, and the errors of `storage_faults` as they are.
     """
@@ -63,7 +65,9 @@ def read_pretrained(
     config.use_cache = False  # a decoder would keep keys and values that are never read
     auto = choose_class(card.id, config)
     if session.is_skeleton():
-        return _build_skeleton(card, config, auto)
+        skeleton = _build_skeleton(card, config, auto)
+        keep(skeleton, kept)
+        return skeleton
     tensors: Mapping[str, LazyTensor] | None = None
     if card.gguf_file:
         tensors = open_gguf(card, dtype)
@@ -72,7 +76,7 @@ def read_pretrained(
     try:
         with (
             reading_with(WeightsReader) if card.gguf_file else nullcontext(),
-            direct_weights(dtype, device, shards, tensors),
+            direct_weights(dtype, device, shards, tensors, kept),
         ):
             model, report = _with_metas(lambda: _read_weights(card, config, auto, tensors))
     except _BUILD_ERRORS as error:

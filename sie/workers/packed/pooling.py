@@ -82,7 +82,8 @@ def _pool_mean_compiled(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    # index_add is five times faster than segment_reduce on a CPU.
+    # index_add is five times faster than segment_reduce on a CPU. On a GPU its order is not fixed (docs/models.md), but
+    # there segment_reduce adds the tokens of a text one after another.
     sums = values.new_zeros(len(cu_seqlens) - 1, values.shape[1])
     return sums.index_add_(0, _sequence_of_token(cu_seqlens, values.shape[0]), values)
 

@@ -24,6 +24,7 @@ from sie.values.card import SparseOutput
 from sie.values.errors import NonFinite
 from sie.workers.device.device import read, read_later
 from sie.workers.packed.batch import PackedBatch
+from sie.workers.runners.probe import MAX_DIFFERENCE, difference
 from sie.workers.runners.stand_in import ModelHead
 
 Entries = tuple[NDArray[np.int32], NDArray[np.float32]]
@@ -32,7 +33,6 @@ _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 """Bytes of logits at once. A GPU waits for the host after each reading of entries; a CPU's caches like small chunks."""
 _POOLED_BYTES = {"cpu": 0, "cuda": 1 << 30}
 """Bytes of pooled rows that are read together."""
-_MAX_DIFFERENCE = 1e-3
 
 
 class SparseHead(Protocol):
@@ -82,7 +82,7 @@ def take_head(model_id: str, model: PreTrainedModel) -> tuple[PreTrainedModel, L
             logits = head(hidden)
         except Exception as error:  # an unknown architecture may raise anything without its encoder
             raise refuse(model_id, f"the head of {type(model).__name__} cannot be run by itself: {error}") from error
-        if logits.shape != expected.shape or float((logits - expected).abs().max()) > _MAX_DIFFERENCE:
+        if difference(logits, expected) > MAX_DIFFERENCE[expected.dtype]:
             raise refuse(model_id, f"the head of {type(model).__name__} gives different logits by itself")
     return encoder, head
 

@@ -51,7 +51,7 @@ class StubFaults:
             _hang()
         if self._fail in ("oom", "sticky", "worn") and any(self._fail_on in text for text in contents):
             if self._fail == "worn":
-                wear_out()
+                wear_out("a stub's step, fail=worn")
                 return
             if self._fail == "oom":
                 raise MemoryError("a stub's step finds no memory (fail=oom)")

@@ -190,6 +190,19 @@ def test_what_is_wrong_with_a_device_is_told_and_the_others_are_fine(fault: dict
     assert findings[3].fix
 
 
+@pytest.mark.parametrize("state", [1, 2])
+@pytest.mark.parametrize(("error", "level"), [("", "warn"), ("Error 802: system not yet initialized", "error")])
+def test_a_device_that_computes_before_it_has_joined_the_fabric_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, state: int, error: str, level: str
+):
+    """Within a slice, or a machine with a part of the GPUs, the driver may never say that it has joined."""
+    monkeypatch.setattr(gpu, "try_devices", lambda: Trial([result(0, uuid="GPU-a", error=error)]))
+    finding = look(FakeNvml({"Fabric": (state, 0), "UUID": "GPU-a"}))[-1]
+    assert finding.level == level
+    assert ("though it computes" in finding.message) is (not error)
+    assert "nvidia-fabricmanager" in (finding.fix or "")
+
+
 def test_devices_of_a_fabric_that_is_up_and_one_slice_that_cuda_shows_are_fine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

@@ -103,7 +103,7 @@ async def test_a_worn_worker_ends_once_nothing_waits_in_it(rig: Rig) -> None:
     pending = rig.submit([1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "_allocator", memory._Allocator())
-        memory.wear_out()
+        memory.wear_out("a test asks for it")
         worker.loop._periodic_ns = 0  # it is looked at once a second, before the step
         worker.turn()
         await rig.settle()

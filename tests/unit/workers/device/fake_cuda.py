@@ -1,7 +1,7 @@
 """A stand-in for the part of torch that captures graphs, with its allocator's rules, for a machine without a GPU.
 
 The rules are those of torch 2.11 to 2.13: the end of an invalid capture raises before the allocator hears of it, and
-while the allocator counts a capture, releasing memory raises.
+while the allocator counts a capture, releasing memory raises in some versions and releases nothing in others.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ class FakeCuda:
         self.num_released = 0
         self.num_captured = 0
         self.num_streams = 0
-        self.is_capturing = self.is_invalid = False
+        self.is_capturing = self.is_invalid = self.is_too_large = False
         self.can_repair = True
+        self.is_silent = False
+        self.capability = (9, 0)
         graph = type("Graph", (_Graph,), {"cuda": self})
         monkeypatch.setattr(torch.cuda, "Stream", lambda _device: _Stream(self))
         monkeypatch.setattr(capture, "_users", Counter())
         monkeypatch.setattr(torch.cuda, "stream", self.on_stream)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda _device=None: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: self.capability)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -47,19 +50,26 @@ class FakeCuda:
         finally:
             self.stream = before
 
+    def synchronize(self, _device=None):
+        """Wait for the whole device, which breaks a capture of any thread, in every mode."""
+        self.invalidate()
+
     def invalidate(self):
-        """Do what a capture does not allow, as a synchronisation."""
+        """Do what a capture does not allow."""
         if self.is_capturing:
             self.is_invalid = True
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     def empty_cache(self):
-        if self.underway:
+        if not self.underway:
+            self.num_released += 1
+        elif not self.is_silent:
             raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
-        self.num_released += 1
 
     def end_allocate(self, _device, pool):
-        if pool not in self.underway or not self.can_repair:
+        if not self.can_repair:
+            raise AttributeError("a later torch has no such function")
+        if pool not in self.underway:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
         self.underway.remove(pool)
 
@@ -92,4 +102,6 @@ class _Graph:
             self.cuda.is_invalid = False
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         self.cuda.underway.remove(self.pool)
+        if self.cuda.is_too_large:
+            raise RuntimeError("CUDA error: out of memory")
         self.cuda.num_captured += 1

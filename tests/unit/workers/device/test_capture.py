@@ -7,8 +7,9 @@ import threading
 import pytest
 import torch
 
-from sie.workers.device import memory
+from sie.workers.device import faults, memory
 from sie.workers.device.capture import Capturer, CaptureRefusedError, refusing_waits
+from sie.workers.device.faults import is_device_lost
 from sie.workers.device.memory import free_cached, is_worn
 from tests.unit.workers.device.fake_cuda import FakeCuda
 
@@ -58,8 +59,22 @@ def test_a_capture_whose_code_fails_is_released_once(cuda):
     assert not is_worn()
 
 
-def test_after_a_capture_that_cannot_be_undone_nothing_is_captured_and_memory_is_asked_for_without_harm(cuda):
-    cuda.can_repair = False
+def test_a_graph_that_finds_no_memory_after_its_capture_ended_harms_nothing(cuda):
+    capturer = Capturer(GPU)
+    cuda.is_too_large = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        capturer.capture(lambda: None)
+    assert not is_worn()
+    cuda.is_too_large = False
+    capturer.capture(lambda: None)
+    assert cuda.num_captured == 1
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_after_a_capture_that_cannot_be_undone_nothing_is_captured_and_memory_is_asked_for_without_harm(
+    is_silent, cuda
+):
+    cuda.can_repair, cuda.is_silent = False, is_silent
     with pytest.raises(RuntimeError, match="capturing"):
         Capturer(GPU).capture(cuda.invalidate)
     assert is_worn()
@@ -80,6 +95,24 @@ def test_memory_that_another_thread_frees_during_a_capture_is_freed_after_it(cud
     Capturer(GPU).capture(run)
     assert cuda.num_released == 1
     assert not is_worn()
+
+
+def test_another_thread_settles_an_error_during_a_capture_without_breaking_it(cuda, monkeypatch):
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda count, **_options: ones(count))
+    monkeypatch.setattr(faults, "_device", "cuda:0")
+    found = []
+
+    def run():
+        if cuda.is_capturing:
+            error = RuntimeError("Expected all tensors to be on the same device, cuda:0 and cpu")
+            other = threading.Thread(target=lambda: found.append(is_device_lost(error)))
+            other.start()
+            other.join(30)
+            assert not other.is_alive()
+
+    Capturer(GPU).capture(run)
+    assert (found, cuda.num_captured) == ([False], 1)
 
 
 def test_a_warm_up_that_waits_is_not_captured(cuda):
@@ -172,3 +205,23 @@ def test_operations_that_wait_for_the_device_are_refused(wait):
 def test_work_that_does_not_wait_is_let_through(work):
     with refusing_waits(), torch.inference_mode():
         work()
+
+
+def grouped_products(dtype):
+    """Return the products of two groups of rows with their own weights, as in a mixture of experts."""
+    rows, weights = (torch.ones(*shape, dtype=dtype, device=META) for shape in ((4, 16), (2, 16, 16)))
+    return torch.nn.functional.grouped_mm(rows, weights, offs=torch.ones(2, dtype=torch.int32, device=META))
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((8, 0), "bfloat16"), ((12, 0), "bfloat16"), ((9, 0), "float16")])
+def test_products_of_groups_are_refused_where_they_copy_the_groups_to_the_host(capability, dtype, cuda):
+    cuda.capability = capability
+    with refusing_waits(), pytest.raises(CaptureRefusedError, match=r"aten\._grouped_mm\.default waits"):
+        grouped_products(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_products_of_groups_in_bfloat16_are_captured_where_they_need_no_host(capability, cuda):
+    cuda.capability = capability
+    with refusing_waits():
+        assert grouped_products(torch.bfloat16).shape == (4, 16)

@@ -67,6 +67,17 @@ def test_the_steps_of_a_family_wait_for_nothing_and_are_captured(name, cuda):
     assert cuda.num_captured == 3
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_experts_whose_products_wait_for_the_device_are_not_captured(name, cuda):
+    cuda.capability = (8, 0)
+    runner, cache = on_gpu(name)
+    with collecting("m") as fallbacks:
+        assert try_capture(cache, runner._run_model, 4, 8) is None
+    (fallback,) = fallbacks.found
+    assert (fallback.name, cuda.num_captured) == ("no_graphs", 0)
+    assert "aten._grouped_mm.default waits" in fallback.reason
+
+
 def test_a_model_that_waits_for_the_device_is_not_captured_and_says_why(cuda):
     runner, cache = on_gpu("llama")
     layer = runner.model.model.layers[1].mlp

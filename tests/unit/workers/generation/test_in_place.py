@@ -72,6 +72,20 @@ def test_blocks_read_in_place_give_the_same_tokens(name, in_place, load_tiny):
     assert answers(in_place(name)) == answers(load_tiny(name)[0])
 
 
+@pytest.mark.usefixtures("in_place")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("llama", ""), ("gemma3", ""), ("gemma2", "capped"), ("gpt_oss", "sinks"), ("deepseek_v3", "16 and 12 wide")],
+)
+def test_a_model_whose_prompts_are_gathered_says_so(name, reason, load_tiny, monkeypatch):
+    monkeypatch.setattr("sie.workers.generation.runner.can_attend", lambda *_: True)
+    monkeypatch.setattr("sie.workers.generation.runner.try_capture", lambda *_: None)
+    with collecting("m") as fallbacks:
+        load(load_tiny(name)[1])
+    assert [fallback.name for fallback in fallbacks.found] == (["gathered_prompts"] if reason else [])
+    assert all(reason in fallback.reason for fallback in fallbacks.found)
+
+
 def test_the_flash_attention_of_torch_2_13_is_told_of_grouped_queries(in_place, load_tiny, monkeypatch):
     use_varlen(monkeypatch, varlen_stand_ins.of_2_13)
     assert answers(in_place("llama")) == answers(load_tiny("llama")[0])

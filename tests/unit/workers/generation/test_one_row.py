@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 import sie.workers.generation
+from sie.workers.generation import one_row
 from sie.workers.generation.one_row import choose_products
 from tests.triton_interpreter import IS_INTERPRETED, interpreted, needs_triton, run_interpreted
 
@@ -52,6 +53,20 @@ def test_the_faster_one_multiplies_one_row_and_the_library_more(kernel):
     assert kernel.calls == 2
     model[1](torch.randn(1, 12))
     assert kernel.calls == 2
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize(("cache_bytes", "num_timed"), [(0, 3), (300, 3), (4000, 32)])
+def test_more_weights_are_timed_than_the_device_s_cache_holds(cache_bytes, num_timed, monkeypatch):
+    """Copies of few small weights, because between two steps of a model its other weights drive these from the cache."""
+    monkeypatch.setattr(one_row, "_cache_bytes", lambda _device: cache_bytes)
+    model = nn.Sequential(*(nn.Linear(8, 12) for _ in range(3)))
+    seen = []
+    choose_products(model, lambda _multiply, _states, layers: float(seen.append(list(layers)) or 1))
+    for layers in seen:
+        addresses = {layer.weight.data_ptr() for layer in layers}
+        assert len(addresses) == len(layers) == num_timed
+        assert all(torch.equal(layer.weight, model[i % 3].weight) for i, layer in enumerate(layers))
 
 
 def test_a_kernel_that_computes_otherwise_or_fails_is_not_chosen(kernel):

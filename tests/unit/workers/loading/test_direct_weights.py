@@ -54,8 +54,8 @@ def _anonymous() -> int:
     return int(fields["RssAnon"].split()[0]) << 10
 
 
-def _read(directory: Path, dtype: torch.dtype) -> Any:
-    with direct_weights(dtype, torch.device("cpu")):
+def _read(directory: Path, dtype: torch.dtype, kept: frozenset[str] = frozenset()) -> Any:
+    with direct_weights(dtype, torch.device("cpu"), kept=kept):
         return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
@@ -90,9 +90,10 @@ def test_weights_that_an_architecture_keeps_in_float32_stay_so(tmp_path: Path) -
     before = kept._keep_in_fp32_modules_strict
     kept._keep_in_fp32_modules_strict = {"o_proj"}
     try:
-        model = _read(tmp_path, torch.float16)
+        model = _read(tmp_path, torch.float16, frozenset({"k_proj"}))
     finally:
         kept._keep_in_fp32_modules_strict = before
     formats = {name: weight.dtype for name, weight in model.named_parameters()}
     assert formats["model.layers.1.self_attn.o_proj.weight"] == torch.float32
+    assert formats["model.layers.1.self_attn.k_proj.weight"] == torch.float32, "the load's own choice"
     assert formats["model.layers.1.self_attn.q_proj.weight"] == torch.float16

@@ -26,6 +26,8 @@ from sie.values.errors import BadRequest, InputTooLong
 from sie.values.extract import Entity, Extraction, ExtractTask, Glirel, Relation
 from sie.values.glirel_items import GlirelItem
 from sie.values.inference import ExtractRequest
+from sie.workers.device.fallbacks import collecting
+from sie.workers.device.faults import DeviceLostError
 from sie.workers.loading.libraries import load_glirel
 from sie.workers.runners import glirel
 from sie.workers.runners.glirel import GlirelRunner
@@ -110,6 +112,39 @@ def library_scores(model: Any, text: str, given: tuple[Entity, ...], **choices: 
     )
     ends = ("head_pos", "tail_pos")
     return {(*(names[one[end][0], one[end][1] - 1] for end in ends), one["label"]): one["score"] for one in found}
+
+
+def test_a_model_that_does_not_run_in_16_bits_says_so(
+    library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = save(library, tmp_path, "refined")
+    run = GlirelRunner.run_extract
+
+    def refuse_half(runner: GlirelRunner, *inputs: Any) -> Any:
+        if runner.dtype != "float32":
+            raise RuntimeError("a product is not implemented for 'BFloat16'")
+        return run(runner, *inputs)
+
+    monkeypatch.setattr(GlirelRunner, "run_extract", refuse_half)
+    with collecting("m") as fallbacks:
+        runner = load_glirel(read_card(ModelSpec(id="m"), str(directory)), "cpu", "bfloat16", lambda *_: None)
+    assert runner.dtype == "float32"
+    (fallback,) = fallbacks.found
+    assert fallback.name == "float32"
+    assert fallback.reason == "bfloat16: RuntimeError: a product is not implemented for 'BFloat16'"
+
+
+def test_a_device_that_is_lost_while_a_format_is_tried_is_not_blamed_on_the_model(
+    library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = save(library, tmp_path, "refined")
+
+    def lose(*_: Any) -> None:
+        raise DeviceLostError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(GlirelRunner, "run_extract", lose)
+    with pytest.raises(DeviceLostError):
+        load_glirel(read_card(ModelSpec(id="m"), str(directory)), "cpu", "bfloat16", lambda *_: None)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

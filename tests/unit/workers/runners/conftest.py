@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sie.catalog.checkpoint_card import read_card
 from sie.catalog.spec import ModelSpec
 from sie.frontend.inputs.prompts import apply_prompt
 from sie.frontend.inputs.tokenize import Tokenizer
 from sie.values.work import WorkHeader
+from sie.workers.loading import loader
 from sie.workers.loading.loader import load_encoder
 
 
@@ -75,3 +77,18 @@ def dense_of(entries: list[tuple[np.ndarray, np.ndarray]], width: int) -> np.nda
 @pytest.fixture(scope="session")
 def to_rows() -> Any:
     return dense_of
+
+
+@pytest.fixture
+def formats_read(monkeypatch: pytest.MonkeyPatch) -> list[set[torch.dtype]]:
+    """Return the formats of each model's weights as they were read, before anything was converted."""
+    formats: list[set[torch.dtype]] = []
+    read = loader.read_pretrained
+
+    def watch(*arguments: Any, **options: Any) -> Any:
+        model = read(*arguments, **options)
+        formats.append({weight.dtype for weight in model.parameters()})
+        return model
+
+    monkeypatch.setattr(loader, "read_pretrained", watch)
+    return formats

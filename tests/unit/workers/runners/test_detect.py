@@ -232,11 +232,12 @@ def test_an_image_of_another_size_is_refused(tmp_path: Path):
         served.runner.run_boxes([SearchedImage(np.zeros((8, 8, 3), np.uint8), image.queries, image.key)], [0.1])
 
 
-def test_bfloat16_keeps_the_heads_exact(tmp_path: Path):
+def test_bfloat16_keeps_the_heads_exact(tmp_path: Path, formats_read: list[set[torch.dtype]]):
     exact = Served(save_detector(tmp_path, "owlv2"), "owlv2")
     half: Any = load_detector(exact.card, "cpu", "bfloat16", lambda *_: None)
     assert half.dtype == "bfloat16"
     assert half._model.box_head.dense2.weight.dtype == torch.float32
+    assert formats_read == [{torch.float32}, {torch.bfloat16, torch.float32}], "only the heads were read in float32"
     image, _ = exact.searched(pictures()[1], task_of(exact))
     [rows], [expected] = half.run_boxes([image], [-1.0]), exact.runner.run_boxes([image], [-1.0])
     assert np.abs(rows[:, :5] - expected[:, :5]).max() < 0.05

@@ -51,6 +51,15 @@ def _reference(sentence_transformers: Any, directory: Path, texts: list[str], ta
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_read_in_the_format_of_the_model(
+    family: str, masked_lm: Any, serve: Any, texts: Any, formats_read: list[set[torch.dtype]]
+) -> None:
+    model = serve(masked_lm(family, **FAMILIES[family]), dtype="bfloat16")
+    assert formats_read == [{torch.bfloat16}]
+    assert len(model.run(texts, "sparse")) == len(texts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_masked_lm_equals_sparse_encoder_and_sentence_transformer(
     family: str, masked_lm: Any, serve: Any, texts: Any, sentence_transformers: Any, to_rows: Any
 ) -> None:
