@@ -51,6 +51,7 @@ class StepInputs:
     def __init__(self, size: int, max_kept: int, max_blocks: int, device: torch.device) -> None:
         """Allocate room for max_kept tokens with logits, and for sequences of up to max_blocks blocks."""
         is_locked = device.type == "cuda"
+        self.size = size
         self._numbers = torch.zeros(6, size, dtype=torch.int64, pin_memory=is_locked)
         self._blocks = torch.zeros(max_blocks, size, dtype=torch.int32, pin_memory=is_locked)
         self._on_device = torch.zeros(6, size, dtype=torch.int64, device=device)
@@ -60,6 +61,8 @@ class StepInputs:
         """The tokens whose logits are needed."""
         self.blocks = torch.zeros(max_blocks, size, dtype=torch.int32, device=device)
         """As in `kernels.Tables`."""
+        self._known: list[Sequence[int]] = [()] * size
+        """The blocks in each column, in both tables. Those below them have no meaning."""
 
     def fill(
         self,
@@ -98,17 +101,27 @@ class StepInputs:
             feed(self._on_device[0], self._on_device[4], drawn)
 
     def _fill_blocks(self, slots: Sequence[Slot], block_tokens: int, spare_block: int) -> None:
-        """Write a column for each token, and copy as many rows of the table as the step needs."""
+        """Write the columns that differ from those of the last step, and copy the table's rows up to the last change."""
+        known = self._known
+        self._known = [()] * self.size  # all are unknown if an error keeps them from the device
         table = self._blocks.numpy()
-        num_seen = first = 0
+        num_changed = first = 0
         for slot in slots:
-            last = first + len(slot.token_ids)
-            seen = slot.blocks[: (slot.start + last - first - 1) // block_tokens + 1]
-            table[: len(seen), first:last] = np.array(seen, np.int32)[:, None]
-            num_seen = max(num_seen, len(seen))
-            first = last
-        table[0, first:] = spare_block
-        self.blocks[:num_seen].copy_(self._blocks[:num_seen], non_blocking=True)
+            count = len(slot.token_ids)
+            seen = [slot.blocks[: (slot.start + count - 1) // block_tokens + 1]] * count
+            if known[first : first + count] != seen:
+                known[first : first + count] = seen
+                table[: len(seen[0]), first : first + count] = np.array(seen[0], np.int32)[:, None]
+                num_changed = max(num_changed, len(seen[0]))
+            first += count
+        padding = [(spare_block,)] * (self.size - first)
+        if known[first:] != padding:
+            known[first:] = padding
+            table[0, first:] = spare_block
+            num_changed = max(num_changed, 1)
+        if num_changed:
+            self.blocks[:num_changed].copy_(self._blocks[:num_changed], non_blocking=True)
+        self._known = known
 
 
 def feed(token_ids: Tensor, places: Tensor, drawn: Tensor) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sie.workers.generation
 from sie.values.card import ModelCard
@@ -113,6 +114,19 @@ def test_steps_are_captured_for_as_many_tokens_as_the_blocks_hold(cuda, monkeypa
     assert captured.sizes[0] == 16 * 8 == cache.num_blocks * cache.block_tokens
 
 
+class Copies(TorchDispatchMode):
+    """Records how many numbers each copy has."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
 def random_slots(random, size):
     """Return slots of at most so many tokens: sequences that decode, and chunks of prompts."""
     slots = []
@@ -156,6 +170,37 @@ def test_the_inputs_of_a_recorded_step_are_right_whatever_the_steps_before_had(s
             assert inputs.blocks[:num_seen, column].tolist() == slot.blocks[:num_seen]
         assert inputs.blocks[0, len(tokens) :].tolist() == [50] * (8 - len(tokens))
         slots = next_slots(random, slots, 8)
+
+
+def test_the_table_of_blocks_is_copied_only_when_a_sequence_sees_another_block():
+    inputs = graphs.StepInputs(4, 4, 6, torch.device("cpu"))
+    slots = [Slot(np.zeros(1, np.int32), start, [9, start, 2]) for start in (5, 6)]
+
+    def copied():
+        with Copies() as copies:
+            inputs.fill(slots, [0, 1], 4, 50)
+        numbers, *rest = copies.sizes
+        assert numbers == 6 * 4
+        return rest
+
+    assert copied() == [2 * 4], "two rows of the table"
+    slots = [slot._replace(start=slot.start + 1) for slot in slots]
+    assert copied() == []
+    slots = [slot._replace(start=slot.start + 1) for slot in slots]
+    assert copied() == [3 * 4], "the second sequence has a third block"
+    slots = slots[1:]
+    assert copied() == [3 * 4], "its column is another"
+
+
+def test_a_table_whose_copy_failed_is_written_again():
+    inputs = graphs.StepInputs(1, 1, 2, torch.device("cpu"))
+    slots = [Slot(np.zeros(1, np.int32), 0, [7])]
+    table, inputs.blocks = inputs.blocks, None
+    with pytest.raises(TypeError):
+        inputs.fill(slots, [0], 4, 50)
+    inputs.blocks = table
+    inputs.fill(slots, [0], 4, 50)
+    assert table[0].tolist() == [7]
 
 
 def move_to_meta(monkeypatch):
