@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sie.values.errors import BadRequest
 
 DtypeSetting = Literal["auto", "float32", "bfloat16", "float16"]
 _CPU_FLAGS_OF_BF16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})  # "bf16" is ARM's
+_ALIGNED = 8
+"""Bytes of the largest number that is copied."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -65,6 +70,20 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     It copies from page-locked memory: a copy from other memory would wait for all earlier launches.
     """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def move_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copy arrays to a device as `move` does, in one copy. The tensors have their shapes and formats, and share memory."""
+    lasts = list(accumulate(-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays))
+    firsts = [0, *lasts[:-1]]
+    packed = np.empty(lasts[-1], np.uint8)
+    for array, first in zip(arrays, firsts, strict=True):
+        packed[first : first + array.nbytes].view(array.dtype)[:] = array.ravel()
+    moved = move(torch.from_numpy(packed), device)
+    return [
+        moved[first : first + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, first in zip(arrays, firsts, strict=True)
+    ]
 
 
 def read(tensor: Tensor) -> Tensor:

@@ -27,6 +27,15 @@ def kept_tokens(slot: Slot) -> Sequence[int]:
     return (*scoring, len(slot.token_ids) - 1) if slot.draws else scoring
 
 
+def kept_rows(slots: Sequence[Slot], ends: Sequence[int]) -> list[int]:
+    """Return the places of all `kept_tokens` in a step's row, where ends[i] is that of the i-th slot's last token."""
+    return [
+        end - len(slot.token_ids) + 1 + token
+        for end, slot in zip(ends, slots, strict=True)
+        for token in kept_tokens(slot)
+    ]
+
+
 def drawing_rows(slots: Sequence[Slot]) -> list[int]:
     """Return the indices, among the logit rows of all `kept_tokens`, to draw from: one for each slot with draws."""
     rows: list[int] = []

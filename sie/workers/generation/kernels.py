@@ -38,10 +38,10 @@ _LEAST_TILES = 8
 
 
 class Tables(NamedTuple):
-    """Positions and blocks of n sequences that decode one token, all on the device.
+    """Positions and blocks of n tokens, all on the device; those of one prefill chunk have the same blocks.
 
-    positions (n,) int64 are the tokens' positions. blocks (m, n) int32 has the blocks of sequence i in column i:
-    position p is in blocks[p // block_tokens, i]. Entries after a sequence's last block are not read.
+    positions (n,) int64 are the tokens' positions. blocks (m, n) int32 has the blocks of token i in column i:
+    position p is in blocks[p // block_tokens, i]. Entries after the one of its position are not read.
     """
 
     positions: Tensor

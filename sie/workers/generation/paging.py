@@ -102,7 +102,7 @@ def make_pageable(
     if decoder is not None and decoder.screen is not None:
         runner.memory_bytes += decoder.screen.nbytes
     if expected is not None and runner.capture_decoding(settings.max_sequences, blocks_of_a_choice(card, settings)):
-        _check_graphs(runner, sequence, expected)
+        _check_graphs(runner, sequence, expected, settings.max_sequences)
     return runner
 
 
@@ -129,29 +129,31 @@ def _note_prompts(cache: PagedCache, rules: Sequence[Rule]) -> None:
             note("gathered_prompts", reason)
 
 
-def _check_graphs(runner: TextGenerator, sequence: NDArray[np.int32], expected: Tensor) -> None:
+def _check_graphs(runner: TextGenerator, sequence: NDArray[np.int32], expected: Tensor, max_sequences: int) -> None:
     """Drop the captured steps unless they give the expected logits, and steps of every size those of eager steps."""
     try:
         _compare(runner, runner.cache, sequence, expected)
         for size in runner.captured_sizes:
-            _compare_size(runner, sequence, size)
+            _compare_size(runner, sequence, size, max_sequences)
     except ModelLoadFailed as error:
         raise_if_lost(error)
         note("no_graphs", f"{error}")
         runner.drop_graphs()
 
 
-def _compare_size(runner: TextGenerator, sequence: NDArray[np.int32], size: int) -> None:
+def _compare_size(runner: TextGenerator, sequence: NDArray[np.int32], size: int, max_drawn: int) -> None:
     """Refuse captured steps that differ from eager ones, with one token for each of `size` sequences.
 
     Each sequence stores its token in a row of its own and reads the rows before it in its block, which other sequences
-    write in the same step. Leaves the blocks clear.
+    write in the same step. At most max_drawn of them, the last ones, have logits. Leaves the blocks clear.
     """
     cache = runner.cache
     blocks = tuple(range(min(cache.num_blocks, -(-size // cache.block_tokens))))
     places = [divmod(number, cache.block_tokens) for number in range(min(size, len(blocks) * cache.block_tokens))]
     slots = [
-        Slot(sequence[number % len(sequence), None], start, (block,), _DRAWN)
+        Slot(
+            sequence[number % len(sequence), None], start, (block,), _DRAWN if number >= len(places) - max_drawn else ()
+        )
         for number, (block, start) in enumerate(places)
     ]
     try:
@@ -163,7 +165,7 @@ def _compare_size(runner: TextGenerator, sequence: NDArray[np.int32], size: int)
     cache.clear(blocks)
     distances = [relative_distance(*rows) for rows in zip(found, expected, strict=True)]
     if not median(distances) < _MAX_DIFFERENCE[expected.dtype]:
-        text = f"captured steps of {size} sequences differ by {median(distances):.2g}"
+        text = f"captured steps of {size} tokens differ by {median(distances):.2g}"
         raise _cannot_page(runner.card.id, runner.model, text)
 
 

@@ -20,7 +20,7 @@ from sie.workers.device.device import move, wait_later
 from sie.workers.device.faults import GroupLostError, raise_if_lost
 from sie.workers.generation.embedding import Embedder
 from sie.workers.generation.gathered import GatheredStep
-from sie.workers.generation.given_tokens import drawing_rows, kept_tokens, score
+from sie.workers.generation.given_tokens import drawing_rows, kept_rows, score
 from sie.workers.generation.grammar import GrammarCompiler, GrammarMatcher
 from sie.workers.generation.graphs import Answers, DecodeGraphs, feed, try_capture
 from sie.workers.generation.masks import FindHidden, MaskThread, find_hidden
@@ -173,20 +173,12 @@ class TextGenerator:
         if self.decoder is not None:
             return Answers(self.decoder.run(slots))
         captured = None if self._graphs is None else self._graphs.run(slots, self._drawn)
-        if captured is not None and all(slot.draws for slot in slots):
-            return captured
         if captured is not None:
-            kept = [i for i, slot in enumerate(slots) if kept_tokens(slot)]
-            return Answers(captured.logits[move(torch.tensor(kept, dtype=torch.int64), self.cache.device)])
+            return captured
         layout = lay_out(slots, self.block_tokens, self.num_blocks)
         if not self.reads_in_place:  # the kernels read only rows that were written
             self.cache.clear(layout.unfilled)
-        rows = [
-            end - len(slot.token_ids) + 1 + token
-            for end, slot in zip(layout.ends, slots, strict=True)
-            for token in kept_tokens(slot)
-        ]
-        return Answers(self._forward(layout, rows))
+        return Answers(self._forward(layout, kept_rows(slots, layout.ends)))
 
     def run(self, step: RowStep) -> StepOutputs:
         """Return the dense rows of a step, for a model that also embeds; see `RowRunner`."""
@@ -231,14 +223,14 @@ class TextGenerator:
             raise BadRequest(f"a token id is outside the vocabulary of {self.vocab_size}")
 
     def capture_decoding(self, max_sequences: int, max_blocks: int) -> bool:
-        """Capture decode steps as CUDA graphs, if the kernels read blocks in place; return whether that succeeded."""
+        """Capture small steps as CUDA graphs, if the kernels read blocks in place; return whether that succeeded."""
         if self.reads_in_place:
             self._graphs = try_capture(self.cache, self._run_model, max_sequences, max_blocks)
         return self._graphs is not None
 
     @property
     def captured_sizes(self) -> list[int]:
-        """The numbers of sequences whose decode steps are captured, largest first."""
+        """The numbers of tokens whose steps are captured, largest first."""
         return [] if self._graphs is None else self._graphs.sizes
 
     @contextmanager
@@ -274,16 +266,16 @@ class TextGenerator:
         finally:
             cache.step = None
 
-    def _run_model(self, token_ids: Tensor, positions: Tensor, kept: Tensor | None, lengths: Lengths | None) -> Tensor:
-        """Return the logits (k, vocabulary) of the kept tokens (k,) in a row (1, t); None: of all.
+    def _run_model(self, token_ids: Tensor, positions: Tensor, kept: Tensor, lengths: Lengths | None) -> Tensor:
+        """Return the logits (k, vocabulary) of the kept tokens (k,) in a row (1, t).
 
         lengths are the tokens' rotary lengths (t,), used if the model's rotary factors depend on them.
         """
-        rows = {"logits_to_keep": kept} if self._takes_rows and kept is not None else {}
+        rows = {"logits_to_keep": kept} if self._takes_rows else {}
         rotations = self._rotations
         with nullcontext() if rotations is None or lengths is None else rotations.row(lengths):
             logits = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **rows).logits[0]
-        return logits if self._takes_rows or kept is None else logits[kept]
+        return logits if self._takes_rows else logits[kept]
 
 
 def takes_rows(model: Any) -> bool:

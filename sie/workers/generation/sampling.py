@@ -21,6 +21,7 @@ from sie.native import draw as native_draw
 from sie.values.errors import NonFinite, SieError
 from sie.values.generate import Sampling, TokenLogprob
 from sie.workers.device.device import move, read_later
+from sie.workers.generation.logit_edits import edit_logits, has_penalty
 from sie.workers.generation.masks import FindHidden, Hidden, find_hidden
 from sie.workers.model_api import Chosen, Draw, Slot, SlotResult
 
@@ -91,7 +92,7 @@ def launch_choice(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw], be
         token_ids = _rows_of(likeliest(logits) if best is None else best, rows)
         return Choosing(token_ids, _launch_read(logits, token_ids, draws))
     raw = _rows_of(logits, rows).float()
-    token_ids = _first_drawn(_adjusted(raw, draws, ()), draws)
+    token_ids = _first_drawn(edit_logits(raw, draws, ()), draws)
     return Choosing(token_ids, _launch_read(raw, token_ids, draws))
 
 
@@ -140,7 +141,7 @@ def _choose_by_torch(
 ) -> list[Drawn]:
     raw = _rows_of(logits, rows).float()
     masks = hidden() if hidden is not None else find_hidden(draws, raw.shape[1])
-    scores = _adjusted(raw, draws, masks)
+    scores = edit_logits(raw, draws, masks)
     token_ids = _first_drawn(scores, draws)
     drawn = _launch_read(raw, token_ids, draws)()
     further = [i for i, one in enumerate(drawn) if one is None]
@@ -211,14 +212,7 @@ def _is_plain(draw: Draw) -> bool:
 
 def _is_simple(draw: Draw) -> bool:
     """Tell whether a draw is from unchanged logits, except for forbidden tokens, and reports only its token."""
-    return not draw.sampling.logit_bias and not _has_penalty(draw) and draw.matcher is None and draw.logprobs is None
-
-
-def _has_penalty(draw: Draw) -> bool:
-    sampling = draw.sampling
-    return draw.seen is not None and (
-        sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    )
+    return not draw.sampling.logit_bias and not has_penalty(draw) and draw.matcher is None and draw.logprobs is None
 
 
 def _is_filtered(sampling: Sampling) -> bool:
@@ -267,63 +261,6 @@ def _record(row: Tensor, draw: Draw, forbidden: NDArray[np.int32]) -> native_dra
         min_p=sampling.min_p if is_sampled and 0 < sampling.min_p < 1 else 0.0,
         top_k=sampling.top_k if is_sampled else 1,
     )  # fmt: skip
-
-
-# --- before the temperature -----------------------------------------------------------------------------------------
-
-
-def _adjusted(raw: Tensor, draws: Sequence[Draw], hidden: Sequence[Hidden]) -> Tensor:
-    """Return the logits (n, vocabulary) with penalties and bias, and -inf for forbidden tokens."""
-    scores = raw
-    by_grammar = iter(hidden)
-    for i, draw in enumerate(draws):
-        edit = _edit(draw, raw.shape[1], next(by_grammar) if draw.matcher is not None else None)
-        if edit is None:
-            continue
-        scores = raw.clone() if scores is raw else scores
-        if edit.seen is not None:
-            _penalise(scores[i], edit.seen, draw.sampling)
-        if edit.biased is not None:
-            ids, values = edit.biased
-            scores[i].index_add_(0, move(ids, raw.device), move(values, raw.device))
-        if edit.hidden is not None:
-            scores[i].masked_fill_(move(edit.hidden, raw.device), -torch.inf)
-        elif edit.forbidden is not None:
-            scores[i].index_fill_(0, move(edit.forbidden, raw.device), -torch.inf)
-    return scores
-
-
-class _Edit(NamedTuple):
-    """Changes to a row of logits: ids with counts, ids with a bias, and hidden tokens as a mask or as ids."""
-
-    seen: tuple[Tensor, Tensor] | None
-    biased: tuple[Tensor, Tensor] | None
-    hidden: Tensor | None
-    forbidden: Tensor | None
-
-
-def _edit(draw: Draw, vocab_size: int, by_grammar: Hidden | None) -> _Edit | None:
-    seen = biased = hidden = forbidden = None
-    if draw.seen is not None and _has_penalty(draw):
-        ids, counts = draw.seen
-        known = ids < vocab_size
-        seen = torch.from_numpy(ids[known].astype(np.int64)), torch.from_numpy(counts[known].astype(np.float32))
-    bias = [(token_id, value) for token_id, value in draw.sampling.logit_bias if 0 <= token_id < vocab_size]
-    if bias:
-        biased = torch.tensor([i for i, _ in bias]), torch.tensor([value for _, value in bias], dtype=torch.float32)
-    if isinstance(by_grammar, np.ndarray):  # not an error
-        hidden = torch.from_numpy(by_grammar)
-    elif ids := [token_id for token_id in draw.forbidden if token_id < vocab_size]:
-        forbidden = torch.tensor(ids)
-    return None if seen is biased is hidden is forbidden is None else _Edit(seen, biased, hidden, forbidden)
-
-
-def _penalise(row: Tensor, seen: tuple[Tensor, Tensor], sampling: Sampling) -> None:
-    """Apply the presence, frequency and repetition penalties, in this order, to the tokens seen."""
-    ids, counts = (move(numbers, row.device) for numbers in seen)
-    values = row[ids] - sampling.presence_penalty - sampling.frequency_penalty * counts
-    factor = sampling.repetition_penalty
-    row[ids] = torch.where(values > 0, values / factor, values * factor)
 
 
 # --- the draw -------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def why_gathered_prompts(device: torch.device, dtype: torch.dtype, widths: tuple
 
 
 class DecodeStep:
-    """A step in which every sequence has one token; a `StepAttention`. Its tensors may change after a graph capture."""
+    """A step whose tokens read blocks one by one; a `StepAttention`. Its tensors may change after a graph capture."""
 
     def __init__(self, rows: Tensor, tables: Tables) -> None:
         """Take the rows (n,) int64 that store the tokens' keys and values, and the sequences' positions and blocks."""
@@ -170,15 +170,10 @@ def _tables(layout: StepLayout, device: torch.device) -> Tables:
 
     positions = layout.positions[: len(layout.decodes)]
     blocks = np.zeros((int(positions.max()) // layout.block_tokens + 1, len(positions)), np.int32)
-    fill_blocks(blocks, layout.decodes, layout.block_tokens)
-    return Tables(move(torch.from_numpy(positions), device), move(torch.from_numpy(blocks), device))
-
-
-def fill_blocks(blocks: NDArray[np.int32], slots: Sequence[Slot], block_tokens: int) -> None:
-    """Write the blocks that each slot's token sees to its column (m,); entries below them stay unchanged."""
-    for column, slot in enumerate(slots):
-        num_seen = slot.start // block_tokens + 1
+    for column, slot in enumerate(layout.decodes):
+        num_seen = slot.start // layout.block_tokens + 1
         blocks[:num_seen, column] = slot.blocks[:num_seen]
+    return Tables(move(torch.from_numpy(positions), device), move(torch.from_numpy(blocks), device))
 
 
 def _cumulated(lengths: Sequence[int]) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from random import Random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sie.workers.generation
 from sie.values.card import ModelCard
@@ -16,7 +18,7 @@ from sie.values.generate import GenerateRule, Sampling
 from sie.workers.device import memory
 from sie.workers.device.capture import Capturer, CaptureRefusedError, refusing_waits
 from sie.workers.device.fallbacks import collecting
-from sie.workers.generation import paging
+from sie.workers.generation import graphs, paging
 from sie.workers.generation.graphs import try_capture
 from sie.workers.generation.paged_cache import PagedCache
 from sie.workers.generation.runner import TextGenerator
@@ -38,6 +40,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(sie.workers.generation, "kernels", kernels, raising=False)
     monkeypatch.setattr(memory, "_allocator", memory._Allocator())
     monkeypatch.setattr(Capturer, "forbidden", "")
+    monkeypatch.setattr(graphs, "_LARGEST", 4)
     return FakeCuda(monkeypatch)
 
 
@@ -60,10 +63,11 @@ def on_gpu(name):
 def test_the_steps_of_a_family_wait_for_nothing_and_are_captured(name, cuda):
     runner, cache = on_gpu(name)
     with collecting("m") as fallbacks:
-        graphs = try_capture(cache, runner._run_model, 4, 8)
+        captured = try_capture(cache, runner._run_model, 3, 8)
     assert fallbacks.found == ()
-    assert graphs is not None
-    assert graphs.sizes == [4, 2, 1]
+    assert captured is not None
+    assert captured.sizes == [4, 2, 1]
+    assert [len(one.answers.logits) for one in captured._captured.values()] == [3, 2, 1]
     assert cuda.num_captured == 3
 
 
@@ -86,7 +90,7 @@ def test_a_model_that_waits_for_the_device_is_not_captured_and_says_why(cuda):
 
     def run(*inputs):
         calls.append(inputs)
-        return torch.zeros(1, 101, device=META) if len(calls) == 1 else runner._run_model(*inputs)
+        return torch.zeros(4, 101, device=META) if len(calls) == 1 else runner._run_model(*inputs)
 
     with collecting("m") as fallbacks:
         assert try_capture(cache, run, 4, 8) is None
@@ -113,11 +117,101 @@ def test_a_capture_that_fails_leaves_a_model_without_graphs_and_memory_to_free(c
     assert not memory.is_worn()
 
 
-def test_no_more_sequences_are_captured_than_have_a_block(cuda):
+def test_steps_are_captured_for_as_many_tokens_as_the_blocks_hold(cuda, monkeypatch):
+    monkeypatch.setattr(graphs, "_LARGEST", 256)
     runner, cache = on_gpu("llama")
-    graphs = try_capture(cache, runner._run_model, 256, 8)
-    assert graphs is not None
-    assert graphs.sizes[0] == cache.num_blocks == 16
+    captured = try_capture(cache, runner._run_model, 1, 8)
+    assert captured is not None
+    assert captured.sizes[0] == 16 * 8 == cache.num_blocks * cache.block_tokens
+
+
+class Copies(TorchDispatchMode):
+    """Records how many numbers each copy has."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def random_slots(random, size):
+    """Return slots of at most so many tokens: sequences that decode, and chunks of prompts."""
+    slots = []
+    while (left := size - sum(len(slot.token_ids) for slot in slots)) and random.random() < 0.9:
+        length, start = random.choice([1, 1, min(left, 3)]), random.randrange(20)
+        blocks = random.sample(range(50), 6)
+        slots.append(Slot(np.arange(length, dtype=np.int32), start, blocks, rotary_length=random.choice([0, 9])))
+    return slots or [Slot(np.zeros(1, np.int32), 0, [3] * 6)]
+
+
+def next_slots(random, slots, size):
+    """Return the slots of a later step: most go on where they were, some end, get another block, or are new."""
+    kept = [slot._replace(token_ids=slot.token_ids[:1], start=slot.start + random.randrange(2)) for slot in slots]
+    for slot in kept:
+        if random.random() < 0.2:
+            slot.blocks[random.randrange(6)] = random.randrange(50)
+    if random.random() < 0.5:
+        return [slot for slot in kept if slot.start < 24 and random.random() < 0.9] or random_slots(random, size)
+    return random_slots(random, size)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_inputs_of_a_recorded_step_are_right_whatever_the_steps_before_had(seed):
+    random = Random(seed)
+    inputs = graphs.StepInputs(8, 8, 6, torch.device("cpu"))
+    slots = random_slots(random, 8)
+    for _ in range(60):
+        inputs.fill(slots, [0], 4, 50)
+        tokens = [(slot, slot.start + place) for slot in slots for place in range(len(slot.token_ids))]
+        assert inputs.numbers.T.tolist() == [
+            [
+                position - slot.start,
+                position,
+                slot.blocks[position // 4] * 4 + position % 4,
+                max(position + 1, slot.rotary_length),
+            ]
+            for slot, position in tokens
+        ] + [[0, 0, 200, 1]] * (8 - len(tokens))
+        for column, (slot, position) in enumerate(tokens):
+            num_seen = position // 4 + 1
+            assert inputs.blocks[:num_seen, column].tolist() == slot.blocks[:num_seen]
+        assert inputs.blocks[0, len(tokens) :].tolist() == [50] * (8 - len(tokens))
+        slots = next_slots(random, slots, 8)
+
+
+def test_the_table_of_blocks_is_copied_only_when_a_sequence_sees_another_block():
+    inputs = graphs.StepInputs(4, 4, 6, torch.device("cpu"))
+    slots = [Slot(np.zeros(1, np.int32), start, [9, start, 2]) for start in (5, 6)]
+
+    def copied():
+        with Copies() as copies:
+            inputs.fill(slots, [0, 1], 4, 50)
+        numbers, *rest = copies.sizes
+        assert numbers == 6 * 4
+        return rest
+
+    assert copied() == [2 * 4], "two rows of the table"
+    slots = [slot._replace(start=slot.start + 1) for slot in slots]
+    assert copied() == []
+    slots = [slot._replace(start=slot.start + 1) for slot in slots]
+    assert copied() == [3 * 4], "the second sequence has a third block"
+    slots = slots[1:]
+    assert copied() == [3 * 4], "its column is another"
+
+
+def test_a_table_whose_copy_failed_is_written_again():
+    inputs = graphs.StepInputs(1, 1, 2, torch.device("cpu"))
+    slots = [Slot(np.zeros(1, np.int32), 0, [7])]
+    table, inputs.blocks = inputs.blocks, None
+    with pytest.raises(TypeError):
+        inputs.fill(slots, [0], 4, 50)
+    inputs.blocks = table
+    inputs.fill(slots, [0], 4, 50)
+    assert table[0].tolist() == [7]
 
 
 def move_to_meta(monkeypatch):

@@ -6,18 +6,19 @@ import importlib
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import sie.workers.generation
 from sie.values.generate import Sampling
 from sie.workers.device.fallbacks import collecting
-from sie.workers.generation import paging
+from sie.workers.generation import graphs, paging
 from sie.workers.generation.graphs import Answers, DecodeGraphs, StepInputs, _Captured
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.sampling import likeliest
 from sie.workers.generation.varlen import DecodeStep, can_attend
-from sie.workers.model_api import Draw, Slot
+from sie.workers.model_api import Draw, Scored, Slot
 from sie.workers.packed import flash
 from tests import paged_reference, varlen_stand_ins
 from tests.generation_models import Stream, load, random_prompt, step
@@ -113,29 +114,37 @@ def test_rows_that_no_token_has_written_are_never_read(in_place, load_tiny):
 
 
 class EagerGraph:
-    """Runs what a recorded graph would."""
+    """Runs what a recorded graph would, and counts the runs."""
 
     def __init__(self, runner, recorded):
         self.runner, self.recorded = runner, recorded
+        self.num_replays = 0
 
     def replay(self):
+        self.num_replays += 1
         _, inputs, found = self.recorded()
         token_ids, positions, rows, lengths = inputs.numbers
         self.runner.cache.step = DecodeStep(rows, paged_reference.Tables(positions, inputs.blocks))
-        found.logits.copy_(self.runner._run_model(token_ids[None], positions[None], None, lengths))
+        found.logits.copy_(self.runner._run_model(token_ids[None], positions[None], inputs.kept, lengths))
         found.best.copy_(likeliest(found.logits))
         self.runner.cache.step = None
 
 
-def eager_graphs(runner, sizes, max_blocks):
+def eager_graphs(runner, sizes, max_blocks, max_kept=4):
     graphs = DecodeGraphs.__new__(DecodeGraphs)
     graphs._cache, graphs._captured = runner.cache, {}
     graphs._copied = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     for size in sizes:
         graph = EagerGraph(runner, lambda size=size: graphs._captured[size])
-        found = Answers(torch.zeros(size, 101), torch.zeros(size, dtype=torch.int64))
-        graphs._captured[size] = _Captured(graph, StepInputs(size, max_blocks, torch.device("cpu")), found)
+        num_kept = min(size, max_kept)
+        found = Answers(torch.zeros(num_kept, 101), torch.zeros(num_kept, dtype=torch.int64))
+        inputs = StepInputs(size, num_kept, max_blocks, torch.device("cpu"))
+        graphs._captured[size] = _Captured(graph, inputs, found)
     return graphs
+
+
+def num_replays(runner):
+    return sum(captured.graph.num_replays for captured in runner._graphs._captured.values())
 
 
 @pytest.mark.parametrize("name", ["gemma3", "phi3-longrope", "llama-longrope"])
@@ -144,6 +153,58 @@ def test_a_recorded_step_gets_its_values_and_is_filled_up(name, in_place, load_t
     expected = answers(load_tiny(name)[0])
     runner._graphs = eager_graphs(runner, (1, 2, 4), 32)
     assert answers(runner) == expected
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "gpt2", "phi3-longrope"])
+def test_a_small_step_with_prompts_beside_sequences_that_decode_is_recorded_whole(
+    name, in_place, load_tiny, monkeypatch
+):
+    runner = in_place(name)
+    expected = answers(load_tiny(name)[0])
+    runner._graphs = eager_graphs(runner, (1, 2, 4, 8, 16, 32), 32)
+    monkeypatch.setattr(runner, "_forward", None)
+    assert answers(runner, num_decoded=6) == expected
+    assert num_replays(runner) == 7 + 6, "one for each step, of which the first seven have prompts"
+
+
+def chunks(start, length, scored=None):
+    """Return a sequence that decodes beside a chunk of a prompt, whose draw comes after its log probabilities."""
+    ids = random_prompt(start + length, 3)
+    draws = (Draw(Sampling(temperature=0.0), 0, 0),)
+    decoding = Slot(ids[:1], 0, (30,), draws)
+    return [decoding, Slot(ids[start:], start, range(2, 30), draws, scored), decoding._replace(blocks=(31,))]
+
+
+def test_a_recorded_step_scores_the_tokens_of_a_prompt(in_place):
+    runner = in_place("llama")
+    found = []
+    for captured in (None, eager_graphs(runner, (16,), 32, max_kept=8)):
+        runner._graphs = captured
+        kinds = ((5,), np.float32), ((5, 2), np.int32), ((5, 2), np.float32)
+        scored = Scored(3, random_prompt(5, 1), *(np.zeros(*kind) for kind in kinds))
+        tokens = runner.run_step(chunks(0, 9, scored))
+        found.append((tokens, scored))
+    assert num_replays(runner) == 1
+    assert found[0][0] == found[1][0]
+    eager, recorded = (scored for _, scored in found)
+    assert recorded.own == pytest.approx(eager.own, abs=1e-4)
+    assert recorded.top_ids.tolist() == eager.top_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("slots", "is_recorded"),
+    [(chunks(0, 14), True), (chunks(0, 15), False), (chunks(200, 4), True), (chunks(200, 5), False)],
+    ids=["as large as the largest", "larger", "few rows read", "many rows read"],
+)
+def test_a_step_is_recorded_if_its_tokens_and_the_rows_that_they_read_are_few(
+    slots, is_recorded, in_place, monkeypatch
+):
+    monkeypatch.setattr(graphs, "_MOST_SEEN", 201 + 202 + 203 + 204)
+    runner = in_place("llama")
+    expected = runner.run_logits(slots)
+    runner._graphs = eager_graphs(runner, (8, 16), 32)
+    assert torch.allclose(runner.run_logits(slots), expected, atol=1e-4)
+    assert num_replays(runner) == is_recorded
 
 
 SAMPLED = Sampling(temperature=1.5, seed=5)
@@ -177,12 +238,13 @@ def engine_answers(runner, monkeypatch, *, generates_ahead):
     return found, launched
 
 
+@pytest.mark.parametrize("sizes", [(1, 2, 4), (1, 2, 4, 8, 16, 32)], ids=["decode steps", "and prompts"])
 @pytest.mark.parametrize("name", ["gemma3", "phi3-longrope"])
-def test_steps_that_begin_ahead_take_their_tokens_from_the_device(name, in_place, monkeypatch):
+def test_steps_that_begin_ahead_take_their_tokens_from_the_device(name, sizes, in_place, monkeypatch):
     runner = in_place(name)
     expected, none = engine_answers(runner, monkeypatch, generates_ahead=False)
     assert none == []
-    runner._graphs = eager_graphs(runner, (1, 2, 4), 32)
+    runner._graphs = eager_graphs(runner, sizes, 32)
     found, launched = engine_answers(runner, monkeypatch, generates_ahead=True)
     for answer, own in zip(found, expected, strict=True):
         assert (answer.tokens, answer.finish) == (own.tokens, own.finish)
@@ -218,7 +280,7 @@ def test_a_token_of_a_recorded_step_has_the_rotary_factors_of_its_own_sequence(i
 def test_steps_of_a_model_whose_every_length_has_its_own_rotary_factors_cannot_be_recorded(in_place):
     ids = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="cannot be recorded"):
-        in_place("llama-dynamic")._run_model(ids, ids, None, torch.ones(2, dtype=torch.int64))
+        in_place("llama-dynamic")._run_model(ids, ids, ids[0], torch.ones(2, dtype=torch.int64))
 
 
 def test_a_recorded_step_answers_only_the_slots_that_draw(in_place):
@@ -232,14 +294,16 @@ def test_a_recorded_step_answers_only_the_slots_that_draw(in_place):
     assert torch.allclose(runner.run_logits(slots), expected, atol=1e-4)
 
 
-def test_steps_with_prompts_or_too_many_sequences_are_not_recorded(in_place):
+def test_steps_of_too_many_tokens_or_answers_are_not_recorded(in_place):
     runner = in_place("llama")
-    runner._graphs = eager_graphs(runner, (1, 2), 32)
-    assert answers(runner) == answers(in_place("llama"))  # three decode together: none of the recorded sizes
+    runner._graphs = eager_graphs(runner, (1, 2, 4), 32, max_kept=2)
+    assert answers(runner) == answers(in_place("llama"))  # prompts of up to 7 tokens, and then three draws
 
 
 class WrongGraphs:
-    def run(self, slots):
+    sizes = ()
+
+    def run(self, slots, _drawn):
         return Answers(torch.zeros(len(slots), 101))
 
 
@@ -263,10 +327,10 @@ def test_captured_steps_of_every_size_are_compared_with_eager_ones(wrong, in_pla
     whole, sequence = load_tiny("llama")[0], random_prompt(17, 0)
     expected = torch.stack([whole.run_logits([slot_of(sequence[:end])])[0] for end in range(1, 18)])
     with collecting("m") as fallbacks:
-        paging._check_graphs(runner, sequence, expected)
+        paging._check_graphs(runner, sequence, expected, 4)
     assert [fallback.name for fallback in fallbacks.found] == ([] if wrong is None else ["no_graphs"])
     assert runner.captured_sizes == ([8, 4, 2, 1] if wrong is None else [])
-    assert not any(bool(layer.keys.any()) for layer in runner.cache.layers)
+    assert not any(bool(layer.keys[: runner.num_blocks].any()) for layer in runner.cache.layers)
 
 
 def slot_of(tokens):
