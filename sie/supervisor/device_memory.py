@@ -180,7 +180,8 @@ class DeviceMemories:
         """
         if not _generates(record):
             return dict.fromkeys(slots, CacheRoom())
-        coming = [(other, self._likely_slots(other, records)) for other in records if other is not record]
+        used = [sum(self._bytes_at(slot, each) for each in records) for slot in range(len(self._devices))]
+        coming = [(other, self._likely_slots(other, used)) for other in records if other is not record]
         return {slot: self._cache_room(record, slot, records, coming) for slot in slots}
 
     def _cache_room(
@@ -226,13 +227,15 @@ class DeviceMemories:
             lazy_share=self._generation.kv_cache_lazy_share,
         )
 
-    def _likely_slots(self, record: Record, records: Collection[Record]) -> tuple[int, ...]:
-        """Return the workers that would load a model now, or that were chosen to."""
+    def _likely_slots(self, record: Record, used: Sequence[int]) -> tuple[int, ...]:
+        """Return the workers that were chosen to load a model, or else those that probably will be."""
         if record.card is None or record.retry_at_s == float("inf"):
             return ()
         if record.wanted and record.slots is not None:
             return record.slots
-        return self.plan_load(record, records).slots
+        size = record.card.tensor_parallel
+        slots = sorted(self._slots_without(record, ()), key=lambda slot: max(used[slot : slot + size]))
+        return tuple(slots[: record.spec.replicas or None])
 
     def _claim(self, record: Record, device: str) -> Claim:
         assert record.card is not None

@@ -167,6 +167,18 @@ def test_a_model_that_is_loaded_or_refused_for_good_or_goes_elsewhere_costs_noth
     assert rooms[1].reserved_bytes > 2 * EIGHT_B[0]
 
 
+def test_a_model_of_one_replica_costs_memory_on_the_emptiest_device_only():
+    gpus = Gpus(2)
+    gpus.load(gpus.add("loaded", ENCODER, devices=("cuda:0",)))
+    single = gpus.add("single", EIGHT_B, replicas=1, is_preloaded=True)
+    everywhere = gpus.add("everywhere", EIGHT_B, is_preloaded=True)
+    rooms = gpus.ask(everywhere)
+    assert [rooms[slot].share for slot in (0, 1)] == [1.0, 0.5]
+    for slot, room in rooms.items():
+        gpus.take(everywhere, slot, room)
+    assert list(gpus.ask(single)) == [1]
+
+
 def test_a_group_leaves_on_all_members_what_the_fullest_must():
     gpus = Gpus(2)
     divided = gpus.add("divided", SEVENTY_B, tensor_parallel=2, is_preloaded=True)

@@ -25,7 +25,6 @@ from sie.values.card import ModelCard, StubOptions
 from sie.values.errors import Internal, WireError, to_wire
 from sie.values.generate import GenerateRule
 
-
 HALF_FREE = Memory(80 << 30, 40 << 30)
 
 
