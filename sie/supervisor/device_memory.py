@@ -168,10 +168,11 @@ class DeviceMemories:
     def is_early(self, record: Record, records: Collection[Record]) -> bool:
         """Return whether a model of the start must wait until the sizes of the others are known, to leave memory for them.
 
-        Only caches on GPUs are divided.
+        Only caches on GPUs are divided, and only if no setting fixes their size.
         """
-        divides = record.preload and _generates(record) and any(device != "cpu" for device in self._devices)
-        return divides and any(other.preload and other.wanted and other.card is None for other in records)
+        is_divided = not self._generation.kv_cache_bytes and any(device != "cpu" for device in self._devices)
+        leaves_memory = is_divided and record.preload and _generates(record)
+        return leaves_memory and any(other.preload and other.wanted and other.card is None for other in records)
 
     def cache_rooms(self, record: Record, slots: Collection[int], records: Collection[Record]) -> dict[int, CacheRoom]:
         """Return what a model's keys and values may take at each worker that is about to load it.

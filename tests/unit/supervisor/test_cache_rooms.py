@@ -188,6 +188,17 @@ def test_a_group_leaves_on_all_members_what_the_fullest_must():
     assert gpus.load(small) > 8192
 
 
+@pytest.mark.parametrize(("cache_bytes", "waits"), [(0, True), (5 * GIB, False)])
+def test_only_a_cache_that_is_divided_waits_for_the_sizes_of_other_models(cache_bytes, waits):
+    gpus = Gpus(generation=Generation(kv_cache_bytes=cache_bytes))
+    first, encoder = gpus.add("a", EIGHT_B, is_preloaded=True), gpus.add("e", ENCODER, is_preloaded=True)
+    late = gpus.registry.add(ModelSpec(id="hub"), True, None)
+    assert gpus.memories.is_early(first, gpus.records) is waits
+    assert not gpus.memories.is_early(encoder, gpus.records)
+    late.card = encoder.card
+    assert not gpus.memories.is_early(first, gpus.records)
+
+
 def test_caches_of_a_fixed_size_are_left_whole():
     gpus = Gpus(generation=Generation(kv_cache_bytes=5 * GIB))
     first, second = (gpus.add(name, EIGHT_B, is_preloaded=True) for name in "ab")
