@@ -35,14 +35,9 @@ def plan_cache_room(
     bound = int(left * lazy_share)
     loose = _that_fit(lazy, bound)
     divided = own.token_bytes + sum(claim.token_bytes for claim in firm)
-    return CacheRoom(
-        pressure_pct=policy.pressure_pct,
-        reserved_bytes=free
-        - allowed
-        + sum(claim.fixed_bytes for claim in firm)
-        + _lazy_bytes(loose, divided, left, bound),
-        share=own.token_bytes / divided if own.token_bytes else 1.0,
-    )
+    reserved = sum(claim.fixed_bytes for claim in firm) + _lazy_bytes(loose, divided, left, bound)
+    share = own.token_bytes / divided if own.token_bytes else 1.0
+    return CacheRoom(policy.pressure_pct, free - allowed + reserved, share)
 
 
 def _that_fit(claims: Collection[Claim], free: int) -> list[Claim]:
