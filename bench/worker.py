@@ -107,7 +107,7 @@ def _open(*, packs: bool) -> Iterator[_Bench]:
     settings = Settings()
     ours, theirs = (Channel(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     page, counters = InflightPage.create(2 * _MAX_ITEMS), CounterPage.create(1 << 18)
-    host = Host("cpu", lambda card, _progress: _model(card, packs=packs), theirs.send)
+    host = Host("cpu", lambda card, _progress, _room: _model(card, packs=packs), theirs.send)
     loop = Loop(
         settings, channel=theirs, host=host, page=page, metrics=WorkerMetrics(counters, "0"), large=LargeBudget(0),
         budget=Budget(max_tokens=1 << 30, max_items=_MAX_ITEMS, max_age_ns=1 << 40), on_loaded=lambda _card: None,

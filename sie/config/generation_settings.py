@@ -36,7 +36,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
             le=1 << 42,
             description="Key/value cache of each generating model; 0 uses 1 GiB on a CPU, and on a GPU "
-            "`kv_cache_share` of the memory that the largest step leaves, below `memory_pressure_pct`.",
+            "`kv_cache_share` of the memory that the largest step leaves, below `memory_pressure_pct`, divided among the "
+            "models that are to be there.",
         ),
     ] = 0
     kv_cache_share: Annotated[
@@ -44,9 +45,27 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0.05,
             le=0.98,
-            description="Share of a GPU's memory for the key/value cache, of what the largest step leaves free.",
+            description="Share of a GPU's memory for key/value caches, of what the largest step leaves free.",
         ),
     ] = 0.85
+    kv_cache_min_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 24,
+            description="Tokens for which a generating model's cache must have room on a GPU, or its whole context if that is "
+            "shorter: with less free, other models are unloaded first, or the load is refused.",
+        ),
+    ] = 8192
+    kv_cache_lazy_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=0.95,
+            description="Most of a GPU's memory that a key/value cache leaves to lazy models, of what is free beside the models "
+            "that are wanted now; lazy models that do not fit in it unload others. 0 leaves none.",
+        ),
+    ] = 0.5
     kv_block_tokens: Annotated[
         int, Meta(ge=8, le=256, description="Tokens of a key/value cache block, the unit of sharing.")
     ] = 32

@@ -131,10 +131,22 @@ class LoadModel(msgspec.Struct, tag=True, frozen=True):
     model: str
 
 
+class CacheRoom(msgspec.Struct, frozen=True):
+    """The part of a GPU's memory that a generating model's keys and values may take. CPU workers ignore it."""
+
+    pressure_pct: float = 100.0
+    """The device stays below this share of its memory while a step runs."""
+    reserved_bytes: int = 0
+    """These stay free for models that are not loaded yet."""
+    share: float = 1.0
+    """This model's share of the rest; the others belong to the caches of models that load after it."""
+
+
 class Load(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to worker: load this model beside the step loop."""
 
     card: ModelCard
+    room: CacheRoom = CacheRoom()
 
 
 class Unload(msgspec.Struct, tag=True, frozen=True):
@@ -151,6 +163,7 @@ class Stage(msgspec.Struct, tag=True, frozen=True):
 
     number: int
     card: ModelCard
+    room: CacheRoom = CacheRoom()
 
 
 class Unstage(msgspec.Struct, tag=True, frozen=True):

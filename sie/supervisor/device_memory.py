@@ -13,14 +13,17 @@ import msgspec
 from sie.catalog.spec import ModelSpec
 from sie.config.generation_settings import Generation
 from sie.config.sections import Models
+from sie.ipc.messages import CacheRoom
+from sie.supervisor.cache_rooms import plan_cache_room
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import (
+    Claim,
     Memory,
     Policy,
     Tenant,
+    claim_of,
     is_under_pressure,
     least_recently_used,
-    needed_bytes,
     plan_evictions,
 )
 from sie.supervisor.load_placement import Place, choose_places, leading_slots, names_of
@@ -64,6 +67,11 @@ class DeviceMemories:
             self._memory[device] = self._sizes[device]
         else:
             self._memory.pop(device, None)
+
+    def forget_worker(self, slot: int) -> None:
+        """Forget the measurement of a dead worker: what its models took of a GPU is free again."""
+        if self._devices[slot] != "cpu":
+            self.report(slot, Memory(0, 0))
 
     def has_place_without(self, record: Record, records: Collection[Record], away: Collection[int]) -> bool:
         """Return whether a model finds room on workers without those in the slots `away`."""
@@ -157,9 +165,85 @@ class DeviceMemories:
             short = max(short, missing)
         return msgspec.structs.replace(place, victims=tuple(victims), short_bytes=short, must_wait=must_wait)
 
-    def _needed(self, record: Record, device: str) -> int:
+    def is_early(self, record: Record, records: Collection[Record]) -> bool:
+        """Return whether a model of the start must wait until the sizes of the others are known, to leave memory for them.
+
+        Only caches on GPUs are divided, and only if no setting fixes their size.
+        """
+        is_divided = not self._generation.kv_cache_bytes and any(device != "cpu" for device in self._devices)
+        leaves_memory = is_divided and record.preload and _generates(record)
+        return leaves_memory and any(other.preload and other.wanted and other.card is None for other in records)
+
+    def cache_rooms(self, record: Record, slots: Collection[int], records: Collection[Record]) -> dict[int, CacheRoom]:
+        """Return what a model's keys and values may take at each worker that is about to load it.
+
+        A successor staged beside the serving copy leaves nothing to others: that copy's memory becomes free.
+        """
+        if not _generates(record):
+            return dict.fromkeys(slots, CacheRoom())
+        used = [sum(self._bytes_at(slot, each) for each in records) for slot in range(len(self._devices))]
+        coming = [(other, self._likely_slots(other, used)) for other in records if other is not record]
+        return {slot: self._cache_room(record, slot, records, coming) for slot in slots}
+
+    def _cache_room(
+        self, record: Record, slot: int, records: Collection[Record], coming: list[tuple[Record, tuple[int, ...]]]
+    ) -> CacheRoom:
+        """Return the least room on the devices of a worker and its group."""
         assert record.card is not None
-        return needed_bytes(record.card, device, self._dtype, self._generation)
+        if self._devices[slot] == "cpu":
+            return CacheRoom()
+        alone = CacheRoom(pressure_pct=self._policy.pressure_pct)
+        if slot in record.reports:
+            return alone
+        members = range(slot, slot + record.card.tensor_parallel)
+        rooms = [self._room_at(record, member, records, coming) or alone for member in members]
+        reserved, share = max(room.reserved_bytes for room in rooms), min(room.share for room in rooms)
+        return CacheRoom(alone.pressure_pct, reserved, share)
+
+    def _room_at(
+        self, record: Record, member: int, records: Collection[Record], coming: list[tuple[Record, tuple[int, ...]]]
+    ) -> CacheRoom | None:
+        """Return the room on one device, or None if its memory is not known."""
+        device = self._devices[member]
+        memory = self._memory.get(device)
+        if memory is None:
+            return None
+        asked = sum(
+            self._needed(other, device)
+            for other, _ in coming
+            if _is_at(other, member) and not any(other.covers(leader, member) for leader in other.reports)
+        )
+        here = [
+            other
+            for other, leaders in coming
+            if not _is_at(other, member) and any(other.covers(leader, member) for leader in leaders)
+        ]
+        return plan_cache_room(
+            self._policy,
+            Memory(memory.total_bytes, memory.available_bytes - asked),
+            self._claim(record, device),
+            [self._claim(other, device) for other in here if _is_firm(other)],
+            [self._claim(other, device) for other in here if not _is_firm(other)],
+            used_bytes=asked + sum(tenant.nbytes for tenant in self._tenants(device, records)),
+            lazy_share=self._generation.kv_cache_lazy_share,
+        )
+
+    def _likely_slots(self, record: Record, used: Sequence[int]) -> tuple[int, ...]:
+        """Return the workers that were chosen to load a model, or else those that probably will be."""
+        if record.card is None or record.retry_at_s == float("inf"):
+            return ()
+        if record.wanted and record.slots is not None:
+            return record.slots
+        size = record.card.tensor_parallel
+        slots = sorted(self._slots_without(record, ()), key=lambda slot: max(used[slot : slot + size]))
+        return tuple(slots[: record.spec.replicas or None])
+
+    def _claim(self, record: Record, device: str) -> Claim:
+        assert record.card is not None
+        return claim_of(record.card, device, self._dtype, self._generation)
+
+    def _needed(self, record: Record, device: str) -> int:
+        return self._claim(record, device).least_bytes
 
     def _is_limited(self, device: str) -> bool:
         """Return whether anything is known that limits a device's models."""
@@ -242,8 +326,23 @@ def _why_nowhere(devices: list[str], size: int, spec: ModelSpec, slots: list[int
     return ""
 
 
+def _generates(record: Record) -> bool:
+    return record.card is not None and record.card.generate is not None
+
+
+def _is_firm(record: Record) -> bool:
+    """Return whether a model will be loaded without another request."""
+    return record.wanted or (record.preload and not record.is_excused)
+
+
+def _is_at(record: Record, slot: int) -> bool:
+    """Return whether a worker's device holds a model, or a part of it, or will soon."""
+    return any(record.covers(leader, slot) and place.is_there for leader, place in record.places.items())
+
+
 def _refusal(device: str, needed: int, short: int) -> str:
+    caches = "" if device == "cpu" else ", or a lower kv_cache_share or kv_cache_bytes of the generating models there"
     return (
         f"needs about {needed >> 20} MiB on {device}, {-(-short >> 20)} MiB more than unloading others would free "
-        "(memory_pressure_pct, max_model_bytes)"
+        f"(memory_pressure_pct, max_model_bytes{caches})"
     )

@@ -12,8 +12,6 @@ from sie.config.generation_settings import Generation
 from sie.values.card import ModelCard
 
 _MIB = 1 << 20
-_LEAST_CONTEXT_TOKENS = 8192
-"""A generating model is loaded where a sequence of this length fits, or one of its whole context if that is shorter."""
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -39,33 +37,48 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     max_model_bytes: int = 0
 
 
-def needed_bytes(card: ModelCard, device: str, dtype: str, generation: Generation) -> int:
-    """Return the peak memory of loading a model on one worker, or on one member of its group; 0 if unknown.
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory that a model takes on one device: 0 where unknown."""
+
+    fixed_bytes: int
+    """Its weights at the peak of its load, and a cache whose size a setting fixes."""
+    cache_bytes: int = 0
+    """The least cache of keys and values that is divided from what is free."""
+    token_bytes: int = 0
+    """The bytes of one token in such a cache."""
+
+    @property
+    def least_bytes(self) -> int:
+        """The memory without which the model is not loaded."""
+        return self.fixed_bytes + self.cache_bytes
+
+
+def claim_of(card: ModelCard, device: str, dtype: str, generation: Generation) -> Claim:
+    """Return the memory that a model takes on one worker, or on one member of its group.
 
     On a CPU, weights are built in float32 before their conversion. On a GPU they arrive converted, and `auto` is
-    bfloat16. There a generating model also needs keys and values: those of `kv_cache_bytes`, or else of one sequence. A
-    CPU's are claimed as they are used.
+    bfloat16. There a generating model also needs keys and values: those of `kv_cache_bytes`, or else at least
+    `kv_cache_min_tokens`. A CPU's are claimed as they are used.
     """
     if card.stub is not None:
-        return card.stub.memory_mb * _MIB
+        return Claim(fixed_bytes=card.stub.memory_mb * _MIB)
     if card.tensor is not None:
-        return 4 * card.num_weights  # the bytes of its file, in any format
-    weights = card.num_weights * (4 if device == "cpu" or dtype == "float32" else 2)
-    return (weights + (0 if device == "cpu" else _cache_bytes(card, generation))) // card.tensor_parallel
-
-
-def _cache_bytes(card: ModelCard, generation: Generation) -> int:
-    """Return the least memory for a generating model's keys and values on a GPU; 0 for other models."""
+        return Claim(fixed_bytes=4 * card.num_weights)  # the bytes of its file, in any format
+    weights = card.num_weights * (4 if device == "cpu" or dtype == "float32" else 2) // card.tensor_parallel
     rule = card.generate
-    if rule is None:
-        return 0
-    context = min(rule.context_length, generation.max_context_tokens or rule.context_length, _LEAST_CONTEXT_TOKENS)
-    return generation.kv_cache_bytes * card.tensor_parallel or rule.kv_token_bytes * context
+    if rule is None or device == "cpu":
+        return Claim(fixed_bytes=weights)
+    if generation.kv_cache_bytes:
+        return Claim(fixed_bytes=weights + generation.kv_cache_bytes)
+    context = min(rule.context_length, generation.max_context_tokens or rule.context_length)
+    token_bytes = rule.kv_token_bytes // card.tensor_parallel
+    least = token_bytes * min(context, generation.kv_cache_min_tokens)
+    return Claim(fixed_bytes=weights, cache_bytes=least, token_bytes=token_bytes)
 
 
 def is_under_pressure(policy: Policy, memory: Memory | None) -> bool:
     """Return whether a device uses more memory than the policy allows; False if it was not measured."""
-    return memory is not None and _headroom(policy, memory) < 0
+    return memory is not None and headroom(policy, memory) < 0
 
 
 def plan_evictions(policy: Policy, memory: Memory | None, tenants: list[Tenant], needed: int) -> tuple[list[str], int]:
@@ -73,7 +86,7 @@ def plan_evictions(policy: Policy, memory: Memory | None, tenants: list[Tenant],
 
     Returns them, and the number of bytes still short after unloading them. memory None: it was not measured.
     """
-    short = 0 if memory is None else needed - _headroom(policy, memory)
+    short = 0 if memory is None else needed - headroom(policy, memory)
     if policy.max_model_bytes:
         short = max(short, needed + sum(tenant.nbytes for tenant in tenants) - policy.max_model_bytes)
     chosen: list[str] = []
@@ -92,7 +105,8 @@ def least_recently_used(tenants: list[Tenant]) -> str | None:
     return min(loose, key=_last_used).model if loose else None
 
 
-def _headroom(policy: Policy, memory: Memory) -> int:
+def headroom(policy: Policy, memory: Memory) -> int:
+    """Return the bytes that are free below the limit of memory pressure; negative above it."""
     return memory.available_bytes - (memory.total_bytes - int(memory.total_bytes * policy.pressure_pct / 100))
 
 

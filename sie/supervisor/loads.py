@@ -68,7 +68,7 @@ class Loads:
         places = [worker.place for worker in children.workers]
         self._device_memories = DeviceMemories(self._settings, self._generation, places)
         self._staged_reloads = StagedReloads(
-            children, self._preparer, self._spawn, on_complete=self._reload, on_failed=self.keep
+            children, self._preparer, self._spawn, self._cache_rooms, on_complete=self._reload, on_failed=self.keep
         )
 
     def bind_lost_causes(self, on_lost_causes: Callable[[list[WireError]], None]) -> None:
@@ -278,6 +278,7 @@ class Loads:
     def forget_worker(self, slot: int, *, blame: bool, is_lost: bool = False) -> None:
         """Forget the models of a dead worker; blame: a load may have caused the death. is_lost: it lost its device."""
         self._registry.forget_worker(slot, time.monotonic(), blame=blame, is_lost=is_lost)
+        self._device_memories.forget_worker(slot)
         self._staged_reloads.forget_worker(slot, blame=blame or is_lost)
 
     def tick(self, now_s: float) -> None:
@@ -331,7 +332,11 @@ class Loads:
             record.preparing = True
             self._spawn(self._prepare(record))
             return
-        plan = self._device_memories.plan_load(record, self._registry.records.values(), self._away())
+        records = self._registry.records.values()
+        if self._device_memories.is_early(record, records):
+            record.apply(Event.SHORT)
+            return
+        plan = self._device_memories.plan_load(record, records, self._away())
         record.apply(Event.SHORT if plan.must_wait else Event.FITS)
         if plan.refusal:
             self._refuse(record, failed(record.spec, plan.refusal, "PLACEMENT"))
@@ -346,7 +351,12 @@ class Loads:
         for worker in workers:
             if worker.channel is not None:
                 record.apply_at(worker.slot, "ask")
-        self._children.send_all(workers, messages.Load(card))
+        rooms = self._cache_rooms(record, [worker.slot for worker in workers])
+        for worker in workers:
+            self._children.send(worker, messages.Load(card, rooms[worker.slot]))
+
+    def _cache_rooms(self, record: Record, slots: Collection[int]) -> dict[int, messages.CacheRoom]:
+        return self._device_memories.cache_rooms(record, slots, self._registry.records.values())
 
     async def _prepare(self, record: Record) -> None:
         record.is_stale = False  # later changes need another read

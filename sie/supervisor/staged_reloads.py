@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 import msgspec
@@ -41,6 +41,7 @@ class StagedReloads:
         children: Children,
         preparer: Preparer,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
+        rooms_of: Callable[[Record, Collection[int]], dict[int, messages.CacheRoom]],
         *,
         on_complete: Callable[[Record], None],
         on_failed: Callable[[Record, WireError], None],
@@ -49,6 +50,7 @@ class StagedReloads:
         self._children = children
         self._preparer = preparer
         self._spawn = spawn
+        self._rooms_of = rooms_of
         self._on_complete = on_complete
         self._on_failed = on_failed
         self._numbers = itertools.count(1)
@@ -117,7 +119,9 @@ class StagedReloads:
         workers = [self._children.workers[slot] for slot in record.loaded_on]
         reload.card, reload.since_s = prepared, time.monotonic()
         reload.pending = {worker.slot for worker in workers}
-        self._children.send_all(workers, messages.Stage(reload.number, prepared))
+        rooms = self._rooms_of(record, [worker.slot for worker in workers])
+        for worker in workers:
+            self._children.send(worker, messages.Stage(reload.number, prepared, rooms[worker.slot]))
         if not workers:  # all died meanwhile, so no old copy is left to serve
             self._mark_complete(reload)
 

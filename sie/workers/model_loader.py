@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sie.config.settings import Settings
-from sie.ipc.messages import Launch
+from sie.ipc.messages import CacheRoom, Launch
 from sie.shm.inflight import InflightPage
 from sie.values.card import ModelCard
 from sie.values.extract import Detection, Gliclass, Gliner, GlinerUnion, Glirel, ImageToText
@@ -33,15 +33,15 @@ class ModelLoader:
         self._settings = settings
         self._page = page
 
-    def load(self, card: ModelCard, progress: Progress) -> Runner:
-        """Return a model that is ready for its first step. Raises SieErrors."""
+    def load(self, card: ModelCard, progress: Progress, room: CacheRoom) -> Runner:
+        """Return a model that is ready for its first step; room is for its keys and values. Raises SieErrors."""
         if card.kind == "stub":
             return self._load_stub(card)
         if card.kind == "tensor":
             return self._load_tensor_model(card, progress)
         if isinstance(card.extract, Gliner | GlinerUnion | Glirel | Gliclass):
             return self._load_library_model(card, progress)
-        return self._load_transformer(card, progress)
+        return self._load_transformer(card, progress, room)
 
     def _load_stub(self, card: ModelCard) -> Runner:
         if card.generate is not None:
@@ -93,7 +93,7 @@ class ModelLoader:
             return libraries.load_glirel(card, device, dtype, progress)
         return libraries.load_gliner(card, device, dtype, progress, limits)
 
-    def _load_transformer(self, card: ModelCard, progress: Progress) -> Runner:
+    def _load_transformer(self, card: ModelCard, progress: Progress, room: CacheRoom) -> Runner:
         """Load a model of transformers: divided among processes, with shared weights on a CPU, or alone on a GPU."""
         with stall_notices.importing():
             light_imports.prepare()
@@ -106,21 +106,22 @@ class ModelLoader:
         if card.tensor_parallel > 1:
             from sie.workers.members.leader import load_divided
 
-            return load_divided(card, self._launch, self._settings, partial(self._load_generator, card, progress))
-        load = partial(self._load_alone, card, progress)
+            load_part = partial(self._load_generator, card, progress, room)
+            return load_divided(card, self._launch, self._settings, load_part, room=room)
+        load = partial(self._load_alone, card, progress, room)
         if self._launch.device != "cpu":
             return load()
         lent = [core.number for core in self._launch.lent_cores]
         models, generation = self._settings.models, self._settings.generation
         return load_shared(card, models, generation.weights, load, progress, lent_cores=lent)
 
-    def _load_alone(self, card: ModelCard, progress: Progress) -> Runner:
+    def _load_alone(self, card: ModelCard, progress: Progress, room: CacheRoom) -> Runner:
         """Load a model of transformers in this process."""
         from sie.workers.loading import loader
 
         device, dtype = self._launch.device, self._settings.models.dtype
         if card.kind == "generator":
-            return self._load_generator(card, progress)
+            return self._load_generator(card, progress, room)
         if card.kind == "dual-encoder":
             return loader.load_dual_encoder(card, device, dtype, progress)
         if isinstance(card.extract, Detection):
@@ -133,12 +134,11 @@ class ModelLoader:
             return loader.load_list_scorer(card, device, dtype, progress)
         return (loader.load_encoder if card.score is None else loader.load_scorer)(card, device, dtype, progress)
 
-    def _load_generator(self, card: ModelCard, progress: Progress, group: Group | None = None) -> TextGenerator:
+    def _load_generator(
+        self, card: ModelCard, progress: Progress, room: CacheRoom, group: Group | None = None
+    ) -> TextGenerator:
         """Load a generator; with a group, this worker's part of it."""
         from sie.workers.loading import loader
 
-        models = self._settings.models
-        return loader.load_generator(
-            card, self._launch.device, models.dtype, self._settings.generation, progress,
-            pressure_pct=models.memory_pressure_pct, group=group,
-        )  # fmt: skip
+        dtype, generation = self._settings.models.dtype, self._settings.generation
+        return loader.load_generator(card, self._launch.device, dtype, generation, progress, room=room, group=group)

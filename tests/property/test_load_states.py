@@ -118,7 +118,7 @@ class HostMachine(RuleBasedStateMachine):
         self.num_cards = 0
         self.host = SteppedHost("cpu", self.build, self.on_report)
 
-    def build(self, card: ModelCard, progress: Any) -> Any:
+    def build(self, card: ModelCard, progress: Any, _room: Any) -> Any:
         progress(0.5, "half")
         if self.fails:
             raise Internal("it broke")
@@ -252,7 +252,7 @@ class AdapterMachine(RuleBasedStateMachine):
         self.load_model()
         self.host.step()
 
-    def build(self, card: ModelCard, _progress: Any) -> Any:
+    def build(self, card: ModelCard, _progress: Any, _room: Any) -> Any:
         return SimpleNamespace(memory_bytes=1, adapters=Weights(self))
 
     def on_model(self, report: ModelReport) -> None:

@@ -67,7 +67,7 @@ class Files(msgspec.Struct):
         return [] if self.is_broken else newest if self.serves_all else newest[-1:]
 
 
-def build(card: ModelCard, _progress: Any) -> Any:
+def build(card: ModelCard, _progress: Any, _room: Any) -> Any:
     if card.revision == str(UNLOADABLE):
         raise refuse(card.id, "it cannot be loaded", "CONFIG")
     return SimpleNamespace(memory_bytes=0, dtype="")

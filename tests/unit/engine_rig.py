@@ -25,7 +25,7 @@ from sie.frontend.engine.engine import ShmEngine
 from sie.frontend.engine.worker_link import ShmPending, ShmReply
 from sie.ipc import messages as control_messages
 from sie.ipc.channel import Channel
-from sie.ipc.messages import ModelEntry
+from sie.ipc.messages import CacheRoom, ModelEntry
 from sie.shm import segment
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.inflight import InflightPage
@@ -110,7 +110,7 @@ class Worker:
             on_loaded=lambda _card: None,
         )
 
-    def _build(self, model: ModelCard, _progress: Callable[[float, str], None]) -> Any:
+    def _build(self, model: ModelCard, _progress: Callable[[float, str], None], _room: CacheRoom) -> Any:
         runner = self.runners[model.id] = self.build(model)
         return runner
 

@@ -1,7 +1,7 @@
 """Computes how many blocks of keys and values a generating model gets.
 
 On a GPU the largest step runs once before the rest of the memory is divided, so that steps find memory later
-(docs/decisions/038).
+(docs/decisions/038). Models that load afterwards get a part of it, too (docs/decisions/094).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from sie.catalog.files import refuse
 from sie.config.generation_settings import GPU_PREFILL_TOKENS, Generation
 from sie.config.limits import MIB
-from sie.ipc.messages import MemoryReport
+from sie.ipc.messages import CacheRoom, MemoryReport
 from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
@@ -48,7 +48,7 @@ def count_blocks(
     device: torch.device,
     settings: Generation,
     *,
-    pressure_pct: float,
+    room: CacheRoom,
     run_step: RunStep,
 ) -> int:
     """Return the number of blocks that fit, at most those of all choices at full length.
@@ -61,10 +61,13 @@ def count_blocks(
     if device.type == "cuda" and not settings.kv_cache_bytes:
         step_bytes = _run_largest_step(card, block_bytes, device, settings, run_step)
         memory = measure(str(device))
-        num_bytes = plan_cache_bytes(memory, step_bytes, settings.kv_cache_share, pressure_pct)
+        least_bytes = token_bytes * min(_context(card, settings), settings.kv_cache_min_tokens)
+        num_bytes = plan_cache_bytes(memory, step_bytes, settings.kv_cache_share, room, least_bytes)
         _log.info(
-            "%s: the largest step takes %d MiB; keys and values get %d MiB of the %d MiB that are free",
-            card.id, step_bytes // MIB, num_bytes // MIB, memory.available_bytes // MIB,
+            "%s: the largest step takes %d MiB; keys and values get %d MiB of the %d MiB that are free, of which other models "
+            "are left %d MiB, and %.0f %% of the rest",
+            card.id, step_bytes // MIB, num_bytes // MIB, memory.available_bytes // MIB, room.reserved_bytes // MIB,
+            100 * (1 - room.share),
         )  # fmt: skip
     num_blocks = min(num_bytes // block_bytes, settings.max_sequences * blocks_of_a_choice(card, settings))
     if num_blocks < MIN_BLOCKS:
@@ -75,14 +78,19 @@ def count_blocks(
     return num_blocks
 
 
-def plan_cache_bytes(memory: MemoryReport, step_bytes: int, share: float, pressure_pct: float) -> int:
-    """Return the bytes for keys and values: a share of what a step leaves, below the limit of memory pressure.
+def plan_cache_bytes(memory: MemoryReport, step_bytes: int, share: float, room: CacheRoom, least_bytes: int = 0) -> int:
+    """Return the bytes for keys and values: a share of what a step and other models leave, below memory pressure.
 
-    Above that limit the supervisor unloads models, in the end this one.
+    Above that limit the supervisor unloads models, in the end this one. A model gets least_bytes before anything is left
+    to models that are not loaded yet.
     """
+    kept = memory.total_bytes * (1 - room.pressure_pct / 100) + memory.total_bytes // _RESERVED_PART
+
+    def of_free(free: int) -> float:
+        return max(0.0, min(free * share, free - kept))
+
     free = memory.available_bytes - step_bytes
-    kept = memory.total_bytes * (1 - pressure_pct / 100) + memory.total_bytes // _RESERVED_PART
-    return max(0, int(min(free * share, free - kept)))
+    return int(max(of_free(free - room.reserved_bytes) * room.share, min(of_free(free), least_bytes)))
 
 
 def largest_step(card: ModelCard, settings: Generation) -> tuple[int, list[Slot]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sie.catalog.files import refuse
 from sie.config.generation_settings import Generation
+from sie.ipc.messages import CacheRoom
 from sie.values.card import ModelCard
 from sie.values.generate import Sampling
 from sie.workers.device.fallbacks import note
@@ -33,11 +34,11 @@ _NUM_DECODED: Final = 5
 
 
 def make_encoder_decoder(
-    card: ModelCard, model: Any, device: torch.device, settings: Generation, form: Format, *, pressure_pct: float
+    card: ModelCard, model: Any, device: torch.device, settings: Generation, form: Format, *, room: CacheRoom
 ) -> TextGenerator:
     """Return the runner of a T5 or mT5 that is on its device.
 
-    Its blocks leave the device below pressure_pct. Raises ModelLoadFailed for a model whose steps differ from the
+    Its blocks take no more than room of a GPU. Raises ModelLoadFailed for a model whose steps differ from the
     library's, DeviceLostError if the device is lost.
     """
     config = model.config
@@ -57,9 +58,7 @@ def make_encoder_decoder(
             stop_recording(model.decoder.block)  # else they keep these blocks
 
     token_bytes = sum(layer.token_bytes for _, layer in layers)
-    runner = make_runner(
-        count_blocks(card, token_bytes, device, settings, pressure_pct=pressure_pct, run_step=run_step)
-    )
+    runner = make_runner(count_blocks(card, token_bytes, device, settings, room=room, run_step=run_step))
     if device.type != "cpu":
         note("no_graphs", "it has an encoder and a decoder")
         note("gathered_blocks", "it has an encoder and a decoder")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sie.catalog.files import refuse
 from sie.config.generation_settings import Generation
+from sie.ipc.messages import CacheRoom
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
 from sie.values.generate import Sampling
@@ -56,13 +57,14 @@ def make_pageable(
     settings: Generation,
     weights: str,
     *,
-    pressure_pct: float = 100.0,
+    room: CacheRoom = CacheRoom(),  # noqa: B008  # immutable
     group: Group | None = None,
 ) -> TextGenerator:
     """Return the runner of a model that is on its device; weights names the weight format.
 
-    With a group, all members have as many blocks as the one with the least room for them. Its blocks leave the device below pressure_pct. Raises ModelLoadFailed for a model that cannot run on paged keys and
-    values, DeviceLostError if the device is lost.
+    With a group, all members have as many blocks as the one with the least room for them. Its blocks take no more than
+    room of a GPU. Raises ModelLoadFailed for a model that cannot run on paged keys and values, DeviceLostError if the
+    device is lost.
     """
     block_tokens = settings.kv_block_tokens
     sequence = _probe_sequence(model, block_tokens)
@@ -84,7 +86,7 @@ def make_pageable(
             attention.stop_recording([module for module, _ in layers])  # else they keep these blocks
 
     token_bytes = sum(form.token_bytes for form in forms)
-    num_blocks = count_blocks(card, token_bytes, device, settings, pressure_pct=pressure_pct, run_step=run_step)
+    num_blocks = count_blocks(card, token_bytes, device, settings, room=room, run_step=run_step)
     if group is not None:
         num_blocks = group.least(num_blocks)
     runner = make_runner(num_blocks)

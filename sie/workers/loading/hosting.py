@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sie.catalog.files import refuse
-from sie.ipc.messages import Load, ModelReport, Stage, Staged, Unload, Unstage
+from sie.ipc.messages import CacheRoom, Load, ModelReport, Stage, Staged, Unload, Unstage
 from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, SieError, WireError, to_wire
@@ -26,8 +26,8 @@ from sie.workers.model_api import Runner
 
 _log = get_logger(__name__)
 
-Build = Callable[[ModelCard, Callable[[float, str], None]], Runner]
-"""Returns a ready runner for a card, and reports (fraction, text) as progress."""
+Build = Callable[[ModelCard, Callable[[float, str], None], CacheRoom], Runner]
+"""Returns a ready runner for a card, and reports (fraction, text) as progress; its keys and values get the room."""
 
 
 class Hosted(msgspec.Struct, eq=False):
@@ -41,8 +41,9 @@ class Hosted(msgspec.Struct, eq=False):
     state: LoadState = LoadState.ABSENT
     runner: Runner | None = None
     fallbacks: tuple[Fallback, ...] = ()
-    next: ModelCard | None = None
-    """The card to load once this one is gone: the model was removed, and is wanted again with another definition."""
+    room: CacheRoom = CacheRoom()
+    next: Load | None = None
+    """What to load once this one is gone: the model was removed, and is wanted again with another definition."""
 
 
 class _Ended(msgspec.Struct):
@@ -77,8 +78,8 @@ class Host:
     def apply(self, message: Load | Unload | Stage | Unstage) -> None:
         """Apply a message of the supervisor."""
         match message:
-            case Load(card):
-                self.load(card)
+            case Load(card, room):
+                self.load(card, room)
             case Unload(model):
                 self.start_unload(model)
             case Stage():
@@ -89,7 +90,7 @@ class Host:
     def stage(self, message: Stage) -> None:
         """Start loading a model's successor, in place of an earlier one; `Staged` reports the result."""
         self.unstage(message.card.id)
-        successor = self._successors[message.card.id] = Hosted(message.card, message.number)
+        successor = self._successors[message.card.id] = Hosted(message.card, message.number, room=message.room)
         self._change(successor, LoadEvent.LOAD)
         self._loads.add(successor)
 
@@ -101,14 +102,14 @@ class Host:
             if successor.state is LoadState.UNLOADING:  # it never took work
                 self._free(successor, LoadEvent.FREE)
 
-    def load(self, card: ModelCard) -> None:
+    def load(self, card: ModelCard, room: CacheRoom = CacheRoom()) -> None:  # noqa: B008  # immutable
         """Start loading a model, unless it is loading or loaded. An unloading model stays loaded if it has the same card.
 
         A successor staged with the same card is loaded at once.
         """
-        hosted = self.models.setdefault(card.id, Hosted(card))
+        hosted = self.models.setdefault(card.id, Hosted(card, room=room))
         is_leaving = hosted.state in (LoadState.UNLOADING, LoadState.CANCELLED)
-        hosted.next = card if is_leaving and hosted.card != card else None
+        hosted.next = Load(card, room) if is_leaving and hosted.card != card else None
         if hosted.next is not None:
             return
         is_new = hosted.state.is_gone
@@ -210,7 +211,7 @@ class Host:
         if hosted.number is None and hosted.state.report != before.report:
             self._report(hosted, error=error)
         if hosted.state.is_gone and hosted.next is not None:
-            self.load(hosted.next)
+            self.apply(hosted.next)
 
     def _report(self, hosted: Hosted, **details: Any) -> None:
         runner = hosted.runner if hosted.state is LoadState.LOADED else None
@@ -232,7 +233,9 @@ class Host:
         self._loads.post(_Progress(hosted, 0.0, "starting"))
         try:
             with collecting(card.id) as fallbacks:
-                runner = self._build(card, lambda fraction, text: self._loads.post(_Progress(hosted, fraction, text)))
+                runner = self._build(
+                    card, lambda fraction, text: self._loads.post(_Progress(hosted, fraction, text)), hosted.room
+                )
         except BaseException as error:  # a failed load must not harm the worker's other models
             _log.exception("loading %s failed", card.id)
             return DeviceLostError(str(error)) if is_device_lost(error) else self._failed(hosted, error)

@@ -24,6 +24,7 @@ from sie.catalog.architecture import (
     token_classifier_class,
 )
 from sie.config.generation_settings import Generation
+from sie.ipc.messages import CacheRoom
 from sie.values.card import ModelCard
 from sie.values.extract import Detection, TokenClassification
 from sie.workers.device.device import DtypeSetting, choose_dtype, resolve_device
@@ -250,12 +251,12 @@ def load_generator(
     settings: Generation,
     on_progress: Progress,
     *,
-    pressure_pct: float = 100.0,
+    room: CacheRoom = CacheRoom(),  # noqa: B008  # immutable
     group: Group | None = None,
 ) -> TextGenerator:
     """Return a model that generates text, ready for its first step. Arguments and errors as in `load_encoder`.
 
-    Its keys and values leave a GPU's memory below pressure_pct. With a group, this process is one of its members, has a
+    Its keys and values take no more than room of a GPU. With a group, this process is one of its members, has a
     part of the weights, and loads in step with the others.
 
     Raises ModelLoadFailed that names the model if its layers cannot keep their keys and values in blocks.
@@ -282,9 +283,9 @@ def load_generator(
         choose_products(model)
     on_progress(0.8, "comparing paged with whole sequences")
     if is_encoded:
-        runner = make_encoder_decoder(card, model, device, settings, form, pressure_pct=pressure_pct)
+        runner = make_encoder_decoder(card, model, device, settings, form, room=room)
     else:
-        runner = make_pageable(card, model, device, settings, form.name, pressure_pct=pressure_pct, group=group)
+        runner = make_pageable(card, model, device, settings, form.name, room=room, group=group)
     if not session.is_trial():
         runner.start_grammars()
     on_progress(1.0, f"{runner.num_blocks} blocks of {runner.block_tokens} tokens")

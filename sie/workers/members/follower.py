@@ -70,7 +70,7 @@ def _load(launch: FollowerLaunch, start: Start) -> TextGenerator:
     group = Group(launch.rank, launch.size, resolve_device(launch.device), launch.store_fd, start.timeout_s)
     return load_generator(
         start.card, launch.device, start.dtype, start.generation, _ignore,
-        pressure_pct=start.pressure_pct, group=group,
+        room=start.room, group=group,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from sie.config.settings import Settings
 from sie.ipc.exit_statuses import DEVICE_LOST_STATUS
-from sie.ipc.messages import Launch, Neighbour
+from sie.ipc.messages import CacheRoom, Launch, Neighbour
 from sie.runtime.logs import get_logger
 from sie.runtime.own_modules import run_module
 from sie.values.card import ModelCard
@@ -44,12 +44,12 @@ _MODULE: Final = "sie.workers.members.follower"
 Load = Callable[[Group], TextGenerator]
 
 
-def load_divided(card: ModelCard, launch: Launch, settings: Settings, load: Load) -> TextGenerator:
+def load_divided(card: ModelCard, launch: Launch, settings: Settings, load: Load, *, room: CacheRoom) -> TextGenerator:
     """Return the runner of a model of which this worker's neighbours' devices hold parts, too.
 
-    load gets the group, and loads this worker's part. Raises what it raises, or the error of a follower's load.
+    load gets the group, and loads this worker's part. The keys and values of each member take no more than room. Raises what it raises, or the error of a follower's load.
     """
-    members = Members(card, launch, settings)
+    members = Members(card, launch, settings, room)
     try:
         device = resolve_device(launch.device)
         group = Group(0, card.tensor_parallel, device, members.store_fd, settings.models.load_timeout_s)
@@ -70,7 +70,7 @@ def load_divided(card: ModelCard, launch: Launch, settings: Settings, load: Load
 class Members:
     """The followers of one model. A thread starts them, and waits for their ends: they die with it."""
 
-    def __init__(self, card: ModelCard, launch: Launch, settings: Settings) -> None:
+    def __init__(self, card: ModelCard, launch: Launch, settings: Settings, room: CacheRoom) -> None:
         """Start the followers, and send them their load. Raises OSError."""
         self.store_fd = os.memfd_create("group", os.MFD_CLOEXEC)
         self._model = card.id
@@ -93,7 +93,7 @@ class Members:
         self._send(
             Start(
                 card=card, generation=settings.generation, dtype=models.dtype, timeout_s=models.load_timeout_s,
-                pressure_pct=models.memory_pressure_pct, native_kernels=settings.devices.native_kernels,
+                room=room, native_kernels=settings.devices.native_kernels,
             )
         )  # fmt: skip
 

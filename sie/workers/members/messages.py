@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.config.generation_settings import Generation
+from sie.ipc.messages import CacheRoom
 from sie.values.card import ModelCard
 from sie.values.errors import WireError
 from sie.values.generate import Sampling
@@ -48,7 +49,7 @@ class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     card: ModelCard
     generation: Generation
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    pressure_pct: float
+    room: CacheRoom
     timeout_s: float
     native_kernels: bool
 

@@ -7,9 +7,9 @@ from sie.supervisor.evictions import (
     Memory,
     Policy,
     Tenant,
+    claim_of,
     is_under_pressure,
     least_recently_used,
-    needed_bytes,
     plan_evictions,
 )
 from sie.values.card import ModelCard, StubOptions
@@ -73,10 +73,11 @@ def test_victim_is_the_least_recently_used_that_is_not_pinned():
 )
 def test_estimate_is_the_peak_of_the_load(device, dtype, width):
     assert (
-        needed_bytes(ModelCard(id="m", kind="encoder", num_weights=1000), device, dtype, Generation()) == 1000 * width
+        claim_of(ModelCard(id="m", kind="encoder", num_weights=1000), device, dtype, Generation()).least_bytes
+        == 1000 * width
     )
     assert (
-        needed_bytes(ModelCard(id="m", kind="stub", stub=StubOptions(memory_mb=3)), device, dtype, Generation())
+        claim_of(ModelCard(id="m", kind="stub", stub=StubOptions(memory_mb=3)), device, dtype, Generation()).least_bytes
         == 3 << 20
     )
 
@@ -93,4 +94,4 @@ def test_estimate_is_the_peak_of_the_load(device, dtype, width):
 def test_a_generating_model_needs_keys_and_values_of_a_sequence_on_a_gpu(device, settings, expected):
     rule = GenerateRule(context_length=1 << 17, kv_token_bytes=10)
     card = ModelCard(id="m", kind="generator", num_weights=1000, generate=rule)
-    assert needed_bytes(card, device, "auto", Generation(**settings)) == expected
+    assert claim_of(card, device, "auto", Generation(**settings)).least_bytes == expected

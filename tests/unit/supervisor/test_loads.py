@@ -23,6 +23,9 @@ from sie.supervisor.model_registry import ModelRegistry
 from sie.supervisor.state_broadcast import StateBroadcast
 from sie.values.card import ModelCard, StubOptions
 from sie.values.errors import Internal, WireError, to_wire
+from sie.values.generate import GenerateRule
+
+HALF_FREE = Memory(80 << 30, 40 << 30)
 
 
 class FakeChildren:
@@ -103,6 +106,11 @@ def card(model: str) -> ModelCard:
     return ModelCard(id=model, kind="encoder")
 
 
+def generator(model: str) -> ModelCard:
+    rule = GenerateRule(context_length=1 << 17, kv_token_bytes=1 << 10)
+    return ModelCard(id=model, kind="generator", num_weights=1 << 30, generate=rule)
+
+
 def in_office(**options: Any) -> Callable[[Callable[[Office], Any]], Callable[[], None]]:
     def decorate(test: Callable[[Office], Any]) -> Callable[[], None]:
         async def main() -> None:
@@ -145,6 +153,38 @@ async def test_hub_model_is_prepared_before_it_is_loaded(office: Office) -> None
         "worker-1",
     ]
     assert len(office.tasks) == 1
+
+
+@in_office(devices=("cuda:0",))
+async def test_a_generator_of_the_start_waits_for_the_sizes_of_the_others_and_leaves_them_memory(
+    office: Office,
+) -> None:
+    worker, generators = office.children.workers[0], [generator("p"), generator("h")]
+    office.registry.records["p"].card, office.prepared = generators
+    office.registry.add(ModelSpec(id="h"), True, None)
+    office.loads.take_memory(worker, HALF_FREE)
+    office.loads.start()
+    office.loads.take_memory(worker, HALF_FREE)
+    assert sent(office) == []
+    await asyncio.gather(*office.tasks)
+    office.loads.take_memory(worker, HALF_FREE)
+    rooms = [messages.CacheRoom(95.0, 2 * generators[0].num_weights, 0.5), messages.CacheRoom(95.0)]
+    assert sent(office) == [("worker-0", messages.Load(generators[1], rooms[0]))]
+    for state in ("loading", "loaded"):
+        office.report("h", state)
+    office.loads.take_memory(worker, HALF_FREE)
+    assert sent(office) == [("worker-0", messages.Load(generators[0], rooms[1]))]
+
+
+@in_office(devices=("cuda:0",))
+async def test_a_generator_does_not_wait_for_one_that_cannot_be_prepared(office: Office) -> None:
+    office.registry.records["p"].card = generator("p")
+    office.prepared = to_wire(Internal("gated", extras={"error_class": "GATED"}))
+    office.registry.add(ModelSpec(id="h"), True, None)
+    office.loads.start()
+    await asyncio.gather(*office.tasks)
+    office.loads.take_memory(office.children.workers[0], HALF_FREE)
+    assert sent(office) == [("worker-0", messages.Load(generator("p"), messages.CacheRoom(95.0)))]
 
 
 @in_office()

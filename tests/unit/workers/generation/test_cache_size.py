@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sie.config.generation_settings import Generation
-from sie.ipc.messages import MemoryReport
+from sie.ipc.messages import CacheRoom, MemoryReport
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
 from sie.values.generate import GenerateRule
@@ -26,7 +26,7 @@ CARD = ModelCard(id="m", kind="generator", generate=GenerateRule(context_length=
 def test_no_cache_lets_a_step_bring_the_device_over_its_limit(total_gib, used_gib, step_gib, pct):
     total, step = total_gib * GIB, int(step_gib * GIB)
     available = total - used_gib * GIB
-    own = plan_cache_bytes(MemoryReport(total, available), step, 0.85, pct)
+    own = plan_cache_bytes(MemoryReport(total, available), step, 0.85, CacheRoom(pct))
     assert 0 <= own <= 0.85 * max(0, available - step)
     assert own == 0 or available - own - step >= total * (1 - pct / 100)
 
@@ -59,15 +59,28 @@ def test_blocks_leave_room_for_the_largest_step_and_count_cached_memory_as_free(
         asked.append((num_blocks, len(slots), sum(len(slot.token_ids) for slot in slots)))
         memory.run((num_blocks + 1) * 4 * MIB + 2 * GIB)  # its own blocks, and 2 GiB besides
 
-    found = count_blocks(CARD, MIB // 8, GPU, Generation(), pressure_pct=95.0, run_step=run_step)
+    found = count_blocks(CARD, MIB // 8, GPU, Generation(), room=CacheRoom(95.0), run_step=run_step)
     assert asked == [(129, 64, 4096 + 63)]
     assert found * 4 * MIB == pytest.approx(0.85 * (16 - 2) * GIB, abs=4 * MIB)
+
+
+def test_a_cache_leaves_models_that_load_later_their_part_and_has_room_for_a_sequence_before(monkeypatch):
+    def blocks(room):
+        memory = Memory(monkeypatch, used=8 * GIB)
+        return count_blocks(
+            CARD, MIB // 8, GPU, Generation(), room=room, run_step=lambda *_: memory.run(130 * 4 * MIB + 2 * GIB)
+        )
+
+    assert blocks(CacheRoom(95.0, 4 * GIB, 0.5)) * 4 * MIB == pytest.approx(
+        (10 - 0.05 * 24 - 24 / 64) / 2 * GIB, abs=4 * MIB
+    )
+    assert blocks(CacheRoom(95.0, 14 * GIB, 0.5)) * 4 * MIB == 8192 * MIB // 8
 
 
 def test_a_cache_of_a_given_size_needs_no_trial(monkeypatch):
     Memory(monkeypatch)
     settings = Generation(kv_cache_bytes=GIB)
-    found = count_blocks(CARD, MIB // 8, GPU, settings, pressure_pct=95.0, run_step=lambda *_: pytest.fail("run"))
+    found = count_blocks(CARD, MIB // 8, GPU, settings, room=CacheRoom(95.0), run_step=lambda *_: pytest.fail("run"))
     assert found == 256
 
 
@@ -78,14 +91,14 @@ def test_a_step_without_memory_refuses_the_model_and_names_what_to_lower(monkeyp
         raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
 
     with pytest.raises(ModelLoadFailed, match=r"step of 4159 tokens .* lower max_prefill_tokens") as caught:
-        count_blocks(CARD, MIB // 8, GPU, Generation(), pressure_pct=95.0, run_step=run_step)
+        count_blocks(CARD, MIB // 8, GPU, Generation(), room=CacheRoom(95.0), run_step=run_step)
     assert caught.value.extras == {"error_class": "OOM"}
 
 
 def test_a_device_without_room_for_blocks_is_named(monkeypatch):
     memory = Memory(monkeypatch, used=22 * GIB)
     with pytest.raises(ModelLoadFailed, match="beside its weights and a step, cuda:0 has room for 0 blocks"):
-        count_blocks(CARD, MIB // 8, GPU, Generation(), pressure_pct=95.0, run_step=lambda *_: memory.run(GIB))
+        count_blocks(CARD, MIB // 8, GPU, Generation(), room=CacheRoom(95.0), run_step=lambda *_: memory.run(GIB))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sie.ipc.messages import ModelReport, Stage, Staged
+from sie.ipc.messages import CacheRoom, Load, ModelReport, Stage, Staged
 from sie.runtime.child_setup import calm_collector
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
@@ -41,12 +41,14 @@ class Hosting:
         self.reports: list[ModelReport] = []
         self.staged: list[Staged] = []
         self.built: list[str] = []
+        self.rooms: list[CacheRoom] = []
         self.build: Callable[[ModelCard, Callable[[float, str], None]], Any] = lambda _card, _progress: Runner()
         self.host = Host("cpu", self._build, self._send)
 
-    def _build(self, card: ModelCard, progress: Callable[[float, str], None]) -> Any:
+    def _build(self, card: ModelCard, progress: Callable[[float, str], None], room: CacheRoom) -> Any:
         self.built.append(card.id)
         assert threading.current_thread() is not threading.main_thread()
+        self.rooms.append(room)
         return self.build(card, progress)
 
     def _send(self, message: ModelReport | Staged) -> None:
@@ -229,6 +231,21 @@ def test_another_definition_is_loaded_once_the_old_one_has_answered_its_last_req
 
     assert hosting.host.models["m"].card.directory == "another"
     assert hosting.built == ["m", "m"]
+
+
+def test_each_load_builds_with_the_memory_that_its_message_leaves_to_the_cache(hosting):
+    rooms = [CacheRoom(95.0, number << 30, 0.5) for number in range(3)]
+    card = ModelCard(id="m", kind="generator")
+    hosting.host.apply(Load(card, rooms[0]))
+    hosting.collect_until("loaded")
+    hosting.host.apply(Stage(1, msgspec.structs.replace(card, directory="staged"), rooms[1]))
+    hosting.collect_staged()
+    hosting.host.start_unload("m")
+    hosting.host.apply(Load(msgspec.structs.replace(card, directory="another"), rooms[2]))
+    hosting.host.finish_unload("m")
+    hosting.reports.clear()
+    hosting.collect_until("loaded")
+    assert hosting.rooms == rooms
 
 
 def test_another_definition_that_comes_while_the_old_one_loads_is_the_one_that_serves(hosting):

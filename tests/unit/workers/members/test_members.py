@@ -15,7 +15,7 @@ import pytest
 from sie.config.generation_settings import Generation
 from sie.config.sections import Models
 from sie.config.settings import Settings
-from sie.ipc.messages import Launch, Neighbour
+from sie.ipc.messages import CacheRoom, Launch, Neighbour
 from sie.values.card import ModelCard, PipelineStep
 from sie.values.errors import ModelLoadFailed
 from sie.values.generate import GenerateRule, Sampling
@@ -48,6 +48,7 @@ def _load_divided(directory: Path, **changes: Any) -> Any:
         _LAUNCH,
         settings,
         lambda group: load_generator(card, "cpu", "float32", settings.generation, lambda *_: None, group=group),
+        room=CacheRoom(),
     )
 
 
