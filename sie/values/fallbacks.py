@@ -10,7 +10,7 @@ FallbackName = Literal["cpu", "unpacked", "gathered_blocks", "no_kernels", "no_g
 
 MEANINGS: Final[dict[FallbackName, str]] = {
     "cpu": "it runs on the CPU of a worker that has a GPU",
-    "unpacked": "steps run in batches of equal length instead of packed",
+    "unpacked": "steps run in several batches instead of packed",
     "gathered_blocks": "keys and values are gathered before attention instead of read in place",
     "no_kernels": "layers run as the library's many small kernels",
     "no_graphs": "small steps are launched kernel by kernel instead of as CUDA graphs",
