@@ -143,7 +143,10 @@ def rectangles(runs: Sequence[Run], *, pads: bool) -> list[Rectangle]:
 def padded_rows(
     values: NDArray[np.integer], rectangle: Rectangle, kept: NDArray[np.bool_], padding: int
 ) -> NDArray[np.integer]:
-    """Return a rectangle's rows (count, width) of a step's values (t,), with `padding` where kept (count, width) is False."""
+    """Return a rectangle's rows (count, width) of a step's values (t,).
+
+    Where kept (count, width) is False, they have the value `padding`.
+    """
     rows = np.full(kept.shape, padding, values.dtype)
     rows[kept] = values[rectangle.start : rectangle.start + rectangle.num_tokens]
     return rows
