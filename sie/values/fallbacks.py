@@ -13,7 +13,7 @@ FallbackName = Literal[
 MEANINGS: Final[dict[FallbackName, str]] = {
     "cpu": "it runs on the CPU of a worker that has a GPU",
     "float32": "it computes in float32, because it does not run in 16 bits",
-    "unpacked": "steps run in batches of equal length instead of packed",
+    "unpacked": "steps run in several batches instead of packed",
     "gathered_blocks": "keys and values are gathered before attention instead of read in place",
     "gathered_prompts": "keys and values of prompts are gathered before attention, which is not flash attention",
     "no_kernels": "layers run as the library's many small kernels",

@@ -32,7 +32,7 @@ from tests.unit.workers.loading.test_scorer import save_reranker, save_scorer
 from tests.unit.workers.runners.test_tokens import FIXED, WIDTH, write_own
 
 UNPACKED = {"mpnet", "deberta-v2"}
-"""Encoders that transformers runs without its attention interface: they run in batches of equal length."""
+"""Encoders that transformers runs without its attention interface: they run in padded batches."""
 NOT_RECORDED = {"llama-dynamic"}
 """Generators whose steps cannot be CUDA graphs: their rotary factors are computed for each length."""
 

@@ -1,7 +1,8 @@
 """Replaces layers of a model on a GPU with one kernel each, instead of the library's many launches.
 
-No family is known by name. A norm, an attention layer's rotation or a gated layer is replaced if it gives the same
-results as the kernel on random numbers. Other layers stay as they are.
+No family is known by name. A norm, an attention layer's rotation, a gated layer, and a linear layer with what is behind
+it (a GELU, or a sum and a layer norm) are replaced if they give the same results as the kernel on random numbers. Other
+layers stay as they are.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,11 @@ _ROTATE = "apply_rotary_pos_emb"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest difference, relative to the largest value: the library rounds after each of its operations."""
 _NUM_TOKENS = 3
+_FORMULAS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "tanh gelu": partial(functional.gelu, approximate="tanh"),
+}
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 
@@ -55,7 +61,7 @@ def fuse_all(model: nn.Module) -> int:
     count = 0
     try:
         with torch.no_grad():
-            for fuse in (fuse_norms, fuse_rotations, fuse_gates):
+            for fuse in (fuse_norms, fuse_rotations, fuse_gates, fuse_activations, fuse_sums):
                 count += fuse(model)
     except KernelError as error:
         note("no_kernels", str(error))
@@ -64,7 +70,8 @@ def fuse_all(model: nn.Module) -> int:
 
 def _has_layers(model: nn.Module) -> bool:
     """Return whether a model has a layer that a kernel might compute."""
-    return any(_is_norm(module) or _turns(module) or _is_gated(module) for module in model.modules())
+    tests = (_is_norm, _turns, _is_gated, _activated_parts, _summed_parts)
+    return any(test(module) for module in model.modules() for test in tests)
 
 
 def fuse_norms(model: nn.Module) -> int:
@@ -143,7 +150,7 @@ def fuse_gates(model: nn.Module) -> int:
     count = 0
     for module in filter(_is_gated, model.modules()):
         gate, *_, activation = _gated_parts(module)
-        is_silu = _is_silu(activation)
+        is_silu = {"silu": True, "tanh gelu": False}.get(_formula(activation))
         if is_silu is None:
             continue
         fused = partial(_run_gated, module, is_silu)
@@ -162,14 +169,14 @@ def _is_gated(module: nn.Module) -> bool:
     return all(isinstance(part, nn.Module) for part in parts) and hasattr(parts[0], "in_features")
 
 
-def _is_silu(activation: nn.Module) -> bool | None:
-    """Return True for SiLU, False for GELU in its tanh approximation, None for any other activation."""
+def _formula(activation: nn.Module) -> str:
+    """Return the name of an activation in `_FORMULAS`, by its values; an empty text for any other layer."""
     numbers = torch.linspace(-6, 6, 200)
-    found = activation(numbers)
-    for is_silu, expected in ((True, functional.silu(numbers)), (False, functional.gelu(numbers, approximate="tanh"))):
-        if torch.allclose(found, expected, rtol=0, atol=1e-5):
-            return is_silu
-    return None
+    try:
+        found = activation(numbers)
+        return next((name for name, own in _FORMULAS.items() if torch.allclose(found, own(numbers), 0, 1e-5)), "")
+    except Exception:  # a layer that is no activation may raise anything
+        return ""
 
 
 def _run_gated(module: Any, is_silu: bool, states: Tensor) -> Tensor:
@@ -178,6 +185,91 @@ def _run_gated(module: Any, is_silu: bool, states: Tensor) -> Tensor:
 
     gates = module.gate_proj(states)
     return module.down_proj(layer_kernels.gate(gates, module.up_proj(states), is_silu=is_silu))
+
+
+def fuse_activations(model: nn.Module) -> int:
+    """Replace linear layers with a GELU behind them, `act(linear(x))`."""
+    count = 0
+    for module in model.modules():
+        if (parts := _activated_parts(module)) is not None:
+            width = getattr(module, parts[0]).in_features
+            count += _replace(module, partial(_run_activated, module, *parts), _random(module, 1, _NUM_TOKENS, width))
+    return count
+
+
+def _replace(module: nn.Module, fused: Callable[..., Tensor], *states: Tensor) -> bool:
+    """Let a module run the kernel if it gives the same results; tell whether it does.
+
+    A call in another form, with keywords or more arguments, still runs the module's own function.
+    """
+    own = module.forward
+    if not _is_same(module, fused, *states):
+        return False
+
+    def forward(*given: Any, **named: Any) -> Any:
+        return own(*given, **named) if named or len(given) != len(states) else fused(*given)
+
+    module.forward = forward
+    return True
+
+
+def _activated_parts(module: nn.Module) -> tuple[str, bool] | None:
+    """Return the name of a linear layer and whether its GELU is exact, if a module has these two layers alone."""
+    found = _linear_and_other(module)
+    if found is None:
+        return None
+    formula = _formula(getattr(module, found[1]))
+    return (found[0], formula == "gelu") if "gelu" in formula else None
+
+
+def _linear_and_other(module: nn.Module) -> tuple[str, str] | None:
+    """Return the names of a linear and of another layer, if a module has just these, apart from dropout."""
+    children = {name: child for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
+    linears = [name for name, child in children.items() if type(child) is nn.Linear]
+    others = [name for name in children if name not in linears]
+    return (linears[0], others[0]) if len(linears) == len(others) == 1 else None
+
+
+def _run_activated(module: nn.Module, linear: str, is_exact: bool, states: Tensor) -> Tensor:
+    from sie.workers.generation import layer_kernels
+
+    return layer_kernels.activate(*_product(getattr(module, linear), states), is_exact=is_exact)
+
+
+def _product(linear: nn.Module, states: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a linear layer's outputs without its bias, and the bias; None for a layer with adapters, which adds its own."""
+    if type(linear) is not nn.Linear:
+        return linear(states), None
+    return functional.linear(states, linear.weight), linear.bias
+
+
+def fuse_sums(model: nn.Module) -> int:
+    """Replace linear layers with a sum and a layer norm behind them, `norm(linear(x) + y)`."""
+    count = 0
+    for module in model.modules():
+        if (parts := _summed_parts(module)) is not None:
+            linear = getattr(module, parts[0])
+            states, flipped = (_random(module, 1, _NUM_TOKENS, n) for n in (linear.in_features, linear.out_features))
+            count += _replace(module, partial(_run_summed, module, *parts), states, flipped.flip(1))
+    return count
+
+
+def _summed_parts(module: nn.Module) -> tuple[str, str] | None:
+    """Return the names of a linear layer and of the layer norm of its outputs, if a module has these two layers alone."""
+    found = _linear_and_other(module)
+    if found is None:
+        return None
+    linear, norm = (getattr(module, name) for name in found)
+    is_norm = isinstance(norm, nn.LayerNorm) and norm.bias is not None
+    return found if is_norm and norm.normalized_shape == (linear.out_features,) else None
+
+
+def _run_summed(module: nn.Module, linear: str, norm: str, states: Tensor, residual: Tensor) -> Tensor:
+    from sie.workers.generation import layer_kernels
+
+    behind: Any = getattr(module, norm)
+    product = _product(getattr(module, linear), states)
+    return layer_kernels.add_and_normalise(*product, residual, behind.weight, behind.bias, behind.eps)
 
 
 def _random(module: nn.Module, *shape: int) -> Tensor:

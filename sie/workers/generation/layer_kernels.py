@@ -1,4 +1,4 @@
-"""The Triton kernels for a model's norms, rotations of queries and keys, gates, and products with one row.
+"""The Triton kernels for a model's norms, rotations of queries and keys, gates, activations, and products with one row.
 
 The library computes each with five to ten launches. In a captured step of one sequence, a layer has about forty such
 launches of about two microseconds. Together they take half as long as its products. All kernels compute in float32 and round once. The
@@ -125,6 +125,79 @@ def _gate(gates, states, out, gates_row, states_row, WIDTH: tl.constexpr, BLOCK:
         opened = own / (1.0 + tl.exp(-1.5957691216057308 * (own + 0.044715 * own * own * own)))
     values = tl.load(states + row * states_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + column, (opened * values).to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+def activate(states: Tensor, bias: Tensor | None, *, is_exact: bool) -> Tensor:
+    """Return GELU of states (..., d) plus bias (d,), if given: by the error function, or in its tanh approximation.
+
+    Source: Gaussian Error Linear Units, arXiv 1606.08415, section 2.
+    """
+    width = states.shape[-1]
+    rows = states.reshape(-1, width).contiguous()
+    out = torch.empty_like(rows)
+    _activate[rows.shape[0], triton.cdiv(width, _GATES)](
+        rows,
+        rows if bias is None else bias,
+        out,
+        WIDTH=width,
+        BLOCK=_GATES,
+        IS_EXACT=is_exact,
+        HAS_BIAS=bias is not None,
+    )
+    return out.view(states.shape)
+
+
+@triton.jit
+def _activate(
+    states, bias, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_EXACT: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """Activate some numbers of one row."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(states + row * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        values += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if IS_EXACT:
+        active = 0.5 * values * (1.0 + tl.erf(values * 0.7071067811865476))
+    else:  # as in `_gate`
+        active = values / (1.0 + tl.exp(-1.5957691216057308 * (values + 0.044715 * values * values * values)))
+    tl.store(out + row * WIDTH + column, active.to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+def add_and_normalise(
+    states: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, shift: Tensor, epsilon: float
+) -> Tensor:
+    """Return the layer norm of states plus residual, both (..., d), plus bias (d,), if given.
+
+    weight and shift (d,) are applied to the normalised sum. Source: Layer Normalization, arXiv 1607.06450, equation 4.
+    """
+    width = states.shape[-1]
+    rows, others = (own.reshape(-1, width).contiguous() for own in (states, residual.expand_as(states)))
+    out = torch.empty_like(rows)
+    _add_and_normalise[rows.shape[0],](
+        rows, rows if bias is None else bias, others, weight, shift, out, epsilon, WIDTH=width,
+        PADDED=triton.next_power_of_2(width), HAS_BIAS=bias is not None, num_warps=8 if width > _WIDE else 4,
+    )  # fmt: skip
+    return out.view(states.shape)
+
+
+@triton.jit
+def _add_and_normalise(
+    states, bias, residual, weight, shift, out, epsilon,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Add and normalise one row, which stays in registers: the deviations need a mean first."""
+    place = tl.program_id(0).to(tl.int64) * WIDTH
+    column = tl.arange(0, PADDED)
+    is_own = column < WIDTH
+    values = tl.load(states + place + column, mask=is_own, other=0.0).to(tl.float32)
+    values += tl.load(residual + place + column, mask=is_own, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        values += tl.load(bias + column, mask=is_own, other=0.0).to(tl.float32)
+    deviations = tl.where(is_own, values - tl.sum(values, 0) / WIDTH, 0.0)
+    scale = tl.rsqrt(tl.sum(deviations * deviations, 0) / WIDTH + epsilon)
+    factors = tl.load(weight + column, mask=is_own, other=0.0).to(tl.float32)
+    normed = deviations * scale * factors + tl.load(shift + column, mask=is_own, other=0.0).to(tl.float32)
+    tl.store(out + place + column, normed.to(out.dtype.element_ty), mask=is_own)
 
 
 def multiply_row(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

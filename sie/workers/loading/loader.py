@@ -101,7 +101,7 @@ def load_encoder(
     execution = choose_execution(card.id, backbone)
     note_without_kernels(backbone)
     capture_small_steps(backbone, execution)
-    on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
+    on_progress(1.0, execution.description)
     if heads.dense is not None and card.outputs == ("dense",):
         return EncodeRunner(card, backbone, heads.dense, execution, form.name)
     return OutputsRunner(card, backbone, heads, execution, form.name)
@@ -124,7 +124,7 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     execution, view = choose_scoring(card.id, scorer)
     note_without_kernels(scorer.backbone)
     capture_small_steps(scorer.backbone, execution)
-    on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
+    on_progress(1.0, execution.description)
     return ScoreRunner(card, scorer, activation, execution=execution, view=view, dtype=form.name)
 
 
@@ -143,7 +143,7 @@ def load_list_scorer(
     execution = choose_execution(card.id, backbone)
     note_without_kernels(backbone)
     capture_small_steps(backbone, execution)
-    on_progress(1.0, "packed" if execution.packed else "in batches of equal length")
+    on_progress(1.0, execution.description)
     return ListScoreRunner(card, backbone, projector, execution, form.name)
 
 
@@ -178,7 +178,7 @@ def load_dual_encoder(
     model, device, dtype_name = _read_converted(card, dual_encoder_class, device_name, dtype_setting, on_progress)
     on_progress(0.8, "comparing packed with single sequences")
     runner = build_dual_runner(card, model, device, dtype_name)
-    on_progress(1.0, "texts packed" if runner.execution.packed else "texts in batches of equal length")
+    on_progress(1.0, f"texts {runner.execution.description}")
     return runner
 
 
@@ -209,7 +209,7 @@ def load_extractor(
     backbone = tokens.backbone if is_tokens else pairs.backbone
     note_without_kernels(backbone)
     capture_small_steps(backbone, runner.execution)
-    on_progress(1.0, "packed" if runner.execution.packed else "in batches of equal length")
+    on_progress(1.0, runner.execution.description)
     return runner
 
 

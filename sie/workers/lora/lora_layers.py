@@ -70,11 +70,17 @@ class StepRows:
         finally:
             self._owners, self.parts = None, []
 
-    def narrow(self, start: int, end: int) -> None:
-        """Restrict the mapping to tokens start .. end of the step, which the model runs next."""
+    def narrow(self, start: int, end: int, kept: NDArray[np.bool_] | None = None) -> None:
+        """Restrict the mapping to tokens start .. end of the step, which the model runs next.
+
+        kept, of any shape, is False for the rows that are padding, which have no adapter; None for no padding.
+        """
         if self._owners is None:
             return
         owners = self._owners[start:end]
+        if kept is not None:
+            owners = np.full(kept.size, _NONE, np.intp)
+            owners[kept.ravel()] = self._owners[start:end]
         self.num_rows = len(owners)
         self.parts = []
         for number, name in enumerate(self._names):

@@ -195,8 +195,9 @@ def _try_packing(model_id: str, texts: TextTower, probe: PackedBatch, expected: 
     model: Any = texts.backbone.model
     own, attention = model.embeddings, model.config._attn_implementation or "eager"
     model.embeddings = _PackedEmbeddings(own)
-    texts.execution = choose_execution(model_id, texts.backbone)
-    if texts.execution.packed:
+    execution = choose_execution(model_id, texts.backbone)
+    if execution.packed:
+        texts.execution = execution
         with torch.inference_mode():
             found = texts.run_packed(probe)
         if difference(found, expected) < MAX_DIFFERENCE[expected.dtype]:

@@ -1,8 +1,9 @@
 """Runs an encoder without padding: takes a step's token ids, and returns one float32 row for each text.
 
 Two ways give the same hidden states. Packed: the whole step is one row, with `sie.workers.packed.attention`. In
-rectangles: sequences of equal length form a batch without a mask, for architectures whose attention does not use the
-registry. `sie.workers.runners.probe` chooses the way for a model.
+rectangles, for architectures whose attention does not use the registry: sequences of equal length form a batch without a
+mask. On a GPU sequences of similar length form one, padded and masked, because launches take most of the time of a small
+batch. `sie.workers.runners.probe` chooses the way for a model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ from sie.workers.lora.lora_layers import LoraAdapters, StepRows
 from sie.workers.model_api import RowStep, StepOutputs
 from sie.workers.packed.adjacent import lengths_of
 from sie.workers.packed.attention import Boundaries, packed_step
-from sie.workers.packed.batch import PackedBatch, pack_sequences, rounded_tokens, token_lengths, with_filler
+from sie.workers.packed.batch import (
+    PackedBatch,
+    Rectangle,
+    pack_sequences,
+    padded_rows,
+    rectangles,
+    rounded_tokens,
+    token_lengths,
+    with_filler,
+)
 from sie.workers.packed.rotation import find_rotations
 from sie.workers.packed.rounded_linear import RoundedLinear
 from sie.workers.runners.compiled_encoder import CompiledEncoder
@@ -38,8 +48,20 @@ class Execution(msgspec.Struct, frozen=True):
     """How a model runs a step, as its probe decided."""
 
     packed: bool
+    pads: bool = False
+    """Whether a model that is not packed runs similar lengths together, with padding, instead of each length alone.
+
+    The library looks at each mask on the host, which waits for the device. So no step of such a model begins ahead.
+    """
     position_offset: int = 0
     """Position of the first token (RoBERTa and similar models count from padding_idx + 1); packed or compiled only."""
+
+    @property
+    def description(self) -> str:
+        """What an operator reads about it."""
+        if self.packed:
+            return "packed"
+        return "in padded batches of similar length" if self.pads else "in batches of equal length"
 
 
 class Backbone:
@@ -50,6 +72,8 @@ class Backbone:
         self.device = device
         self.vocab_size: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]  # an Embedding
         self.max_positions = _max_positions(model)
+        padding = getattr(model.config, "pad_token_id", None)
+        self._padding: int = 0 if padding is None else padding
         self.lora_rows = StepRows(device)
         self._rotations = find_rotations(model)
         self.compiled: CompiledEncoder | None = None
@@ -68,7 +92,9 @@ class Backbone:
             return self.compiled.run(batch, execution.position_offset)
         if self.graphs is not None and not self.lora_rows.parts and (hidden := self.graphs.run(batch)) is not None:
             return hidden
-        return self.run_packed(batch, execution.position_offset)[0] if execution.packed else self.run_rectangles(batch)
+        if execution.packed:
+            return self.run_packed(batch, execution.position_offset)[0]
+        return self.run_rectangles(batch, pads=execution.pads)
 
     def use_compiled(self, compiled: CompiledEncoder, max_tokens: int | None) -> None:
         """Run steps of at most max_tokens tokens (None: all steps) in the model's compiled form."""
@@ -120,20 +146,36 @@ class Backbone:
         """Whether a token's rotary factors depend on the length of its sequence."""
         return self._rotations is not None
 
-    def run_rectangles(self, batch: PackedBatch) -> Tensor:
-        """Run a separate batch for each sequence length, with the library's own attention and positions."""
+    def run_rectangles(self, batch: PackedBatch, *, pads: bool = False) -> Tensor:
+        """Run a step in the rectangles of `packed.batch.rectangles`, with the library's own attention and positions.
+
+        Returns (t, d) in the batch's order, without the padding.
+        """
+        lengths = np.diff(batch.cu_seqlens)
+        attended = lengths if batch.attended is None else batch.attended
         parts: list[Tensor] = []
         first = 0
-        for start, count, length in batch.runs:
-            rectangle = batch.input_ids[start : start + count * length].reshape(count, length)
-            arguments = self.type_arguments(batch, start, count, length)
-            if batch.attended is not None:
-                seen = np.arange(length) < batch.attended[first : first + count, None]
-                arguments["attention_mask"] = self.move(seen.astype(np.int64))
-            first += count
-            self.lora_rows.narrow(start, start + count * length)
-            parts.append(self.model(input_ids=self.move(rectangle), **arguments).last_hidden_state.flatten(0, 1))
+        for rectangle in rectangles(batch.runs, pads=pads):
+            own = slice(first, first + rectangle.count)
+            parts.append(self._run_rectangle(batch, rectangle, lengths[own], attended[own]))
+            first += rectangle.count
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _run_rectangle(
+        self, batch: PackedBatch, rectangle: Rectangle, lengths: NDArray[np.int32], attended: NDArray[np.int32]
+    ) -> Tensor:
+        """Return a rectangle's hidden states (num_tokens, d). lengths and attended (count,) are those of its sequences."""
+        kept, seen = (np.arange(rectangle.width) < counts[:, None] for counts in (lengths, attended))
+        arguments = {"input_ids": padded_rows(batch.input_ids, rectangle, kept, self._padding)}
+        if batch.token_types is not None:
+            arguments["token_type_ids"] = padded_rows(batch.token_types, rectangle, kept, 0)
+        if batch.attended is not None or not seen.all():
+            arguments["attention_mask"] = seen.astype(np.int64)
+        self.lora_rows.narrow(rectangle.start, rectangle.start + rectangle.num_tokens, kept)
+        moved = {name: self.move(values) for name, values in arguments.items()}
+        hidden = self.model(**moved).last_hidden_state.flatten(0, 1)
+        # Indices, because a mask would make the host wait for the device.
+        return hidden if kept.all() else hidden[self.move(np.flatnonzero(kept))]
 
     def type_arguments(
         self, batch: PackedBatch, start: int, count: int, length: int | None = None
@@ -180,7 +222,7 @@ class EncodeRunner:
     @property
     def works_ahead(self) -> bool:
         """Whether a step can begin before the one before has been read; see `AheadRunner`."""
-        return self._backbone.device.type == "cuda" and not self.adapters
+        return self._backbone.device.type == "cuda" and not self.adapters and not self.execution.pads
 
     def run(self, step: RowStep) -> StepOutputs:
         """Return the dense rows of a step; see `RowRunner`."""

@@ -63,7 +63,7 @@ class OutputsRunner:
     @property
     def works_ahead(self) -> bool:
         """Whether some steps can begin before the one before has been read; see `AheadRunner`."""
-        return self._backbone.device.type == "cuda" and not self.adapters
+        return self._backbone.device.type == "cuda" and not self.adapters and not self.execution.pads
 
     def launch(self, step: RowStep) -> Callable[[], StepOutputs] | None:
         """Begin a step; None for a comparison, and for sparse outputs whose sizes the host has to wait for."""

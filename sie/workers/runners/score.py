@@ -133,7 +133,7 @@ class ScoreRunner:
     @property
     def works_ahead(self) -> bool:
         """Whether a step can begin before the one before has been read; see `AheadRunner`."""
-        return self._model.backbone.device.type == "cuda"
+        return self._model.backbone.device.type == "cuda" and not self.execution.pads
 
     def run(self, step: RowStep) -> StepOutputs:
         """Return the scores of a step; see `RowRunner`."""

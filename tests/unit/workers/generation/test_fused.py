@@ -18,6 +18,7 @@ from sie.workers.generation.fused import fuse_all, fuse_gates, fuse_layers, fuse
 from tests.generation_models import FAMILIES
 from tests.triton_interpreter import IS_INTERPRETED, interpreted, needs_triton, run_interpreted
 
+ROUNDING = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 needs_gpu = pytest.mark.skipif(IS_INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -37,6 +38,16 @@ def rotate(query, key, cos, sin):
 def gate(gates, states, *, is_silu):
     opened = functional.silu(gates.float()) if is_silu else functional.gelu(gates.float(), approximate="tanh")
     return (opened * states.float()).to(states.dtype)
+
+
+def activate(states, bias, *, is_exact):
+    values = states.float() if bias is None else states.float() + bias.float()
+    return functional.gelu(values, approximate="none" if is_exact else "tanh").to(states.dtype)
+
+
+def add_and_normalise(states, bias, residual, weight, shift, epsilon):
+    values = states.float() + residual.float() + (0 if bias is None else bias.float())
+    return functional.layer_norm(values, weight.shape, weight.float(), shift.float(), epsilon).to(states.dtype)
 
 
 def build_model(name):
@@ -176,6 +187,44 @@ def check_kernels(device, dtype, tolerance):
 def test_the_kernels_compute_what_the_library_does():
     check_kernels("cpu", torch.float32, 1e-5)
     check_kernels("cpu", torch.float16, 1e-2)
+
+
+def check_kernels_of_encoders(device, dtype, num_rows, width):
+    from sie.workers.generation import layer_kernels
+
+    generator = torch.Generator().manual_seed(num_rows)
+    states, residual = ((torch.randn(1, num_rows, width, generator=generator) * 3).to(device, dtype) for _ in range(2))
+    bias, weight, shift = (torch.randn(width, generator=generator).to(device, dtype) for _ in range(3))
+    view = torch.stack((states, residual), -1)[..., 0]  # not contiguous
+    pairs = [
+        (layer_kernels.activate(own, some, is_exact=is_exact), activate(own, some, is_exact=is_exact))
+        for own in (states, view) for some in (bias, None) for is_exact in (True, False)
+    ]  # fmt: skip
+    for own, some in ((states, bias), (view, None)):
+        for shifted in (residual, residual + 100):  # a mean that is far larger than the deviations
+            arguments = own, some, shifted, weight, shift, 1e-12
+            pairs.append((layer_kernels.add_and_normalise(*arguments), add_and_normalise(*arguments)))
+    for found, expected in pairs:
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        # Both round float32 once: at most the last bit of a value differs.
+        torch.testing.assert_close(found, expected, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
+
+
+@interpreted
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in exp"
+)  # numpy's; a number divided by infinity is 0, as it is to be
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (3, 33), (5, 384), (2, 1025), (2, 3072)])
+def test_the_kernels_of_encoders_compute_what_the_library_does(dtype, num_rows, width):
+    check_kernels_of_encoders("cpu", dtype, num_rows, width)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_on_a_gpu_the_kernels_of_encoders_compute_what_the_library_does(dtype):
+    check_kernels_of_encoders("cuda", dtype, 300, 1025)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie.workers.packed.adjacent import AdjacentItems
-from sie.workers.packed.batch import Run, pack_sequences, rounded_tokens, with_filler
+from sie.workers.packed.batch import (
+    LIGHT_AREA,
+    MOST_PADDING,
+    SMALL_AREA,
+    Rectangle,
+    Run,
+    pack_sequences,
+    rectangles,
+    rounded_tokens,
+    with_filler,
+)
 
 
 def _sequences(lengths: list[int]) -> list[np.ndarray]:
@@ -78,3 +88,35 @@ def test_filler_is_one_more_sequence_behind_the_others():
     assert filled.token_types is not None
     assert filled.token_types.tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
     assert filled.order.tolist() == batch.order.tolist()
+
+
+def test_without_padding_each_length_is_a_rectangle() -> None:
+    batch = pack_sequences(_sequences([3, 1, 3, 2]))
+    assert rectangles(batch.runs, pads=False) == [Rectangle(0, 1, 1, 1), Rectangle(1, 1, 2, 2), Rectangle(3, 2, 6, 3)]
+
+
+def test_with_padding_similar_lengths_share_a_rectangle() -> None:
+    batch = pack_sequences(_sequences([200, 400, 300, 250, 500]))
+    assert rectangles(batch.runs, pads=True) == [Rectangle(0, 2, 450, 250), Rectangle(450, 3, 1200, 500)]
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=80))
+def test_padding_is_bounded_and_no_token_is_lost(lengths: list[int]) -> None:
+    batch = pack_sequences(_sequences(lengths))
+    found = rectangles(batch.runs, pads=True)
+    ordered = sorted(lengths)
+    first = start = 0
+    for rectangle in found:
+        own = ordered[first : first + rectangle.count]
+        assert (rectangle.start, rectangle.num_tokens, rectangle.width) == (start, sum(own), max(own))
+        is_full = rectangle.num_tokens >= (1 - MOST_PADDING) * rectangle.area
+        assert is_full or rectangle.area <= SMALL_AREA
+        assert rectangle.area <= max(LIGHT_AREA, sum(lengths))
+        first, start = first + rectangle.count, start + rectangle.num_tokens
+    assert (first, start) == (len(lengths), sum(lengths))
+    assert len(found) <= len(batch.runs)
+
+
+@pytest.mark.parametrize("lengths", [range(5, 305, 5), range(8, 513, 8), [*range(4, 34), *range(100, 130)]])
+def test_sixty_lengths_make_few_rectangles(lengths: list[int]) -> None:
+    assert len(rectangles(pack_sequences(_sequences([*lengths] * 3)).runs, pads=True)) <= 6
