@@ -46,6 +46,8 @@ class Family(NamedTuple):
     """Whether sequences run back to back; None where a kind has no such choice."""
     is_recorded: bool = False
     """Whether decode steps in 16 bits are CUDA graphs that read their blocks in place."""
+    needs: tuple[str, ...] = ()
+    """Modules that only some hosts have, without which the row is not run."""
 
 
 def _colbert(directory: Path) -> None:
@@ -90,6 +92,15 @@ def _encoder(name: str, **options: Any) -> Family:
     return Family("encoder", partial(save_checkpoint, family=name, **options), is_packed=name not in UNPACKED)
 
 
+def _remote(name: str) -> Family:
+    needs = ("transformers.models.gte",) if name.startswith(("gte", "jina-embeddings-v2")) else ()
+    return Family("encoder", partial(save_remote, name=name), is_packed=True, needs=needs)
+
+
+def _gliner(**options: Any) -> Family:
+    return Family("gliner", partial(save_gliner, **options), needs=("gliner",))
+
+
 def _scorer(name: str, **options: Any) -> Family:
     return Family("scorer", partial(save_scorer, family=name, **options), is_packed=name not in UNPACKED)
 
@@ -106,7 +117,7 @@ _MASKED = {"auto": transformers.AutoModelForMaskedLM}
 
 FAMILIES: dict[str, Family] = {
     **{f"encoder {name}": _encoder(name) for name in (*ENCODERS, "llama", "eurobert", "nomic_bert")},
-    **{f"encoder {name}": Family("encoder", partial(save_remote, name=name), is_packed=True) for name in REMOTE},
+    **{f"encoder {name}": _remote(name) for name in REMOTE},
     **{f"splade {name}": _encoder(name, **_MASKED) for name in ("bert", "modernbert", "mpnet")},
     "colbert": Family("encoder", _colbert, is_packed=True),
     "bge-m3": Family("encoder", _m3, is_packed=True),
@@ -120,14 +131,10 @@ FAMILIES: dict[str, Family] = {
     **{f"detector {name}": Family("detector", partial(save_detector, family=name)) for name in DETECTORS},
     "image to text florence2": Family("image to text", partial(save_florence, by_authors=True)),
     "image to text donut": Family("image to text", save_donut),
+    **{f"gliner {name}": _gliner(encoder="bert", variant=name) for name in GLINER_VARIANTS},
+    **{f"gliner {name}": _gliner(encoder=name) for name in ("deberta-v2", "modernbert")},
     **{
-        f"gliner {name}": Family("gliner", partial(save_gliner, encoder="bert", variant=name)) for name in GLINER_VARIANTS
-    },
-    **{
-        f"gliner {name}": Family("gliner", partial(save_gliner, encoder=name)) for name in ("deberta-v2", "modernbert")
-    },
-    **{
-        f"gliclass {name}": Family("gliclass", partial(save_gliclass, encoder=name))
+        f"gliclass {name}": Family("gliclass", partial(save_gliclass, encoder=name), needs=("gliclass",))
         for name in ("bert", "deberta-v2", "modernbert")
     },
     "program": Family("program", _program),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.device import DEVICE
+from tests.gpu.device import DEVICE, need
 from tests.gpu.families import FAMILIES, Family
 from tests.gpu.kinds import KINDS, Answer, Kind, Model
 
@@ -69,6 +69,7 @@ def misplaced(family: Family, model: Model, device: str, dtype: str) -> list[str
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_answers_on_the_device_as_on_a_cpu(name: str, tmp_path: Path) -> None:
+    need(*FAMILIES[name].needs)
     compare(FAMILIES[name], tmp_path / "model", DEVICE)
 
 

@@ -413,7 +413,9 @@ def test_hidden_states_equal_the_formulas_alone_and_in_every_batch(name: str, tm
 def test_a_transformers_without_gte_loads_the_others_and_names_the_version_that_gte_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in [name for name in sys.modules if "models.gte" in name or name.startswith("sie.workers.loading.variants")]:
+    for module in [
+        name for name in sys.modules if "models.gte" in name or name.startswith("sie.workers.loading.variants")
+    ]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "transformers.models.gte.modeling_gte", None)
     monkeypatch.delitem(transformers.CONFIG_MAPPING._mapping, "gte")
