@@ -33,8 +33,14 @@ from tests.unit.workers.runners.test_tokens import FIXED, WIDTH, write_own
 
 UNPACKED = {"mpnet", "deberta-v2"}
 """Encoders that transformers runs without its attention interface: they run in batches of equal length."""
-NOT_RECORDED = {"llama-dynamic"}
-"""Generators whose steps cannot be CUDA graphs: their rotary factors are computed for each length."""
+NOT_RECORDED = {
+    "llama-dynamic", "nomic over its training",  # their rotary factors are computed for each length
+    "jina-embeddings-v2", "jina-embeddings-v2-base-code",  # the penalty for distance needs the lengths
+    "nomic-embed-text-v2-moe",  # its experts' shares are counted on the host
+}  # fmt: skip
+"""Families whose steps cannot be CUDA graphs."""
+PACKED_TOWERS = {"clip"}
+"""Text towers of dual encoders that run packed. The others read all positions, or pool by themselves."""
 
 
 class Family(NamedTuple):
@@ -44,8 +50,8 @@ class Family(NamedTuple):
     write: Callable[[Path], object]
     is_packed: bool | None = None
     """Whether sequences run back to back; None where a kind has no such choice."""
-    is_recorded: bool = False
-    """Whether decode steps in 16 bits are CUDA graphs that read their blocks in place."""
+    is_recorded: bool = True
+    """Whether steps in 16 bits are CUDA graphs: decode steps, or the small ones of a model that runs packed."""
     needs: tuple[str, ...] = ()
     """Modules that only some hosts have, without which the row is not run."""
 
@@ -94,7 +100,7 @@ def _encoder(name: str, **options: Any) -> Family:
 
 def _remote(name: str) -> Family:
     needs = ("transformers.models.gte",) if name.startswith(("gte", "jina-embeddings-v2")) else ()
-    return Family("encoder", partial(save_remote, name=name), is_packed=True, needs=needs)
+    return Family("encoder", partial(save_remote, name=name), True, name not in NOT_RECORDED, needs)
 
 
 def _gliner(**options: Any) -> Family:
@@ -127,7 +133,10 @@ FAMILIES: dict[str, Family] = {
     "reranker qwen3": Family("reranker", partial(save_reranker, family="qwen3"), is_packed=True),
     **{f"token labels {name}": _extractor("token labels", name) for name in ("bert", "roberta", "modernbert")},
     **{f"label pairs {name}": _extractor("label pairs", name) for name in ("bert", "roberta")},
-    **{f"dual {name}": Family("dual", partial(save_dual_encoder, family=name)) for name in DUAL_ENCODERS},
+    **{
+        f"dual {name}": Family("dual", partial(save_dual_encoder, family=name), name in PACKED_TOWERS, is_recorded=False)
+        for name in DUAL_ENCODERS
+    },
     **{f"detector {name}": Family("detector", partial(save_detector, family=name)) for name in DETECTORS},
     "image to text florence2": Family("image to text", partial(save_florence, by_authors=True)),
     "image to text donut": Family("image to text", save_donut),

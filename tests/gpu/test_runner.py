@@ -237,7 +237,7 @@ LATER = {
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_a_stage_names_every_library_that_its_modules_import(stage: Stage, tmp_path: Path):
-    files = [word.partition("::")[0] for word in stage.command(Run("cuda", False, tmp_path)) if ".py" in word]  # noqa: FBT003
+    files = [word.partition("::")[0] for word in stage.command(Run("cuda", False, tmp_path)) if ".py" in word]
     modules = [file.removesuffix(".py").replace("/", ".") for file in files]
     assert foreign_modules([*modules, *LATER[stage.name]]) <= {name.partition(".")[0] for name in stage.needs}
 
