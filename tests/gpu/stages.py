@@ -95,8 +95,8 @@ STAGES: Final = (
           (*_TEST, "PIL", "click", "granian", "jinja2", "msgpack", "prometheus_client", "pybase64", "pynvml",
            "python_multipart", "uvloop"),
           300, lambda run: _pytest(run, "tests/gpu/test_server.py"), is_pytest=True),
-    Stage("encoders", "encoders as a share of the device's limits",
-          (*_CORE, "click", "psutil", "pynvml"), 240, lambda run: _bench(run, "device-encoders")),
+    Stage("encoders", "encoders as a share of the device's limits, its idle time, and a lone client",
+          (*_CORE, "click", "psutil", "pynvml"), 270, lambda run: _bench(run, "device-encoders")),
     Stage("decode", "an 8B decoder as a share of the device's limits",
           (*_CORE, "click", "psutil", "pynvml"), 200, lambda run: _bench(run, "device-decode")),
 )  # fmt: skip
