@@ -70,6 +70,15 @@ class Contender(NamedTuple):
     encode: Callable[[Any], Any]
 
 
+class Measured(NamedTuple):
+    """The figures of a shape under each load, of its full steps and of mixed lengths, and its runner."""
+
+    loads: list[dict[str, Any]]
+    full: list[dict[str, Any]]
+    mixed: dict[str, Any]
+    runner: Any
+
+
 @click.command()
 @device_options
 def main(*, device: str, quick: bool, folder: Path | None, is_saved: bool) -> None:
@@ -85,34 +94,36 @@ def main(*, device: str, quick: bool, folder: Path | None, is_saved: bool) -> No
         is_quick=quick,
     )
     measured = [measure_shape(session, shape, loads, step_tokens) for shape in SHAPES]
-    figures, full, mixed = ([row for shape in measured for row in shape[table]] for table in range(3))
-    columns = ("shape", "tokens", "texts", "sie ms", "transformers ms", "times as fast", "tokens/s", "of the limit",
-               "theirs", "bound by", "cosine")  # fmt: skip
-    print_table(columns, [_cells(row) for row in figures])
-    print_table(
-        ("shape", "tokens", "texts", "ms/step", "idle", "ahead ms/step", "idle"), [_full_cells(row) for row in full]
-    )
-    print_table(("shape", "texts", "tokens", "sie ms", "sentence-transformers ms", "times as fast", "cosine"),
-                [_mixed_cells(row) for row in mixed])  # fmt: skip
+    figures = [row for shape in measured for row in shape.loads]
+    mixed = [shape.mixed for shape in measured]
+    _print_times(figures, mixed)
     lone = measure_lone(session, _values("MiniLM-L6", is_quick=quick))
-    print_table(
-        ("a lone client over HTTP", ""),
-        [[key, f"{value:.3f}" if isinstance(value, float) else str(value)] for key, value in lone.items()],
-    )
+    cells = [[key, f"{value:.3f}" if isinstance(value, float) else str(value)] for key, value in lone.items()]
+    print_table(("a lone client over HTTP", ""), cells)
+    # Last, because a profiler that has looked at a device may stay attached to it.
+    full = [_with_idle(session, shape.runner, row) for shape in measured for row in shape.full]
+    columns = ("shape", "tokens", "texts", "ms/step", "idle", "ahead ms/step", "idle")
+    print_table(columns, [_full_cells(row) for row in full])
     found = {"encoders": figures, "full_steps": full, "mixed": mixed, "lone_over_http": lone}
     session.keep("device-encoders", found, folder, is_saved=is_saved)
     if wrong := [row for row in (*figures, *mixed) if not (row["cosine"] is None or row["cosine"] >= _MIN_COSINE)]:
         raise click.ClickException(f"vectors differ from transformers' in {len(wrong)} rows")
 
 
+def _print_times(figures: list[dict[str, Any]], mixed: list[dict[str, Any]]) -> None:
+    columns = ("shape", "tokens", "texts", "sie ms", "transformers ms", "times as fast", "tokens/s", "of the limit",
+               "theirs", "bound by", "cosine")  # fmt: skip
+    print_table(columns, [_cells(row) for row in figures])
+    columns = ("shape", "texts", "tokens", "sie ms", "sentence-transformers ms", "times as fast", "cosine")
+    print_table(columns, [_mixed_cells(row) for row in mixed])
+
+
 def _values(shape: str, *, is_quick: bool) -> dict[str, Any]:
     return {**SHAPES[shape][1], **(_TINY if is_quick else {})}
 
 
-def measure_shape(
-    session: Session, shape: str, loads: list[Load], step_tokens: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the figures of one shape: under each load, of full steps, and of mixed lengths. Contenders have the same weights."""
+def measure_shape(session: Session, shape: str, loads: list[Load], step_tokens: int) -> Measured:
+    """Return the figures of one shape. All contenders have the same weights."""
     family, values = SHAPES[shape][0], _values(shape, is_quick=session.is_quick)
     theirs, ours = (build_random(family, values, session.device) for _ in range(2))
     runner = _load(shape, ours, session.device)
@@ -120,20 +131,23 @@ def measure_shape(
     transformers = _transformers(theirs, session.device)
     rows = [_measure(session, shape, _work(theirs, load), (sie, transformers), load) for load in loads]
     lengths = sorted({load.length for load in loads})[:2]  # of longer texts the host's part is small
-    full = [_full_steps(session, shape, runner, length, step_tokens) for length in lengths]
-    mixed = [_mixed(session, shape, sie, theirs, step_tokens)]
-    del theirs, ours, runner, sie, transformers
+    full = [_full_steps(session, shape, runner, length, step_tokens // length) for length in lengths]
+    mixed = _mixed(session, shape, sie, theirs, step_tokens)
+    del theirs, transformers
     free_device(session.device)
-    return rows, full, mixed
+    return Measured(rows, full, mixed, runner)
 
 
-def _full_steps(session: Session, shape: str, runner: Any, length: int, step_tokens: int) -> dict[str, Any]:
-    steps = device_loads.full_steps(length, step_tokens, is_quick=session.is_quick)
-    found = device_loads.measure_full_steps(session, runner, steps)
-    return {
-        "shape": shape, "length": length, "texts": len(steps[0]), "step_s": found.alone_s, "idle_share": found.alone_idle,
-        "ahead_step_s": found.ahead_s, "ahead_idle_share": found.ahead_idle,
-    }  # fmt: skip
+def _full_steps(session: Session, shape: str, runner: Any, length: int, count: int) -> dict[str, Any]:
+    steps = device_loads.full_steps(length, count, is_quick=session.is_quick)
+    step_s, ahead_s = device_loads.times_of_full_steps(runner, steps, 0.05 if session.is_quick else _SECONDS)
+    return {"shape": shape, "length": length, "texts": count, "step_s": step_s, "ahead_step_s": ahead_s}
+
+
+def _with_idle(session: Session, runner: Any, row: dict[str, Any]) -> dict[str, Any]:
+    steps = device_loads.full_steps(row["length"], row["texts"], is_quick=session.is_quick)
+    alone, ahead = device_loads.idle_shares(runner, steps, session.device)
+    return {**row, "idle_share": alone, "ahead_idle_share": ahead}
 
 
 def _mixed(session: Session, shape: str, sie: Contender, model: Any, step_tokens: int) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
-from bench.device import Session, call_times
+from bench.device import call_times
 from bench.device_idle import idle_share
 
 _STEPS = 16
@@ -22,31 +22,26 @@ _MIX: Final = ((12, 0.6), (64, 0.3), (230, 0.1))
 _QUICK_MIX: Final = ((3, 0.6), (16, 0.3), (50, 0.1))
 
 
-class Saturation(NamedTuple):
-    """Seconds of a full step, and the share of time in which the device is idle: each step read, and steps ahead."""
-
-    alone_s: float
-    ahead_s: float
-    alone_idle: float | None
-    ahead_idle: float | None
-
-
-def measure_full_steps(session: Session, runner: Any, steps: Sequence[Any]) -> Saturation:
-    """Measure full steps of token ids (n, t): each begins after the one before was read, or before that."""
-    ways = (partial(_read_each, runner, steps), partial(_begin_ahead, runner, steps))
-    for way in ways:
-        way()
-    seconds = 0.05 if session.is_quick else 0.4
-    alone_s, ahead_s = (median(call_times(way, seconds)) / len(steps) for way in ways)
-    alone_idle, ahead_idle = (idle_share(way, session.device) for way in ways)
-    return Saturation(alone_s, ahead_s, alone_idle, ahead_idle)
-
-
-def full_steps(length: int, step_tokens: int, *, is_quick: bool) -> list[list[Any]]:
-    """Return steps whose texts have one length and together so many tokens."""
+def full_steps(length: int, count: int, *, is_quick: bool) -> list[list[Any]]:
+    """Return steps of so many texts (length,) each."""
     random = np.random.default_rng(2)
-    shape = (step_tokens // length, length)
-    return [list(random.integers(3, 500, shape).astype(np.int32)) for _ in range(3 if is_quick else _STEPS)]
+    return [list(random.integers(3, 500, (count, length)).astype(np.int32)) for _ in range(3 if is_quick else _STEPS)]
+
+
+def times_of_full_steps(runner: Any, steps: Sequence[Any], seconds: float) -> list[float]:
+    """Return the seconds of a step, where each is read before the next one begins, and where steps begin ahead."""
+    for way in _ways(runner, steps):
+        way()
+    return [median(call_times(way, seconds)) / len(steps) for way in _ways(runner, steps)]
+
+
+def idle_shares(runner: Any, steps: Sequence[Any], device: str) -> list[float | None]:
+    """Return the share of time in which the device is idle, in the same two ways; see `idle_share`."""
+    return [idle_share(way, device) for way in _ways(runner, steps)]
+
+
+def _ways(runner: Any, steps: Sequence[Any]) -> tuple[Callable[[], None], Callable[[], None]]:
+    return partial(_read_each, runner, steps), partial(_begin_ahead, runner, steps)
 
 
 def _read_each(runner: Any, steps: Sequence[Any]) -> None:
