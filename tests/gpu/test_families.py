@@ -29,7 +29,7 @@ ON_A_CPU = ("encoder bert", "encoder gemma3_text", "bge-m3", "adapter", "scorer 
             "generator gemma3")  # fmt: skip
 """Rows that every run of the tests tries on a CPU, so that the comparison itself is known to work."""
 RECORDED_HERE = ("encoder bert", "encoder gemma3_text", "encoder nomic-embed-text-v2-moe", "encoder nomic over its training",
-                 "encoder jina-embeddings-v2", "bge-m3", "scorer qwen3", "token labels modernbert")  # fmt: skip
+                 "encoder jina-embeddings-v2", "bge-m3", "scorer qwen3", "encoder nv-embed", "reranker layerwise", "reranker of lists", "token labels modernbert")  # fmt: skip
 """Rows whose captures are tried on a CPU."""
 
 
@@ -115,6 +115,8 @@ def expected_fallbacks(family: Family, device: str, dtype: str) -> set[str]:
         return set()
     if is_generator and not is_half:
         return {"gathered_blocks"}
+    if family.kind == "encoder-decoder":
+        return {"gathered_blocks", "no_graphs"}
     if family.is_packed is False:
         return {"unpacked"}
     may_be_recorded = is_generator or family.is_packed
