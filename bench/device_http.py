@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench.device import Session, call_times
+from bench.device import Session, build_random, call_times
 from bench.server import running_server
 
 _WORDS: Final = 8
@@ -46,12 +46,10 @@ def measure_lone(session: Session, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(directory: Path, values: Mapping[str, Any]) -> Path:
     """Write a checkpoint of random weights with a tokenizer that knows some words; return its directory."""
-    import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    torch.manual_seed(0)
-    transformers.BertModel(transformers.BertConfig(**values)).to(torch.bfloat16).save_pretrained(directory)
+    build_random("bert", values, "cpu").save_pretrained(directory)
     words = [*_SPECIAL, *(f"w{number}" for number in range(200))]
     tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 
 def idle_share(run: Callable[[], object], device: str) -> float | None:
@@ -11,15 +12,16 @@ def idle_share(run: Callable[[], object], device: str) -> float | None:
     On a CPU, torch's operations count as activity. The profiler makes launches slower, so this is an upper bound. Returns
     None if the profiler sees no activity: some hosts do not allow it to read a GPU's.
     """
-    import torch
     from torch.profiler import ProfilerActivity, profile
 
     is_cpu = device == "cpu"
     with profile(activities=[ProfilerActivity.CPU if is_cpu else ProfilerActivity.CUDA]) as record:
         run()
-    kind = torch.autograd.DeviceType.CPU if is_cpu else torch.autograd.DeviceType.CUDA
-    events = record.events() or ()
-    return idle_between((event.time_range.start, event.time_range.end) for event in events if event.device_type == kind)
+    kind = "CPU" if is_cpu else "CUDA"
+    events: Any = record.events() or ()
+    return idle_between(
+        (event.time_range.start, event.time_range.end) for event in events if event.device_type.name == kind
+    )
 
 
 def idle_between(spans: Iterable[tuple[float, float]]) -> float | None:
