@@ -27,10 +27,14 @@ class Limits(NamedTuple):
     ceilings: Ceilings
 
     def floor_s(self, flop: float, nbytes: float) -> tuple[float, str]:
-        """Return the least time for so many operations and bytes, and which of them bounds it."""
+        """Return the least time for so many operations and bytes, and what takes most of it.
+
+        A GPU computes nothing before its host has launched something; the rest of the launches may fall into that time.
+        """
+        launch_s = self.ceilings.launch_s
         times = {"products": flop / self.flops, "memory": nbytes / self.bytes_per_s}
         bound = max(times, key=times.__getitem__)
-        return times[bound], bound
+        return launch_s + times[bound], "launch" if launch_s > times[bound] else bound
 
 
 def device_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,7 +66,7 @@ def main(*, device: str, quick: bool, folder: Path | None, is_saved: bool) -> No
         f"Decoding on {device}",
         f"a Llama of 8 billion random weights in bf16; {_ROUNDS} rounds; prompts of {plan.prompt} tokens, {plan.tokens} "
         "tokens a stream, of which all but the first count, in steps alone and then the same in steps ahead; the likeliest "
-        "token each time; medians of the rounds; the limit is the larger of weights, keys and values by the measured bandwidth, and products by the measured rate",
+        "token each time; medians of the rounds; the limit is a launch, and the larger of weights, keys and values by the measured bandwidth, and products by the measured rate",
         device,
         is_quick=quick,
     )

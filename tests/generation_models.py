@@ -134,7 +134,8 @@ class Stream:
         """Return the slot of the next tokens, with a draw once all are read."""
         last = len(self.tokens) if most is None else min(len(self.tokens), self.num_read + most)
         ids = np.array(self.tokens[self.num_read : last], np.int32)
-        draws = (Draw(Sampling(temperature=0.0), 0, last),) if last == len(self.tokens) else ()
+        draw = Draw(Sampling(temperature=0.0), 0, last, num_prompt=self.num_prompt)
+        draws = (draw,) if last == len(self.tokens) else ()
         return Slot(ids, self.num_read, self.blocks, draws)
 
 

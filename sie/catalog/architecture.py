@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from sie.values.errors import ModelLoadFailed
 
 _QUANTISED: Final = ("quantization_config", "compression_config")
+SINCE: Final = {"gte": "5.18"}
+"""The first version of transformers that has an architecture; those without an entry are in all that are supported."""
 _KERNELS: Final = ("attn_implementation", "attn_implementation_internal", "experts_implementation")
 
 
@@ -27,7 +29,7 @@ def read_model_config(model_id: str, directory: str, changes: dict[str, Any], pa
     does not accept.
     Source: fault sheet S5 (three CVEs of code that ran although it was not trusted).
     """
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, __version__
 
     config: dict[str, Any] = plain_config(decode_json(Path(directory, "config.json").read_bytes(), dict[str, Any]))
     if part:
@@ -36,6 +38,9 @@ def read_model_config(model_id: str, directory: str, changes: dict[str, Any], pa
     config.update(changes)
     model_type = str(config.get("model_type", ""))
     if model_type not in CONFIG_MAPPING:
+        if model_type in SINCE:
+            since = SINCE[model_type]
+            raise refuse(model_id, f"it needs transformers {since} or later ({model_type}); {__version__} is installed")
         code = " and needs code of its own (auto_map), which is never run" if remote else ""
         raise refuse(model_id, f"model_type {model_type!r} is not known to this transformers{code}")
     try:

@@ -27,7 +27,7 @@ from sie.commands.running import ps, stop
 from sie.commands.service import service
 from sie.commands.target_options import NumberRange
 from sie.commands.top import top
-from sie.config.bundled import with_bundled_model
+from sie.config.bundled import with_bundled_files, with_bundled_model
 from sie.config.display import RENDERERS
 from sie.config.flags import ConfiguredCommand, ModelsCommand, with_models
 from sie.config.settings import Loaded, load_settings
@@ -280,7 +280,7 @@ def doctor(  # noqa: PLR0917  # click passes them by name
     from sie.doctor import examine, render_json, render_text
 
     def load() -> Loaded:
-        return with_bundled_model(_load(config_file, flags))
+        return with_bundled_files(_load(config_file, flags))
 
     findings = examine(load, only or AREAS, wait_s)
     if bundle_file is not None:

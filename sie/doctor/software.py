@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sie import native
 from sie.catalog.listing import list_models
+from sie.config.bundled import with_bundled_model
 from sie.config.settings import Loaded, Settings
 from sie.config.sources import SettingsError
 from sie.doctor.finding import Finding
@@ -22,7 +23,7 @@ _CUDA = re.compile(r"^cuda\b[^=]*=\s*'([0-9.]+)'", re.MULTILINE)
 
 
 def check_settings(loaded: Loaded) -> Iterator[Finding]:
-    """Check the settings together, and each model that they name."""
+    """Check the settings together, and each model that they name, or else the bundled one."""
     files = sorted({source.name for source in loaded.sources.values() if source.kind == "file"})
     changed = sum(source.kind != "default" for source in loaded.sources.values())
     origin = f", from {files[0]}" if files else ""
@@ -30,7 +31,7 @@ def check_settings(loaded: Loaded) -> Iterator[Finding]:
     for text in loaded.warnings:
         yield Finding(area="settings", level="warn", message=text, fix="correct it, or leave it if it is a client's")
     try:
-        rows = list_models(loaded)
+        rows = list_models(with_bundled_model(loaded))
     except SettingsError as error:
         yield Finding(area="settings", level="error", message=str(error), fix="correct it")
         return

@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.gpu.stages import ROOT, STAGES, Run, Stage, environment, missing, python
+from tests.gpu.stages import NOT_RUN, ROOT, STAGES, Run, Stage, environment, missing, python
 
 _LEAST_S = 30.0
 """Time that has to be left for a stage to begin."""
@@ -183,7 +183,7 @@ def _result(run: Run, stage: Stage, facts: dict[str, Any], until_s: float) -> di
     """Run one stage and return what is kept of it."""
     command = python(stage, run)
     result: dict[str, Any] = {"stage": stage.name, "date": facts["date"], "command": shlex.join(command)}
-    if names := missing(stage):
+    if names := missing(stage.needs):
         return result | {"state": "not run", "problems": [f"cannot be imported: {', '.join(names)}"], "seconds": 0}
     if "error" in facts and stage.name != "doctor":
         return result | {"state": "not run", "problems": [f"no device: {facts['error']}"], "seconds": 0}
@@ -195,7 +195,7 @@ def _result(run: Run, stage: Stage, facts: dict[str, Any], until_s: float) -> di
     table = "" if first_row is None else "\n".join(lines[first_row:])
     return result | {
         "state": state, "problems": problems, "counts": counts, "seconds": round(ended.seconds, 1),
-        "log": lines[-_TAIL_LINES:], "table": table,
+        "log": lines[-_TAIL_LINES:], "table": table, "left_out": _left_out(run, stage),
     }  # fmt: skip
 
 
@@ -272,7 +272,7 @@ def _judge(run: Run, stage: Stage, ended: Ended) -> tuple[list[str], dict[str, i
     if stage.is_pytest:
         lines = _lines(run, stage)
         counts.update(line["outcome"] for line in lines.values())
-        # On a device nothing may be left out. A rehearsal has tests that need a GPU.
+        # On a device no test may be skipped. A rehearsal has tests that need a GPU.
         wrong = ("failed",) if run.device == "cpu" else ("failed", "skipped")
         bad = [line for line in lines.values() if line["outcome"] in wrong]
         problems += [f"{line['outcome']}: {line['test']}: {_last(line['text'])}" for line in bad]
@@ -283,6 +283,12 @@ def _judge(run: Run, stage: Stage, ended: Ended) -> tuple[list[str], dict[str, i
     if ended.status and not problems:
         problems.append(f"exit status {ended.status}: {_last(ended.log)}")
     return problems, dict(counts)
+
+
+def _left_out(run: Run, stage: Stage) -> list[str]:
+    """Return what kept tests of a stage from being run, and how many."""
+    counts = Counter(line["text"] for line in _lines(run, stage).values() if line["outcome"] == NOT_RUN)
+    return [f"{count} {NOT_RUN}: {reason}" for reason, count in counts.items()]
 
 
 def _last(text: str) -> str:
@@ -300,6 +306,7 @@ def _summary(kept: dict[str, Any], wanted: Sequence[Stage]) -> str:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in result.get("counts", {}).items())
         rows.append((stage.name, result["state"], str(result["seconds"]), counts))
         problems = result["problems"]
+        notes += [f"- {stage.name}: {text}" for text in result.get("left_out", [])]
         notes += [f"- {stage.name}: {text}" for text in problems[:_MAX_PROBLEMS]]
         if len(problems) > _MAX_PROBLEMS:
             notes.append(f"- {stage.name}: and {len(problems) - _MAX_PROBLEMS} more, see stages.json")

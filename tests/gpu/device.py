@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from functools import cache
 
+import pytest
+
+from tests.gpu.stages import NOT_RUN, missing
+
 DEVICE = os.environ.get("TEST_DEVICE", "cuda")
 
 
@@ -14,3 +18,9 @@ def is_there() -> bool:
     import torch
 
     return DEVICE == "cpu" or torch.cuda.is_available()
+
+
+def need(*modules: str) -> None:
+    """Leave a test out if these modules cannot be imported here. The summary names what they need."""
+    if names := missing(modules):
+        pytest.skip(f"{NOT_RUN}: needs {', '.join(names)}")

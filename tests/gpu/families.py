@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from tests.generation_models import BY_LENGTH
 from tests.generation_models import save as save_generator
+from tests.gguf_models import write_tiny_llama
 from tests.gli_models import GLINER_VARIANTS, save_gliclass, save_gliner
 from tests.gpu.kinds import PROGRAM_WIDTH
 from tests.tiny_models import save_adapter
@@ -23,18 +24,28 @@ from tests.unit.dual_checkpoints import save_dual_encoder
 from tests.unit.image_to_text_checkpoints import save_donut, save_florence
 from tests.unit.workers.conftest import FAMILIES as ENCODERS
 from tests.unit.workers.conftest import save_checkpoint
+from tests.unit.workers.generation.test_encoder_decoder import KINDS as T5
+from tests.unit.workers.generation.test_encoder_decoder import save_t5
 from tests.unit.workers.generation.test_parity import SERVED as GENERATORS
 from tests.unit.workers.loading.test_extractors import LABELS, NLI
 from tests.unit.workers.loading.test_extractors import save as save_extractor
+from tests.unit.workers.loading.test_list_scorer import save_list_reranker
 from tests.unit.workers.loading.test_remote_families import ENCODERS as REMOTE
 from tests.unit.workers.loading.test_remote_families import save_remote
-from tests.unit.workers.loading.test_scorer import save_reranker, save_scorer
+from tests.unit.workers.loading.test_scorer import save_layerwise, save_reranker, save_scorer
+from tests.unit.workers.loading.test_skipped_prompts import save_nv_embed
 from tests.unit.workers.runners.test_tokens import FIXED, WIDTH, write_own
 
-UNPACKED = {"mpnet", "deberta-v2"}
-"""Encoders that transformers runs without its attention interface: they run in padded batches."""
-NOT_RECORDED = {"llama-dynamic"}
-"""Generators whose steps cannot be CUDA graphs: their rotary factors are computed for each length."""
+UNPACKED = {"mpnet", "deberta-v2", "bart"}
+"""Encoders that transformers runs without its attention interface, or that have a decoder: they are not packed."""
+NOT_RECORDED = {
+    "llama-dynamic", "nomic over its training",  # their rotary factors are computed for each length
+    "jina-embeddings-v2", "jina-embeddings-v2-base-code",  # the penalty for distance needs the lengths
+    "nomic-embed-text-v2-moe",  # its experts' shares are counted on the host
+}  # fmt: skip
+"""Families whose steps cannot be CUDA graphs."""
+PACKED_TOWERS = {"clip"}
+"""Text towers of dual encoders that run packed. The others read all positions, or pool by themselves."""
 
 
 class Family(NamedTuple):
@@ -44,8 +55,10 @@ class Family(NamedTuple):
     write: Callable[[Path], object]
     is_packed: bool | None = None
     """Whether sequences run back to back; None where a kind has no such choice."""
-    is_recorded: bool = False
-    """Whether decode steps in 16 bits are CUDA graphs that read their blocks in place."""
+    is_recorded: bool = True
+    """Whether steps in 16 bits are CUDA graphs: decode steps, or the small ones of a model that runs packed."""
+    needs: tuple[str, ...] = ()
+    """Modules that only some hosts have, without which the row is not run."""
 
 
 def _colbert(directory: Path) -> None:
@@ -86,8 +99,22 @@ def _program(directory: Path) -> None:
     )
 
 
+def _gguf(directory: Path) -> None:
+    directory.mkdir()
+    write_tiny_llama(directory / "tiny.gguf")
+
+
 def _encoder(name: str, **options: Any) -> Family:
     return Family("encoder", partial(save_checkpoint, family=name, **options), is_packed=name not in UNPACKED)
+
+
+def _remote(name: str) -> Family:
+    needs = ("transformers.models.gte",) if name.startswith(("gte", "jina-embeddings-v2")) else ()
+    return Family("encoder", partial(save_remote, name=name), True, name not in NOT_RECORDED, needs)
+
+
+def _gliner(**options: Any) -> Family:
+    return Family("gliner", partial(save_gliner, **options), needs=("gliner",))
 
 
 def _scorer(name: str, **options: Any) -> Family:
@@ -99,37 +126,41 @@ def _extractor(kind: str, name: str) -> Family:
     labels = LABELS
     if kind == "label pairs":
         auto, labels = transformers.AutoModelForSequenceClassification, list(NLI.values())
-    return Family(kind, partial(save_extractor, family=name, auto=auto, labels=labels), is_packed=True)
+    return Family(kind, partial(save_extractor, family=name, auto=auto, labels=labels), is_packed=name not in UNPACKED)
 
 
 _MASKED = {"auto": transformers.AutoModelForMaskedLM}
 
 FAMILIES: dict[str, Family] = {
     **{f"encoder {name}": _encoder(name) for name in (*ENCODERS, "llama", "eurobert", "nomic_bert")},
-    **{f"encoder {name}": Family("encoder", partial(save_remote, name=name), is_packed=True) for name in REMOTE},
+    **{f"encoder {name}": _remote(name) for name in REMOTE},
     **{f"splade {name}": _encoder(name, **_MASKED) for name in ("bert", "modernbert", "mpnet")},
     "colbert": Family("encoder", _colbert, is_packed=True),
+    "encoder nv-embed": Family("encoder", save_nv_embed, is_packed=True),
     "bge-m3": Family("encoder", _m3, is_packed=True),
     "adapter": Family("adapter", _adapted, is_packed=True),
     **{f"scorer {name}": _scorer(name) for name in ("roberta", "modernbert", "mpnet", "deberta-v2", "qwen3")},
     "scorer bert": _scorer("bert", typed=True),
     "reranker qwen3": Family("reranker", partial(save_reranker, family="qwen3"), is_packed=True),
+    "reranker layerwise": Family("layerwise reranker", save_layerwise, is_packed=True),
+    "reranker of lists": Family("list reranker", save_list_reranker, is_packed=True),
     **{f"token labels {name}": _extractor("token labels", name) for name in ("bert", "roberta", "modernbert")},
-    **{f"label pairs {name}": _extractor("label pairs", name) for name in ("bert", "roberta")},
-    **{f"dual {name}": Family("dual", partial(save_dual_encoder, family=name)) for name in DUAL_ENCODERS},
+    **{f"label pairs {name}": _extractor("label pairs", name) for name in ("bert", "roberta", "bart")},
+    **{
+        f"dual {name}": Family("dual", partial(save_dual_encoder, family=name), name in PACKED_TOWERS, is_recorded=False)
+        for name in DUAL_ENCODERS
+    },
     **{f"detector {name}": Family("detector", partial(save_detector, family=name)) for name in DETECTORS},
     "image to text florence2": Family("image to text", partial(save_florence, by_authors=True)),
     "image to text donut": Family("image to text", save_donut),
+    **{f"gliner {name}": _gliner(encoder="bert", variant=name) for name in GLINER_VARIANTS},
+    **{f"gliner {name}": _gliner(encoder=name) for name in ("deberta-v2", "modernbert")},
     **{
-        f"gliner {name}": Family("gliner", partial(save_gliner, encoder="bert", variant=name)) for name in GLINER_VARIANTS
-    },
-    **{
-        f"gliner {name}": Family("gliner", partial(save_gliner, encoder=name)) for name in ("deberta-v2", "modernbert")
-    },
-    **{
-        f"gliclass {name}": Family("gliclass", partial(save_gliclass, encoder=name))
+        f"gliclass {name}": Family("gliclass", partial(save_gliclass, encoder=name), needs=("gliclass",))
         for name in ("bert", "deberta-v2", "modernbert")
     },
+    **{f"encoder-decoder {name}": Family("encoder-decoder", partial(save_t5, kind=name)) for name in T5},
+    "generator gguf": Family("generator", _gguf),
     "program": Family("program", _program),
     **{
         f"generator {name}": Family(
@@ -138,4 +169,5 @@ FAMILIES: dict[str, Family] = {
         for name in (*GENERATORS, *BY_LENGTH)
     },
 }  # fmt: skip
-"""Static vectors have no row: they never leave the processor. ONNX has none: onnxruntime runs it, not torch."""
+"""Static vectors have no row: they never leave the processor. ONNX has none: onnxruntime runs it, not torch. Unions of GLiNER
+models, GLiNER2 and GLiREL have none: their checkpoints are written by libraries that a host seldom has."""

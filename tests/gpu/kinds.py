@@ -10,15 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from sie.catalog.gguf_file import read_gguf_card
 from sie.catalog.prepare import Request, prepare
+from sie.catalog.rerankers import Reranker, fill_in_like
 from sie.catalog.spec import ModelSpec, TensorSource
 from sie.catalog.tensor_rule import read_tensor_card
+from sie.config.generation_settings import Generation
 from sie.config.limits import Limits
+from sie.frontend.inputs.document_list import list_arrays
 from sie.frontend.inputs.images import prepare_image
 from sie.frontend.inputs.pairs import pair_arrays
 from sie.frontend.inputs.tokenize import Tokenizer
@@ -33,9 +38,11 @@ from sie.values.extract import Detection, ExtractTask, Gliclass, Gliner, ImageTo
 from sie.values.work import TensorForm, TensorTask, WorkHeader
 from sie.workers.loading import loader
 from sie.workers.loading.libraries import load_gliclass, load_gliner
-from sie.workers.model_api import ImageItem, Pair, SearchedImage, TensorInputs
+from sie.workers.model_api import Comparison, ImageItem, Pair, SearchedImage, Side, TensorInputs
 from sie.workers.runners.exported import load_exported
 from tests.generation_models import Stream, load, random_prompt, scattered_blocks
+from tests.unit.workers.generation.test_encoder_decoder import PROMPTS, START
+from tests.unit.workers.generation.test_encoder_decoder import load as load_t5
 
 Rows = NDArray[np.float32]
 Answer = list[list[Rows]]
@@ -111,10 +118,10 @@ def _no_progress(_fraction: float, _text: str) -> None:
     pass
 
 
-def load_by_card(directory: Path, device: str, dtype: str, model_id: str = "test/model") -> Model:
-    """Load a checkpoint as a worker does, by its card."""
+def load_by_card(directory: Path, device: str, dtype: str, model_id: str = "test/model", **described: Any) -> Model:
+    """Load a checkpoint as a worker does, by its card. described are values of its section in a file of models."""
     cache = directory.parent / f"{directory.name}-cache"
-    spec = ModelSpec(id=model_id, directory=str(directory))
+    spec = ModelSpec(id=model_id, directory=str(directory), **described)
     card = prepare(Request(spec=spec, cache_dir=str(cache)), lambda *_: None)
     return Model(_build(card, device, dtype), card, Tokenizer.load(card))
 
@@ -135,6 +142,8 @@ def _build(card: ModelCard, device: str, dtype: Any) -> Any:
             return loader.load_extractor(card, device, dtype, _no_progress)
     if card.kind == "dual-encoder":
         return loader.load_dual_encoder(card, device, dtype, _no_progress)
+    if card.listwise is not None:
+        return loader.load_list_scorer(card, device, dtype, _no_progress)
     is_scorer = card.score is not None
     return (loader.load_scorer if is_scorer else loader.load_encoder)(card, device, dtype, _no_progress)
 
@@ -190,6 +199,25 @@ def _pairs(arrays: Any) -> list[Any]:
 
 def _run_pairs(model: Model, inputs: list[Any]) -> Answer:
     return [[row[None]] for row in model.runner.run_pairs(inputs)]
+
+
+def _list_inputs(model: Model) -> list[Any]:
+    """Return the items of two requests: a list, and a number for each of its documents."""
+    documents = ["w4 w5", "", "w6 w7 w8 w9", "w10 " * 9, "w11 w1 w2"]
+    named = [
+        dict(list_arrays(model.card, model.tokenizer, "w1 w2 w3", own, None, options={}, cuts={}))
+        for own in (documents, documents[2:])
+    ]
+    return [np.split(arrays["token_ids"], arrays["cu_seqlens"][1:-1]) for arrays in named]
+
+
+def _run_lists(model: Model, inputs: list[Any]) -> Answer:
+    sides: list[Side] = []
+    for items in inputs:
+        comparison = Comparison(WorkHeader("m", "score", len(items), (), compared=(("score", 1.0),)))
+        sides += [Side(comparison, place == 0) for place in range(len(items))]
+    scores = model.runner.run_lists([item for items in inputs for item in items], sides)
+    return [[rows] for rows in np.split(scores, np.cumsum([len(items) for items in inputs])[:-1])]
 
 
 def _label_inputs(model: Model) -> list[Any]:
@@ -281,7 +309,19 @@ def _write_about(model: Model, inputs: list[Any]) -> Answer:
 
 
 def _load_generator(directory: Path, device: str, dtype: str) -> Model:
+    for file in directory.glob("*.gguf"):
+        card = read_gguf_card("m", str(file), str(directory))
+        settings = Generation(kv_block_tokens=8, max_sequences=4)
+        return Model(loader.load_generator(card, device, dtype, settings, _no_progress))  # type: ignore[arg-type]
     return Model(load(directory, device=device, dtype=dtype, max_sequences=4))
+
+
+def _load_translator(directory: Path, device: str, dtype: str) -> Model:
+    return Model(load_t5(directory, device=device, dtype=dtype, max_sequences=4))
+
+
+def _translated(_model: Model) -> list[Any]:
+    return [[*prompt, START] for prompt in PROMPTS]
 
 
 def _prompts(_model: Model) -> list[Any]:
@@ -329,12 +369,21 @@ _SCORES: dict[str, Any] = {"distance": by_level, "bounds": {"float32": 2e-3, "fl
 _LOGITS: dict[str, Any] = {"distance": by_spread, "bounds": {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}}
 # A GPU's convolutions of float32 have the precision of TF32 by default, and images begin with one.
 _IMAGES = {"float32": 2e-3, **_HALF}
+_WRITTEN = {"float32": 5e-3, "float16": 5e-2, "bfloat16": 2e-1}
+"""Of models with an encoder and a decoder, whose rounding adds up."""
+
+_LAYERWISE = "BAAI/bge-reranker-v2-minicpm-layerwise"
+_THIRD_LAYER = msgspec.convert(fill_in_like({"like": _LAYERWISE, "layer": 3}), Reranker)
 
 KINDS = {
     "encoder": Kind(load_by_card, _token_inputs, _run_outputs, **_VECTORS),
     "adapter": Kind(load_by_card, _token_inputs, _with_adapter, **_VECTORS),
     "scorer": Kind(load_by_card, _pair_inputs, _run_pairs, **_SCORES),
     "reranker": Kind(partial(load_by_card, model_id="qwen/qwen3-reranker-0.6b"), _pair_inputs, _run_pairs, **_SCORES),
+    "layerwise reranker": Kind(
+        partial(load_by_card, model_id=_LAYERWISE, reranker=_THIRD_LAYER), _pair_inputs, _run_pairs, **_SCORES
+    ),
+    "list reranker": Kind(load_by_card, _list_inputs, _run_lists, **_SCORES),
     "label pairs": Kind(load_by_card, _label_inputs, _run_label_pairs, **_LOGITS),
     "token labels": Kind(load_by_card, _reading_inputs, _run_token_logits, **_LOGITS),
     "gliclass": Kind(load_by_card, _reading_inputs, _run_token_logits, **_LOGITS),
@@ -343,9 +392,8 @@ KINDS = {
     "detector": Kind(
         load_by_card, _searched, _run_boxes, by_level, {"float32": 1e-2, "float16": 5e-2, "bfloat16": 1e-1}
     ),
-    "image to text": Kind(
-        load_by_card, _seen, _write_about, by_spread, {"float32": 5e-3, "float16": 5e-2, "bfloat16": 2e-1}
-    ),
+    "image to text": Kind(load_by_card, _seen, _write_about, by_spread, _WRITTEN),
     "program": Kind(_load_program, _tensor_inputs, _run_tensors, by_level, {"float32": 1e-4}),
+    "encoder-decoder": Kind(_load_translator, _translated, _generate, by_spread, _WRITTEN),
     "generator": Kind(_load_generator, _prompts, _generate, **_LOGITS),
 }

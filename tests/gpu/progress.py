@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.stages import NOT_RUN
+
 
 class Lines:
     """Writes the lines; one process of a run has it, the others report to that one."""
@@ -21,11 +23,12 @@ class Lines:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             text = "" if report.passed else _reason(report)
+            is_left_out = report.skipped and text.startswith(f"{NOT_RUN}: ")
             line = {
                 "test": report.nodeid,
-                "outcome": report.outcome,
+                "outcome": NOT_RUN if is_left_out else report.outcome,
                 "seconds": round(report.duration, 2),
-                "text": text,
+                "text": text.removeprefix(f"{NOT_RUN}: "),
             }
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

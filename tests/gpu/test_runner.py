@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sie.catalog.architecture import SINCE
 from tests.gpu import __main__ as runner
-from tests.gpu.stages import ROOT, STAGES, Run, Stage, missing
+from tests.gpu.stages import DISTRIBUTIONS, ROOT, STAGES, Run, Stage, missing
 from tests.process.harness import eventually, running
 
 TESTS = """
@@ -159,6 +162,21 @@ def test_on_a_device_a_test_that_is_left_out_is_a_failure(call, tmp_path: Path):
     assert (called.status, called.stages["own"]["problems"]) == (1, ["skipped: t: no such device"])
 
 
+def test_a_test_that_needs_what_is_not_installed_is_named_and_no_failure(call, tmp_path: Path):
+    file = tmp_path / "test_own.py"
+    file.write_text(
+        "import pytest\nfrom tests.gpu.device import need\n@pytest.mark.gpu\n@pytest.mark.parametrize('n', (1, 2))\n"
+        "def test_own(n): need('json', 'no_such_module', 'google.protobuf.no_such')\n"
+        "@pytest.mark.gpu\ndef test_right(): need('json')\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    command = ["-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", "-p", "tests.gpu.progress",
+               "-c", str(tmp_path / "pytest.ini"), "-p", "no:xdist", "-p", "no:hypothesispytest"]  # fmt: skip
+    called = call([Stage("own", "tests", (), 60, lambda _run: command, is_pytest=True)], device="cuda")
+    assert (called.status, called.stages["own"]["counts"]) == (0, {"not run": 2, "passed": 1})
+    assert "- own: 2 not run: needs no_such_module, google.protobuf.no_such" in called.text
+
+
 def test_the_limits_of_all_stages_fit_into_the_time_of_a_visit():
     assert all(stage.limit_s < 540 for stage in STAGES)
     assert sum(stage.limit_s for stage in STAGES) < 25 * 60
@@ -166,11 +184,66 @@ def test_the_limits_of_all_stages_fit_into_the_time_of_a_visit():
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_every_stage_names_files_tests_and_modules_that_exist(stage: Stage, tmp_path: Path):
-    assert missing(stage) == []
+    assert missing(stage.needs) == []
     for is_quick in (False, True):
         command = stage.command(Run("cuda", is_quick, tmp_path))
         files = [word.partition("::")[0] for word in command if ".py" in word]
         assert all((ROOT / file).is_file() for file in files)
+
+
+def imports_of(body: list[ast.stmt]) -> Iterator[str]:
+    """Yield the modules that a file's statements import when it is imported itself."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif isinstance(node, (ast.With, ast.Try)):
+            yield from imports_of(node.body)
+
+
+def foreign_modules(names: list[str]) -> set[str]:
+    """Return the top modules of other projects that are imported with these modules of this one."""
+    found: set[str] = set()
+    seen: set[Path] = set()
+    while names:
+        first, *rest = names.pop().split(".")
+        if first not in ("sie", "tests", "bench"):
+            found.add(first)
+            continue
+        for end in range(len(rest) + 1):  # a name's packages are imported before it, and its end may be no module
+            base = ROOT.joinpath(first, *rest[:end])
+            file = next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
+            if file is not None and file not in seen:
+                seen.add(file)
+                names += imports_of(ast.parse(file.read_text(encoding="utf-8")).body)
+    return found - sys.stdlib_module_names
+
+
+LOADER = ("sie.workers.model_loader", "sie.workers.loading.loader")
+LATER = {
+    "doctor": ("sie.commands.cli", "sie.doctor.gpu", "sie.doctor.host", "sie.doctor.software"),
+    "tests": LOADER,
+    "families": LOADER,
+    "server": (
+        *LOADER, "sie.commands.cli", "sie.supervisor.server", "sie.frontend.main", "sie.frontend.process",
+        "sie.frontend.routes.table", "sie.frontend.routes.generate", "sie.workers.main",
+    ),
+    "encoders": ("bench.device_encoders", *LOADER),
+    "decode": ("bench.device_decode", "bench.local_generation", *LOADER),
+}  # fmt: skip
+"""By stage: modules that its files import while they run, or that it begins with."""
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_a_stage_names_every_library_that_its_modules_import(stage: Stage, tmp_path: Path):
+    files = [word.partition("::")[0] for word in stage.command(Run("cuda", False, tmp_path)) if ".py" in word]
+    modules = [file.removesuffix(".py").replace("/", ".") for file in files]
+    assert foreign_modules([*modules, *LATER[stage.name]]) <= {name.partition(".")[0] for name in stage.needs}
+
+
+def test_the_version_that_a_missing_architecture_needs_is_the_one_of_its_refusal():
+    assert DISTRIBUTIONS["transformers.models.gte"] == f"transformers {SINCE['gte']} or later"
 
 
 def test_the_command_says_what_is_missing_where_there_is_no_device(tmp_path: Path):

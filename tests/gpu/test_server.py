@@ -24,7 +24,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from tests.gpu.device import DEVICE, is_there
+from tests.gpu.device import DEVICE, is_there, need
 from tests.process.harness import WAIT_S, Server, devices, eventually, start_server
 from tests.process.wire import Client, Response, dense_rows, encode, get, post_json, total
 from tests.tiny_models import save_adapter
@@ -207,7 +207,8 @@ class Stream:
 
 
 def test_the_status_shows_the_device(served: Served) -> None:
-    from tests.process.watchers import first_frame  # needs websockets, for this test alone
+    need("websockets")
+    from tests.process.watchers import first_frame
 
     def frame() -> dict[str, Any]:
         return first_frame(served.server)

@@ -125,9 +125,9 @@ def _build_renamed(
     weights = read_renamed_weights(card, tensors)
     cls: Any = auto._model_mapping[type(config)]
     if card.layers:
-        from sie.workers.loading.variants import VARIANTS  # imports model classes that few checkpoints need
+        from sie.workers.loading.variants import variant_class  # imports model classes that few checkpoints need
 
-        cls = VARIANTS[card.layers]
+        cls = variant_class(card.layers)
         config.qk_norm = any(".q_proj.norm." in name for name in weights)  # type: ignore[attr-defined]  # only for them
         session.remember("qk_norm", config.qk_norm)  # type: ignore[attr-defined]
     return cls.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True)
@@ -136,12 +136,12 @@ def _build_renamed(
 def _build_skeleton(card: ModelCard, config: PretrainedConfig, auto: Any) -> PreTrainedModel:
     """Build a model without weights, on the meta device. `prepared.placing` puts prepared weights in their places."""
     if card.layers:
-        from sie.workers.loading.variants import VARIANTS  # as in `_build_renamed`
+        from sie.workers.loading.variants import variant_class  # as in `_build_renamed`
 
         config.qk_norm = session.recall("qk_norm")  # type: ignore[attr-defined]
     with torch.device("meta"), meta_device_safe_creation_ops(), counting_on_cpu():
         model = _with_metas(
-            lambda: VARIANTS[card.layers](config) if card.layers else auto.from_config(config, dtype=torch.float32)
+            lambda: variant_class(card.layers)(config) if card.layers else auto.from_config(config, dtype=torch.float32)
         )
     return model.eval().requires_grad_(False)
 

@@ -1,6 +1,7 @@
 """Provides layers for checkpoints that differ from an architecture of transformers in some of its layers.
 
 `sie/catalog/remote_code.toml` and `sie/catalog/rerankers.toml` list these checkpoints. Each class reads weights under its own names.
+A base class that transformers 5.17 lacks is imported with its variant, so that the others load there.
 """
 
 from __future__ import annotations
@@ -10,84 +11,10 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.granite.modeling_granite import GranitePreTrainedModel
-from transformers.models.gte.modeling_gte import GteLayer, GteModel
 from transformers.models.jina_embeddings_v3.modeling_jina_embeddings_v3 import JinaEmbeddingsV3Model
 from transformers.models.mistral.modeling_mistral import MistralModel
-
-from sie.workers.packed.alibi import attend_by_distance
-
-_ALIBI: Final = "sie_alibi"
-
-
-class AlibiModel(GteModel):
-    """A Gte with distances between tokens (ALiBi) instead of positions: jina-embeddings-v2.
-
-    With `qk_norm` in its configuration its queries and keys are normalised over all heads together, and each attention
-    has a second norm: jina-embeddings-v2-base-code.
-    """
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        AttentionInterface.register(_ALIBI, _attend_rectangle)
-        AttentionMaskInterface.register(_ALIBI, sdpa_mask)
-        config._attn_implementation = _ALIBI
-        self.rotary_emb = _NoRotation(config.hidden_size // config.num_attention_heads)
-        if config.qk_norm:
-            self.layers = nn.ModuleList([_TwiceNormedLayer(config) for _ in range(config.num_hidden_layers)])
-        for layer in self.layers:
-            attention: Any = layer.self_attn
-            attention.is_alibi = True
-
-
-def _attend_rectangle(
-    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float, **_: Any
-) -> tuple[Tensor, None]:
-    return attend_by_distance(query, key, value, mask, scaling).transpose(1, 2), None
-
-
-class _NoRotation(nn.Module):
-    """Gives the factors of a rotation that changes nothing."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self._width = width
-
-    def forward(self, hidden: Tensor, _position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        return hidden.new_ones(1, 1, self._width), hidden.new_zeros(1, 1, self._width)
-
-
-class _TwiceNormedLayer(GteLayer):
-    """A layer whose queries and keys are normalised, and whose attention's sum is normalised, added again and normalised.
-
-    Source: text-embeddings-inference, backends/candle/src/models/jina_code.rs.
-    """
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.self_attn.q_proj = _NormedLinear(config)
-        self.self_attn.k_proj = _NormedLinear(config)
-        self.second_layernorm = _norm(config)
-
-    def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:  # type: ignore[override]  # the same by name
-        attended, _ = self.self_attn(hidden_states, **arguments)
-        inner = self.post_attention_layernorm(hidden_states + attended)
-        inner = self.second_layernorm(hidden_states + inner)
-        return self.post_mlp_layernorm(inner + self.mlp(inner))
-
-
-class _NormedLinear(nn.Linear):
-    """A linear layer whose rows are normalised."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config.hidden_size, config.hidden_size)
-        self.norm = _norm(config)
-
-    def forward(self, rows: Tensor) -> Tensor:  # type: ignore[override]  # called by place
-        return self.norm(super().forward(rows))
 
 
 class ExpertsModel(JinaEmbeddingsV3Model):
@@ -195,15 +122,17 @@ class _OverLatents(nn.Module):
         return hidden + second(values * gelu(gates))
 
 
-def _norm(config: Any) -> nn.LayerNorm:
-    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-
-
 class LayerwiseModel(GenericForSequenceClassification, GranitePreTrainedModel):
     """Some layers of a MiniCPM, which computes as Granite does, and the head behind them: `sie.catalog.layerwise`."""
 
 
-VARIANTS: Final[dict[str, type[Any]]] = {
-    "alibi": AlibiModel, "experts": ExpertsModel, "latent": LatentModel, "layerwise": LayerwiseModel,
-}  # fmt: skip
-"""The model classes by `ModelCard.layers`."""
+_VARIANTS: Final[dict[str, type[Any]]] = {"experts": ExpertsModel, "latent": LatentModel, "layerwise": LayerwiseModel}
+
+
+def variant_class(layers: str) -> type[Any]:
+    """Return the model class of `ModelCard.layers`."""
+    if layers == "alibi":
+        from sie.workers.loading.alibi_model import AlibiModel  # its base is missing in transformers 5.17
+
+        return AlibiModel
+    return _VARIANTS[layers]

@@ -13,9 +13,10 @@ import pytest
 
 from sie import doctor, native
 from sie.commands import cli
+from sie.config import bundled
 from sie.config.settings import Loaded, Settings, all_keys, load_settings
 from sie.config.sources import SettingsError
-from sie.doctor import AREAS, examine, render_json, render_text, software
+from sie.doctor import AREAS, examine, gpu, render_json, render_text, software
 from sie.doctor.finding import Finding
 
 STUB = ("--model", "a=stub:dense=8")
@@ -89,6 +90,18 @@ def test_settings_that_stop_a_start_are_an_error_and_the_rest_is_still_looked_at
     assert findings[0]["area"] == "settings"
     assert "prot" in findings[0]["message"]
     assert {"settings", "software"} == {finding["area"] for finding in findings}
+
+
+def test_a_host_without_any_model_is_checked_with_its_own_settings(capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bundled, "BUNDLED_PACKAGE", "a_package_that_is_not_installed")
+    seen: list[str] = []
+    monkeypatch.setattr(gpu, "check_gpus", lambda settings: iter([seen.append(settings.devices.devices) or OK]))
+    status, findings = run(capsys, "--only", "gpu", "--devices", "cuda")
+    assert (status, len(findings), seen) == (0, 1, ["cuda"])
+    status, findings = run(capsys, "--only", "settings", "--only", "gpu", "--devices", "cpu:1")
+    (error,) = (finding for finding in findings if finding["level"] == "error")
+    assert (status, error["area"], seen[-1]) == (1, "settings", "cpu:1")
+    assert "the bundled one is not installed" in error["message"]
 
 
 def test_a_model_that_cannot_be_served_is_an_error(capsys):

@@ -60,13 +60,13 @@ def save_t5(directory: Path, kind: str) -> Path:
     return directory
 
 
-def load(directory: Path, **settings: Any) -> TextGenerator:
+def load(directory: Path, *, device: str = "cpu", **settings: Any) -> TextGenerator:
     rule = GenerateRule(context_length=128, eos_token_ids=(), decoder_start_id=START)
     card = ModelCard(
         id="t5", kind="generator", directory=str(directory), outputs=("generate",), vocab_size=90, generate=rule
     )
     values = {"kv_block_tokens": 8, "max_sequences": 16, **settings}
-    return load_generator(card, "cpu", values.pop("dtype", "float32"), Generation(**values), lambda *_: None)
+    return load_generator(card, device, values.pop("dtype", "float32"), Generation(**values), lambda *_: None)
 
 
 @pytest.fixture(scope="module")

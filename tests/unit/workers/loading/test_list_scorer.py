@@ -38,8 +38,11 @@ DOCUMENTS = ["w4 w5", "", "w6 <|embed_token|> w7 w8 w9", "w10 " * 9, "w11 w1 w2"
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a Qwen3 with a projector, whose weights lie apart."""
-    directory = tmp_path_factory.mktemp("list") / "model"
+    return save_list_reranker(tmp_path_factory.mktemp("list") / "model")
+
+
+def save_list_reranker(directory: Path) -> Path:
+    """Write a Qwen3 with a projector, whose weights lie apart; return its directory."""
     save_checkpoint(directory, "qwen3", max_length=600, vocab_size=320, max_position_embeddings=600)
     torch.manual_seed(2)
     config = transformers.AutoConfig.from_pretrained(directory)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, normalize, silu
@@ -406,6 +408,22 @@ def test_hidden_states_equal_the_formulas_alone_and_in_every_batch(name: str, tm
     _check_rows(runner.run_tokens(texts), expected)
     for text, row in zip(texts, expected, strict=True):
         _check_rows(runner.run_tokens([text]), row[None])
+
+
+def test_a_transformers_without_gte_loads_the_others_and_names_the_version_that_gte_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [
+        name for name in sys.modules if "models.gte" in name or name.startswith("sie.workers.loading.variants")
+    ]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "transformers.models.gte.modeling_gte", None)
+    monkeypatch.delitem(transformers.CONFIG_MAPPING._mapping, "gte")
+    save_remote(tmp_path / "experts", "nomic-embed-text-v2-moe")
+    assert load_encoder(_card(tmp_path / "experts"), "cpu", "float32", lambda *_: None)
+    save_remote(tmp_path / "gte", "gte-en-v1.5")
+    with pytest.raises(ModelLoadFailed, match=r"needs transformers 5\.18 or later \(gte\); [\d.]+ is installed"):
+        load_encoder(_card(tmp_path / "gte"), "cpu", "float32", lambda *_: None)
 
 
 def test_sparse_gte_equals_the_formula(tmp_path: Path) -> None:

@@ -416,6 +416,12 @@ class Layerwise:
         return found.transpose(0, 1).flatten(1) @ self.weights[f"{name}.o_proj.weight"].T
 
 
+def save_layerwise(directory: Path) -> Path:
+    """Write a MiniCPM with heads behind its layers, whose tokenizer knows the words of its template; return its directory."""
+    Layerwise(save_reranker(directory, "gemma"))
+    return directory
+
+
 def _rotated(rows: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     first, second = rows.chunk(2, -1)
     return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)

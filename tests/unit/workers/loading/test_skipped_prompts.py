@@ -22,7 +22,7 @@ from tests.unit.workers.conftest import WORDS as VOCABULARY
 from tests.unit.workers.conftest import MakeCheckpoint, save_tokenizer
 
 Weights = dict[str, Tensor]
-WIDTH, INNER, LAYERS, HEADS, WORDS = 48, 40, 2, 4, 209
+WIDTH, INNER, LAYERS, HEADS, WORDS = 48, 40, 2, 6, 209
 LATENTS, CROSS_HEADS, CROSS_WIDTH = 7, 2, 10
 SIZES = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
          "num_key_value_heads": HEADS, "vocab_size": WORDS, "max_position_embeddings": 300, "rms_norm_eps": 1e-6}  # fmt: skip
@@ -119,7 +119,12 @@ def _latent(weights: Weights, hidden: Tensor) -> Tensor:
     return hidden + (values * gelu(gates)) @ own[f"{second}fn.net.2.weight"].T + own[f"{second}fn.net.2.bias"]
 
 
-def _load(directory: Path, config: dict[str, Any], weights: Weights, *, has_modules: bool = True) -> Any:
+def save_nv_embed(directory: Path) -> Path:
+    """Write an NV-Embed of random weights; return its directory."""
+    return _write(directory, NV_EMBED, _random({**_mistral_shapes("embedding_model."), **_latent_shapes()}))
+
+
+def _write(directory: Path, config: dict[str, Any], weights: Weights, *, has_modules: bool = True) -> Path:
     directory.mkdir()
     save_tokenizer(directory, 300)
     save_file(weights, directory / "model.safetensors")
@@ -129,6 +134,11 @@ def _load(directory: Path, config: dict[str, Any], weights: Weights, *, has_modu
     for name, content in files.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(json.dumps(content))
+    return directory
+
+
+def _load(directory: Path, config: dict[str, Any], weights: Weights, *, has_modules: bool = True) -> Any:
+    _write(directory, config, weights, has_modules=has_modules)
     spec = ModelSpec(id="org/model", directory=str(directory))
     return prepare(Request(spec=spec, cache_dir=str(directory)), print)
 
