@@ -73,7 +73,12 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def move_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Copy arrays to a device as `move` does, in one copy. The tensors have their shapes and formats, and share memory."""
+    """Copy arrays to a device as `move` does, in one copy. The tensors have their shapes and formats, and share memory.
+
+    On the CPU they are the arrays themselves.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
     lasts = list(accumulate(-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays))
     firsts = [0, *lasts[:-1]]
     packed = np.empty(lasts[-1], np.uint8)

@@ -47,8 +47,11 @@ def edit_logits(raw: Tensor, draws: Sequence[Draw], hidden: Sequence[Hidden]) ->
     raw (n, vocabulary) float32; draws[i] is from row i. hidden has the masks of the draws with a matcher, in order.
     """
     vocab_size = raw.shape[1]
-    edits = _collect(draws, hidden, vocab_size)
-    if not any(map(len, (edits.seen, edits.biased, edits.forbidden, edits.masks))):
+    is_cpu = raw.device.type == "cpu"
+    rows = [row for row, draw in enumerate(draws) if draw.matcher is not None]
+    by_row = {row: mask for row, mask in zip(rows, hidden, strict=True) if isinstance(mask, np.ndarray)}  # not an error
+    edits = _collect(draws, by_row, vocab_size, packs=not is_cpu)
+    if not by_row and not any(map(len, (edits.seen, edits.biased, edits.forbidden))):
         return raw
     scores = raw.clone(memory_format=torch.contiguous_format)
     flat = scores.view(-1)
@@ -59,7 +62,10 @@ def edit_logits(raw: Tensor, draws: Sequence[Draw], hidden: Sequence[Hidden]) ->
         flat.index_add_(0, biased, bias)
     if len(forbidden):
         flat.index_fill_(0, forbidden, -torch.inf)
-    if len(masks):
+    if is_cpu:
+        for row, mask in by_row.items():  # they are here: packing them would cost more than it saves
+            scores[row].masked_fill_(torch.from_numpy(mask), -torch.inf)
+    elif len(masks):
         is_hidden = bits.index_select(0, masks.flatten().int()).view(len(raw), -1)
         scores.masked_fill_(is_hidden[:, :vocab_size], -torch.inf)
     return scores
@@ -73,16 +79,15 @@ def has_penalty(draw: Draw) -> bool:
     )
 
 
-def _collect(draws: Sequence[Draw], hidden: Sequence[Hidden], vocab_size: int) -> _Edits:
+def _collect(draws: Sequence[Draw], hidden: dict[int, NDArray[np.bool_]], vocab_size: int, *, packs: bool) -> _Edits:
+    """Return all edits of a step; without packs those of grammars are left out. hidden has the masks by row."""
     seen, counts = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
     biased: list[int] = []
     bias: list[float] = []
     forbidden: list[int] = []
-    masks = np.zeros((len(draws) if hidden else 0, -(-vocab_size // 8)), np.uint8)
-    by_grammar = iter(hidden)
+    masks = np.zeros((len(draws) if hidden and packs else 0, -(-vocab_size // 8)), np.uint8)
     for row, draw in enumerate(draws):
         first = row * vocab_size
-        mask = next(by_grammar) if draw.matcher is not None else None
         if draw.seen is not None and has_penalty(draw):
             is_known = draw.seen.ids < vocab_size
             seen.append(draw.seen.ids[is_known].astype(np.int64) + first)
@@ -91,10 +96,10 @@ def _collect(draws: Sequence[Draw], hidden: Sequence[Hidden], vocab_size: int) -
             if 0 <= token_id < vocab_size:
                 biased.append(first + token_id)
                 bias.append(value)
-        if isinstance(mask, np.ndarray):  # not an error
-            masks[row] = np.packbits(mask, bitorder="little")
-        else:
+        if row not in hidden:
             forbidden += [first + token_id for token_id in draw.forbidden if token_id < vocab_size]
+    for row, mask in hidden.items() if packs else ():
+        masks[row] = np.packbits(mask, bitorder="little")
     return _Edits(
         np.concatenate(seen), np.concatenate(counts), _penalties(draws), np.array(biased, np.int64),
         np.array(bias, np.float32), np.array(forbidden, np.int64), masks, _BITS,
