@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
@@ -24,6 +24,8 @@ from sie.workers.sharded.shards import Shards
 _SEQUENTIAL: Final = "HF_DEACTIVATE_ASYNC_LOAD"
 """transformers' switch, read at each load: materialise a weight when it is placed, and not on threads that run ahead."""
 
+OnRead = Callable[[float], None]
+
 
 @contextmanager
 def direct_weights(
@@ -32,13 +34,16 @@ def direct_weights(
     shards: Shards | None = None,
     tensors: Mapping[str, LazyTensor] | None = None,
     kept: frozenset[str] = frozenset(),
+    *,
+    on_read: OnRead = lambda _: None,
 ) -> Iterator[None]:
     """Give the models that transformers reads within the block their weights in this format, on this device.
 
     Weights that the architecture keeps in float32 stay so, and those of the modules named in kept. Buffers that no file
     has are computed in float32 on the CPU. Beside the placed weights, memory holds at most four of the checkpoint's
     tensors at a time, or the parts of one weight that is made of several. With shards, the models get one member's
-    parts only. With tensors, the models get these in place of the files' own. For one load at a time.
+    parts only. With tensors, the models get these in place of the files' own. on_read is called with the part of the
+    weights that is in place (0 to 1). For one load at a time.
     """
     base: Any = PreTrainedModel
     read = base._load_pretrained_model
@@ -57,6 +62,7 @@ def direct_weights(
         with (
             _sequential() if is_joined or shards is not None else nullcontext(),
             nullcontext() if shards is None else _taking_parts(shards, device),
+            _counting(len(list(model.parameters())), on_read),
         ):
             return read(model, tensors if state_dict is None else state_dict, files, direct, *rest)
 
@@ -78,6 +84,27 @@ def _sequential() -> Iterator[None]:
             del os.environ[_SEQUENTIAL]
         else:
             os.environ[_SEQUENTIAL] = before
+
+
+@contextmanager
+def _counting(num_weights: int, on_read: OnRead) -> Iterator[None]:
+    """Call on_read for each hundredth of the weights that is placed."""
+    place: Any = core_model_loading.set_param_for_module
+    num_placed = percent = 0
+
+    def place_and_count(*arguments: Any) -> None:
+        nonlocal num_placed, percent
+        place(*arguments)
+        num_placed += 1
+        if (now := min(100, 100 * num_placed // max(1, num_weights))) > percent:
+            percent = now
+            on_read(percent / 100)
+
+    core_model_loading.set_param_for_module = place_and_count
+    try:
+        yield
+    finally:
+        core_model_loading.set_param_for_module = place
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from sie.workers.generation.one_row import choose_products
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.weight_formats import choose_format, join_and_pack, unpacked
-from sie.workers.loading.direct_weights import is_kept
+from sie.workers.loading.direct_weights import OnRead, is_kept
 from sie.workers.loading.encoder_heads import build_heads, read_projector
 from sie.workers.loading.pretrained import ChooseClass, read_pretrained, untie_head
 from sie.workers.loading.storage_faults import storage_faults
@@ -89,10 +89,20 @@ def load_encoder(
     with storage_faults(card):
         if card.sparse is not None and card.sparse.kind == "splade":
             model, language_head = take_head(
-                card.id, read_pretrained(card, masked_lm_class, dtype=form.read_dtype, device=device)
+                card.id,
+                read_pretrained(
+                    card, masked_lm_class, dtype=form.read_dtype, device=device, on_read=_reading(on_progress)
+                ),
             )
         else:
-            model = read_pretrained(card, text_encoder_class, unused="pooler.", dtype=form.read_dtype, device=device)
+            model = read_pretrained(
+                card,
+                text_encoder_class,
+                unused="pooler.",
+                dtype=form.read_dtype,
+                device=device,
+                on_read=_reading(on_progress),
+            )
         heads = build_heads(card, language_head, device)
     if language_head is not None:
         _convert(language_head.model, form.dtype, device)
@@ -117,7 +127,7 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     with storage_faults(card):
         # A class of `layers` scores by itself, and the library has no classifier for its architecture.
         choose_class = classifier_class if rule.true_token_id is None and not card.layers else causal_class
-        model = read_pretrained(card, choose_class, dtype=form.read_dtype, device=device)
+        model = read_pretrained(card, choose_class, dtype=form.read_dtype, device=device, on_read=_reading(on_progress))
     activation = build_activation(card.id, rule.activation)
     _convert_encoder(card.id, model, form, device, on_progress)
     scorer = ScoreModel(model, device, rule)
@@ -136,7 +146,9 @@ def load_list_scorer(
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     on_progress(0.1, "reading weights")
     with storage_faults(card):
-        model = read_pretrained(card, text_encoder_class, dtype=form.read_dtype, device=device)
+        model = read_pretrained(
+            card, text_encoder_class, dtype=form.read_dtype, device=device, on_read=_reading(on_progress)
+        )
         projector = read_projector(card, device)
     _convert_encoder(card.id, model, form, device, on_progress)
     backbone = Backbone(model, device)
@@ -145,6 +157,11 @@ def load_list_scorer(
     capture_small_steps(backbone, execution)
     on_progress(1.0, execution.description)
     return ListScoreRunner(card, backbone, projector, execution, form.name)
+
+
+def _reading(on_progress: Progress) -> OnRead:
+    """Return a function that reports how much of the weights was read."""
+    return lambda part: on_progress(0.1 + 0.5 * part, "reading weights")
 
 
 def _read_converted(
@@ -165,7 +182,9 @@ def _read_converted(
     dtype_name = str(dtype).removeprefix("torch.")
     on_progress(0.1, "reading weights")
     with storage_faults(card):
-        model = read_pretrained(card, choose_class, dtype=dtype, device=device, kept=kept)
+        model = read_pretrained(
+            card, choose_class, dtype=dtype, device=device, kept=kept, on_read=_reading(on_progress)
+        )
     on_progress(0.6, f"converting weights to {dtype_name} on {device}")
     _convert(model, dtype, device)
     return model, device, dtype_name
@@ -192,7 +211,7 @@ def load_extractor(
     on_progress(0.1, "reading weights")
     with storage_faults(card):
         choose_class = token_classifier_class if is_tokens else any_classifier_class
-        model = read_pretrained(card, choose_class, dtype=form.read_dtype, device=device)
+        model = read_pretrained(card, choose_class, dtype=form.read_dtype, device=device, on_read=_reading(on_progress))
     _convert_encoder(card.id, model, form, device, on_progress)
     if is_tokens:
         tokens = TokenModel(model, device)
@@ -270,7 +289,9 @@ def load_generator(
     on_progress(0.1, "reading weights")
     with storage_faults(card):
         choose_class = encoder_decoder_class if is_encoded else causal_class
-        model = read_pretrained(card, choose_class, dtype=form.read_dtype, device=device, shards=shards)
+        model = read_pretrained(
+            card, choose_class, dtype=form.read_dtype, device=device, shards=shards, on_read=_reading(on_progress)
+        )
     if is_encoded:
         untie_head(model)
     on_progress(0.6, f"converting weights to {form.name} on {device}")

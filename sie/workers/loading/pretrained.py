@@ -21,7 +21,7 @@ from sie.catalog.gguf_reader import WeightsReader, reading_with
 from sie.values.card import ModelCard
 from sie.workers.device.faults import is_out_of_memory
 from sie.workers.loading.dequantised import LazyTensor, open_dequantised
-from sie.workers.loading.direct_weights import direct_weights, keep
+from sie.workers.loading.direct_weights import OnRead, direct_weights, keep
 from sie.workers.loading.gguf_weights import open_gguf
 from sie.workers.loading.light_imports import counting_on_cpu, register_metas
 from sie.workers.loading.renamed_weights import read_renamed_weights
@@ -47,13 +47,14 @@ def read_pretrained(
     device: torch.device = _CPU,
     shards: Shards | None = None,
     kept: frozenset[str] = frozenset(),
+    on_read: OnRead = lambda _: None,
 ) -> PreTrainedModel:
     """Return a card's model on a device, with its weights in dtype, or with one member's shards of them.
 
     unused is the prefix of the names of weights that the checkpoint need not have. The weights of modules named in kept
     stay in float32. A GGUF file of transformers' own architectures is read in float32 on the CPU, whatever dtype and
     device are; it always has a language model. In a load that takes prepared weights the model is a skeleton: float32,
-    without weights, on the meta device.
+    without weights, on the meta device. on_read is called with the part of the weights that was read (0 to 1).
 
     Raises ModelLoadFailed for a checkpoint that does not fit its class, and the errors of `storage_faults` as they are.
     """
@@ -76,7 +77,7 @@ def read_pretrained(
     try:
         with (
             reading_with(WeightsReader) if card.gguf_file else nullcontext(),
-            direct_weights(dtype, device, shards, tensors, kept),
+            direct_weights(dtype, device, shards, tensors, kept, on_read=on_read),
         ):
             model, report = _with_metas(lambda: _read_weights(card, config, auto, tensors))
     except _BUILD_ERRORS as error:

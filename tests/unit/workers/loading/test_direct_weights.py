@@ -97,3 +97,15 @@ def test_weights_that_an_architecture_keeps_in_float32_stay_so(tmp_path: Path) -
     assert formats["model.layers.1.self_attn.o_proj.weight"] == torch.float32
     assert formats["model.layers.1.self_attn.k_proj.weight"] == torch.float32, "the load's own choice"
     assert formats["model.layers.1.self_attn.q_proj.weight"] == torch.float16
+
+
+@pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen3MoeConfig"])
+def test_reading_says_how_far_it_is(tmp_path: Path, kind: str) -> None:
+    """Weights that are made of several, such as a layer's experts, count as one."""
+    _save(tmp_path, kind, torch.bfloat16, **(_EXPERTS if "Moe" in kind else {}))
+    parts: list[float] = []
+    with direct_weights(torch.bfloat16, torch.device("cpu"), on_read=parts.append):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert len(parts) > 20
+    assert parts == sorted(set(parts))
+    assert parts[-1] == 1.0
