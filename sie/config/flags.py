@@ -16,8 +16,9 @@ import click
 
 from sie.config.display import section_doc
 from sie.config.limits import MIB
+from sie.config.other_servers import hint_for_flag
 from sie.config.settings import all_keys
-from sie.config.sources import CONFIG_VARIABLE, Key, SettingsError, did_you_mean
+from sie.config.sources import CONFIG_VARIABLE, Key, SettingsError
 
 _MAX_FLAG_CHARS = 34
 _MAX_METAVAR_CHARS = 14
@@ -59,7 +60,7 @@ class ConfiguredCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             known = [flag for param in self.get_params(ctx) for flag in param.opts]
-            raise SettingsError(f"{error.option_name}: unknown flag{did_you_mean(error.option_name, known)}") from None
+            raise SettingsError(f"{error.option_name}: unknown flag{hint_for_flag(error.option_name, known)}") from None
         except click.UsageError as error:
             raise SettingsError(error.format_message()) from None
 
