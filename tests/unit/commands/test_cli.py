@@ -66,11 +66,13 @@ def test_serve_hands_over_the_settings_and_returns_the_status(supervisor: FakeSu
     assert settings.models.wait_for_load
 
 
-def test_a_clients_variables_warn_and_do_not_stop_the_start(supervisor, monkeypatch, capsys):
+def test_a_clients_variables_are_known_and_others_warn_without_stopping_the_start(supervisor, monkeypatch, capsys):
     monkeypatch.setenv("SIE_API_KEY", "sk-secret")
+    monkeypatch.setenv("SIE_URL", "http://h:1")
+    monkeypatch.setenv("SIE_PROT", "1")
     assert cli.main(["serve", "--model", STUB]) == 5
     shown = capsys.readouterr().err
-    assert shown == "sie: warning: environment: SIE_API_KEY: unknown variable; did you mean SIE_API_KEYS?\n"
+    assert shown == "sie: warning: environment: SIE_PROT: unknown variable; did you mean SIE_PORT?\n"
 
 
 def test_serve_without_a_model_takes_the_bundled_one(supervisor: FakeSupervisor):
