@@ -131,8 +131,10 @@ def serve(named: tuple[str, ...], config_file: str | None, **flags: Any) -> int:
     """
     from sie.catalog.listing import check_adapters
 
+    given = with_models(flags, named)  # once: a reload finds the same models, whatever directories there are by then
+
     def load() -> Loaded:
-        return with_bundled_model(_load(config_file, with_models(flags, named)))
+        return with_bundled_model(_load(config_file, given))
 
     loaded = _warned(load())
     check_adapters(loaded)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +24,8 @@ from sie.config.sources import CONFIG_VARIABLE, Key, SettingsError
 _MAX_FLAG_CHARS = 34
 _MAX_METAVAR_CHARS = 14
 _FILE = re.compile(r"(TOML|PEM|Jinja) file\b")
+_MODEL_FILE = re.compile(r"(gliner_|open_clip_)?config\.json|modules\.json|.+\.(gguf|onnx|safetensors)")
+"""The files that tell a model's directory from others."""
 _COMMON: Final = frozenset(
     (
         "host", "port", "grpc_port", "frontends", "log_format", "log_level", "api_keys", "tls_cert", "tls_key", "uds",
@@ -98,12 +101,23 @@ def with_models(flags: dict[str, Any], named: Iterable[str]) -> dict[str, Any]:
 def model_spec(text: str) -> str:
     """Return a model as `--model` takes it. A path gets an id: its last part, without `.gguf`.
 
-    A path is recognised by its beginning (`/`, `./`, `../`, `~`) or because it ends with `.gguf`.
+    A path is recognised by its beginning (`/`, `./`, `../`, `~`) or its end (`/`, `.gguf`). Another name is that of a
+    directory if one with a model's files has it, which keeps the name as its id; otherwise it is the hub's. A name with
+    a revision is always the hub's.
     """
-    if "=" in text or not (text.startswith(("/", "./", "../", "~")) or text.endswith(".gguf") or text in {".", ".."}):
+    if "=" in text:
         return text
-    path = Path(text).expanduser().resolve()
-    return f"{path.name.removesuffix('.gguf')}={path}"
+    if text.startswith(("/", "./", "../", "~")) or text.endswith(("/", ".gguf")) or text in {".", ".."}:
+        path = Path(text).expanduser().resolve()
+        return f"{path.name.removesuffix('.gguf')}={path}"
+    return f"{text}={Path(text).resolve()}" if "@" not in text and _has_model_files(text) else text
+
+
+def _has_model_files(directory: str) -> bool:
+    try:
+        return any(map(_MODEL_FILE.fullmatch, os.listdir(directory)))
+    except OSError:
+        return False
 
 
 _ALL: Final = "sie.help_all"

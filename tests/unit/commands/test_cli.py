@@ -332,6 +332,49 @@ def test_arguments_of_serve_are_models_and_a_path_gets_the_id_of_its_last_part(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("file", ["config.json", "m.gguf", "model.onnx", "model.safetensors", "open_clip_config.json"])
+def test_a_directory_with_a_models_files_comes_before_the_hub_and_keeps_the_name(
+    supervisor: FakeSupervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org/name").mkdir(parents=True)
+    (tmp_path / "org/name" / file).touch()
+    assert cli.main(["serve", "org/name", "org/other"]) == 5
+    assert supervisor.loaded.settings.models.preload == (f"org/name={tmp_path}/org/name", "org/other")
+    assert cli.main(["serve", "org/name@main"]) == 5
+    assert supervisor.loaded.settings.models.preload == ("org/name@main",), "a revision is the hub's"
+    assert cli.main(["serve", "--model", "org/name"]) == 5
+    assert supervisor.loaded.settings.models.preload == ("org/name",), "the flag takes ids"
+
+
+def test_other_directories_leave_the_name_to_the_hub_unless_a_slash_ends_it(
+    supervisor: FakeSupervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build/notes.txt").touch()
+    assert cli.main(["serve", "build", "build/"]) == EX_CONFIG
+    assert cli.main(["serve", "build"]) == 5
+    assert supervisor.loaded.settings.models.preload == ("build",)
+    assert cli.main(["serve", "build/"]) == 5
+    assert supervisor.loaded.settings.models.preload == (f"build={tmp_path}/build",)
+
+
+def test_list_says_that_a_directory_has_the_name_of_a_model_of_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    (tmp_path / "build").mkdir()
+    assert cli.main(["list", "build", "other"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    reasons = [line.strip() for line in lines if "not checked" in line]
+    assert reasons == [
+        "not checked: it is not downloaded yet; there is a directory here of this name: write ./build",
+        "not checked: it is not downloaded yet",
+    ]
+
+
 def test_help_shows_units_files_and_how_to_turn_a_switch_off(capsys):
     assert cli.main(["serve", "--help-all"]) == 0
     text = " ".join(capsys.readouterr().out.split())
