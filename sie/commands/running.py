@@ -56,7 +56,7 @@ def _render(frame: Frame, url: str) -> str:
 
     ready = "ready" if frame.ready else "not ready"
     about = f"sie {frame.server.version} at {url}: {ready}, up {shown_uptime(frame.server.uptime_seconds)}, pid {frame.server.pid}"
-    table = [list(_COLUMNS), *map(model_cells, frame.models)]
+    table = [list(_COLUMNS), *(model_cells(frame, model) for model in frame.models)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rows = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     return "\n".join([about, *problems(frame), "", *rows]).translate(HARMLESS)
