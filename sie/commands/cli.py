@@ -147,7 +147,7 @@ def serve(named: tuple[str, ...], config_file: str | None, **flags: Any) -> int:
         raise SettingsError(str(error)) from error
 
 
-@cli.command(cls=ConfiguredCommand)
+@cli.command(cls=ConfiguredCommand, help_sections=("server", "access", "limits", "cluster"))
 def gateway(config_file: str | None, **flags: Any) -> int:
     """Serve the models of a cluster's hosts until SIGTERM.
 
@@ -171,7 +171,7 @@ def gateway(config_file: str | None, **flags: Any) -> int:
         raise SettingsError(str(error)) from error
 
 
-@cli.command(cls=ConfiguredCommand)
+@cli.command(cls=ConfiguredCommand, help_sections=("agents",))
 def agents(config_file: str | None, **flags: Any) -> int:
     """Run the agent process as a service of its own until SIGTERM.
 
@@ -197,6 +197,7 @@ def agents(config_file: str | None, **flags: Any) -> int:
 @cli.command(
     "list",
     cls=ModelsCommand,
+    help_sections=("models",),
     params=[
         click.Option(["--json", "as_json"], is_flag=True, help="Print JSON."),
         click.Option(

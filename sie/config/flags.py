@@ -9,7 +9,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 
@@ -42,10 +42,14 @@ _SHORT: Final = {"pool_name": ("--pool",)}
 class ConfiguredCommand(click.Command):
     """A command that takes `--config` and each setting as a flag; a wrong flag raises SettingsError.
 
-    A flag of the command's own takes the place of a setting's with the same name.
+    A flag of the command's own takes the place of a setting's with the same name. `--help` lists the common settings of
+    `help_sections`, by default of all sections; of one without common settings it lists all.
     """
 
-    def __init__(self, *args: Any, params: list[click.Parameter] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, params: list[click.Parameter] | None = None, help_sections: Sequence[str] = (), **kwargs: Any
+    ) -> None:
+        self._help_sections = help_sections
         config = click.Option(
             ["--config", "config_file"], metavar="FILE", help=f"TOML file of settings, else {CONFIG_VARIABLE} names it."
         )
@@ -74,7 +78,7 @@ class ConfiguredCommand(click.Command):
         own = [param for param in params if isinstance(param, click.Option) and param.name not in names]
         with formatter.section("Options"):
             formatter.write_dl([row for param in own if (row := param.get_help_record(ctx))], col_max=_MAX_FLAG_CHARS)
-        shown = [key for key in all_keys() if ctx.meta.get(_ALL) or key.name in _COMMON]
+        shown = [key for key in all_keys() if ctx.meta.get(_ALL) or self._is_in_help(key)]
         for section, keys in itertools.groupby(shown, key=lambda key: key.section):
             with formatter.section(section_doc(section).rstrip(".")):
                 rows = [(f"{key.flag} {_metavar(key)}".rstrip(), _help(key)) for key in keys]
@@ -82,6 +86,12 @@ class ConfiguredCommand(click.Command):
         if num_left := len(all_keys()) - len(shown):
             formatter.write_paragraph()
             formatter.write_text(f"--help-all also lists the {num_left} other settings.")
+
+
+    def _is_in_help(self, key: Key) -> bool:
+        if not self._help_sections:
+            return key.name in _COMMON
+        return key.section in self._help_sections and (key.name in _COMMON or key.section not in _common_sections())
 
 
 class ModelsCommand(ConfiguredCommand):
@@ -128,6 +138,11 @@ def _show_all_help(ctx: click.Context, _param: click.Parameter, is_wanted: bool)
         ctx.meta[_ALL] = True
         click.echo(ctx.get_help())
         ctx.exit()
+
+
+@functools.cache
+def _common_sections() -> frozenset[str]:
+    return frozenset(key.section for key in all_keys() if key.name in _COMMON)
 
 
 @functools.cache

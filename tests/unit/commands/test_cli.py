@@ -332,6 +332,25 @@ def test_arguments_of_serve_are_models_and_a_path_gets_the_id_of_its_last_part(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("command", "shown", "others"),
+    [
+        ("pull", ["--model", "--cache-dir", "--convert"], ["--port", "--kv-cache-share", "--devices", "--request-timeout-s"]),
+        ("list", ["--model", "--catalog", "--json"], ["--port", "--kv-cache-share", "--devices", "--api-keys"]),
+        ("agents", ["--agent-socket", "--sandbox", "--mcp-config"], ["--port", "--kv-cache-share", "--model"]),
+        ("gateway", ["--port", "--api-keys", "--nats"], ["--model", "--kv-cache-share", "--devices"]),
+    ],
+)  # fmt: skip
+def test_help_lists_the_settings_of_the_sections_that_a_command_reads(capsys, command, shown, others):
+    assert cli.main([command, "--help"]) == 0
+    flags = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    assert not {*shown} - {*flags}
+    assert not {*others} & {*flags}
+    assert cli.main([command, "--help-all"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {key.flag}" in text for key in all_keys())
+
+
 @pytest.mark.parametrize("file", ["config.json", "m.gguf", "model.onnx", "model.safetensors", "open_clip_config.json"])
 def test_a_directory_with_a_models_files_comes_before_the_hub_and_keeps_the_name(
     supervisor: FakeSupervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
