@@ -24,7 +24,15 @@ from sie.catalog.files import open_checkpoint, refuse
 from sie.catalog.generation import finish_generator
 from sie.catalog.gguf_file import SUFFIX, find_gguf
 from sie.catalog.gli import check_union
-from sie.catalog.hub import CONFIGURATION, Progress, directory_hint, fetch, find_cached, list_files, remove_partial_files
+from sie.catalog.hub import (
+    CONFIGURATION,
+    Progress,
+    directory_hint,
+    fetch,
+    find_cached,
+    list_files,
+    remove_partial_files,
+)
 from sie.catalog.image_to_text import finish_image_to_text
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
 from sie.catalog.spec import ModelSpec, RepositoryModel, check_model_id

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -87,7 +86,6 @@ class ConfiguredCommand(click.Command):
             formatter.write_paragraph()
             formatter.write_text(f"--help-all also lists the {num_left} other settings.")
 
-
     def _is_in_help(self, key: Key) -> bool:
         if not self._help_sections:
             return key.name in _COMMON
@@ -125,7 +123,7 @@ def model_spec(text: str) -> str:
 
 def _has_model_files(directory: str) -> bool:
     try:
-        return any(map(_MODEL_FILE.fullmatch, os.listdir(directory)))
+        return any(_MODEL_FILE.fullmatch(path.name) for path in Path(directory).iterdir())
     except OSError:
         return False
 

@@ -123,5 +123,5 @@ def test_in_a_repositorys_own_layout_the_file_keeps_its_fixed_name(folder: Path)
     (version / "model.onnx").rename(version / "other.onnx")
     (found,) = find_models((str(folder / "elsewhere"),))
     (spec,) = repository_specs(found, 16)
-    with pytest.raises(ModelLoadFailed, match="version 3 has no model.onnx and no model.pt2"):
+    with pytest.raises(ModelLoadFailed, match=r"version 3 has no model\.onnx and no model\.pt2"):
         read_tensor_card(spec)

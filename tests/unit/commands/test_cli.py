@@ -125,7 +125,10 @@ def test_a_start_that_is_refused_is_one_line_and_status_78(supervisor: FakeSuper
         (["--prot", "1"], "sie: --prot: unknown flag; did you mean --port?"),
         (["x", "--max-model-len", "1"], "sie: --max-model-len: unknown flag; use --max-context-tokens"),
         (["--rest_port=8000"], "sie: --rest_port: unknown flag; use --port"),
-        (["--served-model-name", "y"], "sie: --served-model-name: unknown flag; write the name before the model: ID=DIR"),
+        (
+            ["--served-model-name", "y"],
+            "sie: --served-model-name: unknown flag; write the name before the model: ID=DIR",
+        ),
         (["--port", "x"], "sie: --port: 'x' is not an integer from 0 to 65535"),
         (["--port"], "sie: Option '--port' requires an argument."),
         (["--log-format", "xml"], "sie: Invalid value for '--log-format': 'xml' is not one of 'text', 'json'."),
