@@ -69,7 +69,7 @@ def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOW
         )
     except Exception as error:
         error_class = classify(error)
-        raise refuse(spec.id, _reason(error, error_class, spec), error_class) from error
+        raise refuse(spec.id, _reason(error, error_class, spec) + directory_hint(spec.id), error_class) from error
     _verify(spec, Path(directory), on_progress)
     return directory
 
@@ -96,6 +96,14 @@ def find_cached(spec: ModelSpec, allowed: Sequence[str] = ALLOWED) -> str:
         return ""
     except HFValidationError as error:
         raise refuse(spec.id, _first_line(error)) from error
+
+
+def directory_hint(model_id: str) -> str:
+    """Return how to name the directory that has the id of a model of the hub, after `; `; empty if there is none."""
+    with contextlib.suppress(OSError):  # an id may be too long for a path
+        if Path(model_id).is_dir():
+            return f"; there is a directory here of this name: write ./{model_id}"
+    return ""
 
 
 def list_files(spec: ModelSpec) -> Sequence[RepoFile]:

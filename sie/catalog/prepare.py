@@ -24,7 +24,15 @@ from sie.catalog.files import open_checkpoint, refuse
 from sie.catalog.generation import finish_generator
 from sie.catalog.gguf_file import SUFFIX, find_gguf
 from sie.catalog.gli import check_union
-from sie.catalog.hub import CONFIGURATION, Progress, fetch, find_cached, list_files, remove_partial_files
+from sie.catalog.hub import (
+    CONFIGURATION,
+    Progress,
+    directory_hint,
+    fetch,
+    find_cached,
+    list_files,
+    remove_partial_files,
+)
 from sie.catalog.image_to_text import finish_image_to_text
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
 from sie.catalog.spec import ModelSpec, RepositoryModel, check_model_id
@@ -203,7 +211,8 @@ def _find(request: Request) -> str:
         directory = find_cached(spec, _missing_weights(spec, directory))
     if directory:
         return directory
-    raise ModelLoadFailed("it is not downloaded yet", extras={"error_class": NOT_FETCHED})
+    reason = f"it is not downloaded yet{directory_hint(spec.id)}"
+    raise ModelLoadFailed(reason, extras={"error_class": NOT_FETCHED})
 
 
 def _read_gguf(spec: ModelSpec, path: str, request: Request, on_progress: Progress) -> ModelCard:

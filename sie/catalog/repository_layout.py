@@ -5,7 +5,8 @@
 
 NAME is letters, digits, `.`, `_` and `-`; VERSION is a decimal number from 1. A symbolic link must stay beneath DIR;
 files outside it are never read. A repository may also be the configuration of OpenVINO Model Server, which lists models
-with their directories (`sie.catalog.ovms_config`). Runs in the prepare helper, because it reads files that strangers may have written.
+with their directories (`sie.catalog.ovms_config`); there a version's only ONNX file may have any name. Runs in the
+prepare helper, because it reads files that strangers may have written.
 """
 
 from __future__ import annotations
@@ -68,21 +69,31 @@ def reason_without_version(source: TensorSource) -> str:
     return found[0].reason or f"Model '{source.name}' cannot be loaded under this id: load '{source.name}' again"
 
 
-def find_file(model: Checkpoint, version: str, config: Any) -> tuple[Checkpoint, str, str]:
+def find_file(model: Checkpoint, source: TensorSource, config: Any) -> tuple[Checkpoint, str, str]:
     """Return a version's directory, the name of its model file, and its platform. Raises ModelLoadFailed."""
-    folder = model.folder(version)
+    folder = model.folder(source.version)
     platform = platform_of(model, config)
     named = config.default_model_filename
     if named and not _is_name(named):
         raise refuse(model.id, f"{CONFIG_FILE}: default_model_filename {named!r} is not the name of a file")
     candidates = [named] if named else [name for name, own in _FILES.items() if platform in ("", own)]
     file = next((name for name in candidates if folder.find(name) is not None), None)
+    if file is None and source.base and not named and "model.onnx" in candidates:
+        file = _only_onnx(folder, source.version)
     if file is None:
-        raise refuse(model.id, f"version {version} has no {' and no '.join(candidates)}", "STORAGE")
+        raise refuse(model.id, f"version {source.version} has no {' and no '.join(candidates)}", "STORAGE")
     own = platform or _SUFFIXES.get(Path(file).suffix, "")
     if not own:
         raise refuse(model.id, f"{CONFIG_FILE}: neither platform nor {file!r} tells what kind of model it is")
     return folder, file, own
+
+
+def _only_onnx(folder: Checkpoint, version: str) -> str | None:
+    """Return the name of a version's ONNX file, or None without one. Raises ModelLoadFailed if there are several."""
+    names = sorted(path.name for path in folder.root.iterdir() if path.suffix == ".onnx")
+    if len(names) > 1:
+        raise refuse(folder.id, f"version {version} has several models: {', '.join(names)}")
+    return next(filter(folder.find, names), None)
 
 
 def _names(repository: str) -> list[str]:

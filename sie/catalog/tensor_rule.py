@@ -52,7 +52,7 @@ def read_tensor_card(spec: ModelSpec) -> ModelCard:
         raise ModelLoadFailed(reason_without_version(source), extras={"error_class": "CONFIG"})
     model = open_model(source, spec.id)
     config = read_model_config(model, source.name)
-    folder, file, platform = find_file(model, source.version, config)
+    folder, file, platform = find_file(model, source, config)
     signature = read_signature(folder, file, platform)
     rule = _make_rule(model, source, config, signature, platform)
     complete_config(config, rule, file)

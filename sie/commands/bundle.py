@@ -25,7 +25,7 @@ import msgspec
 from sie.commands.http_client import ServerError, call, frames
 from sie.config.display import render_json
 from sie.config.settings import Loaded, Settings, default_settings
-from sie.config.sources import URL_VARIABLE, SettingsError
+from sie.config.sources import KEY_VARIABLE, URL_VARIABLE, SettingsError
 from sie.doctor import render_text
 from sie.doctor.finding import Finding
 from sie.loadgen.target import Target, TargetError, parse_target
@@ -157,7 +157,7 @@ def _target(settings: Settings) -> Target:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)  # noqa: S104  # not listened at
     shown = f"[{host}]" if ":" in host else host
     own = f"unix:{access.uds}" if access.uds else f"http{'s' if access.tls_cert else ''}://{shown}:{server.port}"
-    return parse_target(os.environ.get(URL_VARIABLE) or own, key=os.environ.get("SIE_API_KEY", ""))
+    return parse_target(os.environ.get(URL_VARIABLE) or own, key=os.environ.get(KEY_VARIABLE, ""))
 
 
 def _feed(target: Target, status_s: float) -> Iterator[str]:

@@ -131,8 +131,10 @@ def serve(named: tuple[str, ...], config_file: str | None, **flags: Any) -> int:
     """
     from sie.catalog.listing import check_adapters
 
+    given = with_models(flags, named)  # once: a reload finds the same models, whatever directories there are by then
+
     def load() -> Loaded:
-        return with_bundled_model(_load(config_file, with_models(flags, named)))
+        return with_bundled_model(_load(config_file, given))
 
     loaded = _warned(load())
     check_adapters(loaded)
@@ -145,7 +147,7 @@ def serve(named: tuple[str, ...], config_file: str | None, **flags: Any) -> int:
         raise SettingsError(str(error)) from error
 
 
-@cli.command(cls=ConfiguredCommand)
+@cli.command(cls=ConfiguredCommand, help_sections=("server", "access", "limits", "cluster"))
 def gateway(config_file: str | None, **flags: Any) -> int:
     """Serve the models of a cluster's hosts until SIGTERM.
 
@@ -169,7 +171,7 @@ def gateway(config_file: str | None, **flags: Any) -> int:
         raise SettingsError(str(error)) from error
 
 
-@cli.command(cls=ConfiguredCommand)
+@cli.command(cls=ConfiguredCommand, help_sections=("agents",))
 def agents(config_file: str | None, **flags: Any) -> int:
     """Run the agent process as a service of its own until SIGTERM.
 
@@ -195,6 +197,7 @@ def agents(config_file: str | None, **flags: Any) -> int:
 @cli.command(
     "list",
     cls=ModelsCommand,
+    help_sections=("models",),
     params=[
         click.Option(["--json", "as_json"], is_flag=True, help="Print JSON."),
         click.Option(

@@ -14,7 +14,7 @@ from sie.config.settings import load_settings
 from sie.config.sources import SettingsError
 
 
-@click.command(cls=ModelsCommand)
+@click.command(cls=ModelsCommand, help_sections=("models",))
 def pull(named: tuple[str, ...], config_file: str | None, **flags: Any) -> int:
     """Download models and check their files, without serving them.
 

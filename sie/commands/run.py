@@ -126,7 +126,7 @@ def _path_of(model_id: str) -> str:
 def _serving(spec: str, model_id: str, flags: Sequence[str]) -> Generator[Target | None]:
     """Serve one model on a private Unix socket; yield its address, or None if the model could not be loaded.
 
-    flags are further settings of the server.
+    flags are further settings of the server. It does not try a failed load again.
 
     The server's bar and its warnings go to this terminal. It ignores this terminal's Ctrl-C, which ends an answer. It
     has the settings of `sie serve`, but only the socket's mode protects it: keys and TLS would shut out this client.
@@ -141,7 +141,7 @@ def _serving(spec: str, model_id: str, flags: Sequence[str]) -> Generator[Target
             [*run_module("sie"), "serve", *flags, "--model", spec, "--uds", str(path), "--uds-mode", "600",
              "--state-dir", str(Path(directory, "state")), "--frontends", "1", "--grpc-port", "0", "--log-level", "warning",
              "--api-keys", "", "--tls-cert", "", "--tls-key", "", "--tls-client-ca", ""],
-            env=_server_variables(),
+            env={**os.environ, "SIE_LOAD_RETRY_S": "0"},
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent,  # noqa: PLW1509  # no other thread runs here
         )  # fmt: skip
         try:
@@ -154,11 +154,6 @@ def _serving(spec: str, model_id: str, flags: Sequence[str]) -> Generator[Target
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
-
-
-def _server_variables() -> dict[str, str]:
-    """Return our variables without a client's, which a server does not know. It need not try a failed load again."""
-    return {name: value for name, value in os.environ.items() if name != "SIE_API_KEY"} | {"SIE_LOAD_RETRY_S": "0"}
 
 
 def _wait_until_loaded(server: subprocess.Popen[bytes], target: Target, model_id: str) -> bool:

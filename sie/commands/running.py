@@ -20,6 +20,7 @@ from sie.commands.terminal import HARMLESS, fail
 
 if TYPE_CHECKING:
     from sie.commands.server_status import Frame
+    from sie.loadgen.target import Target
 
 _COLUMNS = ("MODEL", "STATE", "DEVICE", "MEMORY", "QUEUE", "OUTPUTS")
 _AFTER_DRAIN_S = 15.0
@@ -35,20 +36,27 @@ def ps(*, url: str, as_json: bool, **access: str) -> int:
 
     Exit status 1: no server answers, or it is not ready.
     """
-    from sie.commands.http_client import ServerError, frames
-    from sie.commands.server_status import read_frame
+    from sie.commands.http_client import ServerError
     from sie.loadgen.target import TargetError
 
     try:
-        with closing(frames(named_target(url, **access))) as feed:
-            data = next(feed, b"")
-        if not data:
-            return fail(f"{url} ended the feed at once")
-        frame = read_frame(data)
+        frame, data = _ask_frame(named_target(url, **access))
     except (TargetError, ServerError, ValueError) as error:
         return fail(str(error))
     click.echo(data.decode() if as_json else _render(frame, url))
     return int(not frame.ready)
+
+
+def _ask_frame(target: Target) -> tuple[Frame, bytes]:
+    """Return a server's status and its JSON. Raises TargetError, ServerError or ValueError."""
+    from sie.commands.http_client import ServerError, frames
+    from sie.commands.server_status import read_frame
+
+    with closing(frames(target)) as feed:
+        data = next(feed, b"")
+    if not data:
+        raise ServerError(f"{target.url} ended the feed at once")
+    return read_frame(data), data
 
 
 def _render(frame: Frame, url: str) -> str:
@@ -56,7 +64,7 @@ def _render(frame: Frame, url: str) -> str:
 
     ready = "ready" if frame.ready else "not ready"
     about = f"sie {frame.server.version} at {url}: {ready}, up {shown_uptime(frame.server.uptime_seconds)}, pid {frame.server.pid}"
-    table = [list(_COLUMNS), *map(model_cells, frame.models)]
+    table = [list(_COLUMNS), *(model_cells(frame, model) for model in frame.models)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rows = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     return "\n".join([about, *problems(frame), "", *rows]).translate(HARMLESS)
@@ -95,13 +103,22 @@ def _unload(model: str, url: str, access: dict[str, str]) -> int:
 
     path = "/v1/models/unload"
     try:
-        status, body = call(named_target(url, **access), "POST", path, {"model_id": model})
-    except (TargetError, ServerError) as error:
+        target = named_target(url, **access)
+        status, body = call(target, "POST", path, {"model_id": model})
+        if status == 404 and (model_id := _id_of(target, model)):
+            status, body = call(target, "POST", path, {"model_id": model_id})
+    except (TargetError, ServerError, ValueError) as error:
         return fail(str(error))
     if status not in {200, 202}:
         return fail(refusal(path, status, body))
     click.echo(f"{model} is unloaded" if status == 200 else f"{model} is unloading: its last requests are running")
     return 0
+
+
+def _id_of(target: Target, shown: str) -> str:
+    """Return the id of the model that `sie ps` shows under another name, or an empty text."""
+    frame, _ = _ask_frame(target)
+    return next((model.name for model in frame.models if frame.shown_name(model) == shown != model.name), "")
 
 
 def _stop_server(port: int | None, config_file: str | None) -> int:

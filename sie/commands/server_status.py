@@ -5,6 +5,7 @@ Source of the format: SIE API reference, section 14. Fields that are not shown a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -12,6 +13,8 @@ import msgspec
 
 NONE: Final = "-"
 _MIN_ELAPSED_S = 0.05
+_VERSION: Final = re.compile(r"/versions(/[0-9]+)?\Z")
+"""The end of a tensor model's id; without a number if it has no version to serve."""
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -88,6 +91,12 @@ class Frame(msgspec.Struct, frozen=True):
         values = self.counters.get(name, {})
         return sum(values.values()) if model is None else values.get(model, 0.0)
 
+    def shown_name(self, model: Model) -> str:
+        """Return a model's name for people: a tensor model has its version only where the server has several of it."""
+        base = _VERSION.sub("", model.name)
+        is_one = sum(other.name.startswith(f"{base}/versions/") for other in self.models) < 2
+        return base if is_one else model.name
+
 
 read_frame = msgspec.json.Decoder(Frame).decode
 
@@ -153,11 +162,11 @@ def _counts(frame: Frame, name: str, model: str | None) -> Histogram | None:
     return Histogram(found[0].buckets, [sum(counts) for counts in zip(*(one.counts for one in found), strict=True)])
 
 
-def model_cells(model: Model) -> list[str]:
-    """Return name, state, device, memory, queue and outputs of a model."""
+def model_cells(frame: Frame, model: Model) -> list[str]:
+    """Return name, state, device, memory, queue and outputs of a model of the frame."""
     state = "recovering" if model.recovering else "degraded" if model.degraded else model.state
     return [
-        model.name, state, model.device or NONE, shown_bytes(model.memory_bytes), str(model.queue_depth),
+        frame.shown_name(model), state, model.device or NONE, shown_bytes(model.memory_bytes), str(model.queue_depth),
         ", ".join(model.config.outputs) or NONE,
     ]  # fmt: skip
 
@@ -168,9 +177,8 @@ def problems(frame: Frame) -> Sequence[str]:
     found += ["saturated: new requests are refused"] if frame.saturated else []
     found += [error for error in (frame.config_error, frame.keys_error, frame.tls_error) if error]
     found += [f"{gpu.device} is unhealthy" for gpu in frame.gpus if not gpu.healthy]
-    return found + [
-        f"{model.name}: {model.error}" for model in frame.models if model.error and model.error not in frame.reason
-    ]
+    failed = [model for model in frame.models if model.error and model.error not in frame.reason]
+    return found + [f"{frame.shown_name(model)}: {model.error}" for model in failed]
 
 
 def shown_bytes(count: float | None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.core import ParameterSource
 
-from sie.config.sources import URL_VARIABLE
+from sie.config.sources import KEY_VARIABLE, URL_VARIABLE
 
 if TYPE_CHECKING:
     from sie.loadgen.target import Target
@@ -21,7 +21,7 @@ _Command = Callable[..., Any]
 _OPTIONS = (
     click.option(
         "--key",
-        envvar=["SIE_API_KEY", "BENCH_API_KEY"],
+        envvar=[KEY_VARIABLE, "BENCH_API_KEY"],
         show_envvar=True,
         default="",
         help="API key. OPENAI_API_KEY is used, too, if --url or SIE_URL names the server.",

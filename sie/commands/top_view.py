@@ -168,7 +168,12 @@ class TopView(App[None]):
         model = window.latest.models[place]
         quantiles = (window.quantile_s("sie_request_duration_seconds", share, model.name) for share in (0.5, 0.95))
         requests, tokens = (window.rate(name, model.name) for name in ("sie_requests", "sie_tokens_processed"))
-        return [*model_cells(model), shown_rate(requests), *map(shown_duration, quantiles), shown_rate(tokens)]
+        return [
+            *model_cells(window.latest, model),
+            shown_rate(requests),
+            *map(shown_duration, quantiles),
+            shown_rate(tokens),
+        ]
 
     def _show_head(self, frame: Frame) -> None:
         state = ("ready, saturated" if frame.saturated else "ready") if frame.ready else "not ready"

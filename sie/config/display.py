@@ -68,7 +68,8 @@ def _page() -> Iterator[str]:
     yield "`SIE_MAX_BODY_BYTES`. A flag overrides a variable, a variable overrides the file, and the file overrides the"
     yield f"default. `--config FILE` or `{CONFIG_VARIABLE}` names the file. Repeat a flag to give a list; in a variable white"
     yield "space separates its values. An unknown key or flag stops the start, with exit status 78. An unknown variable"
-    yield "that begins with `SIE_` only warns, because a client on the same host may read it (`SIE_API_KEY`)."
+    yield "that begins with `SIE_` only warns, because another program on the same host may read it. `SIE_URL` and"
+    yield "`SIE_API_KEY` are those of client commands, and no settings."
     yield "`sie config` shows each value and its source; `sie config --format toml` writes a file to start from."
     yield ""
     live = ", ".join(f"`{key.name}`" for key in all_keys() if key.name in LIVE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 
@@ -16,12 +16,15 @@ import click
 
 from sie.config.display import section_doc
 from sie.config.limits import MIB
+from sie.config.other_servers import hint_for_flag
 from sie.config.settings import all_keys
-from sie.config.sources import CONFIG_VARIABLE, Key, SettingsError, did_you_mean
+from sie.config.sources import CONFIG_VARIABLE, Key, SettingsError
 
 _MAX_FLAG_CHARS = 34
 _MAX_METAVAR_CHARS = 14
 _FILE = re.compile(r"(TOML|PEM|Jinja) file\b")
+_MODEL_FILE = re.compile(r"(gliner_|open_clip_)?config\.json|modules\.json|.+\.(gguf|onnx|safetensors)")
+"""The files that tell a model's directory from others."""
 _COMMON: Final = frozenset(
     (
         "host", "port", "grpc_port", "frontends", "log_format", "log_level", "api_keys", "tls_cert", "tls_key", "uds",
@@ -38,10 +41,14 @@ _SHORT: Final = {"pool_name": ("--pool",)}
 class ConfiguredCommand(click.Command):
     """A command that takes `--config` and each setting as a flag; a wrong flag raises SettingsError.
 
-    A flag of the command's own takes the place of a setting's with the same name.
+    A flag of the command's own takes the place of a setting's with the same name. `--help` lists the common settings of
+    `help_sections`, by default of all sections; of one without common settings it lists all.
     """
 
-    def __init__(self, *args: Any, params: list[click.Parameter] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, params: list[click.Parameter] | None = None, help_sections: Sequence[str] = (), **kwargs: Any
+    ) -> None:
+        self._help_sections = help_sections
         config = click.Option(
             ["--config", "config_file"], metavar="FILE", help=f"TOML file of settings, else {CONFIG_VARIABLE} names it."
         )
@@ -59,7 +66,7 @@ class ConfiguredCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             known = [flag for param in self.get_params(ctx) for flag in param.opts]
-            raise SettingsError(f"{error.option_name}: unknown flag{did_you_mean(error.option_name, known)}") from None
+            raise SettingsError(f"{error.option_name}: unknown flag{hint_for_flag(error.option_name, known)}") from None
         except click.UsageError as error:
             raise SettingsError(error.format_message()) from None
 
@@ -70,7 +77,7 @@ class ConfiguredCommand(click.Command):
         own = [param for param in params if isinstance(param, click.Option) and param.name not in names]
         with formatter.section("Options"):
             formatter.write_dl([row for param in own if (row := param.get_help_record(ctx))], col_max=_MAX_FLAG_CHARS)
-        shown = [key for key in all_keys() if ctx.meta.get(_ALL) or key.name in _COMMON]
+        shown = [key for key in all_keys() if ctx.meta.get(_ALL) or self._is_in_help(key)]
         for section, keys in itertools.groupby(shown, key=lambda key: key.section):
             with formatter.section(section_doc(section).rstrip(".")):
                 rows = [(f"{key.flag} {_metavar(key)}".rstrip(), _help(key)) for key in keys]
@@ -78,6 +85,11 @@ class ConfiguredCommand(click.Command):
         if num_left := len(all_keys()) - len(shown):
             formatter.write_paragraph()
             formatter.write_text(f"--help-all also lists the {num_left} other settings.")
+
+    def _is_in_help(self, key: Key) -> bool:
+        if not self._help_sections:
+            return key.name in _COMMON
+        return key.section in self._help_sections and (key.name in _COMMON or key.section not in _common_sections())
 
 
 class ModelsCommand(ConfiguredCommand):
@@ -97,12 +109,23 @@ def with_models(flags: dict[str, Any], named: Iterable[str]) -> dict[str, Any]:
 def model_spec(text: str) -> str:
     """Return a model as `--model` takes it. A path gets an id: its last part, without `.gguf`.
 
-    A path is recognised by its beginning (`/`, `./`, `../`, `~`) or because it ends with `.gguf`.
+    A path is recognised by its beginning (`/`, `./`, `../`, `~`) or its end (`/`, `.gguf`). Another name is that of a
+    directory if one with a model's files has it, which keeps the name as its id; otherwise it is the hub's. A name with
+    a revision is always the hub's.
     """
-    if "=" in text or not (text.startswith(("/", "./", "../", "~")) or text.endswith(".gguf") or text in {".", ".."}):
+    if "=" in text:
         return text
-    path = Path(text).expanduser().resolve()
-    return f"{path.name.removesuffix('.gguf')}={path}"
+    if text.startswith(("/", "./", "../", "~")) or text.endswith(("/", ".gguf")) or text in {".", ".."}:
+        path = Path(text).expanduser().resolve()
+        return f"{path.name.removesuffix('.gguf')}={path}"
+    return f"{text}={Path(text).resolve()}" if "@" not in text and _has_model_files(text) else text
+
+
+def _has_model_files(directory: str) -> bool:
+    try:
+        return any(_MODEL_FILE.fullmatch(path.name) for path in Path(directory).iterdir())
+    except OSError:
+        return False
 
 
 _ALL: Final = "sie.help_all"
@@ -113,6 +136,11 @@ def _show_all_help(ctx: click.Context, _param: click.Parameter, is_wanted: bool)
         ctx.meta[_ALL] = True
         click.echo(ctx.get_help())
         ctx.exit()
+
+
+@functools.cache
+def _common_sections() -> frozenset[str]:
+    return frozenset(key.section for key in all_keys() if key.name in _COMMON)
 
 
 @functools.cache

@@ -22,7 +22,9 @@ ENV_PREFIX = "SIE_"
 CONFIG_VARIABLE = "SIE_CONFIG"
 """Names the TOML file when `--config` does not."""
 URL_VARIABLE = "SIE_URL"
-"""Names the server for client commands. `SIE_API_KEY` is theirs too, but a server warns of it: it protects nothing."""
+"""Names the server for client commands."""
+KEY_VARIABLE = "SIE_API_KEY"
+"""Has the key of client commands. It protects no server: `api_keys` does."""
 
 
 class SettingsError(Exception):
@@ -149,9 +151,9 @@ def read_environment(keys: Keys, environ: Mapping[str, str]) -> Found:
 
 
 def unknown_variables(keys: Keys, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield a warning for each `SIE_*` variable that is not a setting. Clients have some, such as `SIE_API_KEY`."""
+    """Yield a warning for each `SIE_*` variable that neither a setting nor a client command reads."""
     known = [*(key.variable for key in keys), CONFIG_VARIABLE]
-    for variable in sorted(environ.keys() - {*known, URL_VARIABLE}):
+    for variable in sorted(environ.keys() - {*known, URL_VARIABLE, KEY_VARIABLE}):
         if variable.startswith(ENV_PREFIX):
             hint = did_you_mean(variable, known, prefix=ENV_PREFIX)
             yield f"environment: {variable}: unknown variable{hint}"

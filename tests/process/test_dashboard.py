@@ -76,7 +76,9 @@ def test_a_version_is_shown_only_where_there_are_several(page):
     shown = "((models) => { const was = latest; latest = { models }; const name = shownName(models[0].name); latest = was; return name; })"
     assert page.run(f"{shown}([{{name: 'm/versions/1'}}, {{name: 'n/versions/2'}}])") == "m"
     assert page.run(f"{shown}([{{name: 'm/versions/1'}}, {{name: 'm/versions/2'}}])") == "m/versions/1"
+    assert page.run(f"{shown}([{{name: 'refused/versions'}}])") == "refused"
     assert page.run(f"{shown}([{{name: 'org/m'}}])") == "org/m"
+    assert page.run(f"{shown}([{{name: 'org/versions/x'}}])") == "org/versions/x"
 
 
 def test_model_is_loaded_and_unloaded_with_one_click(server, page):

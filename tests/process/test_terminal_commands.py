@@ -24,6 +24,7 @@ import pytest
 from sie.commands import cli
 from sie.commands.bundle import write_bundle
 from sie.config.settings import load_settings
+from tests import onnx_models
 from tests.process.harness import WAIT_S, Server, eventually, start_server
 from tests.process.wire import total
 
@@ -332,6 +333,17 @@ def test_stop_unloads_a_model(server: Server, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "v is unloaded\n"
     assert cli.main(["stop", "none", "--url", server.url]) == 1
     assert capsys.readouterr().err == "sie: Model 'none' not found\n"
+
+
+def test_stop_takes_the_name_of_a_tensor_model_that_ps_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    onnx_models.write(tmp_path, "m", onnx_models.identity())
+    with start_server("--model-repository", str(tmp_path), "--frontends", "1", "--devices", "cpu:1") as running:
+        assert cli.main(["ps", "--url", running.url]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].split()[:2] == ["m", "loaded"]
+        assert cli.main(["stop", "m", "--url", running.url]) == 0
+        assert capsys.readouterr().out == "m is unloaded\n"
 
 
 def test_stop_ends_the_server_of_a_port(

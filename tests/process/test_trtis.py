@@ -173,13 +173,20 @@ def test_a_failed_request_is_told_its_id_whatever_is_wrong_with_it(server: Serve
 @pytest.mark.parametrize(
     ("method", "path", "expected"),
     [
-        ("GET", "/api/infer/m", 405), ("POST", "/api/status", 405), ("GET", "/api/nothing", 400), ("POST", "/api/infer/m/x", 400),
-        ("POST", "/api/infer/", 400), ("GET", "/api/", 400),
+        ("GET", "/api/infer/m", 405), ("POST", "/api/status", 405), ("POST", "/api/infer/m/x", 400),
+        ("POST", "/api/infer/", 400), ("GET", "/api/health/", 400),
     ],
 )  # fmt: skip
 def test_what_is_no_route_has_no_status_line(server: Server, method: str, path: str, expected: int):
     response = call(server, path, method=method)
     assert (response.status, response.body, "nv-status" in response.headers) == (expected, b"", False)
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/api/chat"), ("GET", "/api/tags"), ("GET", "/api/")])
+def test_a_client_of_ollama_is_told_what_to_use_instead(server: Server, method: str, path: str):
+    response = call(server, path, method=method)
+    assert (response.status, response.headers["content-type"]) == (404, "application/json")
+    assert "/v1/chat/completions" in response.json()["error"]
 
 
 def test_a_header_cannot_smuggle_lines_into_the_answer(server: Server):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sie.config.other_servers import HINTS
 from sie.config.settings import all_keys
 from sie.frontend.routes.table import TABLE
 from sie.metrics.definitions import FAMILIES
@@ -34,10 +35,28 @@ def test_the_page_for_those_who_come_from_elsewhere_names_what_there_is() -> Non
     words = [word for code in named for word in code.split()]
     flags = {word for word in words if word.startswith("--")}
     assert len(flags) > 20
-    assert flags <= {key.flag for key in all_keys()} | {"--file"}
+    switches = {f"--no-{key.flag[2:]}" for key in all_keys() if isinstance(key.default, bool)}
+    assert flags <= {key.flag for key in all_keys()} | switches | {"--file"}
     routes = {word for word in words if word.startswith(("/v", "/healthz", "/readyz", "/metrics"))}
     assert len(routes) > 8
     assert routes <= {row.template for row in TABLE}
     metrics = {word for word in words if word.startswith("sie_")}
     assert len(metrics) > 10
     assert metrics <= {family.name for family in FAMILIES}
+
+
+def test_the_flags_of_other_servers_have_the_same_hint_on_the_page_and_on_the_command_line() -> None:
+    page = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|([^|]+)\|([^|]+)\|([^|]+)\|$", page.split("## Flags")[1].split("## Routes")[0], re.MULTILINE)
+    own = {key.flag for key in all_keys()}
+    ours_of = {
+        flag.replace("_", "-"): ours
+        for _, theirs, ours in rows
+        for code in re.findall(r"`([^`]+)`", theirs)
+        for flag in re.findall(r"--[\w-]+", code)
+    }
+    assert ours_of.keys() - own == HINTS.keys()
+    for flag, hint in HINTS.items():
+        names = re.findall(r"--[a-z-]+|[A-Z]+[=@][A-Z]+|[a-z]+(?:_[a-z]+)+", hint)
+        assert names, hint
+        assert not [name for name in names if f"`{name}" not in ours_of[flag]], flag

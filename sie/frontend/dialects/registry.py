@@ -9,6 +9,7 @@ from sie.frontend.dialects.cohere import dialect as cohere
 from sie.frontend.dialects.description import Codec, Dialect, Envelope, TextCodec
 from sie.frontend.dialects.kserve import dialect as kserve
 from sie.frontend.dialects.native import dialect as native
+from sie.frontend.dialects.ollama import dialect as ollama
 from sie.frontend.dialects.openai import dialect as openai
 from sie.frontend.dialects.responses import dialect as responses
 from sie.frontend.dialects.store import dialect as store
@@ -28,6 +29,7 @@ DIALECTS: Final[tuple[Dialect, ...]] = (
     store.DIALECT,
     kserve.DIALECT,
     trtis.DIALECT,
+    ollama.DIALECT,
 )
 """In the order of the document."""
 ENVELOPES: Final[dict[str, Envelope]] = {

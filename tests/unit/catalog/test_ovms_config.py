@@ -90,3 +90,38 @@ def test_a_file_that_cannot_be_read_names_itself(folder: Path, text: str):
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelLoadFailed, match=r"model_repository .*config\.json: "):
         find_models((str(folder / "config.json"),))
+
+
+def test_the_file_of_a_version_may_have_any_name(folder: Path):
+    version = folder / "elsewhere" / "files" / "3"
+    (version / "model.onnx").rename(version / "my resnet.onnx")
+    (version / "weights.bin").write_bytes(b"x")
+    (found,) = find_models(write(folder, {"name": "m", "base_path": "elsewhere/files"}))
+    (spec,) = repository_specs(found, 16)
+    card = read_tensor_card(spec)
+    assert card.tensor is not None
+    assert card.tensor.config["default_model_filename"] == "my resnet.onnx"
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [(("b.onnx", "a.onnx"), "version 3 has several models: a.onnx, b.onnx"), ((), "version 3 has no model.onnx and no model.pt2")],
+)  # fmt: skip
+def test_a_version_without_one_model_file_is_refused(folder: Path, names: tuple[str, ...], reason: str):
+    version = folder / "elsewhere" / "files" / "3"
+    (version / "model.onnx").unlink()
+    for name in names:
+        (version / name).write_bytes(onnx_models.identity())
+    (found,) = find_models(write(folder, {"name": "m", "base_path": "elsewhere/files"}))
+    (spec,) = repository_specs(found, 16)
+    with pytest.raises(ModelLoadFailed, match=reason):
+        read_tensor_card(spec)
+
+
+def test_in_a_repositorys_own_layout_the_file_keeps_its_fixed_name(folder: Path):
+    version = folder / "elsewhere" / "files" / "3"
+    (version / "model.onnx").rename(version / "other.onnx")
+    (found,) = find_models((str(folder / "elsewhere"),))
+    (spec,) = repository_specs(found, 16)
+    with pytest.raises(ModelLoadFailed, match=r"version 3 has no model\.onnx and no model\.pt2"):
+        read_tensor_card(spec)

@@ -286,6 +286,17 @@ def test_refusal_of_the_hub_has_its_class_and_says_what_to_do(
     assert advice in message.error.message  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_a_failure_of_the_hub_says_that_a_directory_has_the_same_name(
+    hub: FakeHub, prepare: Prepare, offline: str
+) -> None:
+    hub.refusal = (404, "RepoNotFound")
+    message = prepare(ModelSpec(id="tests/unit"), hub, HF_HUB_OFFLINE=offline)
+    assert "; there is a directory here of this name: write ./tests/unit" in message.error.message  # type: ignore[union-attr]
+    message = prepare(SPEC, hub, HF_HUB_OFFLINE=offline)
+    assert "directory here" not in message.error.message  # type: ignore[union-attr]
+
+
 def test_hub_that_is_down_has_its_class(hub: FakeHub, prepare: Prepare) -> None:
     hub.stop()
     assert _error_class(prepare(SPEC, hub)) == "NETWORK"

@@ -66,11 +66,13 @@ def test_serve_hands_over_the_settings_and_returns_the_status(supervisor: FakeSu
     assert settings.models.wait_for_load
 
 
-def test_a_clients_variables_warn_and_do_not_stop_the_start(supervisor, monkeypatch, capsys):
+def test_a_clients_variables_are_known_and_others_warn_without_stopping_the_start(supervisor, monkeypatch, capsys):
     monkeypatch.setenv("SIE_API_KEY", "sk-secret")
+    monkeypatch.setenv("SIE_URL", "http://h:1")
+    monkeypatch.setenv("SIE_PROT", "1")
     assert cli.main(["serve", "--model", STUB]) == 5
     shown = capsys.readouterr().err
-    assert shown == "sie: warning: environment: SIE_API_KEY: unknown variable; did you mean SIE_API_KEYS?\n"
+    assert shown == "sie: warning: environment: SIE_PROT: unknown variable; did you mean SIE_PORT?\n"
 
 
 def test_serve_without_a_model_takes_the_bundled_one(supervisor: FakeSupervisor):
@@ -121,6 +123,12 @@ def test_a_start_that_is_refused_is_one_line_and_status_78(supervisor: FakeSuper
     ("args", "message"),
     [
         (["--prot", "1"], "sie: --prot: unknown flag; did you mean --port?"),
+        (["x", "--max-model-len", "1"], "sie: --max-model-len: unknown flag; use --max-context-tokens"),
+        (["--rest_port=8000"], "sie: --rest_port: unknown flag; use --port"),
+        (
+            ["--served-model-name", "y"],
+            "sie: --served-model-name: unknown flag; write the name before the model: ID=DIR",
+        ),
         (["--port", "x"], "sie: --port: 'x' is not an integer from 0 to 65535"),
         (["--port"], "sie: Option '--port' requires an argument."),
         (["--log-format", "xml"], "sie: Invalid value for '--log-format': 'xml' is not one of 'text', 'json'."),
@@ -325,6 +333,68 @@ def test_arguments_of_serve_are_models_and_a_path_gets_the_id_of_its_last_part(
     assert supervisor.loaded.settings.models.preload == (
         STUB, f"mine={tmp_path}/mine", "b=/srv/b.gguf", "c=/home/someone/c", f"d={tmp_path}/d.gguf", "org/name@v1", "z=stub:",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "shown", "others"),
+    [
+        ("pull", ["--model", "--cache-dir", "--convert"], ["--port", "--kv-cache-share", "--devices", "--request-timeout-s"]),
+        ("list", ["--model", "--catalog", "--json"], ["--port", "--kv-cache-share", "--devices", "--api-keys"]),
+        ("agents", ["--agent-socket", "--sandbox", "--mcp-config"], ["--port", "--kv-cache-share", "--model"]),
+        ("gateway", ["--port", "--api-keys", "--nats"], ["--model", "--kv-cache-share", "--devices"]),
+    ],
+)  # fmt: skip
+def test_help_lists_the_settings_of_the_sections_that_a_command_reads(capsys, command, shown, others):
+    assert cli.main([command, "--help"]) == 0
+    flags = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    assert not {*shown} - {*flags}
+    assert not {*others} & {*flags}
+    assert cli.main([command, "--help-all"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {key.flag}" in text for key in all_keys())
+
+
+@pytest.mark.parametrize("file", ["config.json", "m.gguf", "model.onnx", "model.safetensors", "open_clip_config.json"])
+def test_a_directory_with_a_models_files_comes_before_the_hub_and_keeps_the_name(
+    supervisor: FakeSupervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org/name").mkdir(parents=True)
+    (tmp_path / "org/name" / file).touch()
+    assert cli.main(["serve", "org/name", "org/other"]) == 5
+    assert supervisor.loaded.settings.models.preload == (f"org/name={tmp_path}/org/name", "org/other")
+    assert cli.main(["serve", "org/name@main"]) == 5
+    assert supervisor.loaded.settings.models.preload == ("org/name@main",), "a revision is the hub's"
+    assert cli.main(["serve", "--model", "org/name"]) == 5
+    assert supervisor.loaded.settings.models.preload == ("org/name",), "the flag takes ids"
+
+
+def test_other_directories_leave_the_name_to_the_hub_unless_a_slash_ends_it(
+    supervisor: FakeSupervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build/notes.txt").touch()
+    assert cli.main(["serve", "build", "build/"]) == EX_CONFIG
+    assert cli.main(["serve", "build"]) == 5
+    assert supervisor.loaded.settings.models.preload == ("build",)
+    assert cli.main(["serve", "build/"]) == 5
+    assert supervisor.loaded.settings.models.preload == (f"build={tmp_path}/build",)
+
+
+def test_list_says_that_a_directory_has_the_name_of_a_model_of_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    (tmp_path / "build").mkdir()
+    assert cli.main(["list", "build", "other"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    reasons = [line.strip() for line in lines if "not checked" in line]
+    assert reasons == [
+        "not checked: it is not downloaded yet; there is a directory here of this name: write ./build",
+        "not checked: it is not downloaded yet",
+    ]
 
 
 def test_help_shows_units_files_and_how_to_turn_a_switch_off(capsys):

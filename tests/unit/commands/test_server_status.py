@@ -50,6 +50,22 @@ def test_rates_are_growth_over_the_servers_own_time():
     assert window.token_rate(latest.workers[0]) == 200
 
 
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["m/versions/1", "n/versions/2"], ["m", "n"]),
+        (["m/versions/1", "m/versions/2"], ["m/versions/1", "m/versions/2"]),
+        (["refused/versions"], ["refused"]),
+        (["org/m", "org/versions/x"], ["org/m", "org/versions/x"]),
+    ],
+)
+def test_a_version_is_shown_only_where_there_are_several(names: list[str], shown: list[str]):
+    latest = frame(1, models=[{"name": name, "state": "failed", "error": "no such file"} for name in names])
+    lines = _render(latest, "http://h").splitlines()
+    assert [line.split()[0] for line in lines[-len(names) :]] == shown
+    assert problems(latest) == [f"{name}: no such file" for name in shown]
+
+
 def test_a_reason_is_shown_once():
     model = {"name": "m", "state": "failed", "error": "no such file"}
     shown = _render(frame(1, models=[model], ready=False, reason="not loaded: m (failed: no such file)"), "http://h")

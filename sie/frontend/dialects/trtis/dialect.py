@@ -9,6 +9,9 @@ from sie.frontend.dialects.trtis import openapi
 from sie.frontend.http.response import Response
 from sie.values.errors import SieError
 
+_FIRST: Final = ("health", "status", "infer", "modelcontrol", "repository", "sharedmemorycontrol", "profile")
+"""The first folders below `/api`. All other paths there are those of Ollama's clients."""
+
 
 def _failure(error: SieError) -> Response:
     from sie.frontend.dialects.trtis.status import failure  # imports protobuf, which few servers need
@@ -27,5 +30,5 @@ DIALECT: Final = Dialect(
             has_ids=False,
         )
     },
-    roots={"/api": "trtis"},
+    roots={f"/api/{first}": "trtis" for first in _FIRST},
 )

@@ -1,0 +1,1 @@
+"""Answers clients of Ollama's own API, which is not served."""
