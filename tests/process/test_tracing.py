@@ -257,3 +257,14 @@ def test_share_counts_without_a_parent_and_what_waits_is_sent_before_the_end_ove
         assert encode(server.port, "stub/a", ["x"], {"traceparent": f"00-{trace_id}-{PARENT}-01"}).status == 200
         server.stop()
     assert collector.spans(trace_id)
+
+
+def test_the_variables_of_opentelemetry_name_a_collector_behind_a_path(collector):
+    env = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"{collector.http_endpoint}/behind",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+    }
+    with start_server("--model", "stub/a=stub:dense=16", "--tracing", "--frontends", "1", env=env) as server:
+        trace_id = encode(server.port, "stub/a", ["x"]).headers["x-trace-id"]
+        collector.wait_trace(trace_id)
+    assert collector.paths[-1] == "/behind/v1/traces"
