@@ -108,6 +108,19 @@ def test_generating_and_embedding_have_the_names_of_the_conventions(path, body, 
     assert (root.attributes["server.address"], root.attributes["server.port"]) == ("127.0.0.1", server.port)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_time_to_make_a_chats_prompt_is_its_own_and_not_a_load(is_stream, server, collector):
+    trace_id = secrets.token_hex(16)
+    body = {"model": "g", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "stream": is_stream}
+    post_json(server.port, "/v1/chat/completions", body, {"traceparent": f"00-{trace_id}-{PARENT}-01"})
+    _, phases = collector.wait_trace(trace_id)
+    assert names_of(phases) == PHASES
+    (tokenise,) = [phase for phase in phases if phase.name == "tokenise"]
+    logged_ms = json.loads(server.log_line(trace_id))["tokenization_ms"]
+    assert logged_ms > 0
+    assert tokenise.end_ns - tokenise.start_ns == pytest.approx(logged_ms * 1e6, abs=1000)
+
+
 def test_sampled_parent_is_continued(server, collector):
     response = encode(server.port, "stub/a", ["x"], {"traceparent": SAMPLED})
     assert response.headers["x-trace-id"] == TRACE
