@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, field
@@ -14,6 +15,7 @@ from sie.config.limits import MIB
 
 _ORIGIN = r"^(\*|https?://[A-Za-z0-9.\-]+(:[0-9]{1,5})?|https?://\[[0-9a-fA-F:.]+\](:[0-9]{1,5})?)\Z"
 _HOST = r"^(\*|[A-Za-z0-9._\-]{1,253}|\[?[0-9A-Fa-f:.]{2,45}\]?)\Z"
+_PROTOCOL_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _DEVICES = r"^(auto|cpu(:[1-9][0-9]{0,2})?|cuda(:[0-9]+(,cuda:[0-9]+)*)?)\Z"
 
 
@@ -406,20 +408,32 @@ class Tracing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: Annotated[
         str,
         Meta(
-            pattern=r"^https?://[^/\s]+/?\Z",
-            description="Address of the collector; https uses TLS.",
-            extra={"form": "http://host:port or https://host:port"},
+            pattern=r"^(https?://[^/\s?#][^\s?#]*)?\Z",
+            description="Address of the collector; https uses TLS. Over HTTP, `/v1/traces` is added to a path that does not "
+            "end with it. Empty takes OpenTelemetry's variables, or else localhost with the protocol's port.",
+            extra={"form": "http://host:port or https://host:port, over HTTP also with a path"},
         ),
-    ] = field(default="http://localhost:4317", name="otlp_endpoint")
+    ] = field(default="", name="otlp_endpoint")
     protocol: Annotated[
-        Literal["grpc", "http"],
+        Literal["auto", "grpc", "http"],
         Meta(
-            description="Protocol of the collector: gRPC (port 4317), or protobuf over HTTP (4318), to the path /v1/traces."
+            description="Protocol of the collector: gRPC (port 4317), or protobuf over HTTP (port 4318). auto takes "
+            "OpenTelemetry's variables, or else gRPC."
         ),
-    ] = field(default="grpc", name="otlp_protocol")
+    ] = field(default="auto", name="otlp_protocol")
     share: Annotated[
         float, Meta(ge=0, le=1, description="Share of requests to trace, if their `traceparent` does not decide.")
     ] = field(default=1.0, name="trace_share")
+
+    def protocol_in(self, environ: Mapping[str, str]) -> str:
+        """Return the protocol to use: grpc, http, or another of OpenTelemetry's, which this server does not have.
+
+        environ has OpenTelemetry's variables, which count if the setting is auto. One for traces alone comes first.
+        """
+        if self.protocol != "auto":
+            return self.protocol
+        found = next(filter(None, map(environ.get, _PROTOCOL_VARIABLES)), "grpc")
+        return "http" if found == "http/protobuf" else found
 
 
 class Testing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

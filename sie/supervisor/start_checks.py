@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,10 +48,17 @@ def _check_failpoints(loaded: Loaded) -> None:
 
 
 def _check_tracing(settings: Settings) -> None:
-    """Raise StartError if tracing is enabled and its packages are missing."""
+    """Raise StartError if tracing is enabled and its packages are missing, or its collector cannot be reached that way."""
     if not settings.tracing.enabled:
         return
-    names = ("opentelemetry.sdk", f"opentelemetry.exporter.otlp.proto.{settings.tracing.protocol}")
+    protocol = settings.tracing.protocol_in(os.environ)
+    if protocol not in {"grpc", "http"}:
+        raise StartError(
+            f"otlp_protocol: OpenTelemetry's variables name {protocol!r}; served are grpc and http/protobuf"
+        )
+    if protocol == "grpc" and urlsplit(settings.tracing.endpoint).path.strip("/"):
+        raise StartError("otlp_endpoint: gRPC has no path; leave it out, or set `--otlp-protocol http`")
+    names = ("opentelemetry.sdk", f"opentelemetry.exporter.otlp.proto.{protocol}")
     try:
         is_there = all(importlib.util.find_spec(name) for name in names)
     except ModuleNotFoundError:  # find_spec imports the parent packages

@@ -38,6 +38,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self._spans: list[Span] = []
         self.port = 0
         self.http_port = 0
+        self.paths: list[str] = []
+        """The path of each export over HTTP."""
 
     def Export(self, request: Any, _context: Any) -> Any:
         self.take(request)
@@ -92,7 +94,8 @@ def _handler_of(collector: Collector) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            is_known = (self.path, self.headers["content-type"]) == ("/v1/traces", "application/x-protobuf")
+            is_known = self.path.endswith("/v1/traces") and self.headers["content-type"] == "application/x-protobuf"
+            collector.paths.append(self.path)
             if is_known:
                 collector.take(trace_service_pb2.ExportTraceServiceRequest.FromString(body))
             self.send_response(200 if is_known else 404)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import shutil
 import socket
 import ssl
@@ -22,6 +23,7 @@ from tests.process.harness import EX_CONFIG, WAIT_S, Server, eventually, free_po
 from tests.process.keys import INFER, bearer, write_keys
 from tests.process.wire import get, raw_request, read_response
 
+HEALTHCHECK = Path(__file__).resolve().parents[2] / "deploy/healthcheck.py"
 STUB = ("--model", "stub/a=stub:dense=16")
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make certificates")
 
@@ -242,3 +244,20 @@ def test_malformed_host_is_named(host):
     assert status == EX_CONFIG, said
     assert "host: " in said
     assert "Traceback" not in said
+
+
+def is_healthy(runtime_dir: Path) -> bool:
+    """Return what the HEALTHCHECK of the image finds."""
+    env = {**os.environ, "SIE_RUNTIME_DIR": str(runtime_dir)}
+    return subprocess.run([sys.executable, HEALTHCHECK], env=env, timeout=WAIT_S, check=False).returncode == 0
+
+
+@needs_openssl
+@pytest.mark.parametrize("demands", [(), ("tls",), ("tls", "client")], ids=["http", "https", "client certificates"])
+def test_the_images_check_finds_port_and_scheme_itself(demands, pki, tmp_path):
+    files = {"tls": ("--tls-cert", "server.pem", "--tls-key", "server.key"), "client": ("--tls-client-ca", "ca.pem")}
+    flags = [word if word.startswith("--") else str(pki / word) for name in demands for word in files[name]]
+    with start_server(*STUB, *flags, "--runtime-dir", str(tmp_path / "run"), is_stopped=True) as server:
+        assert is_healthy(tmp_path / "run")
+        server.stop()
+        assert not is_healthy(tmp_path / "run")

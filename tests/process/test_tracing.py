@@ -108,6 +108,19 @@ def test_generating_and_embedding_have_the_names_of_the_conventions(path, body, 
     assert (root.attributes["server.address"], root.attributes["server.port"]) == ("127.0.0.1", server.port)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_time_to_make_a_chats_prompt_is_its_own_and_not_a_load(is_stream, server, collector):
+    trace_id = secrets.token_hex(16)
+    body = {"model": "g", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "stream": is_stream}
+    post_json(server.port, "/v1/chat/completions", body, {"traceparent": f"00-{trace_id}-{PARENT}-01"})
+    _, phases = collector.wait_trace(trace_id)
+    assert names_of(phases) == PHASES
+    (tokenise,) = [phase for phase in phases if phase.name == "tokenise"]
+    logged_ms = json.loads(server.log_line(trace_id))["tokenization_ms"]
+    assert logged_ms > 0
+    assert tokenise.end_ns - tokenise.start_ns == pytest.approx(logged_ms * 1e6, abs=1000)
+
+
 def test_sampled_parent_is_continued(server, collector):
     response = encode(server.port, "stub/a", ["x"], {"traceparent": SAMPLED})
     assert response.headers["x-trace-id"] == TRACE
@@ -257,3 +270,14 @@ def test_share_counts_without_a_parent_and_what_waits_is_sent_before_the_end_ove
         assert encode(server.port, "stub/a", ["x"], {"traceparent": f"00-{trace_id}-{PARENT}-01"}).status == 200
         server.stop()
     assert collector.spans(trace_id)
+
+
+def test_the_variables_of_opentelemetry_name_a_collector_behind_a_path(collector):
+    env = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"{collector.http_endpoint}/behind",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+    }
+    with start_server("--model", "stub/a=stub:dense=16", "--tracing", "--frontends", "1", env=env) as server:
+        trace_id = encode(server.port, "stub/a", ["x"]).headers["x-trace-id"]
+        collector.wait_trace(trace_id)
+    assert collector.paths[-1] == "/behind/v1/traces"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,12 @@ def test_the_image_copies_files_that_exist_and_lets_them_through():
     for name in copied:
         assert (ROOT / name).exists(), name
         assert f"!{name}" in let_through, name
+
+
+def test_the_image_has_the_packages_of_traces_and_clusters():
+    extras = re.findall(r"^ARG EXTRAS=(\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"otel", "cluster"} == set(extras[0].split(",")) <= known.keys()
 
 
 def test_examples_for_keda_ask_for_what_gateways_and_nats_have():

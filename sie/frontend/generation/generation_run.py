@@ -58,12 +58,13 @@ class Part:
 class Run:
     """A submitted request. Take its events once, with `wait` or `async for`, or the whole answer with `whole`.
 
-    A caller that stops before the last event must call `give_up`.
+    A caller that stops before the last event must call `give_up`. began_ns: when the work on its prompts began
+    (CLOCK_MONOTONIC).
     """
 
     def __init__(
         self, engine: Engine, model: str, parts: Sequence[Part], news: asyncio.Event,
-        *, meter: TokenMeter, prompts: Sequence[str] = (),
+        *, began_ns: int, meter: TokenMeter, prompts: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.model = model
         """Id of the answering model."""
@@ -74,6 +75,7 @@ class Run:
         """Whether the last event was taken."""
         self._engine = engine
         self._news = news
+        self._began_ns = began_ns
         self._meter = meter
         self._is_started = False
         self._error: SieError | None = None
@@ -168,6 +170,7 @@ class Run:
         return Timing(
             total_ms=(now_ns - began_ns) / 1e6,
             queue_ms=queue_ns / 1e6,
+            tokenization_ms=(submitted_ns - self._began_ns) / 1e6,
             inference_ms=(now_ns - submitted_ns - queue_ns) / 1e6,
             submitted_ns=submitted_ns,
         )

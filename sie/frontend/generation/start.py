@@ -72,6 +72,7 @@ class Generator:
         run keeps its prompts' texts. Raises BadRequest for anything that the model or the settings do not allow, and
         the engine's errors.
         """
+        began_ns = time.monotonic_ns()
         rule = generate_rule(entry.card)
         check_request(request, self._settings)
         check_encoded(request, rule)
@@ -103,7 +104,7 @@ class Generator:
             for part in parts:
                 self._engine.finish(part.pending)
             raise
-        return Run(self._engine, entry.card.id, parts, news, meter=self._meter, prompts=texts)
+        return Run(self._engine, entry.card.id, parts, news, began_ns=began_ns, meter=self._meter, prompts=texts)
 
     def close(self) -> None:
         """End the processes that render templates."""

@@ -8,6 +8,7 @@ semantic conventions for HTTP, RPC and generative AI.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -34,6 +35,7 @@ Attributes = dict[str, str | int | float]
 _EXPORTER_LOGS: Final = (
     "opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 )  # fmt: skip
+_HTTP_PATH: Final = "/v1/traces"
 _EXPORT_TIMEOUT_S: Final = 5.0
 _EXPORT_EVERY_MS: Final = 1000
 _MAX_WAITING_SPANS: Final = 16_384
@@ -172,13 +174,15 @@ class RequestTracing:
 
 
 def _open_exporter(settings: Tracing) -> SpanExporter:
-    if settings.protocol == "grpc":
+    """Return the exporter of these settings. Without an endpoint it reads OpenTelemetry's variables, and has their default."""
+    if settings.protocol_in(os.environ) == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
-        return GrpcExporter(settings.endpoint, timeout=_EXPORT_TIMEOUT_S)
+        return GrpcExporter(settings.endpoint or None, timeout=_EXPORT_TIMEOUT_S)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
-    return HttpExporter(f"{settings.endpoint.rstrip('/')}/v1/traces", timeout=_EXPORT_TIMEOUT_S)
+    base = settings.endpoint.rstrip("/").removesuffix(_HTTP_PATH)
+    return HttpExporter(f"{base}{_HTTP_PATH}" if base else None, timeout=_EXPORT_TIMEOUT_S)
 
 
 def _is_grpc(exchange: Exchange) -> bool:

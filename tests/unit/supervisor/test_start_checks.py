@@ -1,4 +1,4 @@
-"""The checks before a start: a file of MCP servers that cannot be used, and a connection to NATS that cannot be made."""
+"""The checks before a start: files of MCP servers, connections to NATS and collectors of traces that cannot be used."""
 
 from __future__ import annotations
 
@@ -111,3 +111,18 @@ def test_a_service_of_agents_names_a_key_of_search_that_is_missing(
     flags = ("--agent-socket", str(tmp_path / "s"), "--agent", "--search-url", "http://h/")
     assert cli.main(["agents", *flags, "--search-key-file", str(tmp_path / "none")]) == CONFIG_STATUS
     assert capsys.readouterr().err.startswith(f"sie: search_key_file: {tmp_path}/none: cannot be read")
+
+
+def check_tracing(**given: str) -> None:
+    check_start(load_settings(None, {}, {"tracing": True, **given}), is_gateway=False)
+
+
+def test_a_collector_that_the_protocol_cannot_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", raising=False)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
+    with pytest.raises(StartError, match="'http/json'"):
+        check_tracing()
+    check_tracing(otlp_protocol="http", otlp_endpoint="https://c/otlp")
+    with pytest.raises(StartError, match="--otlp-protocol http"):
+        check_tracing(otlp_protocol="grpc", otlp_endpoint="https://c/otlp")
+    check_tracing(otlp_protocol="grpc", otlp_endpoint="https://c/")

@@ -101,6 +101,29 @@ def on_bench(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> Callable[[],
 
 
 @on_bench
+async def test_rendering_and_tokenising_are_timed(bench: Bench) -> None:
+    templates, called_ns = bench.generator._templates, []
+    render = templates.render
+
+    async def render_timed(*given: Any) -> str:
+        called_ns.append(time.monotonic_ns())
+        text = await render(*given)
+        called_ns.append(time.monotonic_ns())
+        return text
+
+    templates.render = render_timed  # type: ignore[method-assign]
+    began_ns = time.monotonic_ns()
+    run = await bench.start(messages=[ChatMessage(role="user", content="abc")])
+    timing = run.timing(began_ns)
+    spent_ms = (called_ns[1] - called_ns[0]) / 1e6
+    assert spent_ms <= timing.tokenization_ms <= (timing.submitted_ns - began_ns) / 1e6
+    await bench.tell(run, "h", finish="length")
+    await bench.end(run)
+    await run.whole()
+    assert run.timing(began_ns).tokenization_ms == timing.tokenization_ms
+
+
+@on_bench
 async def test_stream_of_one_choice(bench: Bench) -> None:
     run = await bench.start(max_tokens=5, seed=3)
     header, task, prompt = bench.worker.task()
