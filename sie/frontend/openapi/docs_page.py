@@ -132,7 +132,7 @@ def _trial(method: str, path: str, operation: _Json) -> str:
         fields.append(f'<textarea aria-label="Body" rows="{example.count(chr(10)) + 1}">{example}</textarea>')
     return (
         f'<div class="trial" data-method="{method.upper()}" data-path="{_text(path)}" data-needs="{_needs(path)}" data-scope="{_text(operation["x-scope"])}">'
-        f'<h4>Try it</h4>{"".join(fields)}<button type="button" class="send">Send</button><pre class="answer" hidden></pre>'
+        f'<h4>Try it</h4>{"".join(fields)}<button type="button" class="send">Send</button><pre class="answer" tabindex="0" hidden></pre>'
         '<details class="code"><summary>As code</summary><div class="tabs">'
         '<button type="button" data-lang="curl" aria-pressed="true">curl</button>'
         '<button type="button" data-lang="python" aria-pressed="false">Python</button>'
