@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests.process.browser import find_browser
 from tests.process.harness import WAIT_S, eventually, start_server
-from tests.process.keys import entry, write_keys
+from tests.process.keys import ADMIN, BOTH, entry, write_keys
 
 BINARY = find_browser()
 pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium on this machine")
@@ -65,9 +65,8 @@ def opened(browser: Browser, url: str, scheme: str = "light", width: int = 1400)
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.goto(url)
     yield page
-    errors = [text for text in errors if not re.search("status of 40|REFUSED", text)]  # of requests, which are tested
     context.close()
-    assert not errors
+    assert not [text for text in errors if not re.search("status of 40|REFUSED", text)]  # of requests, which are tested
 
 
 def ask(page: Page, question: str) -> None:
@@ -97,7 +96,11 @@ def test_pages_fit_and_axe_finds_nothing(server, browser, scheme, width):
         page.get_by_role("link", name="API").click()
         page.locator("#search").fill("embeddings base64")
         expect(page.locator("#post_v1_embeddings summary").first).to_be_visible()
-        page.locator("#post_v1_embeddings summary").first.click()
+        trial = trial_of(page, "post_v1_embeddings")
+        send(trial)
+        expect(trial.locator(".answer")).to_contain_text("200 OK")
+        page.keyboard.press("Tab")
+        expect(trial.locator(".answer")).to_be_focused()  # it scrolls with the keyboard
         check_look(page, width)
         page.get_by_role("link", name="Chat").click()
         expect(page.locator("#question")).to_be_focused()
@@ -222,6 +225,155 @@ def test_chat_is_refused_for_keys_without_the_scope(tmp_path, browser):
         assert page.evaluate("JSON.stringify(localStorage)") == json.dumps({})
         page.reload()
         ask(page, "[[still in]]")
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory):
+    """A server that asks for keys, and whose users have one key for each scope."""
+    keys = write_keys(tmp_path_factory.mktemp("keys") / "keys.toml", entry("app", INFER, ["infer"]),
+                      entry("figures", METRICS, ["metrics"]))  # fmt: skip
+    with start_server("--model", "org/g=stub:generate,scripted", "--model", "e=stub:dense=16", "--api-keys", str(keys),
+                      "--devices", "cpu:1", "--frontends", "1") as running:  # fmt: skip
+        yield running
+
+
+def enter_key(page: Page, key: str) -> None:
+    expect(page.locator("#key")).to_be_focused()
+    page.keyboard.type(key)
+    page.keyboard.press("Enter")
+
+
+def trial_of(page: Page, operation: str) -> Locator:
+    """Open one operation of `/docs`, and return its fields and buttons."""
+    page.evaluate("(name) => { location.hash = name; }", operation)
+    trial = page.locator(f"#{operation} .trial")
+    expect(trial.locator(".send")).to_be_visible()
+    return trial
+
+
+def send(trial: Locator) -> None:
+    trial.locator(".send").focus()
+    trial.page.keyboard.press("Enter")
+
+
+def test_each_page_keeps_its_key_when_another_page_is_given_one(closed, browser):
+    with opened(browser, f"{closed.url}/chat") as page:
+        enter_key(page, INFER)
+        ask(page, "[[in]]")
+        page.get_by_role("link", name="Dashboard").click()
+        expect(page.locator("#ask-key-why")).to_have_text("API key 'app' lacks the scope 'metrics'.")
+        enter_key(page, METRICS)
+        expect(page.locator("#link")).to_have_text("live")
+        page.get_by_role("link", name="Chat").click()
+        ask(page, "[[still in]]")
+        page.get_by_role("link", name="Dashboard").click()
+        expect(page.locator("#link")).to_have_text("live")
+        expect(page.locator("#ask-key")).to_be_hidden()
+
+
+def test_a_page_uses_the_key_that_another_page_was_given(closed, browser):
+    with opened(browser, f"{closed.url}/chat") as page:
+        enter_key(page, BOTH)
+        ask(page, "[[in]]")
+        page.get_by_role("link", name="Dashboard").click()
+        expect(page.locator("#link")).to_have_text("live")
+        page.get_by_role("link", name="API").click()
+        expect(page.locator("#post_v1_generate_model input[name=model]")).to_have_value("org__g")
+        expect(page.locator("#locked")).to_be_hidden()
+
+
+@pytest.mark.parametrize("path", ["/", "/chat", "/docs"])
+def test_the_dialog_for_a_key_leaves_a_margin_on_a_narrow_screen(closed, browser, path):
+    with opened(browser, closed.url + path, width=380) as page:
+        if path == "/docs":
+            page.get_by_role("button", name="Enter a key").click()
+        box = page.locator("#ask-key").bounding_box()
+        assert box is not None
+        assert box["x"] >= 12
+        assert box["x"] + box["width"] <= 380 - 12
+        assert page.locator("#key").evaluate("(it) => it.offsetWidth") >= 180, "room for a key"
+        check_look(page, 380)
+
+
+def test_a_key_that_was_not_confirmed_is_not_kept(closed, browser):
+    with opened(browser, f"{closed.url}/chat") as page:
+        page.locator("#key").fill("half a k")
+        page.keyboard.press("Escape")
+        expect(page.locator("#ask-key")).to_be_hidden()
+        assert page.evaluate("sessionStorage.length") == 0
+
+
+def test_docs_ask_for_a_key_and_then_fill_and_send(closed, browser):
+    with opened(browser, f"{closed.url}/docs") as page:
+        expect(page.locator("#locked-why")).to_have_text("This server asks for an API key.")
+        expect(page.locator("#ask-key")).to_be_hidden()  # the page can be read without a key
+        trial = trial_of(page, "post_v1_embeddings")
+        trial.locator(".code summary").click()
+        expect(trial.locator(".sample")).to_contain_text('-H "Authorization: Bearer $SIE_API_KEY"')
+        send(trial)
+        expect(page.locator("#ask-key-why")).to_have_text("This server asks for an API key.")
+        enter_key(page, "sie_wrong\u2026")
+        expect(page.locator("#ask-key-why")).to_have_text("The API key is not known.")
+        enter_key(page, INFER)
+        expect(trial.locator(".answer")).to_contain_text("200 OK")
+        expect(trial.locator(".send")).to_be_focused()
+        expect(trial.locator("textarea")).to_have_value(re.compile('"model": "e"'))
+        expect(page.locator("#locked")).to_be_hidden()
+        for language in ("curl", "python", "javascript"):
+            trial.locator(f"[data-lang={language}]").click()
+            expect(trial.locator(".sample")).to_contain_text("SIE_API_KEY")
+            assert INFER not in page.locator("body").inner_text()
+        load = trial_of(page, "post_v1_models_load")
+        send(load)
+        expect(page.locator("#ask-key-why")).to_have_text("API key 'app' lacks the scope 'admin'.")
+        enter_key(page, ADMIN)
+        expect(load.locator(".answer")).to_contain_text("200 OK")
+        send(trial)
+        expect(trial.locator(".answer")).to_contain_text("200 OK")
+        page.reload()
+        expect(page.locator("#post_v1_embeddings textarea")).to_have_value(re.compile('"model": "e"'))
+        trial = trial_of(page, "get_healthz")
+        assert "SIE_API_KEY" not in (trial.locator(".sample").text_content() or ""), "a route for everybody"
+
+
+def test_a_key_for_the_docs_can_be_entered_first_and_what_was_written_stays(closed, browser):
+    with opened(browser, f"{closed.url}/docs", "dark", 380) as page:
+        trial = trial_of(page, "post_v1_encode_model")
+        trial.locator("input[name=model]").fill("mine")
+        page.get_by_role("button", name="Enter a key").click()
+        check_look(page, 380)
+        enter_key(page, METRICS)
+        expect(page.locator("#ask-key-why")).to_have_text("API key 'figures' lacks the scope 'infer'.")
+        enter_key(page, INFER)
+        expect(page.locator("#post_v1_generate_model input[name=model]")).to_have_value("org__g")
+        expect(trial.locator("input[name=model]")).to_have_value("mine")
+        assert page.evaluate("JSON.stringify(localStorage)") == json.dumps({})
+
+
+def test_docs_ask_for_no_key_where_a_refusal_has_another_reason(browser):
+    with (
+        start_server(
+            "--model", "e=stub:dense=16", "--admin-from", "nobody", "--devices", "cpu:1", "--frontends", "1"
+        ) as alone,
+        opened(browser, f"{alone.url}/docs") as page,
+    ):
+        trial = trial_of(page, "post_v1_models_load")
+        send(trial)
+        expect(trial.locator(".answer")).to_contain_text("403")
+        expect(page.locator("#ask-key")).to_be_hidden()
+        expect(trial.locator(".sample")).not_to_contain_text("SIE_API_KEY")
+
+
+def test_docs_examples_of_a_server_of_texts_are_answered(server, browser):
+    with opened(browser, f"{server.url}/docs") as page:
+        assert page.get_by_text("Cluster", exact=True).count() == 0
+        sent = page.locator("[data-path^='/v2/models/'], [data-path^='/v1/models/'], [data-path^='/v1/generate/']")
+        names = [trial.evaluate("(it) => it.closest('.operation').id") for trial in sent.all()]
+        assert {"post_v1_models_status", "get_v2_models__ready", "post_v2_models__infer"} <= set(names)
+        for name in names:
+            trial = trial_of(page, name)
+            send(trial)
+            expect(trial.locator(".answer"), name).to_contain_text(re.compile("^2\\d\\d "))
 
 
 FIRST_FRAME = """new Promise((resolve) => {

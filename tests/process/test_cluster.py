@@ -255,6 +255,11 @@ def test_health_says_gateway(gateway: Server):
     assert get(gateway.port, "/healthz").json() == {"status": "ok"}
 
 
+def test_the_docs_of_a_gateway_have_the_routes_of_a_cluster(gateway: Server, host: Server):
+    pages = {server: get(server.port, "/docs").body for server in (gateway, host)}
+    assert {server: b'id="post_v1_pools"' in page for server, page in pages.items()} == {gateway: True, host: False}
+
+
 def test_the_cluster_is_watched_each_second(gateway: Server):
     with watch(gateway, "/ws/cluster-status") as watcher:
         first = next_frame(watcher)

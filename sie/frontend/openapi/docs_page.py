@@ -15,6 +15,7 @@ from typing import Any, Final
 from sie.config.limits import Limits
 from sie.frontend.http.routing import RouteTable
 from sie.frontend.openapi import document
+from sie.frontend.openapi.server_operations import CLUSTER_TAG
 
 _Json = dict[str, Any]
 _BOUNDS: Final = (
@@ -27,17 +28,23 @@ _NEEDS: Final = (
     ("/v1/encode", "dense"), ("/v1/embeddings", "dense"), ("/v1/score", "score"), ("/v1/rerank", "score"), ("/v2/rerank", "score"),
     ("/rerank", "score"), ("/score", "score"), ("/v1/extract", "json"), ("/classify", "json"), ("/v1/chat", "generate"),
     ("/v1/completions", "generate"), ("/v1/messages", "generate"), ("/v1/responses", "generate"),
-    ("/v1/generate", "generate"), ("/v2/models/{model}/generate", "generate"), ("/v2/models", "tensor"), ("/v2/repository", "tensor"),
-    ("/api/", "tensor"), ("/v1/models", "any"),
+    ("/v1/generate", "generate"), ("/v2/models/{model}/generate", "generate"), ("/v2/models/{model}/infer", "tensor dense"),
+    ("/v2/models", "tensor any"), ("/v2/repository", "tensor any"), ("/api/", "tensor any"), ("/v1/models", "any"),
 )  # fmt: skip
-"""The beginnings of paths, and the kind of model that their examples name. The first that fits counts."""
+"""The beginnings of paths, and the kinds of model that their examples name, the best first. The first path that fits counts."""
 
 
 @functools.lru_cache(maxsize=2)
-def page(table: RouteTable, limits: Limits) -> bytes:
-    """Return the page, UTF-8 HTML."""
+def page(table: RouteTable, limits: Limits, *, is_gateway: bool) -> bytes:
+    """Return the page, UTF-8 HTML; only a gateway's page shows the routes of a cluster."""
     frame = resources.files(__package__ or __name__).joinpath("page.html").read_text(encoding="utf-8")
-    return render(document(table, limits), frame).encode()
+    described = document(table, limits)
+    for route in table:
+        for method in route.methods:
+            described["paths"][route.template][method.lower()]["x-scope"] = route.need
+    if not is_gateway:
+        described["tags"] = [tag for tag in described["tags"] if tag["name"] != CLUSTER_TAG]
+    return render(described, frame).encode()
 
 
 def render(described: _Json, frame: str) -> str:
@@ -124,8 +131,8 @@ def _trial(method: str, path: str, operation: _Json) -> str:
         example = _text(json.dumps(content["example"], indent=2))
         fields.append(f'<textarea aria-label="Body" rows="{example.count(chr(10)) + 1}">{example}</textarea>')
     return (
-        f'<div class="trial" data-method="{method.upper()}" data-path="{_text(path)}" data-needs="{_needs(path)}">'
-        f'<h4>Try it</h4>{"".join(fields)}<button type="button" class="send">Send</button><pre class="answer" hidden></pre>'
+        f'<div class="trial" data-method="{method.upper()}" data-path="{_text(path)}" data-needs="{_needs(path)}" data-scope="{_text(operation["x-scope"])}">'
+        f'<h4>Try it</h4>{"".join(fields)}<button type="button" class="send">Send</button><pre class="answer" tabindex="0" hidden></pre>'
         '<details class="code"><summary>As code</summary><div class="tabs">'
         '<button type="button" data-lang="curl" aria-pressed="true">curl</button>'
         '<button type="button" data-lang="python" aria-pressed="false">Python</button>'
@@ -135,7 +142,7 @@ def _trial(method: str, path: str, operation: _Json) -> str:
 
 
 def _needs(path: str) -> str:
-    """Return the output or, for tensors, the input of a model that an example for this path needs; empty for none."""
+    """Return the kinds of model for an example of this path: an output, `tensor` for an input, or `any`; empty for none."""
     return next((needed for start, needed in _NEEDS if path.startswith(start)), "")
 
 

@@ -84,11 +84,11 @@ class Done(Reply):
 
 _HTML: Final = "text/html"
 _TAG: Final = "Operation"
-_CLUSTER: Final = "Cluster"
+CLUSTER_TAG: Final = "Cluster"
 TAGS: Final = {
     MODELS: "The served models, and for administrators the models in memory.",
     _TAG: "Health, metrics and this document.",
-    _CLUSTER: "Pools of hosts; a gateway serves these routes, and a server on its own answers 404.",
+    CLUSTER_TAG: "Pools of hosts; a gateway serves these routes, and a server on its own answers 404.",
 }
 ACCESS: Final = (
     Fault(401, ("UNAUTHORIZED",), "The server asks for an API key, and the request has no valid one."),
@@ -138,7 +138,7 @@ def _pool(template: str, method: str, summary: str, *answers: Answer, descriptio
     is_change = method != "GET"
     posts = template == "/v1/pools" and is_change
     return Operation(
-        template=template, method=method, tag=_CLUSTER, summary=summary, description=description, answers=answers,
+        template=template, method=method, tag=CLUSTER_TAG, summary=summary, description=description, answers=answers,
         request=PoolBody if posts else None, example={"name": "bench", "gpus": {"l4": 2}} if posts else {},
         model="bench" if "{name}" in template else "",
         faults=(
@@ -156,7 +156,7 @@ _NO_CONFIG: Final = Fault(404, ("CONFIG_NOT_FOUND", "MODEL_NOT_FOUND", "NOT_A_GA
 
 def _config(path: str, summary: str, answer: str, *, media: str = JSON, model: str = "") -> Operation:
     return Operation(
-        template=f"/v1/configs/{path}", method="GET", tag=_CLUSTER, summary=summary,
+        template=f"/v1/configs/{path}", method="GET", tag=CLUSTER_TAG, summary=summary,
         answers=(Answer(200, answer, (media,)),), model=model, faults=(_NO_CONFIG,),
     )  # fmt: skip
 
@@ -166,7 +166,7 @@ _CONFIGS: Final = (
     Operation(
         template="/v1/configs/models",
         method="POST",
-        tag=_CLUSTER,
+        tag=CLUSTER_TAG,
         summary="Add a model or profiles for all hosts",
         description="The body may also be YAML. Profiles are only added. `Idempotency-Key` makes a repetition harmless, and "
         "`If-Match` with an epoch refuses what was decided on an older state. `admin_from` says which clients may do this.",
@@ -191,7 +191,7 @@ _CONFIGS: Final = (
     _config("bundles/{bundle}", "Show a bundle", "Its models and hosts.", model="default"),
     Operation(
         template="/v1/configs/resolve",
-        tag=_CLUSTER,
+        tag=CLUSTER_TAG,
         summary="What the name of a model means",
         request=ResolveBody,
         example={"model": "default:/org/model:short"},

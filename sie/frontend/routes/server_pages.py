@@ -81,7 +81,9 @@ class Pages:
 
     async def docs(self, exchange: Exchange) -> Response:
         """Answer `GET /docs`: the same as a page."""
-        page = await self._on_thread(docs_page.page, self._table, self._process.settings.limits)
+        process = self._process
+        write = partial(docs_page.page, is_gateway=process.remote is not None)
+        page = await self._on_thread(write, self._table, process.settings.limits)
         return _answer(exchange, page_headers(page), page)
 
     async def _on_thread(self, write: Callable[..., bytes], *args: Any) -> bytes:

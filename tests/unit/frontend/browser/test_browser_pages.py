@@ -8,7 +8,10 @@ import re
 
 import pytest
 
+from sie.config.limits import Limits
 from sie.frontend import browser
+from sie.frontend.openapi import docs_page
+from sie.frontend.routes.table import TABLE
 
 pytestmark = pytest.mark.parametrize("name", ["dashboard", "chat"])
 
@@ -37,6 +40,15 @@ def test_page_refers_to_no_other_host_and_needs_no_inline_attribute(name):
 
 def test_page_never_turns_text_into_markup(name):
     assert not re.findall(rb"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", browser.page(name))
+
+
+def test_pages_keep_their_keys_in_the_same_way(name):
+    docs = docs_page.page(TABLE, Limits(), is_gateway=False)
+    blocks = [re.findall(rb"// ---- API keys.*?\n}\n", page, re.DOTALL) for page in (browser.page(name), docs)]
+    assert len(blocks[0]) == 1
+    assert blocks[0] == blocks[1]
+    for page in (browser.page(name), docs):
+        assert page.count(b"Storage.") == 2, "only these lines read and write the kept keys"
 
 
 def test_page_is_html_that_is_not_sniffed(name):

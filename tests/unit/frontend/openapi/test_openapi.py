@@ -29,7 +29,7 @@ def described():
 
 @pytest.fixture(scope="module")
 def html():
-    return docs_page.page(TABLE, LIMITS).decode()
+    return docs_page.page(TABLE, LIMITS, is_gateway=True).decode()
 
 
 def operation(described, template):
@@ -115,6 +115,44 @@ def test_page_shows_every_operation_and_type(described, html):
     assert not {link for link in links if f'id="{link}"' not in html}, "a link leads nowhere"
 
 
+def test_page_of_a_server_on_its_own_leaves_out_the_routes_of_a_cluster(described, html):
+    alone = docs_page.page(TABLE, LIMITS, is_gateway=False).decode()
+    operations = re.compile(r'<details class="panel operation" id="(\w+)"')
+    left_out = set(operations.findall(html)) - set(operations.findall(alone))
+    assert left_out == {
+        operation["operationId"]
+        for methods in described["paths"].values()
+        for operation in methods.values()
+        if operation["tags"] == ["Cluster"]
+    }
+    assert "Cluster" in html
+    assert "<summary>Cluster" not in alone
+
+
+def test_each_trial_names_its_scope_and_the_document_does_not(described, html):
+    scopes = dict(re.findall(r'data-path="([^"]+)" data-needs="[^"]*" data-scope="(\w+)"', html))
+    assert scopes["/v1/embeddings"] == "infer"
+    assert scopes["/v1/models/load"] == "admin"
+    assert scopes["/metrics"] == "metrics"
+    assert scopes["/healthz"] == "open"
+    assert not any("x-scope" in operation for methods in described["paths"].values() for operation in methods.values())
+
+
+@pytest.mark.parametrize(
+    ("path", "needs"),
+    [
+        ("/v2/models/{model}", "tensor any"),
+        ("/v2/models/{model}/stats", "tensor any"),
+        ("/v2/models/{model}/infer", "tensor dense"),
+        ("/v2/models/{model}/generate_stream", "generate"),
+        ("/v1/models/load", "any"),
+        ("/healthz", ""),
+    ],
+)
+def test_examples_name_a_model_that_answers_there(html, path, needs):
+    assert f'data-path="{path}" data-needs="{needs}"' in html
+
+
 def test_page_is_self_contained(html):
     assert not re.findall(r'(?:src|href)="(?:https?:)?//', html)
     assert "@import" not in html
@@ -129,7 +167,13 @@ def test_page_escapes_what_the_document_says():
         "tags": [{"name": "<t>", "description": "`<code>`"}],
         "paths": {
             "/<path>": {
-                "get": {"operationId": "x", "tags": ["<t>"], "summary": "<script>alert(1)</script>", "responses": {}}
+                "get": {
+                    "operationId": "x",
+                    "tags": ["<t>"],
+                    "summary": "<script>alert(1)</script>",
+                    "responses": {},
+                    "x-scope": "<s>",
+                }
             }
         },
         "components": {"schemas": {}},
@@ -138,3 +182,4 @@ def test_page_escapes_what_the_document_says():
     assert "<script>" not in html
     assert "<code>&lt;code&gt;</code>" in html
     assert "/&lt;path&gt;" in html
+    assert "<s>" not in html
