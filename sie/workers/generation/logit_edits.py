@@ -47,10 +47,10 @@ def edit_logits(raw: Tensor, draws: Sequence[Draw], hidden: Sequence[Hidden]) ->
     raw (n, vocabulary) float32; draws[i] is from row i. hidden has the masks of the draws with a matcher, in order.
     """
     vocab_size = raw.shape[1]
-    is_cpu = raw.device.type == "cpu"
+    packs = _packs(raw.device)
     rows = [row for row, draw in enumerate(draws) if draw.matcher is not None]
     by_row = {row: mask for row, mask in zip(rows, hidden, strict=True) if isinstance(mask, np.ndarray)}  # not an error
-    edits = _collect(draws, by_row, vocab_size, packs=not is_cpu)
+    edits = _collect(draws, by_row, vocab_size, packs=packs)
     if not by_row and not any(map(len, (edits.seen, edits.biased, edits.forbidden))):
         return raw
     scores = raw.clone(memory_format=torch.contiguous_format)
@@ -62,13 +62,17 @@ def edit_logits(raw: Tensor, draws: Sequence[Draw], hidden: Sequence[Hidden]) ->
         flat.index_add_(0, biased, bias)
     if len(forbidden):
         flat.index_fill_(0, forbidden, -torch.inf)
-    if is_cpu:
-        for row, mask in by_row.items():  # they are here: packing them would cost more than it saves
-            scores[row].masked_fill_(torch.from_numpy(mask), -torch.inf)
-    elif len(masks):
+    if len(masks):
         is_hidden = bits.index_select(0, masks.flatten().int()).view(len(raw), -1)
         scores.masked_fill_(is_hidden[:, :vocab_size], -torch.inf)
+    for row, mask in () if packs else by_row.items():
+        scores[row].masked_fill_(torch.from_numpy(mask), -torch.inf)
     return scores
+
+
+def _packs(device: torch.device) -> bool:
+    """Whether grammars' masks go to the device as bits. On a CPU they are there, and packing costs more than it saves."""
+    return device.type != "cpu"
 
 
 def has_penalty(draw: Draw) -> bool:
