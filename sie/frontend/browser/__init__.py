@@ -1,12 +1,11 @@
-"""Serves the pages for browsers that are one self-contained file each: the dashboard at `/`, and `/chat`."""
+"""Serves the pages for browsers that are one self-contained document each: the dashboard at `/`, and `/chat`."""
 
 from __future__ import annotations
 
 import functools
-from importlib import resources
 from typing import Literal
 
-from sie.frontend.http.html import page_headers
+from sie.frontend.http.html import page_headers, read_page
 
 Name = Literal["dashboard", "chat"]
 
@@ -14,7 +13,7 @@ Name = Literal["dashboard", "chat"]
 @functools.cache
 def page(name: Name) -> bytes:
     """Return a page, UTF-8 HTML."""
-    return resources.files(__name__).joinpath(f"{name}.html").read_bytes()
+    return read_page(__name__, f"{name}.html").encode()
 
 
 @functools.cache

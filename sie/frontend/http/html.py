@@ -1,12 +1,22 @@
-"""Builds the response headers of the server's own HTML pages. Each page must be one self-contained file."""
+"""Reads the server's own HTML pages, each sent as one self-contained document, and builds their response headers."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import re
+from importlib import resources
 
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+_KEYS_FILE = "page_keys.js"
+
+
+def read_page(package: str, file: str) -> str:
+    """Return a page of a package, with the script of API keys, which all pages share, in place of the line that names it."""
+    page = resources.files(package).joinpath(file).read_text(encoding="utf-8")
+    keys = resources.files(__package__ or __name__).joinpath(_KEYS_FILE).read_text(encoding="utf-8")
+    return page.replace(f"// include {_KEYS_FILE}\n", keys)
 
 
 def page_headers(page: bytes) -> list[tuple[str, str]]:

@@ -9,10 +9,10 @@ import functools
 import html
 import json
 import string
-from importlib import resources
 from typing import Any, Final
 
 from sie.config.limits import Limits
+from sie.frontend.http.html import read_page
 from sie.frontend.http.routing import RouteTable
 from sie.frontend.openapi import document
 from sie.frontend.openapi.server_operations import CLUSTER_TAG
@@ -37,7 +37,7 @@ _NEEDS: Final = (
 @functools.lru_cache(maxsize=2)
 def page(table: RouteTable, limits: Limits, *, is_gateway: bool) -> bytes:
     """Return the page, UTF-8 HTML; only a gateway's page shows the routes of a cluster."""
-    frame = resources.files(__package__ or __name__).joinpath("page.html").read_text(encoding="utf-8")
+    frame = read_page(__package__ or __name__, "page.html")
     described = document(table, limits)
     for route in table:
         for method in route.methods:
