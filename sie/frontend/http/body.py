@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from sie.config.limits import Limits
 from sie.frontend.http.held_bytes import HeldBytes
-from sie.values.errors import BadRequest, ClientGone, InputTooLong, Overloaded, SieError
+from sie.values.errors import BadRequest, ClientGone, InputTooLong, Overloaded, SieError, untied
 
 _WHOLE_BYTES = 256 * 1024
 """A body of known length up to this size is read in one call, a larger one in chunks."""
@@ -105,15 +105,6 @@ class Reading:
         if self.error is None:
             self.error = error
             self.task.cancel()
-
-    def take_error(self) -> SieError:
-        """Return the error, once, to be raised: its traceback refers to the read, and so to the bytes received.
-
-        If the read referred to it, too, only the garbage collector would free them, and it runs rarely.
-        """
-        error, self.error = self.error, None
-        assert error is not None
-        return error
 
 
 class BodyReader:
@@ -239,7 +230,7 @@ class BodyReader:
             if reading.error is None:
                 raise
             task.uncancel()
-            raise reading.take_error() from None
+            raise untied(reading.error) from None
         except RuntimeError as error:  # Granian's ProtocolClosed: the client closed its connection
             raise _client_gone() from error
         finally:
