@@ -6,6 +6,7 @@ Runs in a thread beside the step loop. A worker imports it with its first such m
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from sie.workers.generation.one_row import choose_products
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.weight_formats import choose_format, join_and_pack, unpacked
-from sie.workers.loading.direct_weights import OnRead, is_kept
+from sie.workers.loading.direct_weights import is_kept
 from sie.workers.loading.encoder_heads import build_heads, read_projector
 from sie.workers.loading.pretrained import ChooseClass, read_pretrained, untie_head
 from sie.workers.loading.storage_faults import storage_faults
@@ -84,25 +85,15 @@ def load_encoder(
             return StaticRunner(card)
     device = resolve_device(device_name)
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
-    on_progress(0.1, "reading weights")
     language_head = None
     with storage_faults(card):
         if card.sparse is not None and card.sparse.kind == "splade":
             model, language_head = take_head(
                 card.id,
-                read_pretrained(
-                    card, masked_lm_class, dtype=form.read_dtype, device=device, on_read=_reading(on_progress)
-                ),
+                _read(card, masked_lm_class, on_progress, dtype=form.read_dtype, device=device),
             )
         else:
-            model = read_pretrained(
-                card,
-                text_encoder_class,
-                unused="pooler.",
-                dtype=form.read_dtype,
-                device=device,
-                on_read=_reading(on_progress),
-            )
+            model = _read(card, text_encoder_class, on_progress, unused="pooler.", dtype=form.read_dtype, device=device)
         heads = build_heads(card, language_head, device)
     if language_head is not None:
         _convert(language_head.model, form.dtype, device)
@@ -123,11 +114,10 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     assert rule is not None
     device = resolve_device(device_name)
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
-    on_progress(0.1, "reading weights")
     with storage_faults(card):
         # A class of `layers` scores by itself, and the library has no classifier for its architecture.
         choose_class = classifier_class if rule.true_token_id is None and not card.layers else causal_class
-        model = read_pretrained(card, choose_class, dtype=form.read_dtype, device=device, on_read=_reading(on_progress))
+        model = _read(card, choose_class, on_progress, dtype=form.read_dtype, device=device)
     activation = build_activation(card.id, rule.activation)
     _convert_encoder(card.id, model, form, device, on_progress)
     scorer = ScoreModel(model, device, rule)
@@ -144,11 +134,8 @@ def load_list_scorer(
     """Return a reranker of lists that is ready for its first step. Arguments and errors as in `load_encoder`."""
     device = resolve_device(device_name)
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
-    on_progress(0.1, "reading weights")
     with storage_faults(card):
-        model = read_pretrained(
-            card, text_encoder_class, dtype=form.read_dtype, device=device, on_read=_reading(on_progress)
-        )
+        model = _read(card, text_encoder_class, on_progress, dtype=form.read_dtype, device=device)
         projector = read_projector(card, device)
     _convert_encoder(card.id, model, form, device, on_progress)
     backbone = Backbone(model, device)
@@ -159,9 +146,14 @@ def load_list_scorer(
     return ListScoreRunner(card, backbone, projector, execution, form.name)
 
 
-def _reading(on_progress: Progress) -> OnRead:
-    """Return a function that reports how much of the weights was read."""
-    return lambda part: on_progress(0.1 + 0.5 * part, "reading weights")
+def _read(card: ModelCard, choose_class: ChooseClass, on_progress: Progress, **options: Any) -> PreTrainedModel:
+    """Return a model as `read_pretrained` does, which takes the options, and report how much of the weights was read."""
+
+    def on_read(part: float) -> None:
+        on_progress(0.1 + 0.5 * part, "reading weights")
+
+    on_read(0.0)
+    return read_pretrained(card, choose_class, on_read=on_read, **options)
 
 
 def _read_converted(
@@ -180,11 +172,8 @@ def _read_converted(
     device = resolve_device(device_name)
     dtype = choose_dtype(dtype_setting, device)
     dtype_name = str(dtype).removeprefix("torch.")
-    on_progress(0.1, "reading weights")
     with storage_faults(card):
-        model = read_pretrained(
-            card, choose_class, dtype=dtype, device=device, kept=kept, on_read=_reading(on_progress)
-        )
+        model = _read(card, choose_class, on_progress, dtype=dtype, device=device, kept=kept)
     on_progress(0.6, f"converting weights to {dtype_name} on {device}")
     _convert(model, dtype, device)
     return model, device, dtype_name
@@ -208,10 +197,9 @@ def load_extractor(
     device = resolve_device(device_name)
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     is_tokens = isinstance(card.extract, TokenClassification)
-    on_progress(0.1, "reading weights")
     with storage_faults(card):
         choose_class = token_classifier_class if is_tokens else any_classifier_class
-        model = read_pretrained(card, choose_class, dtype=form.read_dtype, device=device, on_read=_reading(on_progress))
+        model = _read(card, choose_class, on_progress, dtype=form.read_dtype, device=device)
     _convert_encoder(card.id, model, form, device, on_progress)
     if is_tokens:
         tokens = TokenModel(model, device)
@@ -286,12 +274,9 @@ def load_generator(
     shards = None if group is None else Shards(card.id, group)
     if shards is not None:
         form = unpacked(card, form)
-    on_progress(0.1, "reading weights")
     with storage_faults(card):
         choose_class = encoder_decoder_class if is_encoded else causal_class
-        model = read_pretrained(
-            card, choose_class, dtype=form.read_dtype, device=device, shards=shards, on_read=_reading(on_progress)
-        )
+        model = _read(card, choose_class, on_progress, dtype=form.read_dtype, device=device, shards=shards)
     if is_encoded:
         untie_head(model)
     on_progress(0.6, f"converting weights to {form.name} on {device}")

@@ -51,8 +51,7 @@ class LoadEvent(Enum):
     """An event in the life of a model or an adapter.
 
     LOAD, UNLOAD: the supervisor asks for it. START: its load begins. READY, FAIL: its load has ended; a cancelled one ends
-    with READY in any case. FREE: its last
-    item is answered.
+    with READY in any case. FREE: its last item is answered.
     """
 
     LOAD = "load"
