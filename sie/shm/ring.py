@@ -17,6 +17,7 @@ Neither side is thread-safe.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from itertools import starmap
 from os import close, eventfd_read, eventfd_write
 
@@ -53,17 +54,13 @@ class RingProducer:
         """Return an empty ring of capacity descriptors, a power of two. Raises ReservationError, or OSError without a descriptor."""
         if not is_capacity(capacity):
             raise ValueError(f"a ring's capacity is a power of two from 2 to 65536, not {capacity}")
-        segment = Segment.create("ring", capacity * DESCRIPTOR_BYTES)
-        bells: list[int] = []
-        try:
-            bells.append(doorbell())
-            bells.append(doorbell())
-        except OSError:
-            segment.close()
-            for bell in bells:
-                close(bell)
-            raise
-        return cls(segment, *bells)
+        with ExitStack() as made:
+            segment = made.enter_context(closing(Segment.create("ring", capacity * DESCRIPTOR_BYTES)))
+            bell = doorbell()
+            made.callback(close, bell)
+            producer = cls(segment, bell, doorbell())
+            made.pop_all()
+        return producer
 
     @property
     def fds(self) -> tuple[int, int, int]:
