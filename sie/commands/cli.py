@@ -147,7 +147,9 @@ def serve(named: tuple[str, ...], config_file: str | None, **flags: Any) -> int:
         raise SettingsError(str(error)) from error
 
 
-@cli.command(cls=ConfiguredCommand, help_sections=("server", "access", "limits", "cluster"))
+@cli.command(
+    cls=ConfiguredCommand, help_sections=("server", "access", "limits", "cluster"), help_without=("grpc_port",)
+)
 def gateway(config_file: str | None, **flags: Any) -> int:
     """Serve the models of a cluster's hosts until SIGTERM.
 

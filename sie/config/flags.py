@@ -42,13 +42,19 @@ class ConfiguredCommand(click.Command):
     """A command that takes `--config` and each setting as a flag; a wrong flag raises SettingsError.
 
     A flag of the command's own takes the place of a setting's with the same name. `--help` lists the common settings of
-    `help_sections`, by default of all sections; of one without common settings it lists all.
+    `help_sections`, by default of all sections; of one without common settings it lists all. It leaves out `help_without`.
     """
 
     def __init__(
-        self, *args: Any, params: list[click.Parameter] | None = None, help_sections: Sequence[str] = (), **kwargs: Any
+        self,
+        *args: Any,
+        params: list[click.Parameter] | None = None,
+        help_sections: Sequence[str] = (),
+        help_without: Sequence[str] = (),
+        **kwargs: Any,
     ) -> None:
         self._help_sections = help_sections
+        self._help_without = help_without
         config = click.Option(
             ["--config", "config_file"], metavar="FILE", help=f"TOML file of settings, else {CONFIG_VARIABLE} names it."
         )
@@ -87,6 +93,8 @@ class ConfiguredCommand(click.Command):
             formatter.write_text(f"--help-all also lists the {num_left} other settings.")
 
     def _is_in_help(self, key: Key) -> bool:
+        if key.name in self._help_without:
+            return False
         if not self._help_sections:
             return key.name in _COMMON
         return key.section in self._help_sections and (key.name in _COMMON or key.section not in _common_sections())

@@ -21,7 +21,7 @@ from sie.frontend.fastpath.encode import EncodeFastPath
 from sie.frontend.fastpath.infer import InferFastPath
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.intake import Intake, Scheduler
-from sie.frontend.http.near_routes import hint_for
+from sie.frontend.http.near_routes import hint_for, is_tensorflow_serving
 from sie.frontend.http.response import FileResponse, Response
 from sie.frontend.http.routing import Route, Row
 from sie.frontend.http.stream import STREAM_HEADERS, Streamed, send_stream
@@ -263,7 +263,11 @@ class App:
             return
         if target is not None:
             self._answer(exchange, 307, [("location", target)], b"")
-        elif route is None or is_unknown_action(route, exchange.model, self._process.tensors.table):
+        elif (
+            route is None
+            or is_unknown_action(route, exchange.model, self._process.tensors.table)
+            or is_tensorflow_serving(scope.path)
+        ):
             self._answer(exchange, *error_envelopes.unknown_path(scope.path, hint_for(scope.path, TABLE)))
         else:
             self._answer(exchange, *error_envelopes.wrong_method(route, TABLE.methods_of(route)))

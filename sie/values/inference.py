@@ -60,7 +60,10 @@ class EncodeRequest(msgspec.Struct, kw_only=True):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of each stage of a request, in milliseconds; submitted_ns is when the frontend submitted it (CLOCK_MONOTONIC)."""
+    """Time of each stage of a request, in milliseconds; submitted_ns is when the frontend submitted it (CLOCK_MONOTONIC).
+
+    num_earlier counts the rounds of an agent before the one whose stages these are.
+    """
 
     total_ms: float = 0.0
     queue_ms: float = 0.0
@@ -68,6 +71,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     inference_ms: float = 0.0
     postprocessing_ms: float = 0.0
     submitted_ns: int = 0
+    num_earlier: int = 0
 
 
 class RowArray(msgspec.Struct, frozen=True):

@@ -120,6 +120,13 @@ def test_unknown_path_is_told_the_nearest_route(server, path, route):
     assert (response.status, response.json()) == (404, {"detail": f"Not Found. Did you mean {route}?"})
 
 
+@pytest.mark.parametrize("path", ["/v1/models/stub%2Fa:predict", "/v1/models/stub/a/versions/1:classify"])
+def test_clients_of_tensorflow_serving_are_told_what_to_use_instead(server, path):
+    response = send_raw(server.port, raw_request(path))
+    text = "Not Found. TensorFlow Serving's API is not served: use KServe v2, POST /v2/models/{model}/infer."
+    assert (response.status, response.json()) == (404, {"detail": text})
+
+
 @pytest.mark.parametrize(
     ("path", "hint"),
     [

@@ -295,12 +295,29 @@ def test_the_dialog_for_a_key_leaves_a_margin_on_a_narrow_screen(closed, browser
         check_look(page, 380)
 
 
-def test_a_key_that_was_not_confirmed_is_not_kept(closed, browser):
-    with opened(browser, f"{closed.url}/chat") as page:
+@pytest.mark.parametrize("path", ["/", "/chat"])
+def test_a_key_that_was_not_confirmed_is_not_kept_and_can_be_entered_later(closed, browser, path):
+    with opened(browser, closed.url + path) as page:
         page.locator("#key").fill("half a k")
         page.keyboard.press("Escape")
         expect(page.locator("#ask-key")).to_be_hidden()
         assert page.evaluate("sessionStorage.length") == 0
+        button = page.get_by_role("button", name="Enter a key")
+        button.click()
+        enter_key(page, BOTH)
+        expect(button).to_be_hidden()
+        if path == "/":
+            expect(page.locator("#link")).to_have_text("live")
+        else:
+            ask(page, "[[in]]")
+
+
+def test_the_link_to_the_metrics_works_with_a_key(closed, browser):
+    with opened(browser, closed.url) as page:
+        enter_key(page, METRICS)
+        expect(page.locator("#link")).to_have_text("live")
+        page.get_by_role("link", name="Metrics").click()
+        expect(page.locator("body")).to_contain_text("sie_requests_total")
 
 
 def test_docs_ask_for_a_key_and_then_fill_and_send(closed, browser):

@@ -86,6 +86,7 @@ class AgentRun:
         self._link = link
         self._owner = owner
         self._round = first
+        self._num_earlier = 0
         self._queue = EventQueue()
         self._files: list[AgentFile] = []
         self.said: list[ChatMessage] = []
@@ -145,7 +146,7 @@ class AgentRun:
 
     def timing(self, began_ns: int) -> Timing:
         """Return the timing of the latest round."""
-        return self._round.timing(began_ns)
+        return msgspec.structs.replace(self._round.timing(began_ns), num_earlier=self._num_earlier)
 
     def usage(self) -> GenerateUsage:
         """Return the usage of all rounds so far."""
@@ -217,6 +218,7 @@ class AgentRun:
         for attempt in range(_ATTEMPTS):
             if number or attempt:
                 self._round = await self._start(request)
+                self._num_earlier = number
             try:
                 await self._read(self._round, said, is_stream=request.stream)
             except Unavailable:  # its worker died, or its model was reloaded

@@ -16,8 +16,15 @@ _NEAR: Final = 0.8
 
 def hint_for(path: str, table: RouteTable) -> str:
     """Return a sentence with the nearest route, after a space, or an empty text."""
+    if is_tensorflow_serving(path):
+        return " TensorFlow Serving's API is not served: use KServe v2, POST /v2/models/{model}/infer."
     found = _nearest(path, table) if len(path) <= _MAX_CHARS else None
     return f" Did you mean {found.method} {found.template}?" if found is not None else ""
+
+
+def is_tensorflow_serving(path: str) -> bool:
+    """Return whether a path is that of a prediction in TensorFlow Serving's REST API, which OpenVINO Model Server has, too."""
+    return path.startswith("/v1/models/") and path.endswith((":predict", ":classify", ":regress"))
 
 
 @functools.lru_cache(maxsize=256)

@@ -48,7 +48,7 @@ _OPERATIONS: Final = {
 }  # fmt: skip
 """`gen_ai.operation.name` of a route, by its template or else its label."""
 _MIN_LOAD_NS: Final = 1_000_000
-"""A longer time between decoding and tokenising becomes a `load` phase: the request waited for its model."""
+"""A longer time between decoding and tokenising becomes a phase: the request waited for its model, or tools ran."""
 
 
 class Exchange(Protocol):
@@ -77,9 +77,9 @@ class Phase(NamedTuple):
 def phases_of(exchange: Exchange, now_ns: int) -> list[Phase]:
     """Return the phases of a request, in order and without overlap. A failed request has only the first ones.
 
-    decode: from its headers to the typed request; load: until its model was loaded; tokenise; queue: until its first
-    step; infer: until its reply was read, including other requests' steps between its own; encode: to the response's
-    bytes.
+    decode: from its headers to the typed request; load: until its model was loaded, or of an agent's last round rounds:
+    those before it, with their tools; tokenise; queue: until its first step; infer: until its reply was read, including
+    other requests' steps between its own; encode: to the response's bytes.
     """
     began_ns, decoded_ns, timing = exchange.began_ns, exchange.decoded_ns, exchange.timing
     if not decoded_ns:
@@ -91,7 +91,7 @@ def phases_of(exchange: Exchange, now_ns: int) -> list[Phase]:
     started_ns = timing.submitted_ns + int(timing.queue_ms * 1e6)
     read_ns = max(started_ns, began_ns + int(timing.total_ms * 1e6))
     if tokenise_ns - decoded_ns >= _MIN_LOAD_NS:
-        phases.append(Phase("load", decoded_ns, tokenise_ns))
+        phases.append(Phase("rounds" if timing.num_earlier else "load", decoded_ns, tokenise_ns))
     return [
         *phases,
         Phase("tokenise", tokenise_ns, timing.submitted_ns),

@@ -341,7 +341,7 @@ def test_arguments_of_serve_are_models_and_a_path_gets_the_id_of_its_last_part(
         ("pull", ["--model", "--cache-dir", "--convert"], ["--port", "--kv-cache-share", "--devices", "--request-timeout-s"]),
         ("list", ["--model", "--catalog", "--json"], ["--port", "--kv-cache-share", "--devices", "--api-keys"]),
         ("agents", ["--agent-socket", "--sandbox", "--mcp-config"], ["--port", "--kv-cache-share", "--model"]),
-        ("gateway", ["--port", "--api-keys", "--nats"], ["--model", "--kv-cache-share", "--devices"]),
+        ("gateway", ["--port", "--api-keys", "--nats"], ["--model", "--kv-cache-share", "--devices", "--grpc-port"]),
     ],
 )  # fmt: skip
 def test_help_lists_the_settings_of_the_sections_that_a_command_reads(capsys, command, shown, others):

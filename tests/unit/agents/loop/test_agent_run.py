@@ -218,6 +218,15 @@ def test_every_call_of_a_round_runs_and_their_results_are_in_order() -> None:
     assert [(one.round, one.turn, one.owner) for one in link.asked] == [(0, 0, "me"), (0, 1, "me")]
 
 
+def test_the_time_of_a_run_says_how_many_rounds_came_before() -> None:
+    async def timed(agent: AgentRun) -> int:
+        await agent.gather()
+        return agent.timing(0).num_earlier
+
+    assert run([Said("done")], timed)[0] == 0
+    assert run([Said("", call(tools.SHELL)), Said("", call(tools.SHELL)), Said("done")], timed)[0] == 2
+
+
 def test_a_client_s_call_goes_to_the_client_after_the_server_s_own() -> None:
     link = Link()
     mine = call("mine")

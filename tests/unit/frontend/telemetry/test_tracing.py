@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from sie.config.sections import Tracing
@@ -32,6 +33,12 @@ def test_wait_for_a_model_is_told_from_decoding():
     phases = in_ms(phases_of(exchange(decoded_ms=102), 121 * MS))
     assert phases["decode"] == (100, 102)
     assert phases["load"] == (102, 107)
+
+
+def test_rounds_of_an_agent_are_not_called_a_load():
+    phases = in_ms(phases_of(exchange(decoded_ms=102, timing=msgspec.structs.replace(TIMES, num_earlier=2)), 121 * MS))
+    assert phases["rounds"] == (102, 107)
+    assert "load" not in phases
 
 
 def test_request_that_failed_early_has_its_first_phase_only():
