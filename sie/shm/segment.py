@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from sie.shm.layout import ProtocolError
-from sie.values.own_groups import SYSFS, own_groups, read_lines
+from sie.values.cgroup_paths import SYSFS, cgroup_paths, read_lines
 
 F_SEAL_FUTURE_WRITE: Final = 0x10
 """Linux 5.1; missing from `fcntl` up to Python 3.13."""
@@ -177,7 +177,7 @@ def _memory_limits(proc: Path, sysfs: Path) -> list[tuple[str, int, int]]:
 def _cgroup_limits(proc: Path, sysfs: Path) -> list[tuple[str, int, int]]:
     """Return (limit's name, limit, bytes left under it) for this process's control group and all its parents."""
     found: list[tuple[str, int, int]] = []
-    for group in own_groups("memory", proc=proc, sysfs=sysfs):
+    for group in cgroup_paths("memory", proc=proc, sysfs=sysfs):
         names = _LIMIT_FILES if group.is_unified else _LIMIT_FILES_V1
         for directory in group.with_parents():
             limit = _group_limit(directory, *names)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import msgspec
 
@@ -20,6 +20,7 @@ from sie.supervisor.losses import DeviceLosses
 from sie.supervisor.restart import StartHistory
 from sie.supervisor.worker_forks import WorkerForks
 from sie.supervisor.worker_template import Process
+from sie.values.cgroup_paths import cgroup_paths, read_lines
 
 ChildState = Literal["waiting", "starting", "ready", "lost", "gone"]
 _MODULES = {"worker": "sie.workers.main", "agent": "sie.agents.host.main"}
@@ -31,7 +32,6 @@ _FRONTENDS: dict[Protocol, str] = {
 }
 """The module of each kind of frontend, by name: only the process itself imports it."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 class Child:
@@ -164,20 +164,12 @@ class Child:
 
 def _is_frozen(pid: int) -> bool:
     """Return whether a process's control group is frozen, in either version. Source: cgroups(7)."""
-    try:
-        for line in Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                events = _CGROUPS / path.lstrip("/") / "cgroup.events"
-                if events.exists() and "frozen 1" in events.read_text(encoding="utf-8"):
-                    return True
-            elif "freezer" in controllers.split(","):
-                state = _CGROUPS / controllers / path.lstrip("/") / "freezer.state"
-                if state.exists() and state.read_text(encoding="utf-8") != "THAWED\n":
-                    return True
-    except OSError:  # it has just ended, or its group is hidden from us
-        return False
-    return False
+    return any(
+        "frozen 1" in read_lines(group.path / "cgroup.events")
+        if group.is_unified
+        else read_lines(group.path / "freezer.state") in (["FREEZING"], ["FROZEN"])
+        for group in cgroup_paths("freezer", pid)
+    )
 
 
 def child_environment(num_threads: int) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from sie.values.own_groups import SYSFS, own_groups, read_lines
+from sie.values.cgroup_paths import SYSFS, cgroup_paths, read_lines
 
 _WINDOW_S: Final = 10.0
 """A killed process with much memory takes seconds to exit, so the counter grows before its death is seen."""
@@ -37,7 +37,7 @@ def _group_files(proc: Path, sysfs: Path) -> Iterator[Path]:
 
     A container may see its own group as the root, and its path on the host all the same.
     """
-    for own in own_groups("memory", proc=proc, sysfs=sysfs):
+    for own in cgroup_paths("memory", proc=proc, sysfs=sysfs):
         names = ("memory.events.local", "memory.events") if own.is_unified else ("memory.oom_control",)
         for group in (own.path, own.root):
             yield from (group / name for name in names)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from sie.supervisor.host_resources import StartError
-from sie.values.own_groups import own_groups
+from sie.values.cgroup_paths import cgroup_paths
 
 _SUPERVISOR: Final = 6
 """The supervisor, the template of the workers, and the process between the template and a worker that it forks."""
@@ -46,7 +46,7 @@ def check_tasks(needed: int) -> None:
 
 
 def _headrooms() -> Iterator[Headroom]:
-    for directory in chain.from_iterable(group.with_parents() for group in own_groups("pids")):
+    for directory in chain.from_iterable(group.with_parents() for group in cgroup_paths("pids")):
         limit, used = _number(directory / "pids.max"), _number(directory / "pids.current")
         if limit is not None and used is not None:
             yield Headroom(f"{directory}/pids.max ({limit})", limit - used)

@@ -18,7 +18,7 @@ ROOT = Path(sie.__file__).parent
 FOUNDATION = {
     "sie", "sie.config", "sie.shm", "sie.values", "sie.values.card", "sie.config.sources", "sie.values.errors", "sie.values.extract", "sie.values.generate",
     "sie.config.agent_settings", "sie.config.cluster_settings", "sie.config.generation_settings", "sie.values.agent", "sie.config.grpc_limits", "sie.values.work", "sie.config.limits",
-    "sie.config.sections", "sie.config.settings", "sie.config.store_settings", "sie.values.muvera", "sie.values.output_kinds", "sie.values.own_groups", "sie.values.spans", "sie.values.tensor", "sie.values.inference",
+    "sie.config.sections", "sie.config.settings", "sie.config.store_settings", "sie.values.muvera", "sie.values.output_kinds", "sie.values.cgroup_paths", "sie.values.spans", "sie.values.tensor", "sie.values.inference",
 }  # fmt: skip
 SLOW = {"torch", "transformers", "sentence_transformers"}
 SERVERS = {"granian", "nats", "uvloop"}

@@ -18,9 +18,9 @@ from typing import Final, Protocol
 import msgspec
 
 from sie.agents.loop.calls import AgentLink, CallRunner
-from sie.agents.loop.event_queue import EventQueue
 from sie.agents.loop.plan import AgentPlan
 from sie.agents.messages import FindFiles, FoundFiles
+from sie.runtime.event_queue import EventQueue
 from sie.runtime.logs import get_logger
 from sie.values.agent import AgentFile, AgentOutcome, FileProduced
 from sie.values.errors import DeadlineExceeded, Internal, SieError, Unavailable

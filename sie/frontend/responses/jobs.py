@@ -16,8 +16,9 @@ from sie.frontend.generation.reply_size import events_bytes
 from sie.frontend.http.stream import EventSource
 from sie.frontend.http.threads import offload
 from sie.runtime.ends_of_work import ENDS_OF_WORK
+from sie.runtime.event_queue import EventQueue
 from sie.runtime.logs import get_logger
-from sie.values.errors import BadRequest, ClientGone, Internal, SieError, Unavailable, untied
+from sie.values.errors import BadRequest, ClientGone, Internal, SieError, Unavailable
 from sie.values.generate import GenerateEvent, GenerateUsage
 from sie.values.inference import Timing
 
@@ -35,47 +36,24 @@ class Follower:
     """The events of one job for one stream; implements `sie.frontend.http.stream.EventSource`."""
 
     def __init__(self, on_gone: Callable[[], None], *, counts_usage: bool = True) -> None:
-        self.is_over = False
-        self._counts_usage = counts_usage
+        self.queue = EventQueue()
         self.run: EventSource | None = None
         """The followed run, once it was submitted."""
+        self._counts_usage = counts_usage
         self._on_gone = on_gone
-        self._events: list[GenerateEvent] = []
-        self._is_given_up = False
-        self._is_ended = False
-        self._error: SieError | None = None
-        self._changed = asyncio.Event()
 
-    def push(self, events: list[GenerateEvent]) -> None:
-        """Add events, unless the reader has given up."""
-        if not self._is_given_up:
-            self._events += events
-            self._changed.set()
-
-    def end(self, error: SieError | None) -> None:
-        """End the events, with an error or None."""
-        self._is_ended, self._error = True, error and untied(error)
-        self._changed.set()
+    @property
+    def is_over(self) -> bool:
+        """Whether the last event was taken."""
+        return self.queue.is_over
 
     async def wait(self, timeout_s: float) -> list[GenerateEvent]:
         """Return the next events, or an empty list after timeout_s. Raises the job's error after the last events."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self._events and not self._is_ended:
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            return []
-        events, self._events = self._events, []
-        if not events and self._error is not None:
-            self.is_over = True
-            raise untied(self._error)
-        self.is_over = self._is_ended and self._error is None
-        return events
+        return await self.queue.take(timeout_s)
 
     def give_up(self, error: SieError) -> None:  # the protocol's
         """Stop following the job, because the client left or the job is over."""
-        self._is_given_up, self._events = True, []
+        self.queue.drop()
         self._on_gone()
 
     def timing(self, began_ns: int) -> Timing | None:
@@ -130,7 +108,7 @@ class Job:
                 if run.is_over:
                     return events
                 self.record.apply(events, int(time.time()))
-                self.follower.push(events)
+                self.follower.queue.push(*events)
         finally:
             run.give_up(self._why or cancelled())
 
@@ -157,8 +135,8 @@ class Job:
         try:
             await self._keep(self.record)
         finally:  # a follower must not wait for ever
-            self.follower.push(last)
-            self.follower.end(error)
+            self.follower.queue.push(*last)
+            self.follower.queue.end(error)
 
     def _on_gone(self) -> None:
         self.record.is_followed = False

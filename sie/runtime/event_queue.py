@@ -1,4 +1,4 @@
-"""Hands the events of a task to its one reader, in order, and then the error that ended it."""
+"""Hands the events of a run to its one reader, in order, and then the error that ended it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ class EventQueue:
         self.is_over = False
         """Whether the last event was taken."""
         self._events: list[GenerateEvent] = []
-        self._is_ended = False
+        self._is_ended = self._is_dropped = False
         self._error: SieError | None = None
         self._changed = asyncio.Event()
 
     def push(self, *events: GenerateEvent) -> None:
         """Add events."""
-        self._events += events
-        self._changed.set()
+        if not self._is_dropped:
+            self._events += events
+            self._changed.set()
 
     def end(self, error: SieError | None = None) -> None:
         """End the events, with an error or None. Only the first end counts."""
         if not self._is_ended:
             self._is_ended, self._error = True, error and untied(error)
             self._changed.set()
+
+    def drop(self) -> None:
+        """Forget the events, also those to come: nobody takes them any more."""
+        self._is_dropped, self._events = True, []
 
     async def take(self, timeout_s: float) -> list[GenerateEvent]:
         """Return the next events, or an empty list after timeout_s. Raises the error after the last events."""

@@ -1,4 +1,4 @@
-"""Finds this process's control groups, in either version. Source: cgroups(7)."""
+"""Finds a process's control groups, in either version. Source: cgroups(7)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 SYSFS: Final = Path("/sys/fs/cgroup")
 
 
-class OwnGroup(NamedTuple):
-    """A group of this process, and the root of its hierarchy. is_unified: of version 2, which has one hierarchy for all."""
+class CgroupPath(NamedTuple):
+    """A group of a process, and the root of its hierarchy. is_unified: of version 2, which has one hierarchy for all."""
 
     path: Path
     root: Path
@@ -24,14 +24,16 @@ class OwnGroup(NamedTuple):
                 return
 
 
-def own_groups(controller: str, *, proc: Path = Path("/proc"), sysfs: Path = SYSFS) -> Iterator[OwnGroup]:
-    """Yield the groups of this process that the controller may act on; none where that cannot be read."""
-    for line in read_lines(proc / "self" / "cgroup"):
+def cgroup_paths(
+    controller: str, pid: int | None = None, *, proc: Path = Path("/proc"), sysfs: Path = SYSFS
+) -> Iterator[CgroupPath]:
+    """Yield the groups of a process, else of this one, that the controller may act on; none where that cannot be read."""
+    for line in read_lines(proc / str(pid or "self") / "cgroup"):
         hierarchy, controllers, path = line.split(":", 2)
         is_unified = hierarchy == "0"
         if is_unified or controller in controllers.split(","):
             root = sysfs if is_unified else sysfs / controller
-            yield OwnGroup(root / path.lstrip("/"), root, is_unified)
+            yield CgroupPath(root / path.lstrip("/"), root, is_unified)
 
 
 def read_lines(path: Path) -> list[str]:
