@@ -181,7 +181,7 @@ def test_an_answer_is_stopped_and_what_came_is_kept(browser):
         opened(browser, f"{slow.url}/chat") as page,
     ):
         expect(page.locator("#send")).to_be_enabled()
-        page.locator("#question").fill("hello")
+        page.locator("#question").fill("hello " * 300)  # it answers the same: for a minute, and is stopped
         page.keyboard.press("Enter")
         expect(page.locator("#send")).to_have_text("Stop")
         expect(page.locator("#status")).to_have_text("Answering. Escape stops.")
