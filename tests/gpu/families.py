@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from tests.generation_models import BY_LENGTH
 from tests.generation_models import save as save_generator
 from tests.gguf_models import write_tiny_llama
-from tests.gli_models import GLINER_VARIANTS, save_gliclass, save_gliner
+from tests.gli_models import GLINER_VARIANTS, save_gliclass, save_gliner, save_gliner2
 from tests.gpu.kinds import PROGRAM_WIDTH
 from tests.tiny_models import save_adapter
 from tests.unit.detection_checkpoints import FAMILIES as DETECTORS
@@ -29,6 +30,8 @@ from tests.unit.workers.generation.test_encoder_decoder import save_t5
 from tests.unit.workers.generation.test_parity import SERVED as GENERATORS
 from tests.unit.workers.loading.test_extractors import LABELS, NLI
 from tests.unit.workers.loading.test_extractors import save as save_extractor
+from tests.unit.workers.loading.test_glirel import VARIANTS as GLIREL
+from tests.unit.workers.loading.test_glirel import imported_library, save
 from tests.unit.workers.loading.test_list_scorer import save_list_reranker
 from tests.unit.workers.loading.test_remote_families import ENCODERS as REMOTE
 from tests.unit.workers.loading.test_remote_families import save_remote
@@ -99,6 +102,22 @@ def _program(directory: Path) -> None:
     )
 
 
+def _onnx(directory: Path) -> None:
+    from onnx import helper, numpy_helper
+
+    from tests import onnx_models
+
+    weights = np.random.default_rng(0).standard_normal((PROGRAM_WIDTH, 3), np.float32)
+    nodes = [helper.make_node("MatMul", ["x", "W"], ["xw"]), helper.make_node("Tanh", ["xw"], ["y"])]
+    x, y = (onnx_models.value(name, "FP32", ("batch", width)) for name, width in (("x", PROGRAM_WIDTH), ("y", 3)))
+    onnx_models.write(directory, "m", onnx_models.model(nodes, [x], [y], [numpy_helper.from_array(weights, "W")]))
+
+
+def _glirel(directory: Path, variant: str) -> None:
+    with imported_library() as library:
+        save(library, directory.parent / f"{directory.name}-source", variant)[0].rename(directory)
+
+
 def _gguf(directory: Path) -> None:
     directory.mkdir()
     write_tiny_llama(directory / "tiny.gguf")
@@ -159,9 +178,17 @@ FAMILIES: dict[str, Family] = {
         f"gliclass {name}": Family("gliclass", partial(save_gliclass, encoder=name), needs=("gliclass",))
         for name in ("bert", "deberta-v2", "modernbert")
     },
+    **{
+        f"gliner2 {architecture} {encoder}": Family(
+            "gliner2", partial(save_gliner2, architecture=architecture, encoder=encoder), needs=("gliner2",)
+        )
+        for architecture, encoder in (("span", "bert"), ("span", "deberta-v2"), ("boundary", "modernbert"))
+    },
+    **{f"glirel {name}": Family("glirel", partial(_glirel, variant=name), needs=("glirel",)) for name in GLIREL},
     **{f"encoder-decoder {name}": Family("encoder-decoder", partial(save_t5, kind=name)) for name in T5},
     "generator gguf": Family("generator", _gguf),
     "program": Family("program", _program),
+    "onnx": Family("onnx", _onnx, needs=("onnx", "onnxruntime")),
     **{
         f"generator {name}": Family(
             "generator", partial(save_generator, name=name), is_recorded=name not in NOT_RECORDED
@@ -169,5 +196,4 @@ FAMILIES: dict[str, Family] = {
         for name in (*GENERATORS, *BY_LENGTH)
     },
 }  # fmt: skip
-"""Static vectors have no row: they never leave the processor. ONNX has none: onnxruntime runs it, not torch. Unions of GLiNER
-models, GLiNER2 and GLiREL have none: their checkpoints are written by libraries that a host seldom has."""
+"""Static vectors have no row: they never leave the processor. Unions have none: their members are GLiNER models."""

@@ -30,14 +30,15 @@ from sie.frontend.inputs.tokenize import Tokenizer
 from sie.frontend.operations.extraction.boxes import BoxReading
 from sie.frontend.operations.extraction.gliclass import LabelReading
 from sie.frontend.operations.extraction.gliner import WindowReading
+from sie.frontend.operations.extraction.glirel import RelationReading
 from sie.frontend.operations.extraction.image_texts import PromptReading
 from sie.frontend.operations.extraction.label_pairs import PairReading
 from sie.frontend.operations.extraction.token_labels import TokenReading
 from sie.values.card import AdapterSpec, ModelCard
-from sie.values.extract import Detection, ExtractTask, Gliclass, Gliner, ImageToText
+from sie.values.extract import Detection, Entity, ExtractTask, Gliclass, Gliner, Glirel, ImageToText
 from sie.values.work import TensorForm, TensorTask, WorkHeader
 from sie.workers.loading import loader
-from sie.workers.loading.libraries import load_gliclass, load_gliner
+from sie.workers.loading.libraries import load_gliclass, load_gliner, load_gliner2, load_glirel
 from sie.workers.model_api import Comparison, ImageItem, Pair, SearchedImage, Side, TensorInputs
 from sie.workers.runners.exported import load_exported
 from tests.generation_models import Stream, load, random_prompt, scattered_blocks
@@ -50,6 +51,13 @@ LENGTHS = (5, 40, 5, 1, 19, 120)
 WORDS = (5, 9, 5, 1, 12)
 LABELS = ("person", "company", "city")
 TEXTS = ("Alice met Bob at Acme in Paris", "Carol", "and then Carol left Berlin in Paris at Acme and met Bob")
+_GIVEN = {
+    number: [Entity("any", 1.0, text.index(name), text.index(name) + len(name), name) for name in names]
+    for number, (text, names) in enumerate(
+        zip(TEXTS, (("Alice", "Bob", "Acme", "Paris"), (), ("Carol", "Berlin", "Acme")), strict=True)
+    )
+}
+"""The entities of each text, between which relations are searched."""
 NUM_DECODED = 4
 PROGRAM_WIDTH = 6
 
@@ -128,6 +136,10 @@ def load_by_card(directory: Path, device: str, dtype: str, model_id: str = "test
 
 def _build(card: ModelCard, device: str, dtype: Any) -> Any:
     match card.extract:
+        case Gliner() if card.architecture == "GLiNER2":
+            return load_gliner2(card, device, _no_progress, Limits(max_relation_candidates=4096))
+        case Glirel():
+            return load_glirel(card, device, dtype, _no_progress)
         case Gliner():
             return load_gliner(card, device, dtype, _no_progress, Limits(max_relation_candidates=4096))
         case Gliclass():
@@ -235,6 +247,8 @@ def _reading_inputs(model: Model) -> list[Any]:
     rule, limits = model.card.extract, Limits(max_relation_candidates=4096)
     if isinstance(rule, Gliner):
         reading: Any = WindowReading(rule, ExtractTask(labels=LABELS), model.tokenizer, limits)
+    elif isinstance(rule, Glirel):
+        reading = RelationReading(rule, ExtractTask(labels=LABELS), model.tokenizer, limits, _GIVEN)
     elif isinstance(rule, Gliclass):
         reading = LabelReading(rule, ExtractTask(labels=LABELS), model.tokenizer, limits)
     else:
@@ -256,6 +270,18 @@ def _run_gliner(model: Model, inputs: list[Any]) -> Answer:
         scores = np.zeros((len(LABELS), 128, 128), np.float32)
         for entity in found.entities:
             scores[LABELS.index(entity.label), entity.start, entity.end] = entity.score
+        answer.append([scores.reshape(len(LABELS), -1)])
+    return answer
+
+
+def _run_glirel(model: Model, inputs: list[Any]) -> Answer:
+    """Return the score of each label for each two entities."""
+    task = ExtractTask(labels=LABELS, threshold=0.0, top_k=len(LABELS))
+    answer: Answer = []
+    for found in model.runner.run_extract(inputs, [task] * len(inputs)):
+        scores = np.zeros((len(LABELS), 4, 4), np.float32)
+        for one in found.relations:
+            scores[LABELS.index(one.relation), int(one.head), int(one.tail)] = one.score
         answer.append([scores.reshape(len(LABELS), -1)])
     return answer
 
@@ -342,10 +368,19 @@ def _generate(model: Model, inputs: list[Any]) -> Answer:
     return [[np.stack([step[place] for step in steps])] for place in range(len(inputs))]
 
 
-def _load_program(directory: Path, device: str, _dtype: str) -> Model:
+def _tensor_card(directory: Path) -> ModelCard:
     source = TensorSource(repository=str(directory), name="m", version="1", default_max_batch_size=16)
-    card = read_tensor_card(ModelSpec(id=source.hosted_id, directory=source.folder, tensor=source))
-    return Model(load_exported(card, device, _no_progress), card)
+    return read_tensor_card(ModelSpec(id=source.hosted_id, directory=source.folder, tensor=source))
+
+
+def _load_program(directory: Path, device: str, _dtype: str) -> Model:
+    return Model(load_exported(_tensor_card(directory), device, _no_progress))
+
+
+def _load_onnx(directory: Path, device: str, _dtype: str) -> Model:
+    from sie.workers.runners.onnx import load_onnx  # onnxruntime, which a host may lack
+
+    return Model(load_onnx(_tensor_card(directory), device, 1, _no_progress))
 
 
 def _tensor_inputs(_model: Model) -> list[Any]:
@@ -388,12 +423,18 @@ KINDS = {
     "token labels": Kind(load_by_card, _reading_inputs, _run_token_logits, **_LOGITS),
     "gliclass": Kind(load_by_card, _reading_inputs, _run_token_logits, **_LOGITS),
     "gliner": Kind(load_by_card, _reading_inputs, _run_gliner, **_SCORES),
+    "gliner2": Kind(load_by_card, _reading_inputs, _run_gliner, by_level, {"float32": 2e-3}),
+    # Its random weights are so large that the scores are near 0 and 1, and a sigmoid's middle is steep.
+    "glirel": Kind(
+        load_by_card, _reading_inputs, _run_glirel, by_level, {"float32": 2e-3, "float16": 5e-2, "bfloat16": 2e-1}
+    ),
     "dual": Kind(load_by_card, _dual_inputs, _run_dual, by_cosine, _IMAGES),
     "detector": Kind(
         load_by_card, _searched, _run_boxes, by_level, {"float32": 1e-2, "float16": 5e-2, "bfloat16": 1e-1}
     ),
     "image to text": Kind(load_by_card, _seen, _write_about, by_spread, _WRITTEN),
     "program": Kind(_load_program, _tensor_inputs, _run_tensors, by_level, {"float32": 1e-4}),
+    "onnx": Kind(_load_onnx, _tensor_inputs, _run_tensors, by_level, {"float32": 1e-4}),
     "encoder-decoder": Kind(_load_translator, _translated, _generate, by_spread, _WRITTEN),
     "generator": Kind(_load_generator, _prompts, _generate, **_LOGITS),
 }

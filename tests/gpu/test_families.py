@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from tests.unit.workers.device.fake_cuda import FakeCuda
 
 HALF = ("bfloat16", "float16")
 ON_A_CPU = ("encoder bert", "encoder gemma3_text", "bge-m3", "adapter", "scorer bert", "detector owlvit", "program", "image to text florence2",
-            "generator gemma3")  # fmt: skip
+            "generator gemma3", "onnx", "gliner2 span bert", "glirel refined")  # fmt: skip
 """Rows that every run of the tests tries on a CPU, so that the comparison itself is known to work."""
 RECORDED_HERE = ("encoder bert", "encoder gemma3_text", "encoder nomic-embed-text-v2-moe", "encoder nomic over its training",
                  "encoder jina-embeddings-v2", "bge-m3", "scorer qwen3", "encoder nv-embed", "reranker layerwise", "reranker of lists", "token labels modernbert")  # fmt: skip
@@ -143,6 +144,11 @@ def expected_fallbacks(family: Family, model: Model, device: str, dtype: str) ->
         return set()
     if is_generator and not is_half:
         return {"gathered_blocks"}
+    if (
+        family.kind == "onnx"
+        and "CUDAExecutionProvider" not in importlib.import_module("onnxruntime").get_available_providers()
+    ):
+        return {"cpu"}  # it says so, and answers
     if family.kind == "encoder-decoder":
         return {"gathered_blocks", "no_graphs"}
     if family.is_packed is False:

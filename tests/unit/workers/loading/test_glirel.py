@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -57,19 +60,28 @@ def any_tokenizer(tmp_path: Path) -> Tokenizer:
     return Tokenizer.load(ModelCard(id="m", kind="extractor", tokenizer_file=str(tmp_path / "tokenizer.json")))
 
 
+_NOT_INSTALLED = (
+    ("loguru", "logger"),
+    ("seqeval", "metrics"),
+    ("seqeval.metrics", "v1"),
+    ("seqeval.metrics.v1", "_prf_divide"),
+)
+
+
+@contextmanager
+def imported_library() -> Iterator[Any]:
+    """Yield the library, whose logs and measures are not installed."""
+    stubs = {name: ModuleType(name) for name, _ in _NOT_INSTALLED}
+    for name, attribute in _NOT_INSTALLED:
+        setattr(stubs[name], attribute, argparse.Namespace(info=print, warning=print))
+    with patch.dict(sys.modules, stubs):
+        yield pytest.importorskip("glirel")
+
+
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the library, whose logs and measures are not installed."""
-    for name, attribute in (
-        ("loguru", "logger"),
-        ("seqeval", "metrics"),
-        ("seqeval.metrics", "v1"),
-        ("seqeval.metrics.v1", "_prf_divide"),
-    ):
-        stub = ModuleType(name)
-        setattr(stub, attribute, argparse.Namespace(info=print, warning=print))
-        monkeypatch.setitem(sys.modules, name, stub)
-    return pytest.importorskip("glirel")
+def library() -> Iterator[Any]:
+    with imported_library() as imported:
+        yield imported
 
 
 def save(library: Any, directory: Path, variant: str) -> tuple[Path, Any]:
