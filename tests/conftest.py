@@ -82,7 +82,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 _WAITING = ("tests/chaos/", "tests/conformance/", "tests/process/")
-_COMPUTING = ("tests/property/", "tests/security/", "tests/unit/bench/", "tests/unit/catalog/", "tests/unit/workers/")
+_COMPUTING = ("tests/property/", "tests/security/", "tests/unit/bench/", "tests/unit/catalog/", "tests/unit/workers/",
+              "tests/unit/test_imports.py")  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
