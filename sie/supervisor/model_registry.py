@@ -69,7 +69,7 @@ class Record(msgspec.Struct):
 
     @property
     def wanted(self) -> bool:
-        """Whether workers should have it."""
+        """Whether workers should have the model."""
         return self.stage.is_wanted
 
     @property

@@ -63,7 +63,7 @@ def _narrow(profile: str, allowed: list[str], wanted: list[Any] | None) -> list[
 
 
 def token_limit(options: Options, is_query: bool) -> int | None:
-    """Return the most tokens a text may have by the options, special ones included; None for the model's limit."""
+    """Return the limit of tokens that the options set for a text, special ones included. None: they set none."""
     limits = (options.get("max_seq_length"), options.get("query_max_length") if is_query else None)
     return min((limit for limit in limits if limit is not None), default=None)
 
