@@ -74,7 +74,8 @@ def check_cuts(card: ModelCard, policy: str | None, cuts: Cuts) -> None:
         index = min(cuts)
         raise too_long(
             card,
-            f"item {index} has more than the {cuts[index]} tokens that the model reads at once, and overflow_policy is 'error'",
+            f"item {index} has more than the {cuts[index]} tokens that the model reads at once; shorten it, or let it be cut "
+            "(overflow_policy; on a route of another server truncate or truncate_prompt_tokens)",
         )
 
 
