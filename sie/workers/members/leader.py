@@ -45,9 +45,10 @@ Load = Callable[[Group], TextGenerator]
 
 
 def load_divided(card: ModelCard, launch: Launch, settings: Settings, load: Load, *, room: CacheRoom) -> TextGenerator:
-    """Return the runner of a model of which this worker's neighbours' devices hold parts, too.
+    """Return the runner of a model that is divided among the devices of this worker and of its neighbours.
 
-    load gets the group, and loads this worker's part. The keys and values of each member take no more than room. Raises what it raises, or the error of a follower's load.
+    load gets the group, and loads this worker's part. The keys and values of each member take no more than room. Raises
+    the errors of load, or the error of a follower's load.
     """
     members = Members(card, launch, settings, room)
     try:
