@@ -1,6 +1,6 @@
 """Reads `families.toml` and `catalogue.toml`: the families that are served, and the reference catalogue by family.
 
-docs/models.md has the first as its table; `sie models --catalogue` prints the second.
+docs/models.md has the first as its table; `sie list --catalogue` prints the second.
 """
 
 from __future__ import annotations

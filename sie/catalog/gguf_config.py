@@ -117,7 +117,8 @@ def _check_widths(reader: _Fields, row: Row, width: int) -> None:
 def _latent_widths(reader: _Fields, config: dict[str, Any]) -> dict[str, Any]:
     """Return the widths of heads whose keys and values are made of latent ones.
 
-    Files since April 2025 have those of the latent ones as `key_length` and `value_length`, and one head of them.
+    In files since April 2025, `key_length` and `value_length` are the widths of the latent keys and values, which have
+    one head; the keys with `_mla` have the widths of heads.
     Source: llama.cpp, conversion/deepseek.py, and src/llama-hparams.cpp, `n_embd_head_k_mla`.
     """
     ends = "_mla" if reader.find("attention.key_length_mla") is not None else ""

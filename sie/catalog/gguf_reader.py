@@ -36,7 +36,7 @@ _patching = threading.Lock()
 class _Reader(gguf.GGUFReader):
     """A reader that reads long arrays with its own method, and whose errors name the field or tensor at fault.
 
-    The library trusts the lengths in a file, and takes what is left of it when they are too large.
+    The library trusts the lengths in a file: where one is too large, it reads to the end of the file without an error.
     """
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> NDArray[Any]:

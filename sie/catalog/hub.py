@@ -107,7 +107,7 @@ def directory_hint(model_id: str) -> str:
 
 
 def list_files(spec: ModelSpec) -> Sequence[RepoFile]:
-    """Return the files of a model's repository as the hub listed them last; empty if that is not known here."""
+    """Return the files of a model's repository as the hub last listed them; empty if this host has no such list."""
     try:
         from huggingface_hub import get_cached_repo_tree
         from huggingface_hub.errors import CachedRepoTreeNotFoundError

@@ -1,4 +1,4 @@
-"""Builds the output of `sie models`: each configured model and the facts of its files, without loading any model."""
+"""Builds the output of `sie list`: each configured model and the facts of its files, without loading any model."""
 
 from __future__ import annotations
 

@@ -115,11 +115,11 @@ def with_models(flags: dict[str, Any], named: Iterable[str]) -> dict[str, Any]:
 
 
 def model_spec(text: str) -> str:
-    """Return a model as `--model` takes it. A path gets an id: its last part, without `.gguf`.
+    """Return a named model in the form of `--model`.
 
-    A path is recognised by its beginning (`/`, `./`, `../`, `~`) or its end (`/`, `.gguf`). Another name is that of a
-    directory if one with a model's files has it, which keeps the name as its id; otherwise it is the hub's. A name with
-    a revision is always the hub's.
+    A name that begins with `/`, `./`, `../` or `~`, or ends with `/` or `.gguf`, is a path. The model's id is then the
+    last part of the path, without `.gguf`. Any other name is the id itself: of a directory here that has this name and
+    holds a model's files, or else of a repository on the hub. A name with a revision always means the hub.
     """
     if "=" in text:
         return text

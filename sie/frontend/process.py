@@ -124,12 +124,7 @@ class FrontendProcess:
         self._images = ImageReader(settings.limits, settings.server.image_threads)
         self._set_operations(settings)
         self.tensors = self._make_tensors()
-        self.held = HeldBytes(settings.limits.max_held_bytes, self.metrics.record_held_cut)
-        self.count_held: Callable[[], int] = lambda: self.held.num_bytes
-        """Returns the bytes held for clients; a process that serves no HTTP replaces it."""
-        self.bodies = BodyReader(*body_limits(settings.limits), held=self.held)
-        self.text_bodies = self.bodies.with_limit(settings.generation, "max_generation_body_bytes")
-        self.unread = UnreadAnswers(self.held, loop)
+        self._set_held_bytes(settings)
         self.generation_metrics = GenerationMetrics(pages[0], self.models)
         self.access = open_access(settings.access, pages, self.metrics.record_auth_failure, self.unread.settle)
         self.host_check = open_host_check(settings, launch)
@@ -155,6 +150,15 @@ class FrontendProcess:
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, settings.limits, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
+
+    def _set_held_bytes(self, settings: Settings) -> None:
+        """Set what reads bodies and counts unread answers; both count towards the bytes held for clients."""
+        self.held = HeldBytes(settings.limits.max_held_bytes, self.metrics.record_held_cut)
+        self.count_held: Callable[[], int] = lambda: self.held.num_bytes
+        """Returns the bytes held for clients; a process that serves no HTTP replaces it."""
+        self.bodies = BodyReader(*body_limits(settings.limits), held=self.held)
+        self.text_bodies = self.bodies.with_limit(settings.generation, "max_generation_body_bytes")
+        self.unread = UnreadAnswers(self.held, self._loop)
 
     def _make_models(self, wait_s: int) -> ModelTable:
         models = ModelTable(self._pool, self.request_load, loading_retry_after_s=wait_s)

@@ -94,7 +94,7 @@ class Progress:
         return True
 
     def _end(self, model: str, worker: str) -> float:
-        """Forget a worker's load of a model, or all of them without a worker. Return its seconds."""
+        """Forget the load of a model at a worker, or at every worker if none is named. Return how many seconds it took."""
         now_s = self._clock_s()
         ended = [key for key in self._started_s if key[0] == model and (not worker or key[1] in ("", worker))]
         started_s = min([self._started_s.pop(key) for key in ended], default=now_s)

@@ -161,4 +161,4 @@ async def _prepare_models(
 
 def failed(spec: ModelSpec, reason: str, error_class: str) -> WireError:
     """Return the error of a failed model load in wire form; error_class as in the API reference, section 12."""
-    return to_wire(Internal(f"Model '{spec.id}': {reason}", extras={"error_class": error_class}))
+    return to_wire(Internal(f"Model '{spec.id}' cannot be loaded: {reason}", extras={"error_class": error_class}))

@@ -32,9 +32,9 @@ def names_of(devices: Sequence[str]) -> list[str]:
 
 
 def leading_slots(devices: Sequence[str], size: int, named: Sequence[str]) -> list[int]:
-    """Return the slots that may lead a group of `size` workers, all of whose devices are named; any, if none is named.
+    """Return the first slot of each group of `size` adjacent workers. Groups do not overlap.
 
-    Groups do not overlap.
+    If any devices are named, a group has only workers on those.
     """
     allowed = [not named or name in named for name in names_of(devices)]
     slots: list[int] = []

@@ -69,7 +69,7 @@ class Record(msgspec.Struct):
 
     @property
     def wanted(self) -> bool:
-        """Whether workers should have it."""
+        """Whether workers should have the model."""
         return self.stage.is_wanted
 
     @property
@@ -307,7 +307,7 @@ class ModelRegistry:
         record.num_losses = 0
         what = "workers lost their device" if is_lost else "the worker died"
         error_class = "DEVICE" if is_lost else "ENGINE"
-        reason = f"Model '{record.spec.id}': {what} while it loaded"
+        reason = f"Model '{record.spec.id}' cannot be loaded: {what} while it loaded"
         self.fail(record, to_wire(Internal(reason, extras={"error_class": error_class})), now_s)
 
     def idle(self, idle_s: float, now_s: float) -> list[Record]:

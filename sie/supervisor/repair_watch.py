@@ -56,7 +56,7 @@ class RepairWatch:
             await self.look()
 
     async def look(self) -> None:
-        """Look at all files once. A change counts when the next look finds no other: until then it may be half a copy."""
+        """Look at all files once. A change counts when the next look finds no further one: before, a copy may be half done."""
         refused = {record.spec.id: record for record in self._registry.refused_for_good()}
         self._seen = {name: seen for name, seen in self._seen.items() if name in refused}
         for name, record in refused.items():

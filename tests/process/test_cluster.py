@@ -245,6 +245,14 @@ def test_a_gateway_keeps_no_sessions(gateway: Server):
     assert "session_id" in answer.body.decode()
 
 
+def test_a_gateway_names_no_switch_of_its_own_for_tools(gateway: Server):
+    body = {"model": "text", "messages": [{"role": "user", "content": "x"}], "enable_shell": True}
+    answer = post_json(gateway.port, "/v1/chat/completions", body)
+    assert answer.status == 400
+    expected = "Field 'enable_shell' asks for tools, which a gateway does not run; ask a host itself"
+    assert answer.json()["error"]["message"] == expected
+
+
 def test_health_says_gateway(gateway: Server):
     # A host whose heartbeat is late is not among those of this moment.
     health = eventually(lambda: (one := get(gateway.port, "/health").json())["workers"] and one, "a heartbeat")

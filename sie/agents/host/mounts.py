@@ -74,7 +74,7 @@ class Mounts:
             raise MountError(f"files cannot be put into the working directory: {problem}")
 
     def _mount_file(self, session: Session, file: MountedFile, source: Path) -> None:
-        """Copy a file under a name of ours, and then give it its name, in place of what has it."""
+        """Copy a file under a temporary name, then rename it. It replaces a file that already has its name."""
         part = f".{secrets.token_hex(8)}"
         try:
             root = os.open(session.work, os.O_RDONLY | os.O_DIRECTORY)

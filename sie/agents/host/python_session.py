@@ -125,7 +125,7 @@ class PythonSession:
                 return ran
 
     async def close(self) -> None:
-        """End it, and wait until it is gone."""
+        """End the interpreter, and wait until its process is gone."""
         self.box.end("its session ended")
         if self._streams is not None:
             self._streams[1].transport.abort()

@@ -163,9 +163,9 @@ class Sandboxed:
                 os.kill(pid, signal.SIGKILL)
 
     async def watch(self) -> None:
-        """Look at what it holds until it ends or this is cancelled, and end it over a limit.
+        """Measure the sandbox until it ends or this is cancelled, and end it when it is over a limit.
 
-        A sandbox that cannot be looked at is ended, too: one that took all processes of the host left no thread to look.
+        A sandbox that cannot be measured is ended, too: if it has taken all processes of the host, no thread can start.
         """
         number = 0
         while self.is_running:

@@ -1,4 +1,4 @@
-"""Reads a session's working directory, in which strangers make names. Follows no link and leaves it by no path.
+"""Reads the files of a session's working directory, where strangers choose the names. No link or path leads out of it.
 
 Files may change while they are read: each is opened once, beneath the directory, and then judged by its descriptor.
 """

@@ -67,7 +67,7 @@ async def keep_written(
 ) -> KeptFile:
     """Keep a file whose facts are known, with the bytes of a writer. The caller discards the writer if this raises.
 
-    Unless it replaces, a file that is held under its id stays, is renewed, and is returned in its place.
+    replaces: whether a file that the store holds under this id is replaced. If not, that file is renewed and returned.
     """
     blob = await store.run(writer.commit) if writer is not None else ""
     file = msgspec.structs.replace(file, blob=blob)

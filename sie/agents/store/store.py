@@ -108,7 +108,7 @@ class Store:
         return await self._rows.do(lambda opened: opened.change(work))
 
     async def run_reaper(self) -> None:
-        """Delete what has expired from time to time, for ever."""
+        """Delete expired files and sessions every two minutes, until this is cancelled."""
         while True:
             with contextlib.suppress(Unavailable):  # already logged
                 await self._rows.do(StoreFile.reap)

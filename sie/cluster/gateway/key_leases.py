@@ -49,7 +49,10 @@ class KeyUse(msgspec.Struct, array_like=True, frozen=True):
     written_ns: int = 0
 
     def seen_at(self, now_ns: int) -> KeyUse:
-        """Return it on a clock that has stepped back since it was written: else it would owe for the length of the step."""
+        """Return the use as seen at now_ns. If the clock has stepped back since it was written, all its times move back, too.
+
+        Otherwise the key would owe for the length of the step.
+        """
         ahead_ns = self.written_ns - now_ns
         if ahead_ns <= 0:
             return self
@@ -191,7 +194,7 @@ def _is_due(holder: KeyHolder, share: _Share, now_ns: int) -> bool:
 
 
 def _take(per_minute: int | None, empty_ns: int, left: int, wanted: int, now_ns: int) -> tuple[int, int, int]:
-    """Give what is left of a share back to a rate, and take up to `wanted` of it, but leave half to others.
+    """Give the rest of a share back to its rate, then take up to `wanted`, but only half of what is free.
 
     Returns the time at which the rate's bucket is empty, the amount taken, and the amount that was there. A negative left
     is a debt, which is taken in any case. per_minute None: the rate has no limit.

@@ -54,8 +54,9 @@ class _Inbox:
 class Consumer:
     """The open pull requests for one model.
 
-    They use two inboxes in turn, each for as long as a request lasts. An item does not say which request brought it, so
-    with one inbox, requests that were lost would count for as long as others follow; here they end with their inbox.
+    An item does not say which request brought it, so a request that was lost cannot be told from one that waits. The
+    requests therefore use two inboxes in turn, each for as long as a request lasts. When an inbox ends, all requests of
+    it stop counting, lost ones included.
     """
 
     def __init__(self, connection: Connection, lane: Lane, model: str, inbox: str, take: Take) -> None:

@@ -111,9 +111,10 @@ class TextRuns:
             self._beats_s[decode(message.data, gateway_beat_decoder).gateway] = time.monotonic()
 
     def tick(self) -> None:
-        """End the answers of gateways that no longer beat, each with an error for a gateway that was only unreachable.
+        """End the answers to gateways whose heartbeats have stopped.
 
-        Without NATS no gateway beats. Its client library keeps the errors until NATS is back.
+        Each ends with an error, because its gateway may live and only be unreachable. Without NATS no heartbeat
+        arrives; the client library keeps the errors until NATS is back.
         """
         now_s = time.monotonic()
         for running in list(self._running.values()):

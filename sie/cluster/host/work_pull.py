@@ -140,7 +140,7 @@ class WorkPull:
         await self._pull()
 
     async def _follow_models(self) -> None:
-        """Have a consumer for each model that is served here. The server deletes those that nobody uses for long."""
+        """Keep a consumer for each model that is served here. NATS deletes a consumer that nobody uses for long."""
         served = self._served()
         for model in self._consumers.keys() - served:
             await self._close(self._consumers.pop(model))

@@ -24,7 +24,7 @@ def may_run_twice(pending: ShmPending) -> bool:
 
 
 def make_copy(pending: ShmPending, request_id: int, lease: Lease, *, is_suspect: bool) -> ShmPending:
-    """Return a copy of a request in this lease, at least as long. is_suspect: the copy runs alone in its step."""
+    """Return a copy of a request in this lease, which has room for it. is_suspect: the copy runs alone in its step."""
     lease.view[: pending.length] = pending.lease.view[: pending.length]
     flags = pending.flags | (FLAG_ALONE if is_suspect else 0)
     return msgspec.structs.replace(pending, request_id=request_id, lease=lease, link=None, flags=flags)

@@ -86,25 +86,34 @@ class Generator:
         task = plan_task(request, rule, vocabulary.size, salt, grammar)
         if marks is not None and not request.ignore_eos:
             task = msgspec.structs.replace(task, stop_token_ids=marks.ends)
-        texts = await self._echoes(request, vocabulary, prompts, [ids for ids, _ in fitted]) if echoes else ()
+        read = [ids for ids, _ in fitted]
+        texts = await self._echoes(request, vocabulary, prompts, read) if echoes else ()
+        new_readers = _readers(request, rule, vocabulary, read, prompt_end)
         news = asyncio.Event()
-        new_readers = _readers(request, rule, vocabulary, [ids for ids, _ in fitted], prompt_end)
+        tasks = [_task_of(task, number, max_tokens) for number, (_, max_tokens) in enumerate(fitted)]
+        parts = await self._submit(entry.card.id, read, tasks, new_readers, news=news, deadline_ns=deadline_ns)
+        return Run(self._engine, entry.card.id, parts, news, began_ns=began_ns, meter=self._meter, prompts=texts)
+
+    async def _submit(
+        self, model: str, prompts: Sequence[list[int]], tasks: Sequence[GenerateTask],
+        new_readers: Sequence[Callable[[], Reader]], *, news: asyncio.Event, deadline_ns: int,
+    ) -> list[Part]:  # fmt: skip
+        """Submit a request to the engine for each prompt: all of them or none. Each sets news when tokens come."""
         parts: list[Part] = []
         try:
-            for number, (ids, max_tokens) in enumerate(fitted):
-                stream = TokenStream(request.num_choices, self._times, news.set)
-                own = msgspec.structs.replace(task, max_tokens=max_tokens, sampling=_own_seed(task.sampling, number))
+            for ids, task, new_reader in zip(prompts, tasks, new_readers, strict=True):
+                stream = TokenStream(task.num_choices, self._times, news.set)
                 pending = await self._engine.submit_stream(
-                    WorkHeader(entry.card.id, "generate", 1, (), task=_encode_task(own)),
+                    WorkHeader(model, "generate", 1, (), task=_encode_task(task)),
                     [("cu_seqlens", np.array([0, len(ids)], np.int32)), ("token_ids", np.array(ids, np.int32))],
-                    len(ids) + request.num_choices * min(max_tokens, _EXPECTED_TOKENS), deadline_ns, stream,
+                    len(ids) + task.num_choices * min(task.max_tokens, _EXPECTED_TOKENS), deadline_ns, stream,
                 )  # fmt: skip
-                parts.append(Part(pending, stream, new_readers[number], len(ids)))
+                parts.append(Part(pending, stream, new_reader, len(ids)))
         except BaseException:
             for part in parts:
                 self._engine.finish(part.pending)
             raise
-        return Run(self._engine, entry.card.id, parts, news, began_ns=began_ns, meter=self._meter, prompts=texts)
+        return parts
 
     def close(self) -> None:
         """End the processes that render templates."""
@@ -266,9 +275,11 @@ def plan_task(
     )  # fmt: skip
 
 
-def _own_seed(sampling: Sampling, prompt: int) -> Sampling:
-    """Return the sampling of one of several prompts, with its own seed, so that equal prompts get different answers."""
-    return sampling if not prompt else msgspec.structs.replace(sampling, seed=(sampling.seed + prompt) & _MAX_SEED)
+def _task_of(task: GenerateTask, prompt: int, max_tokens: int) -> GenerateTask:
+    """Return the task of one of several prompts. Its seed is its own, so that equal prompts get different answers."""
+    seed = (task.sampling.seed + prompt) & _MAX_SEED
+    own = task.sampling if not prompt else msgspec.structs.replace(task.sampling, seed=seed)
+    return msgspec.structs.replace(task, max_tokens=max_tokens, sampling=own)
 
 
 def _readers(

@@ -87,7 +87,7 @@ class Service:
         except Exception as error:
             _fail(call, error)
         finally:
-            _end(keys)
+            _end_requests(keys)
 
     async def _watch(self, call: Call, message: Message) -> None:
         try:
@@ -136,9 +136,8 @@ class Service:
         keys gets the API key whose request the caller has to end; without it, the request ends here.
         """
         method = _method(call)
-        exchange = Exchange(call, call, time.monotonic_ns())
-        exchange.route = method.route
-        exchange.body_bytes = len(message)
+        dialect = self._dialects[method.service]
+        exchange = _exchange_of(call, method, message)
         failure: SieError | None = None
         num_held = len(message) if len(message) >= LARGE_BYTES else 0
         try:
@@ -147,18 +146,15 @@ class Service:
             try:
                 exchange.deadline_ns = self._deadline_ns(exchange)
                 asked = parse(message_class(method.file, method.request), message) if method.request else message
-                return await method.handler(self._dialects[method.service], exchange, asked)
+                return await method.handler(dialect, exchange, asked)
             except SieError as error:
                 failure = error
-                reply = self._dialects[method.service].fail(exchange, message, error, is_stream=method.is_stream)
+                reply = dialect.fail(exchange, message, error, is_stream=method.is_stream)
                 if reply is None:
                     raise
                 return reply
             finally:
-                if exchange.holder is not None and keys is not None:
-                    keys.append(exchange.holder)
-                elif exchange.holder is not None:
-                    exchange.holder.end()
+                _leave_key(exchange, keys)
         except SieError as error:
             failure = error
             raise
@@ -230,7 +226,7 @@ class _UnreadReplies:
                 return await serve(message, keys)
             finally:
                 if self._is_over:
-                    _end(keys)
+                    _end_requests(keys)
 
         return answer
 
@@ -239,7 +235,7 @@ class _UnreadReplies:
 
         async def write_one(reply: bytes) -> None:
             await write(reply)
-            _end(self._keys.popleft())
+            _end_requests(self._keys.popleft())
 
         return write_one
 
@@ -247,13 +243,29 @@ class _UnreadReplies:
         """End all requests, also those that are still being cancelled."""
         self._is_over = True
         for keys in self._keys:
-            _end(keys)
+            _end_requests(keys)
 
 
-def _end(keys: list[KeyHolder]) -> None:
+def _end_requests(keys: list[KeyHolder]) -> None:
     """End the requests of keys, once."""
     while keys:
         keys.pop().end()
+
+
+def _leave_key(exchange: Exchange, keys: list[KeyHolder] | None) -> None:
+    """Leave the API key's request to the owner of keys, or end it here if there is none."""
+    if exchange.holder is not None and keys is not None:
+        keys.append(exchange.holder)
+    elif exchange.holder is not None:
+        exchange.holder.end()
+
+
+def _exchange_of(call: Call, method: Method, message: bytes) -> Exchange:
+    """Return the exchange of one message, which begins now."""
+    exchange = Exchange(call, call, time.monotonic_ns())
+    exchange.route = method.route
+    exchange.body_bytes = len(message)
+    return exchange
 
 
 def _method(call: Call) -> Method:

@@ -63,7 +63,7 @@ def _narrow(profile: str, allowed: list[str], wanted: list[Any] | None) -> list[
 
 
 def token_limit(options: Options, is_query: bool) -> int | None:
-    """Return the most tokens a text may have by the options, special ones included; None for the model's limit."""
+    """Return the limit of tokens that the options set for a text, special ones included. None: they set none."""
     limits = (options.get("max_seq_length"), options.get("query_max_length") if is_query else None)
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -74,7 +74,8 @@ def check_cuts(card: ModelCard, policy: str | None, cuts: Cuts) -> None:
         index = min(cuts)
         raise too_long(
             card,
-            f"item {index} has more than the {cuts[index]} tokens that the model reads at once, and overflow_policy is 'error'",
+            f"item {index} has more than the {cuts[index]} tokens that the model reads at once; shorten it, or let it be cut "
+            "(overflow_policy; on a route of another server truncate or truncate_prompt_tokens)",
         )
 
 

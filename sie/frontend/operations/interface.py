@@ -67,7 +67,7 @@ class ExtractSubmission(TimedSubmission, Protocol):
 
     @property
     def input_tokens(self) -> int:
-        """Tokens of the texts and of the labels or queries, each counted once; asked for when the reply is there."""
+        """Tokens of the texts and of the labels or queries, each counted once. Read it only when the reply is there."""
         ...
 
 

@@ -79,12 +79,14 @@ class TextService:
     async def plan(self, request: GenerateRequest) -> AgentPlan | None:
         """Return the plan of a request that asks the server to act, or None. Raises as `plan_agent` does."""
         settings, servers = self._process.settings.agents, ()
-        if request.agent is not None and request.agent.mcp and settings.has_mcp and self._process.remote is None:
+        if self._process.remote is not None:
+            if request.agent is None and not (settings.tool_dispatch_url and request.tools):
+                return None
+            field = request.agent.field if request.agent is not None else "tools"
+            raise wrong(field, "asks for tools, which a gateway does not run; ask a host itself")
+        if request.agent is not None and request.agent.mcp and settings.has_mcp:
             servers = (await self._process.agents.ask(ListMcp(), McpTools)).servers
-        plan = plan_agent(request, settings, servers)
-        if plan is not None and self._process.remote is not None:
-            raise wrong(plan.task.field, "asks for tools, which a gateway does not run; ask a host itself")
-        return plan
+        return plan_agent(request, settings, servers)
 
     async def start_agent(self, entry: ModelEntry, plan: AgentPlan, deadline_ns: int, *, owner: str) -> AgentRun:
         """Submit the first round of an agent's run. deadline_ns: of its first token; later rounds have as much time."""

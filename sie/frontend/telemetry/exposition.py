@@ -1,6 +1,7 @@
 """Writes merged metrics as a page for scrapers: Prometheus' text, or OpenMetrics with exemplars. Pure.
 
-The text is written here, because prometheus_client takes 20 times as long: 1.4 s for 300 models. It writes OpenMetrics.
+The text is written here, because prometheus_client takes 20 times as long: 1.4 s for 300 models. OpenMetrics is rare,
+so prometheus_client writes it.
 Source: Prometheus exposition formats, text version 0.0.4.
 """
 

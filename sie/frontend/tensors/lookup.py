@@ -91,7 +91,8 @@ class TensorTable:
         """Return the entry of a version, loaded or not; without a version, the newest that takes requests.
 
         A version that is being reloaded counts as one that takes requests. If there is none, return the newest that is
-        loading, or else the newest that has failed. Raises NotFound. Source: KServe v2 sheet, sections 1, 8.
+        loading or loads at a request, or else the newest that has failed. Raises NotFound. Source: KServe v2 sheet,
+        sections 1, 8.
         """
         versions = self._current().get(name)
         if versions is None:
@@ -123,7 +124,8 @@ def _is_or_will_be_servable(entry: ModelEntry) -> bool:
 
 
 def _is_coming(entry: ModelEntry) -> bool:
-    return entry.state == "loading"
+    """Tell whether a model is loading, or a request would start its load, as for text models."""
+    return entry.state == "loading" or entry.card.kind != "tensor"
 
 
 def _has_failed(entry: ModelEntry) -> bool:

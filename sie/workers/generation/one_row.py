@@ -93,7 +93,7 @@ def _is_faster(layers: Sequence[nn.Linear], measure: Measure) -> bool:
 
 
 def _beyond_cache(layers: Sequence[nn.Linear]) -> list[nn.Linear]:
-    """Return layers to time: also copies, if the weights of all layers of this shape are no more than a few caches."""
+    """Return layers to time. Copies join them if the weights of all layers of this shape would fit into a few caches."""
     weight = layers[0].weight
     count = -(-_CACHES * _cache_bytes(weight.device) // weight.nbytes)
     own = layers[: max(_MOST_LAYERS, count)]

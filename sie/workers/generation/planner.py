@@ -90,7 +90,7 @@ class Planner:
                 self.pool.enter(sequence.blocks[index], self._key(sequence, index))
 
     def undo(self, part: Part) -> None:
-        """Let a current part run again, as if it had not run; what is under way behind it counts no more."""
+        """Reset a sequence to the start of a part of the current step, which then runs again. Later parts under way do not count."""
         part.sequence.begun.clear()
         part.sequence.num_computed = part.start
 
@@ -293,7 +293,7 @@ def whole_prompts(lengths: list[int], max_tokens: int, max_parts: int) -> list[i
 
 
 def _give(counts: list[int], lengths: list[int], order: Iterable[int], budget: int, max_parts: int) -> None:
-    """Add to counts: give each sequence, in this order, what it still lacks of lengths, until the budget is spent.
+    """Raise each sequence's count to its length, in this order, until the budget is spent.
 
     At most max_parts sequences get any.
     """

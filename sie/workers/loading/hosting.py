@@ -253,4 +253,4 @@ def _load_error(card: ModelCard, error: BaseException) -> WireError:
         return to_wire(refuse(card.id, f"a library is missing or broken: {reason}", "DEPENDENCY"))
     kind = "OOM" if is_out_of_memory(error) else "UNKNOWN"
     reason = f"{type(error).__name__} while loading; the server's log has the details"
-    return to_wire(Internal(f"Model '{card.id}': {reason}", extras={"error_class": kind}))
+    return to_wire(Internal(f"Model '{card.id}' cannot be loaded: {reason}", extras={"error_class": kind}))

@@ -82,7 +82,7 @@ def _load_error(start: Start, error: Exception) -> SieError:
     if isinstance(error, SieError):
         return error
     kind = "OOM" if is_out_of_memory(error) else "UNKNOWN"
-    text = f"Model '{start.card.id}': {type(error).__name__} in a follower; the server's log has the details"
+    text = f"Model '{start.card.id}' cannot be loaded: {type(error).__name__} in a follower; the server's log has the details"
     return Internal(text, extras={"error_class": kind})
 
 

@@ -45,9 +45,10 @@ Load = Callable[[Group], TextGenerator]
 
 
 def load_divided(card: ModelCard, launch: Launch, settings: Settings, load: Load, *, room: CacheRoom) -> TextGenerator:
-    """Return the runner of a model of which this worker's neighbours' devices hold parts, too.
+    """Return the runner of a model that is divided among the devices of this worker and of its neighbours.
 
-    load gets the group, and loads this worker's part. The keys and values of each member take no more than room. Raises what it raises, or the error of a follower's load.
+    load gets the group, and loads this worker's part. The keys and values of each member take no more than room. Raises
+    the errors of load, or the error of a follower's load.
     """
     members = Members(card, launch, settings, room)
     try:
@@ -112,7 +113,9 @@ class Members:
             try:
                 message = receive(sock)
             except OSError as error:
-                raise Internal(f"Model '{self._model}': a follower did not load it: {error}") from error
+                raise Internal(
+                    f"Model '{self._model}' cannot be loaded: a follower does not answer: {error}"
+                ) from error
             sock.settimeout(None)
             if not isinstance(message, Loaded) or message.error is not None:
                 raise _to_error(self._model, message)
@@ -202,7 +205,9 @@ def _to_error(model: str, message: Message | None) -> SieError:
     """Return the error in a follower's message, or one for a follower that has gone."""
     if isinstance(message, Loaded) and message.error is not None:
         return from_wire(message.error)
-    return Internal(f"Model '{model}': a follower ended while it loaded; the server's log has the details")
+    return Internal(
+        f"Model '{model}' cannot be loaded: a follower ended while it loaded; the server's log has the details"
+    )
 
 
 def _wait_for(fds: Sequence[int], timeout_s: float | None = None) -> list[int]:

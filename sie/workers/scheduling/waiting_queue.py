@@ -97,7 +97,7 @@ def taken_parts(item: WaitingItem, is_taken: NDArray[np.bool_]) -> Iterator[Wait
 
 
 def _rest(item: WaitingItem, parts: list[WaitingItem]) -> Iterator[WaitingItem]:
-    """Yield what is left of several items without some parts, which are items of their own from now on."""
+    """Yield the rest of several items that wait together, without the given parts; each part becomes an item of its own."""
     first, end = item.index, item.index + item.num_items
     for part in sorted(parts, key=lambda part: part.index):
         part.part_of = None

@@ -307,7 +307,7 @@ def test_second_device_lost_in_a_row_during_its_load_fails_the_model(lazy):
         lazy.report("loading", progress=0.0)
         lazy.registry.forget_worker(0, 100.0, blame=False, is_lost=True)
         assert (lazy.view[0] == "failed") == (num_lost == 2)
-    assert lazy.entry.error.message == "Model 'm': workers lost their device while it loaded"
+    assert lazy.entry.error.message == "Model 'm' cannot be loaded: workers lost their device while it loaded"
     assert lazy.record.retry_at_s == 100.0 + 4 * RETRY_S
     assert lazy.registry.want("m", 101.0) is None
 

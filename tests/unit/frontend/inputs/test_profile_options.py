@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from sie.frontend.inputs.profile_options import gives, is_own_entry, merge_options, token_limit
+from sie.frontend.inputs.profile_options import check_cuts, gives, is_own_entry, merge_options, token_limit
 from sie.values.card import ModelCard
-from sie.values.errors import BadRequest
+from sie.values.errors import BadRequest, InputTooLong
 
 PROFILES = {
     "default": {"query_template": "q: {text}", "normalize": True},
@@ -112,3 +112,15 @@ def test_an_entry_of_a_profile_counts_as_a_model_only_where_the_model_is_not_off
     assert is_own_entry(PLAIN, {"org/m": PLAIN})
     assert not is_own_entry(entry, {"org/m": PLAIN, "org/m:sparse": entry})
     assert is_own_entry(entry, {"org/m:sparse": entry})
+
+
+def test_a_text_that_must_not_be_cut_is_refused_with_the_fields_that_let_it_be_cut():
+    check_cuts(PLAIN, "default", {2: 8})
+    with pytest.raises(InputTooLong) as caught:
+        check_cuts(PLAIN, "error", {2: 8, 5: 8})
+    message = caught.value.message
+    assert message.startswith(
+        "Model 'org/m': item 2 has more than the 8 tokens that the model reads at once; shorten it"
+    )
+    # Each route has one of them, and its clients know no other.
+    assert all(field in message for field in ("overflow_policy", "truncate_prompt_tokens", "truncate "))

@@ -592,6 +592,18 @@ async def test_models_are_found_by_name_and_version(office: Office):
     assert office.asked == []  # a request never loads a repository's model
 
 
+@in_office()
+async def test_the_first_request_to_a_text_model_that_is_not_loaded_starts_its_load(office: Office):
+    card = office.stub("dense=4")
+    office.know(ModelEntry(card=card, state="available"))
+    with pytest.raises(Unavailable, match="Model 'stub' is loading; retry in 5 s"):
+        await office.tensors.wait_serving("stub", "", FAR_NS)
+    assert office.asked == ["stub"]
+    office.know(ModelEntry(card=card, state="unloading"))
+    with pytest.raises(Unavailable, match="Model 'stub' is unloading"):
+        await office.tensors.wait_serving("stub", "", FAR_NS)
+
+
 class Module(torch.nn.Module):
     """Changes its input in place, as programs may, and gives a dict of two."""
 
