@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import huggingface_hub
 import openai
 import pytest
 
@@ -133,6 +134,36 @@ def test_stream_has_the_chunks_that_clients_know(server: Server, asked: bool) ->
     assert with_usage == [len(got) - 1]
     assert (got[-1]["choices"] == []) is asked
     assert got[-1]["usage"]["completion_tokens"] == 8
+
+
+UNUSUAL = "a\u2028b\u2029c\x85d"
+"""Characters at which httpx, and so huggingface_hub and LiteLLM, end a line."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": UNUSUAL, "stream": True}),
+        (TEXTS, {"prompt": UNUSUAL, "stream": True}),
+        ("/v1/messages", {"max_tokens": 99, "messages": [{"role": "user", "content": UNUSUAL}], "stream": True}),
+        ("/v1/responses", {"input": UNUSUAL, "stream": True}),
+        ("/v1/generate/m", {"max_new_tokens": 99, "prompt": UNUSUAL, "stream": True}),
+        ("/v2/models/m/generate_stream", {"text_input": UNUSUAL}),
+    ],
+)
+def test_a_line_of_a_stream_holds_a_whole_event(server: Server, path: str, body: dict[str, Any]) -> None:
+    with httpx.stream("POST", server.url + path, json=body, timeout=WAIT_S) as response:
+        lines = list(response.iter_lines())
+    assert {line.partition(" ")[0] for line in lines} <= {"", "data:", "event:", ":"}
+    told = "".join(line[6:] for line in lines if line.startswith("data: {"))
+    assert all(f"\\u{ord(end):04x}" in told for end in UNUSUAL[1::2]), told
+
+
+def test_huggingface_s_client_reads_a_stream(server: Server) -> None:
+    asked = {"model": "m", "messages": [{"role": "user", "content": UNUSUAL}], "stream": True}
+    client = huggingface_hub.InferenceClient(base_url=f"{server.url}/v1", api_key="unused")
+    told = "".join(chunk.choices[0].delta.content or "" for chunk in client.chat_completion(**asked))
+    assert told == f"user: {UNUSUAL}\nassistant: "
 
 
 def test_clients_own_accumulator_reads_the_stream(client: openai.OpenAI) -> None:

@@ -30,6 +30,9 @@ _FINGERPRINT: Final = "local"
 DONE: Final = b"data: [DONE]\n\n"
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 """A comment, which clients do not read as an event."""
+_LINE_ENDS: Final = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
+"""Characters that some clients (httpx's `iter_lines`, so huggingface_hub and LiteLLM) read as the end of a line, and
+their escapes. JSON escapes the others itself."""
 _MAX_LIST: Final = 65_536
 _MAX_ID_DIGITS: Final = 10
 _JSON_GRAMMARS: Final = ("json_schema", "llguidance")
@@ -250,12 +253,19 @@ def _rate(count: int, elapsed_s: float) -> float:
 
 def data_line(value: Any) -> bytes:
     """Return one unnamed event."""
-    return b"data: %b\n\n" % _to_json(value)
+    return event_of_json(_to_json(value))
+
+
+def event_of_json(data: bytes) -> bytes:
+    """Return one unnamed event with encoded JSON, in a single line for every client."""
+    for end, escaped in _LINE_ENDS:
+        data = data.replace(end, escaped)
+    return b"data: %b\n\n" % data
 
 
 def named_event(name: str, value: dict[str, Any]) -> bytes:
     """Return one event whose data also has its name."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), _to_json({"type": name, **value}))
+    return b"event: %b\n%b" % (name.encode(), data_line({"type": name, **value}))
 
 
 def error_object(error: SieError) -> dict[str, Any]:
