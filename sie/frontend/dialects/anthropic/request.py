@@ -225,8 +225,7 @@ def _read_thinking(call: MessagesBody) -> tuple[bool | None, str | None]:
         if call.reasoning_effort is not None:
             raise wrong("reasoning_effort", "and 'output_config.effort' cannot both be given")
         # The effort sets how much to reason, not whether: disabled thinking stays disabled.
-        effort = call.output_config.effort.strip().lower()
-        effort = "xhigh" if effort == "max" else effort
+        effort = call.output_config.effort
         read_effort(effort, "output_config.effort")
         call.reasoning_effort = None if call.enable_thinking is False else effort
     return read_thinking(call)

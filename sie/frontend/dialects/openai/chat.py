@@ -45,6 +45,8 @@ from sie.values.generate import (
 _MAX_LIST: Final = 65_536
 _NO_EFFORTS: Final = frozenset({"off", "none"})
 _EFFORTS: Final = _NO_EFFORTS | {"low", "medium", "high", "xhigh"}
+_NEAREST: Final = {"minimal": "low", "max": "xhigh"}
+"""Efforts of the clients' types that templates do not know, and the nearest ones that they may know."""
 ANY_OBJECT: Final = {"type": "object"}
 """The schema of a `json_object` answer without its own schema."""
 _to_json: Final = msgspec.json.Encoder().encode
@@ -179,8 +181,10 @@ def read_thinking(call: ThinkingFields) -> tuple[bool | None, str | None]:
 def read_effort(effort: str, field: str) -> tuple[bool, str | None]:
     """Return whether the model should reason, and if so how much. Raises BadRequest naming the field."""
     level = effort.strip().lower()
+    level = _NEAREST.get(level, level)
     if level not in _EFFORTS:
-        raise wrong(field, f"must be one of off, none, low, medium, high, xhigh, not {effort[:40]!r}")
+        known = "off, none, minimal, low, medium, high, xhigh, max"
+        raise wrong(field, f"must be one of {known}, not {effort[:40]!r}")
     is_on = level not in _NO_EFFORTS
     return is_on, level if is_on else None
 

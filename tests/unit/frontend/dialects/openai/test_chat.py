@@ -177,6 +177,8 @@ def test_malformed_tool_choice_is_refused(choice: Any) -> None:
         ({"enable_thinking": False}, (False, None)),
         ({"reasoning_effort": " High "}, (True, "high")),
         ({"reasoning_effort": "none"}, (False, None)),
+        ({"reasoning_effort": "minimal"}, (True, "low")),
+        ({"reasoning_effort": "max"}, (True, "xhigh")),
         ({"reasoning_effort": "off", "enable_thinking": False}, (False, None)),
         ({"chat_template_kwargs": {"enable_thinking": True, "other": 1}}, (True, None)),
         ({"chat_template_kwargs": {"reasoning_effort": "low"}, "enable_thinking": True}, (True, "low")),

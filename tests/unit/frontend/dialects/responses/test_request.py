@@ -194,6 +194,7 @@ _FLAT = {"type": "json_schema", "name": "n", "schema": _SCHEMA, "strict": True}
         ({}, "tool_choice", "auto"),
         ({"reasoning": {"effort": " High "}}, "reasoning", {"effort": "high", "summary": None}),
         ({"reasoning": {"effort": "off"}}, "reasoning", {"effort": "none", "summary": None}),
+        ({"reasoning": {"effort": "minimal"}}, "reasoning", {"effort": "low", "summary": None}),
         ({"reasoning": {}}, "reasoning", {"effort": None, "summary": None}),
         ({"text": {"format": _FLAT}}, "text", {"format": _FLAT}),
         ({"text": {"format": {"type": "json_schema", "schema": _SCHEMA}}}, "text",
