@@ -323,6 +323,29 @@ def test_signs_that_intersect_or_complement_nothing_are_taken() -> None:
     assert allows(constrain(request(grammar=grammar, tools=()), rule("json")), '&~&"a & b"')
 
 
+def test_a_format_is_a_note_unless_it_is_known() -> None:
+    """pydantic writes `path` for a Path and `password` for a secret; a client could not ask for such a type."""
+    path = {"type": "string", "format": "path"}
+    named = {"type": "object", "properties": {"format": path}, "required": ["format"]}
+    schema: dict[str, Any] = {
+        "type": "object", "required": ["at", "when", "format", "kind"], "additionalProperties": False,
+        "properties": {
+            "at": {"anyOf": [{"type": "string", "format": "uri-reference", "maxLength": 3}, {"type": "null"}]},
+            "when": {"type": "string", "format": "date"}, "format": named, "kind": {"enum": [{"format": "x"}]},
+        },
+    }  # fmt: skip
+    good = {"at": "a/b", "when": "2026-01-31", "format": {"format": "c"}, "kind": {"format": "x"}}
+    answer = Grammar(kind="json_schema", value=json.dumps(schema))
+    grammar = constrain(GenerateRequest(model="m", texts=["x"], grammar=answer), rule("hermes"))
+    assert allows(grammar, json.dumps(good))
+    for wrong in ({"at": "long"}, {"when": "soon"}, {"kind": {}}):
+        assert not allows(grammar, json.dumps({**good, **wrong}))
+    tool = Tool(name="open", parameters=schema, strict=True)
+    grammar = constrain(request(tools=(tool,), tool_choice=REQUIRED), rule("hermes"))
+    assert allows(grammar, tagged(json.dumps({"name": "open", "arguments": good})))
+    assert path["format"] == "path", "the model still reads the format in its prompt"
+
+
 def test_the_field_that_a_client_used_is_named() -> None:
     broken = Grammar(kind="json_schema", value='{"enum": []}', field="output_config.format")
     with pytest.raises(BadRequest, match=r"output_config\.format") as refused:
