@@ -286,6 +286,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     """Both as in `GenerateTask`."""
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a choice, in addition to its model's own end."""
     ignore_eos: bool = False
     truncate_prompt: bool | None = None
     """Whether an overlong prompt loses its oldest tokens instead of being refused. None: the route has no field for it."""

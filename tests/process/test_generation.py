@@ -538,6 +538,33 @@ def test_silence_is_filled_with_comments(server: Server) -> None:
     assert json.loads(lines[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 2
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXTS, "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("field", ["guided_json", "structured_outputs", "regex", "prompt_logprobs"])
+def test_a_field_of_another_server_is_not_ignored(server: Server, path: str, field: str) -> None:
+    body: dict[str, Any] = {"input": "x"} if path == "/v1/responses" else {"messages": HELLO, "prompt": "x"}
+    refused = post_json(server.port, path, {**body, "max_tokens": 1, field: {"regex": "a"}})
+    assert (refused.status, f"Field '{field}'" in refused.body.decode()) == (400, True), refused.body
+    assert post_json(server.port, path, {**body, "max_tokens": 1, field: None}).status == 200
+
+
+def test_a_choice_ends_at_a_token_that_the_client_names(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "m", "messages": HELLO, "extra_body": {"stop_token_ids": [ord("h"), ord(":")]}}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert (whole.message.content, whole.finish_reason) == ("user", "stop")
+    asked["extra_body"]["ignore_eos"] = True
+    chunks_ = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks_) == "user"
+    with pytest.raises(openai.BadRequestError, match="stop_token_ids"):
+        client.chat.completions.create(model="m", messages=HELLO, extra_body={"stop_token_ids": [257]})
+
+
+def test_a_chat_goes_on_with_the_assistants_text(client: openai.OpenAI) -> None:
+    begun: Any = [*HELLO, {"role": "assistant", "content": "so"}]
+    going_on: Any = {"continue_final_message": True, "add_generation_prompt": False}
+    answer = client.chat.completions.create(model="m", messages=begun, extra_body=going_on)
+    assert answer.choices[0].message.content == f"{ECHO}so", "the stub repeats its prompt, which the beginning ends"
+
+
 def test_client_that_leaves_a_stream_ends_its_work(server: Server) -> None:
     with httpx.stream("POST", server.url + CHAT, json=slow_stream(server), timeout=WAIT_S) as response:
         lines = response.iter_lines()  # whose end would be the connection's

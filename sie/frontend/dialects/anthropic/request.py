@@ -16,12 +16,12 @@ from sie.config.limits import Limits
 from sie.frontend.dialects.anthropic.content import (
     InputMessage,
     TextBlock,
-    ends_with_partial_answer,
     join_text,
     read_conversation,
 )
 from sie.frontend.dialects.openai.agent_fields import read_agent_task, read_skills, take_server_tool, take_session_id
 from sie.frontend.dialects.openai.chat import ResponseFormat, read_effort, read_format, read_thinking
+from sie.frontend.dialects.openai.chat_messages import ends_with_partial_answer
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tools
 from sie.frontend.dialects.openai.mcp_tools import McpFields, read_mcp_choice
 from sie.frontend.dialects.openai.search_fields import Domains, search_rule

@@ -15,7 +15,7 @@ from msgspec import Meta
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai.agent_fields import read_agent_task, take_session_id
 from sie.frontend.dialects.openai.agent_reply import agent_object
-from sie.frontend.dialects.openai.chat_messages import MessageField, read_messages
+from sie.frontend.dialects.openai.chat_messages import MessageField, ends_with_partial_answer, read_messages
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
 from sie.frontend.dialects.openai.sse_chunks import ChunkWriter
 from sie.frontend.dialects.openai.text_fields import (
@@ -28,6 +28,7 @@ from sie.frontend.dialects.openai.text_fields import (
 )
 from sie.frontend.generation.sampling_fields import Count, Number, wrong
 from sie.values.generate import (
+    ChatMessage,
     Finished,
     FinishReason,
     GenerateEvent,
@@ -83,6 +84,8 @@ class ChatBody(TextFields, kw_only=True):
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template: Any = None
     functions: Any = None
     function_call: Any = None
@@ -102,6 +105,7 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     request = read_text_fields(call)
     request.session_id = session_id
     request.messages = read_messages(call.messages, request.files, continues=bool(session_id))
+    request.continues = _read_continues(call, request.messages)
     if session_id and request.num_choices > 1:
         raise wrong("n", "must be 1 with 'session_id'")
     if call.max_completion_tokens is not None:
@@ -132,6 +136,19 @@ def _refuse_unserved(call: ChatBody) -> None:
             raise wrong(field, reasons.get(field, "is not served; use 'tools' and 'tool_choice'"))
     if call.modalities is not None and call.modalities != ["text"]:
         raise wrong("modalities", "must be ['text']")
+
+
+def _read_continues(call: ChatBody, messages: Sequence[ChatMessage]) -> bool:
+    """Return whether the answer goes on with the last message. Source: vLLM's chat API."""
+    if not call.continue_final_message:
+        if call.add_generation_prompt is False:
+            raise wrong("add_generation_prompt", "must be true, or 'continue_final_message' be true")
+        return False
+    if call.add_generation_prompt:
+        raise wrong("add_generation_prompt", "and 'continue_final_message' cannot both be true")
+    if not ends_with_partial_answer(messages):
+        raise wrong("continue_final_message", "needs a text of the assistant as the last message, behind another one")
+    return True
 
 
 def _read_logprobs(call: ChatBody) -> int | None:

@@ -109,6 +109,25 @@ SERVERS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+BEGUN: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": BEGUN, "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"messages": BEGUN[1:], "continue_final_message": True}, "continue_final_message"),
+    ],
+)
+def test_only_a_text_of_the_assistant_is_continued(fields: Any, named: str) -> None:
+    assert read(messages=BEGUN, continue_final_message=True).continues
+    assert not read(messages=BEGUN, continue_final_message=False, add_generation_prompt=True).continues
+    with pytest.raises(BadRequest, match=f"Field '{named}'"):
+        read(**fields)
+
+
 @pytest.mark.parametrize("fields", SERVERS)
 def test_a_call_of_the_server_s_tools_alone_may_be_required(fields: dict[str, Any]) -> None:
     assert read(**fields, tool_choice="required").tool_choice == ToolChoice(mode="required")
