@@ -16,20 +16,12 @@ from sie.frontend.generation.choose_parser import callable_tools
 from sie.frontend.generation.ebnf import read_ebnf
 from sie.frontend.generation.lark import refusal_of, refusal_of_composed
 from sie.frontend.generation.multiples import refusal_of_json, refusal_of_schema
+from sie.frontend.generation.schema_keywords import DATA, NAMED, with_known_keywords
 from sie.values.errors import BadRequest
 from sie.values.generate import JSON_SPACE, GenerateRequest, GenerateRule, Grammar, Tool
 
 _HEADER: Final = "%llguidance {}\n"
 _ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
-_DATA: Final = frozenset({"const", "default", "enum", "example", "examples"})
-"""Keywords whose values are not schemas."""
-_NAMED: Final = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
-"""Keywords whose values map names to schemas."""
-_FORMATS: Final = frozenset(
-    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
-)
-"""The values of `format` that llguidance (1.9) knows. It refuses others, but JSON Schema has them as notes, and types of
-pydantic have some (`path`, `binary`, `password`). Source: JSON Schema 2020-12, validation, section 7."""
 _MAX_ERROR_CHARS: Final = 400
 _REFUSALS: Final[dict[str, Callable[[str], str]]] = {
     "json_schema": refusal_of_json, "lark": refusal_of, "llguidance": refusal_of_composed,
@@ -125,7 +117,7 @@ class _Calls:
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
         """Return the schema of one tool's call. Without strict, parameters that do not compile become any object."""
-        text = _with_known_formats(_to_json(_as_object(tool)))
+        text = with_known_keywords(_to_json(_as_object(tool)))
         parameters: dict[str, Any] = msgspec.json.decode(text)
         problem = refusal_of_schema(parameters) or problem_of(Grammar(kind="json_schema", value=text))
         if problem and tool.strict:
@@ -161,10 +153,10 @@ def _move(schema: Any, place: str, *, has_names: bool = False) -> Any:
     for key, value in cast("dict[str, Any]", schema).items():
         if not has_names and key == "$ref" and isinstance(value, str) and value.startswith("#"):
             moved[key] = place + value[1:]
-        elif not has_names and key in _DATA:
+        elif not has_names and key in DATA:
             moved[key] = value
         else:
-            moved[key] = _move(value, place, has_names=not has_names and key in _NAMED)
+            moved[key] = _move(value, place, has_names=not has_names and key in NAMED)
     return moved
 
 
@@ -183,38 +175,9 @@ def _checked(grammar: Grammar) -> Grammar:
     check = _REFUSALS.get(grammar.kind)
     _refuse(grammar, check(grammar.value) if check is not None else "")
     if grammar.kind == "json_schema":
-        grammar = msgspec.structs.replace(grammar, value=_with_known_formats(grammar.value))
+        grammar = msgspec.structs.replace(grammar, value=with_known_keywords(grammar.value))
     _refuse(grammar, problem_of(grammar))
     return grammar
-
-
-def _with_known_formats(schema: str) -> str:
-    """Return the JSON of a schema without the formats that llguidance does not know."""
-    try:
-        decoded: Any = msgspec.json.decode(schema)
-    except (msgspec.DecodeError, RecursionError):  # llguidance may read it, and has the words for what is wrong
-        return schema
-    return _to_json(decoded) if _drop_unknown_formats(decoded) else schema
-
-
-def _drop_unknown_formats(schema: Any) -> bool:
-    """Delete unknown formats from a decoded schema, and return whether there was one."""
-    has_dropped = False
-    rest = [(schema, False)]  # each with whether its keys are the client's names, not keywords
-    while rest:
-        part, has_names = rest.pop()
-        if isinstance(part, list):
-            rest += [(one, False) for one in cast("list[Any]", part)]
-        if not isinstance(part, dict):
-            continue
-        keywords = cast("dict[str, Any]", part)
-        if not has_names and isinstance(form := keywords.get("format"), str) and form not in _FORMATS:
-            del keywords["format"]
-            has_dropped = True
-        rest += [
-            (one, not has_names and key in _NAMED) for key, one in keywords.items() if has_names or key not in _DATA
-        ]
-    return has_dropped
 
 
 def _refuse(grammar: Grammar, problem: str) -> None:

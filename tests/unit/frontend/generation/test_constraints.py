@@ -346,6 +346,30 @@ def test_a_format_is_a_note_unless_it_is_known() -> None:
     assert path["format"] == "path", "the model still reads the format in its prompt"
 
 
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}, {"k": 1}, {"k": "a"}),
+        ({"propertyNames": True, "properties": {"propertyNames": {"const": 1}}}, {"propertyNames": 1}, {"propertyNames": 2}),
+        ({"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}}, {"a": 1, "b": 2}, {"c": 1}),
+        ({"propertyNames": {"type": "string", "enum": ["a"]}}, {"a": "x"}, {"b": "x"}),
+        ({"propertyNames": {"enum": ["a", "b"]}, "properties": {"a": {"const": 1}, "c": {}}}, {"a": 1, "b": 2}, {"a": 2}),
+        ({"propertyNames": {"enum": ["a", "c"]}, "properties": {"a": {}}, "additionalProperties": False}, {"a": 1}, {"c": 1}),
+    ],
+)  # fmt: skip
+def test_names_of_a_record_are_bound(schema: dict[str, Any], good: Any, bad: Any) -> None:
+    answer = Grammar(kind="json_schema", value=json.dumps({"type": "object", **schema}))
+    grammar = constrain(GenerateRequest(model="m", texts=["x"], grammar=answer), rule("hermes"))
+    assert allows(grammar, json.dumps(good))
+    assert not allows(grammar, json.dumps(bad))
+
+
+def test_names_that_cannot_be_listed_are_refused() -> None:
+    answer = Grammar(kind="json_schema", value='{"type": "object", "propertyNames": {"pattern": "^a"}}')
+    with pytest.raises(BadRequest, match="propertyNames"):
+        constrain(GenerateRequest(model="m", texts=["x"], grammar=answer), rule("hermes"))
+
+
 def test_the_field_that_a_client_used_is_named() -> None:
     broken = Grammar(kind="json_schema", value='{"enum": []}', field="output_config.format")
     with pytest.raises(BadRequest, match=r"output_config\.format") as refused:
