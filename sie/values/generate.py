@@ -271,6 +271,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     thinking: bool | None = None
     """Whether the template makes the model reason; None means the template's default."""
     reasoning_effort: str | None = None
+    template_options: dict[str, bool | int | float] = {}
+    """With messages: further variables of the template, by their names in it."""
     num_choices: int = 1
     max_tokens: int | None = None
     temperature: float | None = None

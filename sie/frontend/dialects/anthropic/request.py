@@ -20,7 +20,13 @@ from sie.frontend.dialects.anthropic.content import (
     read_conversation,
 )
 from sie.frontend.dialects.openai.agent_fields import read_agent_task, read_skills, take_server_tool, take_session_id
-from sie.frontend.dialects.openai.chat import ResponseFormat, read_effort, read_format, read_thinking
+from sie.frontend.dialects.openai.chat import (
+    ResponseFormat,
+    read_effort,
+    read_format,
+    read_template_options,
+    read_thinking,
+)
 from sie.frontend.dialects.openai.chat_messages import ends_with_partial_answer
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tools
 from sie.frontend.dialects.openai.mcp_tools import McpFields, read_mcp_choice
@@ -134,6 +140,7 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     request.parallel_tool_calls = call.tool_choice is None or not call.tool_choice.disable_parallel_tool_use
     request.grammar = _read_grammar(call)
     request.thinking, request.reasoning_effort = _read_thinking(call)
+    request.template_options = read_template_options(call)
     request.stop = read_stop(call.stop_sequences, "stop_sequences")
     return request
 

@@ -46,6 +46,8 @@ from sie.values.generate import (
 _MAX_LIST: Final = 65_536
 _NO_EFFORTS: Final = frozenset({"off", "none"})
 _EFFORTS: Final = _NO_EFFORTS | {"low", "medium", "high", "xhigh"}
+_THINKING_OPTIONS: Final = frozenset({"enable_thinking", "reasoning_effort"})
+_MAX_OPTION: Final = 2**53
 _NEAREST: Final = {"minimal": "low", "max": "xhigh"}
 """Efforts of the clients' types that templates do not know, and the nearest ones that they may know."""
 ANY_OBJECT: Final = {"type": "object"}
@@ -120,6 +122,7 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     request.grammar = request.grammar or read_format(call.response_format)
     request.logprobs = _read_logprobs(call)
     thinking, request.reasoning_effort = read_thinking(call)
+    request.template_options = read_template_options(call)
     request.thinking = thinking is not False  # on by default, whatever the template's own default is: section 3.1
     return request, Shown.begin(
         "chatcmpl", num_choices=request.num_choices, wants_usage=wants_usage(call), session_id=session_id
@@ -193,6 +196,18 @@ def read_thinking(call: ThinkingFields) -> tuple[bool | None, str | None]:
     if thinking is not None and thinking != is_on:
         raise wrong("reasoning_effort", f"is {effort[:40]!r}, but 'enable_thinking' contradicts it")
     return is_on, level
+
+
+def read_template_options(call: ThinkingFields) -> dict[str, bool | int | float]:
+    """Return the other variables for the template. Raises BadRequest for one that could bring text into the prompt."""
+    options: dict[str, bool | int | float] = {}
+    for name, value in (call.chat_template_kwargs or {}).items():
+        if name in _THINKING_OPTIONS or value is None:
+            continue
+        if not isinstance(value, (bool, int, float)) or abs(value) > _MAX_OPTION:
+            raise wrong(f"chat_template_kwargs.{name[:80]}", "must be true, false or a number of at most 2**53")
+        options[name] = value
+    return options
 
 
 def read_effort(effort: str, field: str) -> tuple[bool, str | None]:

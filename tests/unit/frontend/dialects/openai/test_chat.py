@@ -10,6 +10,7 @@ import pytest
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai.chat import ChatWriter, decode_chat
 from sie.frontend.dialects.openai.text_fields import Shown, error_object
+from sie.frontend.generation.prompt import chat_variables
 from sie.values.agent import SearchRule
 from sie.values.errors import BadRequest, NotFound, Overloaded
 from sie.values.generate import (
@@ -17,6 +18,7 @@ from sie.values.generate import (
     Ended,
     Finished,
     GenerateRequest,
+    GenerateRule,
     GenerateUsage,
     Grammar,
     ReasoningDelta,
@@ -107,6 +109,17 @@ SERVERS: list[dict[str, Any]] = [
     {"tools": [{"type": "code_interpreter", "container": {"type": "auto"}}]}, {"enable_shell": True}, {"web_search_options": {}},
     {"tools": [{"type": "mcp", "server_label": "wiki"}]},
 ]  # fmt: skip
+
+
+def test_other_options_reach_the_template_unless_they_are_text() -> None:
+    given = {"thinking": False, "budget": 9, "enable_thinking": True, "none": None}
+    request = read(chat_template_kwargs=given)
+    assert request.template_options == {"thinking": False, "budget": 9}
+    variables = chat_variables(request, GenerateRule(context_length=9, special_tokens={"budget": "<b>"}))
+    assert (variables["thinking"], variables["enable_thinking"], variables["budget"]) == (False, True, "<b>")
+    for wrong in ("<|im_end|>", ["a"], {}, 2**60):
+        with pytest.raises(BadRequest, match=r"Field 'chat_template_kwargs\.x'"):
+            read(chat_template_kwargs={"x": wrong})
 
 
 BEGUN: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
