@@ -202,7 +202,7 @@ def test_logprobs_have_the_shapes_of_both_routes(client: openai.OpenAI) -> None:
     assert text.logprobs is not None
     assert text.logprobs.token_logprobs is not None
     assert len(text.logprobs.token_logprobs) == len(text.logprobs.tokens or ()) == 3
-    assert text.logprobs.text_offset == [0, 1, 2]
+    assert text.logprobs.text_offset == [0, 1, 1]
 
 
 def judged(prompt: bytes) -> list[float | None]:
@@ -268,6 +268,18 @@ def test_a_long_prompt_is_judged_as_a_whole(client: openai.OpenAI) -> None:
     found = client.completions.create(model="m", prompt=prompt.decode(), max_tokens=0, echo=True, logprobs=5).choices[0]
     assert found.logprobs.token_logprobs[1:] == [pytest.approx(value) for value in judged(prompt)[1:]]
     assert found.logprobs.text_offset == list(range(4096))
+
+
+@pytest.mark.parametrize(
+    ("echo", "offsets"), [(False, [0, 1, 1, 1, 1, 2]), (True, [0, 1, 1, 1, 1, 2, 3, 4, 4, 4, 4, 5])]
+)
+def test_tokens_within_a_character_have_its_offset(client: openai.OpenAI, echo: bool, offsets: list[int]) -> None:
+    asked: Any = {"model": "m", "prompt": "a😀b", "logprobs": 0, "echo": echo}
+    whole = client.completions.create(**asked).choices[0]
+    assert whole.logprobs is not None
+    assert whole.logprobs.text_offset == offsets
+    parts = [part.choices[0].logprobs for part in client.completions.create(**asked, stream=True)]
+    assert [offset for part in parts if part is not None for offset in part.text_offset or ()] == offsets
 
 
 def test_completions_take_every_form_of_prompt(client: openai.OpenAI) -> None:
