@@ -22,6 +22,8 @@ from sie.values.generate import JSON_SPACE, GenerateRequest, GenerateRule, Gramm
 
 _HEADER: Final = "%llguidance {}\n"
 _ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
+_LENIENT: Final = {"x-guidance": {"lenient": True}}
+"""Has llguidance leave out the keywords that it does not know."""
 _MAX_ERROR_CHARS: Final = 400
 _REFUSALS: Final[dict[str, Callable[[str], str]]] = {
     "json_schema": refusal_of_json, "lark": refusal_of, "llguidance": refusal_of_composed,
@@ -116,15 +118,25 @@ class _Calls:
         return _HEADER + "\n".join([*rules, *bodies]) + "\n"
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
-        """Return the schema of one tool's call. Without strict, parameters that do not compile become any object."""
-        text = with_known_keywords(_to_json(_as_object(tool)))
-        parameters: dict[str, Any] = msgspec.json.decode(text)
-        problem = refusal_of_schema(parameters) or problem_of(Grammar(kind="json_schema", value=text))
+        """Return the schema of one tool's call.
+
+        Without strict, parameters that do not compile bind by the keywords that do; if there are none, any object is allowed.
+        """
+        parameters: dict[str, Any] = msgspec.json.decode(with_known_keywords(_to_json(_as_object(tool))))
+        problem, setting = _problem_of_schema(parameters), {}
         if problem and tool.strict:
             raise _wrong_parameters(tool, problem)
+        if problem:
+            setting = _LENIENT
+            problem = _problem_of_schema({**parameters, **_LENIENT})
         moved = _ANY_OBJECT if problem else _move(parameters, f"#/properties/{self._key}")
         properties = {"name": {"const": tool.name}, self._key: moved}
-        return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        own = {"properties": properties, "required": [*properties], "additionalProperties": False}
+        return {"type": "object", **own, **setting}
+
+
+def _problem_of_schema(schema: dict[str, Any]) -> str:
+    return refusal_of_schema(schema) or problem_of(Grammar(kind="json_schema", value=_to_json(schema)))
 
 
 def _as_object(tool: Tool) -> dict[str, Any]:

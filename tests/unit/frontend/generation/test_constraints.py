@@ -385,6 +385,20 @@ def test_parameters_nobody_can_compile_are_refused_only_where_they_bind() -> Non
     assert allows(constrain(loose, rule("json")), TOWN)
 
 
+@pytest.mark.parametrize("tool_format", ["hermes", "json"])
+def test_parameters_bind_by_the_keywords_that_compile(tool_format: Any) -> None:
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    loose = Tool(name="weather", parameters={**CITY, "properties": {**CITY["properties"], "tags": tags}})
+    grammar = constrain(request(tools=(loose,), tool_choice=REQUIRED), rule(tool_format))
+    for arguments, good in (
+        ({"city": "Oslo", "tags": ["a"]}, True),
+        ({"city": "Oslo", "tags": [1]}, False),
+        ({}, False),
+    ):
+        call = json.dumps({"name": "weather", "arguments": arguments})
+        assert allows(grammar, tagged(call) if tool_format == "hermes" else call) is good
+
+
 def test_long_ebnf_is_refused_with_its_limit() -> None:
     grammar = Grammar(kind="ebnf", value='root ::= "a"' + " " * 16_384, field="grammar")
     with pytest.raises(BadRequest, match=r"^Field 'grammar': in EBNF it may have 16384 characters"):
