@@ -120,7 +120,7 @@ class _Calls:
     def _schema(self, tool: Tool) -> dict[str, Any]:
         """Return the schema of one tool's call.
 
-        Without strict, parameters that do not compile bind by the keywords that do; if there are none, any object is allowed.
+        Without strict, keywords that do not compile are left out; if the rest does not compile either, any object is allowed.
         """
         parameters: dict[str, Any] = msgspec.json.decode(with_known_keywords(_to_json(_as_object(tool))))
         problem, setting = _problem_of_schema(parameters), {}
