@@ -271,6 +271,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     thinking: bool | None = None
     """Whether the template makes the model reason; None means the template's default."""
     reasoning_effort: str | None = None
+    template_options: dict[str, bool | int | float] = {}
+    """With messages: further variables of the template, by their names in it."""
     num_choices: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
@@ -286,6 +288,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     """Both as in `GenerateTask`."""
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a choice, in addition to its model's own end."""
     ignore_eos: bool = False
     truncate_prompt: bool | None = None
     """Whether an overlong prompt loses its oldest tokens instead of being refused. None: the route has no field for it."""

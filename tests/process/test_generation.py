@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import huggingface_hub
 import openai
 import pytest
 
@@ -135,6 +136,36 @@ def test_stream_has_the_chunks_that_clients_know(server: Server, asked: bool) ->
     assert got[-1]["usage"]["completion_tokens"] == 8
 
 
+UNUSUAL = "a\u2028b\u2029c\x85d"
+"""Characters at which httpx, and so huggingface_hub and LiteLLM, end a line."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": UNUSUAL, "stream": True}),
+        (TEXTS, {"prompt": UNUSUAL, "stream": True}),
+        ("/v1/messages", {"max_tokens": 99, "messages": [{"role": "user", "content": UNUSUAL}], "stream": True}),
+        ("/v1/responses", {"input": UNUSUAL, "stream": True}),
+        ("/v1/generate/m", {"max_new_tokens": 99, "prompt": UNUSUAL, "stream": True}),
+        ("/v2/models/m/generate_stream", {"text_input": UNUSUAL}),
+    ],
+)
+def test_a_line_of_a_stream_holds_a_whole_event(server: Server, path: str, body: dict[str, Any]) -> None:
+    with httpx.stream("POST", server.url + path, json=body, timeout=WAIT_S) as response:
+        lines = list(response.iter_lines())
+    assert {line.partition(" ")[0] for line in lines} <= {"", "data:", "event:", ":"}
+    told = "".join(line[6:] for line in lines if line.startswith("data: {"))
+    assert all(f"\\u{ord(end):04x}" in told for end in UNUSUAL[1::2]), told
+
+
+def test_huggingface_s_client_reads_a_stream(server: Server) -> None:
+    asked = {"model": "m", "messages": [{"role": "user", "content": UNUSUAL}], "stream": True}
+    client = huggingface_hub.InferenceClient(base_url=f"{server.url}/v1", api_key="unused")
+    told = "".join(chunk.choices[0].delta.content or "" for chunk in client.chat_completion(**asked))
+    assert told == f"user: {UNUSUAL}\nassistant: "
+
+
 def test_clients_own_accumulator_reads_the_stream(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(model="m", messages=HELLO, n=2, logprobs=True) as stream:
         done = stream.get_final_completion()
@@ -171,7 +202,7 @@ def test_logprobs_have_the_shapes_of_both_routes(client: openai.OpenAI) -> None:
     assert text.logprobs is not None
     assert text.logprobs.token_logprobs is not None
     assert len(text.logprobs.token_logprobs) == len(text.logprobs.tokens or ()) == 3
-    assert text.logprobs.text_offset == [0, 1, 2]
+    assert text.logprobs.text_offset == [0, 1, 1]
 
 
 def judged(prompt: bytes) -> list[float | None]:
@@ -237,6 +268,18 @@ def test_a_long_prompt_is_judged_as_a_whole(client: openai.OpenAI) -> None:
     found = client.completions.create(model="m", prompt=prompt.decode(), max_tokens=0, echo=True, logprobs=5).choices[0]
     assert found.logprobs.token_logprobs[1:] == [pytest.approx(value) for value in judged(prompt)[1:]]
     assert found.logprobs.text_offset == list(range(4096))
+
+
+@pytest.mark.parametrize(
+    ("echo", "offsets"), [(False, [0, 1, 1, 1, 1, 2]), (True, [0, 1, 1, 1, 1, 2, 3, 4, 4, 4, 4, 5])]
+)
+def test_tokens_within_a_character_have_its_offset(client: openai.OpenAI, echo: bool, offsets: list[int]) -> None:
+    asked: Any = {"model": "m", "prompt": "a😀b", "logprobs": 0, "echo": echo}
+    whole = client.completions.create(**asked).choices[0]
+    assert whole.logprobs is not None
+    assert whole.logprobs.text_offset == offsets
+    parts = [part.choices[0].logprobs for part in client.completions.create(**asked, stream=True)]
+    assert [offset for part in parts if part is not None for offset in part.text_offset or ()] == offsets
 
 
 def test_completions_take_every_form_of_prompt(client: openai.OpenAI) -> None:
@@ -505,6 +548,33 @@ def test_silence_is_filled_with_comments(server: Server) -> None:
     assert lines[0] == ": keep-alive"
     assert lines[-1] == "data: [DONE]"
     assert json.loads(lines[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXTS, "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("field", ["guided_json", "structured_outputs", "regex", "prompt_logprobs"])
+def test_a_field_of_another_server_is_not_ignored(server: Server, path: str, field: str) -> None:
+    body: dict[str, Any] = {"input": "x"} if path == "/v1/responses" else {"messages": HELLO, "prompt": "x"}
+    refused = post_json(server.port, path, {**body, "max_tokens": 1, field: {"regex": "a"}})
+    assert (refused.status, f"Field '{field}'" in refused.body.decode()) == (400, True), refused.body
+    assert post_json(server.port, path, {**body, "max_tokens": 1, field: None}).status == 200
+
+
+def test_a_choice_ends_at_a_token_that_the_client_names(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "m", "messages": HELLO, "extra_body": {"stop_token_ids": [ord("h"), ord(":")]}}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert (whole.message.content, whole.finish_reason) == ("user", "stop")
+    asked["extra_body"]["ignore_eos"] = True
+    chunks_ = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks_) == "user"
+    with pytest.raises(openai.BadRequestError, match="stop_token_ids"):
+        client.chat.completions.create(model="m", messages=HELLO, extra_body={"stop_token_ids": [257]})
+
+
+def test_a_chat_goes_on_with_the_assistants_text(client: openai.OpenAI) -> None:
+    begun: Any = [*HELLO, {"role": "assistant", "content": "so"}]
+    going_on: Any = {"continue_final_message": True, "add_generation_prompt": False}
+    answer = client.chat.completions.create(model="m", messages=begun, extra_body=going_on)
+    assert answer.choices[0].message.content == f"{ECHO}so", "the stub repeats its prompt, which the beginning ends"
 
 
 def test_client_that_leaves_a_stream_ends_its_work(server: Server) -> None:

@@ -515,7 +515,8 @@ def test_messages_continue_a_session_and_count_it(claude: anthropic.Anthropic) -
     counted = claude.messages.count_tokens(**body).input_tokens
     with claude.messages.stream(max_tokens=100, **body) as stream:
         last = stream.get_final_message()
-    assert (last.usage.input_tokens, last.model_extra) == (counted, {"session_id": "claude"})
+    prompt_tokens = last.usage.input_tokens + (last.usage.cache_read_input_tokens or 0)
+    assert (prompt_tokens, last.model_extra) == (counted, {"session_id": "claude"})
     assert last.content[0].text.startswith("user: one\nassistant: user: one"), last  # type: ignore[union-attr]
 
 

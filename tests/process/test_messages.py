@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from anthropic.types import Message
 
 from tests.process.harness import WAIT_S, Server, paused, start_server
 from tests.process.wire import wait_no_extents
@@ -36,12 +37,17 @@ def client(server: Server) -> Iterator[anthropic.Anthropic]:
         yield made
 
 
+def prompt_tokens(message: Message) -> int:
+    """Return the tokens of the prompt, as the client's types say that they are counted."""
+    return message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+
+
 def test_a_message_is_answered_whole(client: anthropic.Anthropic) -> None:
     message = client.messages.create(model="default", max_tokens=8, messages=HELLO)
     (block,) = message.content
     assert block.type == "text"
     assert (block.text, message.stop_reason, message.model) == (ECHO[:8], "max_tokens", "m")
-    assert (message.usage.input_tokens, message.usage.output_tokens) == (len(ECHO), 8)
+    assert (prompt_tokens(message), message.usage.output_tokens) == (len(ECHO), 8)
 
 
 def test_the_end_has_its_reason(client: anthropic.Anthropic) -> None:
@@ -58,7 +64,7 @@ def test_an_answer_continues_the_assistants_text(client: anthropic.Anthropic) ->
     message = client.messages.create(max_tokens=99, **begun)
     assert message.content[0].type == "text"
     assert message.content[0].text == f"{ECHO}so", "the stub repeats its prompt, which the beginning ends"
-    assert message.usage.input_tokens == len(ECHO) + 2 == client.messages.count_tokens(**begun).input_tokens
+    assert prompt_tokens(message) == len(ECHO) + 2 == client.messages.count_tokens(**begun).input_tokens
 
 
 def test_a_stream_gives_the_same_message(client: anthropic.Anthropic) -> None:
@@ -69,7 +75,7 @@ def test_a_stream_gives_the_same_message(client: anthropic.Anthropic) -> None:
     assert final.content[0].type == whole.content[0].type == "text"
     assert final.content[0].text == whole.content[0].text == text
     assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
-    assert final.usage.input_tokens == whole.usage.input_tokens
+    assert prompt_tokens(final) == prompt_tokens(whole)
 
 
 def test_the_asynchronous_client_works_too(server: Server) -> None:
@@ -86,10 +92,12 @@ def test_the_asynchronous_client_works_too(server: Server) -> None:
 def test_a_count_is_what_the_answer_says(client: anthropic.Anthropic) -> None:
     body: dict[str, Any] = {"messages": HELLO, "system": "be brief", "tools": [{"name": "f", "input_schema": {}}]}
     counted = client.messages.count_tokens(model="m", **body)
-    assert counted.input_tokens == client.messages.create(model="m", max_tokens=1, **body).usage.input_tokens
+    first, again = (client.messages.create(model="m", max_tokens=1, **body) for _ in range(2))
+    assert counted.input_tokens == prompt_tokens(first) == prompt_tokens(again)
+    assert again.usage.cache_read_input_tokens, "clients add these to the input tokens, so they must not be in both"
     cut: Any = {"model": "m", "messages": LONG, "extra_body": {"truncate_sequence": True, "max_tokens": 3}}
     assert client.messages.count_tokens(**cut).input_tokens == 4093
-    assert client.messages.create(max_tokens=3, **cut).usage.input_tokens == 4093
+    assert prompt_tokens(client.messages.create(max_tokens=3, **cut)) == 4093
 
 
 def test_a_ping_comes_while_nothing_else_does(server: Server) -> None:

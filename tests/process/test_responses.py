@@ -112,6 +112,30 @@ def test_conversation_continues_without_its_instructions(client: openai.OpenAI) 
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
+def test_an_item_names_an_earlier_answer(client: openai.OpenAI) -> None:
+    """The Vercel AI SDK sends earlier answers in this form. The model did not see them."""
+    first = client.responses.create(model="m", input="hello")
+    said: Any = [{"role": "user", "content": "hello"}, {"type": "item_reference", "id": first.output[0].id}]
+    asked: Any = {"model": "m", "input": [*said, {"role": "user", "content": "and"}]}
+    prompt = f"user: hello\nassistant: {ECHO}\nuser: and\nassistant: "
+    second = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        assert stream.until_done().get_final_response().output_text == second.output_text == prompt
+    assert client.responses.input_tokens.count(**asked).input_tokens == second.usage.input_tokens == len(prompt)
+    listed = client.responses.input_items.list(second.id, order="asc").data
+    assert [(item.type, item.id == first.output[0].id) for item in listed] == [
+        ("message", False), ("message", True), ("message", False),
+    ]  # fmt: skip
+    client.responses.delete(first.id)
+    third = client.responses.create(model="m", input="so", previous_response_id=second.id)
+    assert third.output_text == f"{prompt}{prompt}\nuser: so\nassistant: "
+    for unknown in (first.output[0].id, "x", ""):
+        asked["input"][1]["id"] = unknown
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(**asked)
+        assert caught.value.param == "input[1].id"
+
+
 def test_store_false_leaves_nothing(client: openai.OpenAI) -> None:
     made = client.responses.create(model="m", input="hello", store=False)
     assert made.model_dump()["store"] is False
@@ -428,6 +452,8 @@ def test_responses_belong_to_their_key(tmp_path: Path) -> None:
                 look(made.id)
         with pytest.raises(openai.NotFoundError):
             bob.responses.create(model="m", input="x", previous_response_id=made.id)
+        with pytest.raises(openai.BadRequestError, match="not stored"):
+            bob.responses.create(model="m", input=[{"type": "item_reference", "id": made.output[0].id}])
         assert alice.responses.retrieve(made.id).status == "completed"
         begun = one.responses.create(**ENDLESS, background=True)
         with pytest.raises(openai.InternalServerError) as caught:

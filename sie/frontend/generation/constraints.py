@@ -16,15 +16,14 @@ from sie.frontend.generation.choose_parser import callable_tools
 from sie.frontend.generation.ebnf import read_ebnf
 from sie.frontend.generation.lark import refusal_of, refusal_of_composed
 from sie.frontend.generation.multiples import refusal_of_json, refusal_of_schema
+from sie.frontend.generation.schema_keywords import DATA, NAMED, with_known_keywords
 from sie.values.errors import BadRequest
 from sie.values.generate import JSON_SPACE, GenerateRequest, GenerateRule, Grammar, Tool
 
 _HEADER: Final = "%llguidance {}\n"
 _ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
-_DATA: Final = frozenset({"const", "default", "enum", "example", "examples"})
-"""Keywords whose values are not schemas."""
-_NAMED: Final = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
-"""Keywords whose values map names to schemas."""
+_LENIENT: Final = {"x-guidance": {"lenient": True}}
+"""Has llguidance leave out the keywords that it does not know."""
 _MAX_ERROR_CHARS: Final = 400
 _REFUSALS: Final[dict[str, Callable[[str], str]]] = {
     "json_schema": refusal_of_json, "lark": refusal_of, "llguidance": refusal_of_composed,
@@ -119,15 +118,25 @@ class _Calls:
         return _HEADER + "\n".join([*rules, *bodies]) + "\n"
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
-        """Return the schema of one tool's call. Without strict, parameters that do not compile become any object."""
-        parameters = _as_object(tool)
-        text = _to_json(parameters)
-        problem = refusal_of_schema(parameters) or problem_of(Grammar(kind="json_schema", value=text))
+        """Return the schema of one tool's call.
+
+        Without strict, keywords that do not compile are left out; if the rest does not compile either, any object is allowed.
+        """
+        parameters: dict[str, Any] = msgspec.json.decode(with_known_keywords(_to_json(_as_object(tool))))
+        problem, setting = _problem_of_schema(parameters), {}
         if problem and tool.strict:
             raise _wrong_parameters(tool, problem)
+        if problem:
+            setting = _LENIENT
+            problem = _problem_of_schema({**parameters, **_LENIENT})
         moved = _ANY_OBJECT if problem else _move(parameters, f"#/properties/{self._key}")
         properties = {"name": {"const": tool.name}, self._key: moved}
-        return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        own = {"properties": properties, "required": [*properties], "additionalProperties": False}
+        return {"type": "object", **own, **setting}
+
+
+def _problem_of_schema(schema: dict[str, Any]) -> str:
+    return refusal_of_schema(schema) or problem_of(Grammar(kind="json_schema", value=_to_json(schema)))
 
 
 def _as_object(tool: Tool) -> dict[str, Any]:
@@ -156,10 +165,10 @@ def _move(schema: Any, place: str, *, has_names: bool = False) -> Any:
     for key, value in cast("dict[str, Any]", schema).items():
         if not has_names and key == "$ref" and isinstance(value, str) and value.startswith("#"):
             moved[key] = place + value[1:]
-        elif not has_names and key in _DATA:
+        elif not has_names and key in DATA:
             moved[key] = value
         else:
-            moved[key] = _move(value, place, has_names=not has_names and key in _NAMED)
+            moved[key] = _move(value, place, has_names=not has_names and key in NAMED)
     return moved
 
 
@@ -176,7 +185,10 @@ def _checked(grammar: Grammar) -> Grammar:
     if grammar.kind == "ebnf":
         grammar = read_ebnf(grammar)
     check = _REFUSALS.get(grammar.kind)
-    _refuse(grammar, (check(grammar.value) if check is not None else "") or problem_of(grammar))
+    _refuse(grammar, check(grammar.value) if check is not None else "")
+    if grammar.kind == "json_schema":
+        grammar = msgspec.structs.replace(grammar, value=with_known_keywords(grammar.value))
+    _refuse(grammar, problem_of(grammar))
     return grammar
 
 

@@ -85,7 +85,7 @@ def chat_variables(request: GenerateRequest, rule: GenerateRule) -> dict[str, An
         variables["enable_thinking"] = request.thinking
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
-    return {**rule.special_tokens, **variables}
+    return {**request.template_options, **rule.special_tokens, **variables}
 
 
 class Draft(NamedTuple):

@@ -85,7 +85,7 @@ class Generator:
         grammar = await self._constrain(request, rule, deadline_ns)
         task = plan_task(request, rule, vocabulary.size, salt, grammar)
         if marks is not None and not request.ignore_eos:
-            task = msgspec.structs.replace(task, stop_token_ids=marks.ends)
+            task = msgspec.structs.replace(task, stop_token_ids=(*task.stop_token_ids, *marks.ends))
         read = [ids for ids, _ in fitted]
         texts = await self._echoes(request, vocabulary, prompts, read) if echoes else ()
         new_readers = _readers(request, rule, vocabulary, read, prompt_end)
@@ -252,9 +252,10 @@ def plan_task(
 ) -> GenerateTask:
     """Return the task for a worker. A value comes from the request, else from the model's defaults, else from the API's.
 
-    max_tokens is set later, for each prompt. Raises BadRequest for a bias of a token that the model does not have.
+    max_tokens is set later, for each prompt. Raises BadRequest for a bias or a stop of a token that the model does not have.
     """
     check_ids(list(request.logit_bias), vocab_size, "logit_bias")
+    check_ids(request.stop_token_ids, vocab_size, "stop_token_ids")
     temperature = _first(request.temperature, rule.temperature, 1.0)
     seed = secrets.randbits(63) if request.seed is None else request.seed
     sampling = Sampling(
@@ -269,7 +270,7 @@ def plan_task(
         seed=seed & _MAX_SEED,
     )
     return GenerateTask(
-        0, request.num_choices, sampling, request.logprobs, (), request.ignore_eos, salt,
+        0, request.num_choices, sampling, request.logprobs, request.stop_token_ids, request.ignore_eos, salt,
         grammar.kind if grammar is not None else "", grammar.value if grammar is not None else "",
         request.prompt_logprobs,
     )  # fmt: skip

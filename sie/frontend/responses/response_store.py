@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -169,6 +169,16 @@ class ResponseFile:
                 kept, "failed", {"code": "server_error", "message": "The server stopped before the response ended"}
             )
         return kept
+
+    def bodies(self, ids: Iterable[str], owner: str) -> Iterator[bytes]:
+        """Yield the objects of those responses among these that are stored for this owner."""
+        for response_id in ids:
+            row: Any = self._db.execute(
+                "SELECT body FROM responses WHERE id = ? AND owner = ? AND created_s > ?",
+                (response_id, owner, self._now_s() - self._limits.max_age_s),
+            ).fetchone()
+            if row is not None:
+                yield row[0]
 
     def cancel(self, response_id: str, owner: str) -> Kept | None:
         """Cancel a response if it is under way, and return it. The process that runs it learns of it from `stopped`."""

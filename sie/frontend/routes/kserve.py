@@ -15,6 +15,7 @@ import msgspec
 
 from sie.frontend.dialects.kserve import infer, models, trace_settings
 from sie.frontend.dialects.kserve.members import decode_members, encode_members
+from sie.frontend.dialects.openai.text_fields import event_of_json
 from sie.frontend.http.compression import MIN_BYTES, choose_coding, compress, decompress, refuse_coding
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Answer, Headers, Response
@@ -115,7 +116,7 @@ class KServe:
 
         answer = await self.service.tensors.answer(exchange, exchange.model, exchange.version, decode, len(body))
         if is_stream:
-            return [*STREAM_HEADERS], b"data: %b\n\n" % answer
+            return [*STREAM_HEADERS], event_of_json(answer)
         return [JSON], answer
 
     async def _admit(self, exchange: Exchange) -> None:

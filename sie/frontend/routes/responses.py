@@ -19,7 +19,15 @@ import msgspec
 from sie.agents.loop.agent_run import AgentRun
 from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.dialects.openai.text_fields import renamed
-from sie.frontend.dialects.responses.items import name_kept_files, read_kept
+from sie.frontend.dialects.responses.items import (
+    Item,
+    StoredOutput,
+    find_items,
+    name_kept_files,
+    read_kept,
+    referred_ids,
+    response_of,
+)
 from sie.frontend.dialects.responses.page import read_page, read_stream_query
 from sie.frontend.dialects.responses.reply import (
     RUNNING,
@@ -303,12 +311,22 @@ class Responses:
 
     async def _join_history(self, call: ResponsesCall, owner: str) -> bytes:
         """Put the conversation before a call, and the list of all files, into its request. Return the stored items."""
+        if ids := referred_ids(call.items):
+            call.resolve(await self._read_referred(ids, owner))
         history, before, files = await self._read_history(call, owner)
         call.begin(before)
         call.request.files = [*files, *call.request.files]
         kept = await self._conversations.prepare(owner, call.request)
         name_kept_files(call.items, [(file.id, file.name) for file in kept[len(files) :] if file is not None])
         return history
+
+    async def _read_referred(self, ids: Sequence[str], owner: str) -> dict[str, Item]:
+        """Return the stored items with these ids."""
+        if not self._store.is_on:
+            return {}
+        responses = dict.fromkeys(map(response_of, ids))
+        max_bytes = self._process.settings.generation.max_generation_body_bytes
+        return await self._store.do(lambda file: find_items(file.bodies(responses, owner), frozenset(ids), max_bytes))
 
     async def _read_history(self, call: ResponsesCall, owner: str) -> tuple[bytes, list[ChatMessage], list[InputFile]]:
         """Return the conversation before a call: the stored items, the messages, and the files that it names."""
@@ -411,15 +429,11 @@ class _Unkept(NamedTuple):
     """Whether events of its stream are lost, so that the stored ones must be deleted."""
 
 
-class _Output(msgspec.Struct):
-    output: list[msgspec.Raw]
-
-
 def _read_conversation(kept: Kept) -> tuple[bytes, list[ChatMessage], list[InputFile]]:
     items = [
         *msgspec.json.decode(kept.history, type=list[msgspec.Raw]),
         *msgspec.json.decode(kept.input, type=list[msgspec.Raw]),
-        *msgspec.json.decode(kept.body, type=_Output).output,
+        *msgspec.json.decode(kept.body, type=StoredOutput).output,
     ]
     history = _to_json(items)
     return history, *read_kept(history)

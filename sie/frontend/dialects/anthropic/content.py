@@ -90,13 +90,6 @@ def read_conversation(messages: Sequence[InputMessage], *, continues: bool = Fal
     return turns if continues else name_results(turns, "messages")
 
 
-def ends_with_partial_answer(messages: Sequence[ChatMessage]) -> bool:
-    """Tell whether a conversation ends with only the beginning of an answer, which the model continues."""
-    *before, last = messages
-    is_text = bool(last.content) and not last.tool_calls and last.reasoning is None
-    return bool(before) and last.role == "assistant" and is_text
-
-
 def _one_turn_each(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Merge consecutive messages of the same role, except tool results.
 

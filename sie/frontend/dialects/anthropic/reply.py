@@ -1,7 +1,7 @@
 """Encodes the replies of `/v1/messages`: whole messages, streams of events, and errors.
 
-Source: generation API reference, sections 2, 6.2 and 6.3, and the types of the anthropic client 2.12. input_tokens
-counts the whole prompt, as count_tokens does. cache_read_input_tokens is the part of it that was in the prefix cache.
+Source: generation API reference, sections 2, 6.2 and 6.3, and the types of the anthropic client 2.12, which say that the
+whole prompt is the sum of input_tokens and the tokens of the cache. So tokens of the prefix cache are not in both.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _usage(usage: GenerateUsage) -> dict[str, int]:
 
 def _tokens(prompt: int, cached: int, answered: int) -> dict[str, int]:
     return {
-        "input_tokens": prompt, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
+        "input_tokens": prompt - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
         "output_tokens": answered,
     }  # fmt: skip
 

@@ -16,12 +16,18 @@ from sie.config.limits import Limits
 from sie.frontend.dialects.anthropic.content import (
     InputMessage,
     TextBlock,
-    ends_with_partial_answer,
     join_text,
     read_conversation,
 )
 from sie.frontend.dialects.openai.agent_fields import read_agent_task, read_skills, take_server_tool, take_session_id
-from sie.frontend.dialects.openai.chat import ResponseFormat, read_effort, read_format, read_thinking
+from sie.frontend.dialects.openai.chat import (
+    ResponseFormat,
+    read_effort,
+    read_format,
+    read_template_options,
+    read_thinking,
+)
+from sie.frontend.dialects.openai.chat_messages import ends_with_partial_answer
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tools
 from sie.frontend.dialects.openai.mcp_tools import McpFields, read_mcp_choice
 from sie.frontend.dialects.openai.search_fields import Domains, search_rule
@@ -134,6 +140,7 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     request.parallel_tool_calls = call.tool_choice is None or not call.tool_choice.disable_parallel_tool_use
     request.grammar = _read_grammar(call)
     request.thinking, request.reasoning_effort = _read_thinking(call)
+    request.template_options = read_template_options(call)
     request.stop = read_stop(call.stop_sequences, "stop_sequences")
     return request
 
@@ -225,8 +232,7 @@ def _read_thinking(call: MessagesBody) -> tuple[bool | None, str | None]:
         if call.reasoning_effort is not None:
             raise wrong("reasoning_effort", "and 'output_config.effort' cannot both be given")
         # The effort sets how much to reason, not whether: disabled thinking stays disabled.
-        effort = call.output_config.effort.strip().lower()
-        effort = "xhigh" if effort == "max" else effort
+        effort = call.output_config.effort
         read_effort(effort, "output_config.effort")
         call.reasoning_effort = None if call.enable_thinking is False else effort
     return read_thinking(call)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import msgspec
-
+from sie.frontend.dialects.openai.text_fields import named_event
 from sie.values.agent import AgentEvent, AgentOutcome, ApprovalRequired, FileProduced, ToolProgress, ToolRecord
 
-_to_json: Final = msgspec.json.Encoder().encode
 _MAX_FILES: Final = 64
 
 
@@ -20,12 +18,12 @@ def agent_events(event: AgentEvent) -> bytes:
     match event:
         case ToolProgress(round=number, name=name, phase=phase, data=data):
             fields = {"round": number, "tool_name": name, "phase": phase, "data": _shown(data)}
-            return _named("agentic_tool_call_progress", fields)
+            return named_event("agentic_tool_call_progress", fields)
         case ApprovalRequired(approval_id=approval_id, session=session, round=number, tool=tool, arguments=arguments):
             fields = {"approval_id": approval_id, "session_id": session, "round": number, "tool": tool}
-            return _named("agentic_tool_approval_required", {**fields, "arguments": arguments})
+            return named_event("agentic_tool_approval_required", {**fields, "arguments": arguments})
         case FileProduced(file=file):
-            return _named("file_produced", {"file": file.to_wire()})
+            return named_event("file_produced", {"file": file.to_wire()})
 
 
 def agent_object(outcome: AgentOutcome | None) -> dict[str, Any]:
@@ -57,7 +55,3 @@ def _record(record: ToolRecord) -> dict[str, Any]:
 def _shown(data: dict[str, Any]) -> dict[str, Any]:
     """Return the data without the fields that are absent."""
     return {name: value for name, value in data.items() if value is not None and value != []}
-
-
-def _named(name: str, fields: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), _to_json({"type": name, **fields}))

@@ -15,7 +15,7 @@ from msgspec import Meta
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai.agent_fields import read_agent_task, take_session_id
 from sie.frontend.dialects.openai.agent_reply import agent_object
-from sie.frontend.dialects.openai.chat_messages import MessageField, read_messages
+from sie.frontend.dialects.openai.chat_messages import MessageField, ends_with_partial_answer, read_messages
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
 from sie.frontend.dialects.openai.sse_chunks import ChunkWriter
 from sie.frontend.dialects.openai.text_fields import (
@@ -28,6 +28,7 @@ from sie.frontend.dialects.openai.text_fields import (
 )
 from sie.frontend.generation.sampling_fields import Count, Number, wrong
 from sie.values.generate import (
+    ChatMessage,
     Finished,
     FinishReason,
     GenerateEvent,
@@ -45,6 +46,10 @@ from sie.values.generate import (
 _MAX_LIST: Final = 65_536
 _NO_EFFORTS: Final = frozenset({"off", "none"})
 _EFFORTS: Final = _NO_EFFORTS | {"low", "medium", "high", "xhigh"}
+_THINKING_OPTIONS: Final = frozenset({"enable_thinking", "reasoning_effort"})
+_MAX_OPTION: Final = 2**53
+_NEAREST: Final = {"minimal": "low", "max": "xhigh"}
+"""Efforts of the clients' types that templates do not know, and the nearest ones that they may know."""
 ANY_OBJECT: Final = {"type": "object"}
 """The schema of a `json_object` answer without its own schema."""
 _to_json: Final = msgspec.json.Encoder().encode
@@ -81,6 +86,8 @@ class ChatBody(TextFields, kw_only=True):
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template: Any = None
     functions: Any = None
     function_call: Any = None
@@ -100,6 +107,7 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     request = read_text_fields(call)
     request.session_id = session_id
     request.messages = read_messages(call.messages, request.files, continues=bool(session_id))
+    request.continues = _read_continues(call, request.messages)
     if session_id and request.num_choices > 1:
         raise wrong("n", "must be 1 with 'session_id'")
     if call.max_completion_tokens is not None:
@@ -114,6 +122,7 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     request.grammar = request.grammar or read_format(call.response_format)
     request.logprobs = _read_logprobs(call)
     thinking, request.reasoning_effort = read_thinking(call)
+    request.template_options = read_template_options(call)
     request.thinking = thinking is not False  # on by default, whatever the template's own default is: section 3.1
     return request, Shown.begin(
         "chatcmpl", num_choices=request.num_choices, wants_usage=wants_usage(call), session_id=session_id
@@ -130,6 +139,19 @@ def _refuse_unserved(call: ChatBody) -> None:
             raise wrong(field, reasons.get(field, "is not served; use 'tools' and 'tool_choice'"))
     if call.modalities is not None and call.modalities != ["text"]:
         raise wrong("modalities", "must be ['text']")
+
+
+def _read_continues(call: ChatBody, messages: Sequence[ChatMessage]) -> bool:
+    """Return whether the answer goes on with the last message. Source: vLLM's chat API."""
+    if not call.continue_final_message:
+        if call.add_generation_prompt is False:
+            raise wrong("add_generation_prompt", "must be true, or 'continue_final_message' be true")
+        return False
+    if call.add_generation_prompt:
+        raise wrong("add_generation_prompt", "and 'continue_final_message' cannot both be true")
+    if not ends_with_partial_answer(messages):
+        raise wrong("continue_final_message", "needs a text of the assistant as the last message, behind another one")
+    return True
 
 
 def _read_logprobs(call: ChatBody) -> int | None:
@@ -176,11 +198,25 @@ def read_thinking(call: ThinkingFields) -> tuple[bool | None, str | None]:
     return is_on, level
 
 
+def read_template_options(call: ThinkingFields) -> dict[str, bool | int | float]:
+    """Return the other variables for the template. Raises BadRequest for one that could bring text into the prompt."""
+    options: dict[str, bool | int | float] = {}
+    for name, value in (call.chat_template_kwargs or {}).items():
+        if name in _THINKING_OPTIONS or value is None:
+            continue
+        if not isinstance(value, (bool, int, float)) or abs(value) > _MAX_OPTION:
+            raise wrong(f"chat_template_kwargs.{name[:80]}", "must be true, false or a number of at most 2**53")
+        options[name] = value
+    return options
+
+
 def read_effort(effort: str, field: str) -> tuple[bool, str | None]:
     """Return whether the model should reason, and if so how much. Raises BadRequest naming the field."""
     level = effort.strip().lower()
+    level = _NEAREST.get(level, level)
     if level not in _EFFORTS:
-        raise wrong(field, f"must be one of off, none, low, medium, high, xhigh, not {effort[:40]!r}")
+        known = "off, none, minimal, low, medium, high, xhigh, max"
+        raise wrong(field, f"must be one of {known}, not {effort[:40]!r}")
     is_on = level not in _NO_EFFORTS
     return is_on, level if is_on else None
 

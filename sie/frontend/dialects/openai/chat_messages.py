@@ -86,6 +86,13 @@ def read_messages(
     return read
 
 
+def ends_with_partial_answer(messages: Sequence[ChatMessage]) -> bool:
+    """Tell whether a conversation ends with only the beginning of an answer, which the model continues."""
+    *before, last = messages
+    is_text = bool(last.content) and not last.tool_calls and last.reasoning is None
+    return bool(before) and last.role == "assistant" and is_text
+
+
 def find_calls(messages: Sequence[ChatMessage], field: str) -> dict[int, str]:
     """Return the name of the called tool for each message that is a tool result with a call id, by message index.
 

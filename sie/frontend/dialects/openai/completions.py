@@ -193,7 +193,10 @@ def _whole_logprobs(
 
 
 class Logprobs:
-    """Writes logprobs in the form of this route. Offsets count characters from the first shown character."""
+    """Writes logprobs in the form of this route. Offsets count characters from the first shown character.
+
+    A token that begins within a character gets its offset, as in `find_offsets`.
+    """
 
     def __init__(self, offset: int = 0) -> None:
         self._offset = offset
@@ -206,8 +209,9 @@ class Logprobs:
             tokens.append(one.text)
             own.append(one.logprob)
             top.append(_top_json(one))
-            offsets.append(self._offset)
-            self._offset += len(one.text)
+            begins = [byte & 0xC0 != 0x80 for byte in one.raw]
+            offsets.append(max(0, self._offset - (begins[:1] == [False])))
+            self._offset += sum(begins)
         return shown
 
 

@@ -1,12 +1,14 @@
 """Encodes the bodies of `/v1/models`: one object that clients of the SIE, OpenAI and Anthropic APIs all understand.
 
-A card is SIE's ModelInfo plus OpenAI's `id, object, created, owned_by` plus Anthropic's `type, display_name`.
+A card is SIE's ModelInfo plus OpenAI's `id, object, created, owned_by` plus Anthropic's
+`type, display_name, created_at, lifecycle`.
 Source: SIE API reference, section 14.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
@@ -51,6 +53,8 @@ def model_info(
         "owned_by": OWNER,
         "type": "model",
         "display_name": card.id,
+        "created_at": time_text(created),
+        "lifecycle": "active",
         "name": card.id,
         "inputs": list(card.inputs),
         "outputs": card.wire_outputs,
@@ -102,6 +106,11 @@ def _profile(card: ModelCard, name: str) -> dict[str, Any]:
 def _similarity(card: ModelCard, output: str) -> str:
     """Return the similarity metric of an output. A card's own metric is that of its first output."""
     return card.similarity if output == next(iter(card.dims)) else KINDS[output].similarity
+
+
+def time_text(seconds: float) -> str:
+    """Return a time in the form of RFC 3339."""
+    return datetime.fromtimestamp(int(seconds), UTC).isoformat().replace("+00:00", "Z")
 
 
 def models_body(infos: Sequence[dict[str, Any]], default: str | None = None) -> bytes:

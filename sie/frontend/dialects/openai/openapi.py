@@ -108,6 +108,8 @@ class ModelInfo(Reply):
     owned_by: str
     type: Literal["model"]
     display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
     name: str
     inputs: list[str]
     outputs: list[str]

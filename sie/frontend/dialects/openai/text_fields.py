@@ -19,7 +19,7 @@ from msgspec import Meta
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai import embeddings
 from sie.frontend.dialects.openai.agent_fields import AgentFields
-from sie.frontend.generation.sampling_fields import Bias, Count, Share, read_stop, write_sampling, wrong
+from sie.frontend.generation.sampling_fields import Bias, Count, Number, Share, read_stop, write_sampling, wrong
 from sie.frontend.inputs.bounded_json import check_json
 from sie.frontend.inputs.json_parts import decode_json
 from sie.values.choices import with_choices
@@ -30,10 +30,22 @@ _FINGERPRINT: Final = "local"
 DONE: Final = b"data: [DONE]\n\n"
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 """A comment, which clients do not read as an event."""
+_LINE_ENDS: Final = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
+"""Characters that some clients (httpx's `iter_lines`, so huggingface_hub and LiteLLM) read as the end of a line, and
+their escapes. JSON escapes the others itself."""
 _MAX_LIST: Final = 65_536
 _MAX_ID_DIGITS: Final = 10
+_MAX_STOP_IDS: Final = 64
 _JSON_GRAMMARS: Final = ("json_schema", "llguidance")
 _JSON_ENDS: Final = ("/json", "+json")
+_FORM_ELSEWHERE: Final = "is another server's; use 'response_format' or 'grammar'"
+_UNSERVED: Final = {
+    "bad_words": "is not served; use 'logit_bias'",
+    "include_stop_str_in_output": "is not served: a stop string is no part of the answer",
+    "prompt_logprobs": "is not served; use 'echo' and 'logprobs' on /v1/completions",
+    "use_beam_search": "is not served",
+}
+"""Fields of vLLM, SGLang and llama.cpp without which an answer would not be what the client asks for."""
 _PATH: Final = re.compile(r" - at `(?:key in `)?\$\.?([^`]*)`$")
 _OUT_OF_BOUNDS: Final = re.compile(r"Expected `[^`]*` (?:[<>]|of length)")
 _MISSING: Final = re.compile(r"Object missing required field `([^`]+)`")
@@ -71,11 +83,29 @@ class SamplingFields(AgentFields, kw_only=True):
     stream: bool | None = None
 
 
+class ForeignFields(msgspec.Struct):
+    """Fields of other servers. They are refused, because an answer that ignores them looks like one that follows them."""
+
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    bad_words: Any = None
+    include_stop_str_in_output: Any = None
+    prompt_logprobs: Any = None
+    use_beam_search: Any = None
+
+
 class TextFields(SamplingFields, kw_only=True):
     """The fields of OpenAI's routes."""
 
     n: Count | None = None
     stop: str | Annotated[list[str], Meta(max_length=_MAX_LIST)] | None = None
+    stop_token_ids: Annotated[list[Number], Meta(max_length=_MAX_STOP_IDS)] | None = None
     stream_options: StreamEnding | None = None
 
 
@@ -108,6 +138,9 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
         return {**head, "system_fingerprint": _FINGERPRINT}
 
 
+_FOREIGN: Final = msgspec.json.Decoder(ForeignFields)
+
+
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
@@ -123,13 +156,21 @@ def decode_body(
         raise BadRequest(f"Content-Type must be application/json, not {kind!r}", http_status=415)
     check_json(body, limits.max_depth)
     try:
-        return decode_json(decoder, body)
+        call = decode_json(decoder, body)
+        _refuse_foreign(decode_json(_FOREIGN, body))
     except msgspec.ValidationError as error:
         raise _syntax_error(body) or _type_error(with_choices(error, decoder.type)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="INVALID_JSON") from None
     except RecursionError:
         raise BadRequest("The body is nested too deep") from None
+    return call
+
+
+def _refuse_foreign(fields: ForeignFields) -> None:
+    for field in ForeignFields.__struct_fields__:
+        if getattr(fields, field):
+            raise wrong(field, _UNSERVED.get(field, _FORM_ELSEWHERE))
 
 
 def _syntax_error(body: bytes) -> BadRequest | None:
@@ -175,6 +216,7 @@ def read_text_fields(body: TextFields) -> GenerateRequest:
     request = read_sampling_fields(body)
     request.num_choices = body.n or 1
     request.stop = read_stop(body.stop)
+    request.stop_token_ids = tuple(body.stop_token_ids or ())
     return request
 
 
@@ -250,12 +292,19 @@ def _rate(count: int, elapsed_s: float) -> float:
 
 def data_line(value: Any) -> bytes:
     """Return one unnamed event."""
-    return b"data: %b\n\n" % _to_json(value)
+    return event_of_json(_to_json(value))
+
+
+def event_of_json(data: bytes) -> bytes:
+    """Return one unnamed event with encoded JSON, in a single line for every client."""
+    for end, escaped in _LINE_ENDS:
+        data = data.replace(end, escaped)
+    return b"data: %b\n\n" % data
 
 
 def named_event(name: str, value: dict[str, Any]) -> bytes:
     """Return one event whose data also has its name."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), _to_json({"type": name, **value}))
+    return b"event: %b\n%b" % (name.encode(), data_line({"type": name, **value}))
 
 
 def error_object(error: SieError) -> dict[str, Any]:

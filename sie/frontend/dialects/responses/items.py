@@ -7,7 +7,7 @@ be read as the input of the next one.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, cast
 
 import msgspec
@@ -20,7 +20,8 @@ from sie.values.generate import ROLES, ChatMessage, InputFile, ToolCall
 _MAX_LIST: Final = 65_536
 _TEXT_PARTS: Final = frozenset({"input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"})
 _MEDIA_WORDS: Final = ("image", "audio", "video", "file")
-_SKIPPED: Final = frozenset({"reasoning", "item_reference", "web_search_call"})
+_REFERENCE: Final = "item_reference"
+_SKIPPED: Final = frozenset({"reasoning", "web_search_call"})
 """Items that are accepted but not shown to the model."""
 _PREFIXES: Final = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs", "shell_call": "sc",
@@ -41,6 +42,8 @@ _NEEDED: Final[dict[str, dict[str, Any]]] = {
     "output_text": {"annotations": [], "logprobs": []},
 }
 """The fields that clients expect in each type of item and part, for those that a request left out."""
+_RESPONSE: Final = "resp_"
+_ID_BYTES: Final = 16
 _FILE: Final = "input_file"
 _PLAIN_TEXTS: Final = frozenset({"text", "input_text", "output_text"})
 """Types of a part that only tell its author, which the item tells, too."""
@@ -101,6 +104,14 @@ class InputItem(msgspec.Struct, omit_defaults=True):
 
 
 Input = str | Annotated[list[InputItem], Meta(max_length=_MAX_LIST)]
+
+
+class StoredOutput(msgspec.Struct):
+    """The output of a stored response, each item as JSON."""
+
+    output: list[msgspec.Raw]
+
+
 _to_json: Final = msgspec.json.Encoder().encode
 _kept: Final = msgspec.json.Decoder(list[InputItem])
 
@@ -125,7 +136,7 @@ def read_items(given: Input, files: list[InputFile]) -> list[ChatMessage]:
             _add_code(messages, item, number)
         elif kind == "mcp_call":
             _add_mcp_call(messages, item, path)
-        elif kind not in _SKIPPED:
+        elif kind not in _SKIPPED and kind != _REFERENCE:  # `put_referred` comes later, because it needs the store
             raise wrong(f"{path}.type", f"is {kind[:40]!r}, which is not supported; use messages and function calls")
     return messages
 
@@ -172,13 +183,53 @@ def _parts_of(item: Item) -> list[Item]:
     return cast("list[Item]", content) if isinstance(content, list) else []
 
 
-def new_id(kind: str) -> str:
-    """Return the id of a new item of this type."""
-    return f"{_PREFIXES.get(kind, 'item')}_{secrets.token_hex(16)}"
+def new_id(kind: str, response_id: str = "") -> str:
+    """Return the id of a new item of this type. It holds the id of the response whose output it is in, if there is one."""
+    return f"{_PREFIXES.get(kind, 'item')}_{response_id.removeprefix(_RESPONSE)}{secrets.token_hex(_ID_BYTES)}"
+
+
+def response_of(item_id: str) -> str:
+    """Return the id of the response whose output has an item, from an id of `new_id`."""
+    return _RESPONSE + item_id.partition("_")[2][: -2 * _ID_BYTES]
+
+
+def referred_ids(items: Sequence[Item]) -> list[str]:
+    """Return the ids in the items of an input that only refer to stored ones."""
+    return [item["id"] for item in items if item["type"] == _REFERENCE]
+
+
+def find_items(bodies: Iterable[bytes], ids: Collection[str], max_bytes: int) -> dict[str, Item]:
+    """Return the items with these ids in the outputs of stored responses, in the form to store and list.
+
+    Raises BadRequest if they are over max_bytes.
+    """
+    found: dict[str, Item] = {}
+    num_bytes = 0
+    for body in bodies:
+        for raw in msgspec.json.decode(body, type=StoredOutput).output:
+            if (item := msgspec.json.decode(raw, type=InputItem)).id in ids:
+                num_bytes += len(bytes(raw))
+                if num_bytes > max_bytes:
+                    raise wrong("input", f"refers to items that are over max_generation_body_bytes ({max_bytes})")
+                found[item.id or ""] = _listed(item)
+    return found
+
+
+def put_referred(items: list[Item], found: Mapping[str, Item], files: list[InputFile]) -> list[ChatMessage]:
+    """Put the found items in the place of those that refer to them; return the conversation. Its files are added to `files`.
+
+    Raises BadRequest for an item that is not stored.
+    """
+    for number, item in enumerate(items):
+        if item["type"] == _REFERENCE:
+            if item["id"] not in found:
+                raise wrong(f"input[{number}].id", "names an item that is not stored; send the item itself")
+            items[number] = found[item["id"]]
+    return read_items(msgspec.convert(items, list[InputItem]), files)
 
 
 def _kind(item: InputItem) -> str:
-    return item.type or ("message" if item.role is not None else "item_reference" if item.id else "")
+    return item.type or ("message" if item.role is not None else _REFERENCE if item.id else "")
 
 
 def _listed(item: InputItem) -> Item:

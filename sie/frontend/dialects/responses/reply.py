@@ -6,6 +6,7 @@ Items are in the order in which they happened. The last event is exactly one of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
@@ -14,7 +15,8 @@ import msgspec
 from sie.frontend.dialects.openai import text_fields
 from sie.frontend.dialects.openai.agent_reply import agent_events
 from sie.frontend.dialects.openai.chat import logprob_json
-from sie.frontend.dialects.responses.items import Item, new_id
+from sie.frontend.dialects.responses.items import Item
+from sie.frontend.dialects.responses.items import new_id as new_item_id
 from sie.frontend.dialects.responses.request import ResponsesCall
 from sie.frontend.dialects.responses.tool_items import tool_item
 from sie.values.agent import AgentEvent, AgentFile, ApprovalRequired, FileProduced, ToolProgress
@@ -51,7 +53,7 @@ class ResponseRecord:
 
     def __init__(
         self, response_id: str, created_s: int, call: ResponsesCall, model: str,
-        *, max_kept_bytes: int = 0, new_id: Callable[[str], str] = new_id,
+        *, max_kept_bytes: int = 0, new_id: Callable[[str], str] | None = None,
     ) -> None:  # fmt: skip
         """new_id takes the type of an item and returns a new id for it."""
         self.id = response_id
@@ -75,7 +77,7 @@ class ResponseRecord:
         self._error: dict[str, str] | None = None
         self._is_announced = False
         self._is_cut = False
-        self._new_id = new_id
+        self._new_id = new_id or functools.partial(new_item_id, response_id=response_id)
         self._num_events = 0
         self._stream: list[bytes] = []
         self._unkept: list[bytes] = []

@@ -6,7 +6,7 @@ types of the openai client 3.52. A field of the wrong type is 422, a wrong value
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
@@ -19,7 +19,15 @@ from sie.frontend.dialects.openai.chat_messages import name_results
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
 from sie.frontend.dialects.openai.search_fields import SearchFilters, WebSearchField, read_search
 from sie.frontend.dialects.openai.text_fields import TextFields, decode_body, read_text_fields
-from sie.frontend.dialects.responses.items import Input, Item, full_name, listed_items, read_items
+from sie.frontend.dialects.responses.items import (
+    Input,
+    Item,
+    full_name,
+    listed_items,
+    put_referred,
+    read_items,
+    referred_ids,
+)
 from sie.frontend.generation.sampling_fields import Count, Number, wrong
 from sie.values.agent import SearchRule
 from sie.values.generate import ChatMessage, GenerateRequest, Grammar, ToolChoice
@@ -122,6 +130,11 @@ class ResponsesCall(msgspec.Struct, frozen=True, kw_only=True):
     shows_pictures: bool
     """Whether its items have the pictures that code made."""
 
+    def resolve(self, found: Mapping[str, Item]) -> None:
+        """Put stored items in the place of those that only refer to them. Raises BadRequest for one that was not found."""
+        self.request.messages = put_referred(self.items, found, files := [])
+        self.request.files = files
+
     def begin(self, before: Sequence[ChatMessage]) -> None:
         """Put the instructions and the conversation so far before the input. Raises BadRequest for a result without call."""
         said = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
@@ -138,7 +151,8 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
     request = read_text_fields(call)
     request.messages = read_items(call.input, files := [])
     request.files = files
-    if not request.messages and call.previous_response_id is None:
+    items = listed_items(call.input)
+    if not (request.messages or call.previous_response_id is not None or referred_ids(items)):
         raise wrong("input", "must hold at least one message")
     request.max_tokens = call.max_output_tokens or call.max_completion_tokens or call.max_tokens
     request.truncate_prompt = call.truncation == "auto"
@@ -165,7 +179,7 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
         request=request,
         instructions=call.instructions,
         previous_id=call.previous_response_id,
-        items=listed_items(call.input),
+        items=items,
         echoed=_echo(call, request),
         namespaces=namespaces,
         stores=call.store is not False,

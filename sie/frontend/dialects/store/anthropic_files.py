@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
 
 from sie.agents.store.files import FileQuery, KeptFile
+from sie.frontend.dialects.openai.models import time_text
 from sie.frontend.dialects.store.openai_files import read_age
 from sie.frontend.dialects.store.query import Query, last_of, read_limit
 from sie.frontend.generation.sampling_fields import wrong
@@ -54,11 +54,6 @@ def read_cursor(query: Query) -> str:
     if page and not page.startswith(_PAGE):
         raise wrong("page", "must be the 'next_page' of an earlier answer")
     return page.removeprefix(_PAGE)
-
-
-def time_text(seconds: float) -> str:
-    """Return a time in the form of RFC 3339."""
-    return datetime.fromtimestamp(int(seconds), UTC).isoformat().replace("+00:00", "Z")
 
 
 def metadata(file: KeptFile) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sie.agents.store.skills import Skill, SkillVersion
-from sie.frontend.dialects.store.anthropic_files import time_text
+from sie.frontend.dialects.openai.models import time_text
 
 
 def skill_object(skill: Skill) -> dict[str, Any]:

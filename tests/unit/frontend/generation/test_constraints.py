@@ -323,6 +323,53 @@ def test_signs_that_intersect_or_complement_nothing_are_taken() -> None:
     assert allows(constrain(request(grammar=grammar, tools=()), rule("json")), '&~&"a & b"')
 
 
+def test_a_format_is_a_note_unless_it_is_known() -> None:
+    """pydantic writes `path` for a Path and `password` for a secret; a client could not ask for such a type."""
+    path = {"type": "string", "format": "path"}
+    named = {"type": "object", "properties": {"format": path}, "required": ["format"]}
+    schema: dict[str, Any] = {
+        "type": "object", "required": ["at", "when", "format", "kind"], "additionalProperties": False,
+        "properties": {
+            "at": {"anyOf": [{"type": "string", "format": "uri-reference", "maxLength": 3}, {"type": "null"}]},
+            "when": {"type": "string", "format": "date"}, "format": named, "kind": {"enum": [{"format": "x"}]},
+        },
+    }  # fmt: skip
+    good = {"at": "a/b", "when": "2026-01-31", "format": {"format": "c"}, "kind": {"format": "x"}}
+    answer = Grammar(kind="json_schema", value=json.dumps(schema))
+    grammar = constrain(GenerateRequest(model="m", texts=["x"], grammar=answer), rule("hermes"))
+    assert allows(grammar, json.dumps(good))
+    for wrong in ({"at": "long"}, {"when": "soon"}, {"kind": {}}):
+        assert not allows(grammar, json.dumps({**good, **wrong}))
+    tool = Tool(name="open", parameters=schema, strict=True)
+    grammar = constrain(request(tools=(tool,), tool_choice=REQUIRED), rule("hermes"))
+    assert allows(grammar, tagged(json.dumps({"name": "open", "arguments": good})))
+    assert path["format"] == "path", "the model still reads the format in its prompt"
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}, {"k": 1}, {"k": "a"}),
+        ({"propertyNames": True, "properties": {"propertyNames": {"const": 1}}}, {"propertyNames": 1}, {"propertyNames": 2}),
+        ({"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}}, {"a": 1, "b": 2}, {"c": 1}),
+        ({"propertyNames": {"type": "string", "enum": ["a"]}}, {"a": "x"}, {"b": "x"}),
+        ({"propertyNames": {"enum": ["a", "b"]}, "properties": {"a": {"const": 1}, "c": {}}}, {"a": 1, "b": 2}, {"a": 2}),
+        ({"propertyNames": {"enum": ["a", "c"]}, "properties": {"a": {}}, "additionalProperties": False}, {"a": 1}, {"c": 1}),
+    ],
+)  # fmt: skip
+def test_names_of_a_record_are_bound(schema: dict[str, Any], good: Any, bad: Any) -> None:
+    answer = Grammar(kind="json_schema", value=json.dumps({"type": "object", **schema}))
+    grammar = constrain(GenerateRequest(model="m", texts=["x"], grammar=answer), rule("hermes"))
+    assert allows(grammar, json.dumps(good))
+    assert not allows(grammar, json.dumps(bad))
+
+
+def test_names_that_cannot_be_listed_are_refused() -> None:
+    answer = Grammar(kind="json_schema", value='{"type": "object", "propertyNames": {"pattern": "^a"}}')
+    with pytest.raises(BadRequest, match="propertyNames"):
+        constrain(GenerateRequest(model="m", texts=["x"], grammar=answer), rule("hermes"))
+
+
 def test_the_field_that_a_client_used_is_named() -> None:
     broken = Grammar(kind="json_schema", value='{"enum": []}', field="output_config.format")
     with pytest.raises(BadRequest, match=r"output_config\.format") as refused:
@@ -336,6 +383,20 @@ def test_parameters_nobody_can_compile_are_refused_only_where_they_bind() -> Non
         constrain(request(tools=(Tool(name="weather", parameters=broken, strict=True),)), rule("json"))
     loose = request(tools=(Tool(name="weather", parameters=broken),), tool_choice=REQUIRED)
     assert allows(constrain(loose, rule("json")), TOWN)
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "json"])
+def test_parameters_bind_by_the_keywords_that_compile(tool_format: Any) -> None:
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    loose = Tool(name="weather", parameters={**CITY, "properties": {**CITY["properties"], "tags": tags}})
+    grammar = constrain(request(tools=(loose,), tool_choice=REQUIRED), rule(tool_format))
+    for arguments, good in (
+        ({"city": "Oslo", "tags": ["a"]}, True),
+        ({"city": "Oslo", "tags": [1]}, False),
+        ({}, False),
+    ):
+        call = json.dumps({"name": "weather", "arguments": arguments})
+        assert allows(grammar, tagged(call) if tool_format == "hermes" else call) is good
 
 
 def test_long_ebnf_is_refused_with_its_limit() -> None:

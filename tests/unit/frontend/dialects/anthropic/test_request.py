@@ -321,7 +321,7 @@ def test_a_whole_answer_has_its_blocks_in_order() -> None:
     assert call.type == "tool_use"
     assert (call.id, call.name, call.input) == ("toolu_1", "weather", {"city": "Oslo"})
     assert (message.stop_reason, message.stop_sequence) == ("tool_use", None)
-    assert (message.usage.input_tokens, message.usage.output_tokens, message.usage.cache_read_input_tokens) == (9, 4, 2)
+    assert (message.usage.input_tokens, message.usage.output_tokens, message.usage.cache_read_input_tokens) == (7, 4, 2)
 
 
 def test_a_call_has_one_id_in_a_session_and_in_what_its_client_sends_back() -> None:

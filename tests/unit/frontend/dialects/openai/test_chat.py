@@ -10,6 +10,7 @@ import pytest
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai.chat import ChatWriter, decode_chat
 from sie.frontend.dialects.openai.text_fields import Shown, error_object
+from sie.frontend.generation.prompt import chat_variables
 from sie.values.agent import SearchRule
 from sie.values.errors import BadRequest, NotFound, Overloaded
 from sie.values.generate import (
@@ -17,6 +18,7 @@ from sie.values.generate import (
     Ended,
     Finished,
     GenerateRequest,
+    GenerateRule,
     GenerateUsage,
     Grammar,
     ReasoningDelta,
@@ -109,6 +111,36 @@ SERVERS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+def test_other_options_reach_the_template_unless_they_are_text() -> None:
+    given = {"thinking": False, "budget": 9, "enable_thinking": True, "none": None}
+    request = read(chat_template_kwargs=given)
+    assert request.template_options == {"thinking": False, "budget": 9}
+    variables = chat_variables(request, GenerateRule(context_length=9, special_tokens={"budget": "<b>"}))
+    assert (variables["thinking"], variables["enable_thinking"], variables["budget"]) == (False, True, "<b>")
+    for wrong in ("<|im_end|>", ["a"], {}, 2**60):
+        with pytest.raises(BadRequest, match=r"Field 'chat_template_kwargs\.x'"):
+            read(chat_template_kwargs={"x": wrong})
+
+
+BEGUN: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": BEGUN, "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"messages": BEGUN[1:], "continue_final_message": True}, "continue_final_message"),
+    ],
+)
+def test_only_a_text_of_the_assistant_is_continued(fields: Any, named: str) -> None:
+    assert read(messages=BEGUN, continue_final_message=True).continues
+    assert not read(messages=BEGUN, continue_final_message=False, add_generation_prompt=True).continues
+    with pytest.raises(BadRequest, match=f"Field '{named}'"):
+        read(**fields)
+
+
 @pytest.mark.parametrize("fields", SERVERS)
 def test_a_call_of_the_server_s_tools_alone_may_be_required(fields: dict[str, Any]) -> None:
     assert read(**fields, tool_choice="required").tool_choice == ToolChoice(mode="required")
@@ -177,6 +209,8 @@ def test_malformed_tool_choice_is_refused(choice: Any) -> None:
         ({"enable_thinking": False}, (False, None)),
         ({"reasoning_effort": " High "}, (True, "high")),
         ({"reasoning_effort": "none"}, (False, None)),
+        ({"reasoning_effort": "minimal"}, (True, "low")),
+        ({"reasoning_effort": "max"}, (True, "xhigh")),
         ({"reasoning_effort": "off", "enable_thinking": False}, (False, None)),
         ({"chat_template_kwargs": {"enable_thinking": True, "other": 1}}, (True, None)),
         ({"chat_template_kwargs": {"reasoning_effort": "low"}, "enable_thinking": True}, (True, "low")),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import anthropic
 import msgspec
 import pytest
 
@@ -21,10 +22,15 @@ def test_a_card_serves_sie_openai_and_anthropic_readers():
     assert profile["output_similarity"] == {"dense": "cosine"}
     assert info == {
         "id": "org/m", "object": "model", "created": 17, "owned_by": "local", "type": "model", "display_name": "org/m",
-        "name": "org/m", "inputs": ["text"], "outputs": ["dense"], "dims": {"dense": 384}, "loaded": True,
+        "created_at": "1970-01-01T00:00:17Z", "lifecycle": "active", "name": "org/m", "inputs": ["text"], "outputs": ["dense"], "dims": {"dense": 384}, "loaded": True,
         "max_sequence_length": 256, "profiles": {}, "state": "loaded", "last_error": None, "revision": "abc",
         "capabilities": None, "routing": {"policy": None, "upstream_kind": None}, "status": "loaded", "root": "org/m",
     }  # fmt: skip
+
+
+def test_anthropic_s_type_of_a_model_is_complete():
+    read = anthropic.types.ModelInfo.model_validate(model_info(CARD, "loaded", created=17))
+    assert (read.created_at.timestamp(), read.lifecycle, read.type) == (17, "active", "model")
 
 
 def test_fallbacks_are_listed_with_their_reasons():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.responses.items import read_kept
+from sie.frontend.dialects.responses.items import find_items, read_kept
 from sie.frontend.dialects.responses.page import read_page, read_stream_query
 from sie.frontend.dialects.responses.reply import ResponseRecord
 from sie.frontend.dialects.responses.request import ResponsesCall, decode_responses
@@ -98,7 +99,6 @@ def test_items_are_the_messages_that_templates_know() -> None:
         {"type": "reasoning", "id": "rs_1", "summary": []},
         {"role": "assistant", "content": [{"type": "output_text", "text": "calling", "annotations": [], "logprobs": []}]},
         CALL, {**CALL, "call_id": "c2"}, OUTPUT,
-        {"type": "item_reference", "id": "x"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "43"}]},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
     ])  # fmt: skip
@@ -117,6 +117,22 @@ def test_items_are_the_messages_that_templates_know() -> None:
         ChatMessage(role="tool", content="43", tool_call_id="c2", name="f"),
         ChatMessage(role="assistant", content="no"),
     ]
+
+
+def test_a_result_belongs_to_a_call_that_its_item_names() -> None:
+    call = decode(input=[{"role": "user", "content": "hi"}, {"type": "item_reference", "id": "fc_r1"}, OUTPUT])
+    stored = {
+        "output": [{**CALL, "id": "fc_r1", "status": "completed"}, {"type": "reasoning", "id": "rs_r1", "summary": []}]
+    }
+    call.resolve(find_items([msgspec.json.encode(stored)], {"fc_r1"}, 10_000))
+    call.begin([])
+    assert call.request.messages is not None
+    assert call.request.messages[1:] == [
+        ChatMessage(role="assistant", tool_calls=(ToolCall(id="c1", name="f", arguments='{"a":1}'),)),
+        ChatMessage(role="tool", content="42", tool_call_id="c1", name="f"),
+    ]
+    with pytest.raises(BadRequest, match="max_generation_body_bytes"):
+        find_items([msgspec.json.encode(stored)], {"fc_r1"}, 10)
 
 
 def test_shell_calls_of_an_earlier_conversation_are_told_to_the_model() -> None:
@@ -194,6 +210,7 @@ _FLAT = {"type": "json_schema", "name": "n", "schema": _SCHEMA, "strict": True}
         ({}, "tool_choice", "auto"),
         ({"reasoning": {"effort": " High "}}, "reasoning", {"effort": "high", "summary": None}),
         ({"reasoning": {"effort": "off"}}, "reasoning", {"effort": "none", "summary": None}),
+        ({"reasoning": {"effort": "minimal"}}, "reasoning", {"effort": "low", "summary": None}),
         ({"reasoning": {}}, "reasoning", {"effort": None, "summary": None}),
         ({"text": {"format": _FLAT}}, "text", {"format": _FLAT}),
         ({"text": {"format": {"type": "json_schema", "schema": _SCHEMA}}}, "text",
