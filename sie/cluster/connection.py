@@ -61,6 +61,7 @@ _FULL: Final = frozenset((10077, 10023, 10047, 10002, 10122))
 
 _WRONG_REVISION: Final = frozenset((10071, 10164))
 _MAX_DOCUMENT_BYTES: Final = 1 << 20
+_MAX_TOLD: Final = 100
 
 OnMessage = Callable[[Msg], Awaitable[None]]
 
@@ -75,6 +76,17 @@ def _is_seed(path: str) -> bool:
         return file.read(2).startswith(b"SU")
 
 
+class _Client(Client):
+    """A client that outlives every error that the server tells of. That of nats-py is closed for ever by most of them.
+
+    Where the error ends the connection, the server closes it, and the client connects again as after any other loss:
+    credentials may be renewed, and a limit of the server may be free again.
+    """
+
+    async def _process_err(self, err_msg: str) -> None:
+        await self._error_cb(nats.errors.Error(f"nats: {err_msg}"))
+
+
 class Connection:
     """One process's connection to NATS."""
 
@@ -82,7 +94,7 @@ class Connection:
         """Set up without connecting; name is shown by the server's monitoring."""
         self._settings = settings
         self._name = name
-        self._nc = Client()
+        self._nc = _Client()
         self._js: JetStreamContext
         self._pools: set[str] = set()
         self.clock = ServerClock(time.monotonic_ns)
@@ -92,6 +104,8 @@ class Connection:
         self._is_opening = True
         self._has_waited = False
         """Whether the log says that the first connection could not be made yet."""
+        self._told: set[str] = set()
+        """The errors of the server that the log has: a permission is refused again with each message."""
 
     @property
     def is_connected(self) -> bool:
@@ -132,6 +146,7 @@ class Connection:
 
     async def _on_reconnected(self) -> None:
         _log.info("connected to NATS again")
+        self._told.clear()
         self.clock.forget()
         if self._restoring is not None:
             self._restoring.cancel()
@@ -157,12 +172,22 @@ class Connection:
         if isinstance(error, nats.errors.SlowConsumerError):
             _log.error("NATS messages were dropped, because this process was too slow: %s", error)
         elif isinstance(error, nats.errors.Error | OSError | TimeoutError):
-            if self._is_opening and not self._has_waited:
-                self._has_waited = True
-                _log.warning("NATS does not answer yet: %s; trying again until it does", error or type(error).__name__)
-            _log.debug("NATS: %s", error or type(error).__name__)
+            self._tell(error)
         else:  # a handler of a message failed
             _log.error("a message from NATS was not handled", exc_info=error)
+
+    def _tell(self, error: Exception) -> None:
+        """Log an error. The first one of a start and those that the server names are warnings, each text once."""
+        text = str(error) or type(error).__name__
+        if self._is_opening and not self._has_waited:
+            self._has_waited = True
+            _log.warning("NATS does not answer yet: %s; trying again until it does", text)
+        elif type(error) is nats.errors.Error and text not in self._told and len(self._told) < _MAX_TOLD:
+            _log.warning("NATS refuses something of this process: %s", text)
+        else:
+            _log.debug("NATS: %s", text)
+            return
+        self._told.add(text)
 
     # --- messages -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,54 @@
+"""A connection of a cluster's process to a real NATS: what ends it, and what it says of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from nats.aio.msg import Msg
+
+from sie.cluster.connection import Connection
+from sie.config.cluster_settings import Cluster
+from tests.process.harness import WAIT_S
+from tests.process.nats_harness import start_nats
+
+PROBE_S = 0.05
+
+
+def write_settings(path: Path, password: str) -> None:
+    users = f"{{user: a, password: {password}}}, {{user: b, password: b}}"
+    path.write_text(f'jetstream {{store_dir: "{path.parent}"}}\nauthorization {{users = [{users}]}}\n')
+
+
+def test_a_connection_outlives_the_refusal_of_its_credentials(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    settings = tmp_path / "nats.conf"
+    write_settings(settings, "one")
+
+    async def test() -> None:
+        heard = asyncio.Event()
+
+        async def hear(_message: Msg) -> None:
+            heard.set()
+
+        with start_nats("-c", str(settings)) as server:
+            connection = Connection(Cluster(nats=server.url.replace("//", "//a:one@")), "test")
+            async with asyncio.timeout(WAIT_S):
+                await connection.open()
+                await connection.subscribe("some.subject", hear)
+                write_settings(settings, "two")
+                server.reload()
+                while connection.is_connected:
+                    await asyncio.sleep(PROBE_S)
+                write_settings(settings, "one")
+                server.reload()
+                while not heard.is_set():
+                    if connection.is_connected:
+                        await connection.publish("some.subject", b"")
+                    await asyncio.sleep(PROBE_S)
+                await connection.close()
+
+    asyncio.run(test())
+    refusals = [record for record in caplog.records if "authorization violation" in record.getMessage().lower()]
+    assert refusals
+    assert len(refusals) == len({record.getMessage() for record in refusals}), "each text is logged once"
