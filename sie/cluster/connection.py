@@ -36,7 +36,7 @@ from sie.cluster.subjects import (
 )
 from sie.config.cluster_settings import Cluster
 from sie.runtime.logs import get_logger
-from sie.values.errors import Overloaded, Unavailable
+from sie.values.errors import Overloaded, SieError, Unavailable
 
 _log = get_logger(__name__)
 INLINE_BYTES: Final = (1 << 20) - 4096
@@ -74,6 +74,13 @@ def _is_seed(path: str) -> bool:
     """Return whether a file of credentials has an nkey's seed alone. Raises OSError."""
     with Path(path).open("rb") as file:
         return file.read(2).startswith(b"SU")
+
+
+def _refusal(error: nats.js.errors.APIError, full: str) -> SieError:
+    """Return the error for what JetStream does not store: Overloaded with the text `full` if it has no room, else Unavailable."""
+    if error.err_code in _FULL:
+        return Overloaded(full, retry_after_s=1)
+    return Unavailable(f"NATS: {error.description}", code="UPSTREAM_UNAVAILABLE", retry_after_s=1)
 
 
 class _Client(Client):
@@ -224,10 +231,7 @@ class Connection:
         try:
             ack = await self._js.publish(subject, data, headers={api.Header.MSG_ID.value: message_id})
         except nats.js.errors.APIError as error:
-            if error.err_code in _FULL:
-                text = f"The queue of pool '{pool}' is full (stream_max_messages, stream_max_bytes)"
-                raise Overloaded(text, retry_after_s=1) from error
-            raise Unavailable(f"NATS: {error.description}", code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
+            raise _refusal(error, f"The queue of pool '{pool}' is full (stream_max_messages, stream_max_bytes)") from error
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             text = "The work could not be stored in NATS"
             raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
@@ -344,13 +348,13 @@ class Connection:
     # --- large payloads -------------------------------------------------------------------------------------------
 
     async def keep(self, pool: str, name: str, data: bytes | memoryview) -> str:
-        """Store a large payload under a name, and return the name. Raises Overloaded if the store is full."""
+        """Store a large payload under a name, and return the name. Raises Overloaded if the store is full, and Unavailable."""
         try:
             store = await self._js.object_store(payload_bucket(pool))
             await store.put(name, bytes(data))
         except nats.js.errors.APIError as error:
             text = f"The store for large payloads of pool '{pool}' takes no more (payload_store_bytes): {error.description}"
-            raise Overloaded(text, retry_after_s=1) from error
+            raise _refusal(error, text) from error
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             text = "A large payload could not be stored in NATS"
             raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
