@@ -294,6 +294,7 @@ class InFlight:
         """Take in a result; of several for one item the first counts. subject is the one that it came on."""
         item = self._items.get(result.id)
         if item is None:
+            self._forget_late(result, subject)
             return
         if not is_answer_of(subject, item.lane.pool):
             _log.warning("a result from another pool is refused: %s", subject)
@@ -307,6 +308,12 @@ class InFlight:
             self._spawn(self._fetch(item, result))
             return
         self._answer(item, result)
+
+    def _forget_late(self, result: Result, subject: str) -> None:
+        """Delete the reply of a result that nobody waits for: it would fill the store until its age ends it."""
+        if result.stored:
+            for pool in {lane.pool for lane in self.by_lane if is_answer_of(subject, lane.pool)}:
+                self._spawn(self._connection.forget(pool, result.stored))
 
     def _take_back(self, item: Item, parcel: Parcel | None) -> None:
         """Queue an item again that a host gave back with this parcel, unless it has ended or moved since."""

@@ -60,7 +60,8 @@ class Parcels:
         first = next(iter(parcel.items))
         lane, model, operation = first.lane, first.work.model, first.work.operation
         await self._connection.join_pool(lane.pool)
-        works = [await self._inline(item) for item in list(parcel.items)]
+        packed = {item: await self._inline(item) for item in list(parcel.items)}
+        works = [work for item, work in packed.items() if item in parcel.items]
         if not works:  # their requests ended meanwhile
             return
         began_s = time.monotonic()
@@ -75,6 +76,9 @@ class Parcels:
         work = item.work
         if len(work.body) > INLINE_BYTES - len(work.reply_to) and not item.stored:
             item.stored = await self._connection.keep(item.lane.pool, work.id, work.body)
+            if item.parcel is None:  # its request ended meanwhile
+                stored, item.stored = item.stored, ""
+                await self._connection.forget(item.lane.pool, stored)
         if not item.stored:
             return work
         return Work(VERSION, work.id, work.reply_to, work.deadline_ns, work.operation, work.model, stored=item.stored)

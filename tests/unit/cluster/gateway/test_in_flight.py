@@ -446,6 +446,44 @@ def test_an_outage_says_nothing_about_what_hosts_can_do(monkeypatch: pytest.Monk
     asyncio.run(test())
 
 
+def test_a_reply_by_reference_that_comes_after_its_request_ended_leaves_the_store():
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a")
+        await turns()
+        desk.items.abandon(pending, DeadlineExceeded("too late"))
+        await turns()
+        desk.connection.objects = {"gw-1-0.h": b"large"}
+        late = Result(VERSION, "gw-1-0", "h", stored="gw-1-0.h")
+        desk.items.on_result(late, answer_subject("gw", "other", "result"))
+        await turns()
+        assert desk.connection.objects, "hosts of another pool have no say"
+        desk.items.on_result(late, ANSWER)
+        await turns()
+        assert not desk.connection.objects
+
+    run(test)
+
+
+def test_a_request_that_ends_while_its_payload_is_stored_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    async def test(desk: Desk) -> None:
+        keep, gate = desk.connection.keep, asyncio.Event()
+
+        async def keep_slowly(pool: str, name: str, data: Any) -> str:
+            await gate.wait()
+            return await keep(pool, name, data)
+
+        monkeypatch.setattr(desk.connection, "keep", keep_slowly)
+        pending = desk.submit(bytes(INLINE_BYTES + 1))
+        await turns()
+        desk.items.abandon(pending, DeadlineExceeded("too late"))
+        await turns()
+        gate.set()
+        await turns()
+        assert (desk.connection.objects, desk.stored()) == ({}, [])
+
+    run(test)
+
+
 def test_hosts_of_another_pool_cannot_answer():
     async def test(desk: Desk) -> None:
         pending = desk.submit(b"a")
