@@ -182,10 +182,9 @@ class Gateway:
         self._ask_load(model, self.places.current())
 
     def _ask_load(self, model: str, placement: Placement) -> None:
-        model = model_of(model)  # hosts know the model itself, and not its profiles
         hosts = [host for host in self.places.candidates(model, placement) if not host.serves(model)]
         if hosts and self._connection.is_connected:
-            self._load_on(min(hosts, key=_memory_of), model)
+            self._load_on(min(hosts, key=_memory_of), model_of(model))  # hosts load the model for all its profiles
 
     def _load_on(self, host: Host, model: str) -> None:
         self._spawn(self._connection.publish(host_subject(host.beat.pool, host.beat.host, "load"), model.encode()))
@@ -275,7 +274,7 @@ class Gateway:
     def _rescue(self, now_s: float) -> None:
         """Find other hosts for items whose lane serves their model no more, or have the model loaded."""
         for (lane, model, wanted), items in self._in_flight.waiting().items():
-            if any(host.lane == lane and host.serves(model_of(model)) for host in self._directory.live(now_s)):
+            if any(host.lane == lane and host.serves(model) for host in self._directory.live(now_s)):
                 continue
             placement = wanted
             if wanted.lease and not self.pools.is_leased(wanted.lease):  # its hosts are back in their queue pool

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from sie.catalog.profiles import DEFAULT_PROFILE, entry_ids, model_of
 from sie.cluster.payloads import Beat, Cards, ModelBeat
 from sie.cluster.subjects import DEFAULT_POOL, Lane
 from sie.ipc.messages import ModelEntry, Models
@@ -26,27 +27,41 @@ _ORDER: Final[tuple[ModelState, ...]] = ("loaded", "loading", "unloading", "fail
 class Host:
     """One host: its last heartbeat, its cards, and when it was heard."""
 
-    __slots__ = ("beat", "cards_key", "entries", "seen_s")
+    __slots__ = ("_profiled", "beat", "cards_key", "entries", "seen_s")
 
     def __init__(self, beat: Beat, now_s: float) -> None:
         self.beat = beat
         self.seen_s = now_s
         self.cards_key = ""
         self.entries: dict[str, ModelEntry] = {}
+        self._profiled: frozenset[str] = frozenset()
+
+    def learn(self, cards: Cards) -> None:
+        """Take in its cards."""
+        self.cards_key = cards.cards_key
+        self.entries = {entry.card.id: entry for entry in cards.entries}
+        self._profiled = frozenset(
+            name for entry in cards.entries for name in entry_ids(entry.card.id, entry.card.profiles)
+        )
 
     @property
     def lane(self) -> Lane:
         """The lane of the host."""
         return Lane(self.beat.pool, self.beat.profile, self.beat.bundle, self.beat.lease)
 
-    def serves(self, model: str) -> bool:
-        """Whether the host answers requests for a model now."""
-        beat = self.beat.models.get(model)
+    def find(self, name: str) -> ModelBeat | None:
+        """Return the state of a model or of `model:profile`, or None if the host does not have it."""
+        model = model_of(name)
+        return self.beat.models.get(model) if name == model or name in self._profiled else None
+
+    def serves(self, name: str) -> bool:
+        """Whether the host answers requests for a model or `model:profile` now."""
+        beat = self.find(name)
         return beat is not None and beat.is_served
 
-    def restores(self, model: str) -> bool:
+    def restores(self, name: str) -> bool:
         """Whether the host is loading a model again after the death of its worker."""
-        beat = self.beat.models.get(model)
+        beat = self.find(name)
         return beat is not None and beat.is_coming_back
 
 
@@ -72,8 +87,7 @@ class Directory:
         """Take in a host's cards."""
         known = self._hosts.get(host)
         if known is not None:
-            known.cards_key = cards.cards_key
-            known.entries = {entry.card.id: entry for entry in cards.entries}
+            known.learn(cards)
 
     def forget_old(self, now_s: float) -> None:
         """Forget the hosts that have been silent for long."""
@@ -126,7 +140,7 @@ class Directory:
         if shown == self._shown:
             return None
         self._shown = shown
-        return Models(tuple(merged), ready=True)
+        return Models(tuple(map(self._with_profiles, merged)), ready=True)
 
     def _merged(self, now_s: float) -> list[ModelEntry]:
         found: defaultdict[str, list[tuple[ModelEntry, ModelBeat, bool]]] = defaultdict(list)
@@ -138,20 +152,30 @@ class Directory:
                     found[model].append((entry, beat, is_live))
         return [_merge(found[model]) for model in sorted(found)]
 
-    def lanes(self, model: str, now_s: float) -> dict[Lane, list[Host]]:
-        """Return the lanes whose hosts serve a model, each with those hosts. If none beats, the remembered ones."""
+    def _with_profiles(self, entry: ModelEntry) -> ModelEntry:
+        """Return a model's entry with the profiles that only other hosts have: each request goes to a host with its profile."""
+        profiles = entry.card.profiles
+        for host in self.remembered():
+            other = host.entries.get(entry.card.id)
+            if other is not None and other.is_read and other.card.profiles != profiles:
+                more, known = (found or {DEFAULT_PROFILE: {}} for found in (other.card.profiles, profiles))
+                profiles = {**more, **known}
+        return msgspec.structs.replace(entry, card=msgspec.structs.replace(entry.card, profiles=profiles))
+
+    def lanes(self, name: str, now_s: float) -> dict[Lane, list[Host]]:
+        """Return the lanes whose hosts serve a model or `model:profile`, each with those hosts. If none beats, the remembered ones."""
         live = self.live(now_s)
-        serving = [host for host in live if host.serves(model)] or [host for host in live if host.restores(model)]
+        serving = [host for host in live if host.serves(name)] or [host for host in live if host.restores(name)]
         if not serving:
-            serving = [host for host in self.remembered() if host.serves(model)]
+            serving = [host for host in self.remembered() if host.serves(name)]
         lanes: defaultdict[Lane, list[Host]] = defaultdict(list)
         for host in serving:
             lanes[host.lane].append(host)
         return dict(lanes)
 
-    def offering(self, model: str, now_s: float) -> list[Host]:
-        """Return the live hosts that could load a model."""
-        return [host for host in self.live(now_s) if model in host.beat.models]
+    def offering(self, name: str, now_s: float) -> list[Host]:
+        """Return the live hosts that could load a model or `model:profile`."""
+        return [host for host in self.live(now_s) if host.find(name) is not None]
 
 
 def _merge(found: list[tuple[ModelEntry, ModelBeat, bool]]) -> ModelEntry:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
-from sie.catalog.profiles import model_of
 from sie.cluster.gateway.fair_queue import EVERYBODY, Caller
 from sie.cluster.gateway.host_directory import Directory, Host, choose_lane, matches
 from sie.cluster.subjects import DEFAULT_POOL, Lane
@@ -121,7 +120,7 @@ class Places:
         self._forget_old(now_s)
         found = self._lanes.get((model, placement))
         if found is None:
-            lanes = self._directory.lanes(model_of(model), now_s)
+            lanes = self._directory.lanes(model, now_s)
             found = {lane: hosts for lane, hosts in lanes.items() if matches(lane, *placement)}
             if found:  # a model that is not served now may be served a moment later
                 self._lanes[model, placement] = found
@@ -138,14 +137,14 @@ class Places:
         """Return the live hosts that serve a model for the running task's request. Raises SieErrors."""
         placement = self.current()
         live = self._directory.live(time.monotonic())
-        found = [host for host in live if matches(host.lane, *placement) and host.serves(model_of(model))]
+        found = [host for host in live if matches(host.lane, *placement) and host.serves(model)]
         if not found:
             raise self._not_served(model, placement)
         return found
 
     def candidates(self, model: str, placement: Placement) -> list[Host]:
         """Return the live hosts of a placement that could load a model."""
-        offering = self._directory.offering(model_of(model), time.monotonic())
+        offering = self._directory.offering(model, time.monotonic())
         return [host for host in offering if matches(host.lane, *placement)]
 
     def _not_served(self, model: str, placement: Placement) -> SieError:
@@ -153,7 +152,7 @@ class Places:
         if self.candidates(model, placement):
             text = f"Model '{model}' is loading; retry in {_LOADING_S} s"
             return Unavailable(text, code="MODEL_LOADING", retry_after_s=_LOADING_S)
-        others = sorted({host.lane for host in self._directory.offering(model_of(model), time.monotonic())})
+        others = sorted({host.lane for host in self._directory.offering(model, time.monotonic())})
         if others and any(matches(host.lane, *placement) for host in self._known()):
             bundles = sorted({lane.bundle for lane in others})
             return SieError(

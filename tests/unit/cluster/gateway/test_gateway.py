@@ -18,7 +18,7 @@ from sie.cluster.gateway.fair_queue import EVERYBODY
 from sie.cluster.gateway.gateway import Gateway
 from sie.cluster.gateway.host_directory import STALE_S
 from sie.cluster.gateway.work_items import Item, RemoteReply
-from sie.cluster.payloads import VERSION, Beat, ModelBeat, encode
+from sie.cluster.payloads import VERSION, Beat, Cards, ModelBeat, encode
 from sie.cluster.request_forms import Piece
 from sie.cluster.subjects import host_subject
 from sie.config.settings import Settings
@@ -50,6 +50,8 @@ class Bench:
             self.gateway._directory.hear(
                 Beat(VERSION, host, host, "default", profile, "any", "k", {"org/m": beat}), time.monotonic()
             )
+            card = ModelCard(id="org/m", kind="stub", profiles={"default": {}, "short": {}})
+            self.gateway._directory.learn(host, Cards(VERSION, "k", [ModelEntry(card=card, state="available")]))
 
     def submit(self, model: str) -> Item:
         lane, placement = self.gateway.places.choose(model)
