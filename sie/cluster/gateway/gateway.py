@@ -425,8 +425,9 @@ class Gateway:
         return self._directory.beating(time.monotonic())
 
     def readiness(self) -> dict[str, Any]:
-        """Return the body of `/readyz`."""
-        return {"status": "ready", "healthy_workers": len(self.hosts())}
+        """Return the body of `/readyz`. NATS may be away meanwhile: requests wait for it."""
+        status = "stopping" if self._process.is_draining else "ready" if self._settled.is_set() else "starting"
+        return {"status": status, "healthy_workers": len(self.hosts())}
 
     def status_frame(self) -> str:
         """Return a frame of `/ws/cluster-status`. Source: SIE API reference, section 14."""
