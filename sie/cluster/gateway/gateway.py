@@ -106,7 +106,7 @@ class Gateway:
             self._load_on,
         )  # fmt: skip
         self.configs = ConfigService(self._connection, self._directory, lambda: list(process.models.entries))
-        self.places = Places(self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve)
+        self.places = Places(self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve, self._is_deaf)
         parts = self._in_flight, self.places.choose, settings.limits
         self.encoder, self.scorer, self.extractor = RemoteEncoder(*parts), RemoteScorer(*parts), RemoteExtractor(*parts)
         self._leases = KeyLeases(self._connection, self.name)
@@ -144,6 +144,10 @@ class Gateway:
         """Wait until the hosts that are there have been heard; not long, since NATS may be away."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._settled.wait(), _READY_S)
+
+    def _is_deaf(self) -> bool:
+        """Whether hosts are not heard for want of a connection, or cannot have been heard since there is one again."""
+        return not self._connection.is_connected or time.monotonic() < self._hears_from_s
 
     # --- checks of dispatch ---------------------------------------------------------------------------------------
 

@@ -62,10 +62,15 @@ class Places:
     """Finds hosts for the request of the running task."""
 
     def __init__(
-        self, directory: Directory, own_pool: str, by_lane: Counter[Lane], resolve: Resolve = lambda named: named
-    ) -> None:
-        """own_pool is the pool of requests that name none; by_lane counts this gateway's items."""
+        self, directory: Directory, own_pool: str, by_lane: Counter[Lane], resolve: Resolve = lambda named: named,
+        is_deaf: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """own_pool is the pool of requests that name none; by_lane counts this gateway's items.
+
+        is_deaf tells whether this gateway hears nobody now, so that the silence of hosts says nothing about them.
+        """
         self._resolve = resolve
+        self._is_deaf = is_deaf
         self._directory = directory
         self._own_pool = own_pool
         self._by_lane = by_lane
@@ -134,10 +139,13 @@ class Places:
             self._known_until_s = now_s + _KNOWN_S
 
     def hosts(self, model: str) -> list[Host]:
-        """Return the live hosts that serve a model for the running task's request. Raises SieErrors."""
+        """Return the live hosts that serve a model for the running task's request. Raises SieErrors.
+
+        While nobody is heard they are those that were heard lately: NATS may be starting again, and the request waits.
+        """
         placement = self.current()
-        live = self._directory.live(time.monotonic())
-        found = [host for host in live if matches(host.lane, *placement) and host.serves(model)]
+        known = self._directory.remembered() if self._is_deaf() else self._directory.live(time.monotonic())
+        found = [host for host in known if matches(host.lane, *placement) and host.serves(model)]
         if not found:
             raise self._not_served(model, placement)
         return found

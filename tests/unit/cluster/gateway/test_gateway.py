@@ -25,6 +25,7 @@ from sie.config.settings import Settings
 from sie.ipc.messages import ModelEntry
 from sie.shm.pages import CounterPage
 from sie.values.card import ModelCard
+from sie.values.errors import Unavailable
 from sie.values.generate import GenerateRequest, GenerateRule
 from tests.unit.cluster.fakes import FakeConnection
 
@@ -126,6 +127,21 @@ def test_hosts_that_serve_a_model_are_not_asked_to_load_it(monkeypatch, model):
         await turns()
         loads = [subject for subject, _ in bench.connection.published if subject.endswith(".load")]
         assert len(loads) == 1, "only while none served it"
+
+    run(monkeypatch, test)
+
+
+def test_a_request_to_generate_waits_while_nats_is_away(monkeypatch):
+    async def test(bench: Bench) -> None:
+        for host in bench.gateway._directory._hosts.values():
+            host.seen_s -= STALE_S
+        with pytest.raises(Unavailable):
+            bench.gateway.places.hosts("org/m")
+        bench.connection.is_connected = False
+        assert {host.beat.host for host in bench.gateway.places.hosts("org/m")} == {"h1", "h2"}
+        bench.connection.is_connected = True
+        await bench.gateway._on_connected()
+        assert len(bench.gateway.places.hosts("org/m")) == 2, "hosts connect again, too"
 
     run(monkeypatch, test)
 
