@@ -220,7 +220,7 @@ class Connection:
         try:
             return (await self._nc.request(subject, data, timeout=timeout_s)).data
         except (nats.errors.Error, TimeoutError) as error:
-            text = f"no answer from {subject}"
+            text = "A host of the cluster did not answer"
             raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
 
     async def enqueue(self, pool: str, subject: str, data: bytes, message_id: str) -> int:
