@@ -62,7 +62,8 @@ _SETTLE_S: Final = 0.3
 """How long a new gateway waits for the heartbeats that it asked for, before it says what exists."""
 _READY_S: Final = 3.0
 _CARDS_S: Final = 5.0
-_CLOCK_S: Final = 30.0
+_CLOCK_S: Final = 5.0
+"""The server's clock may be set, and another server may lead: requests come to their hosts as expired until both know."""
 _DEAF_S: Final = 2.5
 """After a reconnect hosts have this long to be heard before they count as silent."""
 _FIRST_FAULT: Final = 400

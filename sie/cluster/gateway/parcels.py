@@ -72,13 +72,13 @@ class Parcels:
             self._metrics.record_published(operation, time.monotonic() - began_s)
 
     async def _inline(self, item: Item) -> Work:
-        """Return an item for a message; a large one refers to its payload in the store."""
+        """Return an item for a message, with its deadline on the server's clock as it is now. A large one refers to its payload in the store."""
         work = item.work
+        deadline_ns = self._connection.clock.to_server(item.pending.deadline_ns)
         if len(work.body) > INLINE_BYTES - len(work.reply_to) and not item.stored:
             item.stored = await self._connection.keep(item.lane.pool, work.id, work.body)
             if item.parcel is None:  # its request ended meanwhile
                 stored, item.stored = item.stored, ""
                 await self._connection.forget(item.lane.pool, stored)
-        if not item.stored:
-            return work
-        return Work(VERSION, work.id, work.reply_to, work.deadline_ns, work.operation, work.model, stored=item.stored)
+        body = work.body if not item.stored else memoryview(b"")
+        return Work(VERSION, work.id, work.reply_to, deadline_ns, work.operation, work.model, body, item.stored)

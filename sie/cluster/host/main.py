@@ -39,7 +39,8 @@ from sie.values.errors import SieError
 
 _log = get_logger(__name__)
 _TICK_S = 0.1
-_CLOCK_S = 30.0
+_CLOCK_S = 5.0
+"""The server's clock may be set, and another server may lead: requests come to their hosts as expired until both know."""
 
 
 class Puller:

@@ -215,8 +215,10 @@ class WorkPull:
         running = self._running.get(work.id)
         if running is not None:  # delivered again while it runs
             running.deliveries.append(delivery)
-        elif self._connection.clock.left_ns(work.deadline_ns) <= 0:  # its client has its answer: the deadline passed
+        elif self._connection.clock.left_ns(work.deadline_ns) <= 0:
             self._metrics.record_item(work.model, "expired")
+            # Its gateway knows better whether it still waits: the clock by which deadlines cross hosts may have been set.
+            self._outbox.add(work.reply_to, Result(VERSION, work.id, self._host, is_returned=True))
             self._settle(delivery)
         else:
             self._credit.begin()

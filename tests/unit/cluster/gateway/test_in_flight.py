@@ -484,6 +484,19 @@ def test_a_request_that_ends_while_its_payload_is_stored_leaves_nothing(monkeypa
     run(test)
 
 
+def test_work_that_is_published_again_has_its_deadline_on_the_clock_of_then():
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a")
+        await turns()
+        now_ns, hour_ns = time.monotonic_ns(), 3_600_000_000_000
+        desk.connection.clock.measure(now_ns, now_ns, now_ns + hour_ns)  # another server leads the stream
+        await desk.items.publish_again()
+        before, after = (work.deadline_ns for work in desk.stored())
+        assert (before, after) == (pending.deadline_ns, pending.deadline_ns + hour_ns)
+
+    run(test)
+
+
 def test_hosts_of_another_pool_cannot_answer():
     async def test(desk: Desk) -> None:
         pending = desk.submit(b"a")

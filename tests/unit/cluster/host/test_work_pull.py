@@ -110,10 +110,11 @@ def test_an_item_is_acknowledged_after_its_result_was_published(monkeypatch):
     run(monkeypatch, test)
 
 
-def test_expired_work_is_acknowledged_and_not_run(monkeypatch):
+def test_expired_work_goes_back_to_its_gateway_and_is_not_run(monkeypatch):
     async def test(bench: Bench) -> None:
         await bench.deliver(left_ns=-1)
-        assert await bench.sent(1) == [(ACK, b"+ACK")]
+        (reply_to, data), acknowledged = await bench.sent(2)
+        assert (reply_to, result_of(data).is_returned, acknowledged) == (REPLY_TO, True, (ACK, b"+ACK"))
         assert not bench.deadlines_ns
 
     run(monkeypatch, test)
