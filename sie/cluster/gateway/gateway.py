@@ -278,9 +278,12 @@ class Gateway:
 
     def _rescue(self, now_s: float) -> None:
         """Find other hosts for items whose lane serves their model no more, or have the model loaded."""
-        for (lane, model, wanted), items in self._in_flight.waiting().items():
-            if any(host.lane == lane and host.serves(model) for host in self._directory.live(now_s)):
-                continue
+        live = self._directory.live(now_s)
+
+        def is_served(lane: Lane, model: str) -> bool:
+            return any(host.lane == lane and host.serves(model) for host in live)
+
+        for (lane, model, wanted), items in self._in_flight.waiting(is_served).items():
             placement = wanted
             if wanted.lease and not self.pools.is_leased(wanted.lease):  # its hosts are back in their queue pool
                 placement = wanted._replace(lease="")

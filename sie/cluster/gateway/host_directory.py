@@ -72,6 +72,10 @@ class Directory:
         self._hosts: dict[str, Host] = {}
         self.profiles: set[str] = set()
         """The machine profiles that hosts have had."""
+        self._num_changes = 0
+        """Of what hosts say of their models. Heartbeats are many, and most say what the one before said."""
+        self._seen: Any = None
+        """The changes and the silent hosts at the last look at all models."""
         self._shown: Any = None
 
     def hear(self, beat: Beat, now_s: float) -> bool:
@@ -79,6 +83,9 @@ class Directory:
         host = self._hosts.get(beat.host)
         if host is None:
             host = self._hosts[beat.host] = Host(beat, now_s)
+            self._num_changes += 1
+        old = host.beat
+        self._num_changes += (old.models, old.is_draining) != (beat.models, beat.is_draining)
         host.beat, host.seen_s = beat, now_s
         self.profiles.add(beat.profile)
         return host.cards_key != beat.cards_key
@@ -88,11 +95,13 @@ class Directory:
         known = self._hosts.get(host)
         if known is not None:
             known.learn(cards)
+            self._num_changes += 1
 
     def forget_old(self, now_s: float) -> None:
         """Forget the hosts that have been silent for long."""
         for name in [name for name, host in self._hosts.items() if now_s - host.seen_s > FORGET_S]:
             del self._hosts[name]
+            self._num_changes += 1
 
     def live(self, now_s: float) -> list[Host]:
         """Return the hosts that beat and take new work."""
@@ -134,6 +143,10 @@ class Directory:
 
     def models(self, now_s: float) -> Models | None:
         """Return all models as a supervisor would tell them, or None if nothing changed since the last call."""
+        seen = self._num_changes, self.stale(now_s)
+        if seen == self._seen:
+            return None
+        self._seen = seen
         merged = self._merged(now_s)
         shown = [(entry.card.id, entry.state, bool(entry.workers), entry.recovering, entry.error) for entry in merged]
         shown = (shown, sorted((name, host.cards_key) for name, host in self._hosts.items()))

@@ -270,11 +270,13 @@ class InFlight:
             await asyncio.gather(*map(self._publish, batch))
         self.pump()
 
-    def waiting(self) -> dict[tuple[Lane, str, Placement], list[Item]]:
-        """Return the unanswered items by lane, model and wanted placement."""
+    def waiting(self, is_served: Callable[[Lane, str], bool]) -> dict[tuple[Lane, str, Placement], list[Item]]:
+        """Return the unanswered items whose lane does not serve their model, by lane, model and wanted placement."""
+        unserved = {where for where in self._places if not is_served(*where)}
         found: defaultdict[tuple[Lane, str, Placement], list[Item]] = defaultdict(list)
-        for item in self._items.values():
-            found[item.lane, item.work.model, item.placement].append(item)
+        for item in self._items.values() if unserved else ():
+            if (item.lane, item.work.model) in unserved:
+                found[item.lane, item.work.model, item.placement].append(item)
         return dict(found)
 
     def move(self, items: Sequence[Item], lane: Lane) -> None:
@@ -412,7 +414,7 @@ class InFlight:
         published anew before the last try, one after another: what one of them does to hosts must not convict the others.
         """
         lost: dict[Parcel, None] = {}
-        for item in list(self._items.values()):
+        for item in list(self._items.values()) if silent else ():
             if item.taken_by in silent and item.taken_by not in item.lost_with:
                 item.lost_with.add(item.taken_by)
                 if len(item.lost_with) >= _MAX_LOSSES:

@@ -157,6 +157,21 @@ def test_turns_of_a_conversation_go_to_one_host_until_it_has_much_more_to_do():
         assert choose_host(left, prefix_of(ask(f"{n}", answer)), {}).beat.host != first
 
 
+def test_heartbeats_that_say_nothing_new_cost_little_in_a_large_cluster():
+    directory = Directory()
+    for number in range(50):
+        hear(directory, beat(f"h{number}", {f"m{model}": SERVED for model in range(30)}))
+    began_s = time.thread_time()
+    assert directory.models(0.0) is not None
+    once_s = time.thread_time() - began_s
+    for _ in range(100):
+        directory.hear(beat("h0", {f"m{model}": SERVED for model in range(30)}), 0.5)
+        assert directory.models(0.5) is None
+    assert time.thread_time() - began_s - once_s < 20 * once_s
+    hear(directory, beat("h0", {"new": SERVED}), now_s=0.5)
+    assert directory.models(0.5) is not None
+
+
 def test_a_profile_is_shown_as_loaded_where_hosts_serve_it():
     directory = Directory()
     hear(directory, beat("h", {"m": SERVED}), profiles=("default", "short"))
