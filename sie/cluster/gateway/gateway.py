@@ -255,7 +255,7 @@ class Gateway:
             for host in self._silent - silent:
                 self._in_flight.on_returned(host)
             self._tell_of_silence(silent)
-            self._in_flight.on_silent(silent)
+            self._in_flight.on_silent(silent - self._directory.left(silent))  # one that left has given its items back
             if self._texts is not None:
                 self._texts.on_silent(silent)
             self._silent = silent

@@ -320,6 +320,7 @@ class InFlight:
     def _take_back(self, item: Item, parcel: Parcel | None) -> None:
         """Queue an item again that a host gave back with this parcel, unless it has ended or moved since."""
         if parcel is not None and item.parcel is parcel:
+            item.taken_by = ""
             self._leave(item)
             self._wait(item)
             self._pump_soon(item.lane, item.work.model)

@@ -18,9 +18,9 @@ from sie.cluster.gateway.fair_queue import EVERYBODY
 from sie.cluster.gateway.gateway import Gateway
 from sie.cluster.gateway.host_directory import STALE_S
 from sie.cluster.gateway.work_items import Item, RemoteReply
-from sie.cluster.payloads import VERSION, Beat, Cards, ModelBeat, encode
+from sie.cluster.payloads import VERSION, Beat, Cards, ModelBeat, Taken, encode
 from sie.cluster.request_forms import Piece
-from sie.cluster.subjects import host_subject
+from sie.cluster.subjects import answer_subject, host_subject
 from sie.config.settings import Settings
 from sie.ipc.messages import ModelEntry
 from sie.shm.pages import CounterPage
@@ -127,6 +127,20 @@ def test_hosts_that_serve_a_model_are_not_asked_to_load_it(monkeypatch, model):
         await turns()
         loads = [subject for subject, _ in bench.connection.published if subject.endswith(".load")]
         assert len(loads) == 1, "only while none served it"
+
+    run(monkeypatch, test)
+
+
+def test_hosts_that_leave_one_after_another_do_not_convict_an_item(monkeypatch):
+    async def test(bench: Bench) -> None:
+        item, directory = bench.submit("org/m"), bench.gateway._directory
+        for host in ("h3", "h4", "h5"):
+            leaving = msgspec.structs.replace(directory._hosts["h1"].beat, host=host, is_draining=True)
+            directory.hear(leaving, time.monotonic() - STALE_S)
+            taken = Taken(VERSION, host, [item.work.id])
+            bench.gateway._in_flight.on_taken(taken, answer_subject(bench.gateway.name, "default", "taken"))
+            await bench.follow()
+        assert not item.pending.future.done()
 
     run(monkeypatch, test)
 

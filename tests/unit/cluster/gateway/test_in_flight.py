@@ -497,6 +497,23 @@ def test_work_that_is_published_again_has_its_deadline_on_the_clock_of_then():
     run(test)
 
 
+def test_a_host_that_gave_an_item_back_has_no_part_in_its_later_losses(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sie.cluster.gateway.in_flight._RETURN_S", 0.0)
+
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a")
+        for host in ("h1", "h2", "h3"):
+            await turns()
+            desk.items.on_taken(Taken(VERSION, host, ["gw-1-0"]), ANSWER)
+            desk.items.on_result(Result(VERSION, "gw-1-0", host, is_returned=True), ANSWER)
+            await turns()
+            desk.items.on_silent({host})
+        await turns()
+        assert not pending.future.done()
+
+    run(test)
+
+
 def test_hosts_of_another_pool_cannot_answer():
     async def test(desk: Desk) -> None:
         pending = desk.submit(b"a")
