@@ -109,6 +109,7 @@ class Connection:
         """Runs after each connection that is made again, when the streams are there."""
         self._restoring: asyncio.Task[None] | None = None
         self._is_opening = True
+        self._is_closing = False
         self._has_waited = False
         """Whether the log says that the first connection could not be made yet."""
         self._told: set[str] = set()
@@ -148,6 +149,7 @@ class Connection:
 
     async def close(self) -> None:
         """Send what is buffered, and close."""
+        self._is_closing = True
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self._nc.drain(), _CLOSE_S)
 
@@ -173,7 +175,8 @@ class Connection:
                 await asyncio.sleep(_RECONNECT_S)
 
     async def _on_disconnected(self) -> None:
-        _log.warning("the connection to NATS is lost; connecting again")
+        if not self._is_closing:
+            _log.warning("the connection to NATS is lost; connecting again")
 
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):

@@ -49,6 +49,7 @@ def test_a_connection_outlives_the_refusal_of_its_credentials(tmp_path: Path, ca
                 await connection.close()
 
     asyncio.run(test())
+    assert sum("is lost" in record.getMessage() for record in caplog.records) == 1, "its own end is no loss"
     refusals = [record for record in caplog.records if "authorization violation" in record.getMessage().lower()]
     assert refusals
     assert len(refusals) == len({record.getMessage() for record in refusals}), "each text is logged once"
