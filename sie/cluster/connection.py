@@ -76,6 +76,13 @@ def _is_seed(path: str) -> bool:
         return file.read(2).startswith(b"SU")
 
 
+def reason_of(error: BaseException) -> str:
+    """Return why NATS did not do something, for a log or an error; many of its errors have no text."""
+    if isinstance(error, nats.js.errors.ServiceUnavailableError) and error.err_code is None:
+        return "JetStream does not answer; nats-server needs the flag -js, and several of them need a leader"
+    return str(error) or type(error).__name__
+
+
 def _refusal(error: nats.js.errors.APIError, full: str) -> SieError:
     """Return the error for what JetStream does not store: Overloaded with the text `full` if it has no room, else Unavailable."""
     if error.err_code in _FULL:
@@ -171,7 +178,7 @@ class Connection:
                     await self.on_connected()
                 return
             except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
-                _log.warning("NATS is not ready yet: %s", error or type(error).__name__)
+                _log.warning("NATS is not ready yet: %s", reason_of(error))
                 await asyncio.sleep(_RECONNECT_S)
 
     async def _on_disconnected(self) -> None:
@@ -188,7 +195,7 @@ class Connection:
 
     def _tell(self, error: Exception) -> None:
         """Log an error. The first one of a start and those that the server names are warnings, each text once."""
-        text = str(error) or type(error).__name__
+        text = reason_of(error)
         if self._is_opening and not self._has_waited:
             self._has_waited = True
             _log.warning("NATS does not answer yet: %s; trying again until it does", text)
@@ -254,7 +261,7 @@ class Connection:
         try:
             await self._make_streams(pool)
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
-            text = f"The streams of pool '{pool}' cannot be made: {error}"
+            text = f"The streams of pool '{pool}' cannot be made: {reason_of(error)}"
             raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
         self._pools.add(pool)
 

@@ -10,6 +10,7 @@ from nats.aio.msg import Msg
 
 from sie.cluster.connection import Connection
 from sie.config.cluster_settings import Cluster
+from sie.values.errors import Unavailable
 from tests.process.harness import WAIT_S
 from tests.process.nats_harness import start_nats
 
@@ -53,3 +54,19 @@ def test_a_connection_outlives_the_refusal_of_its_credentials(tmp_path: Path, ca
     refusals = [record for record in caplog.records if "authorization violation" in record.getMessage().lower()]
     assert refusals
     assert len(refusals) == len({record.getMessage() for record in refusals}), "each text is logged once"
+
+
+def test_a_nats_without_jetstream_is_named_as_such(tmp_path: Path):
+    settings = tmp_path / "nats.conf"
+    settings.write_text("server_name: plain\n")
+
+    async def test() -> None:
+        with start_nats("-c", str(settings)) as server:
+            connection = Connection(Cluster(nats=server.url), "test")
+            async with asyncio.timeout(WAIT_S):
+                await connection.open()
+                with pytest.raises(Unavailable, match="the flag -js"):
+                    await connection.join_pool("default")
+                await connection.close()
+
+    asyncio.run(test())

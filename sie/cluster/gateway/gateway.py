@@ -16,7 +16,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from sie.catalog.profiles import model_of
-from sie.cluster.connection import Connection
+from sie.cluster.connection import Connection, reason_of
 from sie.cluster.gateway.cluster_status import cluster_status
 from sie.cluster.gateway.config_service import ConfigService
 from sie.cluster.gateway.fair_queue import Caller
@@ -327,7 +327,7 @@ class Gateway:
     def _on_spawned_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.warning("a message to the hosts failed: %s", error or type(error).__name__)
+            _log.warning("a message to the hosts failed: %s", reason_of(error))
 
     # --- messages -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from nats.aio.msg import Msg
 
 from sie.cluster.configs import Configs
 from sie.cluster.configs import decoder as configs_decoder
-from sie.cluster.connection import Connection
+from sie.cluster.connection import Connection, reason_of
 from sie.cluster.host.beats import BEAT_S, Beats
 from sie.cluster.host.pull_metrics import PullMetrics
 from sie.cluster.host.text_runs import TextRuns
@@ -167,7 +167,7 @@ class Puller:
                     is_connected=self._connection.is_connected,
                 )  # fmt: skip
             except (SieError, nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
-                _log.debug("a tick failed: %s", error)
+                _log.debug("a tick failed: %s", reason_of(error))
             await asyncio.sleep(_TICK_S)
 
     async def _beat_forever(self) -> None:

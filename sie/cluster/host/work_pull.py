@@ -18,7 +18,7 @@ import nats.errors
 import nats.js.errors
 from nats.aio.msg import Msg
 
-from sie.cluster.connection import INLINE_BYTES, Connection
+from sie.cluster.connection import INLINE_BYTES, Connection, reason_of
 from sie.cluster.dead_letters import bury
 from sie.cluster.host.consumer import Consumer
 from sie.cluster.host.credit import Credit
@@ -148,7 +148,7 @@ class WorkPull:
             try:
                 await self._make_sure(model)
             except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
-                _log.warning("no work is pulled for %s yet: %s", model, error or type(error).__name__)
+                _log.warning("no work is pulled for %s yet: %s", model, reason_of(error))
 
     async def _make_sure(self, model: str) -> None:
         """Make sure of a model's consumer. Raises nats' errors."""
