@@ -241,7 +241,9 @@ class Connection:
         try:
             ack = await self._js.publish(subject, data, headers={api.Header.MSG_ID.value: message_id})
         except nats.js.errors.APIError as error:
-            raise _refusal(error, f"The queue of pool '{pool}' is full (stream_max_messages, stream_max_bytes)") from error
+            raise _refusal(
+                error, f"The queue of pool '{pool}' is full (stream_max_messages, stream_max_bytes)"
+            ) from error
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             text = "The work could not be stored in NATS"
             raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error

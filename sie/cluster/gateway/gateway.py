@@ -107,7 +107,9 @@ class Gateway:
             self._load_on,
         )  # fmt: skip
         self.configs = ConfigService(self._connection, self._directory, lambda: list(process.models.entries))
-        self.places = Places(self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve, self._is_deaf)
+        self.places = Places(
+            self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve, self._is_deaf
+        )
         parts = self._in_flight, self.places.choose, settings.limits
         self.encoder, self.scorer, self.extractor = RemoteEncoder(*parts), RemoteScorer(*parts), RemoteExtractor(*parts)
         self._leases = KeyLeases(self._connection, self.name)
@@ -183,13 +185,15 @@ class Gateway:
             pending.run.give_up(error)  # type: ignore[attr-defined]  # the other kind of this package
 
     def request_load(self, model: str) -> None:
-        """Ask a host to load a model: the one with the least to do among those that may."""
+        """Ask a host to load a model, unless one loads it now: of those where it has not failed the one with the most free memory."""
         self._ask_load(model, self.places.current())
 
     def _ask_load(self, model: str, placement: Placement) -> None:
         hosts = [host for host in self.places.candidates(model, placement) if not host.serves(model)]
-        if hosts and self._connection.is_connected:
-            self._load_on(min(hosts, key=_memory_of), model_of(model))  # hosts load the model for all its profiles
+        states = {host: beat.state for host in hosts if (beat := host.find(model)) is not None}
+        if states and "loading" not in states.values() and self._connection.is_connected:
+            chosen = min(states, key=lambda host: (states[host] == "failed", *_memory_of(host)))
+            self._load_on(chosen, model_of(model))  # hosts load the model for all its profiles
 
     def _load_on(self, host: Host, model: str) -> None:
         self._spawn(self._connection.publish(host_subject(host.beat.pool, host.beat.host, "load"), model.encode()))

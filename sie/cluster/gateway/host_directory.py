@@ -20,8 +20,8 @@ from sie.values.card import ModelState
 
 STALE_S: Final = 2.0
 FORGET_S: Final = 60.0
-_ORDER: Final[tuple[ModelState, ...]] = ("loaded", "loading", "unloading", "failed", "available")
-"""The state of a model that is in several states on several hosts is the first of these."""
+_ORDER: Final[tuple[ModelState, ...]] = ("loaded", "loading", "unloading", "available", "failed")
+"""The state of a model that is in several states on several hosts is the first of these: one that can load it still may."""
 
 
 class Host:

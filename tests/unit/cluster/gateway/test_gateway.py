@@ -131,6 +131,29 @@ def test_hosts_that_serve_a_model_are_not_asked_to_load_it(monkeypatch, model):
     run(monkeypatch, test)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "asked"),
+    [
+        ("available", "failed", "h1"),
+        ("failed", "available", "h2"),
+        ("failed", "failed", "h1"),
+        ("available", "loading", ""),
+    ],
+)
+def test_a_host_where_a_load_failed_is_asked_last_and_none_while_another_loads(monkeypatch, first, second, asked):
+    async def test(bench: Bench) -> None:
+        for host, profile, state in (("h1", "l4", first), ("h2", "a100", second)):
+            models = {"org/m": ModelBeat(state, is_served=False)}
+            beat = Beat(VERSION, host, host, "default", profile, "any", "k", models)
+            bench.gateway._directory.hear(beat, time.monotonic())
+        bench.gateway.request_load("org/m:short")
+        await turns()
+        loads = [subject.split(".")[4] for subject, _ in bench.connection.published if subject.endswith(".load")]
+        assert loads == ([asked] if asked else [])
+
+    run(monkeypatch, test)
+
+
 def test_hosts_that_leave_one_after_another_do_not_convict_an_item(monkeypatch):
     async def test(bench: Bench) -> None:
         item, directory = bench.submit("org/m"), bench.gateway._directory

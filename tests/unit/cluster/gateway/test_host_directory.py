@@ -58,6 +58,13 @@ def test_a_model_is_served_if_any_live_host_serves_it():
     assert directory.models(0.6) is None
 
 
+def test_a_model_has_failed_only_where_no_host_could_still_load_it():
+    failed = ModelBeat("failed", is_served=False)
+    directory = Directory()
+    hear(directory, beat("h1", {"m": failed, "n": failed}), beat("h2", {"m": COLD, "n": failed}))
+    assert states(directory, 0.5) == {"m": ("available", False, False), "n": ("failed", False, False)}
+
+
 def test_while_all_hosts_are_silent_their_models_are_coming_back_and_not_unknown():
     directory = Directory()
     hear(directory, beat("h", {"m": SERVED}))
@@ -177,4 +184,8 @@ def test_a_profile_is_shown_as_loaded_where_hosts_serve_it():
     hear(directory, beat("h", {"m": SERVED}), profiles=("default", "short"))
     entries = [ModelEntry(card=ModelCard(id=name, kind="stub"), state="loaded") for name in ("m", "m:short", "m:long")]
     shown = cluster_status(directory.beating(0.0), entries)["models"]
-    assert [(model["state"], model["worker_count"]) for model in shown] == [("loaded", 1), ("loaded", 1), ("available", 0)]
+    assert [(model["state"], model["worker_count"]) for model in shown] == [
+        ("loaded", 1),
+        ("loaded", 1),
+        ("available", 0),
+    ]

@@ -32,7 +32,16 @@ from sie.cluster.text_events import encode_events
 from sie.config.generation_settings import Generation
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
-from sie.values.errors import BadRequest, ClientGone, DeadlineExceeded, Overloaded, SieError, Unavailable, WorkerLost, to_wire
+from sie.values.errors import (
+    BadRequest,
+    ClientGone,
+    DeadlineExceeded,
+    Overloaded,
+    SieError,
+    Unavailable,
+    WorkerLost,
+    to_wire,
+)
 from sie.values.generate import (
     Ended,
     Finished,
