@@ -108,8 +108,9 @@ class Gateway:
         )  # fmt: skip
         self.configs = ConfigService(self._connection, self._directory, lambda: list(process.models.entries))
         self.places = Places(
-            self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve, self._is_deaf
-        )
+            self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve, self._is_deaf,
+            self._ask_once,
+        )  # fmt: skip
         parts = self._in_flight, self.places.choose, settings.limits
         self.encoder, self.scorer, self.extractor = RemoteEncoder(*parts), RemoteScorer(*parts), RemoteExtractor(*parts)
         self._leases = KeyLeases(self._connection, self.name)
@@ -187,6 +188,10 @@ class Gateway:
     def request_load(self, model: str) -> None:
         """Ask a host to load a model, unless one loads it now: of those where it has not failed the one with the most free memory."""
         self._ask_load(model, self.places.current())
+
+    def _ask_once(self, model: str, placement: Placement) -> None:
+        """Ask for a load, at most once a second for each placement."""
+        self._process.request_load_once(f"{model} on {'/'.join(placement)}", lambda _: self._ask_load(model, placement))
 
     def _ask_load(self, model: str, placement: Placement) -> None:
         hosts = [host for host in self.places.candidates(model, placement) if not host.serves(model)]
@@ -294,8 +299,11 @@ class Gateway:
             other = self.places.find_lane(model, placement)
             if other is not None and other != lane:
                 self._in_flight.move(items, other)
+            elif other is None and (failure := self.places.load_failure(model, placement)) is not None:
+                for item in items:
+                    self._in_flight.abandon(item.pending, failure)
             elif other is None or self._directory.beating(now_s):
-                self._process.request_load_once(model, lambda name, where=placement: self._ask_load(name, where))
+                self._ask_once(model, placement)
 
     def _update_models(self, now_s: float) -> None:
         models = self._directory.models(now_s)

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from sie.cluster.gateway.fair_queue import EVERYBODY, Caller
 from sie.cluster.gateway.host_directory import Directory, Host, choose_lane, matches
 from sie.cluster.subjects import DEFAULT_POOL, Lane
+from sie.frontend.models.model_table import load_failure
 from sie.values.errors import SieError, Unavailable
 
 _MAX_CHARS: Final = 200
@@ -32,6 +33,7 @@ class Placement(NamedTuple):
     bundle: str = ""
 
 
+AskLoad = Callable[[str, Placement], None]
 Resolve = Callable[[Placement], Placement]
 """Returns where a request runs whose headers may name a leased pool."""
 
@@ -63,14 +65,16 @@ class Places:
 
     def __init__(
         self, directory: Directory, own_pool: str, by_lane: Counter[Lane], resolve: Resolve = lambda named: named,
-        is_deaf: Callable[[], bool] = lambda: False,
+        is_deaf: Callable[[], bool] = lambda: False, ask_load: AskLoad = lambda _model, _placement: None,
     ) -> None:  # fmt: skip
         """own_pool is the pool of requests that name none; by_lane counts this gateway's items.
 
-        is_deaf tells whether this gateway hears nobody now, so that the silence of hosts says nothing about them.
+        is_deaf tells whether this gateway hears nobody now, so that the silence of hosts says nothing about them. ask_load
+        has a host of a placement load a model.
         """
         self._resolve = resolve
         self._is_deaf = is_deaf
+        self._ask_load = ask_load
         self._directory = directory
         self._own_pool = own_pool
         self._by_lane = by_lane
@@ -155,9 +159,20 @@ class Places:
         offering = self._directory.offering(model, time.monotonic())
         return [host for host in offering if matches(host.lane, *placement)]
 
+    def load_failure(self, model: str, placement: Placement) -> SieError | None:
+        """Return the error for a model whose load has failed on all hosts of a placement that have it; None for any other."""
+        beats = [host.find(model) for host in self.candidates(model, placement)]
+        errors = [
+            beat.error for beat in beats if beat is not None and beat.state == "failed" and beat.error is not None
+        ]
+        return load_failure(model, errors[0]) if errors and len(errors) == len(beats) else None
+
     def _not_served(self, model: str, placement: Placement) -> SieError:
-        """Return the error for a model that no host of a placement serves now."""
+        """Return the error for a model that no host of a placement serves now. Has one load it, if it can."""
         if self.candidates(model, placement):
+            self._ask_load(model, placement)
+            if (failure := self.load_failure(model, placement)) is not None:
+                return failure
             text = f"Model '{model}' is loading; retry in {_LOADING_S} s"
             return Unavailable(text, code="MODEL_LOADING", retry_after_s=_LOADING_S)
         others = sorted({host.lane for host in self._directory.offering(model, time.monotonic())})

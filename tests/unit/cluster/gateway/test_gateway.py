@@ -25,7 +25,7 @@ from sie.config.settings import Settings
 from sie.ipc.messages import ModelEntry
 from sie.shm.pages import CounterPage
 from sie.values.card import ModelCard
-from sie.values.errors import Unavailable
+from sie.values.errors import ModelLoadFailed, Unavailable, to_wire
 from sie.values.generate import GenerateRequest, GenerateRule
 from tests.unit.cluster.fakes import FakeConnection
 
@@ -150,6 +150,45 @@ def test_a_host_where_a_load_failed_is_asked_last_and_none_while_another_loads(m
         await turns()
         loads = [subject.split(".")[4] for subject, _ in bench.connection.published if subject.endswith(".load")]
         assert loads == ([asked] if asked else [])
+
+    run(monkeypatch, test)
+
+
+def say(bench: Bench, host: str, profile: str, beat: ModelBeat) -> None:
+    """Have a host beat with the state of its model."""
+    one = Beat(VERSION, host, host, "default", profile, "any", "k", {"org/m": beat})
+    bench.gateway._directory.hear(one, time.monotonic())
+
+
+@pytest.mark.parametrize("find", ["choose", "hosts"])
+def test_a_model_that_is_loaded_elsewhere_is_loaded_where_a_client_wants_it(monkeypatch, find):
+    async def test(bench: Bench) -> None:
+        say(bench, "h2", "a100", ModelBeat("available", is_served=False))
+        bench.gateway.places.enter({"x-sie-machine-profile": "a100"}, EVERYBODY)
+        with pytest.raises(Unavailable, match="is loading"):
+            getattr(bench.gateway.places, find)("org/m")
+        await turns()
+        loads = [subject.split(".")[4] for subject, _ in bench.connection.published if subject.endswith(".load")]
+        assert loads == ["h2"]
+        say(bench, "h2", "a100", ModelBeat("failed", is_served=False, error=to_wire(ModelLoadFailed("no memory"))))
+        with pytest.raises(ModelLoadFailed, match="no memory"):
+            getattr(bench.gateway.places, find)("org/m")
+
+    run(monkeypatch, test)
+
+
+def test_items_end_where_their_model_fails_on_all_hosts(monkeypatch):
+    async def test(bench: Bench) -> None:
+        item = bench.submit("org/m")
+        failed = ModelBeat("failed", is_served=False, error=to_wire(ModelLoadFailed("device lost")))
+        say(bench, "h1", "l4", failed)
+        say(bench, "h2", "a100", ModelBeat("available", is_served=False))
+        await bench.follow()
+        assert not item.pending.future.done(), "another host may load it"
+        say(bench, "h2", "a100", failed)
+        await bench.follow()
+        with pytest.raises(ModelLoadFailed, match="device lost"):
+            await item.pending.reply()
 
     run(monkeypatch, test)
 
