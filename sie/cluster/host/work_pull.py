@@ -47,6 +47,7 @@ from sie.values.errors import (
 _log = get_logger(__name__)
 _RENEW_S: Final = 0.8
 """How often the server hears that an item is still running, well within its wait for an acknowledgement."""
+_KEEP_AGAIN_S: Final = 0.2
 _DRAIN_STEP_S: Final = 0.05
 _ELSEWHERE: Final = frozenset(("MODEL_LOADING", "MODEL_NOT_LOADED", "SHUTTING_DOWN", "UPSTREAM_UNAVAILABLE"))
 """Errors of this host and not of the item: another host may serve it, or this one a little later."""
@@ -284,15 +285,17 @@ class WorkPull:
             await self._keep(running, answer)
 
     async def _keep(self, running: Running, answer: Answer) -> None:
-        """Answer an item, with a large reply by reference."""
+        """Answer an item, with a large reply by reference. While the store takes no more the reply waits here: to run again costs more."""
         work, stored = running.work, ""
-        try:
-            if len(answer.reply) > INLINE_BYTES:
+        while len(answer.reply) > INLINE_BYTES and not stored:
+            try:
                 stored = await self._connection.keep(self._lane.pool, f"{work.id}.{self._host}", answer.reply)
-        except SieError as error:
-            await self._fail(running, error)
-        else:
-            self._end(running, _result(work, self._host, answer, stored), answer.num_tokens)
+            except Exception as error:
+                if not isinstance(error, SieError) or self._connection.clock.left_ns(work.deadline_ns) <= 0:
+                    await self._fail(running, error)
+                    return
+                await asyncio.sleep(_KEEP_AGAIN_S)
+        self._end(running, _result(work, self._host, answer, stored), answer.num_tokens)
 
     async def _fail(self, running: Running, error: Exception) -> None:
         """End an item with an error: give it back if another host may serve it. A poisonous input becomes a dead letter."""

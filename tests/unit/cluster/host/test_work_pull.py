@@ -22,7 +22,7 @@ from sie.cluster.subjects import Lane
 from sie.config.cluster_settings import Cluster
 from sie.config.settings import Settings
 from sie.shm.pages import CounterPage
-from sie.values.errors import BadRequest, Overloaded, PoisonInput, from_wire
+from sie.values.errors import BadRequest, Overloaded, PoisonInput, Unavailable, from_wire
 from sie.values.inference import ScoreRequest
 from tests.unit.cluster.fakes import FakeConnection
 
@@ -254,6 +254,28 @@ def test_a_reply_over_a_mebibyte_goes_by_reference(monkeypatch):
         (_, data), _ = await bench.sent(2)
         assert len(bench.connection.objects[result_of(data).stored]) == INLINE_BYTES + 1
         assert len(data) < 1000
+
+    run(monkeypatch, test)
+
+
+def test_a_reply_waits_for_room_in_the_store_and_does_not_run_again(monkeypatch):
+    monkeypatch.setattr(work_pull, "_KEEP_AGAIN_S", 0.0)
+
+    async def test(bench: Bench) -> None:
+        keep, refused = bench.connection.keep, [Overloaded("full"), Unavailable("no leader")]
+
+        async def keep_later(pool: str, name: str, data: Any) -> str:
+            if refused:
+                raise refused.pop()
+            return await keep(pool, name, data)
+
+        monkeypatch.setattr(bench.connection, "keep", keep_later)
+        bench.outcome = Answer(memoryview(bytes(INLINE_BYTES + 1)), 3, 0, 1, 2, {})
+        await bench.deliver()
+        (_, data), _ = await bench.sent(2)
+        result = result_of(data)
+        assert (result.is_returned, list(bench.connection.objects)) == (False, [result.stored])
+        assert len(bench.deadlines_ns) == 1
 
     run(monkeypatch, test)
 
