@@ -7,7 +7,9 @@ published meanwhile wait in a bounded buffer.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import json
 import ssl
 import time
@@ -49,7 +51,9 @@ _MAX_PINGS: Final = 2
 _API_S: Final = 2.0
 """A question that comes while NATS elects a leader is not answered, and must be asked again."""
 _CLOSE_S: Final = 5.0
-_FETCH_S: Final = 10.0
+_CHUNK_S: Final = 5.0
+"""How long the next part of a large payload may take."""
+_DIGEST: Final = "SHA-256="
 _PAYLOAD_AGE_S: Final = 600.0
 _STREAM_AGE_S: Final = 3600.0
 _DEAD_AGE_S: Final = 86_400.0
@@ -375,12 +379,28 @@ class Connection:
     async def fetch(self, pool: str, name: str) -> bytes:
         """Return a large payload. Raises Unavailable if it is not there."""
         try:
-            async with asyncio.timeout(_FETCH_S):
-                store = await self._js.object_store(payload_bucket(pool))
-                return (await store.get(name)).data or b""
+            store = await self._js.object_store(payload_bucket(pool))
+            info = await store.get_info(name)
+            data, digest = await self._read_chunks(f"$O.{payload_bucket(pool)}.C.{info.nuid}", info.size or 0)
+            if base64.urlsafe_b64decode((info.digest or "").removeprefix(_DIGEST)) != digest:
+                raise Unavailable("A large payload in NATS is damaged", code="UPSTREAM_UNAVAILABLE", retry_after_s=1)
+            return data
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             text = "A large payload could not be read from NATS"
             raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
+
+    async def _read_chunks(self, subject: str, size: int) -> tuple[bytes, bytes]:
+        """Return the bytes of a payload and their SHA-256. Raises nats' errors. The store's own `get` keeps its subscription if it fails."""
+        chunks = await self._js.subscribe(subject, ordered_consumer=True)
+        try:
+            data, digest = bytearray(), hashlib.sha256()
+            while len(data) < size:
+                chunk = (await chunks.next_msg(_CHUNK_S)).data
+                data += chunk
+                digest.update(chunk)
+            return bytes(data), digest.digest()
+        finally:
+            await chunks.unsubscribe()
 
     async def forget(self, pool: str, name: str) -> None:
         """Delete a large payload that nobody reads any more; its age would end it, too."""

@@ -9,6 +9,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from sie.cluster.connection import Connection
+from sie.cluster.subjects import payload_bucket
 from sie.config.cluster_settings import Cluster
 from sie.values.errors import Unavailable
 from tests.process.harness import WAIT_S
@@ -67,6 +68,30 @@ def test_a_nats_without_jetstream_is_named_as_such(tmp_path: Path):
                 await connection.open()
                 with pytest.raises(Unavailable, match="the flag -js"):
                     await connection.join_pool("default")
+                await connection.close()
+
+    asyncio.run(test())
+
+
+def test_a_payload_whose_content_is_gone_is_an_error_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sie.cluster.connection._CHUNK_S", 0.2)
+
+    async def test() -> None:
+        with start_nats() as server:
+            connection = Connection(Cluster(nats=server.url), "test")
+            async with asyncio.timeout(WAIT_S):
+                await connection.open()
+                await connection.join_pool("p")
+                body = bytes(range(256)) * 4096
+                await connection.keep("p", "there", body)
+                assert await connection.fetch("p", "there") == body
+                before = len(asyncio.all_tasks())
+                bucket = payload_bucket("p")
+                await connection._js.purge_stream(f"OBJ_{bucket}", subject=f"$O.{bucket}.C.>")
+                with pytest.raises(Unavailable):
+                    await connection.fetch("p", "there")
+                while len(asyncio.all_tasks()) > before:
+                    await asyncio.sleep(PROBE_S)
                 await connection.close()
 
     asyncio.run(test())
