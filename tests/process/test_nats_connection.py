@@ -40,7 +40,7 @@ def test_a_connection_outlives_the_refusal_of_its_credentials(tmp_path: Path, ca
                 await connection.subscribe("some.subject", hear)
                 write_settings(settings, "two")
                 server.reload()
-                while connection.is_connected:
+                while connection.is_connected:  # noqa: ASYNC110  # it is a state of the client
                     await asyncio.sleep(PROBE_S)
                 write_settings(settings, "one")
                 server.reload()
@@ -90,7 +90,7 @@ def test_a_payload_whose_content_is_gone_is_an_error_and_leaves_nothing_behind(m
                 await connection._js.purge_stream(f"OBJ_{bucket}", subject=f"$O.{bucket}.C.>")
                 with pytest.raises(Unavailable):
                     await connection.fetch("p", "there")
-                while len(asyncio.all_tasks()) > before:
+                while len(asyncio.all_tasks()) > before:  # noqa: ASYNC110  # no event tells of it
                     await asyncio.sleep(PROBE_S)
                 await connection.close()
 

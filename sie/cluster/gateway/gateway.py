@@ -108,9 +108,9 @@ class Gateway:
         )  # fmt: skip
         self.configs = ConfigService(self._connection, self._directory, lambda: list(process.models.entries))
         self.places = Places(
-            self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve, self._is_deaf,
-            self._ask_once,
-        )  # fmt: skip
+            self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve, self._is_deaf
+        )
+        self.places.ask_load = self._ask_once
         parts = self._in_flight, self.places.choose, settings.limits
         self.encoder, self.scorer, self.extractor = RemoteEncoder(*parts), RemoteScorer(*parts), RemoteExtractor(*parts)
         self._leases = KeyLeases(self._connection, self.name)

@@ -65,16 +65,16 @@ class Places:
 
     def __init__(
         self, directory: Directory, own_pool: str, by_lane: Counter[Lane], resolve: Resolve = lambda named: named,
-        is_deaf: Callable[[], bool] = lambda: False, ask_load: AskLoad = lambda _model, _placement: None,
+        is_deaf: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         """own_pool is the pool of requests that name none; by_lane counts this gateway's items.
 
-        is_deaf tells whether this gateway hears nobody now, so that the silence of hosts says nothing about them. ask_load
-        has a host of a placement load a model.
+        is_deaf tells whether this gateway hears nobody now, so that the silence of hosts says nothing about them.
         """
         self._resolve = resolve
         self._is_deaf = is_deaf
-        self._ask_load = ask_load
+        self.ask_load: AskLoad = lambda _model, _placement: None
+        """Has a host of a placement load a model that a request wants there."""
         self._directory = directory
         self._own_pool = own_pool
         self._by_lane = by_lane
@@ -170,7 +170,7 @@ class Places:
     def _not_served(self, model: str, placement: Placement) -> SieError:
         """Return the error for a model that no host of a placement serves now. Has one load it, if it can."""
         if self.candidates(model, placement):
-            self._ask_load(model, placement)
+            self.ask_load(model, placement)
             if (failure := self.load_failure(model, placement)) is not None:
                 return failure
             text = f"Model '{model}' is loading; retry in {_LOADING_S} s"
