@@ -38,10 +38,11 @@ from sie.cluster.subjects import (
 )
 from sie.config.cluster_settings import Cluster
 from sie.runtime.logs import get_logger
-from sie.values.errors import Overloaded, SieError, Unavailable
+from sie.values.errors import Internal, Overloaded, SieError, Unavailable
 
 _log = get_logger(__name__)
-INLINE_BYTES: Final = (1 << 20) - 4096
+_MAX_PAYLOAD: Final = 1 << 20
+INLINE_BYTES: Final = _MAX_PAYLOAD - 4096
 """Payloads over a MiB go by reference; the rest of it is left for subjects and headers."""
 _BUFFER_BYTES: Final = 64 << 20
 _RECONNECT_S: Final = 0.1
@@ -157,6 +158,9 @@ class Connection:
         self._is_opening = False
         if self._has_waited:
             _log.info("connected to NATS")
+        if self._nc.max_payload < _MAX_PAYLOAD:
+            text = "NATS takes messages of %d bytes (max_payload); with fewer than %d some requests cannot be served"
+            _log.error(text, self._nc.max_payload, _MAX_PAYLOAD)
 
     async def close(self) -> None:
         """Send what is buffered, and close."""
@@ -240,14 +244,16 @@ class Connection:
     async def enqueue(self, pool: str, subject: str, data: bytes, message_id: str) -> int:
         """Store a message in its pool's stream, once for each message_id, and return its sequence number.
 
-        Raises Overloaded if the stream is full, and Unavailable if it cannot be stored now for another reason.
+        Raises Overloaded if the stream is full, Internal if NATS's max_payload is too small, and Unavailable if it cannot be
+        stored now for another reason.
         """
         try:
             ack = await self._js.publish(subject, data, headers={api.Header.MSG_ID.value: message_id})
         except nats.js.errors.APIError as error:
-            raise _refusal(
-                error, f"The queue of pool '{pool}' is full (stream_max_messages, stream_max_bytes)"
-            ) from error
+            text = f"The queue of pool '{pool}' is full (stream_max_messages, stream_max_bytes)"
+            raise _refusal(error, text) from error
+        except nats.errors.MaxPayloadError as error:
+            raise Internal("The max_payload of NATS is too small for this request") from error
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             text = "The work could not be stored in NATS"
             raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error

@@ -9,9 +9,9 @@ import pytest
 from nats.aio.msg import Msg
 
 from sie.cluster.connection import Connection
-from sie.cluster.subjects import payload_bucket
+from sie.cluster.subjects import Lane, payload_bucket, work_subject
 from sie.config.cluster_settings import Cluster
-from sie.values.errors import Unavailable
+from sie.values.errors import Internal, Unavailable
 from tests.process.harness import WAIT_S
 from tests.process.nats_harness import start_nats
 
@@ -95,3 +95,21 @@ def test_a_payload_whose_content_is_gone_is_an_error_and_leaves_nothing_behind(m
                 await connection.close()
 
     asyncio.run(test())
+
+
+def test_a_nats_with_a_small_max_payload_is_named_and_requests_end(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    settings = tmp_path / "nats.conf"
+    settings.write_text(f'jetstream {{store_dir: "{tmp_path}"}}\nmax_payload: 262144\n')
+
+    async def test() -> None:
+        with start_nats("-c", str(settings)) as server:
+            connection = Connection(Cluster(nats=server.url), "test")
+            async with asyncio.timeout(WAIT_S):
+                await connection.open()
+                await connection.join_pool("p")
+                with pytest.raises(Internal, match="max_payload"):
+                    await connection.enqueue("p", work_subject(Lane("p", "any", "any"), "m"), bytes(1 << 19), "id")
+                await connection.close()
+
+    asyncio.run(test())
+    assert any("262144 bytes (max_payload)" in record.getMessage() for record in caplog.records)
