@@ -67,6 +67,8 @@ _FULL: Final = frozenset((10077, 10023, 10047, 10002, 10122))
 _WRONG_REVISION: Final = frozenset((10071, 10164))
 _MAX_DOCUMENT_BYTES: Final = 1 << 20
 _MAX_TOLD: Final = 100
+_BY_SERVER: Final = "nats: '"
+"""The beginning of an error that the server sent; the client's own errors have no quotation mark there."""
 
 OnMessage = Callable[[Msg], Awaitable[None]]
 
@@ -207,7 +209,7 @@ class Connection:
         if self._is_opening and not self._has_waited:
             self._has_waited = True
             _log.warning("NATS does not answer yet: %s; trying again until it does", text)
-        elif type(error) is nats.errors.Error and text not in self._told and len(self._told) < _MAX_TOLD:
+        elif text.startswith(_BY_SERVER) and text not in self._told and len(self._told) < _MAX_TOLD:
             _log.warning("NATS refuses something of this process: %s", text)
         else:
             _log.debug("NATS: %s", text)
