@@ -48,6 +48,7 @@ _log = get_logger(__name__)
 _RENEW_S: Final = 0.8
 """How often the server hears that an item is still running, well within its wait for an acknowledgement."""
 _KEEP_AGAIN_S: Final = 0.2
+_MAKE_AGAIN_S: Final = 1.0
 _DRAIN_STEP_S: Final = 0.05
 _ELSEWHERE: Final = frozenset(("MODEL_LOADING", "MODEL_NOT_LOADED", "SHUTTING_DOWN", "UPSTREAM_UNAVAILABLE"))
 """Errors of this host and not of the item: another host may serve it, or this one a little later."""
@@ -91,6 +92,8 @@ class WorkPull:
         self._lane = lane
         self._host = host
         self._consumers: dict[str, Consumer] = {}
+        self._again_s: dict[str, float] = {}
+        """By model whose consumer could not be made, the time at which that is tried again."""
         self._credit = Credit(process.settings.cluster.max_pulled)
         self._running: dict[str, Running] = {}
         self._outbox = Outbox(connection, self._on_sent)
@@ -145,11 +148,18 @@ class WorkPull:
         served = self._served()
         for model in self._consumers.keys() - served:
             await self._close(self._consumers.pop(model))
+        now_s = time.monotonic()
         for model in served:
+            if now_s < self._again_s.get(model, 0.0):
+                continue
             try:
                 await self._make_sure(model)
+                self._again_s.pop(model, None)
             except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+                self._again_s[model] = now_s + _MAKE_AGAIN_S
                 _log.warning("no work is pulled for %s yet: %s", model, reason_of(error))
+                if isinstance(error, TimeoutError):
+                    return  # the others would wait as long: what runs must be renewed first
 
     async def _make_sure(self, model: str) -> None:
         """Make sure of a model's consumer. Raises nats' errors."""

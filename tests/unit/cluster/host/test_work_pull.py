@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import nats.errors
+import nats.js.errors
 import pytest
 
 from sie.cluster.connection import INLINE_BYTES
@@ -206,6 +208,32 @@ def test_a_model_is_pulled_for_by_the_room_of_its_own_workers(monkeypatch):
         bench.pull._consumers = {model: consumer(model) for model in entries}
         await bench.pull._pull()
         assert pulled.keys() == {"idle"}
+
+    run(monkeypatch, test)
+
+
+@pytest.mark.parametrize("error", [nats.errors.TimeoutError(), nats.js.errors.BadRequestError(description="too many")])
+def test_a_model_whose_consumer_cannot_be_made_stops_neither_the_others_nor_what_runs(monkeypatch, caplog, error):
+    async def test(bench: Bench) -> None:
+        entry = SimpleNamespace(state="loaded", workers=(0,), card=SimpleNamespace(kind="encoder"))
+        entries = dict.fromkeys(("bad", "good"), entry)
+        bench.pull._process.models = SimpleNamespace(entries=entries, workers=())  # type: ignore[assignment]
+        made: list[str] = []
+
+        async def make_consumer(_pool: str, config: Any) -> None:
+            made.append(config.durable_name)
+            if "bad" in config.durable_name:
+                raise error
+
+        async def subscribe(*_: Any) -> None:
+            pass
+
+        monkeypatch.setattr(bench.connection, "make_consumer", make_consumer, raising=False)
+        monkeypatch.setattr(bench.connection, "subscribe", subscribe, raising=False)
+        for _ in range(5):
+            await bench.pull.tick()
+        assert sorted(made) == ["any~any~bad", "any~any~good"]
+        assert len(caplog.records) == 1
 
     run(monkeypatch, test)
 
