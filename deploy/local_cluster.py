@@ -31,6 +31,8 @@ def main() -> int:
     parser.add_argument("--nats-port", type=int, default=4222, help="port of NATS [4222]")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does, so that no part is left
+    if answers(options.nats_port):  # the hosts would join the cluster of another NATS
+        sys.exit(f"port {options.nats_port} is taken; choose another for NATS with --nats-port")
     url = f"nats://127.0.0.1:{options.nats_port}"
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -86,10 +88,17 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+def answers(port: int) -> bool:
+    """Return whether somebody listens on a port of this machine."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
+
+
 def wait_for(port: int) -> None:
     deadline_s = time.monotonic() + _START_S
     while time.monotonic() < deadline_s:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        if answers(port):
             return
         time.sleep(0.05)
     sys.exit(f"NATS does not answer on port {port}")

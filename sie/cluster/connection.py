@@ -7,7 +7,9 @@ published meanwhile wait in a bounded buffer.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import json
 import ssl
 import time
@@ -36,10 +38,11 @@ from sie.cluster.subjects import (
 )
 from sie.config.cluster_settings import Cluster
 from sie.runtime.logs import get_logger
-from sie.values.errors import Overloaded, Unavailable
+from sie.values.errors import Internal, Overloaded, SieError, Unavailable
 
 _log = get_logger(__name__)
-INLINE_BYTES: Final = (1 << 20) - 4096
+_MAX_PAYLOAD: Final = 1 << 20
+INLINE_BYTES: Final = _MAX_PAYLOAD - 4096
 """Payloads over a MiB go by reference; the rest of it is left for subjects and headers."""
 _BUFFER_BYTES: Final = 64 << 20
 _RECONNECT_S: Final = 0.1
@@ -49,7 +52,9 @@ _MAX_PINGS: Final = 2
 _API_S: Final = 2.0
 """A question that comes while NATS elects a leader is not answered, and must be asked again."""
 _CLOSE_S: Final = 5.0
-_FETCH_S: Final = 10.0
+_CHUNK_S: Final = 5.0
+"""How long the next part of a large payload may take."""
+_DIGEST: Final = "SHA-256="
 _PAYLOAD_AGE_S: Final = 600.0
 _STREAM_AGE_S: Final = 3600.0
 _DEAD_AGE_S: Final = 86_400.0
@@ -61,6 +66,9 @@ _FULL: Final = frozenset((10077, 10023, 10047, 10002, 10122))
 
 _WRONG_REVISION: Final = frozenset((10071, 10164))
 _MAX_DOCUMENT_BYTES: Final = 1 << 20
+_MAX_TOLD: Final = 100
+_BY_SERVER: Final = "nats: '"
+"""The beginning of an error that the server sent; the client's own errors have no quotation mark there."""
 
 OnMessage = Callable[[Msg], Awaitable[None]]
 
@@ -75,6 +83,31 @@ def _is_seed(path: str) -> bool:
         return file.read(2).startswith(b"SU")
 
 
+def reason_of(error: BaseException) -> str:
+    """Return why NATS did not do something, for a log or an error; many of its errors have no text."""
+    if isinstance(error, nats.js.errors.ServiceUnavailableError) and error.err_code is None:
+        return "JetStream does not answer; nats-server needs the flag -js, and several of them need a leader"
+    return str(error) or type(error).__name__
+
+
+def _refusal(error: nats.js.errors.APIError, full: str) -> SieError:
+    """Return the error for what JetStream does not store: Overloaded with the text `full` if it has no room, else Unavailable."""
+    if error.err_code in _FULL:
+        return Overloaded(full, retry_after_s=1)
+    return Unavailable(f"NATS: {error.description}", code="UPSTREAM_UNAVAILABLE", retry_after_s=1)
+
+
+class _Client(Client):
+    """A client that outlives every error that the server tells of. That of nats-py is closed for ever by most of them.
+
+    Where the error ends the connection, the server closes it, and the client connects again as after any other loss:
+    credentials may be renewed, and a limit of the server may be free again.
+    """
+
+    async def _process_err(self, err_msg: str) -> None:
+        await self._error_cb(nats.errors.Error(f"nats: {err_msg}"))
+
+
 class Connection:
     """One process's connection to NATS."""
 
@@ -82,7 +115,7 @@ class Connection:
         """Set up without connecting; name is shown by the server's monitoring."""
         self._settings = settings
         self._name = name
-        self._nc = Client()
+        self._nc = _Client()
         self._js: JetStreamContext
         self._pools: set[str] = set()
         self.clock = ServerClock(time.monotonic_ns)
@@ -90,8 +123,11 @@ class Connection:
         """Runs after each connection that is made again, when the streams are there."""
         self._restoring: asyncio.Task[None] | None = None
         self._is_opening = True
+        self._is_closing = False
         self._has_waited = False
         """Whether the log says that the first connection could not be made yet."""
+        self._told: set[str] = set()
+        """The errors of the server that the log has: a permission is refused again with each message."""
 
     @property
     def is_connected(self) -> bool:
@@ -124,14 +160,19 @@ class Connection:
         self._is_opening = False
         if self._has_waited:
             _log.info("connected to NATS")
+        if self._nc.max_payload < _MAX_PAYLOAD:
+            text = "NATS takes messages of %d bytes (max_payload); with fewer than %d some requests cannot be served"
+            _log.error(text, self._nc.max_payload, _MAX_PAYLOAD)
 
     async def close(self) -> None:
         """Send what is buffered, and close."""
+        self._is_closing = True
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self._nc.drain(), _CLOSE_S)
 
     async def _on_reconnected(self) -> None:
         _log.info("connected to NATS again")
+        self._told.clear()
         self.clock.forget()
         if self._restoring is not None:
             self._restoring.cancel()
@@ -147,22 +188,33 @@ class Connection:
                     await self.on_connected()
                 return
             except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
-                _log.warning("NATS is not ready yet: %s", error or type(error).__name__)
+                _log.warning("NATS is not ready yet: %s", reason_of(error))
                 await asyncio.sleep(_RECONNECT_S)
 
     async def _on_disconnected(self) -> None:
-        _log.warning("the connection to NATS is lost; connecting again")
+        if not self._is_closing:
+            _log.warning("the connection to NATS is lost; connecting again")
 
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
             _log.error("NATS messages were dropped, because this process was too slow: %s", error)
         elif isinstance(error, nats.errors.Error | OSError | TimeoutError):
-            if self._is_opening and not self._has_waited:
-                self._has_waited = True
-                _log.warning("NATS does not answer yet: %s; trying again until it does", error or type(error).__name__)
-            _log.debug("NATS: %s", error or type(error).__name__)
+            self._tell(error)
         else:  # a handler of a message failed
             _log.error("a message from NATS was not handled", exc_info=error)
+
+    def _tell(self, error: Exception) -> None:
+        """Log an error. The first one of a start and those that the server names are warnings, each text once."""
+        text = reason_of(error)
+        if self._is_opening and not self._has_waited:
+            self._has_waited = True
+            _log.warning("NATS does not answer yet: %s; trying again until it does", text)
+        elif text.startswith(_BY_SERVER) and text not in self._told and len(self._told) < _MAX_TOLD:
+            _log.warning("NATS refuses something of this process: %s", text)
+        else:
+            _log.debug("NATS: %s", text)
+            return
+        self._told.add(text)
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -188,21 +240,22 @@ class Connection:
         try:
             return (await self._nc.request(subject, data, timeout=timeout_s)).data
         except (nats.errors.Error, TimeoutError) as error:
-            text = f"no answer from {subject}"
+            text = "A host of the cluster did not answer"
             raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
 
     async def enqueue(self, pool: str, subject: str, data: bytes, message_id: str) -> int:
         """Store a message in its pool's stream, once for each message_id, and return its sequence number.
 
-        Raises Overloaded if the stream is full, and Unavailable if it cannot be stored now for another reason.
+        Raises Overloaded if the stream is full, Internal if NATS's max_payload is too small, and Unavailable if it cannot be
+        stored now for another reason.
         """
         try:
             ack = await self._js.publish(subject, data, headers={api.Header.MSG_ID.value: message_id})
         except nats.js.errors.APIError as error:
-            if error.err_code in _FULL:
-                text = f"The queue of pool '{pool}' is full (stream_max_messages, stream_max_bytes)"
-                raise Overloaded(text, retry_after_s=1) from error
-            raise Unavailable(f"NATS: {error.description}", code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
+            text = f"The queue of pool '{pool}' is full (stream_max_messages, stream_max_bytes)"
+            raise _refusal(error, text) from error
+        except nats.errors.MaxPayloadError as error:
+            raise Internal("The max_payload of NATS is too small for this request") from error
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             text = "The work could not be stored in NATS"
             raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
@@ -222,7 +275,7 @@ class Connection:
         try:
             await self._make_streams(pool)
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
-            text = f"The streams of pool '{pool}' cannot be made: {error}"
+            text = f"The streams of pool '{pool}' cannot be made: {reason_of(error)}"
             raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
         self._pools.add(pool)
 
@@ -319,13 +372,13 @@ class Connection:
     # --- large payloads -------------------------------------------------------------------------------------------
 
     async def keep(self, pool: str, name: str, data: bytes | memoryview) -> str:
-        """Store a large payload under a name, and return the name. Raises Overloaded if the store is full."""
+        """Store a large payload under a name, and return the name. Raises Overloaded if the store is full, and Unavailable."""
         try:
             store = await self._js.object_store(payload_bucket(pool))
             await store.put(name, bytes(data))
         except nats.js.errors.APIError as error:
             text = f"The store for large payloads of pool '{pool}' takes no more (payload_store_bytes): {error.description}"
-            raise Overloaded(text, retry_after_s=1) from error
+            raise _refusal(error, text) from error
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             text = "A large payload could not be stored in NATS"
             raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
@@ -334,12 +387,28 @@ class Connection:
     async def fetch(self, pool: str, name: str) -> bytes:
         """Return a large payload. Raises Unavailable if it is not there."""
         try:
-            async with asyncio.timeout(_FETCH_S):
-                store = await self._js.object_store(payload_bucket(pool))
-                return (await store.get(name)).data or b""
+            store = await self._js.object_store(payload_bucket(pool))
+            info = await store.get_info(name)
+            data, digest = await self._read_chunks(f"$O.{payload_bucket(pool)}.C.{info.nuid}", info.size or 0)
+            if base64.urlsafe_b64decode((info.digest or "").removeprefix(_DIGEST)) != digest:
+                raise Unavailable("A large payload in NATS is damaged", code="UPSTREAM_UNAVAILABLE", retry_after_s=1)
+            return data
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             text = "A large payload could not be read from NATS"
             raise Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1) from error
+
+    async def _read_chunks(self, subject: str, size: int) -> tuple[bytes, bytes]:
+        """Return the bytes of a payload and their SHA-256. Raises nats' errors. The store's own `get` keeps its subscription if it fails."""
+        chunks = await self._js.subscribe(subject, ordered_consumer=True)
+        try:
+            data, digest = bytearray(), hashlib.sha256()
+            while len(data) < size:
+                chunk = (await chunks.next_msg(_CHUNK_S)).data
+                data += chunk
+                digest.update(chunk)
+            return bytes(data), digest.digest()
+        finally:
+            await chunks.unsubscribe()
 
     async def forget(self, pool: str, name: str) -> None:
         """Delete a large payload that nobody reads any more; its age would end it, too."""

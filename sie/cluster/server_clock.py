@@ -34,14 +34,15 @@ class ServerClock:
     def measure(self, sent_ns: int, received_ns: int, server_ns: int) -> None:
         """Take in a server's time that was requested at sent_ns and received at received_ns (local).
 
-        The server read its clock at some time between the two; a measurement replaces one with a larger possible error.
+        The server read its clock at some time between the two. A measurement replaces one with a larger possible error, and
+        one that cannot be true any more: the server's clock was set, or another server leads the stream.
         """
-        error_ns = (received_ns - sent_ns) // 2
-        old = self._measured_ns
-        if old is not None and error_ns > self._error_ns + int((received_ns - old) * _DRIFT_PER_S):
-            return
-        self._offset_ns = server_ns - (sent_ns + received_ns) // 2
-        self._error_ns, self._measured_ns = error_ns, received_ns
+        error_ns, offset_ns = (received_ns - sent_ns) // 2, server_ns - (sent_ns + received_ns) // 2
+        if self._measured_ns is not None:
+            old_error_ns = self._error_ns + int((received_ns - self._measured_ns) * _DRIFT_PER_S)
+            if error_ns > old_error_ns and abs(offset_ns - self._offset_ns) <= error_ns + old_error_ns:
+                return
+        self._offset_ns, self._error_ns, self._measured_ns = offset_ns, error_ns, received_ns
 
     def forget(self) -> None:
         """Take the next measurement whatever its error: another server may lead the stream now."""

@@ -88,10 +88,18 @@ class SharedDocument(Generic[ValueT]):
     async def change(self, edit: Callable[[ValueT], ValueT]) -> ValueT:
         """Apply edit to the present value, and again if somebody was faster. Returns the new value.
 
-        edit is pure; a value equal to the old one is not written. Raises what edit raises, and Unavailable.
+        edit is pure; a value equal to the old one is not written. Raises the SieErrors of edit for the stored value, and
+        Unavailable.
         """
         for _ in range(_MAX_TRIES):
-            value = edit(self.value)
+            try:
+                value = edit(self.value)
+            except SieError:
+                known = self.revision
+                await self._read()
+                if self.revision == known:
+                    raise
+                continue  # the copy was old: a client may have changed the document at another gateway just now
             if value == self.value and self.revision:
                 return value
             try:

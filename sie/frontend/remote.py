@@ -183,7 +183,7 @@ class Remote(Protocol):
         ...
 
     def readiness(self) -> dict[str, Any]:
-        """Return the body of `/readyz`."""
+        """Return the body of `/readyz`. Requests are served while its `status` is `ready`."""
         ...
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -52,6 +53,11 @@ class Nats:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0) as sock:
             return sock.recv(4) == b"INFO"
         return False
+
+    def reload(self) -> None:
+        """Have it read its file of settings again."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:
         """SIGKILL, and wait for its end."""

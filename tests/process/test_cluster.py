@@ -523,11 +523,14 @@ def test_a_gateway_and_a_host_say_that_nats_does_not_answer():
         ]
         for server in servers:
             assert '"level":"warning"' in server.log_line("NATS does not answer yet")
+        ready = get(servers[0].port, "/readyz")
+        assert (ready.status, ready.json()) == (503, {"status": "starting", "healthy_workers": 0})
         nats.start()
         stack.callback(nats.kill)
         for server in servers:
             server.log_line("connected to NATS")
         wait_for_hosts(servers[0], 1)
+        eventually(lambda: get(servers[0].port, "/readyz").status == 200, "a gateway that knows its hosts")
 
 
 def test_a_gateway_without_nats_does_not_start():

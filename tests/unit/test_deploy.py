@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import socket
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -102,3 +105,17 @@ def test_examples_for_keda_ask_for_what_gateways_and_nats_have():
     (asked,) = triggers["nats"]
     assert asked["stream"] == work_stream("default")
     assert asked["consumer"] == consumer_name(lane_of("", "l4", ""), "sentence-transformers/all-MiniLM-L6-v2")
+
+
+def test_a_local_cluster_does_not_join_the_nats_of_somebody_else():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = subprocess.run(
+            [sys.executable, DEPLOY / "local_cluster.py", "--nats-port", port],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert ended.returncode == 1
+    assert f"port {port} is taken" in ended.stderr

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from sie.catalog.profiles import DEFAULT_PROFILE, config_profiles, model_of
+from sie.catalog.profiles import DEFAULT_PROFILE, config_profiles, fold_default, model_of
 from sie.catalog.spec import check_model_id, check_revision
 from sie.cluster.configs import Configs, add_config, created_profiles, decoder
 from sie.cluster.connection import Connection
@@ -146,7 +146,7 @@ class ConfigService:
         profile = profile or DEFAULT_PROFILE
         if profile not in self._profiles_of(model):
             raise NotFound(f"Model '{name}' not found")
-        hosts = self._directory.offering(model, time.monotonic())
+        hosts = self._directory.offering(fold_default(name), time.monotonic())
         bundles = sorted({host.lane.bundle for host in hosts})
         if bundle and bundle not in bundles:
             raise SieError(

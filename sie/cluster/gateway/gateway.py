@@ -16,7 +16,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from sie.catalog.profiles import model_of
-from sie.cluster.connection import Connection
+from sie.cluster.connection import Connection, reason_of
 from sie.cluster.gateway.cluster_status import cluster_status
 from sie.cluster.gateway.config_service import ConfigService
 from sie.cluster.gateway.fair_queue import Caller
@@ -62,7 +62,8 @@ _SETTLE_S: Final = 0.3
 """How long a new gateway waits for the heartbeats that it asked for, before it says what exists."""
 _READY_S: Final = 3.0
 _CARDS_S: Final = 5.0
-_CLOCK_S: Final = 30.0
+_CLOCK_S: Final = 5.0
+"""The server's clock may be set, and another server may lead: requests come to their hosts as expired until both know."""
 _DEAF_S: Final = 2.5
 """After a reconnect hosts have this long to be heard before they count as silent."""
 _FIRST_FAULT: Final = 400
@@ -106,7 +107,10 @@ class Gateway:
             self._load_on,
         )  # fmt: skip
         self.configs = ConfigService(self._connection, self._directory, lambda: list(process.models.entries))
-        self.places = Places(self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve)
+        self.places = Places(
+            self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve, self._is_deaf
+        )
+        self.places.ask_load = self._ask_once
         parts = self._in_flight, self.places.choose, settings.limits
         self.encoder, self.scorer, self.extractor = RemoteEncoder(*parts), RemoteScorer(*parts), RemoteExtractor(*parts)
         self._leases = KeyLeases(self._connection, self.name)
@@ -145,6 +149,10 @@ class Gateway:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._settled.wait(), _READY_S)
 
+    def _is_deaf(self) -> bool:
+        """Whether hosts are not heard for want of a connection, or cannot have been heard since there is one again."""
+        return not self._connection.is_connected or time.monotonic() < self._hears_from_s
+
     # --- checks of dispatch ---------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
@@ -178,14 +186,19 @@ class Gateway:
             pending.run.give_up(error)  # type: ignore[attr-defined]  # the other kind of this package
 
     def request_load(self, model: str) -> None:
-        """Ask a host to load a model: the one with the least to do among those that may."""
+        """Ask a host to load a model, unless one loads it now: of those where it has not failed the one with the most free memory."""
         self._ask_load(model, self.places.current())
 
+    def _ask_once(self, model: str, placement: Placement) -> None:
+        """Ask for a load, at most once a second for each placement."""
+        self._process.request_load_once(f"{model} on {'/'.join(placement)}", lambda _: self._ask_load(model, placement))
+
     def _ask_load(self, model: str, placement: Placement) -> None:
-        model = model_of(model)  # hosts know the model itself, and not its profiles
         hosts = [host for host in self.places.candidates(model, placement) if not host.serves(model)]
-        if hosts and self._connection.is_connected:
-            self._load_on(min(hosts, key=_memory_of), model)
+        states = {host: beat.state for host in hosts if (beat := host.find(model)) is not None}
+        if states and "loading" not in states.values() and self._connection.is_connected:
+            chosen = min(states, key=lambda host: (states[host] == "failed", *_memory_of(host)))
+            self._load_on(chosen, model_of(model))  # hosts load the model for all its profiles
 
     def _load_on(self, host: Host, model: str) -> None:
         self._spawn(self._connection.publish(host_subject(host.beat.pool, host.beat.host, "load"), model.encode()))
@@ -251,7 +264,7 @@ class Gateway:
             for host in self._silent - silent:
                 self._in_flight.on_returned(host)
             self._tell_of_silence(silent)
-            self._in_flight.on_silent(silent)
+            self._in_flight.on_silent(silent - self._directory.left(silent))  # one that left has given its items back
             if self._texts is not None:
                 self._texts.on_silent(silent)
             self._silent = silent
@@ -274,17 +287,23 @@ class Gateway:
 
     def _rescue(self, now_s: float) -> None:
         """Find other hosts for items whose lane serves their model no more, or have the model loaded."""
-        for (lane, model, wanted), items in self._in_flight.waiting().items():
-            if any(host.lane == lane and host.serves(model_of(model)) for host in self._directory.live(now_s)):
-                continue
+        live = self._directory.live(now_s)
+
+        def is_served(lane: Lane, model: str) -> bool:
+            return any(host.lane == lane and host.serves(model) for host in live)
+
+        for (lane, model, wanted), items in self._in_flight.waiting(is_served).items():
             placement = wanted
             if wanted.lease and not self.pools.is_leased(wanted.lease):  # its hosts are back in their queue pool
                 placement = wanted._replace(lease="")
             other = self.places.find_lane(model, placement)
             if other is not None and other != lane:
                 self._in_flight.move(items, other)
+            elif other is None and (failure := self.places.load_failure(model, placement)) is not None:
+                for item in items:
+                    self._in_flight.abandon(item.pending, failure)
             elif other is None or self._directory.beating(now_s):
-                self._process.request_load_once(model, lambda name, where=placement: self._ask_load(name, where))
+                self._ask_once(model, placement)
 
     def _update_models(self, now_s: float) -> None:
         models = self._directory.models(now_s)
@@ -320,7 +339,7 @@ class Gateway:
     def _on_spawned_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.warning("a message to the hosts failed: %s", error or type(error).__name__)
+            _log.warning("a message to the hosts failed: %s", reason_of(error))
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -426,8 +445,9 @@ class Gateway:
         return self._directory.beating(time.monotonic())
 
     def readiness(self) -> dict[str, Any]:
-        """Return the body of `/readyz`."""
-        return {"status": "ready", "healthy_workers": len(self.hosts())}
+        """Return the body of `/readyz`. NATS may be away meanwhile: requests wait for it."""
+        status = "stopping" if self._process.is_draining else "ready" if self._settled.is_set() else "starting"
+        return {"status": status, "healthy_workers": len(self.hosts())}
 
     def status_frame(self) -> str:
         """Return a frame of `/ws/cluster-status`. Source: SIE API reference, section 14."""

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from sie.catalog.profiles import DEFAULT_PROFILE, entry_ids, model_of
 from sie.cluster.payloads import Beat, Cards, ModelBeat
 from sie.cluster.subjects import DEFAULT_POOL, Lane
 from sie.ipc.messages import ModelEntry, Models
@@ -19,34 +20,48 @@ from sie.values.card import ModelState
 
 STALE_S: Final = 2.0
 FORGET_S: Final = 60.0
-_ORDER: Final[tuple[ModelState, ...]] = ("loaded", "loading", "unloading", "failed", "available")
-"""The state of a model that is in several states on several hosts is the first of these."""
+_ORDER: Final[tuple[ModelState, ...]] = ("loaded", "loading", "unloading", "available", "failed")
+"""The state of a model that is in several states on several hosts is the first of these: one that can load it still may."""
 
 
 class Host:
     """One host: its last heartbeat, its cards, and when it was heard."""
 
-    __slots__ = ("beat", "cards_key", "entries", "seen_s")
+    __slots__ = ("_profiled", "beat", "cards_key", "entries", "seen_s")
 
     def __init__(self, beat: Beat, now_s: float) -> None:
         self.beat = beat
         self.seen_s = now_s
         self.cards_key = ""
         self.entries: dict[str, ModelEntry] = {}
+        self._profiled: frozenset[str] = frozenset()
+
+    def learn(self, cards: Cards) -> None:
+        """Take in its cards."""
+        self.cards_key = cards.cards_key
+        self.entries = {entry.card.id: entry for entry in cards.entries}
+        self._profiled = frozenset(
+            name for entry in cards.entries for name in entry_ids(entry.card.id, entry.card.profiles)
+        )
 
     @property
     def lane(self) -> Lane:
         """The lane of the host."""
         return Lane(self.beat.pool, self.beat.profile, self.beat.bundle, self.beat.lease)
 
-    def serves(self, model: str) -> bool:
-        """Whether the host answers requests for a model now."""
-        beat = self.beat.models.get(model)
+    def find(self, name: str) -> ModelBeat | None:
+        """Return the state of a model or of `model:profile`, or None if the host does not have it."""
+        model = model_of(name)
+        return self.beat.models.get(model) if name == model or name in self._profiled else None
+
+    def serves(self, name: str) -> bool:
+        """Whether the host answers requests for a model or `model:profile` now."""
+        beat = self.find(name)
         return beat is not None and beat.is_served
 
-    def restores(self, model: str) -> bool:
+    def restores(self, name: str) -> bool:
         """Whether the host is loading a model again after the death of its worker."""
-        beat = self.beat.models.get(model)
+        beat = self.find(name)
         return beat is not None and beat.is_coming_back
 
 
@@ -57,6 +72,10 @@ class Directory:
         self._hosts: dict[str, Host] = {}
         self.profiles: set[str] = set()
         """The machine profiles that hosts have had."""
+        self._num_changes = 0
+        """Of what hosts say of their models. Heartbeats are many, and most say what the one before said."""
+        self._seen: Any = None
+        """The changes and the silent hosts at the last look at all models."""
         self._shown: Any = None
 
     def hear(self, beat: Beat, now_s: float) -> bool:
@@ -64,6 +83,9 @@ class Directory:
         host = self._hosts.get(beat.host)
         if host is None:
             host = self._hosts[beat.host] = Host(beat, now_s)
+            self._num_changes += 1
+        old = host.beat
+        self._num_changes += (old.models, old.is_draining) != (beat.models, beat.is_draining)
         host.beat, host.seen_s = beat, now_s
         self.profiles.add(beat.profile)
         return host.cards_key != beat.cards_key
@@ -72,13 +94,14 @@ class Directory:
         """Take in a host's cards."""
         known = self._hosts.get(host)
         if known is not None:
-            known.cards_key = cards.cards_key
-            known.entries = {entry.card.id: entry for entry in cards.entries}
+            known.learn(cards)
+            self._num_changes += 1
 
     def forget_old(self, now_s: float) -> None:
         """Forget the hosts that have been silent for long."""
         for name in [name for name, host in self._hosts.items() if now_s - host.seen_s > FORGET_S]:
             del self._hosts[name]
+            self._num_changes += 1
 
     def live(self, now_s: float) -> list[Host]:
         """Return the hosts that beat and take new work."""
@@ -120,13 +143,17 @@ class Directory:
 
     def models(self, now_s: float) -> Models | None:
         """Return all models as a supervisor would tell them, or None if nothing changed since the last call."""
+        seen = self._num_changes, self.stale(now_s)
+        if seen == self._seen:
+            return None
+        self._seen = seen
         merged = self._merged(now_s)
         shown = [(entry.card.id, entry.state, bool(entry.workers), entry.recovering, entry.error) for entry in merged]
         shown = (shown, sorted((name, host.cards_key) for name, host in self._hosts.items()))
         if shown == self._shown:
             return None
         self._shown = shown
-        return Models(tuple(merged), ready=True)
+        return Models(tuple(map(self._with_profiles, merged)), ready=True)
 
     def _merged(self, now_s: float) -> list[ModelEntry]:
         found: defaultdict[str, list[tuple[ModelEntry, ModelBeat, bool]]] = defaultdict(list)
@@ -138,20 +165,30 @@ class Directory:
                     found[model].append((entry, beat, is_live))
         return [_merge(found[model]) for model in sorted(found)]
 
-    def lanes(self, model: str, now_s: float) -> dict[Lane, list[Host]]:
-        """Return the lanes whose hosts serve a model, each with those hosts. If none beats, the remembered ones."""
+    def _with_profiles(self, entry: ModelEntry) -> ModelEntry:
+        """Return a model's entry with the profiles that only other hosts have: each request goes to a host with its profile."""
+        profiles = entry.card.profiles
+        for host in self.remembered():
+            other = host.entries.get(entry.card.id)
+            if other is not None and other.is_read and other.card.profiles != profiles:
+                more, known = (found or {DEFAULT_PROFILE: {}} for found in (other.card.profiles, profiles))
+                profiles = {**more, **known}
+        return msgspec.structs.replace(entry, card=msgspec.structs.replace(entry.card, profiles=profiles))
+
+    def lanes(self, name: str, now_s: float) -> dict[Lane, list[Host]]:
+        """Return the lanes whose hosts serve a model or `model:profile`, each with those hosts. If none beats, the remembered ones."""
         live = self.live(now_s)
-        serving = [host for host in live if host.serves(model)] or [host for host in live if host.restores(model)]
+        serving = [host for host in live if host.serves(name)] or [host for host in live if host.restores(name)]
         if not serving:
-            serving = [host for host in self.remembered() if host.serves(model)]
+            serving = [host for host in self.remembered() if host.serves(name)]
         lanes: defaultdict[Lane, list[Host]] = defaultdict(list)
         for host in serving:
             lanes[host.lane].append(host)
         return dict(lanes)
 
-    def offering(self, model: str, now_s: float) -> list[Host]:
-        """Return the live hosts that could load a model."""
-        return [host for host in self.live(now_s) if model in host.beat.models]
+    def offering(self, name: str, now_s: float) -> list[Host]:
+        """Return the live hosts that could load a model or `model:profile`."""
+        return [host for host in self.live(now_s) if host.find(name) is not None]
 
 
 def _merge(found: list[tuple[ModelEntry, ModelBeat, bool]]) -> ModelEntry:

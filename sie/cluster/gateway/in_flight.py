@@ -270,11 +270,13 @@ class InFlight:
             await asyncio.gather(*map(self._publish, batch))
         self.pump()
 
-    def waiting(self) -> dict[tuple[Lane, str, Placement], list[Item]]:
-        """Return the unanswered items by lane, model and wanted placement."""
+    def waiting(self, is_served: Callable[[Lane, str], bool]) -> dict[tuple[Lane, str, Placement], list[Item]]:
+        """Return the unanswered items whose lane does not serve their model, by lane, model and wanted placement."""
+        unserved = {where for where in self._places if not is_served(*where)}
         found: defaultdict[tuple[Lane, str, Placement], list[Item]] = defaultdict(list)
-        for item in self._items.values():
-            found[item.lane, item.work.model, item.placement].append(item)
+        for item in self._items.values() if unserved else ():
+            if (item.lane, item.work.model) in unserved:
+                found[item.lane, item.work.model, item.placement].append(item)
         return dict(found)
 
     def move(self, items: Sequence[Item], lane: Lane) -> None:
@@ -294,6 +296,7 @@ class InFlight:
         """Take in a result; of several for one item the first counts. subject is the one that it came on."""
         item = self._items.get(result.id)
         if item is None:
+            self._forget_late(result, subject)
             return
         if not is_answer_of(subject, item.lane.pool):
             _log.warning("a result from another pool is refused: %s", subject)
@@ -308,9 +311,16 @@ class InFlight:
             return
         self._answer(item, result)
 
+    def _forget_late(self, result: Result, subject: str) -> None:
+        """Delete the reply of a result that nobody waits for: it would fill the store until its age ends it."""
+        if result.stored:
+            for pool in {lane.pool for lane in self.by_lane if is_answer_of(subject, lane.pool)}:
+                self._spawn(self._connection.forget(pool, result.stored))
+
     def _take_back(self, item: Item, parcel: Parcel | None) -> None:
         """Queue an item again that a host gave back with this parcel, unless it has ended or moved since."""
         if parcel is not None and item.parcel is parcel:
+            item.taken_by = ""
             self._leave(item)
             self._wait(item)
             self._pump_soon(item.lane, item.work.model)
@@ -405,7 +415,7 @@ class InFlight:
         published anew before the last try, one after another: what one of them does to hosts must not convict the others.
         """
         lost: dict[Parcel, None] = {}
-        for item in list(self._items.values()):
+        for item in list(self._items.values()) if silent else ():
             if item.taken_by in silent and item.taken_by not in item.lost_with:
                 item.lost_with.add(item.taken_by)
                 if len(item.lost_with) >= _MAX_LOSSES:

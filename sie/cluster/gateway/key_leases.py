@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from sie.cluster.connection import Connection
+from sie.cluster.connection import Connection, reason_of
 from sie.cluster.payloads import VERSION
 from sie.cluster.shared_document import SharedDocument
 from sie.frontend.access.key_use import KeyHolder, Lease
@@ -146,7 +146,7 @@ class KeyLeases:
         try:
             use = await asyncio.wait_for(share.document.change(edit), _WAIT_S)
         except (SieError, TimeoutError) as error:  # the rest of the share is lost: it may be given back already
-            _log.debug("key %s is counted by this gateway alone: %s", holder.key.name, error or "no answer")
+            _log.debug("key %s is counted by this gateway alone: %s", holder.key.name, reason_of(error))
             lease.num_tokens += spent
             now_ns = time.monotonic_ns()  # those who waited meanwhile must not ask one after another
             share.pause_ns = now_ns + _LEASE_NS

@@ -60,7 +60,8 @@ class Parcels:
         first = next(iter(parcel.items))
         lane, model, operation = first.lane, first.work.model, first.work.operation
         await self._connection.join_pool(lane.pool)
-        works = [await self._inline(item) for item in list(parcel.items)]
+        packed = {item: await self._inline(item) for item in list(parcel.items)}
+        works = [work for item, work in packed.items() if item in parcel.items]
         if not works:  # their requests ended meanwhile
             return
         began_s = time.monotonic()
@@ -71,10 +72,13 @@ class Parcels:
             self._metrics.record_published(operation, time.monotonic() - began_s)
 
     async def _inline(self, item: Item) -> Work:
-        """Return an item for a message; a large one refers to its payload in the store."""
+        """Return an item for a message, with its deadline on the server's clock as it is now. A large one refers to its payload in the store."""
         work = item.work
+        deadline_ns = self._connection.clock.to_server(item.pending.deadline_ns)
         if len(work.body) > INLINE_BYTES - len(work.reply_to) and not item.stored:
             item.stored = await self._connection.keep(item.lane.pool, work.id, work.body)
-        if not item.stored:
-            return work
-        return Work(VERSION, work.id, work.reply_to, work.deadline_ns, work.operation, work.model, stored=item.stored)
+            if item.parcel is None:  # its request ended meanwhile
+                stored, item.stored = item.stored, ""
+                await self._connection.forget(item.lane.pool, stored)
+        body = work.body if not item.stored else memoryview(b"")
+        return Work(VERSION, work.id, work.reply_to, deadline_ns, work.operation, work.model, body, item.stored)

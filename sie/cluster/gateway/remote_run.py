@@ -80,7 +80,6 @@ class RemoteRun:
         self.work = work
         self.host = host.beat.host
         self.pool, self.lane = host.beat.pool, host.lane
-        self.num_attempts = 1
         self.tried = {self.host}
         self.context = contextvars.copy_context()
         """The context of the request: hosts are chosen by its pool, its machine profile and its key."""
@@ -185,7 +184,6 @@ class RemoteRun:
             return False
         self.work, self.host, self.pool, self.lane = work, host.beat.host, host.beat.pool, host.lane
         self.tried.add(self.host)
-        self.num_attempts += 1
         self._forget_events()
         self._hear(time.monotonic_ns())
         return True

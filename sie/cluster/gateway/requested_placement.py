@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
-from sie.catalog.profiles import model_of
 from sie.cluster.gateway.fair_queue import EVERYBODY, Caller
 from sie.cluster.gateway.host_directory import Directory, Host, choose_lane, matches
 from sie.cluster.subjects import DEFAULT_POOL, Lane
+from sie.frontend.models.model_table import load_failure
 from sie.values.errors import SieError, Unavailable
 
 _MAX_CHARS: Final = 200
@@ -33,6 +33,7 @@ class Placement(NamedTuple):
     bundle: str = ""
 
 
+AskLoad = Callable[[str, Placement], None]
 Resolve = Callable[[Placement], Placement]
 """Returns where a request runs whose headers may name a leased pool."""
 
@@ -63,10 +64,17 @@ class Places:
     """Finds hosts for the request of the running task."""
 
     def __init__(
-        self, directory: Directory, own_pool: str, by_lane: Counter[Lane], resolve: Resolve = lambda named: named
-    ) -> None:
-        """own_pool is the pool of requests that name none; by_lane counts this gateway's items."""
+        self, directory: Directory, own_pool: str, by_lane: Counter[Lane], resolve: Resolve = lambda named: named,
+        is_deaf: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """own_pool is the pool of requests that name none; by_lane counts this gateway's items.
+
+        is_deaf tells whether this gateway hears nobody now, so that the silence of hosts says nothing about them.
+        """
         self._resolve = resolve
+        self._is_deaf = is_deaf
+        self.ask_load: AskLoad = lambda _model, _placement: None
+        """Has a host of a placement load a model that a request wants there."""
         self._directory = directory
         self._own_pool = own_pool
         self._by_lane = by_lane
@@ -121,7 +129,7 @@ class Places:
         self._forget_old(now_s)
         found = self._lanes.get((model, placement))
         if found is None:
-            lanes = self._directory.lanes(model_of(model), now_s)
+            lanes = self._directory.lanes(model, now_s)
             found = {lane: hosts for lane, hosts in lanes.items() if matches(lane, *placement)}
             if found:  # a model that is not served now may be served a moment later
                 self._lanes[model, placement] = found
@@ -135,25 +143,39 @@ class Places:
             self._known_until_s = now_s + _KNOWN_S
 
     def hosts(self, model: str) -> list[Host]:
-        """Return the live hosts that serve a model for the running task's request. Raises SieErrors."""
+        """Return the live hosts that serve a model for the running task's request. Raises SieErrors.
+
+        While nobody is heard they are those that were heard lately: NATS may be starting again, and the request waits.
+        """
         placement = self.current()
-        live = self._directory.live(time.monotonic())
-        found = [host for host in live if matches(host.lane, *placement) and host.serves(model_of(model))]
+        known = self._directory.remembered() if self._is_deaf() else self._directory.live(time.monotonic())
+        found = [host for host in known if matches(host.lane, *placement) and host.serves(model)]
         if not found:
             raise self._not_served(model, placement)
         return found
 
     def candidates(self, model: str, placement: Placement) -> list[Host]:
         """Return the live hosts of a placement that could load a model."""
-        offering = self._directory.offering(model_of(model), time.monotonic())
+        offering = self._directory.offering(model, time.monotonic())
         return [host for host in offering if matches(host.lane, *placement)]
 
+    def load_failure(self, model: str, placement: Placement) -> SieError | None:
+        """Return the error for a model whose load has failed on all hosts of a placement that have it; None for any other."""
+        beats = [host.find(model) for host in self.candidates(model, placement)]
+        errors = [
+            beat.error for beat in beats if beat is not None and beat.state == "failed" and beat.error is not None
+        ]
+        return load_failure(model, errors[0]) if errors and len(errors) == len(beats) else None
+
     def _not_served(self, model: str, placement: Placement) -> SieError:
-        """Return the error for a model that no host of a placement serves now."""
+        """Return the error for a model that no host of a placement serves now. Has one load it, if it can."""
         if self.candidates(model, placement):
+            self.ask_load(model, placement)
+            if (failure := self.load_failure(model, placement)) is not None:
+                return failure
             text = f"Model '{model}' is loading; retry in {_LOADING_S} s"
             return Unavailable(text, code="MODEL_LOADING", retry_after_s=_LOADING_S)
-        others = sorted({host.lane for host in self._directory.offering(model_of(model), time.monotonic())})
+        others = sorted({host.lane for host in self._directory.offering(model, time.monotonic())})
         if others and any(matches(host.lane, *placement) for host in self._known()):
             bundles = sorted({lane.bundle for lane in others})
             return SieError(

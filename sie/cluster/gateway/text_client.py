@@ -55,6 +55,7 @@ _PREFIX_BYTES: Final = 4096
 _MAX_ATTEMPTS: Final = 3
 _COUNT_S: Final = 10.0
 _ELSEWHERE: Final = frozenset(("SHUTTING_DOWN", "QUEUE_FULL", "MODEL_LOADING", "MODEL_NOT_LOADED", "WORKER_LOST"))
+_NO_ANSWER: Final = "UPSTREAM_UNAVAILABLE"
 _encode_prefix: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -114,10 +115,23 @@ class TextClient:
         return run
 
     async def prompt_ids(self, entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
-        """Return the tokens of a request's prompts, as a host counts them."""
+        """Return the tokens of a request's prompts, as a host counts them: another one if the first does not answer."""
         generate_rule(entry.card)
         check_request(request, self._settings)
-        host = self._choose(entry.card.id, request, set())
+        host, tried = self._choose(entry.card.id, request, set()), set[str]()
+        while True:
+            try:
+                return await self._count_at(host, entry, request)
+            except SieError as error:
+                tried.add(host.beat.host)
+                is_hosts_own = error.code in _ELSEWHERE or error.code == _NO_ANSWER
+                other = self._other(entry.card.id, request, tried) if is_hosts_own else None
+                if other is None:
+                    raise
+                host = other
+
+    async def _count_at(self, host: Host, entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
+        """Have one host count. Raises its errors, and Unavailable if it does not answer."""
         connection, pool, name = self._connection, host.beat.pool, f"{self._gateway}-c{next(self._numbers)}"
         work = CountWork(VERSION, entry.card.id, request)
         packed = await pack(connection, pool, name, work, request=GenerateRequest(model=entry.card.id))
@@ -143,13 +157,21 @@ class TextClient:
             raise Unavailable(f"No host serves model '{model}' now", code="MODEL_LOADING", retry_after_s=1)
         return choose_host(hosts, prefix_of(request), self._own)
 
+    def _other(self, model: str, request: GenerateRequest, tried: set[str]) -> Host | None:
+        """Return a host for another try; None if enough were tried, or none is left."""
+        if len(tried) >= _MAX_ATTEMPTS:
+            return None
+        try:
+            return self._choose(model, request, tried)
+        except SieError:
+            return None
+
     def try_again(self, run: RemoteRun, error: SieError) -> bool:
         """Send a request to another host after a failure that is its host's own, if the client was sent nothing."""
-        if error.code not in _ELSEWHERE or run.num_attempts >= _MAX_ATTEMPTS:
+        if error.code not in _ELSEWHERE:
             return False
-        try:
-            host = run.context.run(self._choose, run.model, run.work.request, run.tried)
-        except SieError:
+        host = run.context.run(self._other, run.model, run.work.request, run.tried)
+        if host is None:
             return False
         old_id, old_pool, old_host = run.work.id, run.pool, run.host
         reply_to = answer_subject(self._gateway, host.beat.pool, "text")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from sie.catalog.profiles import model_of
 from sie.cluster.gateway.host_directory import STALE_S, Directory
 from sie.cluster.payloads import GatewayBeat
 from sie.cluster.subjects import Lane, work_subject
@@ -60,7 +59,7 @@ class Windows:
         return known
 
     def _measure(self, lane: Lane, model: str) -> tuple[int, int]:
-        hosts = self._directory.lanes(model_of(model), self._now_s).get(lane, [])
+        hosts = self._directory.lanes(model, self._now_s).get(lane, [])
         credit = sum(max(0, host.beat.credit) for host in hosts)
         subject = work_subject(lane, model)
         own = max(1, self.own.get(subject, 0))

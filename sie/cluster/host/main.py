@@ -21,7 +21,7 @@ from nats.aio.msg import Msg
 
 from sie.cluster.configs import Configs
 from sie.cluster.configs import decoder as configs_decoder
-from sie.cluster.connection import Connection
+from sie.cluster.connection import Connection, reason_of
 from sie.cluster.host.beats import BEAT_S, Beats
 from sie.cluster.host.pull_metrics import PullMetrics
 from sie.cluster.host.text_runs import TextRuns
@@ -39,7 +39,8 @@ from sie.values.errors import SieError
 
 _log = get_logger(__name__)
 _TICK_S = 0.1
-_CLOCK_S = 30.0
+_CLOCK_S = 5.0
+"""The server's clock may be set, and another server may lead: requests come to their hosts as expired until both know."""
 
 
 class Puller:
@@ -166,7 +167,7 @@ class Puller:
                     is_connected=self._connection.is_connected,
                 )  # fmt: skip
             except (SieError, nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
-                _log.debug("a tick failed: %s", error)
+                _log.debug("a tick failed: %s", reason_of(error))
             await asyncio.sleep(_TICK_S)
 
     async def _beat_forever(self) -> None:

@@ -47,23 +47,25 @@ from sie.values.errors import (
 _log = get_logger(__name__)
 _STALE_S: Final = 4.0
 _WAIT_S: Final = 1.0
+_END_S: Final = 1.0
 
 
 class Running:
     """One answer that is being generated."""
 
-    __slots__ = ("is_unheard", "sequence", "task", "work")
+    __slots__ = ("lost", "sequence", "task", "work")
 
     def __init__(self, work: TextWork) -> None:
         self.work = work
         self.task: asyncio.Task[None] | None = None
         self.sequence = 0
         """The number of the next frame."""
-        self.is_unheard = False
-        """Whether it ends because its gateway no longer beats."""
+        self.lost: WorkerLost | None = None
+        """The error with which this host ends it; None where its gateway does, which needs none."""
 
-    def end(self) -> None:
+    def end(self, lost: WorkerLost | None = None) -> None:
         """Generate no more."""
+        self.lost = lost
         if self.task is not None:
             self.task.cancel()
 
@@ -118,9 +120,8 @@ class TextRuns:
         """
         now_s = time.monotonic()
         for running in list(self._running.values()):
-            if not running.is_unheard and now_s - self._beats_s.get(running.work.gateway, 0.0) > _STALE_S:
-                running.is_unheard = True
-                running.end()
+            if running.lost is None and now_s - self._beats_s.get(running.work.gateway, 0.0) > _STALE_S:
+                running.end(WorkerLost("worker_lost: the host heard nothing of the gateway for some seconds"))
         needed = {running.work.gateway for running in self._running.values()}
         for gateway in [name for name, beat_s in self._beats_s.items() if now_s - beat_s > _STALE_S]:
             if gateway not in needed:
@@ -134,10 +135,8 @@ class TextRuns:
             run = await self._start(running.work)
             await self._send(running, run)
         except asyncio.CancelledError:
-            if running.is_unheard:
-                await self._fail(
-                    running, WorkerLost("worker_lost: the host heard nothing of the gateway for some seconds")
-                )
+            if running.lost is not None:
+                await self._fail(running, running.lost)
             raise
         except SieError as error:
             await self._fail(running, error)
@@ -205,8 +204,15 @@ class TextRuns:
         return await pack(self._connection, self._pool, f"count.{secrets.token_hex(8)}", result, prompts=[])
 
     async def drain(self, deadline_s: float) -> None:
-        """Take nothing more, and wait for the answers under way, at most until deadline_s."""
+        """Take nothing more, and wait for the answers under way, at most until deadline_s. Gateways hear of the end of the others."""
         self.is_stopping = True
         while self._running and time.monotonic() < deadline_s:
-            tasks = [running.task for running in self._running.values() if running.task is not None]
-            await asyncio.wait(tasks, timeout=max(0.0, min(0.2, deadline_s - time.monotonic())))
+            await self._wait_ended(min(0.2, deadline_s - time.monotonic()))
+        for running in self._running.values():
+            running.end(WorkerLost("worker_lost: the host stopped while it generated; what it had sent stands"))
+        await self._wait_ended(_END_S)
+
+    async def _wait_ended(self, timeout_s: float) -> None:
+        tasks = [running.task for running in self._running.values() if running.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=max(0.0, timeout_s))

@@ -18,7 +18,7 @@ import nats.errors
 import nats.js.errors
 from nats.aio.msg import Msg
 
-from sie.cluster.connection import INLINE_BYTES, Connection
+from sie.cluster.connection import INLINE_BYTES, Connection, reason_of
 from sie.cluster.dead_letters import bury
 from sie.cluster.host.consumer import Consumer
 from sie.cluster.host.credit import Credit
@@ -47,6 +47,8 @@ from sie.values.errors import (
 _log = get_logger(__name__)
 _RENEW_S: Final = 0.8
 """How often the server hears that an item is still running, well within its wait for an acknowledgement."""
+_KEEP_AGAIN_S: Final = 0.2
+_MAKE_AGAIN_S: Final = 1.0
 _DRAIN_STEP_S: Final = 0.05
 _ELSEWHERE: Final = frozenset(("MODEL_LOADING", "MODEL_NOT_LOADED", "SHUTTING_DOWN", "UPSTREAM_UNAVAILABLE"))
 """Errors of this host and not of the item: another host may serve it, or this one a little later."""
@@ -90,6 +92,8 @@ class WorkPull:
         self._lane = lane
         self._host = host
         self._consumers: dict[str, Consumer] = {}
+        self._again_s: dict[str, float] = {}
+        """By model whose consumer could not be made, the time at which that is tried again."""
         self._credit = Credit(process.settings.cluster.max_pulled)
         self._running: dict[str, Running] = {}
         self._outbox = Outbox(connection, self._on_sent)
@@ -144,11 +148,18 @@ class WorkPull:
         served = self._served()
         for model in self._consumers.keys() - served:
             await self._close(self._consumers.pop(model))
+        now_s = time.monotonic()
         for model in served:
+            if now_s < self._again_s.get(model, 0.0):
+                continue
             try:
                 await self._make_sure(model)
+                self._again_s.pop(model, None)
             except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
-                _log.warning("no work is pulled for %s yet: %s", model, error or type(error).__name__)
+                self._again_s[model] = now_s + _MAKE_AGAIN_S
+                _log.warning("no work is pulled for %s yet: %s", model, reason_of(error))
+                if isinstance(error, TimeoutError):
+                    return  # the others would wait as long: what runs must be renewed first
 
     async def _make_sure(self, model: str) -> None:
         """Make sure of a model's consumer. Raises nats' errors."""
@@ -215,8 +226,10 @@ class WorkPull:
         running = self._running.get(work.id)
         if running is not None:  # delivered again while it runs
             running.deliveries.append(delivery)
-        elif self._connection.clock.left_ns(work.deadline_ns) <= 0:  # its client has its answer: the deadline passed
+        elif self._connection.clock.left_ns(work.deadline_ns) <= 0:
             self._metrics.record_item(work.model, "expired")
+            # Its gateway knows better whether it still waits: the clock by which deadlines cross hosts may have been set.
+            self._outbox.add(work.reply_to, Result(VERSION, work.id, self._host, is_returned=True))
             self._settle(delivery)
         else:
             self._credit.begin()
@@ -282,15 +295,17 @@ class WorkPull:
             await self._keep(running, answer)
 
     async def _keep(self, running: Running, answer: Answer) -> None:
-        """Answer an item, with a large reply by reference."""
+        """Answer an item, with a large reply by reference. While the store takes no more the reply waits here: to run again costs more."""
         work, stored = running.work, ""
-        try:
-            if len(answer.reply) > INLINE_BYTES:
+        while len(answer.reply) > INLINE_BYTES and not stored:
+            try:
                 stored = await self._connection.keep(self._lane.pool, f"{work.id}.{self._host}", answer.reply)
-        except SieError as error:
-            await self._fail(running, error)
-        else:
-            self._end(running, _result(work, self._host, answer, stored), answer.num_tokens)
+            except Exception as error:
+                if not isinstance(error, SieError) or self._connection.clock.left_ns(work.deadline_ns) <= 0:
+                    await self._fail(running, error)
+                    return
+                await asyncio.sleep(_KEEP_AGAIN_S)
+        self._end(running, _result(work, self._host, answer, stored), answer.num_tokens)
 
     async def _fail(self, running: Running, error: Exception) -> None:
         """End an item with an error: give it back if another host may serve it. A poisonous input becomes a dead letter."""

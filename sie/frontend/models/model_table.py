@@ -22,7 +22,15 @@ from sie.ipc.messages import LoadProgress, ModelEntry, Models, WorkerEntry
 from sie.native.preempt import free
 from sie.runtime.gil_stalls import seconds_to_read
 from sie.runtime.logs import get_logger
-from sie.values.errors import ModelLoadFailed, SieError, Unavailable, from_wire, text_without_paths, without_paths
+from sie.values.errors import (
+    ModelLoadFailed,
+    SieError,
+    Unavailable,
+    WireError,
+    from_wire,
+    text_without_paths,
+    without_paths,
+)
 from sie.values.fallbacks import Fallback
 from sie.values.inference import DEFAULT_MODEL
 
@@ -185,9 +193,7 @@ class ModelTable:
             raise Unavailable(f"Model '{model}' is not loaded", code="MODEL_NOT_LOADED")
         self._ask_load(model_of(model))
         if entry.state == "failed" and entry.error is not None:
-            error = from_wire(entry.error)
-            reason = error.message.removeprefix(f"Model '{model_of(model)}' cannot be loaded: ")
-            raise ModelLoadFailed(f"Model '{model}' failed to load: {reason}", extras=error.extras)
+            raise load_failure(model, entry.error)
         wait_s = self.loading_retry_after_s
         raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
 
@@ -261,6 +267,13 @@ class ModelTable:
         """Announce a stall of the event loop: reading a large tokenizer holds the GIL where it cannot be preempted."""
         if seconds := seconds_to_read(path):
             self.on_stall(seconds)
+
+
+def load_failure(model: str, wire: WireError) -> ModelLoadFailed:
+    """Return the error of a request for a model whose load ended with `wire`."""
+    error = from_wire(wire)
+    reason = error.message.removeprefix(f"Model '{model_of(model)}' cannot be loaded: ")
+    return ModelLoadFailed(f"Model '{model}' failed to load: {reason}", extras=error.extras)
 
 
 def _offered(entry: ModelEntry) -> list[ModelEntry]:

@@ -25,6 +25,13 @@ def test_a_slow_measurement_does_not_replace_a_quick_one():
     assert clock.to_server(0) == 0
 
 
+def test_a_slow_measurement_that_contradicts_a_quick_one_replaces_it():
+    clock = ServerClock(lambda: 0)
+    clock.measure(0, 100, 50)
+    clock.measure(1000, 9000, 5000 + HOUR_NS)
+    assert clock.to_server(0) == HOUR_NS
+
+
 def test_after_a_new_leader_any_measurement_counts():
     clock = ServerClock(lambda: 0)
     clock.measure(0, 100, 50)

@@ -11,7 +11,7 @@ import pytest
 from sie.cluster.connection import WrongRevisionError
 from sie.cluster.payloads import VERSION, encode
 from sie.cluster.shared_document import SharedDocument
-from sie.values.errors import Unavailable
+from sie.values.errors import NotFound, Unavailable
 
 
 class Numbers(msgspec.Struct, array_like=True, frozen=True):
@@ -126,11 +126,26 @@ def test_an_error_of_the_edit_changes_nothing():
         store = Store()
 
         def edit(_known: Numbers) -> Numbers:
-            raise ValueError("no")
+            raise NotFound("no")
 
-        with pytest.raises(ValueError, match="no"):
+        with pytest.raises(NotFound, match="no"):
             await document(store).change(edit)
         assert store.revision == 0
+
+    asyncio.run(test())
+
+
+def test_an_edit_is_refused_by_the_stored_document_and_not_by_an_old_copy():
+    def after_one(known: Numbers) -> Numbers:
+        if 1 not in known.numbers:
+            raise NotFound("no 1")
+        return Numbers(numbers=[*known.numbers, 2])
+
+    async def test() -> None:
+        store = Store()
+        one, other = document(store), document(store)
+        await one.change(adding(1))
+        assert (await other.change(after_one)).numbers == [1, 2]
 
     asyncio.run(test())
 

@@ -18,13 +18,14 @@ from sie.cluster.gateway.fair_queue import EVERYBODY
 from sie.cluster.gateway.gateway import Gateway
 from sie.cluster.gateway.host_directory import STALE_S
 from sie.cluster.gateway.work_items import Item, RemoteReply
-from sie.cluster.payloads import VERSION, Beat, ModelBeat, encode
+from sie.cluster.payloads import VERSION, Beat, Cards, ModelBeat, Taken, encode
 from sie.cluster.request_forms import Piece
-from sie.cluster.subjects import host_subject
+from sie.cluster.subjects import answer_subject, host_subject
 from sie.config.settings import Settings
 from sie.ipc.messages import ModelEntry
 from sie.shm.pages import CounterPage
 from sie.values.card import ModelCard
+from sie.values.errors import ModelLoadFailed, Unavailable, to_wire
 from sie.values.generate import GenerateRequest, GenerateRule
 from tests.unit.cluster.fakes import FakeConnection
 
@@ -50,6 +51,8 @@ class Bench:
             self.gateway._directory.hear(
                 Beat(VERSION, host, host, "default", profile, "any", "k", {"org/m": beat}), time.monotonic()
             )
+            card = ModelCard(id="org/m", kind="stub", profiles={"default": {}, "short": {}})
+            self.gateway._directory.learn(host, Cards(VERSION, "k", [ModelEntry(card=card, state="available")]))
 
     def submit(self, model: str) -> Item:
         lane, placement = self.gateway.places.choose(model)
@@ -124,6 +127,97 @@ def test_hosts_that_serve_a_model_are_not_asked_to_load_it(monkeypatch, model):
         await turns()
         loads = [subject for subject, _ in bench.connection.published if subject.endswith(".load")]
         assert len(loads) == 1, "only while none served it"
+
+    run(monkeypatch, test)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "asked"),
+    [
+        ("available", "failed", "h1"),
+        ("failed", "available", "h2"),
+        ("failed", "failed", "h1"),
+        ("available", "loading", ""),
+    ],
+)
+def test_a_host_where_a_load_failed_is_asked_last_and_none_while_another_loads(monkeypatch, first, second, asked):
+    async def test(bench: Bench) -> None:
+        for host, profile, state in (("h1", "l4", first), ("h2", "a100", second)):
+            models = {"org/m": ModelBeat(state, is_served=False)}
+            beat = Beat(VERSION, host, host, "default", profile, "any", "k", models)
+            bench.gateway._directory.hear(beat, time.monotonic())
+        bench.gateway.request_load("org/m:short")
+        await turns()
+        loads = [subject.split(".")[4] for subject, _ in bench.connection.published if subject.endswith(".load")]
+        assert loads == ([asked] if asked else [])
+
+    run(monkeypatch, test)
+
+
+def say(bench: Bench, host: str, profile: str, beat: ModelBeat) -> None:
+    """Have a host beat with the state of its model."""
+    one = Beat(VERSION, host, host, "default", profile, "any", "k", {"org/m": beat})
+    bench.gateway._directory.hear(one, time.monotonic())
+
+
+@pytest.mark.parametrize("find", ["choose", "hosts"])
+def test_a_model_that_is_loaded_elsewhere_is_loaded_where_a_client_wants_it(monkeypatch, find):
+    async def test(bench: Bench) -> None:
+        say(bench, "h2", "a100", ModelBeat("available", is_served=False))
+        bench.gateway.places.enter({"x-sie-machine-profile": "a100"}, EVERYBODY)
+        with pytest.raises(Unavailable, match="is loading"):
+            getattr(bench.gateway.places, find)("org/m")
+        await turns()
+        loads = [subject.split(".")[4] for subject, _ in bench.connection.published if subject.endswith(".load")]
+        assert loads == ["h2"]
+        say(bench, "h2", "a100", ModelBeat("failed", is_served=False, error=to_wire(ModelLoadFailed("no memory"))))
+        with pytest.raises(ModelLoadFailed, match="no memory"):
+            getattr(bench.gateway.places, find)("org/m")
+
+    run(monkeypatch, test)
+
+
+def test_items_end_where_their_model_fails_on_all_hosts(monkeypatch):
+    async def test(bench: Bench) -> None:
+        item = bench.submit("org/m")
+        failed = ModelBeat("failed", is_served=False, error=to_wire(ModelLoadFailed("device lost")))
+        say(bench, "h1", "l4", failed)
+        say(bench, "h2", "a100", ModelBeat("available", is_served=False))
+        await bench.follow()
+        assert not item.pending.future.done(), "another host may load it"
+        say(bench, "h2", "a100", failed)
+        await bench.follow()
+        with pytest.raises(ModelLoadFailed, match="device lost"):
+            await item.pending.reply()
+
+    run(monkeypatch, test)
+
+
+def test_hosts_that_leave_one_after_another_do_not_convict_an_item(monkeypatch):
+    async def test(bench: Bench) -> None:
+        item, directory = bench.submit("org/m"), bench.gateway._directory
+        for host in ("h3", "h4", "h5"):
+            leaving = msgspec.structs.replace(directory._hosts["h1"].beat, host=host, is_draining=True)
+            directory.hear(leaving, time.monotonic() - STALE_S)
+            taken = Taken(VERSION, host, [item.work.id])
+            bench.gateway._in_flight.on_taken(taken, answer_subject(bench.gateway.name, "default", "taken"))
+            await bench.follow()
+        assert not item.pending.future.done()
+
+    run(monkeypatch, test)
+
+
+def test_a_request_to_generate_waits_while_nats_is_away(monkeypatch):
+    async def test(bench: Bench) -> None:
+        for host in bench.gateway._directory._hosts.values():
+            host.seen_s -= STALE_S
+        with pytest.raises(Unavailable):
+            bench.gateway.places.hosts("org/m")
+        bench.connection.is_connected = False
+        assert {host.beat.host for host in bench.gateway.places.hosts("org/m")} == {"h1", "h2"}
+        bench.connection.is_connected = True
+        await bench.gateway._on_connected()
+        assert len(bench.gateway.places.hosts("org/m")) == 2, "hosts connect again, too"
 
     run(monkeypatch, test)
 

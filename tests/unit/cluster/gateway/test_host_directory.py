@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sie.cluster.gateway.cluster_status import cluster_status
 from sie.cluster.gateway.fair_queue import Caller
 from sie.cluster.gateway.host_directory import FORGET_S, STALE_S, Directory, choose_lane
 from sie.cluster.gateway.requested_placement import Placement, Places, read_placement
@@ -27,10 +28,13 @@ def beat(host: str, models: dict[str, ModelBeat], **fields: Any) -> Beat:
     return Beat(VERSION, host, host, fields.pop("pool", "p"), fields.pop("profile", "l4"), "b", "k", models, **fields)
 
 
-def hear(directory: Directory, *beats: Beat, now_s: float = 0.0) -> None:
+def hear(directory: Directory, *beats: Beat, now_s: float = 0.0, profiles: tuple[str, ...] = ()) -> None:
+    options: dict[str, dict[str, Any]] = {name: {} for name in profiles}
     for one in beats:
         directory.hear(one, now_s)
-        entries = [ModelEntry(card=ModelCard(id=name, kind="stub"), state="available") for name in one.models]
+        entries = [
+            ModelEntry(card=ModelCard(id=name, kind="stub", profiles=options), state="available") for name in one.models
+        ]
         directory.learn(one.host, Cards(VERSION, "k", entries))
 
 
@@ -52,6 +56,13 @@ def test_a_model_is_served_if_any_live_host_serves_it():
     hear(directory, beat("h1", {"m": COLD}), beat("h2", {"m": SERVED, "n": COLD}))
     assert states(directory, 0.5) == {"m": ("loaded", True, False), "n": ("available", False, False)}
     assert directory.models(0.6) is None
+
+
+def test_a_model_has_failed_only_where_no_host_could_still_load_it():
+    failed = ModelBeat("failed", is_served=False)
+    directory = Directory()
+    hear(directory, beat("h1", {"m": failed, "n": failed}), beat("h2", {"m": COLD, "n": failed}))
+    assert states(directory, 0.5) == {"m": ("available", False, False), "n": ("failed", False, False)}
 
 
 def test_while_all_hosts_are_silent_their_models_are_coming_back_and_not_unknown():
@@ -97,6 +108,23 @@ def test_work_waits_for_a_model_that_is_coming_back_on_the_only_host():
     assert states(directory, 0.5) == {"m": ("loaded", False, True)}
 
 
+def test_a_profile_that_not_all_hosts_have_is_known_and_its_requests_go_to_those():
+    now_s = time.monotonic()
+    for first, second in (("a100", "l4"), ("l4", "a100")):
+        directory = Directory()
+        for profile in (first, second):
+            names = ("default", "short") if profile == "l4" else ()
+            hear(directory, beat(profile, {"m": SERVED}, profile=profile), now_s=now_s, profiles=names)
+        places = Places(directory, "p", Counter({Lane("p", "l4", "b"): 100}))
+        found = directory.models(now_s)
+        assert found is not None
+        assert set(found.entries[0].card.profiles) == {"default", "short"}
+        assert places.choose("m")[0].profile == "a100", "it has less to do"
+        assert places.choose("m:short")[0].profile == "l4"
+        assert [host.beat.host for host in places.hosts("m:short")] == ["l4"]
+        assert [host.beat.host for host in directory.offering("m:short", now_s)] == ["l4"]
+
+
 def test_the_lane_with_the_least_work_for_each_worker_is_chosen():
     directory = Directory()
     hear(
@@ -134,3 +162,30 @@ def test_turns_of_a_conversation_go_to_one_host_until_it_has_much_more_to_do():
         assert choose_host(hosts, prefix_of(ask(f"{n}", answer)), {first: 3}).beat.host != first
         left: Any = [host for host in hosts if host.beat.host != first]
         assert choose_host(left, prefix_of(ask(f"{n}", answer)), {}).beat.host != first
+
+
+def test_heartbeats_that_say_nothing_new_cost_little_in_a_large_cluster():
+    directory = Directory()
+    for number in range(50):
+        hear(directory, beat(f"h{number}", {f"m{model}": SERVED for model in range(30)}))
+    began_s = time.thread_time()
+    assert directory.models(0.0) is not None
+    once_s = time.thread_time() - began_s
+    for _ in range(100):
+        directory.hear(beat("h0", {f"m{model}": SERVED for model in range(30)}), 0.5)
+        assert directory.models(0.5) is None
+    assert time.thread_time() - began_s - once_s < 20 * once_s
+    hear(directory, beat("h0", {"new": SERVED}), now_s=0.5)
+    assert directory.models(0.5) is not None
+
+
+def test_a_profile_is_shown_as_loaded_where_hosts_serve_it():
+    directory = Directory()
+    hear(directory, beat("h", {"m": SERVED}), profiles=("default", "short"))
+    entries = [ModelEntry(card=ModelCard(id=name, kind="stub"), state="loaded") for name in ("m", "m:short", "m:long")]
+    shown = cluster_status(directory.beating(0.0), entries)["models"]
+    assert [(model["state"], model["worker_count"]) for model in shown] == [
+        ("loaded", 1),
+        ("loaded", 1),
+        ("available", 0),
+    ]

@@ -292,7 +292,7 @@ def test_items_of_a_lane_without_hosts_move_to_another():
     async def test(desk: Desk) -> None:
         desk.submit(b"a")
         await turns()
-        ((key, items),) = desk.items.waiting().items()
+        ((key, items),) = desk.items.waiting(lambda *_: False).items()
         assert key == (LANE, "m", Placement(LANE.pool, ""))
         desk.items.move(items, OTHER)
         await turns()
@@ -444,6 +444,74 @@ def test_an_outage_says_nothing_about_what_hosts_can_do(monkeypatch: pytest.Monk
             desk.submit(b"m", left_ns=25_000_000_000)
 
     asyncio.run(test())
+
+
+def test_a_reply_by_reference_that_comes_after_its_request_ended_leaves_the_store():
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a")
+        await turns()
+        desk.items.abandon(pending, DeadlineExceeded("too late"))
+        await turns()
+        desk.connection.objects = {"gw-1-0.h": b"large"}
+        late = Result(VERSION, "gw-1-0", "h", stored="gw-1-0.h")
+        desk.items.on_result(late, answer_subject("gw", "other", "result"))
+        await turns()
+        assert desk.connection.objects, "hosts of another pool have no say"
+        desk.items.on_result(late, ANSWER)
+        await turns()
+        assert not desk.connection.objects
+
+    run(test)
+
+
+def test_a_request_that_ends_while_its_payload_is_stored_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    async def test(desk: Desk) -> None:
+        keep, gate = desk.connection.keep, asyncio.Event()
+
+        async def keep_slowly(pool: str, name: str, data: Any) -> str:
+            await gate.wait()
+            return await keep(pool, name, data)
+
+        monkeypatch.setattr(desk.connection, "keep", keep_slowly)
+        pending = desk.submit(bytes(INLINE_BYTES + 1))
+        await turns()
+        desk.items.abandon(pending, DeadlineExceeded("too late"))
+        await turns()
+        gate.set()
+        await turns()
+        assert (desk.connection.objects, desk.stored()) == ({}, [])
+
+    run(test)
+
+
+def test_work_that_is_published_again_has_its_deadline_on_the_clock_of_then():
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a")
+        await turns()
+        now_ns, hour_ns = time.monotonic_ns(), 3_600_000_000_000
+        desk.connection.clock.measure(now_ns, now_ns, now_ns + hour_ns)  # another server leads the stream
+        await desk.items.publish_again()
+        before, after = (work.deadline_ns for work in desk.stored())
+        assert (before, after) == (pending.deadline_ns, pending.deadline_ns + hour_ns)
+
+    run(test)
+
+
+def test_a_host_that_gave_an_item_back_has_no_part_in_its_later_losses(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sie.cluster.gateway.in_flight._RETURN_S", 0.0)
+
+    async def test(desk: Desk) -> None:
+        pending = desk.submit(b"a")
+        for host in ("h1", "h2", "h3"):
+            await turns()
+            desk.items.on_taken(Taken(VERSION, host, ["gw-1-0"]), ANSWER)
+            desk.items.on_result(Result(VERSION, "gw-1-0", host, is_returned=True), ANSWER)
+            await turns()
+            desk.items.on_silent({host})
+        await turns()
+        assert not pending.future.done()
+
+    run(test)
 
 
 def test_hosts_of_another_pool_cannot_answer():

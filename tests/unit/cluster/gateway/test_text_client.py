@@ -32,7 +32,16 @@ from sie.cluster.text_events import encode_events
 from sie.config.generation_settings import Generation
 from sie.ipc.messages import ModelEntry
 from sie.values.card import ModelCard
-from sie.values.errors import BadRequest, ClientGone, DeadlineExceeded, Overloaded, SieError, WorkerLost, to_wire
+from sie.values.errors import (
+    BadRequest,
+    ClientGone,
+    DeadlineExceeded,
+    Overloaded,
+    SieError,
+    Unavailable,
+    WorkerLost,
+    to_wire,
+)
 from sie.values.generate import (
     Ended,
     Finished,
@@ -412,6 +421,27 @@ def test_a_frame_that_is_not_in_the_store_is_a_lost_part_of_the_answer():
         refer(bench, 2, TextDelta(0, "b"), is_kept=False)
         with pytest.raises(WorkerLost, match="frame 2"):
             await answer.wait(1.0)
+
+    run(test)
+
+
+def test_another_host_counts_tokens_if_the_first_does_not_answer(monkeypatch):
+    async def test(bench: Bench) -> None:
+        asked: list[str] = []
+
+        async def call(subject: str, _data: bytes, _timeout_s: float) -> bytes:
+            asked.append(subject)
+            if len(asked) == 1:
+                raise Unavailable("no answer", code="UPSTREAM_UNAVAILABLE")
+            return encode(CountResult(VERSION, prompts=[[1, 2]]))
+
+        monkeypatch.setattr(bench.connection, "call", call, raising=False)
+        assert await bench.client.prompt_ids(ENTRY, GenerateRequest(model="m", texts=["a"])) == [[1, 2]]
+        assert len(set(asked)) == 2
+        asked.clear()
+        bench.hosts.pop()
+        with pytest.raises(Unavailable, match="no answer"):
+            await bench.client.prompt_ids(ENTRY, GenerateRequest(model="m", texts=["a"]))
 
     run(test)
 

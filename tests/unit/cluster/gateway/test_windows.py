@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from sie.cluster.gateway.host_directory import Directory
 from sie.cluster.gateway.windows import Windows
-from sie.cluster.payloads import VERSION, Beat, GatewayBeat, ModelBeat
+from sie.cluster.payloads import VERSION, Beat, Cards, GatewayBeat, ModelBeat
 from sie.cluster.subjects import Lane, work_subject
+from sie.ipc.messages import ModelEntry
+from sie.values.card import ModelCard
 
 LANE = Lane("p", "l4", "b")
 SUBJECT = work_subject(LANE, "m")
@@ -13,9 +15,11 @@ SUBJECT = work_subject(LANE, "m")
 
 def windows(*rooms: int, own: int = 0) -> Windows:
     directory = Directory()
+    card = ModelCard(id="m", kind="stub", profiles={"default": {}, "half": {}})
     for number, credit in enumerate(rooms):
         models = {"m": ModelBeat("loaded", True, False, None)}
         directory.hear(Beat(VERSION, f"h{number}", f"h{number}", *LANE[:3], "k", models, credit=credit), 0.0)
+        directory.learn(f"h{number}", Cards(VERSION, "k", [ModelEntry(card=card, state="available")]))
     found = Windows(directory, "gw")
     found.own = {SUBJECT: own} if own else {}
     found.renew(0.0)

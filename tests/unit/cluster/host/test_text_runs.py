@@ -162,6 +162,18 @@ def test_a_gateway_that_no_longer_beats_is_told_that_its_answers_ended_and_may_a
     run(test)
 
 
+def test_a_host_that_stops_says_which_answers_it_cannot_complete():
+    async def test(bench: Bench) -> None:
+        await bench.ask()
+        await bench.texts.drain(time.monotonic())
+        last = bench.frames()[-1]
+        assert last.error is not None
+        assert (last.sequence, from_wire(last.error).code) == (1, "WORKER_LOST")
+        assert bench.texts.num_running == 0
+
+    run(test)
+
+
 def test_an_answer_goes_on_while_its_gateway_beats():
     async def test(bench: Bench) -> None:
         await bench.ask()

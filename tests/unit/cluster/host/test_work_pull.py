@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import nats.errors
+import nats.js.errors
 import pytest
 
 from sie.cluster.connection import INLINE_BYTES
@@ -22,7 +24,7 @@ from sie.cluster.subjects import Lane
 from sie.config.cluster_settings import Cluster
 from sie.config.settings import Settings
 from sie.shm.pages import CounterPage
-from sie.values.errors import BadRequest, Overloaded, PoisonInput, from_wire
+from sie.values.errors import BadRequest, Overloaded, PoisonInput, Unavailable, from_wire
 from sie.values.inference import ScoreRequest
 from tests.unit.cluster.fakes import FakeConnection
 
@@ -110,10 +112,11 @@ def test_an_item_is_acknowledged_after_its_result_was_published(monkeypatch):
     run(monkeypatch, test)
 
 
-def test_expired_work_is_acknowledged_and_not_run(monkeypatch):
+def test_expired_work_goes_back_to_its_gateway_and_is_not_run(monkeypatch):
     async def test(bench: Bench) -> None:
         await bench.deliver(left_ns=-1)
-        assert await bench.sent(1) == [(ACK, b"+ACK")]
+        (reply_to, data), acknowledged = await bench.sent(2)
+        assert (reply_to, result_of(data).is_returned, acknowledged) == (REPLY_TO, True, (ACK, b"+ACK"))
         assert not bench.deadlines_ns
 
     run(monkeypatch, test)
@@ -209,6 +212,32 @@ def test_a_model_is_pulled_for_by_the_room_of_its_own_workers(monkeypatch):
     run(monkeypatch, test)
 
 
+@pytest.mark.parametrize("error", [nats.errors.TimeoutError(), nats.js.errors.BadRequestError(description="too many")])
+def test_a_model_whose_consumer_cannot_be_made_stops_neither_the_others_nor_what_runs(monkeypatch, caplog, error):
+    async def test(bench: Bench) -> None:
+        entry = SimpleNamespace(state="loaded", workers=(0,), card=SimpleNamespace(kind="encoder"))
+        entries = dict.fromkeys(("bad", "good"), entry)
+        bench.pull._process.models = SimpleNamespace(entries=entries, workers=())  # type: ignore[assignment]
+        made: list[str] = []
+
+        async def make_consumer(_pool: str, config: Any) -> None:
+            made.append(config.durable_name)
+            if "bad" in config.durable_name:
+                raise error
+
+        async def subscribe(*_: Any) -> None:
+            pass
+
+        monkeypatch.setattr(bench.connection, "make_consumer", make_consumer, raising=False)
+        monkeypatch.setattr(bench.connection, "subscribe", subscribe, raising=False)
+        for _ in range(5):
+            await bench.pull.tick()
+        assert sorted(made) == ["any~any~bad", "any~any~good"]
+        assert len(caplog.records) == 1
+
+    run(monkeypatch, test)
+
+
 def test_an_input_that_kills_workers_becomes_a_dead_letter_and_its_client_hears_why(monkeypatch):
     async def test(bench: Bench) -> None:
         bench.outcome = PoisonInput("it killed two workers")
@@ -253,6 +282,28 @@ def test_a_reply_over_a_mebibyte_goes_by_reference(monkeypatch):
         (_, data), _ = await bench.sent(2)
         assert len(bench.connection.objects[result_of(data).stored]) == INLINE_BYTES + 1
         assert len(data) < 1000
+
+    run(monkeypatch, test)
+
+
+def test_a_reply_waits_for_room_in_the_store_and_does_not_run_again(monkeypatch):
+    monkeypatch.setattr(work_pull, "_KEEP_AGAIN_S", 0.0)
+
+    async def test(bench: Bench) -> None:
+        keep, refused = bench.connection.keep, [Overloaded("full"), Unavailable("no leader")]
+
+        async def keep_later(pool: str, name: str, data: Any) -> str:
+            if refused:
+                raise refused.pop()
+            return await keep(pool, name, data)
+
+        monkeypatch.setattr(bench.connection, "keep", keep_later)
+        bench.outcome = Answer(memoryview(bytes(INLINE_BYTES + 1)), 3, 0, 1, 2, {})
+        await bench.deliver()
+        (_, data), _ = await bench.sent(2)
+        result = result_of(data)
+        assert (result.is_returned, list(bench.connection.objects)) == (False, [result.stored])
+        assert len(bench.deadlines_ns) == 1
 
     run(monkeypatch, test)
 
