@@ -106,7 +106,7 @@ def platform_of(model: Checkpoint, config: Any) -> str:
 def to_json(message: Any) -> dict[str, Any]:
     """Return a message as JSON values with the proto's own names: enums by name, 64-bit integers as numbers.
 
-    Missing fields appear with their defaults, except for messages that are not set.
+    Missing fields appear with their defaults, except for messages and members of a oneof that are not set.
     """
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
@@ -116,7 +116,7 @@ def to_json(message: Any) -> dict[str, Any]:
             values[field.name] = {str(key): _value(of_value, value[key]) for key in sorted(value)}
         elif field.is_repeated:
             values[field.name] = [_value(field, item) for item in value]
-        elif field.message_type is None or message.HasField(field.name):
+        elif (field.message_type is None and field.containing_oneof is None) or message.HasField(field.name):
             values[field.name] = _value(field, value)
     return values
 

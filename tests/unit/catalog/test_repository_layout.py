@@ -4,10 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
+from google.protobuf import json_format, text_format
 
 from sie.catalog.repository_layout import find_models
 from sie.catalog.spec import ModelSpec, TensorSource
 from sie.catalog.tensor_rule import read_tensor_card
+from sie.proto import message_class
 from sie.values.errors import ModelLoadFailed
 from tests import onnx_models
 
@@ -197,3 +199,17 @@ def test_hints_about_speed_are_read_and_not_followed(tmp_path: Path):
     assert rule.config["instance_group"][0]["kind"] == "KIND_CPU"
     assert rule.config["dynamic_batching"]["max_queue_delay_microseconds"] == 100
     assert rule.config["parameters"] == {"intra_op_thread_count": {"string_value": "1"}}
+
+
+@pytest.mark.parametrize("source", ["zero_data: true", "random_data: true", 'input_data_file: "x.bin"'])
+def test_a_configuration_shows_its_warm_ups_as_they_are_written(tmp_path: Path, source: str):
+    """gRPC and the v1 status turn the JSON form into messages again, which no message with two of three sources can be."""
+    written = f'model_warmup {{ name: "w" batch_size: 1 inputs {{ key: "x" value {{ data_type: TYPE_FP32 dims: 2 {source} }} }} }}'
+    model = onnx_models.write(tmp_path, "m", onnx_models.identity(), config=written)
+    (model / "warmup").mkdir()
+    (model / "warmup" / "x.bin").write_bytes(bytes(8))
+    rule = read(tmp_path).tensor
+    assert rule is not None
+    config = message_class("model_config", "inference.ModelConfig")
+    shown = json_format.ParseDict(rule.config, config())
+    assert shown.model_warmup == text_format.Parse(written, config()).model_warmup
