@@ -17,6 +17,7 @@ from sie.catalog.files import Checkpoint, refuse
 from sie.proto import message_class
 
 CONFIG_FILE = "config.pbtxt"
+_WARM_UPS = "warmup"
 _MAX_BYTES = 4 << 20
 _BACKENDS = {
     "onnxruntime_onnx": "onnxruntime_onnx",
@@ -101,6 +102,18 @@ def platform_of(model: Checkpoint, config: Any) -> str:
         if value and value not in _BACKENDS:
             raise refuse(model.id, f"{CONFIG_FILE}: {field} {value!r} is not one of {', '.join(_BACKENDS)}")
     return _BACKENDS.get(config.platform or config.backend, "")
+
+
+def named_files(config: Any) -> list[str]:
+    """Return the files of labels and of warm-up requests that a ModelConfig names, relative to the model's directory."""
+    given = [one for request in config.model_warmup for one in request.inputs.values() if one.input_data_file]
+    labels = [output.label_filename for output in config.output if output.label_filename]
+    return [*labels, *map(warm_up_file, given)]
+
+
+def warm_up_file(given: Any) -> str:
+    """Return the file of an input of a warm-up request, relative to the model's directory."""
+    return f"{_WARM_UPS}/{given.input_data_file}"
 
 
 def to_json(message: Any) -> dict[str, Any]:

@@ -241,7 +241,7 @@ def _labels(model: Checkpoint, name: str) -> tuple[str, ...]:
     if path.stat().st_size > _MAX_LABEL_BYTES:
         raise refuse(model.id, f"{name} is over {_MAX_LABEL_BYTES} bytes")
     try:
-        return tuple(path.read_text("utf-8").splitlines())
+        return tuple(path.read_text("utf-8").removesuffix("\n").split("\n"))  # no other character ends a line
     except UnicodeDecodeError:
         raise refuse(model.id, f"{name} is not UTF-8") from None
 

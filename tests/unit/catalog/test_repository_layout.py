@@ -82,6 +82,20 @@ def test_the_stamp_changes_with_the_files(tmp_path: Path):
     assert find_models((str(tmp_path),))[0].stamps != before.stamps
 
 
+@pytest.mark.parametrize("file", ["labels.txt", "warmup/x.bin", "1/weights/w.bin"])
+def test_the_stamp_changes_with_every_file_that_a_version_uses(tmp_path: Path, file: str):
+    config = """
+        output { name: "y" data_type: TYPE_FP32 dims: 2 label_filename: "labels.txt" }
+        model_warmup { name: "w" inputs { key: "x" value { data_type: TYPE_FP32 dims: 2 input_data_file: "x.bin" } } }
+    """
+    path = onnx_models.write(tmp_path, "m", onnx_models.identity(), config=config) / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"cold")
+    (before,) = find_models((str(tmp_path),))
+    path.write_bytes(b"cooler")
+    assert find_models((str(tmp_path),))[0].stamps != before.stamps
+
+
 def outside(tmp_path: Path) -> Path:
     """Return a directory beside the repository, with a whole model in it."""
     return onnx_models.write(tmp_path / "outside", "m", onnx_models.identity())
