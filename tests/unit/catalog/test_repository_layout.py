@@ -96,6 +96,16 @@ def test_the_stamp_changes_with_every_file_that_a_version_uses(tmp_path: Path, f
     assert find_models((str(tmp_path),))[0].stamps != before.stamps
 
 
+@pytest.mark.parametrize("name", [r"a\000b", "../labels.txt", "a" * 300])
+def test_a_file_that_cannot_be_named_so_is_the_fault_of_its_model_alone(tmp_path: Path, name: str):
+    output = f'output {{ name: "y" data_type: TYPE_FP32 dims: 2 label_filename: "{name}" }}'
+    onnx_models.write(tmp_path, "bad", onnx_models.identity(), config=output)
+    onnx_models.write(tmp_path, "good", onnx_models.identity())
+    bad, good = find_models((str(tmp_path),))
+    assert bad.reason.startswith("Model 'bad' cannot be loaded: ")
+    assert (good.reason, good.versions) == ("", ("1",))
+
+
 def outside(tmp_path: Path) -> Path:
     """Return a directory beside the repository, with a whole model in it."""
     return onnx_models.write(tmp_path / "outside", "m", onnx_models.identity())
