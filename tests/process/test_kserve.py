@@ -430,6 +430,16 @@ def test_what_generate_cannot_read_is_refused(server: Server, path: str, body: A
     assert message in error(ask_members(server, path, body))
 
 
+@pytest.mark.parametrize(
+    "path", ["logging", "trace/setting", "repository/index", "systemsharedmemory/region/r/register"]
+)
+def test_bodies_that_are_read_at_once_are_small(server: Server, path: str):
+    """Two million settings held every other client up for seconds."""
+    body = json.dumps({f"s{number}": number for number in range(10_000)}).encode()
+    response = send_raw(server.port, raw_request(f"/v2/{path}", body))
+    assert (response.status, response.json()) == (400, {"error": "The body must hold at most 65536 bytes"})
+
+
 def test_a_model_that_did_not_load_is_unavailable_and_says_why(server: Server):
     assert "failed to load: model.onnx" in error(infer(server, "broken", {"inputs": [{"name": "x"}]}), 503)
     assert "failed to load: model.onnx" in error(ask_members(server, "broken/generate", {"x": 1}), 503)

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any, Final
 
+import msgspec
+
+from sie.frontend.inputs.bounded_json import decode_free_form
 from sie.values.errors import BadRequest
 from sie.values.tensor import RegionPart, TensorRule
 
@@ -17,17 +20,25 @@ _RESERVED: Final = "triton_"
 _UNSIGNED_LIMIT: Final = 1 << 64
 
 
-def checked_parameters(parameters: dict[str, Any] | None, own: Container[str] = ()) -> dict[str, Any]:
+def decode_parameters(raw: msgspec.Raw, path: str, max_depth: int) -> dict[str, Any]:
+    """Return the parameters of a JSON body, none for an absent member. path names them in errors.
+
+    Raises the errors of `decode_free_form` and `checked_parameters`.
+    """
+    return checked_parameters(decode_free_form(raw, msgpack=False, path=path, max_depth=max_depth))
+
+
+def checked_parameters(parameters: dict[str, Any], own: Container[str] = ()) -> dict[str, Any]:
     """Return parameters after checking their types and names; own lists the reserved names that are allowed.
 
     Raises BadRequest.
     """
-    for name, value in (parameters or {}).items():
+    for name, value in parameters.items():
         if not isinstance(value, bool | int | float | str):
             raise BadRequest(f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'.")
         if name.startswith(_RESERVED) and name not in own:
             raise BadRequest(f"parameter '{name}' starts with '{_RESERVED}', which is reserved")
-    return parameters or {}
+    return parameters
 
 
 def check_sequence(parameters: dict[str, Any], *, least_id: int = 0) -> None:

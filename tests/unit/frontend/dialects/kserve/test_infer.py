@@ -186,6 +186,27 @@ def test_a_request_that_is_wrong_is_refused(changes: dict[str, Any], message: st
     assert message in refusal({"inputs": [an_input()]} | changes)
 
 
+COUNTLESS = {f"p{number:0100}": number for number in range(700)}
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        ({"parameters": COUNTLESS}, "$.parameters"),
+        ({"inputs": [an_input(parameters=COUNTLESS)]}, "$.inputs[name=A].parameters"),
+        ({"outputs": [{"name": "Y", "parameters": COUNTLESS}]}, "$.outputs[name=Y].parameters"),
+    ],
+)
+def test_countless_parameters_are_refused_before_they_are_read(body: dict[str, Any], where: str):
+    """A million of them held the interpreter for two seconds."""
+    assert f"Field '{where}' must hold at most 65536 bytes" in refusal({"inputs": [an_input()]} | body)
+
+
+def test_parameters_may_be_null():
+    body = {"inputs": [an_input(parameters=None)], "outputs": [{"name": "Y", "parameters": None}], "parameters": None}
+    assert decode(body).request.parameters == {}
+
+
 BINARY = {"name": "A", "shape": [2, 4], "datatype": "FP32", "parameters": {"binary_data_size": 32}}
 
 
