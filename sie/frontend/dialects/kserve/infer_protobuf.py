@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.frontend.dialects.kserve.infer import TRUNCATED, InferCall, Wanted, classes_of, cut_text, ranked, stores_of
-from sie.frontend.dialects.kserve.protobuf_wire import BYTES, append_bytes, cut_views, parse, wire_fields
+from sie.frontend.dialects.kserve.protobuf_wire import BYTES, MAX_FIELDS, append_bytes, cut_views, parse, wire_fields
 from sie.frontend.tensors.parameters import (
     EMPTY_FINAL_RESPONSE,
     check_sequence,
@@ -31,6 +31,8 @@ from sie.values.errors import BadRequest
 from sie.values.tensor import DATATYPES, RegionPart, Tensor, TensorReply, TensorRequest, TensorRule
 
 FINAL_RESPONSE: Final = "triton_final_response"
+_INPUTS: Final = 5
+_OUTPUTS: Final = 6
 _RAW_INPUTS: Final = 7
 _RAW_OUTPUTS: Final = 6
 _INFER_RESPONSE: Final = 2
@@ -82,7 +84,19 @@ def id_of(data: bytes) -> str:
 
 def parse_infer(rest: bytes, raw: list[memoryview]) -> InferMessage:
     """Return the message whose parts `cut_raw` returned. Raises BadRequest if rest is malformed."""
+    _check_tensors(rest)
     return InferMessage(rest, (_parse if _is_cacheable(rest, raw) else _parse.__wrapped__)(rest), raw)
+
+
+def _check_tensors(rest: bytes) -> None:
+    """Raise MalformedMessage for tensors with too many fields together, such as parameters; typed elements are one field."""
+    left = MAX_FIELDS
+    if len(rest) <= 2 * left:  # a field has two bytes or more
+        return
+    view = memoryview(rest)
+    for field in wire_fields(view):
+        if field.number in (_INPUTS, _OUTPUTS) and field.wire_type == BYTES:
+            left -= sum(1 for _ in wire_fields(view[field.value_start : field.end], left))
 
 
 def _is_cacheable(rest: bytes, raw: list[memoryview]) -> bool:

@@ -177,6 +177,14 @@ def test_countless_parameters_are_refused(part: Callable[[Any], Any]):
     assert "at most 1024 parameters" in refusal(message)
 
 
+def test_countless_parameters_of_tensors_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch):
+    message = asking(raw=[bytes(8)])
+    for number in range(20_000):
+        message.inputs[0].parameters[f"p{number}"].int64_param = number
+    monkeypatch.setattr(infer_protobuf, "parse", None)
+    assert "too many fields" in refusal(message)
+
+
 def test_typed_elements_of_several_pieces_keep_their_places():
     values = np.arange(40_000, dtype=np.int32)
     message = asking("INT32", (40_000,), int_contents=values.tolist())
