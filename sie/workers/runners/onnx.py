@@ -59,6 +59,7 @@ def load_onnx(
 ) -> OnnxRunner:
     """Return the ready runner of a card. Raises ModelLoadFailed when onnxruntime refuses the file, with its reason."""
     assert card.tensor is not None
+    _check_types(card, card.tensor)
     path = Path(card.directory) / card.tensor.config["default_model_filename"]
     progress(0.1, "onnxruntime reads the model")
     options = onnxruntime.SessionOptions()
@@ -81,6 +82,13 @@ def load_onnx(
         progress(0.9, "rows are tried alone and together")
         runner.card = msgspec.structs.replace(card, tensor=probe_rows(runner, card.tensor))
     return runner
+
+
+def _check_types(card: ModelCard, rule: TensorRule) -> None:
+    """Raise ModelLoadFailed for a model with BF16 that takes BYTES: onnxruntime's Python has no form for both."""
+    has_bfloat16 = any(spec.datatype == "BF16" for spec in (*rule.inputs, *rule.outputs))
+    if has_bfloat16 and any(spec.datatype == "BYTES" for spec in rule.inputs):
+        raise refuse(card.id, "onnxruntime does not take BYTES in a model that has BF16, too")
 
 
 def _providers(device: str) -> list[Any]:
