@@ -18,6 +18,8 @@ EMPTY_FINAL_RESPONSE: Final = "triton_enable_empty_final_response"
 """The gRPC parameter that asks for a mark on the last reply to a request on a stream."""
 _RESERVED: Final = "triton_"
 _UNSIGNED_LIMIT: Final = 1 << 64
+_FEW_BYTES: Final = 1024
+_decode: Final = msgspec.json.Decoder(dict[str, Any] | None).decode
 
 
 def decode_parameters(raw: msgspec.Raw, path: str, max_depth: int) -> dict[str, Any]:
@@ -25,6 +27,14 @@ def decode_parameters(raw: msgspec.Raw, path: str, max_depth: int) -> dict[str, 
 
     Raises the errors of `decode_free_form` and `checked_parameters`.
     """
+    nbytes = memoryview(raw).nbytes
+    if not nbytes:
+        return {}
+    if nbytes <= _FEW_BYTES:  # nearly all; this takes a third of the time
+        try:
+            return checked_parameters(_decode(raw) or {})
+        except msgspec.DecodeError:
+            pass  # the other decoder names the path
     return checked_parameters(decode_free_form(raw, msgpack=False, path=path, max_depth=max_depth))
 
 
