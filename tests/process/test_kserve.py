@@ -49,6 +49,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     onnx_models.write(folder, "row_softmax", onnx_models.softmax_over_rows("batch"))
     onnx_models.write(folder, "one_text", onnx_models.identity("BYTES", (1,)), config="max_batch_size: 0")
     onnx_models.write(folder, "lookup", onnx_models.lookup())
+    onnx_models.write(folder, "constant", onnx_models.constant())
     onnx_models.write(folder, "broken", b"no model")
     return folder
 
@@ -125,6 +126,12 @@ def test_a_model_of_two_inputs_is_what_onnxruntime_computes(client: triton.Infer
     expected = session.run(None, {"x": x, "a": a})[0]
     found = client.infer("affine", [an_input(a, "a"), an_input(x)]).as_numpy("y")
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_model_without_inputs_is_asked_for_nothing(client: triton.InferenceServerClient):
+    assert client.infer("constant", []).as_numpy("y").tolist() == [0, 1, 2]
+    with pytest.raises(InferenceServerException, match="expected 1 inputs but got 0 inputs for model 'lookup'"):
+        client.infer("lookup", [])
 
 
 def test_clients_of_a_model_without_a_configuration_never_share_a_batch(server: Server):

@@ -72,7 +72,7 @@ class InferOutput(msgspec.Struct):
 class InferBody(msgspec.Struct):
     """The JSON of a request."""
 
-    inputs: Annotated[list[InferInput], Meta(min_length=1, max_length=_MAX_TENSORS)]
+    inputs: Annotated[list[InferInput], Meta(max_length=_MAX_TENSORS)]
     outputs: Annotated[list[InferOutput], Meta(max_length=_MAX_TENSORS)] | None = None
     id: str | None = None
     parameters: msgspec.Raw = _ABSENT
