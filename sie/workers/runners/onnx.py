@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,6 +69,9 @@ def load_onnx(
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.load_model_format", "ONNX")
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other processes need the cores
+    if not device.startswith("cuda"):
+        _share_arena()
+        options.add_session_config_entry("session.use_env_allocators", "1")
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=_providers(device))
     except (states.NoSuchFile, OSError) as error:
@@ -82,6 +86,14 @@ def load_onnx(
         progress(0.9, "rows are tried alone and together")
         runner.card = msgspec.structs.replace(card, tensor=probe_rows(runner, card.tensor))
     return runner
+
+
+@cache
+def _share_arena() -> None:
+    """Make one arena for the CPU runs of all sessions. It never shrinks, and one for each would hold its largest run for ever."""
+    kind = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR
+    memory = onnxruntime.OrtMemoryInfo("Cpu", kind, 0, onnxruntime.OrtMemType.DEFAULT)
+    onnxruntime.create_and_register_allocator(memory, None)
 
 
 def _check_types(card: ModelCard, rule: TensorRule) -> None:
