@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 from onnx import helper
 
 from sie.catalog.spec import ModelSpec, TensorSource
 from sie.catalog.tensor_rule import read_tensor_card
 from sie.values.work import TensorForm, TensorTask
 from sie.workers.model_api import TensorInputs
-from sie.workers.runners.onnx import OnnxRunner, load_onnx
+from sie.workers.runners.onnx import OnnxRunner, RunLimit, load_onnx
 from tests import onnx_models
 
 SHAPE = (4000, 2000)
 INPUT_BYTES = 4 * 4000 * 2000
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def no_watching_threads() -> Iterator[None]:
+    """Wait until the threads of this file's runners have seen that these are gone: others replace the clock."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "onnx-limit":
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
 
 
 def load(repository: Path, name: str) -> OnnxRunner:
@@ -30,7 +44,7 @@ def load(repository: Path, name: str) -> OnnxRunner:
     onnx_models.write(repository, name, onnx_models.model(nodes, inputs, outputs))
     source = TensorSource(repository=str(repository), name=name, version="1")
     card = read_tensor_card(ModelSpec(id=source.hosted_id, directory=source.folder, tensor=source))
-    return load_onnx(card, "cpu", 1, lambda *_: None)
+    return load_onnx(card, "cpu", 1, lambda *_: None, RunLimit(8.0))
 
 
 def resident_bytes() -> int:
