@@ -85,6 +85,12 @@ def endless() -> bytes:
                  [value("y", "FP32", ("n",))], [true])  # fmt: skip
 
 
+def constant() -> bytes:
+    """Return a model without inputs, whose output `y` is 0, 1, 2."""
+    values = numpy_helper.from_array(np.arange(3, dtype=np.float32), "c")
+    return model([helper.make_node("Identity", ["c"], ["y"])], [], [value("y", "FP32", ("n",))], [values])
+
+
 def filled() -> bytes:
     """Return a model that fills a tensor of the shape `x`."""
     nodes = [

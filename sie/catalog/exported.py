@@ -75,7 +75,7 @@ class _Archive:
                 self._constants = _checked_payload(
                     self._json(file, "data/constants/model_constants_config.json"), "tensor_"
                 )
-        except (zipfile.BadZipFile, UnicodeDecodeError, ValueError, RecursionError, NotImplementedError) as error:
+        except (zipfile.BadZipFile, ValueError, TypeError, RecursionError, NotImplementedError) as error:
             raise ExportedError(f"not an archive of torch.export: {error}") from None
 
     def _checked_infos(self, file: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:

@@ -60,8 +60,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
     def find(self, name: str) -> Path | None:
         """Return the path of a file or folder of the checkpoint, or None when it does not exist.
 
-        Raises ModelLoadFailed when the path leads outside the checkpoint, for a pipe or another special file, and for a
-        file that this user may not read.
+        Raises ModelLoadFailed when the path leads outside the checkpoint, for a name that no file can have, for a pipe or
+        another special file, and for a file that this user may not read.
         """
         path = self.root / name
         try:
@@ -72,6 +72,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
             is_plain = outside or real.is_file() or real.is_dir()
         except OSError as error:
             raise refuse_unreadable(self.id, name, error) from error
+        except ValueError:  # it holds a null character
+            raise refuse(self.id, f"{name!r} is not the name of a file") from None
         if outside:
             raise refuse(self.id, f"{name} leads out of the model's directory")
         if not is_plain:  # a read of a pipe waits for ever

@@ -17,6 +17,7 @@ from sie.catalog.files import Checkpoint, refuse
 from sie.proto import message_class
 
 CONFIG_FILE = "config.pbtxt"
+_WARM_UPS = "warmup"
 _MAX_BYTES = 4 << 20
 _BACKENDS = {
     "onnxruntime_onnx": "onnxruntime_onnx",
@@ -103,10 +104,22 @@ def platform_of(model: Checkpoint, config: Any) -> str:
     return _BACKENDS.get(config.platform or config.backend, "")
 
 
+def named_files(config: Any) -> list[str]:
+    """Return the files of labels and of warm-up requests that a ModelConfig names, relative to the model's directory."""
+    given = [one for request in config.model_warmup for one in request.inputs.values() if one.input_data_file]
+    labels = [output.label_filename for output in config.output if output.label_filename]
+    return [*labels, *map(warm_up_file, given)]
+
+
+def warm_up_file(given: Any) -> str:
+    """Return the file of an input of a warm-up request, relative to the model's directory."""
+    return f"{_WARM_UPS}/{given.input_data_file}"
+
+
 def to_json(message: Any) -> dict[str, Any]:
     """Return a message as JSON values with the proto's own names: enums by name, 64-bit integers as numbers.
 
-    Missing fields appear with their defaults, except for messages that are not set.
+    Missing fields appear with their defaults, except for messages and members of a oneof that are not set.
     """
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
@@ -116,7 +129,7 @@ def to_json(message: Any) -> dict[str, Any]:
             values[field.name] = {str(key): _value(of_value, value[key]) for key in sorted(value)}
         elif field.is_repeated:
             values[field.name] = [_value(field, item) for item in value]
-        elif field.message_type is None or message.HasField(field.name):
+        elif (field.message_type is None and field.containing_oneof is None) or message.HasField(field.name):
             values[field.name] = _value(field, value)
     return values
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sie.catalog.files import Checkpoint, refuse
-from sie.catalog.model_config import CONFIG_FILE, ModelPolicy, platform_of, policy_of, read_model_config
+from sie.catalog.model_config import CONFIG_FILE, ModelPolicy, named_files, platform_of, policy_of, read_model_config
 from sie.catalog.ovms_config import OvmsModel, read_ovms_config
 from sie.catalog.spec import RepositoryModel, TensorSource
 from sie.values.errors import ModelLoadFailed
@@ -127,21 +127,23 @@ def _find_model(source: TensorSource, policy: ModelPolicy | None = None) -> Repo
     try:
         model = open_model(source, name)
         available = sorted(_versions(model), key=int)
-        chosen = _choose(model, policy or policy_of(read_model_config(model, name)), available)
+        config = read_model_config(model, name)
+        chosen = _choose(model, policy or policy_of(config), available)
+        stamps = tuple(_stamp(model, version, config) for version in chosen)
     except (ModelLoadFailed, OSError) as error:
         reason = error.message if isinstance(error, ModelLoadFailed) else str(error.strerror)
         return RepositoryModel(name=name, repository=repository, base=source.base, reason=reason)
     reason = "" if chosen else f"Model '{name}' cannot be loaded: it has no version to serve"
-    stamps = tuple(_stamp(model, version) for version in chosen)
     return RepositoryModel(
         name=name, repository=repository, base=source.base, versions=tuple(chosen), stamps=stamps, reason=reason
     )
 
 
-def _stamp(model: Checkpoint, version: str) -> str:
-    """Return a text that changes with the files of a version and with the configuration."""
-    paths = [model.root / CONFIG_FILE, *sorted((model.root / version).iterdir())]
-    stats = [(path.name, path.stat()) for path in paths if path.is_file()]
+def _stamp(model: Checkpoint, version: str, config: Any) -> str:
+    """Return a text that changes with the files of a version, the configuration, and the files that this names."""
+    named = [model.find(name) for name in (CONFIG_FILE, *named_files(config))]
+    paths = [*filter(None, named), *sorted((model.root / version).rglob("*"))]
+    stats = [(str(path), path.stat()) for path in paths if path.is_file()]
     facts = repr([(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 

@@ -113,6 +113,8 @@ def _make_rule(model: Checkpoint, source: TensorSource, config: Any, signature: 
     missing = [value.name for value in signature.inputs if value.name not in {spec.name for spec in inputs}]
     if missing:
         raise refuse(model.id, f"{CONFIG_FILE}: the model also needs input {missing[0]!r}")
+    if batch and not inputs:
+        raise refuse(model.id, f"{CONFIG_FILE}: max_batch_size is {batch}, but the model has no inputs")
     joins = bool(batch) and (config.HasField("max_batch_size") or config.HasField("dynamic_batching"))
     return TensorRule(
         name=source.name,
@@ -241,7 +243,7 @@ def _labels(model: Checkpoint, name: str) -> tuple[str, ...]:
     if path.stat().st_size > _MAX_LABEL_BYTES:
         raise refuse(model.id, f"{name} is over {_MAX_LABEL_BYTES} bytes")
     try:
-        return tuple(path.read_text("utf-8").splitlines())
+        return tuple(path.read_text("utf-8").removesuffix("\n").split("\n"))  # no other character ends a line
     except UnicodeDecodeError:
         raise refuse(model.id, f"{name} is not UTF-8") from None
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from sie.catalog.files import Checkpoint, refuse
+from sie.catalog.model_config import warm_up_file
 from sie.values.tensor import TensorSpec, WarmUp, WarmUpInput
 
-_FOLDER: Final = "warmup"
 _FIELD: Final = "config.pbtxt: model_warmup"
 _TYPE_NAMES: Final = {"TYPE_STRING": "BYTES"}
 
@@ -52,14 +52,14 @@ def _read_input(model: Checkpoint, where: str, given: Any, spec: TensorSpec, bat
         raise refuse(model.id, f"{where} has the shape {list(shape)}, but the model takes {list(spec.shape)}")
     source = found.WhichOneof("input_data_type")
     if source == "input_data_file":
-        return WarmUpInput(spec.name, spec.datatype, shape, "file", _find(model, where, found.input_data_file))
+        return WarmUpInput(spec.name, spec.datatype, shape, "file", _find(model, where, warm_up_file(found)))
     if source is None or not getattr(found, source):
         raise refuse(model.id, f"{where} needs one of zero_data, random_data and input_data_file")
     return WarmUpInput(spec.name, spec.datatype, shape, "zero" if source == "zero_data" else "random")
 
 
 def _find(model: Checkpoint, where: str, name: str) -> str:
-    path = model.find(f"{_FOLDER}/{name}")
+    path = model.find(name)
     if path is None or not path.is_file():
-        raise refuse(model.id, f"{where}: there is no file {_FOLDER}/{name}", "STORAGE")
+        raise refuse(model.id, f"{where}: there is no file {name}", "STORAGE")
     return str(path.resolve())

@@ -274,6 +274,17 @@ def test_garbage_is_the_clients_fault(channel: grpc.Channel, client: triton.Infe
     check_good(client)
 
 
+def test_a_message_that_is_parsed_at_once_is_small(channel: grpc.Channel, client: triton.InferenceServerClient):
+    """Fifteen million values of a setting held every other client up for a second."""
+    asked = message("TraceSettingRequest")
+    asked.settings["trace_level"].value.extend([""] * 33_000)
+    with pytest.raises(grpc.RpcError) as caught:
+        call(channel, "/inference.GRPCInferenceService/TraceSetting", asked.SerializeToString())
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "a message to TraceSetting may have at most 65536 bytes"
+    check_good(client)
+
+
 def test_broken_requests_never_break_the_server(channel: grpc.Channel, client: triton.InferenceServerClient):
     rng = random.Random(5)
     request = message("ModelInferRequest", model_name="batched", raw_input_contents=[ROWS.tobytes()])

@@ -49,6 +49,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     onnx_models.write(folder, "row_softmax", onnx_models.softmax_over_rows("batch"))
     onnx_models.write(folder, "one_text", onnx_models.identity("BYTES", (1,)), config="max_batch_size: 0")
     onnx_models.write(folder, "lookup", onnx_models.lookup())
+    onnx_models.write(folder, "constant", onnx_models.constant())
     onnx_models.write(folder, "broken", b"no model")
     return folder
 
@@ -125,6 +126,12 @@ def test_a_model_of_two_inputs_is_what_onnxruntime_computes(client: triton.Infer
     expected = session.run(None, {"x": x, "a": a})[0]
     found = client.infer("affine", [an_input(a, "a"), an_input(x)]).as_numpy("y")
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_model_without_inputs_is_asked_for_nothing(client: triton.InferenceServerClient):
+    assert client.infer("constant", []).as_numpy("y").tolist() == [0, 1, 2]
+    with pytest.raises(InferenceServerException, match="expected 1 inputs but got 0 inputs for model 'lookup'"):
+        client.infer("lookup", [])
 
 
 def test_clients_of_a_model_without_a_configuration_never_share_a_batch(server: Server):
@@ -428,6 +435,16 @@ def test_generate_takes_the_inputs_of_any_model_by_name(server: Server):
 )  # fmt: skip
 def test_what_generate_cannot_read_is_refused(server: Server, path: str, body: Any, message: str):
     assert message in error(ask_members(server, path, body))
+
+
+@pytest.mark.parametrize(
+    "path", ["logging", "trace/setting", "repository/index", "systemsharedmemory/region/r/register"]
+)
+def test_bodies_that_are_read_at_once_are_small(server: Server, path: str):
+    """Two million settings held every other client up for seconds."""
+    body = json.dumps({f"s{number}": number for number in range(10_000)}).encode()
+    response = send_raw(server.port, raw_request(f"/v2/{path}", body))
+    assert (response.status, response.json()) == (400, {"error": "The body must hold at most 65536 bytes"})
 
 
 def test_a_model_that_did_not_load_is_unavailable_and_says_why(server: Server):

@@ -30,9 +30,10 @@ from sie.frontend.telemetry.counting import count_exchange
 from sie.proto import message_class
 from sie.runtime.ends_of_work import ENDS_OF_WORK
 from sie.runtime.logs import get_logger
-from sie.values.errors import ClientGone, InputTooLong, Internal, SieError
+from sie.values.errors import BadRequest, ClientGone, InputTooLong, Internal, SieError
 
 _log = get_logger(__name__)
+_MAX_PARSED_BYTES: Final = 64 * 1024
 _DECOMPRESSED_TIMES: Final = 16
 """Assumed growth of a compressed message, for the choice whether a thread decompresses it."""
 
@@ -145,8 +146,7 @@ class Service:
             self._enter(exchange)
             try:
                 exchange.deadline_ns = self._deadline_ns(exchange)
-                asked = parse(message_class(method.file, method.request), message) if method.request else message
-                return await method.handler(dialect, exchange, asked)
+                return await method.handler(dialect, exchange, _asked(method, message))
             except SieError as error:
                 failure = error
                 reply = dialect.fail(exchange, message, error, is_stream=method.is_stream)
@@ -244,6 +244,18 @@ class _UnreadReplies:
         self._is_over = True
         for keys in self._keys:
             _end_requests(keys)
+
+
+def _asked(method: Method, message: bytes) -> Any:
+    """Return a parsed message, or the bytes if the handler parses them. Raises BadRequest, also for a large message.
+
+    It is parsed on the event loop. An administrator may send a model, and is told why it is refused.
+    """
+    if not method.request:
+        return message
+    if len(message) > _MAX_PARSED_BYTES and method.route.need != "admin":
+        raise BadRequest(f"a message to {method.name} may have at most {_MAX_PARSED_BYTES} bytes")
+    return parse(message_class(method.file, method.request), message)
 
 
 def _end_requests(keys: list[KeyHolder]) -> None:

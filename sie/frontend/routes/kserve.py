@@ -21,7 +21,7 @@ from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Answer, Headers, Response
 from sie.frontend.http.stream import STREAM_HEADERS
 from sie.frontend.http.threads import LARGE_BYTES, offload
-from sie.frontend.inputs.bounded_json import check_json
+from sie.frontend.inputs.bounded_json import MAX_FREE_FORM_BYTES, check_json
 from sie.frontend.process import FrontendProcess
 from sie.frontend.services.kserve_service import (
     KServeService,
@@ -190,7 +190,7 @@ class KServe:
         return _done()
 
     async def _read_parameters(self, exchange: Exchange) -> Any:
-        body = await self._read_small(exchange)
+        body = await self._read_any(exchange)  # an administrator may send a model, and is told why it is refused
         check_json(body, self._process.settings.limits.max_depth)
         return models.decode_manage(body)
 
@@ -260,6 +260,13 @@ class KServe:
         return _shown(own)
 
     async def _read_small(self, exchange: Exchange) -> bytes:
+        """Return a body that is decoded on the event loop. Raises BadRequest for a large one."""
+        body = await self._read_any(exchange)
+        if len(body) > MAX_FREE_FORM_BYTES:
+            raise BadRequest(f"The body must hold at most {MAX_FREE_FORM_BYTES} bytes")
+        return body
+
+    async def _read_any(self, exchange: Exchange) -> bytes:
         exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
         return await exchange.read_body(self._process.bodies)
 

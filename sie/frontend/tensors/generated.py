@@ -33,7 +33,7 @@ async def start_generation(
     generator: TextStarter, entry: ModelEntry, request: TensorRequest, text: str, *, owner: str, deadline_ns: int
 ) -> TextRun:
     """Start to generate after `text`. Raises BadRequest for a wrong parameter, and the errors of `Generator.start`."""
-    given = read_parameters(request.parameters)
+    given = read_parameters(request.parameters or {})
     return await generator.start(
         entry, text_request([text], given, is_stream=False), deadline_ns, salt=owner.encode(),
         echoes=given.exclude_input_in_output is False,
@@ -64,13 +64,14 @@ class GenerateParameters(SamplingNumbers, kw_only=True):
     exclude_input_in_output: bool | None = None
 
 
-def read_parameters(parameters: Mapping[str, Any] | None) -> GenerateParameters:
+def read_parameters(parameters: Mapping[str, Any]) -> GenerateParameters:
     """Return the generation parameters of a request. Raises BadRequest for a wrong type or name."""
-    given = parameters or {}
-    checked_parameters({name: value for name, value in given.items() if name != "stop"}, own=(EMPTY_FINAL_RESPONSE,))
+    checked_parameters(
+        {name: value for name, value in parameters.items() if name != "stop"}, own=(EMPTY_FINAL_RESPONSE,)
+    )
     try:
         # Not strict: gRPC parameters may be texts or whole numbers, so a client sends a temperature as a text.
-        return msgspec.convert(given, GenerateParameters, strict=False)
+        return msgspec.convert(parameters, GenerateParameters, strict=False)
     except msgspec.ValidationError as error:
         raise BadRequest(str(error).replace("`$.", "`$.parameters.")) from None
 

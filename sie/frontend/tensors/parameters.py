@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any, Final
 
+import msgspec
+
+from sie.frontend.inputs.bounded_json import decode_free_form
 from sie.values.errors import BadRequest
 from sie.values.tensor import RegionPart, TensorRule
 
@@ -15,19 +18,37 @@ EMPTY_FINAL_RESPONSE: Final = "triton_enable_empty_final_response"
 """The gRPC parameter that asks for a mark on the last reply to a request on a stream."""
 _RESERVED: Final = "triton_"
 _UNSIGNED_LIMIT: Final = 1 << 64
+_FEW_BYTES: Final = 1024
+_decode: Final = msgspec.json.Decoder(dict[str, Any] | None).decode
 
 
-def checked_parameters(parameters: dict[str, Any] | None, own: Container[str] = ()) -> dict[str, Any]:
+def decode_parameters(raw: msgspec.Raw, path: str, max_depth: int) -> dict[str, Any]:
+    """Return the parameters of a JSON body, none for an absent member. path names them in errors.
+
+    Raises the errors of `decode_free_form` and `checked_parameters`.
+    """
+    nbytes = memoryview(raw).nbytes
+    if not nbytes:
+        return {}
+    if nbytes <= _FEW_BYTES:  # nearly all; this takes a third of the time
+        try:
+            return checked_parameters(_decode(raw) or {})
+        except msgspec.DecodeError:
+            pass  # the other decoder names the path
+    return checked_parameters(decode_free_form(raw, msgpack=False, path=path, max_depth=max_depth))
+
+
+def checked_parameters(parameters: dict[str, Any], own: Container[str] = ()) -> dict[str, Any]:
     """Return parameters after checking their types and names; own lists the reserved names that are allowed.
 
     Raises BadRequest.
     """
-    for name, value in (parameters or {}).items():
+    for name, value in parameters.items():
         if not isinstance(value, bool | int | float | str):
             raise BadRequest(f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'.")
         if name.startswith(_RESERVED) and name not in own:
             raise BadRequest(f"parameter '{name}' starts with '{_RESERVED}', which is reserved")
-    return parameters or {}
+    return parameters
 
 
 def check_sequence(parameters: dict[str, Any], *, least_id: int = 0) -> None:

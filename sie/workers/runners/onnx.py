@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ def load_onnx(
 ) -> OnnxRunner:
     """Return the ready runner of a card. Raises ModelLoadFailed when onnxruntime refuses the file, with its reason."""
     assert card.tensor is not None
+    _check_types(card, card.tensor)
     path = Path(card.directory) / card.tensor.config["default_model_filename"]
     progress(0.1, "onnxruntime reads the model")
     options = onnxruntime.SessionOptions()
@@ -67,6 +69,9 @@ def load_onnx(
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.load_model_format", "ONNX")
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other processes need the cores
+    if not device.startswith("cuda"):
+        _share_arena()
+        options.add_session_config_entry("session.use_env_allocators", "1")
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=_providers(device))
     except (states.NoSuchFile, OSError) as error:
@@ -81,6 +86,21 @@ def load_onnx(
         progress(0.9, "rows are tried alone and together")
         runner.card = msgspec.structs.replace(card, tensor=probe_rows(runner, card.tensor))
     return runner
+
+
+@cache
+def _share_arena() -> None:
+    """Make one arena for the CPU runs of all sessions. It never shrinks, and one for each would hold its largest run for ever."""
+    kind = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR
+    memory = onnxruntime.OrtMemoryInfo("Cpu", kind, 0, onnxruntime.OrtMemType.DEFAULT)
+    onnxruntime.create_and_register_allocator(memory, None)
+
+
+def _check_types(card: ModelCard, rule: TensorRule) -> None:
+    """Raise ModelLoadFailed for a model with BF16 that takes BYTES: onnxruntime's Python has no form for both."""
+    has_bfloat16 = any(spec.datatype == "BF16" for spec in (*rule.inputs, *rule.outputs))
+    if has_bfloat16 and any(spec.datatype == "BYTES" for spec in rule.inputs):
+        raise refuse(card.id, "onnxruntime does not take BYTES in a model that has BF16, too")
 
 
 def _providers(device: str) -> list[Any]:

@@ -207,6 +207,19 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes):
         read_exported(path)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda program: program["graph_module"]["signature"].update(input_specs=[{"in_spec": 5}]),
+        lambda program: program["graph_module"].update(forward_arg_names=5),
+        lambda program: program.update(range_constraints=5),
+    ],
+)
+def test_what_has_values_of_other_types_is_no_archive(archive: Path, tmp_path: Path, change: Callable[[Any], Any]):
+    with pytest.raises(ExportedError, match=r"not an archive of torch\.export"):
+        read_exported(changed(archive, tmp_path / "m.pt2", in_program(change)))
+
+
 def test_compressed_entries_are_refused(archive: Path, tmp_path: Path):
     path = changed(archive, tmp_path / "m.pt2", lambda _entries: None, compression=zipfile.ZIP_DEFLATED)
     with pytest.raises(ExportedError, match="is compressed or encrypted"):

@@ -4,10 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
+from google.protobuf import json_format, text_format
 
 from sie.catalog.repository_layout import find_models
 from sie.catalog.spec import ModelSpec, TensorSource
 from sie.catalog.tensor_rule import read_tensor_card
+from sie.proto import message_class
 from sie.values.errors import ModelLoadFailed
 from tests import onnx_models
 
@@ -78,6 +80,30 @@ def test_the_stamp_changes_with_the_files(tmp_path: Path):
     assert find_models((str(tmp_path),)) == [before]
     (model / "config.pbtxt").write_text("max_batch_size: 4")
     assert find_models((str(tmp_path),))[0].stamps != before.stamps
+
+
+@pytest.mark.parametrize("file", ["labels.txt", "warmup/x.bin", "1/weights/w.bin"])
+def test_the_stamp_changes_with_every_file_that_a_version_uses(tmp_path: Path, file: str):
+    config = """
+        output { name: "y" data_type: TYPE_FP32 dims: 2 label_filename: "labels.txt" }
+        model_warmup { name: "w" inputs { key: "x" value { data_type: TYPE_FP32 dims: 2 input_data_file: "x.bin" } } }
+    """
+    path = onnx_models.write(tmp_path, "m", onnx_models.identity(), config=config) / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"cold")
+    (before,) = find_models((str(tmp_path),))
+    path.write_bytes(b"cooler")
+    assert find_models((str(tmp_path),))[0].stamps != before.stamps
+
+
+@pytest.mark.parametrize("name", [r"a\000b", "../labels.txt", "a" * 300])
+def test_a_file_that_cannot_be_named_so_is_the_fault_of_its_model_alone(tmp_path: Path, name: str):
+    output = f'output {{ name: "y" data_type: TYPE_FP32 dims: 2 label_filename: "{name}" }}'
+    onnx_models.write(tmp_path, "bad", onnx_models.identity(), config=output)
+    onnx_models.write(tmp_path, "good", onnx_models.identity())
+    bad, good = find_models((str(tmp_path),))
+    assert bad.reason.startswith("Model 'bad' cannot be loaded: ")
+    assert (good.reason, good.versions) == ("", ("1",))
 
 
 def outside(tmp_path: Path) -> Path:
@@ -197,3 +223,17 @@ def test_hints_about_speed_are_read_and_not_followed(tmp_path: Path):
     assert rule.config["instance_group"][0]["kind"] == "KIND_CPU"
     assert rule.config["dynamic_batching"]["max_queue_delay_microseconds"] == 100
     assert rule.config["parameters"] == {"intra_op_thread_count": {"string_value": "1"}}
+
+
+@pytest.mark.parametrize("source", ["zero_data: true", "random_data: true", 'input_data_file: "x.bin"'])
+def test_a_configuration_shows_its_warm_ups_as_they_are_written(tmp_path: Path, source: str):
+    """gRPC and the v1 status turn the JSON form into messages again, which no message with two of three sources can be."""
+    written = f'model_warmup {{ name: "w" batch_size: 1 inputs {{ key: "x" value {{ data_type: TYPE_FP32 dims: 2 {source} }} }} }}'
+    model = onnx_models.write(tmp_path, "m", onnx_models.identity(), config=written)
+    (model / "warmup").mkdir()
+    (model / "warmup" / "x.bin").write_bytes(bytes(8))
+    rule = read(tmp_path).tensor
+    assert rule is not None
+    config = message_class("model_config", "inference.ModelConfig")
+    shown = json_format.ParseDict(rule.config, config())
+    assert shown.model_warmup == text_format.Parse(written, config()).model_warmup

@@ -69,6 +69,20 @@ def test_what_a_configuration_leaves_out_is_completed(tmp_path: Path):
     assert config["instance_group"][0]["count"] == 1
 
 
+def test_a_batch_needs_an_input(tmp_path: Path):
+    content = onnx_models.constant()
+    assert rule_of(tmp_path, content).inputs == ()
+    with pytest.raises(ModelLoadFailed, match="max_batch_size is 4, but the model has no inputs"):
+        rule_of(tmp_path, content, "max_batch_size: 4")
+
+
+def test_a_label_is_a_line_whatever_characters_it_has(tmp_path: Path):
+    labelled = 'output { name: "y" data_type: TYPE_FP32 dims: [-1, 2] label_filename: "labels.txt" }'
+    text = "a\x0cb\nc\N{LINE SEPARATOR}d\r\n\ne\n"
+    (output,) = rule_of(tmp_path, onnx_models.identity(), labelled, {"labels.txt": text}).outputs
+    assert output.labels == ("a\x0cb", "c\N{LINE SEPARATOR}d", "", "e")
+
+
 @pytest.mark.parametrize(
     ("inputs", "outputs", "batch"),
     [

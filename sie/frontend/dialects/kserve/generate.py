@@ -14,12 +14,13 @@ from msgspec import Meta
 
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai.text_fields import KEEP_ALIVE, data_line
-from sie.frontend.inputs.bounded_json import check_json, check_utf8, decode_typed
+from sie.frontend.inputs.bounded_json import check_json, check_utf8, decode_free_form, decode_typed
 from sie.frontend.tensors.generated import GenerateParameters, read_parameters, text_request
 from sie.values.errors import SieError
 from sie.values.generate import Ended, GenerateEvent, GenerateReply, GenerateRequest, Started, TextDelta
 from sie.values.tensor import TensorRule
 
+_ABSENT: Final = msgspec.Raw(b"")
 _to_json: Final = msgspec.json.Encoder().encode
 
 
@@ -32,7 +33,7 @@ class TextInputBody(GenerateParameters, kw_only=True):
 
     text_input: str | OneText
     id: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: msgspec.Raw = _ABSENT
 
 
 _DECODER: Final = msgspec.json.Decoder(TextInputBody)
@@ -62,7 +63,8 @@ def decode_text_input(
     check_json(body, limits.max_depth)
     check_utf8(body)
     call = decode_typed(_DECODER, body)
-    given = read_parameters(call.parameters)
+    free = decode_free_form(call.parameters, msgpack=False, path="$.parameters", max_depth=limits.max_depth)
+    given = read_parameters(free)
     for field in GenerateParameters.__struct_fields__:
         if (value := getattr(call, field)) is not None:
             setattr(given, field, value)

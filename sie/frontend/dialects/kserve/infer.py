@@ -24,8 +24,8 @@ from sie.frontend.tensors.classification import as_class_tensor, spec_of
 from sie.frontend.tensors.image_inputs import image_form
 from sie.frontend.tensors.parameters import (
     check_sequence,
-    checked_parameters,
     checked_priority,
+    decode_parameters,
     flag,
     region_part,
     unsigned,
@@ -50,7 +50,6 @@ _MIXED: Final = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
     "'shared_memory_region' in 'parameters'."
 )
-_Parameters = dict[str, Any] | None
 
 
 class InferInput(msgspec.Struct):
@@ -59,7 +58,7 @@ class InferInput(msgspec.Struct):
     name: str
     shape: Annotated[list[Annotated[int, Meta(ge=0, le=_SIZE_LIMIT - 1)]], Meta(max_length=MAX_RANK)]
     datatype: str
-    parameters: _Parameters = None
+    parameters: msgspec.Raw = _ABSENT
     data: msgspec.Raw = _ABSENT
 
 
@@ -67,16 +66,16 @@ class InferOutput(msgspec.Struct):
     """One requested output."""
 
     name: str
-    parameters: _Parameters = None
+    parameters: msgspec.Raw = _ABSENT
 
 
 class InferBody(msgspec.Struct):
     """The JSON of a request."""
 
-    inputs: Annotated[list[InferInput], Meta(min_length=1, max_length=_MAX_TENSORS)]
+    inputs: Annotated[list[InferInput], Meta(max_length=_MAX_TENSORS)]
     outputs: Annotated[list[InferOutput], Meta(max_length=_MAX_TENSORS)] | None = None
     id: str | None = None
-    parameters: _Parameters = None
+    parameters: msgspec.Raw = _ABSENT
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -166,21 +165,21 @@ def _parse_head(text: bytes, max_depth: int, max_values: int) -> _Head:
     check_json(text, max_depth, max_values + _MAX_TENSORS, max_values + _MAX_TENSORS)
     check_utf8(text)
     parsed = decode_typed(_BODY, text)
-    parameters = checked_parameters(parsed.parameters)
+    parameters = decode_parameters(parsed.parameters, "$.parameters", max_depth)
     check_sequence(parameters)
     is_binary = flag(parameters, "binary_data_output")
-    wanted = _wanted(parsed.outputs or (), is_binary=is_binary)
+    wanted = _wanted(parsed.outputs or (), max_depth, is_binary=is_binary)
     return _Head(
-        tuple([_input_head(item) for item in parsed.inputs]), wanted, tuple([output.name for output in wanted]),
+        tuple([_input_head(item, max_depth) for item in parsed.inputs]), wanted, tuple([output.name for output in wanted]),
         is_binary, parsed.id or "", unsigned(parameters, "priority"), unsigned(parameters, "timeout"),
         parameters,
     )  # fmt: skip
 
 
-def _input_head(item: InferInput) -> _InputHead:
+def _input_head(item: InferInput, max_depth: int) -> _InputHead:
     if item.datatype not in ITEM_BYTES:
         raise BadRequest(f"invalid datatype '{item.datatype}' for input {item.name}")
-    parameters = checked_parameters(item.parameters)
+    parameters = decode_parameters(item.parameters, f"$.inputs[name={item.name}].parameters", max_depth)
     part = region_part(parameters, item.name)
     data = item.data if memoryview(item.data).nbytes else None
     binary_bytes = unsigned(parameters, "binary_data_size") if "binary_data_size" in parameters else None
@@ -305,11 +304,11 @@ def _raw_tensor(body: memoryview, rule: TensorRule) -> Tensor:
     return Tensor(spec.name, spec.datatype, tuple(shape), body)
 
 
-def _wanted(outputs: Sequence[InferOutput], *, is_binary: bool) -> tuple[Wanted, ...]:
+def _wanted(outputs: Sequence[InferOutput], max_depth: int, *, is_binary: bool) -> tuple[Wanted, ...]:
     """Return the requested outputs, each once."""
     wanted: dict[str, Wanted] = {}
     for output in outputs:
-        parameters = checked_parameters(output.parameters)
+        parameters = decode_parameters(output.parameters, f"$.outputs[name={output.name}].parameters", max_depth)
         part = region_part(parameters, output.name)
         binary = flag(parameters, "binary_data", default=is_binary)
         num_classes = unsigned(parameters, "classification")

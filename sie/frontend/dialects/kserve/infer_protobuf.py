@@ -12,9 +12,10 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sie.frontend.dialects.kserve.infer import TRUNCATED, InferCall, Wanted, classes_of, cut_text, ranked, stores_of
-from sie.frontend.dialects.kserve.protobuf_wire import BYTES, append_bytes, cut_views, parse, wire_fields
+from sie.frontend.dialects.kserve.protobuf_wire import BYTES, MAX_FIELDS, append_bytes, cut_views, parse, wire_fields
 from sie.frontend.tensors.parameters import (
     EMPTY_FINAL_RESPONSE,
     check_sequence,
@@ -30,12 +31,16 @@ from sie.values.errors import BadRequest
 from sie.values.tensor import DATATYPES, RegionPart, Tensor, TensorReply, TensorRequest, TensorRule
 
 FINAL_RESPONSE: Final = "triton_final_response"
+_INPUTS: Final = 5
+_OUTPUTS: Final = 6
 _RAW_INPUTS: Final = 7
 _RAW_OUTPUTS: Final = 6
 _INFER_RESPONSE: Final = 2
 _RESPONSE_ID: Final = 3
 _REQUEST_ID: Final = 3
 _MAX_TENSORS: Final = 1024
+_MAX_PARAMETERS: Final = 1024
+"""Parameters of a request or of one of its tensors. Python reads them one by one."""
 _WRAPPED: Final = 1 << 63
 """Triton's C++ client writes the unsigned id of a sequence as `int64_param`."""
 _MAX_CACHED_BYTES: Final = 2048
@@ -46,6 +51,7 @@ _TYPED: Final = {
     "INT64": "int64_contents", "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
     "UINT64": "uint64_contents", "FP32": "fp32_contents", "FP64": "fp64_contents", "BYTES": "bytes_contents",
 }  # fmt: skip
+_PIECE: Final = 1 << 14
 _NARROW: Final = frozenset({"INT8", "INT16", "UINT8", "UINT16"})
 _REQUEST: Final = message_class("kserve", "inference.ModelInferRequest")
 _RESPONSE: Final = message_class("kserve", "inference.ModelInferResponse")
@@ -78,7 +84,19 @@ def id_of(data: bytes) -> str:
 
 def parse_infer(rest: bytes, raw: list[memoryview]) -> InferMessage:
     """Return the message whose parts `cut_raw` returned. Raises BadRequest if rest is malformed."""
+    _check_tensors(rest)
     return InferMessage(rest, (_parse if _is_cacheable(rest, raw) else _parse.__wrapped__)(rest), raw)
+
+
+def _check_tensors(rest: bytes) -> None:
+    """Raise MalformedMessage for tensors with too many fields together, such as parameters; typed elements are one field."""
+    left = MAX_FIELDS
+    if len(rest) <= 2 * left:  # a field has two bytes or more
+        return
+    view = memoryview(rest)
+    for field in wire_fields(view):
+        if field.number in (_INPUTS, _OUTPUTS) and field.wire_type == BYTES:
+            left -= sum(1 for _ in wire_fields(view[field.value_start : field.end], left))
 
 
 def _is_cacheable(rest: bytes, raw: list[memoryview]) -> bool:
@@ -204,11 +222,19 @@ def _typed(item: Any, max_values: int) -> memoryview:
 def _packed(values: Any, name: str, datatype: str) -> bytes:
     dtype = np.dtype(DATATYPES[datatype])
     if datatype not in _NARROW:
-        return np.array(values, dtype).tobytes()
-    wide, bounds = np.array(values, np.int64), np.iinfo(dtype)
+        return _array_of(values, dtype).tobytes()
+    wide, bounds = _array_of(values, np.dtype(np.int64)), np.iinfo(dtype)
     if wide.size and (wide.min() < bounds.min or wide.max() > bounds.max):
         raise BadRequest(f"a value of input '{name}' does not fit into {datatype}")
     return wide.astype(dtype).tobytes()
+
+
+def _array_of(values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return typed elements as an array, a piece at a time: other threads run between two pieces."""
+    array = np.empty(len(values), dtype)
+    for start in range(0, len(values), _PIECE):
+        array[start : start + _PIECE] = values[start : start + _PIECE]
+    return array
 
 
 def _wanted(outputs: Sequence[Any]) -> tuple[Wanted, ...]:
@@ -223,6 +249,8 @@ def _wanted(outputs: Sequence[Any]) -> tuple[Wanted, ...]:
 
 def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters as JSON values. Raises BadRequest for one without a value, and for the parameters that are refused over HTTP."""
+    if len(parameters) > _MAX_PARAMETERS:
+        raise BadRequest(f"a request and each of its tensors may have at most {_MAX_PARAMETERS} parameters")
     found: dict[str, Any] = {}
     for name, parameter in parameters.items():
         choice = parameter.WhichOneof("parameter_choice")

@@ -16,7 +16,7 @@ import msgspec
 from sie.config.limits import Limits
 from sie.frontend.dialects.kserve.tensor_json import elements_from_json, elements_to_json
 from sie.frontend.inputs.bounded_json import check_json, check_utf8, decode_typed
-from sie.frontend.tensors.parameters import check_sequence, checked_parameters, checked_priority, unsigned
+from sie.frontend.tensors.parameters import check_sequence, checked_priority, decode_parameters, unsigned
 from sie.values.errors import BadRequest
 from sie.values.tensor import Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
 
@@ -33,7 +33,7 @@ def decode_members(body: bytes, model: str, rule: TensorRule, limits: Limits) ->
     check_json(body, limits.max_depth, limits.max_tensor_values + _ROOM, limits.max_tensor_values + _ROOM)
     check_utf8(body)
     members = decode_typed(_decoder(tuple(spec.name for spec in rule.inputs)), body)
-    parameters = checked_parameters(members.parameters)
+    parameters = decode_parameters(members.parameters, "$.parameters", limits.max_depth)
     check_sequence(parameters)
     values = [getattr(members, _field(index)) for index in range(len(rule.inputs))]
     inputs = [_tensor(value, spec, rule) for value, spec in zip(values, rule.inputs, strict=True) if bytes(value)]
@@ -49,7 +49,7 @@ def _decoder(names: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
     fields = {_field(index): name for index, name in enumerate(names) if name not in _RESERVED}
     members = msgspec.defstruct(
         "Members",
-        [("id", str | None, None), ("parameters", dict[str, Any] | None, None)]
+        [("id", str | None, None), ("parameters", msgspec.Raw, _ABSENT)]
         + [(_field(index), msgspec.Raw, _ABSENT) for index in range(len(names))],
         rename=fields,
     )

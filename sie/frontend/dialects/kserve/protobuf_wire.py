@@ -18,7 +18,7 @@ BYTES: Final = 2
 _FIXED_BYTES: Final = {1: 8, 5: 4}
 _MAX_VARINT_BYTES: Final = 10
 _MAX_FIELD: Final = (1 << 29) - 1
-_MAX_FIELDS: Final = 16_384
+MAX_FIELDS: Final = 16_384
 """Fields of one message. Python reads them one by one: eight million empty ones held the event loop for seconds."""
 
 
@@ -36,7 +36,7 @@ class WireField(NamedTuple):
     end: int
 
 
-def wire_fields(data: bytes | memoryview, max_fields: int = _MAX_FIELDS) -> Iterator[WireField]:
+def wire_fields(data: bytes | memoryview, max_fields: int = MAX_FIELDS) -> Iterator[WireField]:
     """Yield the fields of a message in their order. Raises MalformedMessage, also for more than max_fields."""
     position = 0
     while position < len(data):
@@ -91,7 +91,7 @@ def cut_views(data: bytes, number: int) -> tuple[bytes, list[memoryview]]:
     values: list[memoryview] = []
     tag = number << 3 | BYTES
     position = kept_from = 0
-    num_left = _MAX_FIELDS
+    num_left = MAX_FIELDS
     while position < size:
         num_left -= 1
         if num_left < 0:
@@ -125,7 +125,7 @@ def parse_with_views(cls: type[Any], data: bytes, number: int) -> tuple[Any, lis
 
 def parse(cls: type[Any], data: bytes) -> Any:
     """Return the message in data. Raises MalformedMessage."""
-    if len(data) > 2 * _MAX_FIELDS:  # a field has two bytes or more
+    if len(data) > 2 * MAX_FIELDS:  # a field has two bytes or more
         for _ in wire_fields(data):
             pass
     try:

@@ -22,7 +22,9 @@ from sie.proto import message_class
 from sie.values.errors import BadRequest
 from sie.values.tensor import ITEM_BYTES, MAX_RANK, Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
 
-_MAX_HEADER_CHARS: Final = 64 * 1024
+MAX_HEADER_BYTES: Final = 64 * 1024
+_MAX_CACHED_CHARS: Final = 2048
+"""A longer `NV-InferRequest` is not cached, because the cache holds hundreds of them."""
 _MAX_TENSORS: Final = 1024
 _MAX_RESPONSE_CHARS: Final = 16 * 1024
 """Limit of `NV-InferResponse`. A longer one omits its classes, which the header after the body still has."""
@@ -60,14 +62,18 @@ class InferHead(msgspec.Struct, frozen=True, kw_only=True):
     is_first_generation: bool = False
 
 
-@lru_cache(maxsize=256)  # a client sends the same one with every request
 def parse_infer_head(text: str) -> InferHead:
     """Return the request that `NV-InferRequest` describes, in protobuf's text format.
 
     Raises BadRequest, with the request's id in its extras (`infer_id`) if the text could be read.
     """
-    if len(text) > _MAX_HEADER_CHARS:
-        raise BadRequest(f"NV-InferRequest is over {_MAX_HEADER_CHARS} characters")
+    if len(text) > MAX_HEADER_BYTES:
+        raise BadRequest(f"NV-InferRequest is over {MAX_HEADER_BYTES} characters")
+    return (_parse if len(text) <= _MAX_CACHED_CHARS else _parse.__wrapped__)(text)
+
+
+@lru_cache(maxsize=256)  # a client sends the same one with every request
+def _parse(text: str) -> InferHead:
     message = message_class("trtis", f"{_PACKAGE}.InferRequestHeader")()
     try:
         text_format.Parse(text, message)

@@ -12,7 +12,7 @@ import msgspec
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from sie.frontend.dialects.kserve.protobuf_wire import BYTES, VARINT, append_bytes, parse, parse_with_views, wire_fields
-from sie.frontend.dialects.trtis.infer import InferHead, InputHead, answered, head_of, response_header
+from sie.frontend.dialects.trtis.infer import MAX_HEADER_BYTES, InferHead, InputHead, answered, head_of, response_header
 from sie.frontend.dialects.trtis.status import request_status
 from sie.proto import message_class
 from sie.values.errors import BadRequest
@@ -59,6 +59,8 @@ def _text_version(message: Any) -> str:
 
 def parse_head(header: bytes) -> InferHead:
     """Return the request's header, of either generation. Raises BadRequest."""
+    if len(header) > MAX_HEADER_BYTES:
+        raise BadRequest(f"the request's header is over {MAX_HEADER_BYTES} bytes")
     head = head_of(parse(_HEADER, header))
     if not _is_first_generation(header):
         return head
@@ -69,7 +71,7 @@ def parse_head(header: bytes) -> InferHead:
 def id_of(header: bytes) -> int:
     """Return the request's id, or 0 if it cannot be read."""
     try:
-        return parse(_HEADER, header).id
+        return parse(_HEADER, header).id if len(header) <= MAX_HEADER_BYTES else 0
     except BadRequest:
         return 0
 

@@ -20,6 +20,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from onnx import helper
 from PIL import Image
 
 from sie.catalog.spec import ModelSpec, TensorSource, parse_model_spec
@@ -402,6 +403,21 @@ async def test_bf16_crosses_as_its_bits(office: Office):
     for index, answer in enumerate(answers):
         np.testing.assert_array_equal(answer["y"], bits + index)
     assert office.num_steps == 1
+
+
+def test_a_model_that_takes_strings_beside_bf16_does_not_load(tmp_path: Path):
+    """onnxruntime has no way to give it both: every request failed."""
+    values = [("x", "y", "BF16"), ("s", "t", "BYTES")]
+    content = onnx_models.model(
+        [helper.make_node("Identity", [given], [back]) for given, back, _ in values],
+        [onnx_models.value(given, datatype, ("n",)) for given, _, datatype in values],
+        [onnx_models.value(back, datatype, ("n",)) for _, back, datatype in values],
+    )
+    onnx_models.write(tmp_path, "m", content)
+    source = TensorSource(repository=str(tmp_path), name="m", version="1")
+    card = read_tensor_card(ModelSpec(id=source.hosted_id, directory=source.folder, tensor=source))
+    with pytest.raises(ModelLoadFailed, match="does not take BYTES in a model that has BF16"):
+        build(card)
 
 
 @in_office()

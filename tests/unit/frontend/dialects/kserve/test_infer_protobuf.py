@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,30 @@ def test_what_is_wrong_is_refused_by_name(message: Any, reason: str):
 @pytest.mark.parametrize("value", [{"int64_param": -5}, {"uint64_param": (1 << 64) - 1}, {"string_param": "a"}])
 def test_a_sequence_has_an_id_of_64_bits_or_a_text(value: dict[str, Any]):
     decoded(with_parameter(asking(raw=[b"12345678"]), "sequence_id", **value))
+
+
+@pytest.mark.parametrize("part", [lambda m: m, lambda m: m.inputs[0], lambda m: m.outputs.add(name="Y")])
+def test_countless_parameters_are_refused(part: Callable[[Any], Any]):
+    message = asking(raw=[bytes(8)])
+    asked = part(message)
+    for number in range(1025):
+        asked.parameters[f"p{number}"].int64_param = number
+    assert "at most 1024 parameters" in refusal(message)
+
+
+def test_countless_parameters_of_tensors_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch):
+    message = asking(raw=[bytes(8)])
+    for number in range(20_000):
+        message.inputs[0].parameters[f"p{number}"].int64_param = number
+    monkeypatch.setattr(infer_protobuf, "parse", None)
+    assert "too many fields" in refusal(message)
+
+
+def test_typed_elements_of_several_pieces_keep_their_places():
+    values = np.arange(40_000, dtype=np.int32)
+    message = asking("INT32", (40_000,), int_contents=values.tolist())
+    (found,) = decoded(message, max_values=40_000).request.inputs
+    np.testing.assert_array_equal(np.frombuffer(found.data, np.int32), values)
 
 
 def test_values_of_all_inputs_count_together():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -302,6 +303,18 @@ def test_a_server_status_reads_back_in_every_form():
     assert text_format.Parse(encode_message(message, "text")[1].decode(), type(message)()) == message
     assert b'"ready_state": "MODEL_READY"' in encode_message(message, "json")[1]
     assert [model.name for model in repository_index(["a", "b"]).models] == ["a", "b"]
+
+
+def test_long_headers_leave_no_memory_behind():
+    """A client that sent hundreds of different ones held a hundred MiB of each frontend."""
+    inputs = " ".join(f'input {{ name: "x{number}" dims: 1 dims: 2 }}' for number in range(500))
+    tracemalloc.start()
+    try:
+        for number in range(10):
+            parse_infer_head(f"batch_size: 1 id: {number} {inputs}")
+        assert tracemalloc.get_traced_memory()[0] < 300_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

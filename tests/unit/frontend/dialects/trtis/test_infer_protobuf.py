@@ -81,5 +81,12 @@ def test_an_id_is_found_in_a_good_header_alone():
 def test_header_of_countless_fields_is_refused_and_of_countless_dims_is_cut():
     with pytest.raises(BadRequest, match="too many fields"):
         infer_protobuf.parse_head(b"\x12\xe8\x07" + b"\x78\1" * 500)
-    head = infer_protobuf.parse_head(HEADER(input=[{"name": "x", "dims": [1] * 100_000}]).SerializeToString())
+    head = infer_protobuf.parse_head(HEADER(input=[{"name": "x", "dims": [1] * 50_000}]).SerializeToString())
     assert len(head.inputs[0].dims) == 33
+
+
+def test_a_long_header_is_refused_before_it_is_read():
+    header = HEADER(id=5, input=[{"name": "x", "dims": [1] * 70_000}]).SerializeToString()
+    with pytest.raises(BadRequest, match="the request's header is over 65536 bytes"):
+        infer_protobuf.parse_head(header)
+    assert infer_protobuf.id_of(header) == 0
