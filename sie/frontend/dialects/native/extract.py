@@ -21,6 +21,9 @@ from sie.values.inference import ExtractReply, ExtractRequest
 
 _MOST_ITEMS = 65_536  # the setting's upper bound; the setting itself is checked after decoding
 _MAX_SCHEMA_BYTES: Final = 1 << 20
+_MAX_SCHEMA_HEADS: Final = 1 << 18
+"""Most bytes of a msgpack schema that may start a map or a list: an empty one has one byte, and takes 64 bytes decoded."""
+_NOT_HEADS: Final = bytes(set(range(256)) - {*range(0x80, 0xA0), *range(0xDC, 0xE0)})
 _SCHEMA_LEVEL: Final = 2
 """Nesting levels of a body above its output_schema."""
 _ABSENT = msgspec.Raw(b"")
@@ -45,7 +48,13 @@ class ExtractBody(msgspec.Struct, gc=False):
 
 _FROM_MSGPACK = msgspec.msgpack.Decoder(ExtractBody)
 _FROM_JSON = msgspec.json.Decoder(ExtractBody)
-_SCHEMA_FROM_MSGPACK = msgspec.msgpack.Decoder(dict[str, Any] | None)
+
+
+def _refuse_extension(code: int, _data: memoryview) -> Any:
+    raise msgspec.ValidationError(f"A msgpack extension type ({code}) has no form in JSON")
+
+
+_SCHEMA_FROM_MSGPACK = msgspec.msgpack.Decoder(dict[str, Any] | None, ext_hook=_refuse_extension)
 _SCHEMA_FROM_JSON = msgspec.json.Decoder(dict[str, Any] | None)
 _NO_PARAMS = ExtractParams()
 
@@ -102,14 +111,27 @@ def _decode_schema(raw: msgspec.Raw, msgpack: bool, limits: Limits) -> str:
         return ""
     if view.nbytes > _MAX_SCHEMA_BYTES:
         raise BadRequest(f"Field 'params.output_schema' must hold at most {_MAX_SCHEMA_BYTES} bytes")
+    body = bytes(view)
+    if msgpack:
+        _check_heads(body, limits)
     try:
-        schema = decode_typed(_SCHEMA_FROM_MSGPACK if msgpack else _SCHEMA_FROM_JSON, bytes(view))
+        schema = decode_typed(_SCHEMA_FROM_MSGPACK if msgpack else _SCHEMA_FROM_JSON, body)
     except BadRequest as error:
         raise BadRequest(f"{error.message} - in `$.params.output_schema`") from None
     if not schema:
         return ""
     _check_schema(schema, limits)
     return _to_json(schema).decode()
+
+
+def _check_heads(schema: bytes, limits: Limits) -> None:
+    """Raise BadRequest for a msgpack schema that might hold so many maps and lists that decoding it stops other threads.
+
+    Bytes of texts that are not ASCII look like them, so the bound is far above the number of values in a schema.
+    """
+    most = max(_MAX_SCHEMA_HEADS, limits.max_schema_values)
+    if len(schema.translate(None, _NOT_HEADS)) > most:
+        raise BadRequest(f"Field 'params.output_schema' has over {most} bytes that may be maps or lists")
 
 
 def _check_schema(schema: dict[str, Any], limits: Limits) -> None:

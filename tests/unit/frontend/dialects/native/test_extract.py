@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import msgspec
 import pytest
 
@@ -41,6 +43,14 @@ BOTH = pytest.mark.parametrize("msgpack", [True, False], ids=["msgpack", "json"]
 def decode(value, msgpack=True, limits=LIMITS):
     body = msgspec.msgpack.encode(value) if msgpack else msgspec.json.encode(value)
     return decode_extract(body, msgpack, "org/m", limits)
+
+
+def encode_body(schema):
+    return msgspec.msgpack.encode({"items": [{"text": "x"}], "params": {"output_schema": schema}})
+
+
+def decode_encoded(body):
+    return decode_extract(body, True, "org/m", LIMITS)
 
 
 def resolve(card=STUB, msgpack=True, **params):
@@ -119,6 +129,29 @@ def test_json_schema_may_be_deeper_than_other_bodies():
 
 def test_schema_of_many_bytes_is_refused():
     assert "output_schema" in refusal(resolve, output_schema={"a": "x" * (1 << 20)})
+
+
+def test_extension_type_in_a_schema_is_refused():
+    schema = {"a": [msgspec.msgpack.Ext(5, b"x")]}
+    expected = "A msgpack extension type (5) has no form in JSON - in `$.params.output_schema`"
+    assert refusal(resolve, output_schema=schema) == expected
+
+
+def test_schema_of_a_million_empty_maps_is_refused_before_it_is_decoded():
+    schema = {"a": [{}] * 1_000_000}
+    tracemalloc.start()
+    try:
+        message = refusal(decode_encoded, encode_body(schema))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert message == "Field 'params.output_schema' has over 262144 bytes that may be maps or lists"
+    assert peak < 8 << 20
+
+
+def test_schema_with_long_texts_of_another_script_is_decoded():
+    schema = {"description": "р" * 200_000}
+    assert msgspec.json.decode(decode_encoded(encode_body(schema)).output_schema) == schema
 
 
 @pytest.mark.parametrize(
