@@ -79,7 +79,8 @@ def _render(frame: Frame, url: str) -> str:
 def stop(*, model: str | None, url: str, port: int | None, config_file: str | None, **access: str) -> int:
     """Stop the server on this host, or only unload MODEL.
 
-    Accepted requests finish first, within drain_timeout_s. The server is found by its port's lock file in runtime_dir.
+    Accepted requests finish first, within drain_timeout_s; a second stop meanwhile ends them. The server is found by
+    its port's lock file in runtime_dir.
 
     \b
       sie stop
