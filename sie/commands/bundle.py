@@ -145,7 +145,8 @@ def _answers(settings: Settings, status_s: float) -> Iterator[tuple[str, str]]:
     for name, path in _PAGES.items():
         try:
             status, body = call(target, "GET", path)
-            yield name, body.decode(errors="replace") if status < 400 else f"status {status}\n"
+            text = body.decode(errors="replace")
+            yield name, text if status < 400 else f"status {status}\n{text}".rstrip() + "\n"
         except (TargetError, ServerError) as error:
             yield name, f"{error}\n"
     yield "status.jsonl", "".join(f"{line}\n" for line in _feed(target, status_s))

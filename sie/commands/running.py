@@ -79,7 +79,8 @@ def _render(frame: Frame, url: str) -> str:
 def stop(*, model: str | None, url: str, port: int | None, config_file: str | None, **access: str) -> int:
     """Stop the server on this host, or only unload MODEL.
 
-    Accepted requests finish first, within drain_timeout_s. The server is found by its port's lock file in runtime_dir.
+    Accepted requests finish first, within drain_timeout_s; a second stop meanwhile ends them. The server is found by
+    its port's lock file in runtime_dir.
 
     \b
       sie stop
@@ -126,7 +127,14 @@ def _stop_server(port: int | None, config_file: str | None) -> int:
     from sie.supervisor.host_resources import SERVICE_DIRECTORY, lock_holder, locked_ports
 
     flags: dict[str, Any] = {} if port is None else {"port": str(port)}
-    server = load_settings(config_file, os.environ, flags).settings.server
+    settings = load_settings(config_file, os.environ, flags).settings
+    server, uds = settings.server, settings.access.uds
+    if uds and port is None:
+        # It holds no lock of a port: the server that does is another one.
+        return fail(
+            f"these settings listen on unix:{uds}, not on a port: `sie ps --url unix:{uds}` shows the server's pid, and "
+            "`kill PID` stops it"
+        )
     directories = [Path(path) for path in dict.fromkeys((server.runtime_dir, SERVICE_DIRECTORY))]
     for directory in directories:
         pid = lock_holder(directory, server.port)

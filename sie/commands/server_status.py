@@ -175,7 +175,12 @@ def problems(frame: Frame) -> Sequence[str]:
     """Return the server's problems in words, the most urgent first."""
     found = [] if frame.ready else [f"not ready: {frame.reason or 'it starts'}"]
     found += ["saturated: new requests are refused"] if frame.saturated else []
-    found += [error for error in (frame.config_error, frame.keys_error, frame.tls_error) if error]
+    refused = {
+        "settings not reloaded": frame.config_error,
+        "API keys not reloaded": frame.keys_error,
+        "certificate not renewed": frame.tls_error,
+    }
+    found += [f"{what}: {error}" for what, error in refused.items() if error]
     found += [f"{gpu.device} is unhealthy" for gpu in frame.gpus if not gpu.healthy]
     failed = [model for model in frame.models if model.error and model.error not in frame.reason]
     return found + [f"{frame.shown_name(model)}: {model.error}" for model in failed]

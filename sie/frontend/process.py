@@ -228,6 +228,11 @@ class FrontendProcess:
         return self.status.is_ready
 
     @property
+    def not_ready_reason(self) -> str:
+        """Why `/readyz` is not green."""
+        return "stopping" if self.is_draining else self.models.reason
+
+    @property
     def uptime_s(self) -> float:
         """Seconds since the server started, on a monotonic clock."""
         return self.status.uptime_s

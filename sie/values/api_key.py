@@ -7,6 +7,7 @@ modules.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -65,7 +66,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Tables(msgspec.Struct, forbid_unknown_fields=True):
-    key: Annotated[list[_Entry], Meta(min_length=1, max_length=MAX_KEYS)]
+    key: Annotated[list[_Entry], Meta(max_length=MAX_KEYS)] = []
 
 
 class KeyFile(NamedTuple):
@@ -97,15 +98,9 @@ def read_key_file(path: str) -> KeyFile:
 
 def parse_keys(text: str, where: str) -> tuple[ApiKey, ...]:
     """Return the keys in a TOML text. Raises KeyFileError as `read_key_file` does; `where` names the source."""
-    import tomllib  # imported here, so that only servers with keys load the parser
-
-    try:
-        tables: dict[str, Any] = tomllib.loads(text)
-        entries = msgspec.convert(tables, _Tables).key
-    except tomllib.TOMLDecodeError as error:
-        raise KeyFileError(f"{where}: is not TOML: {error}") from None
-    except msgspec.ValidationError as error:
-        raise KeyFileError(f"{where}: {error}") from None
+    entries = _parse_entries(text, where)
+    if not entries:
+        raise KeyFileError(f"{where}: has no key; `sie keys new` makes one")
     for field in ("name", "hash"):
         _check_unique([getattr(entry, field) for entry in entries], field, where)
     return tuple(
@@ -122,6 +117,18 @@ def parse_keys(text: str, where: str) -> tuple[ApiKey, ...]:
     )
 
 
+def _parse_entries(text: str, where: str) -> list[_Entry]:
+    import tomllib  # imported here, so that only servers with keys load the parser
+
+    try:
+        tables: dict[str, Any] = tomllib.loads(text)
+        return msgspec.convert(tables, _Tables).key
+    except tomllib.TOMLDecodeError as error:
+        raise KeyFileError(f"{where}: is not TOML: {error}") from None
+    except msgspec.ValidationError as error:
+        raise KeyFileError(f"{where}: {error}") from None
+
+
 def render_entry(key: ApiKey) -> str:
     """Return the lines of a key in a file."""
     scopes = ", ".join(f'"{scope}"' for scope in key.scopes)
@@ -136,7 +143,8 @@ def add_entry(path: str, key: ApiKey) -> None:
     """Append a key to the file at `path`, which is created (0600) if it does not exist.
 
     It is one write at the end of the file, so a server that reads it meanwhile sees all of it or nothing. Raises
-    KeyFileError when the file is not a file of keys, or has a key of that name.
+    KeyFileError, and leaves the file as it was, when the file is not a file of keys, has a key of that name or MAX_KEYS
+    keys, or cannot take the whole entry.
     """
     entry = render_entry(key)
     try:
@@ -146,18 +154,26 @@ def add_entry(path: str, key: ApiKey) -> None:
     if exists:
         text, _ = _read(path)
         if text.strip():
-            if key.name in [known.name for known in parse_keys(text, path)]:
-                raise KeyFileError(f"{path}: has a key called {key.name!r} already; choose another name")
             entry = ("\n" if text.endswith("\n") else "\n\n") + entry
+            if key.name in [known.name for known in _parse_entries(text, path)]:
+                raise KeyFileError(f"{path}: has a key called {key.name!r} already; choose another name")
+            parse_keys(text + entry, path)
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, entry.encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        _append(path, entry.encode())
     except OSError as error:
         raise KeyFileError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _append(path: str, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        num_bytes = os.fstat(fd).st_size
+        if os.write(fd, data) < len(data):  # a full disk takes the beginning without an error
+            os.ftruncate(fd, num_bytes)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _read(path: str) -> tuple[str, int]:

@@ -70,7 +70,7 @@ class KServe:
         """Answer `GET /v2/health/ready` as `/readyz` does."""
         if self.service.is_ready:
             return _done()
-        return Response(503, [JSON], infer.error_body(f"Server not ready: {self._process.models.reason}"))
+        return Response(503, [JSON], infer.error_body(f"Server not ready: {self._process.not_ready_reason}"))
 
     async def model_ready(self, exchange: Exchange) -> Response:
         """Answer `GET /v2/models/{model}/ready`."""

@@ -54,8 +54,7 @@ class Pages:
             return _answer(exchange, [JSON], _to_json(readiness), 200 if readiness["status"] == "ready" else 503)
         if process.is_ready:
             return _answer(exchange, [_TEXT], b"ok", 200)
-        reason = "stopping" if process.is_draining else process.models.reason
-        return _answer(exchange, [_TEXT], f"not ready: {reason}".encode(), 503)
+        return _answer(exchange, [_TEXT], f"not ready: {process.not_ready_reason}".encode(), 503)
 
     async def health(self, exchange: Exchange) -> Response:
         """Answer `GET /health`. sie-sdk asks for JSON, to tell a cluster's gateway from a server."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sie.commands import cli
+from sie.commands import bundle, cli
 from sie.commands.bundle import mask, write_bundle
 from sie.config.settings import Loaded, load_settings
 from sie.config.sources import SettingsError
@@ -52,6 +52,16 @@ def test_bundle_has_every_part_without_secrets(tmp_path: Path, monkeypatch: pyte
     assert parts["log.txt"] == "old line\nrefused key sie_*** of Bearer ***\n"
     assert "127.0.0.1:1" in parts["status.jsonl"], "says why there is no status"
     assert key not in "".join(parts.values())
+
+
+def test_bundle_says_why_a_server_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"/readyz": (503, b"not ready: not loaded: m (failed: https://me:hush@hub/m)"), "/metrics": (403, b"")}
+    monkeypatch.setattr(bundle, "call", lambda _target, _method, path: answers.get(path, (200, b"{}")))
+    path = tmp_path / "bundle.tar.gz"
+    write_bundle(str(path), nobody_listens, FOUND, log_file="/dev/null", status_s=0)
+    parts = read(path)
+    assert parts["ready.txt"] == "status 503\nnot ready: not loaded: m (failed: https://***@hub/m)\n"
+    assert parts["metrics.txt"] == "status 403\n"
 
 
 def test_doctor_writes_it_beside_its_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from sie.commands import cli, running
 from sie.config import bundled
 from sie.config.settings import Loaded, Settings, all_keys
 from sie.supervisor import card_helper
+from sie.supervisor.host_resources import take_lock
 from tests import onnx_models
 
 EX_CONFIG = 78
@@ -628,6 +630,21 @@ def test_stop_without_a_model_refuses_the_address_of_another_server(capsys, monk
     assert not ended, "it would have been this host's server"
     monkeypatch.setenv("SIE_URL", "http://other:9000")  # for the other commands
     assert cli.main(["stop"]) == 0
+
+
+def test_stop_spares_the_server_of_a_port_if_the_settings_name_a_socket(tmp_path, capsys, monkeypatch):
+    ended: list[int] = []
+    monkeypatch.setattr(running, "_end", lambda *_: ended.append(1) or 0)
+    config = tmp_path / "sie.toml"
+    config.write_text(f'[server]\nruntime_dir = "{tmp_path}"\n[access]\nuds = "/run/own.sock"\n')
+    lock = take_lock(tmp_path, 8080)
+    try:
+        assert cli.main(["stop", "--config", str(config)]) == 1
+        assert "`sie ps --url unix:/run/own.sock` shows the server's pid" in capsys.readouterr().err
+        assert not ended, "it would have been the server on port 8080"
+        assert cli.main(["stop", "--config", str(config), "--port", "8080"]) == 0
+    finally:
+        os.close(lock)
 
 
 @pytest.mark.parametrize("flag", [["--port", "9000"], ["--config", "sie.toml"]])

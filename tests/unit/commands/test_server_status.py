@@ -107,8 +107,13 @@ def test_quantiles_are_linear_inside_a_bucket(before, after, share, expected):
 def test_problems_begin_with_what_stops_the_server():
     model = {"name": "m", "state": "failed", "error": "no file"}
     shown = problems(frame(1, ready=False, reason="models load", models=[model], keys_error="keys: bad"))
-    assert shown == ["not ready: models load", "keys: bad", "m: no file"]
+    assert shown == ["not ready: models load", "API keys not reloaded: keys: bad", "m: no file"]
     assert problems(frame(1)) == []
+
+
+def test_a_refused_change_is_said_to_be_one():
+    shown = problems(frame(1, config_error="sie.toml: unknown key", tls_error="tls_cert: not PEM"))
+    assert shown == ["settings not reloaded: sie.toml: unknown key", "certificate not renewed: tls_cert: not PEM"]
 
 
 def test_values_are_short():

@@ -16,7 +16,9 @@ import pytest
 from sie.config.sections import Memory
 from sie.config.settings import Settings
 from sie.frontend import supervisor_link
+from sie.frontend.http.exchange import Exchange
 from sie.frontend.process import FrontendProcess
+from sie.frontend.routes.kserve import KServe
 from sie.ipc import messages as control_messages
 from sie.ipc.channel import Channel
 from sie.ipc.messages import Launch, ModelEntry, Models
@@ -161,6 +163,15 @@ async def test_process_is_ready_as_the_supervisor_says_until_it_drains(desk: Des
     desk.tell(models("m", ready=True))
     desk.tell(control_messages.Drain())
     assert not desk.process.is_ready
+
+
+@at_desk()
+async def test_kserve_says_why_the_server_is_not_ready(desk: Desk) -> None:
+    routes, exchange = KServe(desk.process), Exchange(SimpleNamespace(headers={}), None, 0)
+    desk.tell(Models((), ready=False, reason="not loaded: m"))
+    assert (await routes.ready(exchange)).body == b'{"error":"Server not ready: not loaded: m"}'
+    desk.tell(control_messages.Drain())
+    assert (await routes.ready(exchange)).body == b'{"error":"Server not ready: stopping"}'
 
 
 @at_desk()

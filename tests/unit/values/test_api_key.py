@@ -7,6 +7,7 @@ import pytest
 
 from sie.values.api_key import (
     MAX_FILE_BYTES,
+    MAX_KEYS,
     ApiKey,
     KeyFileError,
     add_entry,
@@ -50,8 +51,8 @@ def test_entry_is_read_as_it_was_written():
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("", "key"),
-        ("key = []", "$.key"),
+        ("", "has no key"),
+        ("key = []", "has no key"),
         ("nope", "TOML"),
         ("keys = 1\n" + entry(), "keys"),
         (entry(more="expires = 3"), "expires"),
@@ -119,6 +120,34 @@ def test_entries_are_added_to_a_file_that_stays_whole(tmp_path):
     with pytest.raises(KeyFileError, match="has a key called 'b' already"):
         add_entry(str(path), ApiKey(name="b", digest=bytes([2]) * 32, scopes=("admin",)))
     assert path.read_text() == before
+
+
+def test_an_entry_is_added_to_a_file_of_comments(tmp_path):
+    path = write(tmp_path / "keys.toml", "# keys of this host\n", 0o600)
+    with pytest.raises(KeyFileError, match="has no key; `sie keys new` makes one"):
+        read_key_file(path)
+    add_entry(path, ApiKey(name="a", digest=bytes(32), scopes=("infer",)))
+    assert [key.name for key in read_key_file(path).keys] == ["a"]
+
+
+def test_a_file_with_the_most_keys_takes_no_more(tmp_path):
+    text = "".join(entry(f"k{n}", f"sha256:{n:064x}") for n in range(MAX_KEYS))
+    path = write(tmp_path / "keys.toml", text, 0o600)
+    with pytest.raises(KeyFileError, match=str(MAX_KEYS)):
+        add_entry(path, ApiKey(name="more", digest=b"m" * 32, scopes=("infer",)))
+    assert len(read_key_file(path).keys) == MAX_KEYS
+
+
+def test_a_full_disk_leaves_the_keys_that_were_there(tmp_path, monkeypatch):
+    path = str(tmp_path / "keys.toml")
+    add_entry(path, ApiKey(name="a", digest=bytes(32), scopes=("infer",)))
+    write_all = os.write
+    monkeypatch.setattr(
+        os, "write", lambda fd, data: write_all(fd, data[:20])
+    )  # as write(2) does on the last free bytes
+    with pytest.raises(KeyFileError, match="cannot be written: No space left on device"):
+        add_entry(path, ApiKey(name="b", digest=bytes([1]) * 32, scopes=("infer",)))
+    assert [key.name for key in read_key_file(path).keys] == ["a"]
 
 
 def test_nothing_is_added_to_a_file_of_something_else(tmp_path):
