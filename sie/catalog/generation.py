@@ -30,6 +30,7 @@ _MAX_TEMPLATE_BYTES: Final = 1 << 20
 _PLAIN_TEMPLATE: Final = Path(__file__).with_name("plain_chat.jinja")
 _LAST_MESSAGE: Final = Path(__file__).with_name("last_message.jinja")
 _TEMPLATE_FILE: Final = "chat_template.jinja"
+_TOOL_TEMPLATE_FILE: Final = "additional_chat_templates/tool_use.jinja"
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOOL_FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
     ("<tool_call>", "hermes"),
@@ -218,11 +219,13 @@ def _read_templates(checkpoint: Checkpoint, settings: dict[str, Any]) -> tuple[s
     """Return the chat template and the one for tools, each empty if missing.
 
     Source: transformers 5.23 tokenization_utils_base.py: a file chat_template.jinja overrides the setting, which is
-    one text or a list of named texts.
+    one text or a list of named texts. Beside that file, a folder has the other named texts.
     """
     path = checkpoint.find(_TEMPLATE_FILE)
     if path is not None:
-        return _read_template(checkpoint.id, path), ""
+        tool_path = checkpoint.find(_TOOL_TEMPLATE_FILE)
+        tool_template = "" if tool_path is None else _read_template(checkpoint.id, tool_path)
+        return _read_template(checkpoint.id, path), tool_template
     named = settings.get("chat_template") or checkpoint.read_object("chat_template.json").get("chat_template") or ""
     if isinstance(named, str):
         return named, ""

@@ -37,7 +37,7 @@ from sie.catalog.image_to_text import finish_image_to_text
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
 from sie.catalog.spec import ModelSpec, RepositoryModel, check_model_id
 from sie.catalog.text_ends import with_text_ends
-from sie.catalog.tokenizer import check_pieces, convert_tokenizer
+from sie.catalog.tokenizer import check_pieces, convert_tokenizer, with_tokenizer_settings
 from sie.catalog.weights import with_num_weights
 from sie.runtime import child_setup, confined
 from sie.values.card import ModelCard
@@ -131,6 +131,7 @@ def _prepare(request: Request, on_progress: Progress) -> ModelCard:
         on_progress(1.0, "converting the tokenizer")
         path = convert_tokenizer(card.id, card.directory, request.cache_dir)
         card = msgspec.structs.replace(card, tokenizer_file=path)
+    card = with_tokenizer_settings(card, request.cache_dir)
     card = finish_image_to_text(with_text_ends(card, request.cache_dir), request.cache_dir)
     if card.score is not None and card.score.from_chat:
         on_progress(1.0, "reading the chat template")

@@ -113,6 +113,14 @@ def test_a_template_file_goes_before_the_setting(directory: Path) -> None:
     assert (rule.tool_format, rule.reasoning_tags) == ("hermes", ("<think>", "</think>"))
 
 
+def test_a_template_for_tools_is_in_a_folder_beside_the_template_file(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("plain")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("<|python_tag|>")
+    rule = read(directory).generate
+    assert (rule.chat_template, rule.tool_chat_template, rule.tool_format) == ("plain", "<|python_tag|>", "llama")
+
+
 def test_named_templates_are_told_apart(directory: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "<|python_tag|>"}]
     write(directory, "tokenizer_config.json", {"chat_template": named})
