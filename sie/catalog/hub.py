@@ -120,12 +120,22 @@ def list_files(spec: ModelSpec) -> Sequence[RepoFile]:
 
 
 def remove_partial_files() -> None:
-    """Delete the files that this process is downloading. The library uses none of them again."""
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            path = entry.readlink()
-            if path.suffix == _PARTIAL:
-                path.unlink()
+    """Delete the files that this process is downloading. The library uses none of them again.
+
+    It looks again until it finds none, because the threads that download may open the next one meanwhile.
+    """
+    while sum(map(_removed, Path("/proc/self/fd").iterdir())):
+        pass
+
+
+def _removed(entry: Path) -> bool:
+    """Delete the file of a descriptor if it is the part of a download; return whether it was."""
+    with contextlib.suppress(OSError):
+        path = entry.readlink()  # a deleted file's path has another end
+        if path.suffix == _PARTIAL:
+            path.unlink()
+            return True
+    return False
 
 
 def classify(error: BaseException) -> str:
