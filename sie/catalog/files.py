@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from sie.values.errors import ModelLoadFailed
+from sie.values.errors import ModelLoadFailed, not_loaded
 
 _MAX_JSON_BYTES = 16 << 20
 _OF_PATHS = frozenset((
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 def refuse(model_id: str, reason: str, error_class: str = "CONFIG") -> ModelLoadFailed:
     """Return the error for a checkpoint that will not be served. CONFIG is permanent, STORAGE is retried."""
-    return ModelLoadFailed(f"Model '{model_id}' cannot be loaded: {reason}", extras={"error_class": error_class})
+    return ModelLoadFailed(not_loaded(model_id, reason), extras={"error_class": error_class})
 
 
 def refuse_unreadable(model_id: str, name: str, error: OSError) -> ModelLoadFailed:

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.catalog.model_config import ModelPolicy
-from sie.values.errors import ModelLoadFailed
+from sie.values.errors import ModelLoadFailed, not_loaded
 
 _MAX_BYTES: Final = 16 << 20
 _Version = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
@@ -87,7 +87,7 @@ def read_ovms_config(path: Path) -> list[OvmsModel]:
     if found.custom_loader_config_list:
         raise ModelLoadFailed(f"model_repository {path}: custom_loader_config_list is not supported")
     models += [
-        OvmsModel(each.name, reason=f"Model '{each.name}' cannot be loaded: {field} is not supported")
+        OvmsModel(each.name, reason=not_loaded(each.name, f"{field} is not supported"))
         for field in ("pipeline_config_list", "mediapipe_config_list")
         for each in getattr(found, field)
     ]
@@ -103,7 +103,7 @@ def _read(path: Path, config: dict[str, Any]) -> OvmsModel:
     if "://" in named.base_path:
         reason = "base_path must be a directory of this host"
     if reason:
-        return OvmsModel(named.name, reason=f"Model '{named.name}' cannot be loaded: {path.name}: {reason}")
+        return OvmsModel(named.name, reason=not_loaded(named.name, f"{path.name}: {reason}"))
     base = str((path.parent / named.base_path).absolute())
     return OvmsModel(named.name, base, _policy_of(named.model_version_policy))
 

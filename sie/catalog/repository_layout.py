@@ -20,7 +20,7 @@ from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.model_config import CONFIG_FILE, ModelPolicy, named_files, platform_of, policy_of, read_model_config
 from sie.catalog.ovms_config import OvmsModel, read_ovms_config
 from sie.catalog.spec import RepositoryModel, TensorSource
-from sie.values.errors import ModelLoadFailed
+from sie.values.errors import ModelLoadFailed, not_loaded
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _VERSION = re.compile(r"[1-9][0-9]{0,18}")
@@ -65,7 +65,7 @@ def reason_without_version(source: TensorSource) -> str:
     """Return why the id of a model without a version to serve cannot be loaded."""
     found = find_models((source.repository,), source.name)
     if not found:
-        return f"Model '{source.name}' cannot be loaded: it is not in the model repository any more"
+        return not_loaded(source.name, "it is not in the model repository any more")
     return found[0].reason or f"Model '{source.name}' cannot be loaded under this id: load '{source.name}' again"
 
 
@@ -113,7 +113,7 @@ def _is_name(name: str) -> bool:
 def _find_listed(repository: str, entry: OvmsModel) -> RepositoryModel:
     """Return a model of OpenVINO Model Server's configuration."""
     if not _is_name(entry.name):
-        reason = f"Model '{entry.name}' cannot be loaded: a name has letters, digits, '.', '_' and '-'"
+        reason = not_loaded(entry.name, "a name has letters, digits, '.', '_' and '-'")
         return RepositoryModel(name=entry.name, repository=repository, reason=reason)
     if entry.reason:
         return RepositoryModel(name=entry.name, repository=repository, reason=entry.reason)
@@ -133,7 +133,7 @@ def _find_model(source: TensorSource, policy: ModelPolicy | None = None) -> Repo
     except (ModelLoadFailed, OSError) as error:
         reason = error.message if isinstance(error, ModelLoadFailed) else str(error.strerror)
         return RepositoryModel(name=name, repository=repository, base=source.base, reason=reason)
-    reason = "" if chosen else f"Model '{name}' cannot be loaded: it has no version to serve"
+    reason = "" if chosen else not_loaded(name, "it has no version to serve")
     return RepositoryModel(
         name=name, repository=repository, base=source.base, versions=tuple(chosen), stamps=stamps, reason=reason
     )

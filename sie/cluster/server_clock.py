@@ -14,6 +14,9 @@ from typing import Final
 _STAMP: Final = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)$")
 _DRIFT_PER_S: Final = 1e-4
 """How fast two clocks may part: an old measurement of the offset gets worse by this."""
+MEASURE_S: Final = 5.0
+"""How often to measure. The server's clock may be set, and another server may lead: requests come to their hosts as expired
+until both know."""
 
 
 class ServerClock:

@@ -21,7 +21,7 @@ from sie.config.settings import Settings
 from sie.runtime.own_modules import run_module
 from sie.runtime.progress import Progress
 from sie.values.card import AdapterSpec, ModelCard
-from sie.values.errors import Internal, WireError, from_wire, to_wire
+from sie.values.errors import Internal, WireError, from_wire, not_loaded, to_wire
 
 _MAX_LINE_BYTES = 16 << 20
 _UNEXPECTED = "the prepare helper sent an unexpected message"
@@ -161,4 +161,4 @@ async def _prepare_models(
 
 def failed(spec: ModelSpec, reason: str, error_class: str) -> WireError:
     """Return the error of a failed model load in wire form; error_class as in the API reference, section 12."""
-    return to_wire(Internal(f"Model '{spec.id}' cannot be loaded: {reason}", extras={"error_class": error_class}))
+    return to_wire(Internal(not_loaded(spec.id, reason), extras={"error_class": error_class}))

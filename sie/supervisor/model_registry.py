@@ -15,7 +15,7 @@ from sie.catalog.spec import ModelSpec
 from sie.ipc.messages import ModelEntry, ModelReport
 from sie.supervisor.lifecycle import Event, LifeStage, Place, PlaceEvent, can, loaded_slots, next_place, next_stage
 from sie.values.card import ModelCard, ModelState
-from sie.values.errors import Internal, WireError, to_wire, without_paths
+from sie.values.errors import Internal, WireError, not_loaded, to_wire, without_paths
 from sie.values.tensor import TensorRule
 
 _MAX_REASON = 300
@@ -307,7 +307,7 @@ class ModelRegistry:
         record.num_losses = 0
         what = "workers lost their device" if is_lost else "the worker died"
         error_class = "DEVICE" if is_lost else "ENGINE"
-        reason = f"Model '{record.spec.id}' cannot be loaded: {what} while it loaded"
+        reason = not_loaded(record.spec.id, f"{what} while it loaded")
         self.fail(record, to_wire(Internal(reason, extras={"error_class": error_class})), now_s)
 
     def idle(self, idle_s: float, now_s: float) -> list[Record]:

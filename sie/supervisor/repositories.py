@@ -23,7 +23,7 @@ from sie.supervisor.children import Children
 from sie.supervisor.loads import Loads
 from sie.supervisor.model_registry import ModelRegistry, Record
 from sie.supervisor.state_broadcast import StateBroadcast
-from sie.values.errors import BadRequest, SieError, Unavailable, WireError, from_wire, to_wire
+from sie.values.errors import BadRequest, SieError, Unavailable, WireError, from_wire, not_loaded, to_wire
 
 _log = get_logger(__name__)
 _MOVING = frozenset(("loading", "unloading"))
@@ -188,7 +188,7 @@ class Repositories:
         specs = repository_specs(model, self._default_max_batch_size, probes_batching=self._probes_batching)
         foreign = next((spec.id for spec in specs if self._is_foreign(spec.id)), None)
         if foreign is not None:
-            reason = f"Model '{model.name}' cannot be loaded: {foreign} is the id of another model"
+            reason = not_loaded(model.name, f"{foreign} is the id of another model")
             model, specs = msgspec.structs.replace(model, reason=reason), []
         if not specs:
             self._refuse(model)

@@ -183,6 +183,16 @@ class ModelLoadFailed(SieError):
     http_status = 502
 
 
+def not_loaded(model: str, reason: str) -> str:
+    """Return the text of an error that says why a model cannot be loaded."""
+    return f"Model '{model}' cannot be loaded: {reason}"
+
+
+def reason_not_loaded(model: str, text: str) -> str:
+    """Return the reason in a text of `not_loaded`. Another text is its own reason."""
+    return text.removeprefix(not_loaded(model, ""))
+
+
 class DeadlineExceeded(SieError):
     """The request's deadline passed before its answer was ready."""
 

@@ -43,6 +43,7 @@ from sie.cluster.payloads import (
     taken_decoder,
     text_frame_decoder,
 )
+from sie.cluster.server_clock import MEASURE_S
 from sie.cluster.subjects import Lane, answer_subject, any_host, gateway_beat, host_subject, wake_pattern
 from sie.frontend.engine.interface import Pending
 from sie.frontend.http.exchange import Exchange
@@ -62,8 +63,6 @@ _SETTLE_S: Final = 0.3
 """How long a new gateway waits for the heartbeats that it asked for, before it says what exists."""
 _READY_S: Final = 3.0
 _CARDS_S: Final = 5.0
-_CLOCK_S: Final = 5.0
-"""The server's clock may be set, and another server may lead: requests come to their hosts as expired until both know."""
 _DEAF_S: Final = 2.5
 """After a reconnect hosts have this long to be heard before they count as silent."""
 _FIRST_FAULT: Final = 400
@@ -234,7 +233,7 @@ class Gateway:
                 self._spawn(self._leases.tick())
                 if now_s >= self._hears_from_s:
                     self._spawn(self.pools.reconcile(forgets=now_s >= self._hears_from_s + RELEASE_S))
-            if connection.is_connected and now_s - clock_s >= _CLOCK_S:
+            if connection.is_connected and now_s - clock_s >= MEASURE_S:
                 clock_s = now_s
                 self._spawn(self._measure_clock())
             self._follow(now_s)

@@ -28,6 +28,7 @@ from sie.cluster.host.text_runs import TextRuns
 from sie.cluster.host.work_pull import WorkPull
 from sie.cluster.pools import Pools
 from sie.cluster.pools import decoder as pools_decoder
+from sie.cluster.server_clock import MEASURE_S
 from sie.cluster.shared_document import SharedDocument
 from sie.cluster.subjects import gateway_beat, host_subject, lane_of, wake_pattern
 from sie.frontend.connect import connect
@@ -39,8 +40,6 @@ from sie.values.errors import SieError
 
 _log = get_logger(__name__)
 _TICK_S = 0.1
-_CLOCK_S = 5.0
-"""The server's clock may be set, and another server may lead: requests come to their hosts as expired until both know."""
 
 
 class Puller:
@@ -158,7 +157,7 @@ class Puller:
                 if self._connection.is_connected:
                     await self._follow_pools()
                     await self._work.tick()
-                    if time.monotonic() - measured_s > _CLOCK_S:
+                    if time.monotonic() - measured_s > MEASURE_S:
                         measured_s = time.monotonic()
                         await self._connection.measure_clock(self._lane.pool)
                 self._texts.tick()

@@ -28,6 +28,7 @@ from sie.values.errors import (
     Unavailable,
     WireError,
     from_wire,
+    reason_not_loaded,
     text_without_paths,
     without_paths,
 )
@@ -272,7 +273,7 @@ class ModelTable:
 def load_failure(model: str, wire: WireError) -> ModelLoadFailed:
     """Return the error of a request for a model whose load ended with `wire`."""
     error = from_wire(wire)
-    reason = error.message.removeprefix(f"Model '{model_of(model)}' cannot be loaded: ")
+    reason = reason_not_loaded(model_of(model), error.message)
     return ModelLoadFailed(f"Model '{model}' failed to load: {reason}", extras=error.extras)
 
 

@@ -27,7 +27,7 @@ from sie.frontend.tensors.repository_admin import RepositoryAdmin
 from sie.frontend.tensors.states import rule_of
 from sie.frontend.tensors.text_models import TEXT_PLATFORMS, TextTensors, Watch
 from sie.ipc.messages import ModelEntry
-from sie.values.errors import ModelLoadFailed, NotFound, Unavailable, from_wire
+from sie.values.errors import ModelLoadFailed, NotFound, Unavailable, from_wire, reason_not_loaded
 from sie.values.tensor import TensorReply, TensorRequest, TensorRule
 from sie.values.work import TensorForm, TensorTask, WorkHeader
 
@@ -370,6 +370,6 @@ def _refusal(entry: ModelEntry, rule: TensorRule, retry_after_s: int) -> Excepti
         return Unavailable(f"Model {where} is loading; retry in {retry_after_s} s", retry_after_s=retry_after_s)
     if entry.state == "failed" and entry.error is not None:
         error = from_wire(entry.error)
-        reason = error.message.removeprefix(f"Model '{entry.card.id}' cannot be loaded: ")
+        reason = reason_not_loaded(entry.card.id, error.message)
         return ModelLoadFailed(f"Model {where} failed to load: {reason}", http_status=503, extras=error.extras)
     return NotFound(f"Request for unknown model: '{rule.name}' has no available versions")

@@ -15,7 +15,7 @@ from sie.catalog.files import refuse
 from sie.ipc.messages import CacheRoom, Load, ModelReport, Stage, Staged, Unload, Unstage
 from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
-from sie.values.errors import Internal, SieError, WireError, to_wire
+from sie.values.errors import Internal, SieError, WireError, not_loaded, to_wire
 from sie.values.fallbacks import Fallback
 from sie.workers.device.fallbacks import collecting
 from sie.workers.device.faults import DeviceLostError, is_device_lost, is_out_of_memory
@@ -253,4 +253,4 @@ def _load_error(card: ModelCard, error: BaseException) -> WireError:
         return to_wire(refuse(card.id, f"a library is missing or broken: {reason}", "DEPENDENCY"))
     kind = "OOM" if is_out_of_memory(error) else "UNKNOWN"
     reason = f"{type(error).__name__} while loading; the server's log has the details"
-    return to_wire(Internal(f"Model '{card.id}' cannot be loaded: {reason}", extras={"error_class": kind}))
+    return to_wire(Internal(not_loaded(card.id, reason), extras={"error_class": kind}))

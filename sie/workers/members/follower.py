@@ -17,7 +17,7 @@ from sie import native
 from sie.ipc.exit_statuses import DEVICE_LOST_STATUS
 from sie.runtime import child_setup
 from sie.runtime.logs import configure, get_logger
-from sie.values.errors import Internal, SieError, to_wire
+from sie.values.errors import Internal, SieError, not_loaded, to_wire
 from sie.workers.device.faults import DeviceLostError, is_device_lost, is_out_of_memory, set_device
 from sie.workers.loading import light_imports
 from sie.workers.members.messages import Embed, FollowerLaunch, Loaded, Start, Step, encode, receive
@@ -82,8 +82,8 @@ def _load_error(start: Start, error: Exception) -> SieError:
     if isinstance(error, SieError):
         return error
     kind = "OOM" if is_out_of_memory(error) else "UNKNOWN"
-    text = f"Model '{start.card.id}' cannot be loaded: {type(error).__name__} in a follower; the server's log has the details"
-    return Internal(text, extras={"error_class": kind})
+    reason = f"{type(error).__name__} in a follower; the server's log has the details"
+    return Internal(not_loaded(start.card.id, reason), extras={"error_class": kind})
 
 
 def _follow(sock: socket.socket, runner: TextGenerator) -> int:

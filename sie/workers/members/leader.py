@@ -27,7 +27,7 @@ from sie.ipc.messages import CacheRoom, Launch, Neighbour
 from sie.runtime.logs import get_logger
 from sie.runtime.own_modules import run_module
 from sie.values.card import ModelCard
-from sie.values.errors import Internal, SieError, from_wire
+from sie.values.errors import Internal, SieError, from_wire, not_loaded
 from sie.workers.device.device import resolve_device
 from sie.workers.device.faults import DeviceLostError
 from sie.workers.generation.runner import TextGenerator
@@ -113,9 +113,7 @@ class Members:
             try:
                 message = receive(sock)
             except OSError as error:
-                raise Internal(
-                    f"Model '{self._model}' cannot be loaded: a follower does not answer: {error}"
-                ) from error
+                raise Internal(not_loaded(self._model, f"a follower does not answer: {error}")) from error
             sock.settimeout(None)
             if not isinstance(message, Loaded) or message.error is not None:
                 raise _to_error(self._model, message)
@@ -205,9 +203,7 @@ def _to_error(model: str, message: Message | None) -> SieError:
     """Return the error in a follower's message, or one for a follower that has gone."""
     if isinstance(message, Loaded) and message.error is not None:
         return from_wire(message.error)
-    return Internal(
-        f"Model '{model}' cannot be loaded: a follower ended while it loaded; the server's log has the details"
-    )
+    return Internal(not_loaded(model, "a follower ended while it loaded; the server's log has the details"))
 
 
 def _wait_for(fds: Sequence[int], timeout_s: float | None = None) -> list[int]:
