@@ -13,6 +13,7 @@ import hashlib
 import io
 import logging
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ IGNORED = ["onnx/*", "openvino/*", "coreml/*", "runs/*", "checkpoint-*/*"]
 _DIGESTS = {64: "sha256", 40: "sha1"}  # a blob is named by its LFS or by its git hash
 _CHUNK_BYTES = 1 << 20
 _PARTIAL: Final = ".incomplete"
+_QUIET_S: Final = 0.2
 _STORAGE_ERRNOS = {
     errno.ENOENT,
     errno.ENOSPC,
@@ -122,10 +124,14 @@ def list_files(spec: ModelSpec) -> Sequence[RepoFile]:
 def remove_partial_files() -> None:
     """Delete the files that this process is downloading. The library uses none of them again.
 
-    It looks again until it finds none, because the threads that download may open the next one meanwhile.
+    It looks until it has found none for a moment: the threads that download may be about to open the next file, or to
+    move one that is complete to its place.
     """
-    while sum(map(_removed, Path("/proc/self/fd").iterdir())):
-        pass
+    quiet_s = time.monotonic()
+    while time.monotonic() - quiet_s < _QUIET_S:
+        if sum(map(_removed, Path("/proc/self/fd").iterdir())):
+            quiet_s = time.monotonic()
+        time.sleep(_QUIET_S / 20)
 
 
 def _removed(entry: Path) -> bool:
