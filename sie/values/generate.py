@@ -347,6 +347,7 @@ class ReasoningDelta(msgspec.Struct, frozen=True):
 
     choice: int
     text: str
+    logprobs: tuple[LogprobText, ...] = ()
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):

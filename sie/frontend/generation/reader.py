@@ -108,8 +108,10 @@ class ChoiceReader:
             if isinstance(piece, Text):
                 events.append(TextDelta(self.number, piece.text, self._take_logprobs()))
             elif isinstance(piece, Reasoning):
-                self.num_reasoning_tokens = self.num_tokens
-                events.append(ReasoningDelta(self.number, piece.text))
+                self.num_reasoning_tokens = self.num_tokens if piece.text else self.num_reasoning_tokens
+                logprobs = self._take_logprobs()
+                if piece.text or logprobs:
+                    events.append(ReasoningDelta(self.number, piece.text, logprobs))
             else:
                 events.append(self._call(piece))
         return events

@@ -307,8 +307,8 @@ class ChatWriter(ChunkWriter):
                 return [[_choice(index, role) for index in range(self._shown.num_choices)]]
             case TextDelta(choice, text, logprobs):
                 return [[_choice(choice, {"content": text}, logprobs=logprobs)]]
-            case ReasoningDelta(choice, text):
-                return [[_choice(choice, {"reasoning_content": text})]]
+            case ReasoningDelta(choice, text, logprobs):
+                return [[_choice(choice, {"reasoning_content": text}, logprobs=logprobs)]]
             case ToolCallDelta(choice, number, call):
                 return [[_choice(choice, {"tool_calls": [_call(number, call)]})]]
             case Finished(choice, reason):

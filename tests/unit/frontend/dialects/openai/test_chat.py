@@ -21,6 +21,7 @@ from sie.values.generate import (
     GenerateRule,
     GenerateUsage,
     Grammar,
+    LogprobText,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -281,6 +282,15 @@ def test_stream_shows_reasoning_and_calls_whole() -> None:
     assert [bool(chunk["usage"]) for chunk in chunks] == [False, False, False, False, True]
     error = msgspec.json.decode(writer.write_error(Overloaded("full")).split(b"\n\n")[0].removeprefix(b"data: "))
     assert error["error"]["type"] == "server_error"
+
+
+def test_a_stream_has_the_log_probabilities_of_its_reasoning_beside_it() -> None:
+    writer = ChatWriter(Shown(id="x", created=1, num_choices=1), "m")
+    thought = LogprobText(text="hm", raw=b"hm", logprob=-1.0)
+    (line,) = writer.write([ReasoningDelta(0, "hm", (thought,))]).decode().split("\n\n")[:-1]
+    (choice,) = msgspec.json.decode(line.removeprefix("data: "))["choices"]
+    assert choice["delta"] == {"reasoning_content": "hm"}
+    assert [one["token"] for one in choice["logprobs"]["content"]] == ["hm"]
 
 
 def test_codes_are_words_in_lower_case() -> None:
