@@ -324,6 +324,13 @@ def test_a_whole_answer_has_its_blocks_in_order() -> None:
     assert (message.usage.input_tokens, message.usage.output_tokens, message.usage.cache_read_input_tokens) == (7, 4, 2)
 
 
+def test_a_result_without_its_call_is_named_by_the_id_that_the_client_knows() -> None:
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_2", "content": "4 C"}]}
+    with pytest.raises(BadRequest, match=r"'messages\[1\]\.content\[0\]\.tool_use_id' is 'toolu_2'"):
+        decode(messages=[call, result])
+
+
 def test_a_call_has_one_id_in_a_session_and_in_what_its_client_sends_back() -> None:
     """A stored call had another id than the client's result of it: the result was refused, or the call was there twice."""
     stored = [ChatMessage(role="user", content="hello"), ChatMessage(role="assistant", tool_calls=(CALL,))]
