@@ -108,6 +108,7 @@ class ChatBody(TextFields, kw_only=True):
     audio: Any = None
     echo: Any = None
     documents: Any = None
+    verbosity: Any = None
     add_special_tokens: Any = None
     user: Any = None
 
@@ -152,6 +153,8 @@ def _refuse_unserved(call: ChatBody) -> None:
     for field, reason in _UNSERVED_IF_ON.items():
         if getattr(call, field):
             raise wrong(field, reason)
+    if call.verbosity not in (None, "medium"):
+        raise wrong("verbosity", "is not served; leave it out, or give 'medium'")
     if call.modalities is not None and call.modalities != ["text"]:
         raise wrong("modalities", "must be ['text']")
 

@@ -204,6 +204,8 @@ def test_each_spelling_of_a_schema_binds_the_answer(fields: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
+        ({"n": 2}, "'n' must be 1"), ({"stop": "x"}, "stop_sequences"), ({"logprobs": True}, "logprobs"),
+        ({"stop_token_ids": [3]}, "stop_token_ids"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),

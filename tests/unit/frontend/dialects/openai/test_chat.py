@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -69,6 +70,8 @@ def read(**fields: Any) -> GenerateRequest:
             [{"role": "assistant", "name": "José/2", "content": [{"type": "refusal", "refusal": "no"}]}],
             [ChatMessage(role="assistant", name="José/2", content="no")],
         ),
+        ([{"role": "assistant", "content": None, "refusal": "no"}], [ChatMessage(role="assistant", content="no")]),
+        ([{"role": "assistant", "content": "yes", "refusal": None}], [ChatMessage(role="assistant", content="yes")]),
     ],
 )
 def test_messages(messages: Any, expected: list[ChatMessage]) -> None:
@@ -145,6 +148,12 @@ def test_only_a_text_of_the_assistant_is_continued(fields: Any, named: str) -> N
 @pytest.mark.parametrize("fields", SERVERS)
 def test_a_call_of_the_server_s_tools_alone_may_be_required(fields: dict[str, Any]) -> None:
     assert read(**fields, tool_choice="required").tool_choice == ToolChoice(mode="required")
+
+
+@pytest.mark.parametrize("verbosity", [None, "medium", "low"])
+def test_an_answer_has_one_length_to_choose(verbosity: str | None) -> None:
+    with pytest.raises(BadRequest, match="verbosity") if verbosity == "low" else contextlib.nullcontext():
+        read(verbosity=verbosity)
 
 
 @pytest.mark.parametrize("fields", [{}, {"session_id": "s"}, {"max_tool_rounds": 3}])
