@@ -362,7 +362,7 @@ class Connection:
         return ack.seq
 
     async def _make_state(self) -> None:
-        """Make sure of the bucket of documents, as `create_key_value` makes it, but it may be there already."""
+        """Make the bucket of documents, as `create_key_value` does, unless it exists."""
         await self._make_stream(api.StreamConfig(
             name=STATE_STREAM, subjects=[state_subject(">")], storage=api.StorageType.FILE,
             num_replicas=self._settings.stream_replicas, max_msgs_per_subject=1, discard=api.DiscardPolicy.NEW,

@@ -18,8 +18,8 @@ def plan_lending(workers: Sequence[WorkerSlot], places: Mapping[int, CorePlace])
 
     A thread beside another one of its core adds little, so the first threads of cores come first, and those beside a thread
     of the worker's own last. Else those of the next worker come first: two workers that ask at once begin at different cores.
-    A core that belongs to several workers is not lent, nor does anything that is not a CPU's worker lend or borrow. Without
-    places, all cores count as one node.
+    A core that belongs to several workers is not lent. Only CPU workers lend and borrow. Without places, all cores count as
+    one node.
     """
     owners = Counter(core for worker in workers for core in worker.cores)
     lenders: dict[int, list[LentCore]] = {}

@@ -285,7 +285,7 @@ class Gateway:
             _log.warning("hosts fell silent: %s", lost)
 
     def _rescue(self, now_s: float) -> None:
-        """Find other hosts for items whose lane serves their model no more, or have the model loaded."""
+        """Find other hosts for items whose lane no longer serves their model, or have the model loaded."""
         live = self._directory.live(now_s)
 
         def is_served(lane: Lane, model: str) -> bool:

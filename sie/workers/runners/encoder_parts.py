@@ -129,7 +129,7 @@ class EncoderParts(NamedTuple):
 
     @property
     def activation(self) -> int:
-        """The number of the activation of all layers. Raises UnknownPartsError if the library has none such."""
+        """Return the number of the activation of all layers. Raises UnknownPartsError if the compiled library lacks it."""
         return activation_of(module for layer in self.layers for module in _functions(layer.module))
 
 

@@ -65,7 +65,7 @@ def _random_request(rule: TensorRule, num_rows: int, size: int, rng: np.random.G
 
 
 def random_array(datatype: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[Any]:
-    """Return random numbers of a datatype except BYTES: normal, or 0 and 1 for integers. BF16 is its bits."""
+    """Return random numbers of a datatype except BYTES: normal, or 0 and 1 for integers. BF16 is returned as its bits."""
     if datatype == "BF16":
         return (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     dtype = np.dtype(DATATYPES[datatype])
