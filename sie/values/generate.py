@@ -96,8 +96,9 @@ class GenerateTask(msgspec.Struct, array_like=True, frozen=True):
 
     max_tokens applies to each choice; 0 only prefills the prompt. logprobs is how many of the likeliest tokens are
     reported beside each chosen one, or None. stop_token_ids end a choice, and so does an end-of-text token unless
-    ignore_eos; none of them is sent. salt: prompts share cached blocks only if their salt is equal. grammar, of
-    grammar_kind, restricts every token of a choice; empty means no grammar.
+    ignore_eos; none of them is sent, nor chosen before a choice has min_tokens, except where a grammar allows nothing
+    else. salt: prompts share cached blocks only if their salt is equal. grammar, of grammar_kind, restricts every token
+    of a choice; empty means no grammar.
     """
 
     max_tokens: int
@@ -111,6 +112,7 @@ class GenerateTask(msgspec.Struct, array_like=True, frozen=True):
     grammar: str = ""
     prompt_logprobs: int | None = None
     """As logprobs, for the prompt's own tokens."""
+    min_tokens: int = 0
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
@@ -291,6 +293,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a choice, in addition to its model's own end."""
     ignore_eos: bool = False
+    min_tokens: int = 0
+    """Tokens that each choice has before anything but a limit may end it."""
     truncate_prompt: bool | None = None
     """Whether an overlong prompt loses its oldest tokens instead of being refused. None: the route has no field for it."""
     stream: bool = False
@@ -343,6 +347,7 @@ class ReasoningDelta(msgspec.Struct, frozen=True):
 
     choice: int
     text: str
+    logprobs: tuple[LogprobText, ...] = ()
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):

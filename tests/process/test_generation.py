@@ -551,12 +551,46 @@ def test_silence_is_filled_with_comments(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXTS, "/v1/responses", "/v1/messages"])
-@pytest.mark.parametrize("field", ["guided_json", "structured_outputs", "regex", "prompt_logprobs"])
+@pytest.mark.parametrize("field", ["guided_json", "structured_outputs", "regex", "prompt_logprobs", "allowed_token_ids"])
 def test_a_field_of_another_server_is_not_ignored(server: Server, path: str, field: str) -> None:
     body: dict[str, Any] = {"input": "x"} if path == "/v1/responses" else {"messages": HELLO, "prompt": "x"}
     refused = post_json(server.port, path, {**body, "max_tokens": 1, field: {"regex": "a"}})
     assert (refused.status, f"Field '{field}'" in refused.body.decode()) == (400, True), refused.body
     assert post_json(server.port, path, {**body, "max_tokens": 1, field: None}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        *((path, {"skip_special_tokens": False}) for path in (CHAT, TEXTS, "/v1/responses", "/v1/messages")),
+        (CHAT, {"echo": True}), (CHAT, {"documents": [{"text": "x"}]}), (CHAT, {"add_special_tokens": True}),
+        (TEXTS, {"add_special_tokens": False}),
+    ],
+)  # fmt: skip
+def test_a_field_that_would_change_the_answer_is_refused(server: Server, path: str, fields: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"input": "x"} if path == "/v1/responses" else {"messages": HELLO, "prompt": "x"}
+    refused = post_json(server.port, path, {**body, "max_tokens": 1, **fields})
+    assert (refused.status, f"Field '{next(iter(fields))}'" in refused.body.decode()) == (400, True), refused.body
+    turned = {field: not value for field, value in fields.items()}
+    assert post_json(server.port, path, {**body, "max_tokens": 1, **turned}).status == 200
+
+
+def test_a_session_may_have_fields_that_only_routes_of_text_refuse(server: Server) -> None:
+    body = json.dumps({"messages": HELLO, "regex": "a"})
+    assert httpx.put(f"{server.url}/v1/sessions/foreign", content=body, headers=AS_JSON).status_code == 200
+
+
+def test_nothing_ends_an_answer_before_its_fewest_tokens(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "m", "messages": HELLO, "stop": "user"}
+    fewest: Any = {"min_tokens": len(ECHO) + 2}
+    whole = client.chat.completions.create(**asked, extra_body=fewest).choices[0]
+    assert (whole.message.content, whole.finish_reason) == (ECHO, "stop"), "the second 'user' ends it, not the first"
+    chunks_ = client.chat.completions.create(**asked, extra_body=fewest, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks_) == ECHO
+    text = client.completions.create(model="m", prompt="abc", max_tokens=9, extra_body={"min_tokens": 9})
+    assert (text.choices[0].text, text.choices[0].finish_reason) == ("abc" * 3, "length")
+    with pytest.raises(openai.BadRequestError, match="min_tokens"):
+        client.completions.create(model="m", prompt="abc", max_tokens=4, extra_body={"min_tokens": 5})
 
 
 def test_a_choice_ends_at_a_token_that_the_client_names(client: openai.OpenAI) -> None:

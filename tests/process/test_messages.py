@@ -118,12 +118,14 @@ def test_a_ping_comes_while_nothing_else_does(server: Server) -> None:
 def test_refusals_are_the_clients_own_exceptions(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="Models that generate: m, slow"):
         client.messages.create(model="none", max_tokens=5, messages=HELLO)
+    with pytest.raises(anthropic.NotFoundError, match=r"Did you mean 'slow'\? Models that generate"):
+        client.messages.create(model="slo", max_tokens=5, messages=HELLO)
     with pytest.raises(anthropic.BadRequestError, match="does not generate"):
         client.messages.create(model="vectors", max_tokens=5, messages=HELLO)
     with pytest.raises(anthropic.BadRequestError, match="'truncate_sequence'"):
         client.messages.create(model="m", max_tokens=5, messages=LONG)
     result: Any = {"type": "tool_result", "tool_use_id": "t1", "content": "42"}
-    with pytest.raises(anthropic.BadRequestError, match="result of call 't1'"):
+    with pytest.raises(anthropic.BadRequestError, match="tool_use_id' is 't1'"):
         client.messages.create(model="m", max_tokens=5, messages=[{"role": "user", "content": [result]}])
     with pytest.raises(anthropic.BadRequestError, match="'stop_sequences' is over"):
         client.messages.create(model="m", max_tokens=5, messages=HELLO, stop_sequences=[str(n) for n in range(99)])

@@ -144,6 +144,23 @@ def test_stop_strings_cut_the_same_for_every_split(text: str, stops: list[str], 
         assert (expected, whole.found) == (text, None)
 
 
+@settings(deadline=None)
+@given(st.text("ab<>", max_size=12), st.text("ab<>", max_size=12), st.lists(alphabet.filter(bool), max_size=4))
+def test_stop_string_that_ends_too_early_is_text(early: str, late: str, stops: list[str]) -> None:
+    stopper = StopFilter(stops)
+    shown = "".join(stopper.push(char, may_end=False) for char in early)
+    assert stopper.found is None
+    shown += "".join(map(stopper.push, late)) + stopper.flush()
+    text = early + late
+    ends = [end for end in range(len(early) + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
+    if ends:
+        longest = max((stop for stop in stops if text[: ends[0]].endswith(stop)), key=len)
+        assert (shown, stopper.found) == (text[: ends[0] - len(longest)], longest)
+        event("stopped")
+    else:
+        assert (shown, stopper.found) == (text, None)
+
+
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
 @settings(deadline=None)
 @given(data=st.data())

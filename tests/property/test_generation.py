@@ -53,6 +53,7 @@ class GenerationMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 40),
         num_choices=st.integers(1, 3),
         ignore_eos=st.booleans(),
+        min_tokens=st.sampled_from([0, 0, 3, 25]),
         logprobs=st.sampled_from([None, 0, 2]),
         who=st.integers(0, 1),
         is_alone=st.sampled_from([False, False, True]),
@@ -75,7 +76,7 @@ class GenerationMachine(RuleBasedStateMachine):
         if all(answer.is_over for answer, *_ in self.asked):
             self.submit(
                 length=5, who=0, is_alone=False, is_counted=False,
-                salt=b"", max_tokens=40, num_choices=2, ignore_eos=True, logprobs=None,
+                salt=b"", max_tokens=40, num_choices=2, ignore_eos=True, min_tokens=0, logprobs=None,
             )  # fmt: skip
 
     @rule(pick=st.integers(0, 100), is_begun=st.booleans())
@@ -163,7 +164,7 @@ class GenerationMachine(RuleBasedStateMachine):
 
     def expect(self, prompt: list[int], choice: int, task: dict[str, Any]) -> tuple[list[int], str]:
         most = min(task["max_tokens"], self.max_tokens - len(prompt))
-        if len(prompt) < most and not task["ignore_eos"]:
+        if task["min_tokens"] <= len(prompt) < most and not task["ignore_eos"]:
             return echo(prompt, choice), "stop"
         return echo(prompt, choice, most), "length"
 

@@ -51,7 +51,7 @@ calls = st.builds(
 deltas = st.one_of(
     st.builds(lambda text: TextDelta(0, text), texts),
     st.builds(lambda text, log: TextDelta(0, text, log), texts, logprobs),
-    st.builds(lambda text: ReasoningDelta(0, text), texts),
+    st.builds(lambda text, log: ReasoningDelta(0, text, log), texts, logprobs),
     calls,
     st.just(HELPER),
 )

@@ -251,8 +251,9 @@ class AgentRun:
                     said.choice.text += text
                     said.choice.logprobs += logprobs
                     self._emit(event)
-                case ReasoningDelta(_, text):
+                case ReasoningDelta(_, text, logprobs):
                     said.choice.reasoning += text
+                    said.choice.logprobs += logprobs
                     self._emit(event)
                 case ToolCallDelta(_, _, call):
                     said.choice.calls.append(call)

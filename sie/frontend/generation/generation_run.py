@@ -240,8 +240,9 @@ def add_event(choices: Mapping[int, ChoiceReply], event: GenerateEvent) -> None:
         case TextDelta(choice, text, logprobs):
             choices[choice].text += text
             choices[choice].logprobs += logprobs
-        case ReasoningDelta(choice, text):
+        case ReasoningDelta(choice, text, logprobs):
             choices[choice].reasoning += text
+            choices[choice].logprobs += logprobs
         case ToolCallDelta(choice, _, call):
             choices[choice].calls.append(call)
             choices[choice].call_places.append(len(choices[choice].text))

@@ -30,9 +30,14 @@ _REASONS: Final = frozenset({"stop", "length"})
 
 
 class ChoiceReader:
-    """Reads the records of one choice. number: the choice number in its events."""
+    """Reads the records of one choice. number: the choice number in its events.
 
-    def __init__(self, number: int, vocabulary: Vocabulary, stops: Sequence[str], parser: OutputParser) -> None:
+    A stop string ends the choice only if its last character comes after min_tokens tokens.
+    """
+
+    def __init__(
+        self, number: int, vocabulary: Vocabulary, stops: Sequence[str], parser: OutputParser, min_tokens: int = 0
+    ) -> None:
         self.number = number
         self.num_tokens = 0
         """Tokens of the answer, up to the one that completed a stop string."""
@@ -41,6 +46,7 @@ class ChoiceReader:
         self._vocabulary = vocabulary
         self._decoder = vocabulary.decoder(parser.markers)
         self._stops = StopFilter(stops)
+        self._min_tokens = min_tokens
         self._parser = parser
         self._num_calls = 0
         self._num_decoded = 0
@@ -66,7 +72,7 @@ class ChoiceReader:
             self._logprobs.append((self._num_decoded, self._logprob(token_id, logprob)))
         text = self._decoder.push(token_id)
         self._num_decoded += len(text)
-        passed = self._stops.push(text)
+        passed = self._stops.push(text, may_end=self.num_tokens > self._min_tokens)
         events = self._pass_on(self._parser.push(passed), len(passed)) if passed else []
         if self._stops.found is not None:
             events += self._end("stop")
@@ -76,7 +82,7 @@ class ChoiceReader:
         """End with the worker's reason. The text held back until now may still contain a stop string."""
         rest = self._decoder.flush()
         self._num_decoded += len(rest)
-        passed = self._stops.push(rest)
+        passed = self._stops.push(rest, may_end=self.num_tokens > self._min_tokens)
         if self._stops.found is None:
             passed += self._stops.flush()
         events = self._pass_on(self._parser.push(passed), len(passed)) if passed else []
@@ -102,8 +108,10 @@ class ChoiceReader:
             if isinstance(piece, Text):
                 events.append(TextDelta(self.number, piece.text, self._take_logprobs()))
             elif isinstance(piece, Reasoning):
-                self.num_reasoning_tokens = self.num_tokens
-                events.append(ReasoningDelta(self.number, piece.text))
+                self.num_reasoning_tokens = self.num_tokens if piece.text else self.num_reasoning_tokens
+                logprobs = self._take_logprobs()
+                if piece.text or logprobs:
+                    events.append(ReasoningDelta(self.number, piece.text, logprobs))
             else:
                 events.append(self._call(piece))
         return events
@@ -136,10 +144,11 @@ class Reader:
 
     def __init__(
         self, num_choices: int, vocabulary: Vocabulary, stops: Sequence[str], parsers: ParserFactory,
-        *, first_number: int = 0, make_prompt: Callable[[], PromptReader] | None = None,
+        *, first_number: int = 0, make_prompt: Callable[[], PromptReader] | None = None, min_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.choices = [
-            ChoiceReader(first_number + choice, vocabulary, stops, parsers()) for choice in range(num_choices)
+            ChoiceReader(first_number + choice, vocabulary, stops, parsers(), min_tokens)
+            for choice in range(num_choices)
         ]
         self.num_cached = 0
         self._prompt = make_prompt() if make_prompt is not None else None

@@ -10,7 +10,8 @@ class ReasoningParser:
     """Returns the text between the tags as reasoning, and passes the text after them to another parser.
 
     Reasoning comes first or not at all. White space around it is dropped. is_open: the prompt already contains the
-    opening tag. Reasoning without a closing tag lasts to the last character.
+    opening tag. Reasoning without a closing tag lasts to the last character. A closing tag ends in a piece, which may be
+    empty, so that the tokens of the tag belong to the reasoning.
     """
 
     def __init__(self, tags: tuple[str, str], inner: OutputParser, *, is_open: bool) -> None:
@@ -69,8 +70,7 @@ class ReasoningParser:
         text, end, rest = self._held.partition(self._end)
         if end:
             self._held, self._state = rest, "gap"
-            text = text.rstrip()
-            return [Reasoning(text)] if text else []
+            return [Reasoning(text.rstrip())]
         certain = text[: len(text) - common_end(text, self._end)].rstrip()
         self._has_begun = self._has_begun or bool(certain)
         self._held = text[len(certain) :]

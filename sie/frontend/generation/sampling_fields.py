@@ -36,6 +36,7 @@ class SamplingNumbers(msgspec.Struct, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = None
     seed: Seed | None = None
     ignore_eos: bool | None = None
+    min_tokens: Number | None = None
 
 
 def write_sampling(fields: SamplingNumbers, request: GenerateRequest) -> None:
@@ -49,6 +50,7 @@ def write_sampling(fields: SamplingNumbers, request: GenerateRequest) -> None:
     request.repetition_penalty = fields.repetition_penalty
     request.seed = fields.seed
     request.ignore_eos = bool(fields.ignore_eos)
+    request.min_tokens = fields.min_tokens or 0
 
 
 def wrong(field: str, reason: str) -> BadRequest:

@@ -25,6 +25,7 @@ from sie.frontend.generation.logprob_limit import limit_logprobs
 from sie.frontend.generation.prompt import chat_ids, check_ids, draft_chat, finish_chat, fit
 from sie.frontend.generation.prompt_reader import PromptReader
 from sie.frontend.generation.reader import Reader
+from sie.frontend.generation.sampling_fields import wrong
 from sie.frontend.generation.templates import Templates
 from sie.frontend.generation.vocabulary import FileVocabulary, StubVocabulary, Vocabulary
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
@@ -216,7 +217,7 @@ def generate_rule(card: ModelCard) -> GenerateRule:
 
 
 def check_request(request: GenerateRequest, settings: Generation) -> None:
-    """Raise BadRequest for a field over a limit of the settings. The error names the field and the setting."""
+    """Raise BadRequest for a field over a limit of the settings, or of the request. The error names the field and the limit."""
     grammar = request.grammar or Grammar(kind="json_schema", value="")
     for field, count, setting in (
         ("n", request.num_choices, "max_choices"),
@@ -231,6 +232,8 @@ def check_request(request: GenerateRequest, settings: Generation) -> None:
         limit: int = getattr(settings, setting)
         if count > limit:
             raise BadRequest(f"Field '{field}' is over {setting} ({limit})", extras={"param": field})
+    if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+        raise wrong("min_tokens", f"is {request.min_tokens}, but an answer may have {request.max_tokens} tokens at most")
 
 
 def check_encoded(request: GenerateRequest, rule: GenerateRule) -> None:
@@ -272,7 +275,7 @@ def plan_task(
     return GenerateTask(
         0, request.num_choices, sampling, request.logprobs, request.stop_token_ids, request.ignore_eos, salt,
         grammar.kind if grammar is not None else "", grammar.value if grammar is not None else "",
-        request.prompt_logprobs,
+        request.prompt_logprobs, request.min_tokens,
     )  # fmt: skip
 
 
@@ -290,7 +293,7 @@ def _readers(
     is_scored = request.prompt_logprobs is not None
     return [
         functools.partial(
-            Reader, n, vocabulary, request.stop, parsers, first_number=prompt * n,
+            Reader, n, vocabulary, request.stop, parsers, first_number=prompt * n, min_tokens=request.min_tokens,
             make_prompt=functools.partial(PromptReader, prompt, vocabulary, ids) if is_scored else None,
         )
         for prompt, ids in enumerate(prompts)

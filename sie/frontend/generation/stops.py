@@ -19,18 +19,21 @@ class StopFilter:
         self.found: str | None = None
         """The stop string that was found. No text is passed on after it."""
 
-    def push(self, text: str) -> str:
-        """Return the text, not returned yet, that certainly belongs to the answer."""
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """Return the text, not returned yet, that certainly belongs to the answer.
+
+        may_end: whether a stop string may have its last character in this text.
+        """
         if not self._stops:
             return text
         if self.found is not None:
             return ""
         held = self._held + text
-        match = self._first(held)
+        match = self._first(held, len(self._held)) if may_end else None
         if match is not None:
-            self.found = match
+            start, self.found = match
             self._held = ""
-            return held[: held.index(match)]
+            return held[:start]
         keep = self._num_open(held)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]
@@ -40,10 +43,14 @@ class StopFilter:
         held, self._held = self._held, ""
         return held
 
-    def _first(self, text: str) -> str | None:
-        """Return the stop string whose first occurrence ends first."""
-        ends = [(start + len(stop), -len(stop), stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        return min(ends)[2] if ends else None
+    def _first(self, text: str, num_old: int) -> tuple[int, str] | None:
+        """Return the start of the stop string that ends first behind the first num_old characters, and the string."""
+        ends = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop, max(0, num_old + 1 - len(stop)))) >= 0
+        ]
+        return min(ends)[1:] if ends else None
 
     def _num_open(self, text: str) -> int:
         """Return the largest number of last characters that are the beginning of a stop string."""

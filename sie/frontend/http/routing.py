@@ -110,12 +110,13 @@ class RouteTable:
         return None
 
     def find(self, template: str, method: str) -> Row | None:
-        """Return the row of a template for a method, or None."""
-        return self._by_method.get((template, method))
+        """Return the row of a template for a method, or None. HEAD has the row of GET: Granian sends its answer without the body."""
+        return self._by_method.get((template, "GET" if method == "HEAD" else method))
 
     def methods_of(self, route: Route) -> str:
         """Return the methods of a route's path, in the form of the header `Allow`."""
-        return ", ".join(method for template, method in self._by_method if template == route.template)
+        methods = [method for template, method in self._by_method if template == route.template]
+        return ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
 
     def redirect_of(self, path: str) -> str | None:
         """Return the target of the redirect (307) for a path without its model, as the reference does for `/v1/encode`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import tomllib
 import types
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Annotated, Any, Union, cast, get_args, get_origin
@@ -33,8 +34,9 @@ def components(structs: Iterable[type[msgspec.Struct]], limits: Limits) -> dict[
     twins: dict[type, Any] = {}
     _, schemas = msgspec.json.schema_components([_twin(struct, twins) for struct in structs], ref_template=REF)
     words = read_words()
-    for name, schema in schemas.items():
-        _describe(name, schema, words)
+    for struct in twins:
+        if (schema := schemas.get(struct.__name__)) is not None:
+            _describe(struct, schema, words)
     for (name, field), bound in bounds(limits).items():
         if name in schemas:
             _array_of(schemas[name]["properties"][field]).update(bound)
@@ -48,7 +50,7 @@ def ref(struct: type[msgspec.Struct]) -> Schema:
 
 @functools.cache
 def read_words() -> Mapping[str, Mapping[str, str]]:
-    """Return the meaning of each field, by struct and field; the entry `_` is the struct itself."""
+    """Return the meaning of each field, by struct (or a base of it) and field; the entry `_` is the struct itself."""
     folders = [resources.files(__package__ or __name__), *resources.files(dialects).iterdir()]
     files = [folder.joinpath("words.toml") for folder in folders if folder.is_dir()]
     read = [tomllib.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
@@ -92,14 +94,15 @@ def _with_twins(annotation: Any, twins: dict[type, Any]) -> Any:
     return annotation
 
 
-def _describe(name: str, schema: Schema, words: Mapping[str, Mapping[str, str]]) -> None:
-    nothing: Mapping[str, str] = {}
-    own = words.get(name, nothing)
-    shared = words[_SHARED_WORDS] if name.endswith(_SHARED_WORDS) else nothing
-    if "_" in own:
-        schema["description"] = own["_"]
+def _describe(struct: type, schema: Schema, words: Mapping[str, Mapping[str, str]]) -> None:
+    """Add the words of a struct; a field without words of its own has those of the struct that it comes from."""
+    name = struct.__name__
+    sections = [*(base.__name__ for base in struct.__mro__), *([_SHARED_WORDS] if name.endswith(_SHARED_WORDS) else ())]
+    fields = ChainMap(*(dict(words[section]) for section in sections if section in words))
+    if "_" in words.get(name, ()):
+        schema["description"] = words[name]["_"]
     for field, described in cast("dict[str, Schema]", schema["properties"]).items():
-        if text := own.get(field) or shared.get(field):
+        if text := fields.get(field):
             described["description"] = text
 
 

@@ -41,8 +41,9 @@ class TextService:
         entry = models.find(model)
         if entry is None:
             able = ", ".join(models.models_for(_OUTPUT)) or "none"
-            hint = model_not_found(model, models.entries).message.rstrip(".")
-            raise NotFound(f"{hint}. Models that generate: {able}", extras={"param": "model"})
+            hint = model_not_found(model, models.entries).message
+            end = "" if hint.endswith("?") else "."
+            raise NotFound(f"{hint}{end} Models that generate: {able}", extras={"param": "model"})
         self.begin(exchange, entry)
         return entry
 

@@ -89,7 +89,7 @@ class Job:
     """One request to generate. A lower number is older."""
 
     __slots__ = (
-        "arrived_ns", "decoder_start_id", "first_token_ns", "forbidden", "is_alone", "is_proven", "is_redrawn", "matchers", "num_cached",
+        "arrived_ns", "decoder_start_id", "first_token_ns", "forbidden", "forbidden_early", "is_alone", "is_proven", "is_redrawn", "matchers", "num_cached",
         "num_encoded", "num_generated", "num_prompt", "number", "request", "scores", "sequences", "started_ns", "stops", "task",
     )  # fmt: skip
 
@@ -123,6 +123,8 @@ class Job:
         ends = () if task.ignore_eos else eos_token_ids
         self.stops = frozenset((*ends, *task.stop_token_ids))
         self.forbidden = tuple(set(eos_token_ids) - self.stops)
+        self.forbidden_early = tuple(self.stops.union(eos_token_ids))
+        """Tokens that no choice may have among its first `min_tokens`."""
         self.scores = None if task.prompt_logprobs is None else PromptScores(num_prompt, task.prompt_logprobs)
         self.matchers: list[Matcher] = []
         """One for each choice, once its grammar, if any, is compiled."""
@@ -150,12 +152,13 @@ class Job:
     def choice_draw(self, choice: int, position: int, seen: Seen | None) -> Draw:
         """Return the draw of a choice's next token, at this position and after these tokens."""
         task = self.task
+        is_early = position < self.num_prompt + task.min_tokens
         return Draw(
             task.sampling,
             choice,
             position,
             seen,
-            self.forbidden,
+            self.forbidden_early if is_early else self.forbidden,
             task.logprobs,
             self.matchers[choice] if self.matchers else None,
             self.num_prompt,

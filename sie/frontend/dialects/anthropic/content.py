@@ -6,7 +6,7 @@ between a user's texts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -74,6 +74,7 @@ def read_conversation(messages: Sequence[InputMessage], *, continues: bool = Fal
     if not messages:
         raise wrong("messages", "must hold at least one message")
     read: list[ChatMessage] = []
+    called: set[str | None] | None = None if continues else set()
     last_user = max((number for number, message in enumerate(messages) if message.role == "user"), default=-1)
     for number, message in enumerate(messages):
         path = f"messages[{number}].content"
@@ -83,9 +84,11 @@ def read_conversation(messages: Sequence[InputMessage], *, continues: bool = Fal
         elif isinstance(message.content, str):
             read.append(ChatMessage(role=message.role, content=message.content))
         elif message.role == "user":
-            read.extend(_read_user(message.content, path))
+            read.extend(_read_user(message.content, path, called))
         else:
             read.append(_read_assistant(message.content, path))
+            if called is not None:
+                called |= {block.id for block in message.content if block.type == "tool_use"}
     turns = _one_turn_each(read)
     return turns if continues else name_results(turns, "messages")
 
@@ -133,7 +136,7 @@ def _read_instruction(message: InputMessage, path: str) -> ChatMessage:
     )
 
 
-def _read_user(blocks: Sequence[BlockField], path: str) -> Iterator[ChatMessage]:
+def _read_user(blocks: Sequence[BlockField], path: str, called: Container[str | None] | None) -> Iterator[ChatMessage]:
     texts: list[str] = []
     for number, block in enumerate(blocks):
         here = f"{path}[{number}]"
@@ -145,12 +148,13 @@ def _read_user(blocks: Sequence[BlockField], path: str) -> Iterator[ChatMessage]
         if texts:
             yield ChatMessage(role="user", content="\n".join(texts))
             texts = []
-        yield _read_result(block, here)
+        yield _read_result(block, here, called)
     if texts or not blocks:
         yield ChatMessage(role="user", content="\n".join(texts))
 
 
-def _read_result(block: BlockField, path: str) -> ChatMessage:
+def _read_result(block: BlockField, path: str, called: Container[str | None] | None) -> ChatMessage:
+    """Return a tool result. called: the ids of the calls before it, or None if an earlier part of the conversation is stored."""
     if not block.tool_use_id:
         raise wrong(f"{path}.tool_use_id", "is required")
     try:
@@ -158,6 +162,8 @@ def _read_result(block: BlockField, path: str) -> ChatMessage:
     except msgspec.ValidationError as error:
         raise wrong(f"{path}.content", f"must be a text or blocks: {with_choices(error, _ResultContent)}") from None
     text = join_text(content, f"{path}.content") if isinstance(content, list) else content
+    if called is not None and block.tool_use_id not in called:
+        raise wrong(f"{path}.tool_use_id", f"is {block.tool_use_id[:80]!r}, but no 'tool_use' block before it has this id")
     return ChatMessage(role="tool", content=text or "", tool_call_id=_call_id(block.tool_use_id))
 
 

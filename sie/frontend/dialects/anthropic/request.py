@@ -42,6 +42,13 @@ _MODES: Final[dict[str, Literal["auto", "required", "none"]]] = {"auto": "auto",
 _CLIENT_TOOLS: Final = frozenset({None, "custom", "function"})
 _SERVER_TOOLS: Final = frozenset({"code_interpreter", "web_search"})
 _SEARCH: Final = "web_search_"
+_UNSERVED: Final = {
+    "mcp_servers": "is not served: the operator configures them; use a tool of type 'mcp_toolset'",
+    "stop": "is not served here; use 'stop_sequences'",
+    "stop_token_ids": "is not served here; use /v1/chat/completions",
+    "logprobs": "is not served here; use /v1/chat/completions",
+}
+"""Fields of other routes and servers that may be null, false or empty."""
 _SERVER_NAMES: Final = frozenset({"code_execution", "web_search"})
 """The names of server tools in `tool_choice`."""
 NAMES: Final = {"stop": "stop_sequences"}
@@ -109,6 +116,10 @@ class MessagesBody(SamplingFields, kw_only=True):
     mcp_servers: Any = None
     thread: Any = None
     metadata: Any = None
+    n: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    logprobs: Any = None
 
 
 _DECODER: Final = msgspec.json.Decoder(MessagesBody)
@@ -119,8 +130,11 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     """Return the request in a body. Raises BadRequest naming the field."""
     call = decode_body(_DECODER, body, content_type, limits)
     skills = _read_container(call.container)
-    if call.mcp_servers:
-        raise wrong("mcp_servers", "is not served: the operator configures them; use a tool of type 'mcp_toolset'")
+    for field, reason in _UNSERVED.items():
+        if getattr(call, field):
+            raise wrong(field, reason)
+    if call.n not in (None, 1):
+        raise wrong("n", "must be 1: an answer is one message")
     if call.thread is not None:
         raise _refused_thread()
     session_id = take_session_id(call)

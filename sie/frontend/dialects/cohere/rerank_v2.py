@@ -29,10 +29,10 @@ class RerankV2Body(msgspec.Struct, gc=False, kw_only=True, forbid_unknown_fields
     model: str
     query: str
     documents: Annotated[list[str | TextDocument], msgspec.Meta(max_length=_MOST_DOCUMENTS)]
-    return_documents: bool = False
+    return_documents: bool | None = None
     top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     max_tokens_per_doc: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    priority: Literal[0] = 0
+    priority: Literal[0] | None = None
     relevant_spans: RelevantSpans | None = None
 
 
@@ -51,7 +51,7 @@ def decode_rerank_v2(body: bytes, limits: Limits) -> RerankCall:
     request = ScoreRequest(
         model=call.model, query=call.query, documents=documents, max_document_tokens=call.max_tokens_per_doc
     )
-    return RerankCall(request, call.top_n, call.return_documents)
+    return RerankCall(request, call.top_n, bool(call.return_documents))
 
 
 def encode_ranking_v2(call: RerankCall, reply: ScoreReply) -> bytes:

@@ -50,6 +50,19 @@ _THINKING_OPTIONS: Final = frozenset({"enable_thinking", "reasoning_effort"})
 _MAX_OPTION: Final = 2**53
 _NEAREST: Final = {"minimal": "low", "max": "xhigh"}
 """Efforts of the clients' types that templates do not know, and the nearest ones that they may know."""
+_AS_TOOLS: Final = "is not served; use 'tools' and 'tool_choice'"
+_UNSERVED: Final = {
+    "chat_template": "is not accepted in a request: the server uses its own templates",
+    "functions": _AS_TOOLS,
+    "function_call": _AS_TOOLS,
+    "audio": "is not served: answers are text",
+}
+_UNSERVED_IF_ON: Final = {
+    "echo": "is not served: an answer is the next message alone",
+    "documents": "is not served; put them into a message",
+    "add_special_tokens": "must be false: the chat template writes all special tokens",
+}
+"""Fields of vLLM that may be null, false or empty."""
 ANY_OBJECT: Final = {"type": "object"}
 """The schema of a `json_object` answer without its own schema."""
 _to_json: Final = msgspec.json.Encoder().encode
@@ -93,6 +106,10 @@ class ChatBody(TextFields, kw_only=True):
     function_call: Any = None
     modalities: Annotated[list[str], Meta(max_length=16)] | None = None
     audio: Any = None
+    echo: Any = None
+    documents: Any = None
+    verbosity: Any = None
+    add_special_tokens: Any = None
     user: Any = None
 
 
@@ -130,13 +147,14 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
 
 
 def _refuse_unserved(call: ChatBody) -> None:
-    for field in ("chat_template", "functions", "function_call", "audio"):
+    for field, reason in _UNSERVED.items():
         if getattr(call, field) is not None:
-            reasons = {
-                "chat_template": "is not accepted in a request: the server uses its own templates",
-                "audio": "is not served: answers are text",
-            }
-            raise wrong(field, reasons.get(field, "is not served; use 'tools' and 'tool_choice'"))
+            raise wrong(field, reason)
+    for field, reason in _UNSERVED_IF_ON.items():
+        if getattr(call, field):
+            raise wrong(field, reason)
+    if call.verbosity not in (None, "medium"):
+        raise wrong("verbosity", "is not served; leave it out, or give 'medium'")
     if call.modalities is not None and call.modalities != ["text"]:
         raise wrong("modalities", "must be ['text']")
 
@@ -292,8 +310,8 @@ class ChatWriter(ChunkWriter):
                 return [[_choice(index, role) for index in range(self._shown.num_choices)]]
             case TextDelta(choice, text, logprobs):
                 return [[_choice(choice, {"content": text}, logprobs=logprobs)]]
-            case ReasoningDelta(choice, text):
-                return [[_choice(choice, {"reasoning_content": text})]]
+            case ReasoningDelta(choice, text, logprobs):
+                return [[_choice(choice, {"reasoning_content": text}, logprobs=logprobs)]]
             case ToolCallDelta(choice, number, call):
                 return [[_choice(choice, {"tool_calls": [_call(number, call)]})]]
             case Finished(choice, reason):

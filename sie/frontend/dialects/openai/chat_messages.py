@@ -60,6 +60,7 @@ class MessageField(msgspec.Struct):
 
     role: str
     content: str | Annotated[list[PartField], Meta(max_length=_MAX_LIST)] | None = None
+    refusal: str | None = None
     name: str | None = None
     tool_calls: Annotated[list[CallField], Meta(max_length=_MAX_LIST)] | None = None
     tool_call_id: str | None = None
@@ -132,12 +133,12 @@ def _read_message(message: MessageField, path: str, files: list[InputFile] | Non
         raise _wrong(path, "name", "must have at most 256 characters, without white space and <|\\>")
     if message.function_call is not None:
         raise _wrong(path, "function_call", "is not served; use 'tool_calls'")
-    if message.content is None and not message.tool_calls:
+    content = message.content if message.content is not None else message.refusal
+    if content is None and not message.tool_calls:
         raise _wrong(path, "content", "is required where there are no 'tool_calls'")
     reasoning = message.reasoning_content
     if reasoning is None and isinstance(message.reasoning, str):
         reasoning = message.reasoning
-    content = message.content
     return ChatMessage(
         role=message.role,
         role_field="" if message.role in ROLES else f"{path}.role",

@@ -54,6 +54,7 @@ class CompletionsBody(TextFields, kw_only=True):
     logprobs: Number | bool | None = None
     tools: Any = None
     tool_choice: Any = None
+    add_special_tokens: Any = None
     user: Any = None
 
 
@@ -69,6 +70,8 @@ def decode_completions(body: bytes, content_type: str | None, limits: Limits) ->
         request.max_tokens = _DEFAULT_MAX_TOKENS
     if not request.max_tokens and not call.echo:
         raise wrong("max_tokens", "must be at least 1 without 'echo'")
+    if call.add_special_tokens is False:
+        raise wrong("add_special_tokens", "must be true; give token ids as the prompt to choose each of them")
     if call.tools:
         raise wrong("tools", "are served on /v1/chat/completions")
     request.logprobs = None if call.logprobs is None or call.logprobs is False else int(call.logprobs)

@@ -39,13 +39,22 @@ _MAX_STOP_IDS: Final = 64
 _JSON_GRAMMARS: Final = ("json_schema", "llguidance")
 _JSON_ENDS: Final = ("/json", "+json")
 _FORM_ELSEWHERE: Final = "is another server's; use 'response_format' or 'grammar'"
+_STOPS_LEFT_OUT: Final = "is not served: a stop string is no part of the answer"
+_NO_TOKEN_IDS: Final = "is not served: answers have no token ids; use 'logprobs' for the bytes of each token"
 _UNSERVED: Final = {
+    "allowed_token_ids": "is not served; use 'grammar' or 'logit_bias'",
     "bad_words": "is not served; use 'logit_bias'",
-    "include_stop_str_in_output": "is not served: a stop string is no part of the answer",
+    "include_stop_str_in_output": _STOPS_LEFT_OUT,
+    "no_stop_trim": _STOPS_LEFT_OUT,
     "prompt_logprobs": "is not served; use 'echo' and 'logprobs' on /v1/completions",
+    "return_token_ids": _NO_TOKEN_IDS,
+    "return_tokens_as_token_ids": _NO_TOKEN_IDS,
+    "skip_special_tokens": "must be true: special tokens are no part of the answer",
+    "stop_regex": "is not served; use 'stop'",
+    "truncate_prompt_tokens": "is not served; use 'truncate_sequence'",
     "use_beam_search": "is not served",
 }
-"""Fields of vLLM, SGLang and llama.cpp without which an answer would not be what the client asks for."""
+"""Why fields of vLLM, SGLang and llama.cpp are not served that do not describe the form of an answer."""
 _PATH: Final = re.compile(r" - at `(?:key in `)?\$\.?([^`]*)`$")
 _OUT_OF_BOUNDS: Final = re.compile(r"Expected `[^`]*` (?:[<>]|of length)")
 _MISSING: Final = re.compile(r"Object missing required field `([^`]+)`")
@@ -69,7 +78,37 @@ class StreamEnding(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class SamplingFields(AgentFields, kw_only=True):
+class ForeignFields(AgentFields, kw_only=True):
+    """Fields of other servers. They are refused, because an answer that ignores them looks like one that follows them.
+
+    A field that is null, false or empty is ignored, except `skip_special_tokens`, which may not be false.
+    """
+
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    include_stop_str_in_output: Any = None
+    no_stop_trim: Any = None
+    prompt_logprobs: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    skip_special_tokens: Any = None
+    stop_regex: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+
+
+_FOREIGN: Final = tuple(field for field in ForeignFields.__struct_fields__ if field not in AgentFields.__struct_fields__)
+
+
+class SamplingFields(ForeignFields, kw_only=True):
     """The fields of OpenAI's and Anthropic's routes. None means not given."""
 
     model: str | None = None
@@ -81,23 +120,6 @@ class SamplingFields(AgentFields, kw_only=True):
     adapter: Any = None
     lora_adapter: Any = None
     stream: bool | None = None
-
-
-class ForeignFields(msgspec.Struct):
-    """Fields of other servers. They are refused, because an answer that ignores them looks like one that follows them."""
-
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    bad_words: Any = None
-    include_stop_str_in_output: Any = None
-    prompt_logprobs: Any = None
-    use_beam_search: Any = None
 
 
 class TextFields(SamplingFields, kw_only=True):
@@ -138,9 +160,6 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
         return {**head, "system_fingerprint": _FINGERPRINT}
 
 
-_FOREIGN: Final = msgspec.json.Decoder(ForeignFields)
-
-
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
@@ -156,21 +175,13 @@ def decode_body(
         raise BadRequest(f"Content-Type must be application/json, not {kind!r}", http_status=415)
     check_json(body, limits.max_depth)
     try:
-        call = decode_json(decoder, body)
-        _refuse_foreign(decode_json(_FOREIGN, body))
+        return decode_json(decoder, body)
     except msgspec.ValidationError as error:
         raise _syntax_error(body) or _type_error(with_choices(error, decoder.type)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="INVALID_JSON") from None
     except RecursionError:
         raise BadRequest("The body is nested too deep") from None
-    return call
-
-
-def _refuse_foreign(fields: ForeignFields) -> None:
-    for field in ForeignFields.__struct_fields__:
-        if getattr(fields, field):
-            raise wrong(field, _UNSERVED.get(field, _FORM_ELSEWHERE))
 
 
 def _syntax_error(body: bytes) -> BadRequest | None:
@@ -222,6 +233,10 @@ def read_text_fields(body: TextFields) -> GenerateRequest:
 
 def read_sampling_fields(body: SamplingFields) -> GenerateRequest:
     """Return a request with the common fields of all routes. Raises BadRequest for a wrong value."""
+    for field in _FOREIGN:
+        value: Any = getattr(body, field)
+        if value is False if field == "skip_special_tokens" else value:
+            raise wrong(field, _UNSERVED.get(field, _FORM_ELSEWHERE))
     if body.dry_multiplier:
         raise wrong("dry_multiplier", "is not served; leave it out, or give 0")
     for name, value in (("adapter", body.adapter), ("lora_adapter", body.lora_adapter)):

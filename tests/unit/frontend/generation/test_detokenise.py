@@ -8,9 +8,10 @@ from tokenizers.decoders import DecodeStream
 
 from sie.frontend.generation.parsers import PlainText
 from sie.frontend.generation.reader import Reader
+from sie.frontend.generation.reasoning import ReasoningParser
 from sie.frontend.generation.vocabulary import FileVocabulary
 from sie.values.card import ModelCard
-from sie.values.generate import TextDelta, TokenLogprob, TokenRecord
+from sie.values.generate import ReasoningDelta, TextDelta, TokenLogprob, TokenRecord
 from tests.unit import tiny_tokenizers
 
 KINDS = {
@@ -102,6 +103,21 @@ def test_an_answer_cut_by_max_tokens_keeps_its_characters_and_the_bytes_of_its_t
     assert [delta.text for delta in deltas] == [*EMOJI, "\ufffd"]
     assert [len(delta.logprobs) for delta in deltas] == [4] * len(EMOJI) + [1]
     assert b"".join(log.raw for delta in deltas for log in delta.logprobs) == raw
+
+
+def test_tokens_of_the_reasoning_come_with_it_and_not_with_the_text(tokenizer: Tokenizer) -> None:
+    parser = ReasoningParser(("<x>", "</x>"), PlainText(), is_open=False)
+    reader = Reader(1, vocabulary(tokenizer), (), lambda: parser)
+    ids = ids_of(tokenizer, b"<x>why</x> so")
+    records = [TokenRecord(1, 0, 0, (token_id,), "", 0, (TokenLogprob(-1.0),)) for token_id in ids]
+    events = [event for record in records for event in reader.read(record)]
+    events += reader.read(TokenRecord(1, 0, 0, (), "stop"))
+    reasoning = [event for event in events if isinstance(event, ReasoningDelta)]
+    texts = [event for event in events if isinstance(event, TextDelta)]
+    assert "".join(event.text for event in reasoning) == "why"
+    assert b"".join(log.raw for event in reasoning for log in event.logprobs) == b"<x>why</x>"
+    assert b"".join(log.raw for event in texts for log in event.logprobs) == b" so"
+    assert reader.num_reasoning_tokens == len(b"<x>why")
 
 
 def test_texts_that_look_like_bytes_stay_where_a_decoder_reads_none() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from sie.frontend.http.near_routes import hint_for
 from sie.frontend.routes.table import TABLE, find_route
 
 
@@ -79,3 +80,19 @@ def test_a_template_does_not_match_as_a_path(path):
 def test_the_known_names_decide_which_part_of_a_path_is_the_model(path, known, expected):
     found = find_route(path, known)
     assert (found and (found.route.template, found.model, found.version)) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v2/models/m/foo", " Did you mean GET /v2/models/{model}?"),
+        ("/v2/models/m/inferr", " Did you mean POST /v2/models/{model}/infer?"),
+        ("/v1/responses/x/cancle", " Did you mean POST /v1/responses/{response_id}/cancel?"),
+        *(
+            (f"/v2/models/org/m/{tail}", " The version of a model is a number: /v2/models/{model}/versions/{version}.")
+            for tail in ("versions/x", "versions/x/infer", "versions/", "versions", "versions/1x/ready")
+        ),
+    ],
+)
+def test_an_unknown_path_is_told_the_nearest_route(path, hint):
+    assert hint_for(path, TABLE) == hint

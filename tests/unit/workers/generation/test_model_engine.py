@@ -47,6 +47,24 @@ def test_stop_token_ends_a_choice_also_where_the_end_is_ignored() -> None:
     assert (bytes(answer.tokens[0]), answer.finish) == (b"abc", ["stop"])
 
 
+def test_nothing_ends_a_choice_before_its_fewest_tokens() -> None:
+    answer = run_one(min_tokens=len(PROMPT) + 1, num_choices=2)
+    assert all(len(tokens) >= len(PROMPT) + 1 for tokens in answer.tokens)
+    assert [tokens[: len(PROMPT)] for tokens in answer.tokens] == [list(PROMPT), [*PROMPT[1:], PROMPT[0]]]
+    exact = run_one(min_tokens=len(PROMPT))
+    assert (exact.tokens, exact.finish) == ([echo(PROMPT)], ["stop"])
+
+
+def test_stop_token_is_not_chosen_before_the_fewest_tokens() -> None:
+    answer = run_one(list(b"abc.def"), stop_token_ids=(ord("."),), ignore_eos=True, min_tokens=5, max_tokens=20)
+    assert (len(answer.tokens[0]), ord(".") in answer.tokens[0], answer.finish) == (10, False, ["stop"])
+
+
+def test_complete_grammar_ends_a_choice_before_its_fewest_tokens() -> None:
+    answer = run_one(grammar_kind="regex", grammar="yes", min_tokens=9)
+    assert (bytes(answer.tokens[0]), answer.finish) == (b"yes", ["stop"])
+
+
 def test_end_at_the_last_token_that_may_come_is_a_stop() -> None:
     assert run_one(list(b"abc"), max_tokens=4).finish == ["stop"]
     assert run_one(list(b"abc"), max_tokens=3).finish == ["length"]

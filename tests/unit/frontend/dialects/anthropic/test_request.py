@@ -204,6 +204,8 @@ def test_each_spelling_of_a_schema_binds_the_answer(fields: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
+        ({"n": 2}, "'n' must be 1"), ({"stop": "x"}, "stop_sequences"), ({"logprobs": True}, "logprobs"),
+        ({"stop_token_ids": [3]}, "stop_token_ids"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
@@ -322,6 +324,13 @@ def test_a_whole_answer_has_its_blocks_in_order() -> None:
     assert (call.id, call.name, call.input) == ("toolu_1", "weather", {"city": "Oslo"})
     assert (message.stop_reason, message.stop_sequence) == ("tool_use", None)
     assert (message.usage.input_tokens, message.usage.output_tokens, message.usage.cache_read_input_tokens) == (7, 4, 2)
+
+
+def test_a_result_without_its_call_is_named_by_the_id_that_the_client_knows() -> None:
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_2", "content": "4 C"}]}
+    with pytest.raises(BadRequest, match=r"'messages\[1\]\.content\[0\]\.tool_use_id' is 'toolu_2'"):
+        decode(messages=[call, result])
 
 
 def test_a_call_has_one_id_in_a_session_and_in_what_its_client_sends_back() -> None:

@@ -14,7 +14,7 @@ from sie.values.inference import ScoreReply, Timing
 
 @pytest.mark.parametrize(
     ("fields", "best"),
-    [({}, {"index": 1}), ({"return_documents": False}, {"index": 1}),
+    [({}, {"index": 1}), ({"return_documents": None, "priority": None}, {"index": 1}), ({"return_documents": False}, {"index": 1}),
      ({"return_documents": True}, {"index": 1, "document": {"text": "b"}})],
 )  # fmt: skip
 def test_results_repeat_their_documents_on_request(fields: dict[str, Any], best: dict[str, Any]) -> None:

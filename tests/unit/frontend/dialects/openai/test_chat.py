@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from sie.values.generate import (
     GenerateRule,
     GenerateUsage,
     Grammar,
+    LogprobText,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -68,6 +70,8 @@ def read(**fields: Any) -> GenerateRequest:
             [{"role": "assistant", "name": "José/2", "content": [{"type": "refusal", "refusal": "no"}]}],
             [ChatMessage(role="assistant", name="José/2", content="no")],
         ),
+        ([{"role": "assistant", "content": None, "refusal": "no"}], [ChatMessage(role="assistant", content="no")]),
+        ([{"role": "assistant", "content": "yes", "refusal": None}], [ChatMessage(role="assistant", content="yes")]),
     ],
 )
 def test_messages(messages: Any, expected: list[ChatMessage]) -> None:
@@ -144,6 +148,12 @@ def test_only_a_text_of_the_assistant_is_continued(fields: Any, named: str) -> N
 @pytest.mark.parametrize("fields", SERVERS)
 def test_a_call_of_the_server_s_tools_alone_may_be_required(fields: dict[str, Any]) -> None:
     assert read(**fields, tool_choice="required").tool_choice == ToolChoice(mode="required")
+
+
+@pytest.mark.parametrize("verbosity", [None, "medium", "low"])
+def test_an_answer_has_one_length_to_choose(verbosity: str | None) -> None:
+    with pytest.raises(BadRequest, match="verbosity") if verbosity == "low" else contextlib.nullcontext():
+        read(verbosity=verbosity)
 
 
 @pytest.mark.parametrize("fields", [{}, {"session_id": "s"}, {"max_tool_rounds": 3}])
@@ -281,6 +291,15 @@ def test_stream_shows_reasoning_and_calls_whole() -> None:
     assert [bool(chunk["usage"]) for chunk in chunks] == [False, False, False, False, True]
     error = msgspec.json.decode(writer.write_error(Overloaded("full")).split(b"\n\n")[0].removeprefix(b"data: "))
     assert error["error"]["type"] == "server_error"
+
+
+def test_a_stream_has_the_log_probabilities_of_its_reasoning_beside_it() -> None:
+    writer = ChatWriter(Shown(id="x", created=1, num_choices=1), "m")
+    thought = LogprobText(text="hm", raw=b"hm", logprob=-1.0)
+    (line,) = writer.write([ReasoningDelta(0, "hm", (thought,))]).decode().split("\n\n")[:-1]
+    (choice,) = msgspec.json.decode(line.removeprefix("data: "))["choices"]
+    assert choice["delta"] == {"reasoning_content": "hm"}
+    assert [one["token"] for one in choice["logprobs"]["content"]] == ["hm"]
 
 
 def test_codes_are_words_in_lower_case() -> None:
